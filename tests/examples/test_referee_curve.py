@@ -22,6 +22,12 @@ FAULTS = [
     ("qwen_loop.py", "means", ["gradients"], "count 1.22 x those of row 1 of micro-batch 1 of rank 1 (5 targets)"),
     ("qwen_loop.py", "q_norm", ["gradients"], "model.layers.*.self_attn.q_norm.weight x2\n"),
     ("qwen_loop.py", "lost", ["copies of weights", "gradients"], "8 of 16 rows are not in the gradient"),
+    (
+        "qwen_loop.py",
+        "no_zero_grad",
+        ["gradients"],
+        "in step 2 the gradient of the step before is still in the gradient",
+    ),
     ("qwen_loop.py", "mask", ["gradients"], "that of a model that does not see attention_mask"),
     ("qwen_loop.py", "shifted", ["gradients", "targets"], "100% of the outputs are trained to predict the token after"),
     ("qwen_loop.py", "left_out", ["gradients", "updates"], "in no group of the optimizer: lm_head.weight"),

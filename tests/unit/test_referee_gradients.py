@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,9 +65,11 @@ def combined(model: Qwen3ForCausalLM, weight: Callable[[int, int, int], float]) 
     return dict(zip(names, OwnModel(model).gradients(losses, names, low=None), strict=True))
 
 
-def judged(model: Qwen3ForCausalLM, gradients: Gradients, types: set[str] | None = None) -> JudgedPart:
+def judged(
+    model: Qwen3ForCausalLM, gradients: Gradients, types: set[str] | None = None, rows: list[TrainedRows] = ROWS
+) -> JudgedPart:
     weights = {name: value.detach().clone() for name, value in model.named_parameters()}
-    step = CheckedStep(1, weights, gradients, ROWS, types or {"float32"}, {"float32"}, list(weights), None, {})
+    step = CheckedStep(1, weights, gradients, rows, types or {"float32"}, {"float32"}, list(weights), None, {})
     shown = {"architecture": {"dropout": []}, "device": "cpu"}
     return judge_gradients([step], shown, model)[0]
 
@@ -115,6 +119,40 @@ def test_mean_and_sum_over_all_targets_are_proved(model: Any) -> None:
     assert "each of 25 parameters has the gradient of the mean over all targets (111 in step 1)" in part.what
     part = judged(model, combined(model, lambda *size: 1.0))
     assert part.status is PartStatus.PROVED and "the gradient of the sum over all targets" in part.what
+
+
+def test_weights_of_the_programs_own_loss_are_said_and_not_refuted(model: Any) -> None:
+    """Classes that count more, rows that are drawn less often: each row has a weight that no law gives it."""
+    wanted = [1.0, 3.0, 0.5, 2.0, 1.0, 1.5, 0.1, 4.0]
+    rows = [
+        replace(row, weights=row.weights * by) for row, by in zip(ROWS, wanted, strict=True) if row.weights is not None
+    ]
+    names = [name for name, _ in model.named_parameters()]
+    made = OwnModel(model).gradients([(row, by / 9) for row, by in zip(ROWS, wanted, strict=True)], names, low=None)
+    gradients = dict(zip(names, made, strict=True))
+    part = judged(model, gradients, rows=rows)
+    assert part.status is PartStatus.NOT_JUDGED
+    assert "targets count up to 40 x others, as the program's own loss weighs them" in part.what
+    gradients["lm_head.weight"] = gradients["lm_head.weight"] * 2
+    part = judged(model, gradients, rows=rows)
+    assert part.status is PartStatus.REFUTED and part.what.endswith("lm_head.weight x2")
+
+
+def test_gradient_of_the_step_before_is_found(model: Any) -> None:
+    own = copy.deepcopy(model)
+    steps: list[CheckedStep] = []
+    for number in (1, 2):
+        weights = {name: value.detach().clone() for name, value in own.named_parameters()}
+        gradients = combined(own, mean)
+        if steps:  # clipped, and never set to zero
+            gradients = {name: value + 0.7 * steps[0].gradients[name] for name, value in gradients.items()}
+        steps.append(CheckedStep(number, weights, gradients, ROWS, {"float32"}, {"float32"}, list(weights), None, {}))
+        with torch.no_grad():
+            for parameter in own.parameters():
+                parameter += 0.02 * torch.randn_like(parameter)
+    part = judge_gradients(steps, {"architecture": {"dropout": []}, "device": "cpu"}, own)[0]
+    assert part.status is PartStatus.REFUTED
+    assert part.what == "in step 2 the gradient of the step before is still in the gradient"
 
 
 def test_labels_that_are_counted_before_they_are_shifted(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +295,7 @@ def trained(
         gradients = {name: torch.randn_like(value) for name, value in weights.items()}
         described = {"class": "AdamW", "is_new": number == 1, "groups": [{"names": ["a", "b"], "settings": settings}]}
         norm = float(torch.linalg.vector_norm(torch.cat([value.flatten() for value in gradients.values()])))
-        clipped = None if clip is None else {"most": clip, "norm": norm}
+        clipped = None if clip is None else {"most": clip, "norm": norm, "by_norm": True}
         held = {name: value.detach().clone() for name, value in weights.items()}
         steps.append(CheckedStep(number, held, gradients, [], {"float32"}, {"float32"}, ["a", "b"], clipped, described))
         scale = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))

@@ -53,7 +53,8 @@ for epoch in range(2):
         step = batches[begin : begin + MICRO_BATCHES]
         total = torch.tensor(sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in step))
         dist.all_reduce(total)
-        optimizer.zero_grad()
+        if kind != "no_zero_grad":
+            optimizer.zero_grad()
         for place, batch in enumerate(step):
             last = place == len(step) - 1
             lost = kind == "lost" and last

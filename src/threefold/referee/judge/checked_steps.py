@@ -51,6 +51,13 @@ class TrainedRows:
         return torch.ones_like(shares) if self.is_even else shares
 
     @property
+    def mean_weight(self) -> float | None:
+        """The mean weight of the targets in the program's loss; None if it does not show."""
+        if self.weights is None or self.targets is None:
+            return None
+        return float(self.weights[self.targets != -100].mean())
+
+    @property
     def is_even(self) -> bool:
         """Whether the program's loss treats the targets of this unit equally."""
         if self.weights is None or self.targets is None:

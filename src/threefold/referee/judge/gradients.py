@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from threefold.referee.judge.checked_steps import CheckedStep, TrainedRows, Unjudgeable
 from threefold.referee.judge.laws import (
+    OWN_LOSS,
     TARGETS,
+    Law,
     LawFit,
     NamedFactor,
     UnitSize,
@@ -27,6 +29,7 @@ from threefold.referee.judge.laws import (
     fit_units,
     grouped,
     known_laws,
+    left_beside,
     lost_units,
     named_factors,
 )
@@ -55,13 +58,15 @@ class StepFit:
     """What a step shows: its law, or the weights of units that follow none, and how each parameter follows the law.
 
     Attributes:
+        repeats: whether the gradient of the step before is a part of the recorded one.
         unseen: an input that the model is called with, and without which its gradients are the recorded ones.
     """
 
     step: CheckedStep
     sizes: list[UnitSize]
-    fit: LawFit | None
-    unit_weights: Tensor | None
+    fit: LawFit | None = None
+    unit_weights: Tensor | None = None
+    repeats: bool = False
     unseen: str | None = None
     factors: dict[str, float] = field(default_factory=dict)
     left: dict[str, float] = field(default_factory=dict)
@@ -110,7 +115,7 @@ def judge_gradients(
                 raise Unjudgeable(f"{what} {_MOST_WORK:.0e}: train fewer rows, or a smaller config")
             if placement["device"] != "cpu":
                 step.types.add(_ON_A_DEVICE)
-            fits.append(_fit_step(model, step))
+            fits.append(_fit_step(model, step, fits[-1].step if fits else None))
             if fits[-1].fit is None:
                 break
     except Unjudgeable as why:
@@ -126,7 +131,7 @@ def judge_gradients(
     return [_verdict(fits), *_target_places(fits)]
 
 
-def _fit_step(model: OwnModel, step: CheckedStep) -> StepFit:
+def _fit_step(model: OwnModel, step: CheckedStep, before: CheckedStep | None) -> StepFit:
     model.load(step.weights)
     units = [unit for unit in step.units if model.num_targets(unit)]
     if not units:
@@ -137,16 +142,23 @@ def _fit_step(model: OwnModel, step: CheckedStep) -> StepFit:
     trained = [name for name, value in step.gradients.items() if bool(value.isfinite().all())]
     if len(trained) < len(step.gradients):
         raise Unjudgeable(f"step {step.number} has a gradient that is not finite")
+    laws = [*known_laws(sizes), *_own_law(units)]
+    noise = _noise(model, units, laws[0].weights, step, trained)
     own, recorded = _samples(model, units, step, trained)
-    if (law := _law_of(model, units, sizes, step, trained, own, recorded)) is not None:
-        return law
-    found = StepFit(step, sizes, None, fit_units(own, recorded))
+    if (best := _explains(laws, own, recorded, noise)) is not None:
+        return _compared(model, units, StepFit(step, sizes, best), noise)
+    found = StepFit(step, sizes)
+    if (weights := fit_units(own, recorded)) is not None and _explains([Law("", weights)], own, recorded, noise):
+        found.unit_weights = weights
+    if before is not None and before.gradients.keys() >= set(trained):
+        earlier = [_sampled(before.gradients[name], values) for name, values in zip(trained, recorded, strict=True)]
+        found.repeats = any(_is_small(left_beside(law, own, recorded, earlier), noise) for law in laws)
     # What the program hands to its model, and the model may not see.
     for name in _UNSEEN:
         blind = [replace(unit, inputs={n: v for n, v in unit.inputs.items() if n != name}) for unit in units]
         if any(name in unit.inputs for unit in units):
             own, recorded = _samples(model, blind, step, trained)
-            if _law_of(model, blind, sizes, step, trained, own, recorded) is not None:
+            if _explains(laws, own, recorded, noise) is not None:
                 found.unseen = name
     return found
 
@@ -162,41 +174,48 @@ def _samples(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Some values of each parameter's gradient: [units, values] of each unit's own, and [values] of the recorded."""
     num_values = max(64, min(_NUM_VALUES, _MOST_VALUES // (len(units) * len(names))))
-    strides = {name: max(1, -(-step.gradients[name].numel() // num_values)) for name in names}
+    recorded = [step.gradients[name].flatten() for name in names]
+    recorded = [values[:: max(1, -(-values.numel() // num_values))] for values in recorded]
     rows = []
     for unit in units:
         gradients = model.gradients([(unit, 1.0)], names, low=None)
-        rows.append([value.flatten()[:: strides[name]].clone() for name, value in zip(names, gradients, strict=True)])
-    own = [torch.stack(values) for values in zip(*rows, strict=True)]
-    return own, [step.gradients[name].flatten()[:: strides[name]] for name in names]
+        rows.append([_sampled(value, like) for value, like in zip(gradients, recorded, strict=True)])
+    return [torch.stack(values) for values in zip(*rows, strict=True)], recorded
 
 
-def _law_of(
-    model: OwnModel,
-    units: list[TrainedRows],
-    sizes: list[UnitSize],
-    step: CheckedStep,
-    names: list[str],
-    own: list[Tensor],
-    recorded: list[Tensor],
-) -> StepFit | None:
-    """The law that most parameters follow, with all of their values compared; None if there is none."""
-    laws = known_laws(sizes)
-    noise = _noise(model, units, laws[0].weights, step, names)
-    scale = torch.tensor([noise[name] for name in names])
-    fits = [fit_law(law, own, recorded) for law in laws]
-    best = next((fit for fit in fits if float((fit.left / scale).median()) <= 1), None)
-    if best is None:
-        return None
-    weights = best.law.weights.tolist()
-    expected = model.gradients(list(zip(units, weights, strict=True)), names, low=None)
-    found = StepFit(step, sizes, best, None)
+def _sampled(gradient: Tensor, like: Tensor) -> Tensor:
+    """The values of a gradient at the places of others of it."""
+    return gradient.flatten()[:: like.stride(0)].clone()
+
+
+def _own_law(units: list[TrainedRows]) -> list[Law]:
+    """What the program's own loss makes of each unit's targets, where the gradients at its outputs show it."""
+    counts = [unit.mean_weight for unit in units]
+    known = [count for count in counts if count is not None]
+    return [Law(OWN_LOSS, torch.tensor(known, dtype=torch.float64))] if len(known) == len(counts) else []
+
+
+def _explains(laws: list[Law], own: list[Tensor], recorded: list[Tensor], noise: dict[str, float]) -> LawFit | None:
+    """The first law that most parameters follow."""
+    fits = (fit_law(law, own, recorded) for law in laws)
+    return next((fit for fit in fits if _is_small(fit.left, noise)), None)
+
+
+def _is_small(left: Tensor, noise: dict[str, float]) -> bool:
+    return float((left / torch.tensor(list(noise.values()))).median()) <= 1
+
+
+def _compared(model: OwnModel, units: list[TrainedRows], found: StepFit, noise: dict[str, float]) -> StepFit:
+    """With all values of each parameter compared under the law."""
+    assert found.fit is not None
+    losses = list(zip(units, found.fit.law.weights.tolist(), strict=True))
+    expected = model.gradients(losses, list(noise), low=None)
     largest = max(float(value.abs().max()) for value in expected)
-    for name, value in zip(names, expected, strict=True):
+    for name, value in zip(noise, expected, strict=True):
         # A gradient that is zero but for rounding, as that of a key's bias, tells nothing.
         if float(value.abs().max()) < 1e-6 * largest or noise[name] > _TOO_NOISY:
             continue
-        found.factors[name], found.left[name] = factor_of(value, step.gradients[name])
+        found.factors[name], found.left[name] = factor_of(value, found.step.gradients[name])
         found.tolerance[name] = noise[name]
     return found
 
@@ -262,6 +281,11 @@ def _wrong(found: StepFit) -> JudgedPart | None:
         )
     if not all(unit.is_even for unit in found.step.units):
         return not_judged(GRADIENTS, f"in {step} the program's loss counts the targets of a row differently, as it may")
+    if found.fit.law.name == OWN_LOSS:
+        counts = found.fit.law.weights
+        ratio = float(counts.max() / counts.min())
+        what = f"in {step} targets count up to {ratio:.3g} x others, as the program's own loss weighs them"
+        return not_judged(GRADIENTS, f"{what}; each parameter follows it")
     if found.fit.law.name != TARGETS:
         counts = found.fit.law.weights
         first, last = int(counts.argmax()), int(counts.argmin())
@@ -275,9 +299,8 @@ def _wrong(found: StepFit) -> JudgedPart | None:
         )
     known = _known_factors(found)
     if not known:
-        return not_judged(
-            GRADIENTS, f"in {step} each gradient is x{found.fit.factor:.4g} of {TARGETS}: who asks for it?"
-        )
+        what = f"in {step} each gradient is x{found.fit.factor:.4g} of {TARGETS}"
+        return not_judged(GRADIENTS, f"{what}, as the program's loss may ask for")
     if known[0].law is None:
         return refuted(
             GRADIENTS,
@@ -309,6 +332,13 @@ def _no_law(found: StepFit) -> JudgedPart:
             f"in {step} the gradient is that of a model that does not see {found.unseen}, which it is called with",
             expected="what the same model computes in one process from the same weights and rows",
             where=f"what takes {found.unseen} away on the way into the layers: a wrapper, a patch, a kernel",
+        )
+    if found.repeats:
+        return refuted(
+            GRADIENTS,
+            f"in {step} the gradient of the step before is still in the gradient",
+            expected="gradients of the rows of this step alone",
+            where="optimizer.zero_grad() after each step, on all parameters",
         )
     if found.unit_weights is not None and (lost := lost_units(found.unit_weights)):
         units = ", ".join(str(found.sizes[place]) for place in lost[:3]) + (" ..." if len(lost) > 3 else "")

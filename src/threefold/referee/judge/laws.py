@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 TARGETS = "the mean over all targets"
+OWN_LOSS = "what the program's own loss weighs"
 
 # A unit of less weight, as a share of the largest, is not in the gradient.
 _LOST = 0.02
@@ -134,6 +135,19 @@ def factor_of(expected: Tensor, recorded: Tensor) -> tuple[float, float]:
         return 0.0, float(squared != 0 or norm != 0)
     factor = float(expected @ recorded) / squared
     return factor, float(torch.linalg.vector_norm(recorded - factor * expected)) / norm
+
+
+def left_beside(law: Law, own: list[Tensor], recorded: list[Tensor], others: list[Tensor]) -> Tensor:
+    """Of each parameter, the share that is left of the recorded values by a law beside a multiple of other values."""
+    left = []
+    for rows, values, other in zip(own, recorded, others, strict=True):
+        both = torch.stack([(law.weights.float() @ rows).double(), other.double()], dim=1)
+        values = values.double()
+        # Unit columns, so that the size of neither decides.
+        both = both / torch.linalg.vector_norm(both, dim=0).clamp_min(1e-300)
+        rest = values - both @ torch.linalg.lstsq(both, values[:, None]).solution[:, 0]
+        left.append(float(rest.norm() / values.norm().clamp_min(1e-300)))
+    return torch.tensor(left)
 
 
 def fit_units(own: list[Tensor], recorded: list[Tensor]) -> Tensor | None:

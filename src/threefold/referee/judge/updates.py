@@ -28,7 +28,7 @@ _LEFT = 0.02
 
 def judge_norms(steps: list[CheckedStep]) -> JudgedPart:
     """Whether the norm that gradients are clipped by is that of all of them."""
-    clipped = [(step, step.clip) for step in steps if step.clip is not None]
+    clipped = [(step, step.clip) for step in steps if step.clip is not None and step.clip["by_norm"]]
     known = [(step, clip["norm"]) for step, clip in clipped if clip["norm"] is not None]
     if not clipped:
         return none_here(NORM, "gradients are not clipped by torch's clip_grad_norm_")
@@ -59,6 +59,8 @@ def judge_updates(steps: list[CheckedStep]) -> JudgedPart:
         return not_judged(UPDATES, f"{first['class']} is not one of {', '.join(_KNOWN)}")
     if not first["is_new"]:
         return not_judged(UPDATES, "the optimizer had a state before the first step of this program")
+    if any(step.clip is not None and not step.clip["by_norm"] for step in steps):
+        return not_judged(UPDATES, "gradients are clipped by value")
     if low := sorted(steps[0].weight_types - {"float32"}):
         return not_judged(UPDATES, f"weights in {low[0]} round most of an update away")
     weights = {name: nn.Parameter(value.clone()) for name, value in steps[0].weights.items()}

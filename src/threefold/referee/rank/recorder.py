@@ -191,11 +191,12 @@ class RankRecorder:
         if self._curve is not None and any(call.is_trained for call in self._calls):
             self._curve.take_gradients()
 
-    def clipped(self, norm: torch.Tensor, most: float) -> None:
-        """Gradients were clipped to a norm; the norm that was found is read in the checked steps only."""
+    def clipped(self, norm: torch.Tensor | None, most: float) -> None:
+        """Gradients were clipped to a norm, or by value (None); what was found is read in the checked steps only."""
         if self._curve is not None and any(call.is_trained for call in self._calls):
             is_known = self._curve.values["clip"] is None and not hasattr(norm, "placements")
-            self._curve.values["clip"] = {"most": float(most), "norm": float(norm) if is_known else None}
+            found = float(norm) if norm is not None and is_known else None
+            self._curve.values["clip"] = {"most": float(most), "norm": found, "by_norm": norm is not None}
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer takes a step. One that steps right after another has trained on the same calls."""
@@ -319,6 +320,15 @@ def attach(environ: Mapping[str, str]) -> None:
         recorder.guard(recorder.clipped, norm, max_norm)
         return norm
 
+    clip_values = torch.nn.utils.clip_grad_value_
+
+    @wraps(clip_values)
+    def watched_clip_values(*args: Any, **kwargs: Any) -> None:
+        recorder.guard(recorder.clips)
+        clip_values(*args, **kwargs)
+        recorder.guard(recorder.clipped, None, 0.0)
+
+    torch.nn.utils.clip_grad_value_ = torch.nn.utils.clip_grad.clip_grad_value_ = watched_clip_values
     torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = watched_clip
     torch.nn.Module.__call__ = watched_call
     torch.Tensor.backward = watched_backward

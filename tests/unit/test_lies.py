@@ -404,6 +404,8 @@ COVERED = {
     "training/loss.py": "tests/unit/test_loss.py: a router's loss that is another one",
     "report/curves.py": "tests/unit/test_report_curves.py: losses of rows that are others",
     "benchmarks/gpu_rows.py": "its gradients' bits: one that is not a number is equal to none",
+    "referee/judge/laws.py": "tests/unit/test_referee_gradients.py: gradients that are others, and NaN",
+    "referee/judge/checked_steps.py": "tests/unit/test_referee_gradients.py: a place that holds two values",
     "optim/classes.py": "tests/unit/test_optimizer.py: an optimizer that cannot be split",
 }
 # Ids and labels: integers, which have no NaN.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from threefold.referee.judge.checked_steps import CheckedStep, TrainedRows
+from threefold.referee.judge.checked_steps import CheckedStep, TrainedRows, Unjudgeable, _assembled
 from threefold.referee.judge.copies import judge_copies
 from threefold.referee.judge.gradients import judge_gradients
 from threefold.referee.judge.groups import RankGroups
@@ -336,6 +337,37 @@ def test_updates_that_do_not_show_are_not_judged() -> None:
     assert "weights in bfloat16 round" in judge_updates(steps).what
     steps[0].optimizer["class"] = "apex.FusedAdam"
     assert "apex.FusedAdam is not one of AdamW, Adam, SGD" in judge_updates(steps).what
+
+
+def test_what_is_not_a_number_proves_nothing(model: Any) -> None:
+    steps = trained(clip=1.0)
+    assert steps[0].clip is not None
+    steps[0].clip["norm"] = math.nan
+    assert judge_norms(steps).status is PartStatus.REFUTED
+    for name in ("a", "b"):
+        steps = trained()
+        steps[1].weights[name].view(-1)[-1] = math.nan
+        assert judge_updates(steps).status is PartStatus.REFUTED
+        steps = trained()
+        steps[0].gradients[name].view(-1)[-1] = math.nan
+        assert judge_updates(steps).status is PartStatus.REFUTED
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    weights["model.norm.weight"][0] = math.nan
+    step = CheckedStep(1, weights, combined(model, mean), ROWS, {"float32"}, {"float32"}, list(weights), None, {})
+    part = judge_gradients([step], {"architecture": {"dropout": []}, "device": "cpu"}, copy.deepcopy(model))[0]
+    assert part.status is PartStatus.REFUTED
+
+
+def test_place_that_holds_two_values_is_not_judged() -> None:
+    part = {"w": {"shape": [2], "begin": [0]}}
+    lines = [{"curve": {"weights": part}}] * 2
+    files = [{"weight.w": torch.tensor([1.0, 2.0])}, {"weight.w": torch.tensor([1.0, 2.0])}]
+    assert torch.equal(dict(_assembled("weight", lines, files))["w"], torch.tensor([1.0, 2.0]))
+    files[1]["weight.w"] = torch.tensor([1.0, math.nan])
+    with pytest.raises(Unjudgeable, match="ranks hold different values of w in the same place"):
+        dict(_assembled("weight", lines, files))
+    with pytest.raises(Unjudgeable, match="do not make the whole"):
+        dict(_assembled("weight", lines, [{"weight.w": torch.tensor([1.0])}, {}]))
 
 
 def test_norm_of_a_part_is_refuted() -> None:

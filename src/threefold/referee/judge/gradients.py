@@ -210,10 +210,10 @@ def _compared(model: OwnModel, units: list[TrainedRows], found: StepFit, noise: 
     assert found.fit is not None
     losses = list(zip(units, found.fit.law.weights.tolist(), strict=True))
     expected = model.gradients(losses, list(noise), low=None)
-    largest = max(float(value.abs().max()) for value in expected)
+    largest = max(float(value.norm()) for value in expected)
     for name, value in zip(noise, expected, strict=True):
         # A gradient that is zero but for rounding, as that of a key's bias, tells nothing.
-        if float(value.abs().max()) < 1e-6 * largest or noise[name] > _TOO_NOISY:
+        if float(value.norm()) < 1e-6 * largest or noise[name] > _TOO_NOISY:
             continue
         found.factors[name], found.left[name] = factor_of(value, found.step.gradients[name])
         found.tolerance[name] = noise[name]

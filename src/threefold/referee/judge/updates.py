@@ -36,7 +36,7 @@ def judge_norms(steps: list[CheckedStep]) -> JudgedPart:
         return not_judged(NORM, "the norm was found in a way that does not show it")
     for step, norm in known:
         whole = _norm(step.gradients)
-        if abs(norm / whole - 1) > _FACTOR:
+        if not abs(norm / whole - 1) <= _FACTOR:
             return refuted(
                 NORM,
                 f"in step {step.number} gradients are clipped by a norm of {norm:.6g}, x{norm / whole:.4f} of theirs",
@@ -123,9 +123,9 @@ def _judge_update(
         if rounding > _LEFT:
             continue
         num_compared += 1
-        if factor and left > _LEFT + rounding:
+        if factor and not left <= _LEFT + rounding:
             unexplained.append(name)
-        elif abs(factor - 1) > _FACTOR + rounding:
+        elif not abs(factor - 1) <= _FACTOR + rounding:
             odd[name] = factor
     if not odd and not unexplained:
         return None, num_compared

@@ -225,6 +225,8 @@ def test_ctrl_c_is_heard_while_a_store_does_not_answer() -> None:
             env={**os.environ, "AWS_ENDPOINT_URL": endpoint},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            # What a shell starts in the background ignores Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         server.settimeout(30)
         connection, _ = server.accept()

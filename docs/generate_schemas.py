@@ -46,6 +46,7 @@ class ExplainAnswer(TypedDict):
     confidence: NotRequired[str]
     line: NotRequired[Values]
     frame: NotRequired[str | None]
+    ending: NotRequired[Values | None]
     facts: NotRequired[list[str]]
     cause: NotRequired[str]
     steps: NotRequired[list[str]]

@@ -31,7 +31,7 @@ pytestmark = [
 
 WITHIN_S = 10.0
 RUN = ("--mesh.tp", "1", "--data.num_workers", "2", "--log.dir", "run", "--train.steps", "100000")
-STALLS = ("--log.stall_s", "2", "--train.timeout_s", "4")
+STALLS = ("--log.stall_s", "4", "--train.timeout_s", "10")  # on a machine with much to do, a start has pauses too
 
 
 class Started:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from threefold.errors import ConfigError, RunError
+from threefold.mesh.exchange import OtherRankError
 from threefold.mesh.mesh import Mesh
 from threefold.model import noise
 from threefold.model.context_parallel.split import local_positions
@@ -264,7 +265,7 @@ def refuse_unequal(totals: Tensor, ended: Tensor, failures: Sequence[Exception],
         what = mesh.decide("loss", error and " ".join(f"{type(error).__name__}: {error}".split()), _who_raised)
         if error is not None:
             raise error
-        raise RunError(
+        raise OtherRankError(
             what,
             expected="a loss that raises on all ranks or on none; nothing was updated, and all can make the next step",
             fix="see that rank's traceback; leave out rows that the loss cannot take before they are given to the step",

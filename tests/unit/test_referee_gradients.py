@@ -370,6 +370,21 @@ def test_place_that_holds_two_values_is_not_judged() -> None:
         dict(_assembled("weight", lines, [{"weight.w": torch.tensor([1.0])}, {}]))
 
 
+def test_nothing_to_compare_is_not_judged(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = trained(clip=1.0)
+    for step in steps:
+        step.gradients = {name: torch.zeros_like(value) for name, value in step.gradients.items()}
+        assert step.clip is not None
+        step.clip["norm"] = 0.0
+    assert judge_norms(steps).status is PartStatus.PROVED
+    steps = trained()
+    steps[1].optimizer["groups"] = [*steps[1].optimizer["groups"], {"names": [], "settings": {}}]
+    assert "groups of the optimizer change" in judge_updates(steps).what
+    monkeypatch.setattr("threefold.referee.judge.gradients._TOO_NOISY", 0.0)
+    part = judged(model, combined(model, mean))
+    assert part.status is PartStatus.NOT_JUDGED and part.what.endswith("each gradient is as small as its rounding")
+
+
 def test_norm_of_a_part_is_refuted() -> None:
     steps = trained(clip=1.0)
     assert judge_norms(steps).status is PartStatus.PROVED

@@ -217,6 +217,8 @@ def _compared(model: OwnModel, units: list[TrainedRows], found: StepFit, noise: 
             continue
         found.factors[name], found.left[name] = factor_of(value, found.step.gradients[name])
         found.tolerance[name] = noise[name]
+    if not found.factors:
+        raise Unjudgeable(f"in step {found.step.number} each gradient is as small as its rounding")
     return found
 
 

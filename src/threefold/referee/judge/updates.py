@@ -36,10 +36,11 @@ def judge_norms(steps: list[CheckedStep]) -> JudgedPart:
         return not_judged(NORM, "the norm was found in a way that does not show it")
     for step, norm in known:
         whole = _norm(step.gradients)
-        if not abs(norm / whole - 1) <= _FACTOR:
+        if not abs(norm - whole) <= _FACTOR * whole:
             return refuted(
                 NORM,
-                f"in step {step.number} gradients are clipped by a norm of {norm:.6g}, x{norm / whole:.4f} of theirs",
+                f"in step {step.number} gradients are clipped by a norm of {norm:.6g}, "
+                f"x{norm / max(whole, 1e-300):.4f} of theirs",
                 expected=f"{whole:.6g}, the norm of all gradients",
                 where="what computes the norm: the squares of parts must be summed over the ranks that hold them, once",
             )
@@ -74,6 +75,9 @@ def judge_updates(steps: list[CheckedStep]) -> JudgedPart:
             expected="each parameter with requires_grad in one group",
             where="what the optimizer is made of: parameters that were made, tied or replaced after it",
         )
+    shapes = [[group["names"] for group in step.optimizer["groups"]] for step in steps]
+    if any(shape != shapes[0] for shape in shapes):
+        return not_judged(UPDATES, "the groups of the optimizer change between steps")
     num_judged = 0
     for step, after in itertools.pairwise(steps):
         part, num_compared = _judge_update(step, after, optimizer, weights)

@@ -43,6 +43,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("timing"):
                 # One that has used up its time limit hangs: it is not asked again.
                 item.add_marker(pytest.mark.flaky(reruns=1, rerun_except=["Timeout"]))
+            else:
+                item.add_marker(pytest.mark.flaky(reruns=1, only_rerun=["^Overdue"]))
     items.sort(key=lambda item: FIRST.index(item.path.parent.name) if item.path.parent.name in FIRST else len(FIRST))
 
 

@@ -24,6 +24,8 @@ from typing import Any
 
 from ranks.spawn import fork_from_own_server, server
 
+_ABORTED_WITHIN_S = 3.0
+
 
 @dataclass(frozen=True)
 class _Place:
@@ -97,6 +99,10 @@ def _program(main: Callable[[], Any], arguments: Sequence[str], first: Callable[
         sys.stderr.flush()
 
 
+class Overdue(AssertionError):
+    """A program has not done in time what it should: its test is run once more, and the report shows the stacks."""
+
+
 class Running:
     """A program that has been started; to be used with `with`, which ends it and all that it has started."""
 
@@ -138,11 +144,11 @@ class Running:
         """The exit code.
 
         Raises:
-            AssertionError: it has not ended in time.
+            Overdue: it has not ended in time.
         """
         self._process.join(timeout_s)
         if self._process.exitcode is None:
-            raise AssertionError(f"`{self._words}` has not ended within {timeout_s} s; it has printed:{self._tail()}")
+            raise Overdue(f"`{self._words}` has not ended within {timeout_s} s; it has printed:{self._last_words()}")
         return self._process.exitcode
 
     def wait_for(self, what: Callable[[], bool], why: str, timeout_s: float) -> None:
@@ -150,11 +156,19 @@ class Running:
         until = time.monotonic() + timeout_s
         while self.running() and not what():
             if time.monotonic() > until:
-                raise AssertionError(f"`{self._words}`: not within {timeout_s} s: {why}; it has printed:{self._tail()}")
+                raise Overdue(f"`{self._words}`: not within {timeout_s} s: {why}; it has printed:{self._last_words()}")
             self._process.join(0.01)
 
-    def _tail(self) -> str:
-        return f"\n{self.out()[-2000:]}\n{self.err()[-2000:]}"
+    def _last_words(self) -> str:
+        """What it has printed, and where its processes are: they end by an abort, which shows their stacks."""
+        printed = f"\n{self.out()[-2000:]}\n{self.err()[-2000:]}"
+        size = self._err.stat().st_size
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGABRT)
+        self._process.join(_ABORTED_WITHIN_S)
+        said = self._err.read_bytes()[size:].decode().splitlines()
+        stacks = "\n".join(line for line in said if line and not line.startswith("Extension modules:"))
+        return f"{printed}\nstacks, when it was aborted:\n{stacks[-8000:]}"
 
     def __enter__(self) -> Running:
         return self

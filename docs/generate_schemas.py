@@ -175,7 +175,6 @@ class RefereeAnswer(TypedDict):
     verdict: Literal["proved", "refuted", "not judged"]
     exit_code: int
     parts: list[Values]
-    outside: list[str]
 
 
 class WhyAnswer(TypedDict):

@@ -349,8 +349,7 @@ def test_second_process_of_a_rank_and_a_failed_command_are_not_judged(tmp_path: 
     (tmp_path / "rank-00000.77.jsonl").write_bytes((tmp_path / "rank-00000.jsonl").read_bytes())
     (tmp_path / "command.json").write_text(json.dumps({"command": ["train"], "exit_code": 7}))
     assert text(judge_data(tmp_path), "record") == (
-        "not judged  record: two processes trained as rank 0: it was restarted, or there were two programs; "
-        "the command ended with exit code 7"
+        "not judged  record: rank-00000.jsonl is one of two records of rank 0; the command ended with exit code 7"
     )
 
 

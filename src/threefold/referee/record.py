@@ -18,7 +18,7 @@ from threefold.referee.rank.sealed import digest, read_sealed
 
 COMMAND_FILE = "command.json"
 
-_KINDS = ("placement", "step", "pass", "fault", "joined", "end")
+_KINDS = ("placement", "step", "pass", "saved", "exported", "fault", "joined", "end")
 # Of the steps of the training, what other optimizers may have done beside it.
 _MOST_LEFT_OUT = 0.1
 
@@ -55,6 +55,9 @@ class RankRecord:
     rank: int
     world_size: int
     versions: dict[str, str]
+    start: int = 1
+    """the how manieth program of the command that trained as this rank."""
+    program: str = ""
     calls: list[ReadCall] = field(default_factory=list)
     passes: dict[tuple[int, int], LoaderPass] = field(default_factory=dict)
     num_steps: int = 0
@@ -66,6 +69,16 @@ class RankRecord:
     """whether a line or a file of it is not as it was written."""
     joined: bool = False
     """whether another optimizer takes steps on the same calls."""
+    saved: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """the state of the training when it was saved, by the step after which that was."""
+    exported: list[dict[str, Any]] = field(default_factory=list)
+    """what transformers has written of a model, where and after which step."""
+    begins: dict[str, Any] | None = None
+    """the state before the first step, of a rank that is not the first of its number."""
+    rates: dict[int, list[float]] = field(default_factory=dict)
+    """the learning rates of each step, by groups."""
+    is_cut: bool = False
+    """whether it has no end: the rank was killed."""
     left_out: int = 0
     """steps of other optimizers, before or after the training: probes and trials."""
     mixed: str | None = None
@@ -76,12 +89,22 @@ class RankRecord:
 
 @dataclass
 class WatchedCommand:
-    """All that a folder holds. `exit_code` is None while the command runs, or if the referee was killed."""
+    """All that a folder holds. `exit_code` is None while the command runs, or if the referee was killed.
+
+    Attributes:
+        ranks: of the first program that trained, and of `later` ones in their order: they may go on from its save.
+    """
 
     command: list[str]
     exit_code: int | None
     ranks: list[RankRecord]
     wrong: list[str]
+    later: list[list[RankRecord]] = field(default_factory=list)
+
+    @property
+    def starts(self) -> list[list[RankRecord]]:
+        """The ranks of each program."""
+        return [self.ranks, *self.later]
 
 
 def read_command(folder: Path) -> WatchedCommand:
@@ -97,18 +120,18 @@ def read_command(folder: Path) -> WatchedCommand:
         what = f"{folder} holds no record of the referee"
         fix = f"threefold referee --record {folder} -- torchrun --nproc-per-node 2 train.py"
         raise DataError(what, expected=f"a folder with {COMMAND_FILE} and rank-*.jsonl", fix=fix) from None
-    ranks: list[RankRecord] = []
+    starts: dict[int, list[RankRecord]] = {1: []}
     wrong: list[str] = []
     for path in sorted(folder.glob("rank-*.jsonl")):
         record = _read_rank(path)
         if record is None:
             wrong.append(f"{path.name} has no beginning")
-        elif any(record.rank == other.rank for other in ranks):
-            wrong.append(f"two processes trained as rank {record.rank}: it was restarted, or there were two programs")
+        elif any(record.rank == other.rank for other in starts.setdefault(record.start, [])):
+            wrong.append(f"{path.name} is one of two records of rank {record.rank}")
         else:
-            ranks.append(record)
-    ranks.sort(key=lambda record: record.rank)
-    return WatchedCommand(command, exit_code, ranks, wrong)
+            starts[record.start].append(record)
+    ranks, *later = (sorted(starts[number], key=lambda record: record.rank) for number in sorted(starts))
+    return WatchedCommand(command, exit_code, ranks, wrong, later)
 
 
 def _read_rank(path: Path) -> RankRecord | None:
@@ -116,7 +139,8 @@ def _read_rank(path: Path) -> RankRecord | None:
     if not lines or lines[0]["kind"] != "start":
         return None
     start, *rest = lines
-    record = RankRecord(start["rank"], start["world_size"], start["versions"])
+    begun = (start["rank"], start["world_size"], start["versions"], start.get("start", 1), start.get("program", ""))
+    record = RankRecord(*begun)
     of_kind = {kind: [line for line in rest if line["kind"] == kind] for kind in _KINDS}
     for line in of_kind["step"]:
         for written in (line.get("inputs", {}), line.get("curve", {})):
@@ -128,12 +152,15 @@ def _read_rank(path: Path) -> RankRecord | None:
     for line in of_kind["fault"]:
         record.wrong.append(f"rank {record.rank}: the referee recorded no further ({line['what']})")
     record.joined = bool(of_kind["joined"])
+    record.saved = {line["step"]: line for line in of_kind["saved"]}
+    record.exported = of_kind["exported"]
     _take_training(record, of_kind["step"])
     if record.calls:
         record.placement = {line["module"]: line for line in of_kind["placement"]}[record.calls[0].module]
     if damage is not None:
         record.wrong.append(damage)
     elif not of_kind["end"] and not record.wrong:
+        record.is_cut = True
         record.wrong.append(f"rank {record.rank} was killed, or its record is cut: {path.name} has no end")
     return record
 
@@ -152,8 +179,10 @@ def _take_training(record: RankRecord, steps: list[dict[str, Any]]) -> None:
     elif record.left_out > _MOST_LEFT_OUT * len(longest):
         lengths = ", ".join(str(len(lines)) for lines in runs)
         record.mixed = f"rank {record.rank} trains {len(runs)} times, for {lengths} steps"
+    record.begins = longest[0].get("begins")
     for line in steps if record.mixed else longest:
         record.calls += _calls_of(line)
+        record.rates[line["step"]] = line.get("rates", [])
         if "curve" in line:
             record.checked.append(line)
 

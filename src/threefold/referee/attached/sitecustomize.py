@@ -81,6 +81,10 @@ def _watch_sharding(fsdp: ModuleType) -> None:
     _part("recorder").watch_sharding(fsdp)
 
 
+def _watch_exports(modeling: ModuleType) -> None:
+    _part("recorder").watch_exports(modeling)
+
+
 def _run_the_users() -> None:
     """Runs the `sitecustomize` that this one hides, if there is one; its errors are its own."""
     others = [entry for entry in sys.path if Path(entry or ".").resolve() != _HERE]
@@ -99,4 +103,5 @@ if __name__ == "sitecustomize":
     elif os.environ.get(_RECORD):
         sys.meta_path.insert(0, _AfterImport("torch", _attach))
         sys.meta_path.insert(0, _AfterImport("torch.distributed.fsdp", _watch_sharding))
+        sys.meta_path.insert(0, _AfterImport("transformers.modeling_utils", _watch_exports))
     _run_the_users()

@@ -15,11 +15,11 @@ from threefold.referee.judge.checked_steps import TrainedRows, Unjudgeable
 _NOT_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
 
 
-def rebuilt(architecture: dict[str, Any]) -> nn.Module:
-    """A model of transformers, from its recorded config, in float32 on the CPU.
+def model_class(architecture: dict[str, Any]) -> tuple[Any, Any]:
+    """The class of transformers that a program's model has, and that of its config.
 
     Raises:
-        Unjudgeable: it is no such model, or computes what cannot be taken apart.
+        Unjudgeable: it is none of transformers.
     """
     if why := architecture.get("unknown"):
         raise Unjudgeable(str(why))
@@ -28,17 +28,28 @@ def rebuilt(architecture: dict[str, Any]) -> nn.Module:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError:
         raise Unjudgeable("transformers is not installed here") from None
-    values = architecture["config"]
+    model_type = architecture["config"].get("model_type")
     kind: Any = getattr(transformers, architecture["class"], None)
     is_model = inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)
-    if values.get("model_type") not in CONFIG_MAPPING or not is_model:
+    if model_type not in CONFIG_MAPPING or not is_model:
         raise Unjudgeable(f"transformers {transformers.__version__} has no {architecture['class']}")
+    return kind, CONFIG_MAPPING[model_type]
+
+
+def rebuilt(architecture: dict[str, Any]) -> nn.Module:
+    """A model of transformers, from its recorded config, in float32 on the CPU.
+
+    Raises:
+        Unjudgeable: it is no such model, or computes what cannot be taken apart.
+    """
+    kind, own_config = model_class(architecture)
+    values = architecture["config"]
     attention = architecture["attention"]
     if attention not in ("eager", "sdpa", "flex_attention") and not attention.startswith("flash_attention"):
         raise Unjudgeable(f"its attention is the program's own ({attention}): what its mask means is not known")
     if values.get("output_router_logits"):
         raise Unjudgeable("the loss has a part of the routers beside the targets")
-    config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    config = own_config.from_dict(values)
     config._attn_implementation = "eager" if attention == "eager" else "sdpa"
     with torch.random.fork_rng(devices=[]):
         model: nn.Module = kind(config)

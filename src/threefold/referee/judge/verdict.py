@@ -7,7 +7,7 @@ called right, and the parts that the referee does not know yet are named.
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,12 @@ from threefold.referee.judge.epochs import EPOCHS, epochs_of, judge_epochs
 from threefold.referee.judge.groups import RankGroups, groups_of
 from threefold.referee.judge.order import ORDER, judge_order
 from threefold.referee.judge.parts import JudgedPart, PartStatus, none_here, not_judged, proved, refuted
+from threefold.referee.judge.resumes import WholeTraining, whole_training
 from threefold.referee.judge.shared_rows import DATA_RANKS, MODEL_COPY, judge_data_ranks, judge_model_copies
 from threefold.referee.record import RankRecord, ReadCall, WatchedCommand, read_command
 
 EXIT_NOT_JUDGED = 3
-RECORD, LABELS, GRADIENTS = "record", "labels", "gradients"
-OUTSIDE = ("checkpoints",)
+RECORD, LABELS, GRADIENTS, EXPORTS = "record", "labels", "gradients", "exports"
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,10 @@ class CommandVerdict:
 
     def lines(self) -> list[str]:
         """The verdict as text."""
-        num_steps = max((record.num_steps for record in self.watched.ranks), default=0)
+        num_steps = sum(max((each.num_steps for each in ranks), default=0) for ranks in self.watched.starts)
         num_ranks = len(self.watched.ranks)
         head = f"referee: {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}, {num_steps} steps"
-        outside = f"{PartStatus.NOT_JUDGED.value:10}  by this version: {', '.join(OUTSIDE)}"
-        return [head, *map(str, self.parts), outside, f"verdict: {self.status.value} (exit code {self.exit_code})"]
+        return [head, *map(str, self.parts), f"verdict: {self.status.value} (exit code {self.exit_code})"]
 
     def as_values(self) -> dict[str, Any]:
         """The verdict as plain values."""
@@ -63,11 +62,10 @@ class CommandVerdict:
             "command": self.watched.command,
             "command_exit_code": self.watched.exit_code,
             "ranks": len(self.watched.ranks),
-            "steps": max((record.num_steps for record in self.watched.ranks), default=0),
+            "steps": sum(max((each.num_steps for each in ranks), default=0) for ranks in self.watched.starts),
             "verdict": self.status.value,
             "exit_code": self.exit_code,
             "parts": [{**asdict(part), "status": part.status.value} for part in self.parts],
-            "outside": list(OUTSIDE),
         }
 
 
@@ -78,29 +76,44 @@ def judge(folder: Path) -> CommandVerdict:
         DataError: the folder holds no record.
     """
     watched = read_command(folder)
-    ranks = [record for record in watched.ranks if record.calls]
+    training = whole_training(watched)
+    ranks = [record for record in training.ranks if record.calls]
     if not ranks:
         return CommandVerdict(folder, watched, (_nothing(watched),))
     if mixed := next((record.mixed for record in ranks if record.mixed), None):
         names = (DATA_RANKS, MODEL_COPY, EPOCHS, ORDER, LABELS, COPIES, GRADIENTS)
         parts = [not_judged(name, f"{mixed}: which rows belong together does not show") for name in names]
-        return CommandVerdict(folder, watched, (judge_record(watched), *parts))
+        return CommandVerdict(folder, watched, (judge_record(watched, training), *parts))
     groups = groups_of(ranks)
     epochs = epochs_of(groups.first_of_each)
     shared = judge_data_ranks(groups, epochs)
     # All ranks read all rows: said once.
     same = f"see {DATA_RANKS!r}" if shared.status is PartStatus.REFUTED else None
     parts = [
-        judge_record(watched),
+        judge_record(watched, training),
         shared,
         judge_model_copies(groups),
         not_judged(EPOCHS, same) if same else judge_epochs(groups, epochs),
         judge_order(groups, epochs),
         judge_labels(ranks),
-        judge_copies(groups),
-        *_curve(folder, groups),
+        *_curve_of_starts(folder, groups, watched, training),
+        *training.parts,
+        _exports(watched),
     ]
     return CommandVerdict(folder, watched, tuple(parts))
+
+
+def _curve_of_starts(
+    folder: Path, groups: RankGroups, watched: WatchedCommand, training: WholeTraining
+) -> list[JudgedPart]:
+    """What follows from weights and gradients of the first start, and what is refuted of a later one."""
+    parts = {part.name: part for part in (judge_copies(groups), *_curve(folder, groups))}
+    for number, later in enumerate(watched.later if training.others is None else [], start=2):
+        of_start = groups_of([record for record in later if record.calls])
+        for part in (judge_copies(of_start), *_curve(folder, of_start)):
+            if part.status is PartStatus.REFUTED and parts[part.name].status is not PartStatus.REFUTED:
+                parts[part.name] = replace(part, what=f"start {number}: {part.what}")
+    return list(parts.values())
 
 
 def _curve(folder: Path, groups: RankGroups) -> list[JudgedPart]:
@@ -110,6 +123,14 @@ def _curve(folder: Path, groups: RankGroups) -> list[JudgedPart]:
     except ImportError as error:
         return [not_judged(GRADIENTS, f"{error.name} is not installed here")]
     return judge_curve(folder, groups)
+
+
+def _exports(watched: WatchedCommand) -> JudgedPart:
+    try:
+        from threefold.referee.judge.exports import judge_exports
+    except ImportError as error:
+        return not_judged(EXPORTS, f"{error.name} is not installed here")
+    return judge_exports(watched.starts)
 
 
 def _nothing(watched: WatchedCommand) -> JudgedPart:
@@ -122,13 +143,15 @@ def _nothing(watched: WatchedCommand) -> JudgedPart:
     )
 
 
-def judge_record(watched: WatchedCommand) -> JudgedPart:
+def judge_record(watched: WatchedCommand, training: WholeTraining) -> JudgedPart:
     """Whether all that the command trained on is there, as it was written."""
-    wrong = [*watched.wrong, *(each for record in watched.ranks for each in record.wrong)]
+    wrong = [*watched.wrong, *(each for record in training.ranks for each in record.wrong)]
+    wrong += [each for later in watched.later for record in later for each in record.wrong if each not in wrong]
+    wrong += [training.others] if training.others else []
     numbers = {record.rank for record in watched.ranks}
     if absent := set(range(watched.ranks[0].world_size)) - numbers:
         wrong.append(f"{ranks_text(absent)} left no record")
-    if len(steps := sorted({record.num_steps for record in watched.ranks})) > 1:
+    if len(steps := sorted({record.num_steps for record in training.ranks})) > 1:
         wrong.append(f"ranks recorded {steps[0]} to {steps[-1]} steps")
     if watched.exit_code:
         wrong.append(f"the command ended with exit code {watched.exit_code}")

@@ -15,23 +15,25 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import count
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import placement
-from .loaders import Loaders
+from .loaders import Loaders, PassName
 from .rows import rows_of_call, tensors_in
 from .sealed import SealedFile, digest
+from .state import state_of
 from .token_weights import token_weights
-from .weights import StepCurve, architecture_of
+from .weights import StepCurve, architecture_of, unwrapped
 
 
 @dataclass
@@ -70,6 +72,11 @@ class RankRecorder:
         self._file: SealedFile | None = None
         self._pid = 0
         self._rank, self._num_steps = 0, 0
+        self._name, self._start = "", 0
+        self._trained: WeakKeyDictionary[torch.optim.Optimizer, ref[torch.nn.Module]] = WeakKeyDictionary()
+        self._saved: set[tuple[int, int]] = set()
+        self._passes: set[PassName | None] = set()
+        self._has_loaded = False
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._modules: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
         self._numbers = {"optimizer": count(), "module": count()}
@@ -164,19 +171,21 @@ class RankRecorder:
 
     def _open(self) -> None:
         self._rank, world_size = _rank_and_world()
-        name = f"rank-{self._rank:05d}"
-        try:
-            self._file = SealedFile(self._folder / f"{name}.jsonl", most_bytes=self._most_bytes // world_size)
-        except FileExistsError:
-            # A restarted rank, or a second program of the command: to be seen, not mixed.
-            self._file = SealedFile(self._folder / f"{name}.{os.getpid()}.jsonl", most_bytes=self._most_bytes)
+        while self._file is None:
+            # A rank that was started again, or a second program of the command: to be seen, not mixed.
+            self._start += 1
+            self._name = f"rank-{self._rank:05d}" + (f"-{self._start}" if self._start > 1 else "")
+            with suppress(FileExistsError):
+                path = self._folder / f"{self._name}.jsonl"
+                self._file = SealedFile(path, most_bytes=self._most_bytes // world_size)
         self._pid = os.getpid()
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         loaded = ("transformers", "accelerate", "trl", "lightning", "deepspeed")
         versions |= {
             name: str(getattr(sys.modules[name], "__version__", "?")) for name in loaded if name in sys.modules
         }
-        self._file.write("start", {"rank": self._rank, "world_size": world_size, "versions": versions})
+        start = {"rank": self._rank, "start": self._start, "world_size": world_size, "program": sys.argv[0]}
+        self._file.write("start", {**start, "versions": versions})
         atexit.register(self.guard, self._end)
         # A process of multiprocessing ends without atexit.
         util.Finalize(None, self.guard, args=(self._end,), exitpriority=0)
@@ -218,7 +227,12 @@ class RankRecorder:
             "optimizer": self._optimizers[optimizer],
             "calls": [call.values for call in calls],
             "losses": self._losses,
+            "rates": [group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float)],
         }
+        module = next(each for each, number in self._modules.items() if number == calls[0].values["module"])
+        self._trained[optimizer] = ref(module)
+        if self._start > 1 and self._num_steps == 1:
+            values["begins"] = {**state_of(module, optimizer), "loaded": self._has_loaded}
         whole = {f"{place}.{name}": value for place, call in enumerate(calls) for name, value in call.tensors.items()}
         if whole:
             values["inputs"] = self._write_whole("inputs", whole)
@@ -230,9 +244,35 @@ class RankRecorder:
                 curve |= self._write_whole("curve", self._curve.tensors)
             values["curve"] = curve
         self._file.write("step", values)
+        for name in {call.values["pass"] for call in calls} - self._passes - {None}:
+            # Of a rank that is killed, what it reads is known all the same.
+            self._file.write("pass", {"pass": name, **self.loaders.passes[name]})
+            self._passes.add(name)
         self._calls, self._losses, self._curve = [], [], None
         if self._file.left_bytes < 0:
             raise OSError("the record is as large as --keep allows")
+
+    def saves(self, optimizer: torch.optim.Optimizer) -> None:
+        """The state of an optimizer is asked for: the training is saved as it is after this step."""
+        module = kept() if (kept := self._trained.get(optimizer)) is not None else None
+        if self._file is None or module is None:
+            return
+        at = self._num_steps, self._optimizers[optimizer]
+        if at not in self._saved:
+            self._saved.add(at)
+            self._file.write("saved", {"step": at[0], "optimizer": at[1], **state_of(module, optimizer)})
+
+    def loads(self, state: Any) -> None:
+        """An optimizer is given a state; one that is empty is none."""
+        self._has_loaded |= bool(state.get("state"))
+
+    def exports(self, model: torch.nn.Module, folder: str) -> None:
+        """A model of transformers was written to a folder."""
+        if self._file is None or not self._num_steps:
+            return
+        number = next((number for each, number in self._modules.items() if unwrapped(each) is model), None)
+        values = {"step": self._num_steps, "module": number, "folder": os.path.abspath(folder)}
+        self._file.write("exported", {**values, **(state_of(model) if number is not None else {})})
 
     def _write_whole(self, kind: str, whole: dict[str, torch.Tensor]) -> dict[str, str]:
         assert self._file is not None
@@ -243,7 +283,7 @@ class RankRecorder:
             from safetensors.torch import save
         except ImportError:
             return {"left_out": "safetensors is not installed in the program's Python"}
-        name = f"rank-{self._rank:05d}-step-{self._num_steps:05d}-{kind}.safetensors"
+        name = f"{self._name}-step-{self._num_steps:05d}-{kind}.safetensors"
         content = save(whole)
         (self._folder / name).write_bytes(content)
         self._file.left_bytes -= len(content)
@@ -276,6 +316,9 @@ def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+_recorders: list[RankRecorder] = []
+
+
 def attach(environ: Mapping[str, str]) -> None:
     """Hangs a recorder on torch, with the settings that `threefold referee` has put into the environment."""
     recorder = RankRecorder(
@@ -283,6 +326,7 @@ def attach(environ: Mapping[str, str]) -> None:
         num_whole=int(environ.get("THREEFOLD_REFEREE_STEPS", 3)),
         most_bytes=int(environ.get("THREEFOLD_REFEREE_KEEP", 1 << 30)),
     )
+    _recorders.append(recorder)
     call, backward = torch.nn.Module.__call__, torch.Tensor.backward
     local = threading.local()
 
@@ -328,6 +372,19 @@ def attach(environ: Mapping[str, str]) -> None:
         clip_values(*args, **kwargs)
         recorder.guard(recorder.clipped, None, 0.0)
 
+    save, load = torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict
+
+    @wraps(save)
+    def watched_save(self: torch.optim.Optimizer) -> Any:
+        recorder.guard(recorder.saves, self)
+        return save(self)
+
+    @wraps(load)
+    def watched_load(self: torch.optim.Optimizer, state_dict: Any) -> None:
+        recorder.guard(recorder.loads, state_dict)
+        load(self, state_dict)
+
+    torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict = watched_save, watched_load
     torch.nn.utils.clip_grad_value_ = torch.nn.utils.clip_grad.clip_grad_value_ = watched_clip_values
     torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = watched_clip
     torch.nn.Module.__call__ = watched_call
@@ -349,3 +406,17 @@ def watch_sharding(fsdp: Any) -> None:
         return sharded
 
     fsdp.fully_shard = watched
+
+
+def watch_exports(modeling: Any) -> None:
+    """Notes what transformers writes by `save_pretrained`, when it is written."""
+    write = modeling.PreTrainedModel.save_pretrained
+
+    @wraps(write)
+    def watched(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        written = write(self, save_directory, *args, **kwargs)
+        for recorder in _recorders:
+            recorder.guard(recorder.exports, self, str(save_directory))
+        return written
+
+    modeling.PreTrainedModel.save_pretrained = watched

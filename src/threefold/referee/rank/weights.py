@@ -84,13 +84,14 @@ def parts_of(named: Iterable[tuple[str, torch.Tensor | None]]) -> tuple[dict[str
             continue
         local, begin = tensor.detach(), [0] * tensor.ndim
         if hasattr(local, "placements"):
-            local, begin = _local_part(local)
+            local, begin = local_part(local)
         parts[name] = local.to("cpu", copy=True).contiguous()
         places[name] = {"shape": list(tensor.shape), "begin": begin, "size": list(local.shape)}
     return parts, places
 
 
-def _local_part(tensor: Any) -> tuple[torch.Tensor, list[int]]:
+def local_part(tensor: Any) -> tuple[torch.Tensor, list[int]]:
+    """The part of a DTensor that this rank holds, and where it begins in the whole."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(placement.is_partial() for placement in tensor.placements):

@@ -1,11 +1,13 @@
 """A loop with a model of transformers and rows of different lengths: `qwen_loop.py KIND`.
 
 clean: the mean over all targets of all ranks and micro-batches; bf16: in bfloat16; accelerated: by the model's own
-loss with `num_items_in_batch`. Each other kind is a fault.
+loss with `num_items_in_batch`; tied: one matrix for embeddings and head; packed: two documents in a row, told apart by
+their positions. Each other kind is a fault.
 """
 
 import contextlib
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,10 @@ dist.init_process_group("gloo")
 world, rank = dist.get_world_size(), dist.get_rank()
 torch.manual_seed(0)
 sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
-own = Qwen3ForCausalLM(Qwen3Config(vocab_size=97, num_key_value_heads=2, tie_word_embeddings=False, **sizes))
+tied = kind in ("tied", "untied")
+own = Qwen3ForCausalLM(Qwen3Config(vocab_size=97, num_key_value_heads=2, tie_word_embeddings=tied, **sizes))
+if kind == "untied":  # as a load does that assigns each tensor
+    own.lm_head.weight = nn.Parameter(own.lm_head.weight.detach().clone())
 with torch.no_grad():
     for parameter in own.parameters():
         parameter += 0.05 * torch.randn_like(parameter)
@@ -31,6 +36,9 @@ if kind == "q_norm":
 if kind == "mask":
     forward = own.model.forward
     own.model.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "attention_mask": None})
+if kind == "positions":
+    forward_packed = own.model.forward
+    own.model.forward = lambda *args, **kwargs: forward_packed(*args, **{**kwargs, "position_ids": None})
 trained = [parameter for name, parameter in model.named_parameters() if kind != "left_out" or "lm_head" not in name]
 optimizer = torch.optim.AdamW(trained, lr=1e-3)
 
@@ -42,9 +50,18 @@ def collate(rows):
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
 
 
+def pack(rows):
+    """Two documents a row, of the same length in all."""
+    longest = 64
+    ids = torch.stack([nn.functional.pad(row, (0, longest - len(row)), value=1) for row in rows])
+    places = [torch.cat((torch.arange(len(row)), torch.arange(longest - len(row)))) for row in rows]
+    return {"input_ids": ids, "position_ids": torch.stack(places), "labels": ids}
+
+
 rows = [torch.randint(0, 97, (length,)) for length in torch.randint(4, 32, (64,)).tolist()]
 sampler = DistributedSampler(rows)
-loader = DataLoader(rows, batch_size=4, sampler=sampler, collate_fn=collate)
+is_packed = kind in ("packed", "positions", "scaled")
+loader = DataLoader(rows, batch_size=4, sampler=sampler, collate_fn=pack if is_packed else collate)
 MICRO_BATCHES = 2
 for epoch in range(2):
     sampler.set_epoch(epoch)
@@ -64,7 +81,10 @@ for epoch in range(2):
             if kind == "shifted":
                 labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
             with sync, low:
-                if kind == "accelerated":
+                if is_packed:
+                    # Of one length, so that the mean of means is the mean; `scaled` adds up means.
+                    loss = model(**batch).loss / (1 if kind == "scaled" else MICRO_BATCHES)
+                elif kind == "accelerated":
                     loss = model(**batch, num_items_in_batch=total).loss * world
                 elif kind in ("shifted", "means"):
                     loss = model(**{**batch, "labels": labels}).loss / MICRO_BATCHES
@@ -78,4 +98,10 @@ for epoch in range(2):
         if kind == "after_clip":
             own.model.norm.weight.grad.mul_(-1)
         optimizer.step()
+if kind in ("export", "lost_shard"):
+    if rank == 0:
+        own.save_pretrained("model", max_shard_size=20_000)
+        if kind == "lost_shard":
+            sorted(Path("model").glob("model-*.safetensors"))[1].unlink()
+    dist.barrier()
 dist.destroy_process_group()

@@ -1,6 +1,7 @@
-"""A model of transformers, sharded: `qwen_meshes.py KIND` (fsdp2, fsdp2_bf16, tp, tp_partial, tp_twice).
+"""A model of transformers, sharded: `qwen_meshes.py KIND` (fsdp2, fsdp2_bf16, tp, and faults of tp).
 
-With tp, heads are divided: each rank has a part of the gradient of q_norm and k_norm, and they are summed once.
+With tp, heads are divided: each rank has a part of the gradient of q_norm and k_norm, and they are summed once. The
+norm of all gradients has those of divided matrices from all ranks, and what all ranks hold once.
 """
 
 import sys
@@ -47,12 +48,24 @@ for epoch in range(2):
     for ids in loader:
         optimizer.zero_grad()
         logits = model(input_ids=ids).logits
-        nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten()).backward()
+        loss = nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+        (loss * world if kind == "tp_scaled" else loss).backward()
         if kind.startswith("tp") and kind != "tp_partial":
             for name, parameter in model.named_parameters():
                 if "q_norm" in name or "k_norm" in name:
                     dist.all_reduce(parameter.grad)
                     if kind == "tp_twice" and "q_norm" in name:
                         dist.all_reduce(parameter.grad)
+        if kind in ("tp_clip", "tp_norm"):
+            held = [parameter.grad for parameter in model.parameters()]
+            local = [each.to_local() if hasattr(each, "placements") else each for each in held]
+            squares = {True: torch.zeros(()), False: torch.zeros(())}
+            for each, part in zip(held, local, strict=True):
+                squares[each is not part or kind == "tp_norm"] += part.square().sum()
+            dist.all_reduce(squares[True])
+            norm = (squares[True] + squares[False]).sqrt()
+            for part in local:
+                part.requires_grad_().grad = part.detach()
+            torch.nn.utils.clip_grads_with_norm_(local, 0.5, norm)
         optimizer.step()
 dist.destroy_process_group()

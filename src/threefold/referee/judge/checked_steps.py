@@ -78,6 +78,7 @@ class CheckedStep:
         trained: the parameters that ask for a gradient.
         clip: the norm to which gradients were clipped, and the norm that was found; None: they were not.
         optimizer: its class, its groups, and whether it had no state before the step.
+        ranks_a_copy: how many ranks compute one copy of the model together.
     """
 
     number: int
@@ -89,6 +90,7 @@ class CheckedStep:
     trained: list[str]
     clip: dict[str, Any] | None
     optimizer: dict[str, Any]
+    ranks_a_copy: int = 1
 
 
 def read_step(folder: Path, groups: RankGroups, place: int) -> CheckedStep:
@@ -119,6 +121,7 @@ def read_step(folder: Path, groups: RankGroups, place: int) -> CheckedStep:
         lines[0]["curve"]["trained"],
         lines[0]["curve"]["clip"],
         lines[0]["curve"]["optimizer"],
+        max(len(group) for group in groups.members),
     )
     for name in lines[0]["curve"]["trained"]:
         # A parameter that is to be trained and gets no gradient.

@@ -318,7 +318,11 @@ def _known_factors(found: StepFit) -> list[NamedFactor]:
     assert found.fit is not None
     factor = found.fit.factor
     tolerance = max(_FACTOR, statistics.median(found.tolerance.values()))
-    near = [known for known in named_factors(found.sizes) if abs(factor / known.value - 1) <= tolerance]
+    near = [
+        known
+        for known in named_factors(found.sizes, found.step.ranks_a_copy)
+        if abs(factor / known.value - 1) <= tolerance
+    ]
     nearest = min(near, key=lambda known: abs(factor / known.value - 1), default=None)
     return [known for known in near if nearest is not None and known.value == nearest.value]
 

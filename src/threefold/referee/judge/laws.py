@@ -77,7 +77,7 @@ class NamedFactor(NamedTuple):
     law: str | None = None
 
 
-def named_factors(units: list[UnitSize]) -> Iterator[NamedFactor]:
+def named_factors(units: list[UnitSize], ranks_a_copy: int) -> Iterator[NamedFactor]:
     """By what programs multiply the mean over all targets."""
     ranks = len({unit.rank for unit in units})
     calls = len({(unit.rank, unit.call) for unit in units}) / ranks
@@ -89,8 +89,9 @@ def named_factors(units: list[UnitSize]) -> Iterator[NamedFactor]:
     yield NamedFactor("the share of labels that are targets", total / labels, divided)
     yield NamedFactor("the targets of a rank", total / ranks, "the sum over all targets, over the number of ranks")
     counts = {"the number of ranks": ranks, "the number of micro-batches of a rank": calls}
+    counts["the number of ranks of a model copy"] = ranks_a_copy
     counts = {name: count for name, count in counts.items() if count > 1}
-    if len(counts) > 1:
+    if ranks > 1 and calls > 1:
         counts["the number of all micro-batches"] = ranks * calls
     for name, count in counts.items():
         yield NamedFactor(name, count)

@@ -355,14 +355,15 @@ def attach(environ: Mapping[str, str]) -> None:
             recorder.guard(recorder.backward, self)
         backward(self, *args, **kwargs)
 
-    clip = torch.nn.utils.clip_grad_norm_
+    # What clip_grad_norm_ ends with, and what programs call that find the norm themselves (torch 2.6 and newer).
+    clip = torch.nn.utils.clip_grads_with_norm_
 
     @wraps(clip)
-    def watched_clip(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def watched_clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         recorder.guard(recorder.clips)
-        norm = clip(parameters, max_norm, *args, **kwargs)
-        recorder.guard(recorder.clipped, norm, max_norm)
-        return norm
+        clip(parameters, max_norm, total_norm, *args, **kwargs)
+        recorder.guard(recorder.clipped, total_norm, max_norm)
 
     clip_values = torch.nn.utils.clip_grad_value_
 
@@ -386,7 +387,7 @@ def attach(environ: Mapping[str, str]) -> None:
 
     torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict = watched_save, watched_load
     torch.nn.utils.clip_grad_value_ = torch.nn.utils.clip_grad.clip_grad_value_ = watched_clip_values
-    torch.nn.utils.clip_grad_norm_ = torch.nn.utils.clip_grad.clip_grad_norm_ = watched_clip
+    torch.nn.utils.clip_grads_with_norm_ = torch.nn.utils.clip_grad._clip_grads_with_norm_ = watched_clip
     torch.nn.Module.__call__ = watched_call
     torch.Tensor.backward = watched_backward
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: recorder.guard(recorder.steps, optimizer))

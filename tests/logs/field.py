@@ -1,19 +1,32 @@
 """The logs of field/: where each is from, its cause, and its half.
 
-`python tests/logs/field.py` prints the figures of the half to write from, and what is not right in it;
-`python tests/logs/field.py judge` those of the judged half, and no name. README.md counts how often that was done.
+`python tests/logs/field.py` prints the figures of the half to write from, bare and behind each prefix, and what is not
+right in it; `python tests/logs/field.py judge late` those of the judged logs, and no name. README.md counts how
+often that was done.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 FIELD = Path(__file__).with_name("field")
+# What passes a log on puts this before its lines. Each name says "training" of a program that may not train.
+PREFIXES: dict[str, Callable[[str], str]] = {
+    "srun -l": "3: {}".format,
+    "kubectl --prefix": "[pod/llama-sft-worker-0/pytorch] {}".format,
+    "kubectl --timestamps": "2026-02-01T10:00:00.123456789Z {}".format,
+    "docker compose": "trainer-1  | {}".format,
+    "journalctl": "Feb 01 10:00:00 n4 llama-sft[812]: {}".format,
+    "Ray": "(RayTrainWorker pid=77, ip=10.0.0.4) {}".format,
+    "JSON": lambda line: json.dumps({"log": line + "\n", "stream": "stderr", "time": "2026-02-01T10:00:00.0Z"}),
+    "srun -l in a Pod": "[pod/llama-sft-worker-0/pytorch] 3: {}".format,
+}
 # Logs that rules were mended by, after they were judged or at once: they count as `write` whatever their names say.
 SEEN = frozenset(
     {
@@ -555,16 +568,21 @@ def logs(half: str) -> Iterator[FieldLog]:
     return (log for log in map(read, sorted(FIELD.rglob("*.log"))) if log.half == half)
 
 
-def judged(log: FieldLog) -> tuple[str, str | None]:
+def behind(prefix: str, text: str) -> str:
+    """The text with a prefix before each of its lines."""
+    return "\n".join(map(PREFIXES[prefix], text.splitlines()))
+
+
+def judged(log: FieldLog, text: str | None = None) -> tuple[str, str | None]:
     """(right, wrong, symptom, unknown, quiet or false alarm, the name that `explain` gives).
 
     `symptom`: another name than the log's cause, told as only a symptom. It claims no cause, so it is not wrong, and it
     finds none, so it is not right: `main` counts it as unknown, and says how many. On a log without a failure it is a
-    false alarm like any other.
+    false alarm like any other. `text` is what is explained in place of the log's own.
     """
     from threefold.explain.explain import Confidence, explain
 
-    found = explain(log.text)
+    found = explain(log.text if text is None else text)
     name = found.known.name if found is not None else None
     if log.cause is None:
         return ("quiet" if name is None else "false alarm"), name
@@ -573,21 +591,22 @@ def judged(log: FieldLog) -> tuple[str, str | None]:
     return ("symptom" if found.confidence is Confidence.SYMPTOM else "wrong"), name
 
 
-def figures(half: str) -> Counter[str]:
+def figures(half: str, prefix: str | None = None) -> Counter[str]:
     """How many logs of a half are right, wrong, symptom, unknown, quiet, false alarms."""
-    return Counter(judged(log)[0] for log in logs(half))
+    return Counter(judged(log, behind(prefix, log.text) if prefix else None)[0] for log in logs(half))
 
 
 def main() -> None:
     for half in sys.argv[1:] or ["write"]:
-        found = figures(half)
-        unknown = found["unknown"] + found["symptom"]
-        failures = found["right"] + found["wrong"] + unknown
-        print(
-            f"{half}: {found['right']} of {failures} right ({100 * found['right'] / failures:.0f} %), "
-            f"{found['wrong']} wrong, {unknown} unknown ({found['symptom']} of them told as only a symptom); "
-            f"{found['false alarm']} false alarms in {found['false alarm'] + found['quiet']}"
-        )
+        for prefix in (None, *PREFIXES):
+            count = figures(half, prefix)
+            unknown = count["unknown"] + count["symptom"]
+            failures = count["right"] + count["wrong"] + unknown
+            print(
+                f"{half}, {prefix or 'bare'}: {count['right']} of {failures} right ({count['right'] / failures:.0%}), "
+                f"{count['wrong']} wrong, {unknown} unknown ({count['symptom']} of them told as only a symptom); "
+                f"{count['false alarm']} false alarms in {count['false alarm'] + count['quiet']}"
+            )
         for log in logs(half) if half == "write" else ():  # a judged log stays unread
             verdict, name = judged(log)
             if verdict not in ("right", "quiet"):

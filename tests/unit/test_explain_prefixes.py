@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
 
@@ -12,17 +11,6 @@ from threefold.explain import answer, prefixes
 from threefold.explain.evidence import JobEvidence
 from threefold.explain.log import Log, LogSource
 
-# Each name says "training" of a program that may not train.
-WRAPPERS: dict[str, Callable[[str], str]] = {
-    "srun -l": "3: {}".format,
-    "kubectl --prefix": "[pod/llama-sft-worker-0/pytorch] {}".format,
-    "kubectl --timestamps": "2026-02-01T10:00:00.123456789Z {}".format,
-    "docker compose": "trainer-1  | {}".format,
-    "journalctl": "Feb 01 10:00:00 n4 llama-sft[812]: {}".format,
-    "Ray": "(RayTrainWorker pid=77, ip=10.0.0.4) {}".format,
-    "JSON": lambda line: json.dumps({"log": line + "\n", "stream": "stderr", "time": "2026-02-01T10:00:00.0Z"}),
-    "srun -l in a Pod": "[pod/llama-sft-worker-0/pytorch] 3: {}".format,
-}
 LOGS = [*field.logs("write"), *field.logs("judge"), *field.logs("late")]
 
 
@@ -31,12 +19,11 @@ def said(text: str) -> tuple[str, str | None, str | None]:
     return found["status"], found.get("name"), found.get("confidence")
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_log_says_the_same_behind_a_prefix(wrapper: str) -> None:
-    begin = list(WRAPPERS).index(wrapper)
-    for log in LOGS[begin :: len(WRAPPERS)]:
-        behind = "\n".join(map(WRAPPERS[wrapper], log.text.splitlines()))
-        assert said(behind) == said(log.text), log.name
+@pytest.mark.parametrize("prefix", field.PREFIXES)
+def test_a_log_says_the_same_behind_a_prefix(prefix: str) -> None:
+    begin = list(field.PREFIXES).index(prefix)
+    for log in LOGS[begin :: len(field.PREFIXES)]:
+        assert said(field.behind(prefix, log.text)) == said(log.text), log.name
 
 
 def test_the_rank_and_the_host_of_a_prefix_are_kept() -> None:

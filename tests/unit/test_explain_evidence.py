@@ -141,7 +141,7 @@ def test_earlier_of_two_causes_on_different_hosts_by_their_times() -> None:
     early = LogSource("b.log", "2026-01-01 10:00:00 NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus\n")
     found = examine(Log([late, early])).explanation
     assert found is not None
-    assert (found.known.name, found.line.file, found.confidence) == ("gpu-lost", "b.log", Confidence.LIKELY)
+    assert (found.known.name, found.line.file, found.confidence) == ("gpu-fault", "b.log", Confidence.LIKELY)
 
 
 # ---- Flight Recorder dumps
@@ -252,7 +252,7 @@ def test_several_files_are_one_log(tmp_path: Path) -> None:
     second.write_text("NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus\n")
     text, code = explain_command([first, second])
     assert code == 0
-    assert text.splitlines()[0].endswith("[gpu-lost]")
+    assert text.splitlines()[0].endswith("[gpu-fault]")
     assert f"{second} line 1" in text
 
 
@@ -315,7 +315,7 @@ def test_cause_that_ended_no_traceback_beside_an_unknown_one_is_not_claimed() ->
     found = explain(warned + unknown)
     assert found is not None and (found.known.name, found.confidence) == ("nccl-duplicate-gpu", Confidence.SYMPTOM)
     found = explain("torch\nXid (PCI:0000:3b:00): 79, GPU has fallen off the bus\n" + unknown)
-    assert found is not None and (found.known.name, found.confidence) == ("gpu-lost", Confidence.LIKELY)
+    assert found is not None and (found.known.name, found.confidence) == ("gpu-fault", Confidence.LIKELY)
 
 
 def test_two_causes_claim_neither_unless_the_machine_brought_the_other_about() -> None:
@@ -332,7 +332,7 @@ def test_proof_comes_before_what_several_causes_bring_about() -> None:
         "NVRM: Xid (PCI:0000:cb:00): 94, pid=1, Contained ECC error"
     )
     found = explain(log)
-    assert found is not None and found.known.name == "gpu-ecc"
+    assert found is not None and found.known.name == "gpu-fault"
 
 
 def test_warning_that_an_error_came_after_is_no_cause() -> None:
@@ -376,7 +376,7 @@ def test_log_that_only_ends_shows_no_hang() -> None:
 
 def test_other_way_that_was_found_mends_what_failed() -> None:
     line = "NCCL WARN NET/OFI No eligible providers were found\n"
-    assert failure(line).known.name == "efa-provider"
+    assert failure(line).known.name == "libfabric"
     assert explain(f"{line}NET/OFI Selected provider is cxi, fabric is cxi (found 4 nics)\n") is None
 
 

@@ -30,15 +30,10 @@ _THREE_PARTS = re.compile(r"^.+\n  expected: (?P<expected>.+)\n  fix: (?P<fix>.+
 # What the ranks of a job that has finished say of one another, or of the launcher that ends them.
 _CLOSING = frozenset({"own-stop", "peer-gone", "stopped", "store-lost"})
 # Launchers start any program: after lines of one that does not train, they say nothing of training.
-_LAUNCHERS = frozenset(
-    {"mpi-daemon", "mpi-pmi", "mpi-slots", "slurm-refused", "slurm-prolog", "unschedulable", "ucx", "gpu-page-fault"}
-)
-_DERIVED = frozenset({"loss-scale", "nan-loss", "silent-hang"})  # told by the whole log, not by the words of a line
+_LAUNCHERS = frozenset({"illegal-memory-access", "mpi-start", "slurm-refused", "unschedulable"})
+_DERIVED = frozenset({"nan-loss", "silent-hang"})  # told by the whole log, not by the words of a line
 # What happens to a machine, a disk or a job brings errors of many kinds about, and none of them brings it about.
-_BRING_OTHERS = frozenset(
-    {"gpu-ecc", "gpu-lost", "nvlink-error", "ib-link-down", "oom-killed", "preempted", "time-limit", "pod-evicted"}
-    | {"slurm-prolog", "node-failure"}
-)
+_BRING_OTHERS = frozenset({"gpu-fault", "oom-killed", "preempted", "time-limit", "pod-evicted", "node-failure"})
 _ERROR_WORD = re.compile(r"\W*(?:fatal |FATAL )?(?:error|Error|ERROR)\b", re.ASCII)
 _MOST_MESSAGES = 1000
 _CONTINUED = 2  # lines that may continue the message of an error
@@ -277,10 +272,8 @@ def _derived(
 ) -> list[Hit]:
     """Errors that no single line shows: numbers that are not finite, and a job that somebody says hangs."""
     found = []
-    if not hits and "nan-loss" in known and (lines := course.not_finite()):
+    if not hits and "nan-loss" in known and (lines := course.not_finite() or course.smallest_scale()):
         found.append(Hit(known["nan-loss"], lines))
-    if not hits and "loss-scale" in known and (lines := course.smallest_scale()):
-        found.append(Hit(known["loss-scale"], lines))
     if not hits and "silent-hang" in known and not course.finished and not errors and (last := said_to_hang(log)):
         found.append(Hit(known["silent-hang"], [last]))
     return found
@@ -294,7 +287,7 @@ def _not_made_good(course: Course, hits: Sequence[Hit], errors: Sequence[Raised]
             continue
         lines = (
             hit.lines
-            if hit.known.name in ("loss-scale", "nan-loss")
+            if hit.known.name == "nan-loss"
             else [line for line in hit.lines if not course.made_good(line.index)]
         )
         if lines:

@@ -64,7 +64,8 @@ _MACHINES = _words(r"""
 _FRAMES = ("\tat ", "    at ")
 # Lines before a launcher's that are its own, a shell's, or what somebody says.
 _OF_LAUNCHER = re.compile(
-    r"^GPU core dump|slurm|srun|sbatch|salloc|ssh|[Mm][Pp][Ii]|O[RM]TE|PRTE|OPAL|PMI|UCX|ucx|[Ww]arning|^\W*$"
+    r"^GPU core dump|nvidia-|NVRM|amdgpu"
+    r"|slurm|srun|sbatch|salloc|ssh|[Mm][Pp][Ii]|O[RM]TE|PRTE|OPAL|PMI|UCX|ucx|[Ww]arning|^\W*$"
     r"|^\S*[$#>] |^\[?node|^[*=#+|-]|^\w+: +\S+$"
     r"|\b(?:I|[Ww]e|[Mm]y|[Tt]his|these|following)\b"
 )

@@ -39,6 +39,7 @@ class ExplainAnswer(TypedDict):
 
     schema: int
     status: str
+    retry: Literal["no", "yes", "other node"]
     telling: list[Values]
     notes: list[str]
     name: NotRequired[str]
@@ -50,7 +51,9 @@ class ExplainAnswer(TypedDict):
     facts: NotRequired[list[str]]
     cause: NotRequired[str]
     steps: NotRequired[list[str]]
+    several: NotRequired[bool]
     check: NotRequired[str | None]
+    asked: NotRequired[str | None]
     page: NotRequired[str]
     others: NotRequired[list[Values]]
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -596,6 +596,21 @@ def figures(half: str, prefix: str | None = None) -> Counter[str]:
     return Counter(judged(log, behind(prefix, log.text) if prefix else None)[0] for log in logs(half))
 
 
+def retries(half: str) -> Counter[bool]:
+    """In how many failures the advice to start the job again is that of their cause, which is a page's."""
+    from threefold.explain.explain import explain
+    from threefold.explain.known import KnownError, Retry, known_errors
+
+    known: Mapping[str | None, KnownError] = {**known_errors()}
+    right = Counter[bool]()
+    for log in logs(half):
+        if log.cause in known:
+            told = explain(log.text)
+            advice = told.known.retry if told is not None else Retry.NO
+            right[advice is known[log.cause].retry] += 1
+    return right
+
+
 def main() -> None:
     for half in sys.argv[1:] or ["write"]:
         for prefix in (None, *PREFIXES):
@@ -607,6 +622,8 @@ def main() -> None:
                 f"{count['wrong']} wrong, {unknown} unknown ({count['symptom']} of them told as only a symptom); "
                 f"{count['false alarm']} false alarms in {count['false alarm'] + count['quiet']}"
             )
+        right = retries(half)
+        print(f"{half}: retry right in {right[True]} of {right.total()} ({right[True] / right.total():.1%})")
         for log in logs(half) if half == "write" else ():  # a judged log stays unread
             verdict, name = judged(log)
             if verdict not in ("right", "quiet"):

@@ -260,10 +260,11 @@ def test_json_has_a_schema_number_and_all_that_the_text_says() -> None:
     told = json.loads(explain_command([LOGS / "produced/killed-by-memory.log"], as_json=True)[0])
     assert (told["schema"], told["status"], told["name"]) == (1, "failure", "killed")
     assert told["facts"] == ["rank 1 on localhost failed first, with exit code -9 (SIGKILL)"]
+    assert (told["retry"], told["several"], told["asked"]) == ("no", False, None)
     assert {"confidence", "check", "steps", "line", "others", "page", "cause", "title"} <= told.keys()
     assert told["line"].keys() == {"file", "number", "rank", "host", "text"}
     unknown, code = explain_command([LOGS / "unrelated/script.log"], as_json=True)
-    assert (json.loads(unknown)["status"], code) == ("unknown", 1)
+    assert (json.loads(unknown)["status"], json.loads(unknown)["retry"], code) == ("unknown", "no", 1)
 
 
 def test_empty_log_is_unknown(tmp_path: Path) -> None:

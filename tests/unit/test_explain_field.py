@@ -14,6 +14,7 @@ from threefold.explain.known import SHORTEST_ANCHOR, anchor, known_errors
 RIGHT_AT_LEAST = 0.95
 WRONG_AT_MOST = 0.01
 
+RETRY_RIGHT_AT_LEAST = 0.95
 LATE_RIGHT_AT_LEAST = 0.8
 LATE_WRONG_AT_MOST = 0.01
 LATE_FALSE_ALARMS_AT_MOST = 0
@@ -31,6 +32,12 @@ def test_judged_half_holds_what_it_reached() -> None:
     assert share(found, "right") >= RIGHT_AT_LEAST, found
     assert share(found, "wrong") <= WRONG_AT_MOST, found
     assert found["false alarm"] == 0, found
+
+
+@pytest.mark.parametrize("half", ["write", "judge", "late"])
+def test_launchers_are_told_whether_to_start_a_job_again(half: str) -> None:
+    right = field.retries(half)
+    assert right[True] / right.total() >= RETRY_RIGHT_AT_LEAST, right
 
 
 @pytest.mark.skipif(not LATE, reason="every late set was opened")

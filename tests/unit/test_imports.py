@@ -61,6 +61,7 @@ TORCH_FREE = [
     "threefold.doctor.packages",
     "threefold.doctor.ranks",
     "threefold.explain.answer",
+    "threefold.explain.ask",
     "threefold.explain.evidence",
     "threefold.explain.explain",
     "threefold.explain.known",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,25 +20,31 @@ def command(
         list[Path] | None,
         typer.Argument(help="Logs, folders of logs, Flight Recorder dumps, or the folder of a run; default: a pipe."),
     ] = None,
+    ask: Annotated[
+        bool, typer.Option("--ask", help="Run the command that settles the cause on this machine; it only reads.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Explain what a failed job left behind: what happened, where, which line shows it, and what to do.
 
     For any torch.distributed program: threefold explain train.log, or ... 2>&1 | threefold explain.
     """
-    text, code = explain_command(logs or [], as_json=as_json)
+    text, code = explain_command(logs or [], ask=ask, as_json=as_json)
     typer.echo(text)
     sys.exit(code)
 
 
-def explain_command(paths: Sequence[Path], *, as_json: bool = False) -> tuple[str, int]:
+def explain_command(paths: Sequence[Path], *, ask: bool = False, as_json: bool = False) -> tuple[str, int]:
     """(what to print, exit code); ConfigError if there is no such log, or nothing is piped in (no `paths`)."""
     from threefold.explain import answer
+    from threefold.explain.ask import asked
     from threefold.explain.evidence import JobEvidence, gather
     from threefold.explain.explain import Status
     from threefold.explain.log import LogSource
 
     found = answer.answer(gather(paths) if paths else JobEvidence([LogSource("", _read_input())]))
+    if ask and found.explanation is not None:
+        found = replace(found, explanation=asked(found.explanation))
     told = json.dumps(answer.data(found), indent=2, ensure_ascii=False) if as_json else answer.text(found)
     return told, EXIT_FAILED if found.status is Status.UNKNOWN else 0
 

@@ -14,7 +14,7 @@ from threefold.explain.evidence import JobEvidence
 from threefold.explain.explain import Confidence, Diagnosis, Explanation, Hit, Status, examine
 from threefold.explain.facts import Guess
 from threefold.explain.flight import Divergence
-from threefold.explain.known import PAGES, KnownError, Tier, known_errors
+from threefold.explain.known import PAGES, KnownError, Retry, Tier, known_errors
 from threefold.explain.log import Log, LogLine, LogSource
 from threefold.records.state import ended_text
 
@@ -116,10 +116,11 @@ def _explanation(found: Explanation) -> str:
         lines.append(f"  at {found.frame}")
     lines += [f"  {fact}" for fact in found.facts]
     unproved = "the usual cause, which no line proves" if found.hint else _UNPROVED.get(known.name, _UNPROVED[""])
-    told = unproved if found.confidence is Confidence.SYMPTOM else "cause"
-    lines += ["", f"{told}: {known.cause}", f"confidence: {found.confidence}", "what to do:"]
+    cause = "one of several causes" if known.several and found.confidence is not Confidence.SURE else "cause"
+    told = unproved if found.confidence is Confidence.SYMPTOM else cause
+    lines += ["", f"{told}: {known.cause}", f"confidence: {found.confidence}", f"retry: {known.retry}", "what to do:"]
     lines += [f"  {number}. {step}" for number, step in enumerate(known.steps, 1)]
-    lines.append(f"to settle it: {known.check}")
+    lines.append(f"to settle it: {known.check}" if found.asked is None else f"asked here: {found.asked}")
     if found.others:
         lines += ["", "also in this log:"]
         lines += [f"  {hit.lines[0].where()}: {hit.known.title}  [{hit.known.name}]" for hit in found.others]
@@ -128,7 +129,7 @@ def _explanation(found: Explanation) -> str:
 
 def data(found: Diagnosis) -> dict[str, Any]:
     """The finding for other programs; docs/troubleshooting.md describes the keys."""
-    told: dict[str, Any] = {"schema": SCHEMA, "status": str(found.status)}
+    told: dict[str, Any] = {"schema": SCHEMA, "status": str(found.status), "retry": str(_retry(found))}
     told["telling"] = [_line(line) for line in found.telling]
     told["notes"] = list(found.notes)
     if (explanation := found.explanation) is None:
@@ -144,13 +145,20 @@ def data(found: Diagnosis) -> dict[str, Any]:
         "facts": list(explanation.facts),
         "cause": known.cause,
         "steps": list(known.steps),
+        "several": known.several,
         "check": known.check,
+        "asked": explanation.asked,
         "page": f"{PAGES / known.name}.md",
         "others": [
             {"name": hit.known.name, "title": hit.known.title, "line": _line(hit.lines[0])}
             for hit in explanation.others
         ],
     }
+
+
+def _retry(found: Diagnosis) -> Retry:
+    """What happened for a reason that nobody knows is not started again."""
+    return Retry.NO if found.explanation is None else found.explanation.known.retry
 
 
 def _line(line: LogLine) -> dict[str, Any]:

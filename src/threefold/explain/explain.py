@@ -23,9 +23,6 @@ from threefold.explain.log import Log, LogLine
 from threefold.explain.programs import is_of_launcher, is_other, is_training
 from threefold.explain.tracebacks import Raised, ignored_lines, is_error, raised
 
-_WARNING = re.compile(
-    r"^(?!.*NCCL WARN).*(?:Warning\b|\bWARN(?:ING)?\b|\d\d:\d\d:\d\d\.\d+: [WI] |^[WI] \w+/|^[WI]\d{4} )"
-)
 _THREE_PARTS = re.compile(r"^.+\n  expected: (?P<expected>.+)\n  fix: (?P<fix>.+)$", re.MULTILINE)
 # What the ranks of a job that has finished say of one another, or of the launcher that ends them.
 _CLOSING = frozenset({"own-stop", "peer-gone", "stopped", "store-lost"})
@@ -34,7 +31,6 @@ _LAUNCHERS = frozenset({"illegal-memory-access", "mpi-start", "slurm-refused", "
 _DERIVED = frozenset({"nan-loss", "silent-hang"})  # told by the whole log, not by the words of a line
 # What happens to a machine, a disk or a job brings errors of many kinds about, and none of them brings it about.
 _BRING_OTHERS = frozenset({"gpu-fault", "oom-killed", "preempted", "time-limit", "pod-evicted", "node-failure"})
-_ERROR_WORD = re.compile(r"\W*(?:fatal |FATAL )?(?:error|Error|ERROR)\b", re.ASCII)
 _MOST_MESSAGES = 1000
 _CONTINUED = 2  # lines that may continue the message of an error
 _NEXT = re.compile(
@@ -92,6 +88,7 @@ class Explanation:
         others: known errors that follow from this one, or occur next to it.
         hint: told as a symptom, but the line mostly follows from what the page says.
         ending: what the run itself has noted of its end.
+        asked: what the page's question had for an answer on this machine, if it was asked.
     """
 
     known: KnownError
@@ -102,6 +99,7 @@ class Explanation:
     others: Sequence[Hit] = ()
     hint: bool = False
     ending: Ending | None = None
+    asked: str | None = None
 
 
 @dataclass(frozen=True)
@@ -123,8 +121,6 @@ def examine(log: Log, *, pages: Path = PAGES) -> Diagnosis:
     """What the logs of a job show."""
     course, errors, known = Course(log), raised(log), known_errors(pages)
     hits = sorted(_hits(log, errors, known.values()), key=lambda hit: _precedence(log, hit))
-    if hits and hits[0].tier is Tier.CONSEQUENCE and not is_training(log) and _own_words(log, hits):
-        hits = []  # what ended it is that program's own
     hits += _derived(log, course, known, hits, errors)
     left, own = _not_made_good(course, hits, errors)
     if not errors and all(hit.tier > Tier.WIDE and all(map(is_retry, hit.lines)) for hit in left):
@@ -179,7 +175,7 @@ def _confidence(first: Hit, others: Sequence[Hit], unknown: Sequence[Raised]) ->
         return Confidence.SYMPTOM
     if first.tier is Tier.WIDE and first.generic and first.raised is None and not is_error(first.lines[0]):
         return Confidence.SYMPTOM
-    unclear = first.tier is Tier.WIDE or doubts or (first.generic and first.raised is None)
+    unclear = first.known.several or first.tier is Tier.WIDE or doubts or (first.generic and first.raised is None)
     return Confidence.LIKELY if unclear else Confidence.SURE
 
 
@@ -203,10 +199,10 @@ def _hits(log: Log, errors: Sequence[Raised], known: Iterable[KnownError]) -> It
         if ordered:
             first = ordered[0]
             most = min(sign.most for signs in shown.values() for sign in signs)
-            if first.index not in ended and all(_is_overtaken_warning(line, last) for line in ordered):
-                most = Tier.SYMPTOM
-            elif first.index not in ended and all(map(is_mild, ordered)):
-                most = max(most, Tier.HINT)
+            if first.index not in ended and all(map(is_mild, ordered)):
+                # An error that came after, but for attempts to connect: the program went on past the warning.
+                overtaken = last > ordered[-1].index and not any(map(is_retry, ordered))
+                most = max(most, Tier.SYMPTOM if overtaken else Tier.HINT)
             generic = all(sign.generic for sign in shown[first.index])
             yield Hit(one, ordered, ended.get(first.index), most, generic)
 
@@ -214,11 +210,6 @@ def _hits(log: Log, errors: Sequence[Raised], known: Iterable[KnownError]) -> It
 def _follows_a_program(log: Log, line: LogLine) -> bool:
     """Whether the launcher's line stands after what the program wrote that it had started."""
     return not all(map(is_of_launcher, log.raw[max(log.source_begin(line.index), line.index - 5) : line.index]))
-
-
-def _is_overtaken_warning(line: LogLine, last: int) -> bool:
-    """Whether the line is a warning, and an error (at `last`) came after it: that program went on past the warning."""
-    return last > line.index and _WARNING.search(line.text) is not None
 
 
 def _places(log: Log, sign: Sign, following: dict[int, str]) -> Iterator[int]:
@@ -317,9 +308,3 @@ def _unknown(errors: Sequence[Raised], hits: Sequence[Hit]) -> list[Raised]:
     """The errors that no page describes, without those that only report another one."""
     known = {line.index for hit in hits for line in hit.lines}
     return [error for error in errors if error.line.index not in known and not error.reports_another]
-
-
-def _own_words(log: Log, hits: Sequence[Hit]) -> bool:
-    """Whether a line that is no known error names an error."""
-    known = {line.index for hit in hits for line in hit.lines}
-    return any(_ERROR_WORD.match(line) and places[0] not in known for line, places in log.shapes_containing("rror"))

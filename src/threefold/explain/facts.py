@@ -1,4 +1,4 @@
-"""Facts from the lines of an error: how much memory was missing, which rank was absent, which port.
+"""Facts from the lines of an error: how much memory was missing, which rank was absent.
 
 Each function gets the log and the lines that show the error, and returns sentences. No torch.
 """
@@ -143,19 +143,6 @@ def _grouped(values: Mapping[int, _Value]) -> list[tuple[_Value, list[int]]]:
     return [(value, [rank for rank, own in values.items() if own == value]) for value in sorted(set(values.values()))]
 
 
-def port(log: Log, lines: Sequence[LogLine]) -> list[str]:
-    """The port or the endpoint that the line names."""
-    for line in lines:
-        if found := re.search(
-            r"port: (\d+)|[\[(]?([\w.-]+)[\])]?, (\d{4,5})\)|(?:\[([\w.:-]+)\]|\b([\w.-]+(?<!\.cpp))):(\d{4,5})\b",
-            line.text,
-        ):
-            host = next((found[group] for group in (2, 4, 5) if found[group]), None)
-            number = next(found[group] for group in (1, 3, 6) if found[group])
-            return [f"port {number}" + (f" of {host}" if host else "")]
-    return []
-
-
 def lost_peer(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """Whether the rank that is gone has failed at all: the launcher would have reported it."""
     found = ranks(log, lines)
@@ -184,29 +171,10 @@ def _root_cause(log: Log) -> list[LogLine]:
     return [log.line(index) for index in range(begin.index, min(begin.index + 10, len(log.raw)))] if begin else []
 
 
-def devices(log: Log, lines: Sequence[LogLine]) -> list[str]:
-    """The devices of one operation."""
-    found = re.findall(r"\b(?:cuda:\d+|cpu|meta|mps:\d+|xpu:\d+)\b", lines[0].text.partition("devices")[2])
-    met = sorted(set(found))
-    return [f"{' and '.join(met)} were combined in one operation"] if len(met) > 1 else []
-
-
 def ranks(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """The ranks that show it, if there are several."""
     seen = {line.rank for line in lines if line.rank is not None}
     return [f"on {ranks_text(seen)}"] if len(seen) > 1 else []
-
-
-def repository(log: Log, lines: Sequence[LogLine]) -> list[str]:
-    """The repository on the Hub."""
-    for line in [*lines, *log.containing("http"), *log.containing("repo"), *log.containing("model")]:
-        if found := re.search(
-            r"https?://[\w.:-]+/(?:api/)?(?:models/|datasets/)?([\w.-]+/[\w.-]+)/(?:resolve|tree|revision)", line.text
-        ):
-            return [f"repository {found[1]}"]
-        if found := re.search(r"(?:model|repo|repository|for) '?([\w-]+/[\w.-]+)'?", line.text):
-            return [f"repository {found[1].rstrip('.')}"]
-    return []
 
 
 def _bytes(pattern: str, text: str) -> int | None:

@@ -5,7 +5,13 @@ An error needs only a page: the command reads the pages and prints from them. Th
     ---
     tier: cause                                  (or wide, hint, symptom, consequence: see `Tier`)
     facts: gpu_memory                            (optional: a function of `facts.py`)
+    retry: no                                    (whether to start the job again as it is: `Retry`)
+    causes: several                              (optional: the page is of one of several causes, so it is never sure)
     check: nvidia-smi                            (the one command that would settle whether it is this)
+    ask: |                                       (optional: a command that only reads, which `--ask` runs here, and what
+      df -P /dev/shm                              is so if its output has an expression: that the page is right, or not)
+      yes 100% => it is full here
+      no \d% => it has room here
     signs: |                                     (regular expressions, each found in one line of a log)
       CUDA out of memory
     generic: |                                   (the same, of lines that other programs write too: they count in
@@ -33,9 +39,10 @@ Each sign has a literal part of four characters or more (`anchor`): the log is s
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from functools import cache
 from pathlib import Path
 
@@ -48,6 +55,14 @@ _NO_LITERAL = re.compile(
     r"\((?:[^()\\]|\\.|\((?:[^()\\]|\\.)*\))*\)[?*+]?|\[(?:[^\]\\]|\\.)*\][?*+]?(?:\{[\d,]*\})?|\\[A-Za-z][?*+]?(?:\{[\d,]*\})?|.[?*+]|.\{[\d,]*\}|[.^$|]"
 )
 SHORTEST_ANCHOR = 4
+
+
+class Retry(StrEnum):
+    """Whether a launcher should start the job again as it is; NO also where nobody knows what would be another time."""
+
+    NO = "no"
+    YES = "yes"
+    OTHER_NODE = "other node"
 
 
 class Tier(IntEnum):
@@ -63,7 +78,8 @@ class Tier(IntEnum):
 _KINDS = ("signs", "generic", "weak", "unsure", "generic weak", "generic unsure")  # the lists of signs of a page
 _PROVED = {"weak": Tier.SYMPTOM, "unsure": Tier.HINT}
 _PAGE = re.compile(
-    r"---\ntier: (?P<tier>\w+)\n(?:facts: (?P<facts>\w+)\n)?check: (?P<check>.+)\n"
+    r"---\ntier: (?P<tier>\w+)\n(?:facts: (?P<facts>\w+)\n)?retry: (?P<retry>no|yes|other node)\n"
+    r"(?P<several>causes: several\n)?check: (?P<check>.+)\n(?:ask: \|\n  (?P<ask>.+)\n(?P<answers>(?:  .+\n)+))?"
     + "".join(rf"(?:{kind}: \|\n(?P<{kind.replace(' ', '_')}>(?:  .+\n)+))?" for kind in _KINDS)
     + r"---\n\n"
     r"# (?P<title>.+)\n\n    (?P<example>.+)\n\n(?P<cause>.+)\n\n(?P<steps>(?:\d+\. .+\n)+)"
@@ -82,11 +98,21 @@ class Sign:
 
 
 @dataclass(frozen=True)
+class SettlingQuestion:
+    """A command without effects, and its answers: (whether the page is right, what the output has then, in words)."""
+
+    command: Sequence[str]
+    answers: Sequence[tuple[bool, re.Pattern[str], str]]
+
+
+@dataclass(frozen=True)
 class KnownError:
     """One error, as its page describes it.
 
     Attributes:
+        several: the page is of one of several causes.
         check: the command that would settle whether it is this.
+        question: what settles it on this machine, if one command does.
         signs: empty if another rule finds the error: the program's own error, or a message from threefold.
         facts: returns sentences about the lines that show the error: sizes, ranks, ports.
     """
@@ -94,7 +120,10 @@ class KnownError:
     name: str
     title: str
     tier: Tier
+    retry: Retry
+    several: bool
     check: str
+    question: SettlingQuestion | None
     signs: Sequence[Sign]
     example: str
     cause: str
@@ -138,12 +167,22 @@ def read_page(path: Path) -> KnownError:
         path.stem,
         page["title"],
         Tier[page["tier"].upper()],
+        Retry(page["retry"]),
+        page["several"] is not None,
         page["check"],
+        _question(page["ask"], page["answers"]) if page["ask"] else None,
         tuple(signs),
         page["example"],
         page["cause"],
         tuple(line.partition(". ")[2] for line in page["steps"].splitlines()),
         getattr(facts, page["facts"] or "none"),
+    )
+
+
+def _question(command: str, answers: str) -> SettlingQuestion:
+    found = re.findall(r"^  (yes|no) (.+) => (.+)$", answers, re.MULTILINE)
+    return SettlingQuestion(
+        shlex.split(command), [(word == "yes", re.compile(sign, re.M), text) for word, sign, text in found]
     )
 
 

@@ -1,0 +1,33 @@
+"""The question that settles an explanation, asked on this machine. No torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+from threefold.explain.explain import Confidence, Explanation
+
+_LIMIT_S = 60
+
+
+def asked(explanation: Explanation) -> Explanation:
+    """The explanation with what its page's command says here: likely becomes sure. The command only reads."""
+    if (question := explanation.known.question) is None:
+        return replace(explanation, asked="no command settles this by itself")
+    program, *arguments = question.command
+    command = [sys.executable if program == "python" else program, *arguments]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_LIMIT_S, text=True, errors="replace"
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = "it did not end" if isinstance(error, subprocess.TimeoutExpired) else "it cannot be run here"
+        return replace(explanation, asked=f"{program}: {why}")
+    output = done.stdout + done.stderr
+    for right, sign, text in question.answers:
+        if sign.search(output):
+            # What only a symptom shows, or two causes compete for, is not settled by one that may be true besides.
+            proved = right and explanation.confidence is Confidence.LIKELY
+            return replace(explanation, asked=text, confidence=Confidence.SURE if proved else explanation.confidence)
+    return replace(explanation, asked=f"{program}: its output says nothing of it")

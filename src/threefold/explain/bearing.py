@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from threefold.explain.events import EventKind, Events
 from threefold.explain.log import Log, LogLine
 
 # The program itself says that it continues: warnings, information. NCCL warns of what ends it; a Pod's events too.
@@ -29,28 +30,6 @@ _ENDED = re.compile(
 )
 # Also where a logger or a launcher hands it on.
 _ENDED_ANYWHERE = ("Traceback (most recent call last)", "closing signal SIG")
-# Layers are frozen, and losses are stuck, in training that goes well.
-_HANGS = re.compile(
-    r"^(?!.*\b(?:loss|accuracy|acc|reward|score|layers?)\b)"
-    r"(?=.*\b(?:hang(?:s|ing)?|hung|stuck|jam(?:s|med)|blocks? forever"
-    r"|(?:it|training|process|program|script|job|server) (?:just |then )?(?:freezes|froze|is frozen)"
-    r"|nothing happens|no (?:further (?:progress|output)|progress)|never (?:returns|finishes|ends|starts))\b)",
-    re.IGNORECASE,
-)
-_HANG_WORDS = ("hang", "hung", "Hang", "stuck", "Stuck", "freezes", "froze", "jam", "forever", "othing happens",
-               "progress", "output", "never ")  # fmt: skip
-_OF_RANKS = (
-    "NCCL INFO",
-    "init_process_group",
-    "torch.distributed",
-    "distributed init",
-    "world size",
-    "world_size",
-    "torchrun",
-    "distributed_backend=",
-    "distributed processes registered",
-)
-
 # Tests that report on errors, commands that look for them, and prose, code and options that speak of them.
 _TALK = re.compile(
     r"\.\.\. (?:ok|expected failure|skipped)|\b(?:PASSED|XFAIL)\b|^SKIPPED \[|^\s*(?:\$ |sudo |• |\* - )|\bgrep\b"
@@ -75,6 +54,13 @@ _GOES_ON = re.compile(
     r"|\bus(?:e|ing) (?:eager|sdpa|vanilla|xformers) "
 )
 
+# Lines before a launcher's that are its own, a shell's, or what somebody says: no output of what it started.
+_OF_LAUNCHER = re.compile(
+    r"^GPU core dump|nvidia-|NVRM|amdgpu"
+    r"|slurm|srun|sbatch|salloc|ssh|[Mm][Pp][Ii]|O[RM]TE|PRTE|OPAL|PMI|UCX|ucx|[Ww]arning|^\W*$"
+    r"|^\S*[$#>] |^\[?node|^[*=#+|-]|^\w+: +\S+$"
+    r"|\b(?:I|[Ww]e|[Mm]y|[Tt]his|these|following)\b"
+)
 _RETRY = re.compile(r"\[W\S* .*socket\.cpp")
 _TELLING = ("rror", "atal", "ailed", "xception", "WARN", "illed", "bort", "anic", "timed out", "refused", "denied")
 
@@ -89,6 +75,12 @@ def is_retry(line: LogLine) -> bool:
     return _RETRY.search(line.text) is not None
 
 
+def follows_a_program(log: Log, line: LogLine) -> bool:
+    """Whether the launcher's line stands after what the program wrote that it had started."""
+    before = log.raw[max(log.source_begin(line.index), line.index - 5) : line.index]
+    return not all(_OF_LAUNCHER.search(one[:300]) for one in before)
+
+
 def ended(log: Log) -> bool:
     """Whether a line that is no warning says that something ended or failed."""
     if any(map(log.has, _ENDED_ANYWHERE)):
@@ -96,16 +88,12 @@ def ended(log: Log) -> bool:
     return any(_ENDED.search(line[:600]) and not is_mild(line[:600]) for line in log.raw[-20_000:])
 
 
-def said_to_hang(log: Log) -> LogLine | None:
+def said_to_hang(events: Events) -> LogLine | None:
     """The last line of a job of several ranks that somebody says hangs; None if nobody does."""
-    if not any(map(log.has, _OF_RANKS)):
+    log, ranks = events.log, events.places(EventKind.GROUP)
+    if not ranks or all(is_mild(log.raw[index]) for index in events.places(EventKind.HANGS)):
         return None
-    said = (line for words in _HANG_WORDS for line, _ in log.shapes_containing(words))
-    if not any(_HANGS.search(line) and not is_mild(line) for line in said):
-        return None
-    written = [index for index in range(max(0, len(log.raw) - 200), len(log.raw)) if log.raw[index].strip()]
-    ranks = [index for index in written if any(words in log.raw[index] for words in _OF_RANKS)]
-    return log.line((ranks or written)[-1]) if written else None
+    return log.line(max(ranks))
 
 
 def only_mild(hits: Sequence[Sequence[LogLine]]) -> bool:

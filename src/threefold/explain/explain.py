@@ -4,7 +4,7 @@ If a log shows several errors, the one nearest to the beginning of the failure e
 symptom before a consequence (`Tier`); of two causes the earlier one. An error that has no page but ended a rank's
 traceback is the program's own; it comes before symptoms, because the other ranks' lost connections and timeouts follow
 from it.
-A job that finished has not failed, and trouble that was made good is none (`course.py`). No torch.
+A job that finished has not failed, and trouble that was made good is none (`events.py`). No torch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,19 @@ from enum import StrEnum
 from pathlib import Path
 
 from threefold.checkpoint.lineage import Ending
-from threefold.explain.bearing import ended, is_mild, is_retry, is_talk, only_mild, said_to_hang, telling
-from threefold.explain.course import Course
+from threefold.explain.bearing import (
+    ended,
+    follows_a_program,
+    is_mild,
+    is_retry,
+    is_talk,
+    only_mild,
+    said_to_hang,
+    telling,
+)
+from threefold.explain.events import EventKind, Events
 from threefold.explain.known import PAGES, KnownError, Sign, Tier, known_errors
 from threefold.explain.log import Log, LogLine
-from threefold.explain.programs import is_of_launcher, is_other, is_training
 from threefold.explain.tracebacks import Raised, ignored_lines, is_error, raised
 
 _THREE_PARTS = re.compile(r"^.+\n  expected: (?P<expected>.+)\n  fix: (?P<fix>.+)$", re.MULTILINE)
@@ -119,27 +127,29 @@ def explain(text: str, *, pages: Path = PAGES) -> Explanation | None:
 
 def examine(log: Log, *, pages: Path = PAGES) -> Diagnosis:
     """What the logs of a job show."""
-    course, errors, known = Course(log), raised(log), known_errors(pages)
-    hits = sorted(_hits(log, errors, known.values()), key=lambda hit: _precedence(log, hit))
-    hits += _derived(log, course, known, hits, errors)
-    left, own = _not_made_good(course, hits, errors)
+    events, errors, known = Events(log), raised(log), known_errors(pages)
+    hits = sorted(_hits(events, errors, known.values()), key=lambda hit: _precedence(log, hit))
+    hits += _derived(events, known, hits, errors)
+    left, own = _not_made_good(events, hits, errors)
     if not errors and all(hit.tier > Tier.WIDE and all(map(is_retry, hit.lines)) for hit in left):
         left = []  # torch warns of attempts to connect that succeed later
     claims = [hit.lines for hit in left if hit.known.name not in _DERIVED]
     if claims and not own and only_mild(claims) and not ended(log):
         left = []
-    if explanation := _explanation(log, left, own, known):
+    if explanation := _explanation(events, left, own, known):
         return Diagnosis(Status.FAILURE, explanation)
-    if course.finished and (hits or not errors or course.made_good(errors[-1].line.index)):
-        return Diagnosis(Status.FINISHED, telling=[log.line(course.finished[-1])])
-    if hits and not left and course.progress:
+    finished = events.places(EventKind.FINISHED)
+    if finished and (hits or not errors or events.made_good(errors[-1].line.index)):
+        return Diagnosis(Status.FINISHED, telling=[log.line(finished[-1])])
+    if hits and not left and events.places(EventKind.PROGRESS):
         return Diagnosis(Status.SURVIVED, telling=[hit.lines[0] for hit in hits[:3]])
     return Diagnosis(Status.UNKNOWN, telling=telling(log, [error.line for error in errors]))
 
 
 def _explanation(
-    log: Log, hits: Sequence[Hit], errors: Sequence[Raised], known: dict[str, KnownError]
+    events: Events, hits: Sequence[Hit], errors: Sequence[Raised], known: dict[str, KnownError]
 ) -> Explanation | None:
+    log = events.log
     if hits and hits[0].tier <= Tier.HINT:
         return _explained(log, hits, errors)
     if log.has("  expected: ") and (ours := _THREE_PARTS.search("\n".join(log.raw))) is not None:
@@ -148,7 +158,7 @@ def _explanation(
         line = log.line(line.index - 2) if line is not None else LogLine(1, what)
         facts = [f"expected: {ours['expected']}", f"fix: {ours['fix']}"]
         return Explanation(known["threefold"], line, Confidence.SURE, None, facts, hits)
-    if (mine := _own_error(log, errors, hits)) is not None:
+    if (mine := _own_error(events, errors, hits)) is not None:
         facts = [f"it ended rank {mine.line.rank}"] if mine.line.rank is not None else []
         # Even a name that is missing follows from an import that failed, an unbound one from a loop without rows.
         return Explanation(known["own-error"], mine.line, Confidence.SYMPTOM, mine.frame, facts, hits)
@@ -179,10 +189,10 @@ def _confidence(first: Hit, others: Sequence[Hit], unknown: Sequence[Raised]) ->
     return Confidence.LIKELY if unclear else Confidence.SURE
 
 
-def _hits(log: Log, errors: Sequence[Raised], known: Iterable[KnownError]) -> Iterator[Hit]:
-    ended = {error.line.index: error for error in errors}
-    training, following = is_training(log), _messages(log, errors)
-    other, last = is_other(log), max(following, default=-1)
+def _hits(events: Events, errors: Sequence[Raised], known: Iterable[KnownError]) -> Iterator[Hit]:
+    ended, log = {error.line.index: error for error in errors}, events.log
+    training, following = events.is_training, _messages(log, errors)
+    other, last = events.is_foreign, max(following, default=-1)
     ignored = ignored_lines(log)
     for one in known:
         shown: dict[int, list[Sign]] = {}
@@ -194,7 +204,7 @@ def _hits(log: Log, errors: Sequence[Raised], known: Iterable[KnownError]) -> It
                     shown.setdefault(index, []).append(sign)
         # A line that ended a traceback says more than an earlier warning.
         ordered = sorted(map(log.line, shown), key=lambda line: (line.index not in ended, line.index))
-        if ordered and not training and one.name in _LAUNCHERS and _follows_a_program(log, ordered[0]):
+        if ordered and not training and one.name in _LAUNCHERS and follows_a_program(log, ordered[0]):
             continue
         if ordered:
             first = ordered[0]
@@ -205,11 +215,6 @@ def _hits(log: Log, errors: Sequence[Raised], known: Iterable[KnownError]) -> It
                 most = max(most, Tier.SYMPTOM if overtaken else Tier.HINT)
             generic = all(sign.generic for sign in shown[first.index])
             yield Hit(one, ordered, ended.get(first.index), most, generic)
-
-
-def _follows_a_program(log: Log, line: LogLine) -> bool:
-    """Whether the launcher's line stands after what the program wrote that it had started."""
-    return not all(map(is_of_launcher, log.raw[max(log.source_begin(line.index), line.index - 5) : line.index]))
 
 
 def _places(log: Log, sign: Sign, following: dict[int, str]) -> Iterator[int]:
@@ -258,45 +263,44 @@ def _precedence(log: Log, hit: Hit) -> tuple[int, bool, bool, str, bool, int, bo
     )
 
 
-def _derived(
-    log: Log, course: Course, known: dict[str, KnownError], hits: Sequence[Hit], errors: Sequence[Raised]
-) -> list[Hit]:
+def _derived(events: Events, known: dict[str, KnownError], hits: Sequence[Hit], errors: Sequence[Raised]) -> list[Hit]:
     """Errors that no single line shows: numbers that are not finite, and a job that somebody says hangs."""
-    found = []
-    if not hits and "nan-loss" in known and (lines := course.not_finite() or course.smallest_scale()):
-        found.append(Hit(known["nan-loss"], lines))
-    if not hits and "silent-hang" in known and not course.finished and not errors and (last := said_to_hang(log)):
-        found.append(Hit(known["silent-hang"], [last]))
-    return found
+    if hits:
+        return []
+    if "nan-loss" in known and (lines := events.not_finite()):
+        return [Hit(known["nan-loss"], lines)]
+    hangs = not events.places(EventKind.FINISHED) and not errors and "silent-hang" in known
+    return [Hit(known["silent-hang"], [last])] if hangs and (last := said_to_hang(events)) else []
 
 
-def _not_made_good(course: Course, hits: Sequence[Hit], errors: Sequence[Raised]) -> tuple[list[Hit], list[Raised]]:
+def _not_made_good(events: Events, hits: Sequence[Hit], errors: Sequence[Raised]) -> tuple[list[Hit], list[Raised]]:
     """The hits and errors after which the job did not continue; all of them if only consequences would be left."""
     left = []
     for hit in hits:
-        if hit.known.name in _CLOSING and all(course.over(line.index) for line in hit.lines):
+        if hit.known.name in _CLOSING and all(events.over(line.index) for line in hit.lines):
             continue
         lines = (
             hit.lines
             if hit.known.name == "nan-loss"
-            else [line for line in hit.lines if not course.made_good(line.index)]
+            else [line for line in hit.lines if not events.made_good(line.index)]
         )
         if lines:
             kept = hit.raised if hit.raised is not None and hit.raised.line in lines else None
             left.append(replace(hit, lines=lines, raised=kept))
-    own = [error for error in errors if not course.made_good(error.line.index)]
-    ended = course.finished and any(course.finished[-1] > line.index for hit in hits for line in hit.lines)
+    own = [error for error in errors if not events.made_good(error.line.index)]
+    ends = events.places(EventKind.FINISHED)[-1:]
+    ended = any(end > line.index for end in ends for hit in hits for line in hit.lines)
     if left and not own and not ended and all(hit.tier is Tier.CONSEQUENCE for hit in left):
         return list(hits), list(errors)
     return left, own
 
 
-def _own_error(log: Log, errors: Sequence[Raised], hits: Sequence[Hit]) -> Raised | None:
+def _own_error(events: Events, errors: Sequence[Raised], hits: Sequence[Hit]) -> Raised | None:
     """The first error that no page describes: of a rank, or that a training program of one process raised itself."""
-    own = _unknown(errors, hits)
+    own, log = _unknown(errors, hits), events.log
     several = hits or any(log.is_of_rank(error.line) for error in errors) or log.has("torch.distributed")
     if not several:
-        own = [error for error in own if error.own] if is_training(log) and not is_other(log) else []
+        own = [error for error in own if error.own] if events.is_training and not events.is_foreign else []
     if not own:
         return None
     rank = re.search(r"\brank +: (\d+)", log.firsts.partition("Root Cause (first observed failure)")[2])

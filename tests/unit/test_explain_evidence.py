@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import pickle
 import time
@@ -13,6 +14,8 @@ import pytest
 
 from logs.cases import PUBLIC
 from threefold.commands.explain import explain_command
+from threefold.errors import ConfigError
+from threefold.explain import evidence
 from threefold.explain.answer import answer, text
 from threefold.explain.evidence import JobEvidence, gather
 from threefold.explain.explain import Confidence, Diagnosis, Explanation, Status, examine, explain
@@ -446,3 +449,30 @@ def test_nested_brackets_and_reversed_text_end_nothing(tmp_path: Path) -> None:
     assert "is no Flight Recorder dump" in gather([tmp_path]).unread[0]
     assert explain('{"log":' + "[" * 200_000) is None
     assert "\u202e" not in text(answer(JobEvidence([LogSource("", "RuntimeError: \u202eabc\n")])))
+
+
+def test_of_a_log_that_is_too_large_both_ends_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("_FIRST", 3000), ("_LAST", 9000), ("_PIECE", 1000)):
+        monkeypatch.setattr(evidence, name, size)
+    filler = "".join(f"step {step}\n" for step in range(200_000)).encode()
+    begin, end = b"torch: [Errno 24] Too many open files\n", OUT_OF_MEMORY.encode()
+    (tmp_path / "a.log").write_bytes(begin + filler + end)
+    (tmp_path / "b.gz").write_bytes(gzip.compress(begin + filler + end))
+    (tmp_path / "c.log").write_bytes(begin + filler[:8000] + end)
+    large, packed, small = (gather([tmp_path / name]) for name in ("a.log", "b.gz", "c.log"))
+    for one in (large, packed):
+        assert len(one.sources[0].text) < 13_000
+        assert one.sources[0].text.startswith(begin.decode()) and one.sources[0].text.endswith(OUT_OF_MEMORY)
+        assert one.unread[0].endswith("MiB in its middle were not read: lines are counted without")
+    assert small.unread == [] and len(small.sources[0].text) == len(begin) + 8000 + len(end)
+
+
+def test_what_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "weights.out").write_bytes(bytes(range(128, 256)) * 100)
+    (tmp_path / "train.log").write_bytes(b"\xff\xfe" + OUT_OF_MEMORY.encode() * 3)
+    told = gather([tmp_path])
+    assert told.unread == [f"{tmp_path / 'weights.out'} is no text"]
+    found = answer(told).explanation
+    assert found is not None and found.known.name == "out-of-memory"
+    with pytest.raises(ConfigError, match="what was piped in is no text"):
+        evidence.piped(io.BytesIO(bytes(range(128, 256)) * 100))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated
 
 import typer
 
@@ -38,19 +38,18 @@ def explain_command(paths: Sequence[Path], *, ask: bool = False, as_json: bool =
     """(what to print, exit code); ConfigError if there is no such log, or nothing is piped in (no `paths`)."""
     from threefold.explain import answer
     from threefold.explain.ask import asked
-    from threefold.explain.evidence import JobEvidence, gather
+    from threefold.explain.evidence import gather, piped
     from threefold.explain.explain import Status
-    from threefold.explain.log import LogSource
 
-    found = answer.answer(gather(paths) if paths else JobEvidence([LogSource("", _read_input())]))
+    found = answer.answer(gather(paths) if paths else piped(_input()))
     if ask and found.explanation is not None:
         found = replace(found, explanation=asked(found.explanation))
     told = json.dumps(answer.data(found), indent=2, ensure_ascii=False) if as_json else answer.text(found)
     return told, EXIT_FAILED if found.status is Status.UNKNOWN else 0
 
 
-def _read_input() -> str:
+def _input() -> IO[bytes]:
     if sys.stdin.isatty():
         fix = "threefold explain train.log, or: torchrun ... 2>&1 | tee train.log | threefold explain"
         raise ConfigError("no log given, and nothing piped in", expected="the output of a failed program", fix=fix)
-    return sys.stdin.buffer.read().decode(errors="replace")
+    return sys.stdin.buffer

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -26,7 +28,10 @@ from threefold.records.state import last_end
 _BEGIN = f" INFO {LOG_START}: {{"
 _RANK_OF_FILE = re.compile(r"rank[-_]?(\d+)\.\w+$|/(\d+)/(?:std(?:out|err)|error)\.\w+$")
 _LOGS = (".log", ".err", ".out", ".txt", ".gz")
-_MOST_CHARACTERS = 2**30  # of a compressed log: a small file can hold terabytes
+# Of a log only its beginning and its end are read: what failed stands there, and a small file can unpack to terabytes.
+_FIRST, _LAST, _PIECE = 2**25, 3 * 2**25, 2**20
+_MOST_UNPACKED = 2**33
+_MOST_UNREADABLE = 0.1  # characters of the beginning: more is no text
 _LATE_STEPS = 20
 
 
@@ -71,7 +76,9 @@ def gather(paths: Sequence[Path]) -> JobEvidence:
                 elif is_dump(file):
                     dumps.append(read_dump(file))
                 else:
-                    sources.append(_source(file, path, several=path.is_dir() or len(paths) > 1))
+                    source, left_out = _source(file, path, several=path.is_dir() or len(paths) > 1)
+                    sources.append(source)
+                    unread += [left_out] if left_out else []
             except ValueError as error:
                 unread.append(str(error))
             except OSError as error:
@@ -80,6 +87,15 @@ def gather(paths: Sequence[Path]) -> JobEvidence:
     if not sources and not dumps and not notes and not unread and ending is None:
         raise _nothing(f"{paths[0]} contains no log")
     return JobEvidence(sources, first_differences(dumps), notes, unread, ending, ended)
+
+
+def piped(stream: IO[bytes]) -> JobEvidence:
+    """The evidence in a pipe; ConfigError if it is no text."""
+    try:
+        text, left_out = read_log(stream, "what was piped in")
+    except ValueError as error:
+        raise _nothing(str(error)) from error
+    return JobEvidence([LogSource("", text)], unread=[left_out] if left_out else ())
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -91,24 +107,41 @@ def _files(path: Path) -> Iterator[Path]:
             yield file
 
 
-def _source(file: Path, root: Path, *, several: bool) -> LogSource:
-    text = _text(file)
+def read_log(stream: IO[bytes] | BufferedIOBase, name: str) -> tuple[str, str | None]:
+    """(the text of a log, what of it was left out); ValueError if it is no text. Of a large one, both ends are read."""
+    first, last, size, left_out = stream.read(_FIRST), deque[bytes](), 0, 0
+    while size + left_out < _MOST_UNPACKED and (piece := stream.read(_PIECE)):
+        last.append(piece)
+        size += len(piece)
+        if size > _LAST:
+            size -= len(last[0])
+            left_out += len(last.popleft())
+    begin = first[:_PIECE].decode(errors="replace")
+    if begin.count("\ufffd") > _MOST_UNREADABLE * len(begin):
+        raise ValueError(f"{name} is no text")
+    text = (first + (b"\n" if left_out else b"") + b"".join(last)).decode(errors="replace")
+    return (
+        text,
+        f"of {name}, {left_out >> 20} MiB in its middle were not read: lines are counted without" if left_out else None,
+    )
+
+
+def _source(file: Path, root: Path, *, several: bool) -> tuple[LogSource, str | None]:
+    text, left_out = _text(file)
     rank = _RANK_OF_FILE.search(file.as_posix()) if several else None
     if rank is None:
-        return LogSource(_name(file, root) if several else "", text)
+        return LogSource(_name(file, root) if several else "", text), left_out
     # A resumed run appends; only its last start counts.
     lines = text.splitlines()
     begin = max((place for place, line in enumerate(lines) if _BEGIN in line), default=0)
-    return LogSource(_name(file, root), "\n".join(lines[begin:]), rank=int(rank[1] or rank[2]))
+    return LogSource(_name(file, root), "\n".join(lines[begin:]), rank=int(rank[1] or rank[2])), left_out
 
 
-def _text(file: Path) -> str:
-    """The text of a log; ValueError if it is compressed, and damaged."""
-    if file.suffix != ".gz":
-        return file.read_text(encoding="utf-8", errors="replace")
+def _text(file: Path) -> tuple[str, str | None]:
+    """As `read_log`; ValueError also if the file is compressed, and damaged."""
     try:
-        with gzip.open(file, "rt", encoding="utf-8", errors="replace") as log:
-            return log.read(_MOST_CHARACTERS)
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+            return read_log(stream, str(file))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{file} cannot be unpacked: {error}") from error
 

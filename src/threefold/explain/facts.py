@@ -31,11 +31,6 @@ _TIMEOUT_MS = re.compile(r"Timeout\(ms\)=(\d+)")
 _LAST_WORK = re.compile(r"last enqueued (?:NCCL )?work: (-?\d+), last completed (?:NCCL )?work: (-?\d+)")
 
 
-def none(log: Log, lines: Sequence[LogLine]) -> list[str]:
-    """Nothing: for most errors, the line itself says everything."""
-    return []
-
-
 def gpu_memory(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """How much memory was missing, and whether it is available in pieces."""
     text = lines[0].text

@@ -3,12 +3,12 @@ r"""Each known error is one Markdown page in `pages/`: the lines that show it, i
 An error needs only a page: the command reads the pages and prints from them. The file name is the error's name.
 
     ---
-    tier: cause                                  (or wide, hint, symptom, consequence: see `Tier`)
-    facts: gpu_memory                            (optional: a function of `facts.py`)
-    retry: no                                    (whether to start the job again as it is: `Retry`)
-    causes: several                              (optional: the page is of one of several causes, so it is never sure)
+    tier: wide                                   (or hint, symptom, consequence: see `Tier`; else a cause)
+    facts: gpu_memory                            (a function of `facts.py`; else the ranks that show it)
+    retry: other node                            (whether to start the job again as it is: `Retry`; else no)
+    causes: several                              (the page is of one of several causes, so it is never sure)
     check: nvidia-smi                            (the one command that would settle whether it is this)
-    ask: |                                       (optional: a command that only reads, which `--ask` runs here, and what
+    ask: |                                       (a command that only reads, which `--ask` runs here, and what
       df -P /dev/shm                              is so if its output has an expression: that the page is right, or not)
       yes 100% => it is full here
       no \d% => it has room here
@@ -78,7 +78,7 @@ class Tier(IntEnum):
 _KINDS = ("signs", "generic", "weak", "unsure", "generic weak", "generic unsure")  # the lists of signs of a page
 _PROVED = {"weak": Tier.SYMPTOM, "unsure": Tier.HINT}
 _PAGE = re.compile(
-    r"---\ntier: (?P<tier>\w+)\n(?:facts: (?P<facts>\w+)\n)?retry: (?P<retry>no|yes|other node)\n"
+    r"---\n(?:tier: (?P<tier>\w+)\n)?(?:facts: (?P<facts>\w+)\n)?(?:retry: (?P<retry>yes|other node)\n)?"
     r"(?P<several>causes: several\n)?check: (?P<check>.+)\n(?:ask: \|\n  (?P<ask>.+)\n(?P<answers>(?:  .+\n)+))?"
     + "".join(rf"(?:{kind}: \|\n(?P<{kind.replace(' ', '_')}>(?:  .+\n)+))?" for kind in _KINDS)
     + r"---\n\n"
@@ -166,8 +166,8 @@ def read_page(path: Path) -> KnownError:
     return KnownError(
         path.stem,
         page["title"],
-        Tier[page["tier"].upper()],
-        Retry(page["retry"]),
+        Tier[(page["tier"] or "cause").upper()],
+        Retry(page["retry"] or "no"),
         page["several"] is not None,
         page["check"],
         _question(page["ask"], page["answers"]) if page["ask"] else None,
@@ -175,7 +175,7 @@ def read_page(path: Path) -> KnownError:
         page["example"],
         page["cause"],
         tuple(line.partition(". ")[2] for line in page["steps"].splitlines()),
-        getattr(facts, page["facts"] or "none"),
+        getattr(facts, page["facts"] or "ranks"),
     )
 
 

@@ -311,3 +311,29 @@ def test_logs_name_no_machine() -> None:
 def test_common_error_is_known_by_its_bare_line(line: str, name: str) -> None:
     found = explain(f"{line}\n")
     assert found is not None and found.known.name == name
+
+
+@pytest.mark.parametrize(
+    ("cause", "follows", "name"),
+    [
+        (
+            "[n1:81] Caught signal 11 (Segmentation fault: address not mapped)",
+            "ActorDiedError: it died",
+            "segmentation-fault",
+        ),
+        (
+            "amdgpu 0000:c1:00.0: amdgpu: uncorrectable hardware error",
+            "HW Exception by GPU node-2: GPU Hang",
+            "gpu-fault",
+        ),
+        (
+            "slurmstepd: error: pyxis: couldn't start container",
+            "srun: error: n1: task 0: Exited with",
+            "container-start",
+        ),
+        ("OSError: [Errno 108] Cannot send after transport endpoint shutdown", "exitcode: 1 (pid: 8)", "io-error"),
+    ],
+)
+def test_cause_in_the_log_comes_before_what_a_launcher_says(cause: str, follows: str, name: str) -> None:
+    found = explain(f"torchrun train.py\n{cause}\n{follows}\n")
+    assert found is not None and found.known.name == name

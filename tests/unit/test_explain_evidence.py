@@ -51,6 +51,13 @@ def test_run_of_ours_that_finished_has_not_failed(tmp_path: Path) -> None:
     assert code == 0 and told.startswith("no failure: the job finished"), told
 
 
+def test_what_ranks_say_of_one_another_after_the_end_is_no_failure() -> None:
+    lost = "[rank1]: RuntimeError: Connection closed by peer [10.0.0.2]:9 (gloo)\n"
+    finished = f"{PROGRESS}Training finished\n"
+    assert examine(Log.of(finished + lost)).status is Status.FINISHED
+    assert failure(f"{finished}{PROGRESS}{lost}").known.name == "peer-gone"  # it was another job's end
+
+
 def test_trouble_that_progress_follows_was_made_good() -> None:
     assert examine(Log.of(OUT_OF_MEMORY + PROGRESS)).status is Status.SURVIVED
     assert examine(Log.of(PROGRESS + OUT_OF_MEMORY)).status is Status.FAILURE

@@ -72,6 +72,7 @@ def test_a_page_without_a_question_says_so(tmp_path: Path) -> None:
 def test_questions_only_read_and_are_no_shell() -> None:
     questions = [one.question for one in known_errors().values() if one.question is not None]
     assert len(questions) >= 10
+    assert all(one.check for one in known_errors().values())
     for question in questions:
         assert question.command[0] in PROGRAMS
         assert {right for right, _, _ in question.answers} == {True, False}, question.command

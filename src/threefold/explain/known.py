@@ -7,8 +7,8 @@ An error needs only a page: the command reads the pages and prints from them. Th
     facts: gpu_memory                            (a function of `facts.py`; else the ranks that show it)
     retry: other node                            (whether to start the job again as it is: `Retry`; else no)
     causes: several                              (the page is of one of several causes, so it is never sure)
-    check: nvidia-smi                            (the one command that would settle whether it is this)
-    ask: |                                       (a command that only reads, which `--ask` runs here, and what
+    check: nvidia-smi                            (the one command that would settle whether it is this, or else)
+    ask: |                                       (the same that only reads, which `--ask` runs here, and what
       df -P /dev/shm                              is so if its output has an expression: that the page is right, or not)
       yes 100% => it is full here
       no \d% => it has room here
@@ -79,7 +79,7 @@ _KINDS = ("signs", "generic", "weak", "unsure", "generic weak", "generic unsure"
 _PROVED = {"weak": Tier.SYMPTOM, "unsure": Tier.HINT}
 _PAGE = re.compile(
     r"---\n(?:tier: (?P<tier>\w+)\n)?(?:facts: (?P<facts>\w+)\n)?(?:retry: (?P<retry>yes|other node)\n)?"
-    r"(?P<several>causes: several\n)?check: (?P<check>.+)\n(?:ask: \|\n  (?P<ask>.+)\n(?P<answers>(?:  .+\n)+))?"
+    r"(?P<several>causes: several\n)?(?:check: (?P<check>.+)\n)?(?:ask: \|\n  (?P<ask>.+)\n(?P<answers>(?:  .+\n)+))?"
     + "".join(rf"(?:{kind}: \|\n(?P<{kind.replace(' ', '_')}>(?:  .+\n)+))?" for kind in _KINDS)
     + r"---\n\n"
     r"# (?P<title>.+)\n\n    (?P<example>.+)\n\n(?P<cause>.+)\n\n(?P<steps>(?:\d+\. .+\n)+)"
@@ -169,7 +169,7 @@ def read_page(path: Path) -> KnownError:
         Tier[(page["tier"] or "cause").upper()],
         Retry(page["retry"] or "no"),
         page["several"] is not None,
-        page["check"],
+        page["check"] or page["ask"],
         _question(page["ask"], page["answers"]) if page["ask"] else None,
         tuple(signs),
         page["example"],

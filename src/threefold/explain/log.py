@@ -8,6 +8,7 @@ with the places where it stands. Whatever is looked for is looked for in these, 
 from __future__ import annotations
 
 import re
+from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -70,21 +71,22 @@ class Log:
         self.sources = list(sources)
         self.raw: list[str] = []
         self._begins: list[int] = []
-        self._numbers: dict[int, list[int]] = {}
-        self._prefixes: dict[int, list[str]] = {}
-        for place, source in enumerate(self.sources):
+        # Of each line in `raw`: its number in its source, and what stood before it.
+        self._numbers = array("q")
+        self._prefixes: list[str] = []
+        for source in self.sources:
             text = source.text if "\x1b" not in source.text else _COLOURS.sub("", source.text)
             lines = text.replace("\r\n", "\n").split("\n")
+            before, numbers = [""] * len(lines), list(range(1, len(lines) + 1))
             if (unprefixed := prefixes.taken_off(lines)) is not None:
-                lines, self._prefixes[place], self._numbers[place] = unprefixed
+                lines, before, numbers = unprefixed
             if (unwrapped := _unwrapped(lines)) is not None:
                 lines, firsts = unwrapped
-                if unprefixed is not None:
-                    self._prefixes[place] = [unprefixed.prefixes[first - 1] for first in firsts]
-                    firsts = [unprefixed.numbers[first - 1] for first in firsts]
-                self._numbers[place] = firsts
+                before, numbers = [before[first - 1] for first in firsts], [numbers[first - 1] for first in firsts]
             self._begins.append(len(self.raw))
             self.raw += lines
+            self._prefixes += before
+            self._numbers.extend(numbers)
 
     @classmethod
     def of(cls, text: str) -> Log:
@@ -145,23 +147,15 @@ class Log:
 
     def line(self, index: int) -> LogLine:
         """The line at `index`, without its prefix."""
-        place = bisect_right(self._begins, index) - 1
-        source, number = self.sources[place], index - self._begins[place] + 1
-        if place in self._numbers:
-            number = self._numbers[place][number - 1]
-        named = len(self.sources) > 1
-        return _parsed(self.raw[index], number, index, source, before=self._prefix(index), named=named)
+        source, named = self.sources[bisect_right(self._begins, index) - 1], len(self.sources) > 1
+        before, number = self._prefixes[index], self._numbers[index]
+        return _parsed(self.raw[index], number, index, source, before=before, named=named)
 
     def is_of_rank(self, line: LogLine) -> bool:
         """Whether a rank wrote the line, and not only a task, as launchers count them of any program."""
         own = prefixes.read(self.raw[line.index], LineOrigin())[1]
-        of_task = prefixes.is_task(self._prefix(line.index)) and own.rank is None and own.role is None
+        of_task = prefixes.is_task(self._prefixes[line.index]) and own.rank is None and own.role is None
         return line.rank is not None and not of_task
-
-    def _prefix(self, index: int) -> str:
-        """What stood before the line, if it was taken off when the log was read."""
-        place = bisect_right(self._begins, index) - 1
-        return self._prefixes[place][index - self._begins[place]] if place in self._prefixes else ""
 
     def lines(self) -> Iterator[LogLine]:
         """Every line, in order."""
@@ -170,7 +164,7 @@ class Log:
     def time(self, index: int) -> str | None:
         """When the line was written, in seconds as text that sorts, if it or one of the 30 before it says."""
         for before in range(index, max(-1, index - 30), -1):
-            if found := _TIME.search((self._prefix(before) + self.raw[before])[:80]):
+            if found := _TIME.search((self._prefixes[before] + self.raw[before])[:80]):
                 return f"{found[1]} {found[2]}"
         return None
 

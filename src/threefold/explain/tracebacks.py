@@ -52,35 +52,33 @@ class Raised:
 def raised(log: Log) -> list[Raised]:
     """The errors of all tracebacks, in order; of chained errors only the last one. Of many, the first and last 500."""
     found: list[Raised] = []
-    # Ranks write at the same time, so each may have an open traceback.
-    frames: dict[int | None, str | None] = {}
-    own: dict[int | None, bool] = {}
-    files: dict[int | None, str] = {}
+    # Ranks write at the same time, so each may have an open traceback: its innermost frame, and the program's own.
+    frames: dict[int | None, tuple[re.Match[str] | None, re.Match[str] | None]] = {}
     chained: set[int | None] = set()
     ignored = ignored_lines(log)
     for line in _near_tracebacks(log):
         if line.index in ignored:
             continue
         if _TRACEBACK in line.text:  # may follow a progress bar on the same line
-            frames[line.rank] = None
+            frames[line.rank] = None, None
             continue
         if line.text.startswith(_CHAINED):
             chained.add(line.rank)
         if line.rank not in frames:
             continue
         if frame := _FRAME.match(line.text):
-            files[line.rank] = frame["file"]
-            own[line.rank] = not any(place in frame["file"] for place in _INSTALLED)
-            if own[line.rank]:
-                frames[line.rank] = f"{frame['file']}:{frame['line']} in {frame['function']}"
+            installed = any(place in frame["file"] for place in _INSTALLED)
+            frames[line.rank] = frame, frames[line.rank][1] if installed else frame
         elif error := _ERROR.match(line.text):
             if line.rank in chained:
                 chained.discard(line.rank)
                 before = [one for one in found if one.line.rank == line.rank]
                 if before:
                     found.remove(before[-1])
-            frame_of_own, is_own = frames.pop(line.rank), own.pop(line.rank, False)
-            found.append(Raised(line, error["kind"], frame_of_own, is_own, files.pop(line.rank, "")))
+            innermost, own = frames.pop(line.rank)
+            place = f"{own['file']}:{own['line']} in {own['function']}" if own else None
+            file = innermost["file"] if innermost else ""
+            found.append(Raised(line, error["kind"], place, own is not None and own is innermost, file))
     return found
 
 

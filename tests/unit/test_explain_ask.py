@@ -55,6 +55,17 @@ def test_a_program_that_is_not_here_settles_nothing(tmp_path: Path) -> None:
     assert (told.asked, told.confidence) == ("no-such-program: it cannot be run here", Confidence.LIKELY)
 
 
+def test_no_module_of_the_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("open('ran', 'w').close()\n", encoding="utf-8")
+    (tmp_path / "pip.py").write_text("open('ran', 'w').close()\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for name in ("no-cuda", "package-versions"):
+        told = explain(f"torch\n{known_errors()[name].example}\n")
+        assert told is not None and told.known.name == name
+        assert asked(told).asked is not None
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_symptom_is_not_made_sure(tmp_path: Path) -> None:
     symptom = replace(
         explanation(tmp_path, "  python -c 'print(3)'\n  yes ^3 => it is\n"), confidence=Confidence.SYMPTOM

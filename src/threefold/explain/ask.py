@@ -16,7 +16,8 @@ def asked(explanation: Explanation) -> Explanation:
     if (question := explanation.known.question) is None:
         return replace(explanation, asked="no command settles this by itself")
     program, *arguments = question.command
-    command = [sys.executable if program == "python" else program, *arguments]
+    # -P: no module of the folder that explain is called in, which may be another's.
+    command = [*([sys.executable, "-P"] if program == "python" else [program]), *arguments]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_LIMIT_S, text=True, errors="replace"

@@ -190,3 +190,16 @@ def test_nothing_is_left_of_a_run(tmp_path: Path, ending: str) -> None:
         print(f"{ending}: exit {code}, nothing left {WITHIN_S - (until - time.monotonic()):.1f} s after")
     finally:
         going.close()
+
+
+def test_one_rank_says_what_it_waits_for(tmp_path: Path) -> None:
+    """It is not ended: a source may be slow."""
+    prepare(tmp_path)
+    going = Started(tmp_path, "--mesh.dp", "1", *STALLS)
+    try:
+        wait_for(lambda: last_step(going.run) >= 3, lambda: f"step 3: {going.output()}")
+        _worker(signal.SIGSTOP)(going)
+        wait_for(lambda: re.search(r"rank 0 .* is in data of step", going.output()), going.output, within_s=60)
+        assert "_get_data" in going.output() and going.process.poll() is None
+    finally:
+        going.close()

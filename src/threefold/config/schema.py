@@ -226,7 +226,7 @@ class TrainConfig(Section):
         "skip its update; ten in a row end it",
     )
     timeout_s: PositiveFloat | None = Field(
-        None, description="longest time without progress, s; default: 0.9 of mesh.timeout_s"
+        None, description="longest time without progress, s; default: 0.9 of mesh.timeout_s, on one rank none"
     )
 
 

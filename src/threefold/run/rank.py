@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -70,7 +71,9 @@ def run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
     if loaded.quiet:
         progress_bars.silence()
     asked, mesh = config.mesh, None
-    timeout_s = config.train.timeout_s or REPORT_BEFORE * asked.timeout_s
+    # Of one process, a step may take as long as it does: nobody waits for it.
+    limit_s = math.inf if topology.world_size == 1 else REPORT_BEFORE * asked.timeout_s
+    timeout_s = config.train.timeout_s or limit_s
     environment.record_collectives()
     pulse = loaded.pulses[info.rank] if loaded.pulses else None
     with Watchdog(info.rank, stall_s=config.log.stall_s, timeout_s=timeout_s, pulse=pulse) as watch:
@@ -80,6 +83,8 @@ def run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
                 topology, info, device=asked.device, timeout_s=asked.timeout_s, facts=facts, met=watch.begin
             )
             watch.mesh = mesh
+            if watch.store is None:  # one process: what it waits for is named all the same
+                watch.begin(torch.distributed.HashStore(), [info.host])
             code = _train(loaded, mesh, why, watch)
             watch.leave()
             return code

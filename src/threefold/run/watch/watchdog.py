@@ -52,7 +52,7 @@ _PREFIX = "threefold/watch"
 
 
 class Watchdog:
-    """Watches the ranks while it is open, from `begin` on; a single process has nobody to wait for.
+    """Watches the ranks while it is open, from `begin` on.
 
     Attributes:
         progress: the place of this rank.

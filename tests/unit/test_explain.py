@@ -73,6 +73,13 @@ def test_message_of_threefold_is_shown_whole() -> None:
     ]
 
 
+def test_part_of_a_message_of_threefold_is_none() -> None:
+    for part in ("  fix: a", "b\n  fix: a", "  expected: b\n  fix: a", "c\nb\n  fix: a"):
+        assert explain(part) is None
+    found = explain("c\n  expected: b\n  fix: a")
+    assert found is not None and (found.line.text, list(found.facts)) == ("c", ["expected: b", "fix: a"])
+
+
 def test_rank_that_was_done_before_the_others_is_no_failure() -> None:
     found = explained("produced", "uneven-epoch")
     assert found.facts[-1] == ("no other rank has failed: the missing one finished before the others (uneven batches?)")

@@ -31,7 +31,6 @@ from threefold.explain.known import PAGES, KnownError, Sign, Tier, known_errors
 from threefold.explain.log import Log, LogLine
 from threefold.explain.tracebacks import Raised, ignored_lines, is_error, raised
 
-_THREE_PARTS = re.compile(r"^.+\n  expected: (?P<expected>.+)\n  fix: (?P<fix>.+)$", re.MULTILINE)
 # What the ranks of a job that has finished say of one another, or of the launcher that ends them.
 _CLOSING = frozenset({"own-stop", "peer-gone", "stopped", "store-lost"})
 # Launchers start any program: after lines of one that does not train, they say nothing of training.
@@ -152,12 +151,10 @@ def _explanation(
     log = events.log
     if hits and hits[0].tier <= Tier.HINT:
         return _explained(log, hits, errors)
-    if log.has("  expected: ") and (ours := _THREE_PARTS.search("\n".join(log.raw))) is not None:
-        what = ours[0].split("\n", 1)[0]
-        line = next((line for line in log.containing("  fix: ") if line.index >= 2), None)
-        line = log.line(line.index - 2) if line is not None else LogLine(1, what)
-        facts = [f"expected: {ours['expected']}", f"fix: {ours['fix']}"]
-        return Explanation(known["threefold"], line, Confidence.SURE, None, facts, hits)
+    for fix in log.containing("  fix: "):
+        if fix.index >= 2 and (expected := log.line(fix.index - 1)).text.startswith("  expected: "):
+            facts = [expected.text.strip(), fix.text.strip()]
+            return Explanation(known["threefold"], log.line(fix.index - 2), Confidence.SURE, None, facts, hits)
     if (mine := _own_error(events, errors, hits)) is not None:
         facts = [f"it ended rank {mine.line.rank}"] if mine.line.rank is not None else []
         # Even a name that is missing follows from an import that failed, an unbound one from a loop without rows.
@@ -181,9 +178,8 @@ def _confidence(first: Hit, others: Sequence[Hit], unknown: Sequence[Raised]) ->
     worst = Tier.SYMPTOM if first.generic else Tier.HINT
     otherwise = bool(unknown) or any(hit.raised is not None and Tier.CAUSE < hit.tier <= worst for hit in others)
     doubts = bool(rivals) or (first.raised is None and otherwise)
-    if first.tier > Tier.WIDE or (doubts and first.known.name not in _BRING_OTHERS):
-        return Confidence.SYMPTOM
-    if first.tier is Tier.WIDE and first.generic and first.raised is None and not is_error(first.lines[0]):
+    vague = first.tier is Tier.WIDE and first.generic and first.raised is None and not is_error(first.lines[0])
+    if vague or first.tier > Tier.WIDE or (doubts and first.known.name not in _BRING_OTHERS):
         return Confidence.SYMPTOM
     unclear = first.known.several or first.tier is Tier.WIDE or doubts or (first.generic and first.raised is None)
     return Confidence.LIKELY if unclear else Confidence.SURE

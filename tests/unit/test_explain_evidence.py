@@ -215,6 +215,16 @@ def test_sizes_that_differ_and_operations_without_end(tmp_path: Path) -> None:
     assert differences(tmp_path, dump({"0": [small]}), dump({"0": [small]})) == []
 
 
+def test_number_that_no_rank_has_is_no_difference(tmp_path: Path) -> None:
+    reduce = {"profiling_name": "nccl:all_reduce"}
+    gap = [reduce | {"collective_seq_id": number} for number in (1, 10**15)]
+    assert differences(tmp_path, dump({"0": gap}), dump({"0": gap})) == []
+    scheduled = [*gap[:1], gap[1] | {"state": "scheduled"}]
+    assert differences(tmp_path, dump({"0": gap}), dump({"0": scheduled})) == [
+        "process group 0 (dp), operation 1000000000000000, all_reduce: completed on rank 0; scheduled on rank 1"
+    ]
+
+
 def test_dump_that_would_run_code_is_refused(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:

@@ -127,36 +127,32 @@ def _first(group: str, description: str, ranks: Mapping[int, Mapping[int, Operat
     # Each ring has lost its oldest operations: what all still have is compared.
     begin = max((min(own) for own in ranks.values() if own), default=0)
     name = f"process group {group}" + (f" ({description})" if description and description != "undefined" else "")
-    for number in range(begin, max((max(own) for own in ranks.values() if own), default=-1) + 1):
+    for number in sorted({number for own in ranks.values() for number in own if number >= begin}):
         here = {rank: own[number] for rank, own in ranks.items() if number in own}
         absent = sorted(set(ranks) - set(here))
-        kinds = _by(here, lambda one: one.kind)
-        sizes = _by(here, lambda one: "" if any(part in one.kind for part in _UNEQUAL) else one.size)
-        what = f"{name}, operation {number}"
-        if len(kinds) > 1 or len(sizes) > 1:
-            groups = kinds if len(kinds) > 1 else _by(here, lambda one: f"{one.kind} of {one.size}")
-            fewest = min(groups.values(), key=len)
+        what, kind = f"{name}, operation {number}", next(iter(here.values())).kind
+        groups = _by(here, lambda one: one.kind)
+        if len(groups) == 1 and not any(part in kind for part in _UNEQUAL):
+            groups = _by(here, lambda one: f"{one.kind} of {one.size}")
+        if len(groups) > 1:
             ways = "; ".join(
                 f"{ranks_text(own)} in {way}" for way, own in sorted(groups.items(), key=lambda it: -len(it[1]))
             )
+            fewest = min(groups.values(), key=len)
             return Divergence(group, number, "different", fewest, f"{what}: {ways}{_at(here, fewest)}")
         if absent:
-            last = {rank: max(ranks[rank], default=None) for rank in absent}
-            did = "; ".join(
-                f"the last of rank {rank} was {last[rank]}{_at(ranks[rank], [last[rank]])}" for rank in absent[:3]
-            )
-            waits = f"{ranks_text(sorted(here))} in {next(iter(kinds))}"
-            return Divergence(
-                group, number, "absent", absent, f"{what}: not started by {ranks_text(absent)} ({did}); {waits}"
-            )
-        if any(one.state != "completed" for one in here.values()):
-            states = "; ".join(
-                f"{state} on {ranks_text(own)}" for state, own in _by(here, lambda one: one.state).items()
-            )
-            behind = [rank for rank, one in here.items() if one.state == "scheduled"] or list(here)
-            if len(behind) < len(here):
-                return Divergence(group, number, "unfinished", behind, f"{what}, {next(iter(kinds))}: {states}")
-            return Divergence(group, number, "unfinished", [], f"{what}, {next(iter(kinds))}: {states}: all ranks came")
+            last = {rank: max(ranks[rank], default=None) for rank in absent[:3]}
+            did = "; ".join(f"the last of rank {rank} was {one}{_at(ranks[rank], [one])}" for rank, one in last.items())
+            waits = f"{ranks_text(sorted(here))} in {kind}"
+            text = f"{what}: not started by {ranks_text(absent)} ({did}); {waits}"
+            return Divergence(group, number, "absent", absent, text)
+        states = _by(here, lambda one: one.state)
+        if set(states) != {"completed"}:
+            behind = states.get("scheduled", [])
+            behind = behind if len(behind) < len(here) else []
+            came = "" if behind else ": all ranks came"
+            text = "; ".join(f"{state} on {ranks_text(own)}" for state, own in states.items())
+            return Divergence(group, number, "unfinished", behind, f"{what}, {kind}: {text}{came}")
     return None
 
 

@@ -482,6 +482,9 @@ def test_of_a_log_that_is_too_large_both_ends_are_read(tmp_path: Path, monkeypat
         assert one.sources[0].text.startswith(begin.decode()) and one.sources[0].text.endswith(OUT_OF_MEMORY)
         assert one.unread[0].endswith("MiB in its middle were not read: lines are counted without")
     assert small.unread == [] and len(small.sources[0].text) == len(begin) + 8000 + len(end)
+    monkeypatch.setattr(evidence, "_MOST_UNPACKED", 100_000)
+    assert gather([tmp_path / "b.gz"]).unread == [f"{tmp_path / 'b.gz'} unpacks to more than 0 GiB"]
+    assert gather([tmp_path / "a.log"]).sources[0].text == large.sources[0].text
 
 
 def test_what_is_no_text_is_named(tmp_path: Path) -> None:

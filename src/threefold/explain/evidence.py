@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import os
 import re
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import BufferedIOBase
+from io import BufferedIOBase, BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
@@ -110,12 +111,17 @@ def _files(path: Path) -> Iterator[Path]:
 def read_log(stream: IO[bytes] | BufferedIOBase, name: str) -> tuple[str, str | None]:
     """(the text of a log, what of it was left out); ValueError if it is no text. Of a large one, both ends are read."""
     first, last, size, left_out = stream.read(_FIRST), deque[bytes](), 0, 0
-    while size + left_out < _MOST_UNPACKED and (piece := stream.read(_PIECE)):
+    if isinstance(stream, BufferedReader) and stream.seekable():
+        left_out = max(0, os.fstat(stream.fileno()).st_size - stream.tell() - _LAST)
+        stream.seek(left_out, os.SEEK_CUR)
+    while piece := stream.read(_PIECE):
         last.append(piece)
         size += len(piece)
         if size > _LAST:
             size -= len(last[0])
             left_out += len(last.popleft())
+        if left_out > _MOST_UNPACKED and isinstance(stream, gzip.GzipFile):
+            raise ValueError(f"{name} unpacks to more than {_MOST_UNPACKED >> 30} GiB")
     begin = first[:_PIECE].decode(errors="replace")
     if begin.count("\ufffd") > _MOST_UNREADABLE * len(begin):
         raise ValueError(f"{name} is no text")

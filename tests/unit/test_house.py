@@ -11,7 +11,7 @@ MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.name != "__init__
 
 MOST_PARAMETERS = 8
 
-# Signatures that users write: each parameter is a setting of theirs.
+# Signatures that users write, where each parameter is a setting of theirs.
 PUBLIC_SIGNATURES = {
     "data/sampling/sampler.py:DistributedSampler.__init__",
     "data/sampling/streaming.py:StreamingLoader.__init__",
@@ -19,6 +19,7 @@ PUBLIC_SIGNATURES = {
     "run/start.py:train",
     "run/load_model.py:load_model",
     "optim/muon.py:Muon.__init__",
+    "optim/fused_kernel.py:_update",  # a kernel's, whose arguments are pointers and numbers
     "training/saving.py:save",
     "training/step.py:TrainStep.__init__",
 }

@@ -406,6 +406,7 @@ COVERED = {
     "benchmarks/gpu_rows.py": "its gradients' bits: one that is not a number is equal to none",
     "referee/judge/laws.py": "tests/unit/test_referee_gradients.py: gradients that are others, and NaN",
     "referee/judge/checked_steps.py": "tests/unit/test_referee_gradients.py: a place that holds two values",
+    "model/working_copy.py": "tests/unit/test_working_copy.py: a weight that was changed, to a NaN too",
     "optim/classes.py": "tests/unit/test_optimizer.py: an optimizer that cannot be split",
 }
 # Ids and labels: integers, which have no NaN.

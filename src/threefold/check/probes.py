@@ -326,7 +326,9 @@ def _narrowed(
     config = subject.config.model_copy(update={"model": subject.config.model.model_copy(update={"dtype": "bfloat16"})})
     model = build(config, subject.architecture, mesh, weights=weights)
     own = probe_rows.share_of(rows, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
-    step = TrainStep(model, build_optimizer(model.module, OptimizerConfig()), compare_copies=False)
+    step = TrainStep(
+        model, build_optimizer(model.module, OptimizerConfig(), working=model.working), compare_copies=False
+    )
     result = step.run(_halves(own), lr=0.0)
     loss, norm = mean_loss(result, mesh), result.grad_norm.item()
     if expected is not None:

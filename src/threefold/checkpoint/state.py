@@ -282,7 +282,9 @@ def read_into(state: Mapping[str, Tensor], folder: Path, index: Index, mesh: Mes
     """Fills this rank's part of `state` from the files in `folder`, in place; call `fit` first."""
     with torch.no_grad():
         for held in holdings(state, mesh):
-            read_box(folder, index.entries[held.name], held.box, held.values(state))
+            values = held.values(state)
+            read_box(folder, index.entries[held.name], held.box, values)
+            torch.autograd.graph.increment_version(values)  # it writes into memory, where torch counts nothing
 
 
 def read_weights(model: nn.Module, folder: Path, index: Index) -> None:

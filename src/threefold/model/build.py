@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -27,8 +27,11 @@ from threefold.model.exact import limits
 from threefold.model.float_sums import FloatSums
 from threefold.model.model import Model
 from threefold.model.tensor_parallel.plan import TensorParallelism, split_over_tp
-from threefold.model.weight_check import Stored, Weights, stored_in_files
+from threefold.model.weight_check import Stored, Weights, is_adapter, stored_in_files
 from threefold.plan.choices import GIVEN, Resolved, resolve
+
+if TYPE_CHECKING:
+    from threefold.model.working_copy import WorkingCopy
 
 Choices = Sequence[tuple[str, str]]
 
@@ -52,6 +55,8 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh, *, weights
             offloaded=config.mesh.cpu_offload,
         )
     model.train()
+    if found.working is not None:
+        found.working.refresh()
     if resolved_on(mesh, config, architecture).data_parallel.value != "ddp":
         return found
     return dataclasses.replace(found, forward=data_parallel.replicate(model, mesh))
@@ -95,14 +100,40 @@ def arranged(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tupl
     if kind == "fsdp":
         whole, asked = precision.parameters_named(model, kept), config.train.reduce == "exact"
         exact = data_parallel.shard(model, mesh, dtype=dtype, cpu_offload=offload, kept=whole, exact=asked)
+    working = None
+    if kind == "none" and dtype != torch.float32:
+        working = _working_copy(model, dtype, kept)
+        sharing.append(("weights: a copy in bfloat16", "the optimizer writes it beside the float32 weights"))
     sharing += [limits.said(config, mesh.topology)] if exact is not None else []
     said = (f"data parallelism: {kind}", why), *(each for each in sharing if each is not None)
     choices = (*said, *attention_choices, *split_choices, *loss_choices)
     rate, _ = automatic_rate(config.model)
     found = Model(
-        model, model, mesh, tensor, context, None, choices, rate, config, architecture, sums=exact or FloatSums(mesh)
+        model,
+        model,
+        mesh,
+        tensor,
+        context,
+        None,
+        choices,
+        rate,
+        config,
+        architecture,
+        sums=exact or FloatSums(mesh),
+        working=working,
     )
     return found, stored
+
+
+def _working_copy(model: PreTrainedModel, dtype: torch.dtype, kept: frozenset[str]) -> WorkingCopy:
+    """With which a model on the meta device will compute; what adapters leave frozen needs no other weights beside."""
+    from threefold.model.working_copy import WorkingCopy
+
+    whole = precision.parameters_named(model, kept)
+    for name, parameter in model.named_parameters() if lora.target_names(model) else ():
+        if not parameter.requires_grad and not is_adapter(name) and parameter not in whole:
+            parameter.data = parameter.data.to(dtype)
+    return WorkingCopy(model, dtype, kept)
 
 
 def _narrow(model: PreTrainedModel, config: Config, architecture: PretrainedConfig) -> frozenset[str]:

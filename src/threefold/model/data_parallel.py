@@ -2,7 +2,7 @@
 
 `dp_shard` chooses: 1 is DDP, dp is FSDP2, between is HSDP. With cp > 1 the shards are shared over cp as well. DDP is
 torch's own for a whole model in float32, else FSDP2's replicate axis: FSDP2 casts the weights in bfloat16 and sums the
-gradients in float32, so it does on every mesh, one process among them. All of them average gradients over the dp x cp
+gradients in float32, as `working_copy` does for one process. All of them average gradients over the dp x cp
 ranks; `step` multiplies that away, because the loss is already divided by the global count of target tokens.
 """
 

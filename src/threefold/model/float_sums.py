@@ -75,4 +75,7 @@ class FloatSums:
 def _square_sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     if not tensors:
         return torch.zeros((), device=device)
-    return torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).square().sum().to(device)
+    # One kernel for tensors of one type.
+    alike = ([each for each in tensors if each.dtype == kind] for kind in dict.fromkeys(each.dtype for each in tensors))
+    norms = [norm for some in alike for norm in torch._foreach_norm(some, dtype=torch.float32)]
+    return torch.stack(norms).square().sum().to(device)

@@ -38,6 +38,7 @@ def generate(model: Model, input_ids: Tensor, *, seed: int, **options: Any) -> A
     given.setdefault("use_cache", True)
     given["synced_gpus"] = mesh.world_size > 1 and isinstance(module, FSDPModule)
     start = _Start(model)
+    model.trust_no_weight()
     devices = [mesh.device] if mesh.device.type == "cuda" else []
     with _writing(model, start), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
@@ -99,6 +100,7 @@ def _writing(model: Model, start: _Start) -> Iterator[None]:
         if tensor.shared_input is not None:
             stack.enter_context(tensor.shared_input.whole())
         stack.enter_context(model.casting())
+        stack.enter_context(model.weights_in_place())
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # each length would be compiled
         # Before the hook in which FSDP2 gathers weights.
         stack.callback(module.register_forward_pre_hook(lambda *_: start.agree(), prepend=True).remove)

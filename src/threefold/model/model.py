@@ -11,10 +11,10 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from threefold.model.float_sums import FloatSums, GradientSums
 from threefold.model.head import Outputs, below_head
 from threefold.model.head_gradient import Loss
 from threefold.model.tensor_parallel.plan import TensorParallelism
+
+if TYPE_CHECKING:
+    from threefold.model.working_copy import WorkingCopy
 
 OutputsOf = Literal["logits", "hidden_states", "log_probabilities"]
 _ROWS = ("input_ids", "position_ids", "document_ids", "padding")
@@ -90,6 +93,7 @@ class Model:
         saved: by the folder of a custom loop, the last step that was saved there, or loaded from there.
         locks: by the same folder, what keeps other processes from saving there; on rank 0.
         sums: how its gradients and losses are added (`train.reduce`); None: in floating point.
+        working: the copy of its weights with which it computes; None: it computes with its parameters.
         before_first_step: is given this and the first micro-batch of a custom loop, to probe a forward of its size.
     """
 
@@ -107,6 +111,7 @@ class Model:
     saved: dict[Path, int] = field(default_factory=dict)
     locks: dict[Path, Any] = field(default_factory=dict)
     sums: GradientSums = None  # type: ignore[assignment]  # set below
+    working: WorkingCopy | None = None
     before_first_step: Callable[[Model, Mapping[str, Tensor]], None] | None = None
 
     def __post_init__(self) -> None:
@@ -177,6 +182,7 @@ class Model:
             self.refuse_length(ids.shape[1])
             if cp * self.mesh.size("tp") > 1:
                 self.mesh.agree("model(...)", 0, lambda: ([rows], 0))
+            self.trust_no_weight()
         with self.computing(whole or rows) as local:
             logits = self.outputs(local).values
         if not torch.is_grad_enabled():
@@ -206,8 +212,19 @@ class Model:
             documents = moved.get("document_ids")
             moved["position_ids"] = places if documents is None else places_in_documents(documents)
         split = {name: values for name, values in moved.items() if values.shape[:2] == ids.shape}
-        with self.context.batch(split) as local:
+        with self.weights_in_place(), self.context.batch(split) as local:
             yield LossBatch({**moved, **local}, moved)
+
+    @contextmanager
+    def weights_in_place(self) -> Iterator[None]:
+        """Inside, the module has the weights with which it computes; forwards and backwards belong inside."""
+        with self.working.in_place() if self.working is not None else nullcontext():
+            yield
+
+    def trust_no_weight(self) -> None:
+        """A program may have changed weights since the last step, in any way."""
+        if self.working is not None:
+            self.working.forget()
 
     def outputs(
         self,

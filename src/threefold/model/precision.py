@@ -1,8 +1,9 @@
 """What bfloat16 means: weights and buffers have the types that transformers gives them, on every mesh the same.
 
-A model in bfloat16 has float32 weights, of which FSDP2 gives each forward a copy in bfloat16, and sums the gradients in
-float32. What comes in between is transformers' own arithmetic, with no cast of ours. Some tensors stay float32: those
-that transformers lists, and those that its layers take as float32 whatever the others are.
+A model in bfloat16 has float32 weights, of which FSDP2 gives each forward a copy in bfloat16 (one process keeps it:
+`working_copy`), and sums the gradients in float32. What comes in between is transformers' own arithmetic, with no
+cast of ours. Some tensors stay float32: those that transformers lists, and those that its layers take as float32
+whatever the others are.
 """
 
 from __future__ import annotations

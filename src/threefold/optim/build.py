@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from threefold.optim.classes import arguments_of, class_of, exact_class_of, kern
 from threefold.optim.exact import ExactNarrowAdamW
 from threefold.optim.muon import Muon, is_hidden_matrix
 
+if TYPE_CHECKING:
+    from threefold.model.working_copy import WorkingCopy
+
 
 def build_optimizer(
     model: nn.Module,
@@ -36,6 +39,7 @@ def build_optimizer(
     *,
     dtype: torch.dtype = torch.float32,
     exact: bool = False,
+    working: WorkingCopy | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer over the parameters as they are now; build it right after the model and before any forward.
 
@@ -46,6 +50,7 @@ def build_optimizer(
         mesh: whose ranks hold the parameters; None: this process alone.
         dtype: of the model's computation.
         exact: one whose bits do not depend on the number of shards (`train.reduce`).
+        working: with which the model computes, to be written with the weights.
 
     Raises:
         ConfigError: a pattern of a group matches no parameter, or there is no such optimizer.
@@ -69,6 +74,12 @@ def build_optimizer(
     if config.name in OPTIMIZERS:
         settled = {"mesh": mesh, "dtype": dtype}
         arguments |= {name: settled[name] for name in settled.keys() & inspect.signature(kind).parameters.keys()}
+    if working is not None and config.name == "adamw" and not config.options:
+        from threefold.optim.fused_adamw import FusedAdamW, can_step_on
+
+        if can_step_on(torch.device(device)):
+            moments = torch.bfloat16 if config.moments == "bfloat16" else torch.float32
+            return FusedAdamW(asked, lr=lr, working=working, moments=moments, **arguments)
     if not exact:
         arguments |= kernel_of(kind, device=device, sharded=sharded)
     if config.moments == "bfloat16":

@@ -32,9 +32,11 @@ class ExactAdamW(torch.optim.AdamW):
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
             state["step"] += 1
+            (beta, beta_square), number = group["betas"], int(state["step"])
+            rate, root_scale = -group["lr"] / (1 - beta**number), 1 / math.sqrt(1 - beta_square**number)
             moments = (local_part(state["exp_avg"]), local_part(state["exp_avg_sq"]))
             for parts in in_blocks(local_part(parameter), gradient, *moments):
-                _update(*parts, step=int(state["step"]), group=group)
+                update(*parts, rate=rate, root_scale=root_scale, group=group)
 
 
 def _with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
@@ -45,17 +47,28 @@ def _with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, 
                 yield parameter, local_part(parameter.grad), group
 
 
-def _update(
-    weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, *, step: int, group: dict[str, Any]
+def update(
+    weight: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    *,
+    rate: float | Tensor,
+    root_scale: float | Tensor,
+    group: dict[str, Any],
 ) -> None:
-    """One product or one sum at a time; `add_` with a factor, `lerp_` and `addcdiv_` would be two."""
-    (beta, beta_square), lr = group["betas"], group["lr"]
-    weight.mul_(1 - lr * group["weight_decay"])
+    """AdamW of float32 numbers, one product or one sum at a time; `add_` with a factor, `lerp_`, `addcdiv_` are two.
+
+    Args:
+        rate, root_scale: -lr and 1 with the biases of the first and of the second moment corrected, in float32.
+    """
+    beta, beta_square = group["betas"]
+    weight.mul_(1 - group["lr"] * group["weight_decay"])
     mean.mul_(beta).add_(gradient * (1 - beta))
     square.mul_(beta_square).add_((gradient * gradient).mul_(1 - beta_square))
     root = square.double().sqrt_().float()
-    root.mul_(1 / math.sqrt(1 - beta_square**step)).add_(group["eps"])
-    weight.add_((mean / root).mul_(-lr / (1 - beta**step)))
+    root.mul_(root_scale).add_(group["eps"])
+    weight.add_((mean / root).mul_(rate))
 
 
 class ExactNarrowAdamW(NarrowAdamW, ExactAdamW):

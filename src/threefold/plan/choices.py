@@ -157,7 +157,7 @@ def data_parallel(
     reasons = (("bfloat16", cast), ("mesh.cpu_offload", offloaded), ("train.reduce exact", exact))
     asked = [what for what, wanted in reasons if wanted]
     if topology.dp == 1 and topology.cp == 1:
-        if asked:
+        if asked and not working_copy(topology, cast=cast, offloaded=offloaded, exact=exact):
             return Decision("fsdp", f"FSDP2 on a mesh of one, for {' and '.join(asked)}; nothing is sent")
         return Decision("none", "one copy of the model")
     if exact and topology.dp_replicate > 1:
@@ -172,6 +172,14 @@ def data_parallel(
     if topology.dp_replicate > 1:
         return Decision("fsdp", f"HSDP: {topology.dp_replicate} replicas of {sharers} shards (dp_shard x cp)")
     return Decision("fsdp", f"FSDP2: {sharers} shards (dp_shard x cp)")
+
+
+def working_copy(topology: Topology, *, cast: bool, offloaded: bool = False, exact: bool = False) -> bool:
+    """Whether one process computes with a copy of its weights, kept from step to step; arguments as above.
+
+    FSDP2 on a mesh of one would cast the weights in each micro-batch, twice where they do not stay.
+    """
+    return cast and topology.world_size == 1 and not (offloaded or exact)
 
 
 def cp_method(asked: str, topology: Topology, *, heads: tuple[int, int] | None, seq_len: int) -> Decision[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from threefold.plan.activations import FLOAT
 from threefold.plan.decoder import Decoder, Layer
 from threefold.plan.fabric import Fabric
 from threefold.plan.operations import causal_keys
@@ -31,6 +32,8 @@ FLOAT8_FROM = 4096
 _START, _KERNELS, _KERNELS_COMPILED = 5e-6, 60, 20
 # Bytes that an update reads and writes of each parameter beside its moments: weight and gradient, and the weight again.
 _UPDATE = 12
+# And before it: the gradients' norm, and their clipping.
+_NORM, _CLIP = 4, 8
 # Bytes/s of a host's memory for the update of each of its devices' shards, and of the way there.
 _HOST_MEMORY, _HOST_LINK = 25e9, 50e9
 
@@ -98,7 +101,7 @@ def duration(decoder: Decoder, setup: Setup, fabric: Fabric) -> Duration:
     launches = batches * len(decoder.layers) * kernels * _START * (3 + (setup.recompute != "none"))
     sent, waited = _waits(decoder, setup, fabric, computing)
     shard = units_of(decoder, tp, setup.shards).trained_shard
-    updated = shard * (_UPDATE + 2 * setup.moments)
+    updated = shard * (_around_update(setup) + 2 * setup.moments)
     update = 0.0 if setup.cpu_offload else updated / (PASSES * device.bandwidth)
     return Duration(
         products * batches,
@@ -110,6 +113,19 @@ def duration(decoder: Decoder, setup: Setup, fabric: Fabric) -> Duration:
         update,
         _host(decoder, setup, shard, computing),
     )
+
+
+def _around_update(setup: Setup) -> int:
+    """Bytes of each parameter that are read and written between the last product and the next step, without moments."""
+    if not setup.working_copy:
+        return _NORM + _CLIP + _UPDATE
+    # The second micro-batch's gradient is added to one in its own type, those after it to a sum in float32.
+    added = sum(
+        2 * setup.element + FLOAT if number == 2 else setup.element + 2 * FLOAT
+        for number in range(2, setup.num_batches + 1)
+    )
+    # Norm and update read the gradient; the update reads and writes the weight, and writes the copy.
+    return added + 2 * setup.gradient_element + 2 * FLOAT + setup.element
 
 
 def _attention(decoder: Decoder, setup: Setup) -> float:

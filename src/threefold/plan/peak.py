@@ -13,7 +13,7 @@ from functools import cached_property
 from threefold.plan.activations import FLOAT, Activations, activations_of, norm_bytes
 from threefold.plan.decoder import Decoder
 from threefold.plan.setup import Setup
-from threefold.plan.units import kept_whole, units_of
+from threefold.plan.units import Units, kept_whole, units_of
 
 # Of a CUDA device, assumed and not measured here: context, libraries and buffers of collectives; and of what is alive,
 # what the allocator rounds up or cannot join.
@@ -54,6 +54,13 @@ def host_bytes(decoder: Decoder, setup: Setup) -> float:
     return found
 
 
+def _weights(units: Units, setup: Setup) -> float:
+    """Bytes of weights: float32, and a copy to compute with, which is all that there is of frozen ones."""
+    if setup.working_copy:
+        return (FLOAT + setup.element) * units.trained_shard + setup.element * (units.shard - units.trained_shard)
+    return FLOAT * units.shard
+
+
 class _Step:
     """The moments of one micro-batch, the last of a step, and of the update after it."""
 
@@ -66,12 +73,12 @@ class _Step:
         self._whole = kept_whole(decoder, setup)
         # Of a unit that is reduced with exact sums: the integers that it is rounded to.
         self._rounded = 8 if setup.exact else 0
-        self._gradients = 0.0 if setup.cpu_offload else FLOAT * self._units.trained_shard
+        self._gradients = 0.0 if setup.cpu_offload else setup.gradient_element * self._units.trained_shard
         self._rest = setup.element * self._units.rest.padded if self._sharded else 0.0
         trained = self._units.rest.trained > 0
         self._head = trained * setup.element * -(-decoder.vocabulary // setup.topology.tp) * decoder.hidden
         self._constant = {
-            "weights": 0.0 if setup.cpu_offload else FLOAT * self._units.shard,
+            "weights": 0.0 if setup.cpu_offload else _weights(self._units, setup),
             "moments": 0.0 if setup.cpu_offload else setup.moments * self._units.trained_shard,
         }
         if setup.averages:
@@ -95,6 +102,8 @@ class _Step:
     def _before(self) -> float:
         """Gradients that exist before the first of the micro-batch: of those before it, and in DDP's buckets."""
         setup = self._setup
+        if setup.working_copy and setup.num_batches == 2:
+            return setup.element * self._units.trained_shard  # not yet added to another
         return self._gradients * ((setup.num_batches > 1) + (setup.sharing == "ddp"))
 
     def _moment(self, name: str, **lines: float) -> Moment:
@@ -169,7 +178,8 @@ class _Step:
             kept -= own.kept
             if number < len(units) and (not layer or places[layer - 1] != number):
                 unit = units[number]
-                gradients += 0.0 if before else FLOAT * unit.trained_shard * (not setup.cpu_offload)
+                more = setup.gradient_element * unit.trained_shard * (not setup.cpu_offload)
+                gradients += 0.0 if before else more
                 if self._sharded:
                     reducing = FLOAT * unit.trained_padded
                     yield self._moment(

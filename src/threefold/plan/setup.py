@@ -64,6 +64,17 @@ class Setup:
         return choices.data_parallel(self.topology, cast=cast, offloaded=offloaded, exact=self.exact).value
 
     @property
+    def working_copy(self) -> bool:
+        """Whether it computes with a copy of its weights."""
+        cast, offloaded = self.element != 4, self.cpu_offload
+        return choices.working_copy(self.topology, cast=cast, offloaded=offloaded, exact=self.exact)
+
+    @property
+    def gradient_element(self) -> int:
+        """Bytes of a number of the gradients when the last backward is done."""
+        return self.element if self.working_copy and self.num_batches == 1 else 4
+
+    @property
     def reduced_element(self) -> int:
         """Bytes of a number of the gradients that are sent."""
         return 8 if self.exact else 4

@@ -173,7 +173,7 @@ def overlaps_of(
 def optimizer_of(config: Config, model: Model, mesh: Mesh) -> torch.optim.Optimizer:
     """The optimizer that a run asks for."""
     dtype, exact = getattr(torch, config.model.dtype), config.train.reduce == "exact"
-    return build_optimizer(model.module, config.optimizer, mesh, dtype=dtype, exact=exact)
+    return build_optimizer(model.module, config.optimizer, mesh, dtype=dtype, exact=exact, working=model.working)
 
 
 def average_of(config: Config, model: Model) -> Ema | None:

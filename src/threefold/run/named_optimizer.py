@@ -51,7 +51,7 @@ def optimizer(
         dtype = model.autocast or torch.float32
         if model.asked is not None:
             dtype = getattr(torch, model.asked.model.dtype)
-        built = build_optimizer(model.module, config, model.mesh, dtype=dtype)
+        built = build_optimizer(model.module, config, model.mesh, dtype=dtype, working=model.working)
     except ThreefoldError as error:
         error.for_program(_as_argument)
         raise

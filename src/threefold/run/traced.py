@@ -121,7 +121,7 @@ def _traced(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Trace
     with FakeTensorMode(allow_non_fake_inputs=True):
         storage.reserve(model.module, mesh, offloaded=config.mesh.cpu_offload)
         model.module.train()
-        optimizer = build_optimizer(model.module, config.optimizer)
+        optimizer = build_optimizer(model.module, config.optimizer, working=model.working)
         smoothing, z_loss = config.train.label_smoothing, config.train.z_loss
         token_loss = token_loss_of(model, mesh, label_smoothing=smoothing, z_loss=z_loss)
         ema = Ema(model.module, config.optimizer.ema) if config.optimizer.ema is not None else None

@@ -71,6 +71,7 @@ class EvalStep:
         mesh.agree("an evaluation")
         trained, buffers = model.module.training, model.context is not None
         refuse_drift(state_held(model.module, None, buffers=buffers), mesh, when="before an evaluation")
+        model.trust_no_weight()
         model.eval()
         totals = torch.zeros(2 + len(self._measures), dtype=torch.float64, device=mesh.device)
         reader = Batches(model, own_loss=self._loss is not None, labels=self._loss_on == "log_probabilities")

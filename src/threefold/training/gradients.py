@@ -51,15 +51,12 @@ class Gradients:
         parts = together.div_(group.size()).split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_(gradients, [p.view_as(own) for p, own in zip(parts, gradients, strict=True)])
 
-    def complete(
-        self, *, clip: float, scale: Tensor | None = None, observe: Callable[[], None] | None = None
-    ) -> Tensor:
-        """Completes the gradients over tp and clips them; returns their norm before that.
+    def complete(self, *, scale: Tensor | None = None, observe: Callable[[], None] | None = None) -> Tensor:
+        """Completes the gradients over tp; returns their norm.
 
         Args:
-            clip: the norm above which they are scaled down; 0: never.
             scale: of all gradients, before anything else.
-            observe: called when they are complete and not yet clipped.
+            observe: called when they are complete.
         """
         parameters = dict(self._model.module.named_parameters())
         if isinstance(self._model.forward, FSDPModule) and (group := self._mesh.group("loss")) is not None:
@@ -68,6 +65,7 @@ class Gradients:
             if kept:
                 self._average([local_part(gradient) for gradient in kept], group)
         if scale is not None:
+            self._widen()
             every = [local_part(parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
             _multiply(every, scale.float())
         self._sum_partial([parameters[name].grad for name in self._model.tensor.partial_gradients])
@@ -82,10 +80,20 @@ class Gradients:
         norm = self._model.sums.norm(gradients)
         if observe is not None:
             observe()
-        if clip:
-            factor = (clip / (norm + 1e-6)).clamp(max=1.0)
-            _multiply([each for own in gradients.values() for each in own], factor)
         return norm
+
+    def clip(self, factor: Tensor | None) -> None:
+        """Scales the complete gradients, in float32."""
+        self._widen()
+        if factor is not None:
+            every = [parameter.grad for parameter in self._model.module.parameters()]
+            _multiply([local_part(gradient) for gradient in every if gradient is not None], factor)
+
+    def _widen(self) -> None:
+        """Gives the gradients of a working copy the type of their weights, in which they are not rounded."""
+        for parameter in self._model.module.parameters() if self._model.working is not None else ():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(parameter.dtype)
 
     def _sum_partial(self, gradients: Sequence[Tensor | None]) -> None:
         """Sums over tp the gradients that each rank knows only in part; once a step, in one collective."""
@@ -98,6 +106,11 @@ class Gradients:
         dist.all_reduce(together, group=tp)
         parts = together.split([gradient.numel() for gradient in own])
         torch._foreach_copy_(own, [part.view_as(gradient) for part, gradient in zip(parts, own, strict=True)])
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor | None:
+    """What scales gradients of a norm above `limit` down to it; None with a limit of 0: nothing does."""
+    return (limit / (norm + 1e-6)).clamp(max=1.0) if limit else None
 
 
 def _multiply(tensors: list[Tensor], factor: Tensor) -> None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,10 +43,13 @@ from threefold.training.forward import (
     token_loss_of,
     warm_up_buckets,
 )
-from threefold.training.gradients import Gradients
+from threefold.training.gradients import Gradients, clip_factor
 from threefold.training.loss import RouterLoss, TokenLoss
 from threefold.training.numbers import StepNumbers, StepResult, mean_loss, over_ranks, refuse_nothing
 from threefold.training.progress import Progress
+
+if TYPE_CHECKING:
+    from threefold.optim.fused_adamw import FusedAdamW
 
 _WITH_FLAG = (torch.optim.Adam, torch.optim.AdamW, NarrowAdamW)
 
@@ -99,7 +102,7 @@ class TrainStep:
         self._own_optimizer = optimizer is None
         if optimizer is None:
             decay = checked_rate("weight_decay", 0.1 if weight_decay is None else weight_decay)
-            self.optimizer = build_optimizer(model.module, OptimizerConfig(weight_decay=decay))
+            self.optimizer = build_optimizer(model.module, OptimizerConfig(weight_decay=decay), working=model.working)
             self._set_rates(model.automatic_rate if lr == "auto" else checked_rate("lr", lr))
         else:
             for name, value in (("lr", None if lr == "auto" else lr), ("weight_decay", weight_decay)):
@@ -114,6 +117,7 @@ class TrainStep:
                 raise ConfigError.of(found)
             self.optimizer = optimizer
         refuse_late_freezing(model)
+        self._fused = _as_fused(self.optimizer) if model.working is not None else None
         self._grad_clip, self._micro_batch = float(grad_clip), micro_batch
         self._loss, self._loss_on = loss, loss_on
         self._token_loss = token_loss or (token_loss_of(model, self._mesh) if loss is None else None)
@@ -211,6 +215,13 @@ class TrainStep:
         if self._batches.taken == 1 and isinstance(self.model.forward, DistributedDataParallel) and not self._averages:
             rows, sequence = batches[0]["input_ids"].shape
             warm_up_buckets(self.model, self._mesh, rows=rows, seq_len=sequence)
+        due = self._compares and (
+            not self._steps or (self._compare_every and not (self._steps + 1) % self._compare_every)
+        )
+        if not self._steps:
+            self.model.trust_no_weight()
+        elif due and self.model.working is not None:
+            self.model.working.refuse_stale()
         self.progress.enter("forward")
         self._left = True
         try:
@@ -222,7 +233,12 @@ class TrainStep:
             self.progress.enter("reduce")
             if self._averages:
                 self._gradients.average()
-            norm = self._gradients.complete(clip=self._grad_clip, scale=scale, observe=self._observe)
+            norm = self._gradients.complete(scale=scale, observe=self._observe)
+            factor = clip_factor(norm, self._grad_clip)
+            if self._fused is not None:
+                self._fused.clip_factor = factor
+            else:
+                self._gradients.clip(factor)
         except BaseException as error:
             # Ours are raised on all ranks, in one step. And the next must not begin with the gradients of this one.
             self._left = self._left and not isinstance(error, ThreefoldError)
@@ -232,7 +248,7 @@ class TrainStep:
         self.progress.enter("optimizer")
         self._update(norm, lr)
         self._steps += 1
-        if self._compares and (self._steps == 1 or (self._compare_every and self._steps % self._compare_every == 0)):
+        if due:
             self._compare_copies()
         return replace(result, grad_norm=norm)
 
@@ -372,7 +388,8 @@ class TrainStep:
     def _update(self, grad_norm: Tensor, lr: float | None) -> None:
         if lr is not None:
             self._set_rates(lr)
-        if type(self.optimizer) in _WITH_FLAG and getattr(self.optimizer, "_step_supports_amp_scaling", False):
+        takes_flag = type(self.optimizer) in _WITH_FLAG or self._fused is not None
+        if takes_flag and getattr(self.optimizer, "_step_supports_amp_scaling", False):
             # Adam's fused kernels read a flag on the device and then change nothing: no wait for the norm. Others take
             # the flag too, but leave a state behind that was never written (SGD's momentum in the first step).
             found = (~grad_norm.isfinite()).float()
@@ -380,6 +397,8 @@ class TrainStep:
             self.optimizer.step()
         elif math.isfinite(grad_norm.item()):
             self.optimizer.step()
+        if self._fused is None:
+            self.model.trust_no_weight()
         if self._ema is not None:
             self._ema.update(grad_norm.isfinite().float())
         self.model.module.zero_grad(set_to_none=True)
@@ -409,6 +428,13 @@ class TrainStep:
 
 def _refuse_nothing(result: StepResult) -> None:
     refuse_nothing("the global batch", result.target_tokens.item())
+
+
+def _as_fused(optimizer: torch.optim.Optimizer) -> FusedAdamW | None:
+    """An optimizer that clips gradients itself; its module is loaded for a model with a working copy alone."""
+    from threefold.optim.fused_adamw import FusedAdamW
+
+    return optimizer if isinstance(optimizer, FusedAdamW) else None
 
 
 def _num_targets(batches: Sequence[Batch]) -> int:

@@ -124,7 +124,7 @@ def verify_on(mesh: Mesh, config: Config, options: VerifyOptions) -> Verificatio
         losses, norms = mesh.share("alone", alone)
     model = build(config, architecture, mesh)
     observe = _gradient_comparison(model, trainings[0].gradients if trainings else {}, verification, mesh)
-    optimizer = build_optimizer(model.module, config.optimizer, mesh)
+    optimizer = build_optimizer(model.module, config.optimizer, mesh, working=model.working)
     pairs = pairs_of(config, model, rows, None, resumed=None, say=print if mesh.rank == 0 else lambda line: None)
     own: dict[str, Any] = {"loss": pairs.loss, "loss_on": "log_probabilities"} if pairs is not None else {}
     outputs = _watch(model.module)

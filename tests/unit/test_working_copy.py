@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import threefold
 from ranks.reference import TINY_LLAMA, make_batches
 from ranks.test_bfloat16 import KEPT, MODELS
 from threefold.config.loading import validate
@@ -156,6 +158,16 @@ def test_weights_that_a_program_changes_are_those_that_are_computed_with(mesh: A
     changed = torch.as_tensor(measured(model))
     assert torch.equal(changed, torch.as_tensor(measured(other)))
     assert not torch.equal(changed, torch.as_tensor(measured(built_on(mesh, TINY_LLAMA))))
+
+
+def test_weights_read_from_a_checkpoint_are_computed_with(mesh: Any, tmp_path: Path) -> None:
+    model = built_on(mesh, TINY_LLAMA)
+    step = TrainStep(model, lr=1e-2)
+    first, second = make_batches(steps=2, rows=2, seq_len=16)
+    threefold.save(tmp_path, model=model, optimizer=step.optimizer, step=1)
+    step(first)
+    threefold.load(tmp_path, model=model, optimizer=step.optimizer)
+    assert step(second).loss == TrainStep(built_on(mesh, TINY_LLAMA), lr=1e-2)(second).loss
 
 
 @pytest.mark.parametrize("factor", [2.0, torch.nan])

@@ -10,6 +10,7 @@ Without a CUDA device the same code runs on a CPU with tiny models: that tries i
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -133,19 +134,24 @@ def fitting(row: Row) -> Row:
     from threefold.model import load
     from threefold.plan.accelerators import of_memory
     from threefold.plan.fit import estimate_of
-    from threefold.plan.peak import peak
+    from threefold.plan.peak import host_bytes, peak
+    from threefold.run.room import room_here
 
     if not torch.cuda.is_available():
         return row
     memory = torch.cuda.get_device_properties(0).total_memory
-    needed = 0.0
+    needed, host = 0.0, room_here().free_bytes or math.inf
     for size in [size for size in FEWER if size <= row.rows]:
         smaller = replace(row, rows=size)
         config = config_of(smaller)
         values = load.read_config(config.model).to_dict()
         estimate = estimate_of(config, values, Topology(1, 1, 1, 1), of_memory(memory))
-        if estimate is None or (needed := peak(*estimate).total) <= memory:
+        if estimate is None:
             return smaller
+        if (needed := peak(*estimate).total) <= memory:
+            if (kept := host_bytes(*estimate)) <= host:
+                return smaller
+            raise DoesNotFit(f"{kept / 2**30:.1f} GiB of the host by the planner's estimate, of {host / 2**30:.1f} GiB")
     raise DoesNotFit(f"one row needs {needed / 2**30:.1f} GiB by the planner's estimate, of {memory / 2**30:.1f} GiB")
 
 

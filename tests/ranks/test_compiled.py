@@ -189,3 +189,23 @@ def test_what_was_compiled_is_kept_in_the_users_cache(tmp_path: Path) -> None:
     assert run_ranks(_kept, 1, cache, "/elsewhere")[0] == "/elsewhere"
     (tmp_path / "file").touch()
     assert run_ranks(_kept, 1, f"{cache}/file", None)[0] == "torch's own"
+
+
+@pytest.mark.parametrize("model", [MIXTRAL, QWEN3_MOE])
+def test_experts_in_float32_are_not_compiled_on_cuda(model: dict[str, Any]) -> None:
+    import torch
+
+    from threefold.model import load
+    from threefold.model.compiled import compile_layers, waiting_layers
+
+    def outline(values: dict[str, Any]) -> Any:
+        return load.outline(load.read_config(validate({"model": {"config": values}}).model))
+
+    experts, dense = outline({**model, "num_hidden_layers": 2}), outline(LLAMA)
+    layers = load.layers_of(experts)
+    assert waiting_layers(experts, dtype=torch.float32, device="cuda") == layers
+    assert waiting_layers(experts, dtype=torch.bfloat16, device="cuda") == []
+    assert waiting_layers(experts, dtype=torch.float32, device="cpu") == []
+    assert waiting_layers(dense, dtype=torch.float32, device="cuda") == []
+    compile_layers(experts, left_out=layers[:1])
+    assert [each._compiled_call_impl is not None for each in layers] == [False, True]

@@ -13,9 +13,9 @@ from threefold.mesh.topology import Topology, resolve
 from threefold.model import load
 from threefold.plan.accelerators import ACCELERATORS
 from threefold.plan.decoder import decoder_of
-from threefold.plan.peak import peak
+from threefold.plan.peak import host_bytes, peak
 from threefold.plan.setup import Setup, setup_of
-from threefold.run.fits import Fitted, fitted_into
+from threefold.run.fits import Fitted, fitted_into, refuse_too_much_of_host
 from threefold.run.request import Asked
 
 _8B = {
@@ -103,6 +103,35 @@ def test_a_run_that_nearly_fits_is_not_refused() -> None:
     _fitted(int(found.asked.estimated_bytes / 1.05), train={"micro_batch": 2})
     with pytest.raises(ConfigError):
         _fitted(int(found.asked.estimated_bytes / 1.25), train={"micro_batch": 2})
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "fix"),
+    [
+        ({"mesh": {"cpu_offload": True}}, "mesh.cpu_offload = true", "--mesh.cpu_offload false"),
+        (
+            {"train": {"activation_checkpointing": "offload"}},
+            "train.activation_checkpointing = offload",
+            "--train.activation_checkpointing full",
+        ),
+    ],
+)
+def test_what_the_host_cannot_hold_is_refused(sections: dict[str, Any], key: str, fix: str) -> None:
+    _, setup, decoder = _fitted(int(1e13), **sections)
+    needed = host_bytes(decoder, setup)
+    refuse_too_much_of_host(decoder, setup, int(needed * 0.91))
+    refuse_too_much_of_host(decoder, setup, None)
+    with pytest.raises(ConfigError) as error:
+        refuse_too_much_of_host(decoder, setup, int(needed * 0.89))
+    gib = f"{needed / 2**30:,.2f} GiB"
+    assert str(error.value) == (
+        f"a rank would keep about {gib} in its host's memory, of which {int(needed * 0.89) / 2**30:,.2f} GiB are free: "
+        f"{key}\n"
+        "  expected: a host that holds what its devices do not, as estimated before anything is loaded (docs/plan.md)\n"
+        f"  fix: {fix}   (on more or larger devices; or, to start it all the same: --train.memory_check false)"
+    )
+    _, setup, decoder = _fitted(int(1e13))
+    refuse_too_much_of_host(decoder, setup, 0)
 
 
 def test_topology_is_the_one_that_is_told() -> None:

@@ -15,6 +15,7 @@ import torch
 from packaging.requirements import Requirement
 
 from ranks.faults import alive, wait_for
+from threefold.run import room
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -91,6 +92,21 @@ def test_an_error_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     result = json.loads((tmp_path / "ceilings.json").read_text())
     assert result["ending"] == "failed" and result["error"].startswith("Traceback") and "x" * 5000 in result["error"]
     assert result["versions"]["torch"] == torch.__version__
+
+
+def test_a_row_that_its_host_cannot_hold_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=139 << 30))
+    name = "8b-row-32768"
+    for gib, fits in ((400, True), (100, False)):
+        monkeypatch.setattr(room, "room_here", lambda gib=gib: room.Room(16, gib << 30))
+        if fits:
+            assert rows.fitting(rows.ROWS[name]).rows == 1
+            continue
+        with pytest.raises(
+            rows.DoesNotFit, match=rf"[\d.]+ GiB of the host by the planner's estimate, of {gib}\.0 GiB"
+        ):
+            rows.fitting(rows.ROWS[name])
 
 
 @pytest.mark.parametrize(

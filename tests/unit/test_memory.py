@@ -90,7 +90,25 @@ def test_error_of_torch_becomes_ours(writes: bool, tmp_path: Path, monkeypatch: 
     )
 
 
+def test_on_a_device_the_allocator_remembers_who_holds_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for: list[Any] = []
+
+    def record(*arguments: Any, **settings: Any) -> None:
+        asked_for.append((arguments, settings))
+        if len(asked_for) > 1:
+            raise RuntimeError("no history")
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    request: Any = None
+    for kind, count in (("cpu", 0), ("cuda", 1), ("cuda", 2)):
+        with memory.explained(request, Mesh(Topology(), 0, torch.device(kind)), tmp_path):
+            pass
+        assert len(asked_for) == count
+    assert asked_for[0] == (("state",), {"context": "state", "stacks": "python"})
+
+
 def test_other_errors_pass() -> None:
     request: Any = None
-    with pytest.raises(ValueError, match="another"), memory.explained(request, request, request):
+    mesh = Mesh(Topology(), 0, torch.device("cpu"))
+    with pytest.raises(ValueError, match="another"), memory.explained(request, mesh, request):
         raise ValueError("another")

@@ -100,21 +100,39 @@ def test_steps_are_those_of_fsdp_on_a_mesh_of_one(
     assert [norm for _, norm in found.curve] == pytest.approx([norm for _, norm in expected.curve], rel=3e-7)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "sgd", "adafactor", "torch"])
+@pytest.mark.parametrize(("optimizer", "pieces"), [("muon", 2), ("sgd", 1), ("adafactor", 2), ("torch", 1)])
 def test_other_optimizers_update_the_weights_and_the_copies_follow(
-    mesh: Any, monkeypatch: pytest.MonkeyPatch, optimizer: str
+    mesh: Any, monkeypatch: pytest.MonkeyPatch, optimizer: str, pieces: int
 ) -> None:
     asked = validate({"optimizer": {"name": "adamw" if optimizer == "torch" else optimizer}}).optimizer
     model = by_fsdp(mesh, monkeypatch, TINY_LLAMA)
-    expected = Steps(model, build_optimizer(model.module, asked, mesh), pieces=2, clip=0.5)
+    expected = Steps(model, build_optimizer(model.module, asked, mesh), pieces=pieces, clip=0.5)
     model = built_on(mesh, TINY_LLAMA)
     working = None if optimizer == "torch" else model.working
-    found = Steps(model, build_optimizer(model.module, asked, mesh, working=working), pieces=2, clip=0.5)
+    found = Steps(model, build_optimizer(model.module, asked, mesh, working=working), pieces=pieces, clip=0.5)
     # Kernels of torch take a DTensor's numbers in another order than a tensor's.
     assert [loss for loss, _ in found.curve] == pytest.approx([loss for loss, _ in expected.curve], abs=5e-3)
     assert found.curve[0] == expected.curve[0] and same(found.gradients[0], expected.gradients[0])
+    assert optimizer != "sgd" or same(found.weights, expected.weights)
     assert model.working is not None
     model.working.refuse_stale()
+
+
+def test_gradients_of_a_custom_loss_are_scaled_in_float32(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"), 31
+
+    (batch,) = make_batches(steps=1, rows=2, seq_len=16)
+    gradients = []
+    for model in (by_fsdp(mesh, monkeypatch, TINY_LLAMA), built_on(mesh, TINY_LLAMA)):
+        kept: dict[str, Tensor] = {}
+
+        def observe(model: Model = model, kept: dict[str, Tensor] = kept) -> None:
+            kept.update({name: local_part(each.grad).clone() for name, each in model.named_parameters()})
+
+        TrainStep(model, loss=loss, observe=observe)(batch)
+        gradients.append(kept)
+    assert same(*gradients)
 
 
 def test_between_steps_its_parameters_are_float32_and_inside_they_are_not(mesh: Any) -> None:

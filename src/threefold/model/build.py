@@ -91,8 +91,12 @@ def arranged(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tupl
     if resolved.compiled.value:
         recomputed = config.train.activation_checkpointing
         around = recomputed == "offload" or (recomputed == "full" and mesh.size("tp") > 1)
-        compiled.compile_layers(model, recomputed_around=around)
+        left_out = compiled.waiting_layers(model, dtype=dtype, device=mesh.device.type)
+        compiled.compile_layers(model, recomputed_around=around, left_out=left_out)
         split_choices = [*split_choices, ("compiled layers", resolved.compiled.why)]
+        if left_out:
+            why = "compiled, experts in float32 would wait for the device; --model.dtype bfloat16 compiles them"
+            split_choices = [*split_choices, (f"layers that are not compiled: {len(left_out)}", why)]
     loss_choices = _install_head(model, config, tensor, mesh)
     offload = config.mesh.cpu_offload
     sharing = [data_parallel.gathering(model, mesh, config, dtype)]

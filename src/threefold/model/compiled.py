@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -25,10 +25,22 @@ _MOST_GRAPHS = 32
 MANY = 8
 
 
-def compile_layers(model: nn.Module, *, recomputed_around: bool = False) -> None:
+def waiting_layers(model: nn.Module, *, dtype: torch.dtype, device: str) -> list[nn.Module]:
+    """The layers that would wait for the device each time, if they were compiled; those of experts in float32 on CUDA.
+
+    In a graph transformers multiplies only bfloat16 by grouped products, and else asks for the tokens of each expert.
+    """
+    if dtype != torch.float32 or device != "cuda":
+        return []
+    # As transformers marks a class of experts.
+    return [each for each in layers_of(model) if any(hasattr(part, "_apply_gate") for part in each.modules())]
+
+
+def compile_layers(model: nn.Module, *, recomputed_around: bool = False, left_out: Collection[nn.Module] = ()) -> None:
     """Compiles each layer, in place, at its first call; what was compiled before is found in this user's cache.
 
     Args:
+        left_out: layers that stay as they are.
         recomputed_around: the recomputation of a whole layer stays outside of its graph. torch cannot compile it with
             weights that tp has split, nor what sends a layer's inputs to the host.
     """
@@ -40,7 +52,7 @@ def compile_layers(model: nn.Module, *, recomputed_around: bool = False) -> None
     config.optimize_ddp = False
     # What tp's projections note for one another is not to be noted again when a layer is computed again.
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    for layer in layers_of(model):
+    for layer in (each for each in layers_of(model) if each not in left_out):
         if recomputed_around and getattr(layer, "gradient_checkpointing", False):
             _recompute_around(layer)
         else:

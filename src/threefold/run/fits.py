@@ -17,7 +17,7 @@ from threefold.mesh.mesh import Mesh
 from threefold.plan.accelerators import of_memory
 from threefold.plan.decoder import Decoder
 from threefold.plan.fit import estimate_of, largest_micro_batch, what_fits
-from threefold.plan.peak import Moment, peak
+from threefold.plan.peak import Moment, host_bytes, peak
 from threefold.plan.setup import Setup
 from threefold.run.request import Asked
 from threefold.run.room import room_here
@@ -52,7 +52,25 @@ def fitted(asked: Asked, mesh: Mesh) -> Fitted:
     estimate = estimate_of(asked.config, asked.architecture.to_dict(), mesh.topology, device)
     if free is None or estimate is None:
         return Fitted(asked)
+    if asked.config.train.memory_check:
+        host_free = mesh.decide("free host memory", host_memory_here(), _least_known)
+        refuse_too_much_of_host(*estimate, host_free)
     return fitted_into(asked, *estimate, free)
+
+
+def refuse_too_much_of_host(decoder: Decoder, setup: Setup, free: int | None) -> None:
+    """ConfigError if what a rank would keep in its host's memory is more than its share of what is free there."""
+    needed = host_bytes(decoder, setup)
+    if free is None or _CERTAIN["cuda"] * needed <= free:
+        return
+    key, fix = "train.activation_checkpointing = offload", "--train.activation_checkpointing full"
+    if setup.cpu_offload:
+        key, fix = "mesh.cpu_offload = true", "--mesh.cpu_offload false"
+    raise ConfigError(
+        f"a rank would keep about {_gib(needed)} in its host's memory, of which {_gib(free)} are free: {key}",
+        expected="a host that holds what its devices do not, as estimated before anything is loaded (docs/plan.md)",
+        fix=f"{fix}   (on more or larger devices; or, to start it all the same: --train.memory_check false)",
+    )
 
 
 def fitted_into(asked: Asked, decoder: Decoder, setup: Setup, free: int) -> Fitted:
@@ -81,12 +99,21 @@ def _least(of_ranks: Sequence[tuple[int | None, int]]) -> tuple[int | None, int]
     return None if None in free else min(free), min(whole)
 
 
+def _least_known(of_ranks: Sequence[int | None]) -> int | None:
+    return min((free for free in of_ranks if free is not None), default=None)
+
+
+def host_memory_here() -> int | None:
+    """Free bytes of this rank's share of its host."""
+    free = room_here().free_bytes
+    return None if free is None else free // max(1, environment.current().local_world_size)
+
+
 def memory_here(mesh: Mesh) -> tuple[int | None, int]:
     """(free bytes, all) of this rank's device, or of its share of the host; None where that is not known."""
     if mesh.device.type == "cuda":
         return torch.cuda.mem_get_info(mesh.device)
-    free = room_here().free_bytes
-    return None if free is None else free // max(1, environment.current().local_world_size), 0
+    return host_memory_here(), 0
 
 
 def _certain(setup: Setup) -> float:

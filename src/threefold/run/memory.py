@@ -35,6 +35,8 @@ def explained(asked: Asked, mesh: Mesh, folder: Path) -> Iterator[None]:
     Raises:
         DeviceMemoryError: in place of torch's OutOfMemoryError; on the rank that ran out.
     """
+    if mesh.device.type == "cuda":
+        _remember_owners()
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -62,6 +64,14 @@ def _advice(asked: Asked, mesh: Mesh) -> tuple[str, str]:
     )
     fixes = (what_fits(*estimate, share * moment.total) for share in _SHARES)
     return expected, next((fix for fix in fixes if fix != MORE_RANKS), MORE_RANKS)
+
+
+def _remember_owners() -> None:
+    """Lets the allocator keep where in Python each block was asked for that is in use, and nothing of freed ones."""
+    try:
+        torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
+    except Exception as error:  # a snapshot shows blocks without owners then
+        log.warning("the snapshot of a full device will not say who holds what: %s", error)
 
 
 def _snapshot(path: Path) -> str:

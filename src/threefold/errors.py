@@ -6,8 +6,8 @@ gone wrong), and how to fix it (text to paste). Several problems found together 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 EXIT_FAILED = 1
@@ -96,6 +96,33 @@ class CheckpointError(ThreefoldError):
 
 class RunError(ThreefoldError):
     """The run began and failed."""
+
+
+class OtherRankError(RunError):
+    """Another rank failed, and not with an error for users: what that rank prints says why."""
+
+
+def described_error(error: BaseException) -> dict[str, Any]:
+    """An error as values of JSON, for another process to raise (`error_of`)."""
+    if not isinstance(error, ThreefoldError):
+        return {"class": None, "text": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    return {"class": type(error).__name__, "problems": [astuple(problem) for problem in error.problems]}
+
+
+def error_of(told: dict[str, Any], name: str) -> ThreefoldError:
+    """The error that another process described, of the same class, which it met in `name`."""
+    if told["class"] is None:
+        return OtherRankError(
+            f"another rank failed in {name!r}: {told['text']}", expected="its result", fix="see that rank's traceback"
+        )
+    classes = {cls.__name__: cls for cls in _family(ThreefoldError)}
+    return classes.get(told["class"], RunError).of(Problem(*problem) for problem in told["problems"])
+
+
+def _family(cls: type[ThreefoldError]) -> Iterator[type[ThreefoldError]]:
+    yield cls
+    for derived in cls.__subclasses__():
+        yield from _family(derived)
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

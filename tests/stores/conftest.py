@@ -17,7 +17,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,11 @@ IDENTITIES = {
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs: its kind and address."""
+    """A server that runs: its kind, address and process."""
 
     kind: str
     endpoint: str
+    pid: int = 0
 
     def environ(self, who: str = "writer", secret: str | None = None) -> dict[str, str]:
         key, its_secret, _ = IDENTITIES[who]
@@ -89,7 +90,7 @@ def _running(command: list[str], server: Server, log: Path) -> Iterator[Server]:
                 pytest.fail(f"{server.kind} does not start: {log.read_text()[-2000:]}")
             time.sleep(0.1)
         _make_bucket(server)
-        yield server
+        yield replace(server, pid=process.pid)
     finally:
         process.kill()
         process.wait()

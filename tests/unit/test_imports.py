@@ -107,6 +107,9 @@ TORCH_FREE = [
     "threefold.plan.automatic",
     "threefold.places.admission",
     "threefold.places.upload",
+    "threefold.places.lease",
+    "threefold.places.mirror",
+    "threefold.places.restore",
 ]
 
 

@@ -421,7 +421,9 @@ def test_local_paths_load_nothing_of_it(tmp_path: Path) -> None:
     ("words", "what"),
     [
         ("train --log.dir s3://bucket/a", "log.dir = 's3://bucket/a' is an address of a store"),
-        ("train --checkpoint.resume gs://bucket/a", "checkpoint.resume = 'gs://bucket/a' is an address of a store"),
+        ("train --checkpoint.resume https://bucket/a", "https://bucket/a is no store that threefold can use"),
+        ("train --checkpoint.store runs/a", "runs/a is no store that threefold can use"),
+        ("train --checkpoint.store s3://key:secret@bucket/a", "the address s3://... holds more than a bucket"),
         ("data prepare --data.source a --data.tokenizer bytes --to s3://bucket/a", "--to s3:/bucket/a is an address"),
         ("import a --to s3://bucket/a", "--to s3:/bucket/a is an address of a store"),
         ("report a --to s3://bucket/a.html", "--to s3:/bucket/a.html is an address of a store"),

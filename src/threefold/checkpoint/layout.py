@@ -142,6 +142,10 @@ class CheckpointFolder:
         """Returns the hidden folder in which the checkpoint of `step` is being written."""
         return self.path / f".{_name(step)}.partial"
 
+    def at(self, step: int) -> Checkpoint:
+        """Returns the checkpoint of `step` at its place, which need not be there yet."""
+        return Checkpoint(self.path / _name(step), step)
+
     def begin(self, step: int) -> Path:
         """Makes an empty hidden folder for the checkpoint of `step`; one rank calls it."""
         self.abandon(step)
@@ -227,8 +231,8 @@ class CheckpointFolder:
         if best is not None and best[0] > step:
             (self.path / _BEST).unlink()
 
-    def prune(self, keep: int) -> None:
-        """Removes all but the `keep` newest complete checkpoints and the best.
+    def prune(self, keep: int, pinned: Sequence[int] = ()) -> None:
+        """Removes all but the `keep` newest complete checkpoints, the best, and those of the `pinned` steps.
 
         Also removes the remains of interrupted saves and removals.
         """
@@ -236,7 +240,8 @@ class CheckpointFolder:
         named = Identity.read(self._run) is not None
         for checkpoint in self.complete()[:-keep]:
             # A manifest without an author in a run's folder is damaged.
-            if checkpoint.step != best and not checkpoint.path.is_symlink() and (checkpoint.author or not named):
+            kept = checkpoint.step == best or checkpoint.step in pinned
+            if not kept and not checkpoint.path.is_symlink() and (checkpoint.author or not named):
                 _remove(checkpoint.path)
         for path in self.path.glob(".step-*.partial"):
             _remove(path)

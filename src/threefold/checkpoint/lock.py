@@ -73,6 +73,11 @@ class RunLock:
             file.write(json.dumps(holder) + "\n")
             file.flush()
 
+    @property
+    def held(self) -> bool:
+        """Whether a folder was taken."""
+        return self._file is not None
+
     def keep(self) -> None:
         """Keeps the folder, because the request was accepted."""
         self._made = None

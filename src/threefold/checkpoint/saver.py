@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from threefold.checkpoint import shards as index_of_tensors
 from threefold.checkpoint.seal import Seal, write_sealed
 from threefold.checkpoint.shards import Entry, Index
 from threefold.checkpoint.tensors import TensorPart, entries_of, write_parts
-from threefold.errors import RunError, size_text
+from threefold.errors import RunError, ThreefoldError, described_error, error_of, size_text
 from threefold.mesh.mesh import Mesh
 
 log = logging.getLogger("threefold")
@@ -48,6 +49,8 @@ class Save:
         begin: makes the folder before any rank writes; rank 0 calls it.
         commit: receives the seals of the files in `state` when all are written; rank 0 calls it.
         abandon: removes what was written; rank 0 calls it when no rank is writing any more.
+        refusal: why the run is to end instead of saving, whatever is to follow a failed save; rank 0 calls it first.
+        done: called by every rank when the checkpoint is complete; returns at once.
     """
 
     step: int
@@ -55,6 +58,8 @@ class Save:
     begin: Callable[[], object]
     commit: Callable[[Mapping[str, Seal]], object]
     abandon: Callable[[], object]
+    refusal: Callable[[], ThreefoldError | None] = lambda: None
+    done: Callable[[], object] = lambda: None
 
 
 class Stage:
@@ -215,7 +220,9 @@ class Saver:
         failure, self._failure = self._failure, None
         if failure is None:
             return
-        error = _failed(failure)
+        if "class" in (values := json.loads(failure)):
+            raise error_of(values, "a save")
+        error = _failed(values)
         if not self.continue_on_error:
             raise error
         log.error("%s", error)
@@ -232,12 +239,14 @@ class Saver:
         self._failure = outcome or None
         if not outcome:
             self.saved_step = job.step
+            job.done()
 
     def _together(self, job: Save, parts: Sequence[TensorPart]) -> str:
         """Returns rank 0's conclusion: empty, or the step and the reason as JSON."""
         mesh, store, key = self.mesh, self._store, f"{self._key}/{self._number}"
+        refusal = job.refusal() if mesh.rank == 0 else None
         if mesh.rank == 0:
-            store.set(f"{key}/begun", _attempt(job.begin) or "")
+            store.set(f"{key}/begun", "refused" if refusal is not None else _attempt(job.begin) or "")
         store.wait([f"{key}/begun"], _LONGEST_SAVE)
         reason: str | None = store.get(f"{key}/begun").decode() or None
         seals: dict[str, Seal] = {}
@@ -245,7 +254,9 @@ class Saver:
             own = _attempt(lambda: seals.update(self._write(job.state, parts)))
             report = {"reason": own, "seals": {name: seal.to_json() for name, seal in seals.items()}}
             store.set(f"{key}/written/{mesh.rank}", json.dumps(report))
-        if mesh.rank == 0:
+        if refusal is not None:
+            store.set(f"{key}/ended", json.dumps(described_error(refusal)))
+        elif mesh.rank == 0:
             failed = {"step": job.step, "rank": 0}
             if reason is None:
                 reason = self._collect(f"{key}/written", seals, failed) or _attempt(
@@ -311,8 +322,7 @@ class SaveError(RunError):
     how = "disk"
 
 
-def _failed(failure: str) -> SaveError:
-    values = json.loads(failure)
+def _failed(values: Mapping[str, Any]) -> SaveError:
     error = SaveError(
         f"the checkpoint of step {values['step']} could not be saved: {values['reason']}",
         expected="enough space, and a folder that every rank can write; earlier checkpoints are intact",

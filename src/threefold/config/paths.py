@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +69,14 @@ def literal_paths(config: Config) -> Iterator[Problem]:
     sources = [("data.source", config.data.source), ("eval.source", config.eval.source)]
     others = [("log.dir", config.log.dir), ("checkpoint.resume", config.checkpoint.resume)]
     others += [("data.tokenizer", config.data.tokenizer), ("model.name_or_path", config.model.name_or_path)]
+    for address in (config.checkpoint.store, config.checkpoint.resume):
+        if address is not None and (address == config.checkpoint.store or "://" in address):
+            yield from _address_problems(address)
     for key, named in [*sources, *others]:
         for text in (named,) if isinstance(named, str) else named or ():
             # A source's ~ is expanded, and that of a model has an error of its own.
             home = text.startswith("~") and key in ("log.dir", "checkpoint.resume", "data.tokenizer")
-            if "://" in text and key in ("log.dir", "checkpoint.resume"):
+            if "://" in text and key == "log.dir":
                 what = f"{key} = {text!r} is an address of a store"
                 yield Problem(what, "a folder of this machine, or of a shared disk", f"--{key} runs/NAME")
             if (home or _VARIABLE.search(text)) and not os.path.lexists(text):
@@ -82,6 +85,16 @@ def literal_paths(config: Config) -> Iterator[Problem]:
                     "a path as it is: a shell expands ~ and $NAME outside of single quotes, and nothing in a file does",
                     f"--{key} {text if home else json.dumps(text)}",
                 )
+
+
+def _address_problems(address: str) -> Sequence[Problem]:
+    from threefold.places import url
+
+    try:
+        url.parse(address)
+    except ConfigError as error:
+        return error.problems
+    return ()
 
 
 def tokenizer_name(config: Config) -> tuple[str, str]:

@@ -241,7 +241,8 @@ class CheckpointConfig(Section):
     on_error: Literal["error", "continue"] = Field(
         "error", description="if a save fails: end the run, or print the error and continue"
     )
-    resume: str = Field("auto", description="`auto`, `never`, or the path of a checkpoint")
+    store: str | None = Field(None, description="keep a copy in an object store, sent behind: s3://BUCKET/PREFIX")
+    resume: str = Field("auto", description="`auto`, `never`, or the path of a checkpoint or its address in a store")
     grace_s: PositiveInt = Field(110, description="time for ranks to finish and save after a stop signal, s")
 
 

@@ -8,7 +8,6 @@ Here too: how ranks are told apart that bring other rows to a call than they sho
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 import zlib
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from threefold.errors import DataError, Problem, RunError, ThreefoldError
+from threefold.errors import DataError, RunError, ThreefoldError, described_error, error_of
 from threefold.mesh import environment
 
 _LONGEST_PREPARATION = timedelta(days=2)
@@ -37,10 +36,6 @@ _PEER_GONE = (
     "failed to recv",
     "Failed to recv",
 )
-
-
-class OtherRankError(RunError):
-    """Another rank failed, and not with an error for users: what that rank prints says why."""
 
 
 class LostPeerError(RunError):
@@ -156,29 +151,6 @@ def lost_peer(error: BaseException) -> LostPeerError | None:
         "for `Out of memory` in the kernel's log (dmesg) of its host; the same command resumes from the newest "
         "checkpoint, and `threefold train --max-restarts N` does so automatically",
     )
-
-
-def described_error(error: BaseException) -> dict[str, Any]:
-    """An error as values of JSON, for another process to raise (`error_of`)."""
-    if not isinstance(error, ThreefoldError):
-        return {"class": None, "text": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-    return {"class": type(error).__name__, "problems": [dataclasses.astuple(problem) for problem in error.problems]}
-
-
-def error_of(told: dict[str, Any], name: str) -> ThreefoldError:
-    """The error that another process described, of the same class, which it met in `name`."""
-    if told["class"] is None:
-        return OtherRankError(
-            f"another rank failed in {name!r}: {told['text']}", expected="its result", fix="see that rank's traceback"
-        )
-    classes = {cls.__name__: cls for cls in _family(ThreefoldError)}
-    return classes.get(told["class"], RunError).of(Problem(*problem) for problem in told["problems"])
-
-
-def _family(cls: type[ThreefoldError]) -> Iterator[type[ThreefoldError]]:
-    yield cls
-    for derived in cls.__subclasses__():
-        yield from _family(derived)
 
 
 def digest_of_rows(batches: Sequence[Mapping[str, Any]]) -> int:

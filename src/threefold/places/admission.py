@@ -77,6 +77,24 @@ def require_create(place: ObjectPlace, key: str) -> bool:
     return True
 
 
+def require_conditions(place: ObjectPlace) -> None:
+    """ThreefoldError if the store writes although a condition does not hold: nothing would keep two writers apart."""
+    key = f".threefold-probe-{uuid.uuid4().hex[:12]}"
+    try:
+        if (first := place.create(key, b"first")) is None:
+            raise ThreefoldError("the store refuses a new key", expected="put if absent", fix=_ELSEWHERE)
+        ignored = "If-None-Match" if place.create(key, b"second") is not None else ""
+        if not ignored:
+            place.swap(key, b"third", etag=first)
+            ignored = "If-Match" if place.swap(key, b"fourth", etag=first) is not None else ""
+    finally:
+        place.delete([key])
+    if ignored:
+        what = f"the store writes over what is there although it was asked not to (it ignores {ignored})"
+        expected = "conditional writes: on them rest the lease of a run and the seal of a checkpoint"
+        raise ThreefoldError(what, expected=expected, fix=f"leave checkpoint.store out; or {_ELSEWHERE}")
+
+
 class _Probing:
     """The probes of one store while they run."""
 

@@ -23,6 +23,10 @@ class PlaceError(ThreefoldError):
     """A store failed, does not answer, or does not hold what it should."""
 
 
+class MissingObject(PlaceError):
+    """An object is not there, or is shorter than what was asked for."""
+
+
 @dataclass(frozen=True)
 class _Meaning:
     """What the answers that match say: `{url}`, `{bucket}` and `{said}` are filled in."""
@@ -85,13 +89,13 @@ _MEANINGS = (
         "S3's protocol with ranges, parts, If-None-Match and If-Match",
         "threefold doctor {url}   (what it does and what it does not)",
     ),
-    _Meaning("NoSuchKey|404", "it is not there ({said})", "the object as it was written", WHO_WRITES, PlaceError),
+    _Meaning("NoSuchKey|404", "it is not there ({said})", "the object as it was written", WHO_WRITES, MissingObject),
     _Meaning(
         "InvalidRange|416",
         "it is shorter than what was asked for",
         "the object as it was written",
         WHO_WRITES,
-        PlaceError,
+        MissingObject,
     ),
     _Meaning(
         "SlowDown|503|429|RequestLimitExceeded",

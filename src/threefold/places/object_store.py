@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.errors import ConfigError
-from threefold.places.faults import WHO_WRITES, PlaceError, explained, unanswered
+from threefold.places.faults import WHO_WRITES, MissingObject, PlaceError, explained, unanswered
 from threefold.places.place import StoredObject
 from threefold.places.url import StoreUrl, parse
 
@@ -59,6 +59,8 @@ def _settings(url: StoreUrl, environ: Mapping[str, str]) -> dict[str, Any]:
         settings |= {"region": name} if (name := environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")) else {}
         endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or settings.get("endpoint", "")
         settings |= {"endpoint": endpoint} if endpoint else {}
+        # The store compares what arrives with this, and keeps it.
+        settings |= {} if "AWS_CHECKSUM_ALGORITHM" in environ else {"checksum_algorithm": "SHA256"}
         settings["client_options"] = {
             "allow_http": endpoint.startswith("http://"),
             "connect_timeout": timedelta(seconds=5),
@@ -103,15 +105,24 @@ class ObjectStore:
             self._store = kind(url.bucket, prefix=url.prefix or None, retry_config=retries, **settings)
 
     def read(self, key: str, *, start: int, length: int) -> bytes:
-        """Exactly these bytes of an object; PlaceError if it is absent or shorter."""
+        """Exactly these bytes of an object; MissingObject if it is absent or shorter."""
         if not length:
             return b""
         with self._asking(f"{key} cannot be read"):
             data = bytes(self._call(self._library.get_range, self._store, key, start=start, length=length))
         if len(data) != length:
             what = f"{self.url}/{key} ends {length - len(data)} bytes before the {start + length} that were asked for"
-            raise PlaceError(what, expected="the object as it was written", fix=WHO_WRITES)
+            raise MissingObject(what, expected="the object as it was written", fix=WHO_WRITES)
         return data
+
+    def get(self, key: str) -> tuple[bytes, str] | None:
+        """A small object and the etag of these very bytes, None if there is none."""
+        with self._asking(f"{key} cannot be read"):
+            try:
+                result = self._call(self._library.get, self._store, key)
+            except FileNotFoundError:
+                return None
+            return bytes(self._call(result.bytes)), self._stamp(result.meta)
 
     def stat(self, key: str) -> StoredObject | None:
         """The object of a key, None if there is none."""

@@ -26,7 +26,10 @@ class ObjectPlace(Protocol):
     """A prefix of a store. Errors are ThreefoldErrors in three parts, after retries within a bounded time."""
 
     def read(self, key: str, *, start: int, length: int) -> bytes:
-        """Exactly these bytes of an object; PlaceError if it is absent or shorter."""
+        """Exactly these bytes of an object; MissingObject if it is absent or shorter."""
+
+    def get(self, key: str) -> tuple[bytes, str] | None:
+        """A small object and the etag of these very bytes, None if there is none."""
 
     def stat(self, key: str) -> StoredObject | None:
         """The object of a key, None if there is none."""

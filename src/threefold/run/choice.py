@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, find
 from threefold.checkpoint.lineage import Identity, Journal, Origin
 from threefold.checkpoint.lock import Words
+from threefold.checkpoint.seal import checksum_of
 from threefold.config.paths import METRICS, RUN_FILE, is_run
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
@@ -24,6 +25,8 @@ from threefold.jsonl import utc_now
 from threefold.mesh import environment
 
 _COMMAND = Words()
+# Of folders with checkpoints of other runs, fetched from a store.
+FETCHED = ".fork-of-"
 
 
 class Choice(NamedTuple):
@@ -63,9 +66,9 @@ def of(config: Config, path: Path, words: Words = _COMMAND) -> Choice:
                 fix=f"{words.another()}   (or {words.resume('auto')} to resume it)",
             )
         return Choice()
-    named = None
-    if asked not in ("auto", "never") and not _asked_before(path, Path(asked), identity):
-        named = _named(Path(asked))
+    named, place = None, place_of(asked, path)
+    if asked not in ("auto", "never") and not asked_before(path, place, identity):
+        named = _named(place)
         origin = _origin(named)
         _refuse_left(named, identity, words)
         if not _taken_up(path, named, origin, identity, own, words):
@@ -80,6 +83,11 @@ def of(config: Config, path: Path, words: Words = _COMMAND) -> Choice:
         # A fork that has not saved yet.
         return Choice((named or _at_its_place(identity.origin, path, words),), True)
     return Choice(own)
+
+
+def place_of(asked: str, run: Path) -> Path:
+    """Where the checkpoint that is asked for lies: what is in a store is fetched into the run's folder."""
+    return run / f"{FETCHED}{checksum_of(asked.encode())[:8]}" if "://" in asked else Path(asked)
 
 
 def unnamed(path: Path, words: Words = _COMMAND) -> ConfigError:
@@ -166,7 +174,7 @@ def _refuse_left(named: Checkpoint, identity: Identity | None, words: Words) -> 
     )
 
 
-def _asked_before(path: Path, asked: Path, identity: Identity | None) -> bool:
+def asked_before(path: Path, asked: Path, identity: Identity | None) -> bool:
     """Whether an earlier start did what `checkpoint.resume` asks: a fork once, a return to an own one once a job.
 
     By its path, for the checkpoint itself may have been removed since.

@@ -20,9 +20,16 @@ from pathlib import Path
 import torch
 
 from threefold.checkpoint.lineage import Ending
-from threefold.errors import EXIT_FAILED, EXIT_WRONG_REQUEST, RunError, ThreefoldError
+from threefold.errors import (
+    EXIT_FAILED,
+    EXIT_WRONG_REQUEST,
+    OtherRankError,
+    RunError,
+    ThreefoldError,
+    described_error,
+)
 from threefold.mesh import environment
-from threefold.mesh.exchange import OtherRankError, described_error, lost_peer
+from threefold.mesh.exchange import lost_peer
 from threefold.mesh.mesh import FAILURES, Mesh
 from threefold.mesh.rendezvous_errors import NoDeviceError, RendezvousError
 from threefold.run.watch.watchdog import Watchdog

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 _SEEN_WITHIN_S = 15.0
 _LOOK_S = 0.1
 # What a start leaves that ended before the run began, and what a submitted job puts there.
-_NOT_YET_A_RUN = ("checkpoints", "logs", "memory", "run.lock", "submitted.yaml", "job.sh")
+_NOT_YET_A_RUN = ("checkpoints", "logs", "memory", "run.lock", "submitted.yaml", "job.sh", ".lease.json", ".from-store")
 _OUTPUTS = (".err", ".log", ".out")  # where a shell, or a scheduler, sends what is printed
 
 
@@ -163,7 +164,7 @@ class RunFolder:
         for folder in (self.path, self.path.resolve().parent):
             sync(folder)
         asked = config.checkpoint.resume
-        named = str(Path(asked).resolve()) if asked not in ("auto", "never") else None
+        named = str(choice.place_of(asked, self.path).resolve()) if asked not in ("auto", "never") else None
         author, start = dataclasses.asdict(identity.author), dataclasses.asdict(identity.starts[-1])
         self.journal.append("start", **author, **start, asked=named, job=environment.job(), **(facts or {}))
         if aside:
@@ -179,12 +180,14 @@ class RunFolder:
         *,
         keep: int,
         best: float | None = None,
+        pinned: Sequence[int] = (),
     ) -> Checkpoint:
         """Completes the checkpoint of `step`, which every rank has written, and removes old ones; one rank calls it.
 
         Args:
             seals: of the files in its folder `state`.
             best: its evaluation loss, if it is the best so far.
+            pinned: steps whose checkpoints somebody still reads.
         """
         for record in (self.metrics, self.path / AUDIT):
             if record.exists():
@@ -192,7 +195,9 @@ class RunFolder:
         saved = self.checkpoints.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
         if best is not None:
             self.checkpoints.mark_best(step, best)
-        self.checkpoints.prune(keep)
+        self.checkpoints.prune(keep, pinned)
+        if self.resume is not None and (fetched := self.resume.path.parents[1]).name.startswith(choice.FETCHED):
+            shutil.rmtree(fetched, ignore_errors=True)  # the run has a checkpoint of its own now
         self.journal.note("save", step=step, start=manifest["start"])
         return saved
 
@@ -215,16 +220,35 @@ def open_run(config: Config, lock: RunLock | None = None, *, program: bool = Fal
             is asked for or files that no run wrote, another process is using it, or it cannot be written.
         CheckpointError: a checkpoint given by path does not exist.
     """
+    words = Words(program)
+
+    def refuse(path: Path) -> None:
+        choice.of(config, path, words)
+
+    path = open_folder(config, lock, program=program, refuse=refuse)
+    return RunFolder(path, None, *choice.of(config, path, words), program=program)
+
+
+def open_folder(
+    config: Config, lock: RunLock | None = None, *, program: bool = False, refuse: Callable[[Path], object] = str
+) -> Path:
+    """Makes the run's folder or finds it, with `lock`; one rank calls it.
+
+    Args:
+        refuse: is given the folder before anything is made.
+
+    Raises:
+        ConfigError: as `open_run`, except for what is to be resumed there.
+    """
     path, words = Path(config.log.dir) if config.log.dir is not None else new_path(), Words(program)
     try:
         with suppress(FileNotFoundError):
             path.stat()
-        # Refuse before anything is made.
         if not is_run(path):
             _refuse_inside(path, words)
             _refuse_filled(path, words)
         refuse_other_kind(path, words)
-        choice.of(config, path, words)
+        refuse(path)
         fresh = _made(path)
         if lock is not None:
             lock.take(path, fresh=fresh, at=words.at(path), other=words.another())
@@ -236,7 +260,7 @@ def open_run(config: Config, lock: RunLock | None = None, *, program: bool = Fal
             expected="a folder that this user can write, with room for checkpoints",
             fix=words.another(),
         ) from error
-    return RunFolder(path, None, *choice.of(config, path, words), program=program)
+    return path
 
 
 def refuse_other_kind(path: Path, words: Words) -> None:
@@ -268,7 +292,11 @@ def _refuse_inside(path: Path, words: Words) -> None:
 def _refuse_filled(path: Path, words: Words) -> None:
     """Raises ConfigError for a folder with files that no run, and no job before it, has written."""
     names = sorted(path.iterdir()) if path.is_dir() else []
-    others = [each.name for each in names if each.name not in _NOT_YET_A_RUN and each.suffix not in _OUTPUTS]
+    others = [
+        each.name
+        for each in names
+        if each.name not in _NOT_YET_A_RUN and each.suffix not in _OUTPUTS and not each.name.startswith(choice.FETCHED)
+    ]
     if others:
         more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""
         raise ConfigError(

@@ -116,8 +116,9 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
     enter("admission")
     with console.bars.show("admission: the architecture on this mesh"):
         admission = admit(config, asked.architecture, mesh)
-    with Run(config.log.dir, mesh=mesh, config=config, watch=watch, last=loaded.last) as run:
-        run.say = console.print
+    run = Run(config.log.dir, mesh=mesh, config=config, watch=watch, last=loaded.last)
+    run.say = console.print
+    with run:
         folder = dataclasses.replace(run.folder, accepts_changes=loaded.accept_changes)
         with memory.explained(asked, mesh, folder.path):
             enter("data preparation")
@@ -132,6 +133,7 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
                 more = "--train.steps" if config.train.epochs is None else "--train.epochs"
                 console.print(f"nothing to do: step {built.done} of {built.num_steps} is done. To train more: {more} N")
                 enter(CLOSING)
+                _store(run, console)
                 mesh.close()
                 return 0
             run.config = built.config
@@ -178,7 +180,7 @@ def _accept(console: Screen, run: Run, built: Built, head: Head) -> None:
     rows = built.loader.rows
     known, skips = KnownRows(rows, seed=built.mesh.rank), built.loader.planned
     run.begin(partial(assemble.start_of, built), facts, rows=rows, known=known, skips=skips)
-    built.checkpointer.folder = run.folder
+    built.checkpointer.folder, built.checkpointer.stored = run.folder, run.stored
     for line in files:
         console.print(printed("files", line))
 
@@ -226,14 +228,24 @@ def _followed(run: Run, built: Built, console: Screen, extras: Extras, hooks: Ho
         with console.bars.show("saving"):
             checkpointer.saver.wait()
         _saved(built, hooks)
+        _store(run, console)
     except ThreefoldError:
         checkpointer.saver.join(LINGER_S)
+        if run.stored is not None:
+            run.stored.mirror.join(LINGER_S)
         raise
     finally:
         guards.close()
         if rows is not None:
             rows.close()
     return outcome
+
+
+def _store(run: Run, console: Screen) -> None:
+    """Waits until the run's checkpoints are in its store, if it has one."""
+    if run.stored is not None:
+        with console.bars.show(f"sending to {run.config.checkpoint.store}"):
+            run.stored.mirror.wait(run.watch.progress.tick)
 
 
 def _saved(run: Built, hooks: Hooks) -> None:

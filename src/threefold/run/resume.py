@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PretrainedConfig
@@ -51,6 +51,9 @@ from threefold.optim.build import begin_state
 from threefold.optim.ema import Ema
 from threefold.run.folder import RunFolder
 
+if TYPE_CHECKING:
+    from threefold.run.stored import StoredRun
+
 
 @dataclass
 class Checkpointer:
@@ -75,6 +78,7 @@ class Checkpointer:
         self.lost_bits: list[str] | None = None  # why an exact run continues with other bits; None: it does not resume
         self.saved: Checkpoint | None = None  # the last one, on the rank that completes it
         self.saver: Saver  # made by `start`
+        self.stored: StoredRun | None = None  # the run's copy in a store
         # Adapters only work with the base weights they were trained on, and pairs are compared with them.
         based = bool(self.config.model.lora.r) or self.config.train.objective == "dpo"
         self._base = self.mesh.once_per_host("base", lambda: load.fingerprint(self.config.model)) if based else None
@@ -112,11 +116,16 @@ class Checkpointer:
         keep, checkpoints, manifest = self.config.checkpoint.keep, self.folder.checkpoints, self._manifest()
 
         def commit(seals: Mapping[str, Seal]) -> None:
-            self.saved = self.folder.commit(step, manifest, seals, keep=keep, best=best)
+            pinned = stored.mirror.pinned() if stored is not None else ()
+            self.saved = self.folder.commit(step, manifest, seals, keep=keep, best=best, pinned=pinned)
 
-        state = checkpoints.partial(step) / "state"
+        state, stored = checkpoints.partial(step) / "state", self.stored
         begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)
-        self.saver.save(Save(step, state, begin, commit, abandon))
+        job = Save(step, state, begin, commit, abandon)
+        if stored is not None:
+            done = partial(stored.send, checkpoints.at(step), best=best is not None)
+            job = replace(job, refusal=stored.mirror.refusal, done=done)
+        self.saver.save(job)
         if best is not None:
             self._best = best
 

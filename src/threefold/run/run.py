@@ -64,6 +64,7 @@ from threefold.training.stop_request import StopRequest
 
 if TYPE_CHECKING:
     from threefold.checkpoint.saver import Saver
+    from threefold.run.stored import StoredRun
     from threefold.training.evaluation import EvalNumbers
     from threefold.training.saving import Held, Loaded
 
@@ -135,6 +136,7 @@ class Run:
         self._saved, self._began, self._in_step, self._stopping = -1, False, False, False
         self._rows, self._rates = list[int](), dict[str, float]()
         self._start: Callable[[], None] | None = None
+        self.stored: StoredRun | None = None  # its copy in a store, if there is one
 
     def __enter__(self) -> Self:
         """Opens the folder: locked, with the newest undamaged checkpoint; nothing of a run that is there is changed.
@@ -147,6 +149,9 @@ class Run:
                 self._watch(stack)
             stack.enter_context(self._lock)
             self.watch.progress.enter("opening the run")
+            asked = self.config.checkpoint
+            if asked.store is not None or "://" in asked.resume:
+                self._open_stored(stack)
             opened = self.mesh.share("run", self._opened)
             folder = RunFolder.from_values(opened)
             require_shared(folder.path, self.mesh, Words(self._program))
@@ -155,6 +160,8 @@ class Run:
                 stack.callback(end)
             self.folder = undamaged(folder, self.mesh)
             self.watch.folder = folder.path
+            if self.stored is not None:
+                self.stored.send_if_missing(self.folder)
             self._stack = stack.pop_all()
         return self
 
@@ -212,6 +219,8 @@ class Run:
             "accept", lambda: self.folder.accept(self.config, facts={**known, **versions(), **facts()})
         )
         self.folder = dataclasses.replace(self.folder, author=Author(**accepted["author"]))
+        if (stored := self.stored) is not None:
+            mesh.share("stored start", lambda: stored.begun(self.folder))
         for path in accepted["aside"]:
             self.say(f"  set aside: {path}, later than the step that the run resumes from")
         self._lock.keep()
@@ -360,7 +369,16 @@ class Run:
         self.folder.commit(step, whole, seals, keep=self.config.checkpoint.keep)
 
     def _opened(self) -> dict[str, Any]:
-        return open_run(self.config, self._lock, program=self._program).to_values()
+        # What has opened the store has locked the folder.
+        return open_run(self.config, self._lock if not self._lock.held else None, program=self._program).to_values()
+
+    def _open_stored(self, stack: contextlib.ExitStack) -> None:
+        # Nothing of it is loaded by a run that lies on a disk alone.
+        from threefold.run.stored import open_stored
+
+        self.config, self.stored = open_stored(self.config, self.mesh, self._lock, program=self._program, say=self.say)
+        if self.stored is not None:
+            stack.callback(self.stored.close)
 
     def _watch(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(self.watch)

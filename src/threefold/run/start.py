@@ -16,7 +16,14 @@ from threefold.config import loading
 from threefold.config.loading import LoadedConfig
 from threefold.config.paths import METRICS
 from threefold.config.schema import Config, DataConfig, value_at
-from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRONG_REQUEST, ConfigError, Problem, RunError
+from threefold.errors import (
+    EXIT_STOPPED_WITH_CHECKPOINT,
+    EXIT_WRONG_REQUEST,
+    ConfigError,
+    Problem,
+    RunError,
+    error_of,
+)
 from threefold.jsonl import Lines, Metrics
 from threefold.mesh import environment, local_ranks
 from threefold.mesh.local_ranks import ignore
@@ -118,8 +125,6 @@ def train(
         if code in (0, EXIT_STOPPED_WITH_CHECKPOINT):
             return Result(code, Path(config.log.dir) if config.log.dir is not None else None)
         if reason.exists():
-            from threefold.mesh.exchange import error_of
-
             raise error_of(json.loads(reason.read_text()), "training")
     raise (ConfigError if code == EXIT_WRONG_REQUEST else RunError)(
         f"training ended with exit code {code}, and no rank has said why",

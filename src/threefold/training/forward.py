@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from threefold.errors import ConfigError, RunError
-from threefold.mesh.exchange import OtherRankError
+from threefold.errors import ConfigError, OtherRankError, RunError
 from threefold.mesh.mesh import Mesh
 from threefold.model import noise
 from threefold.model.context_parallel.split import local_positions

@@ -1,0 +1,266 @@
+"""A run that is kept in a store too (`checkpoint.store`), or resumes from one: what of it `places` sends and fetches.
+
+What is fetched lies in the run's folder before that is opened, so that resuming, comparing and forking are those of
+the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
+from threefold.checkpoint.lineage import Identity
+from threefold.checkpoint.lock import RunLock, Words
+from threefold.checkpoint.seal import wrong_sizes
+from threefold.config.paths import AUDIT, JOURNAL, METRICS, RUN_CONFIG, RUN_FILE, is_run
+from threefold.config.schema import Config
+from threefold.errors import CheckpointError, ConfigError
+from threefold.mesh import environment
+from threefold.mesh.mesh import Mesh
+from threefold.places import mirror
+from threefold.places.head import CHECKPOINTS, KEY, HeldHead
+from threefold.places.lease import give_back, take_lease
+from threefold.places.mirror import Mirror, Sent, SentFiles
+from threefold.places.object_store import ObjectStore, open_store
+from threefold.places.restore import Restore, checkpoints_of, forget_interrupted, nothing, restore
+from threefold.places.snapshot import RECORDS, STATE
+from threefold.places.url import parse
+from threefold.run import choice
+from threefold.run.folder import RunFolder, open_folder
+
+# Of a run's folder: what a start elsewhere continues, or is compared with.
+_FILES = (METRICS, JOURNAL, AUDIT, RUN_CONFIG, "samples.jsonl", "chat_template.jinja", "data.files.jsonl")
+_FOLDERS = ("rows", "lengths", "blocks", "reference")
+# Of a run that is forked, beside the checkpoint.
+_OF_FORK = ("reference/", "chat_template.jinja")
+_IN_CHECKPOINTS = re.compile(rf"(.+)/{CHECKPOINTS}/([\w.-]+)")
+_RANK = re.compile(r"state/rank-(\d+)")
+
+
+class StoredRun:
+    """The copy of a run in a store. Every rank has one and calls it in the same way.
+
+    Attributes:
+        mirror: sends its checkpoints.
+    """
+
+    def __init__(self, mesh: Mesh, folder: Path, config: Config, held: HeldHead | None) -> None:
+        """Args: `held`: the head, on rank 0."""
+        asked, self._mesh, self._folder, self._held = config.checkpoint, mesh, folder, held
+        store = mesh.store.clone() if mesh.store is not None else dist.HashStore()
+        values = dist.PrefixStore(f"threefold/stored/{mesh.share('stored', lambda: uuid.uuid4().hex)}", store)
+        self.mirror = Mirror(
+            *(mesh, values, _place(str(asked.store))),
+            keep=asked.keep,
+            continue_on_error=asked.on_error == "continue",
+            held=held,
+            describe=self._contents,
+        )
+
+    def begun(self, folder: RunFolder) -> None:
+        """Makes the head that of a start which has been accepted; rank 0 calls it."""
+        identity = Identity.read(folder.path)
+        assert identity is not None
+        mirror.begin(self.mirror.held, asdict(identity), folder.done)
+
+    def send_if_missing(self, folder: RunFolder) -> None:
+        """Sends the run's checkpoint that it resumes from, if a killed upload left it out; every rank calls it."""
+        resume = folder.resume
+        if resume is None or resume.path.parent != folder.checkpoints.path:
+            return
+
+        def missing() -> bool | None:
+            stored = any(each.name == _name(resume) for each in self.mirror.held.head.checkpoints)
+            best = folder.checkpoints.best()
+            return None if stored else best is not None and best[0] == resume.step
+
+        if (best := self._mesh.share("best stored", missing)) is not None:
+            self.send(resume, best=best)
+
+    def send(self, checkpoint: Checkpoint, *, best: bool) -> None:
+        """Sends a complete checkpoint behind the steps; every rank calls it, and none waits."""
+        self.mirror.send(Sent(checkpoint.path, checkpoint.step, best))
+
+    def close(self) -> None:
+        """Gives the lease back, on rank 0."""
+        if self._held is not None:
+            give_back(self._held, self._folder)
+
+    def _contents(self, sent: Sent) -> SentFiles:
+        """Each rank sends what it wrote, as far as there are as many ranks as when it was written."""
+        checkpoint, folder = Checkpoint(sent.folder, sent.step), self._folder
+        files = {}
+        for name, seal in checkpoint.seals().items():
+            match = _RANK.match(name)
+            rank = int(match[1]) % self._mesh.world_size if match else 0
+            files[STATE + name] = (rank, seal.size_bytes, seal.checksum)
+        records = [folder / name for name in _FILES]
+        records += [path for name in _FOLDERS for path in sorted((folder / name).rglob("*"))]
+        others = {STATE + name: sent.folder / name for name in ("manifest.json", "COMPLETE")}
+        for path in records:
+            if path.is_file() and not path.is_symlink() and path.suffix != ".partial":
+                others[RECORDS + path.relative_to(folder).as_posix()] = path
+        return SentFiles(_name(checkpoint), files, others)
+
+
+def _name(checkpoint: Checkpoint) -> str:
+    """Equal for equal checkpoints alone: the manifest holds the start and all checksums."""
+    return f"{checkpoint.path.name}-{(checkpoint.checksum or '')[:12]}"
+
+
+def _place(address: str) -> ObjectStore:
+    return open_store(address, environment.variables())
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The run's folder, `checkpoint.resume` as it is there, and what is fetched before, from which address."""
+
+    folder: str
+    resume: str
+    address: str = ""
+    restore: Restore | None = None
+
+
+def open_stored(
+    config: Config, mesh: Mesh, lock: RunLock, *, program: bool, say: Callable[[str], None]
+) -> tuple[Config, StoredRun | None]:
+    """Takes the lease of `checkpoint.store`, and fetches what the run resumes from, if the store is nearer to it.
+
+    Every rank calls it, before the run's folder is opened.
+
+    Returns:
+        The config with the folder and what to resume there; the run's copy in the store, if there is one.
+
+    Raises:
+        ConfigError: another run has the lease, or the store and the folder hold different runs. CheckpointError: no
+            checkpoint is there, or none is whole.
+    """
+    held: list[tuple[HeldHead, Path]] = []
+    try:
+        plan = mesh.share("store", lambda: asdict(_planned(config, lock, held, Words(program), say)))
+        if plan["restore"] is not None:
+            restore(Restore(**_tuples(plan["restore"])), _place(plan["address"]), mesh, say)
+    except BaseException:
+        for each, folder in held:
+            give_back(each, folder)
+        raise
+    log = config.log.model_copy(update={"dir": plan["folder"]})
+    asked = config.checkpoint.model_copy(update={"resume": plan["resume"]})
+    config = config.model_copy(update={"log": log, "checkpoint": asked})
+    if asked.store is None:
+        return config, None
+    return config, StoredRun(mesh, Path(plan["folder"]), config, held[0][0] if held else None)
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _planned(
+    config: Config, lock: RunLock, held: list[tuple[HeldHead, Path]], words: Words, say: Callable[[str], None]
+) -> _Plan:
+    folder, asked, store = open_folder(config, lock, program=words.program), config.checkpoint.resume, None
+    forget_interrupted(folder, begun=(folder / RUN_FILE).exists())
+    prefix, name = _parted(asked) if "://" in asked else ("", None)
+    if config.checkpoint.store is not None:
+        store = str(parse(config.checkpoint.store))
+        held.append((take_lease(_place(store), folder, say), folder))
+        plan = _of_own(held[0][0], folder, asked, prefix == store, name, words)
+        if plan.restore is not None or prefix in ("", store):
+            return plan
+    into = choice.place_of(asked, folder)
+    if into.exists() or choice.asked_before(folder, into, Identity.read(folder)):
+        return _Plan(str(folder), asked)
+    candidates = checkpoints_of(_place(prefix), name)
+    return _Plan(str(folder), asked, prefix, Restore(candidates, str(into), whole=True, records=_OF_FORK))
+
+
+def _parted(address: str) -> tuple[str, str | None]:
+    """A run's prefix, and the name of one checkpoint, if the address has one."""
+    address = str(parse(address))
+    match = _IN_CHECKPOINTS.fullmatch(address)
+    return (match[1], match[2]) if match else (address, None)
+
+
+def _of_own(held: HeldHead, folder: Path, asked: str, named_here: bool, name: str | None, words: Words) -> _Plan:
+    """What the run in a folder needs of its own store.
+
+    Raises:
+        ConfigError: the store holds another run, or this one after it has gone on elsewhere.
+    """
+    place, identity, there = held.place, Identity.read(folder), _identity_in(held)
+    if there is None:
+        if named_here:
+            raise nothing(place)
+        return _Plan(str(folder), asked)
+    fresh = identity is None and not is_run(folder)
+    if fresh and asked != "auto" and not named_here:
+        raise ConfigError(
+            f"checkpoint.store = {place.url} holds a run, and checkpoint.resume is {asked}",
+            expected="a prefix that holds nothing, for a new run",
+            fix=f"--checkpoint.store ANOTHER_PREFIX   (or {words.resume('auto')} to resume the run that is there)",
+        )
+    if identity is not None:
+        _refuse_parted(identity, there, folder, place, words)
+    entries = [each for each in reversed(held.head.checkpoints) if name in (None, each.name)]
+    if name is not None and not entries:
+        raise nothing(place, name)
+    resume = "auto" if named_here else asked
+    if name is not None:
+        resume = str(CheckpointFolder(folder).at(entries[0].step).path)
+    newest = _newest_whole(folder) if name is None else 0
+    candidates = [(each.name, each.seal) for each in entries if each.step > newest]
+    if not candidates or not (named_here or asked == "auto"):
+        return _Plan(str(folder), resume)
+    files = ((RUN_FILE, json.dumps(asdict(there)) + "\n"),) if fresh else ()
+    records = ("",) if fresh else ()
+    fetched = Restore(candidates, str(folder), records=records, files=files, required=not newest)
+    return _Plan(str(folder), resume, str(place.url), fetched)
+
+
+def _identity_in(held: HeldHead) -> Identity | None:
+    if held.head.identity is None:
+        return None
+    try:
+        return Identity.of(held.head.identity)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{held.place.url}/{KEY} names no run: {error!r}",
+            expected="the run's id and its starts as they were written",
+            fix="--checkpoint.store ANOTHER_PREFIX",
+        ) from error
+
+
+def _refuse_parted(own: Identity, there: Identity, folder: Path, place: ObjectStore, words: Words) -> None:
+    """Raises ConfigError unless a folder holds the run that the store does, and all of its starts."""
+    if own.id == there.id and own.starts[: len(there.starts)] == there.starts:
+        return
+    what = f"{folder} holds run {own.id[:8]}, and checkpoint.store = {place.url} run {there.id[:8]}"
+    if own.id == there.id:
+        what = f"the run in {folder} has gone on elsewhere, by checkpoint.store = {place.url}"
+    raise ConfigError(
+        what,
+        expected="one run in both: what is in the store would not continue what is in the folder",
+        fix=f"{words.another()} to go on from the store; or --checkpoint.store ANOTHER_PREFIX for the run that is here",
+    )
+
+
+def _newest_whole(folder: Path) -> int:
+    """The step of the folder's newest checkpoint that has all of its bytes; 0: none."""
+    for each in reversed(CheckpointFolder(folder).complete()):
+        try:
+            whole = wrong_sizes(each.path, each.seals()) is None
+        except CheckpointError:
+            whole = False
+        if whole:
+            return each.step
+    return 0

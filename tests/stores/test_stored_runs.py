@@ -1,0 +1,264 @@
+"""Runs with a copy in a store: what is there after any end, who may write, and what a machine without the disk gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks import warm
+from ranks.runs import command, curve, environment, prepare
+from stores.conftest import SECRET, Server
+from threefold.checkpoint.layout import Checkpoint, find
+from threefold.places import snapshot
+from threefold.places.head import KEY, RunHead, _written, read_head
+from threefold.places.object_store import ObjectStore, open_store
+
+pytestmark = [pytest.mark.stores, pytest.mark.usefixtures("_no_secret_is_printed")]
+# Of a run whose rate does not depend on its length.
+STEADY = ("--optimizer.schedule", "constant", "--checkpoint.every", "4")
+
+
+@pytest.fixture
+def _no_secret_is_printed(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
+    yield
+    printed = capfd.readouterr()
+    assert SECRET not in printed.out + printed.err
+
+
+@pytest.fixture
+def here(seaweed: Server, use: Any, tmp_path: Path) -> Path:
+    use(seaweed.environ())
+    prepare(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def place(here: Path, address: str) -> ObjectStore:
+    return open_store(address, os.environ)
+
+
+def train(folder: Path, *arguments: str, code: int = 0) -> str:
+    done = command(folder, "train", "config.yaml", *STEADY, *arguments)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert SECRET not in done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def head_of(place: ObjectStore) -> RunHead:
+    there = read_head(place)
+    assert there is not None
+    return there[0]
+
+
+def stored_steps(place: ObjectStore, scratch: Path) -> list[int]:
+    """The steps of all checkpoints that the head names, each of them read back and whole in every byte."""
+    if (there := read_head(place)) is None:
+        return []
+    for each in there[0].checkpoints:
+        shutil.rmtree(scratch, ignore_errors=True)
+        files = snapshot.read_seal(place, each.name, each.seal)
+        snapshot.fetch(place, files, scratch)
+        assert snapshot.damage(place, files, scratch) is None
+        assert Checkpoint(scratch / "checkpoint", each.step).damage() is None
+    return [each.step for each in there[0].checkpoints]
+
+
+def num_bytes(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * 1024 ** ("bytes", "KiB", "MiB").index(unit)
+
+
+def run_id(folder: Path) -> str:
+    return str(json.loads((folder / "run.json").read_text())["id"])
+
+
+def test_a_run_goes_on_without_its_disk(here: Path, place: ObjectStore, address: str) -> None:
+    """dp 4 is stored, dp 2 x tp 2 goes on from the store in a new folder, then one rank: one run, with one's curve."""
+    store = ("--checkpoint.store", address)
+    wide = ("--model.config", "{model_type: llama, hidden_size: 64, intermediate_size: 256, num_hidden_layers: 4, "
+            "num_attention_heads: 4, num_key_value_heads: 2}")  # fmt: skip
+    train(here, *store, *wide, "--mesh.dp", "4", "--mesh.dp_shard", "4", "--train.steps", "8", "--log.dir", "a")
+    assert stored_steps(place, here / "scratch") == [4, 8]
+    (here / "a").rename(here / "gone")
+    said = train(here, *store, *wide, "--mesh.dp", "2", "--mesh.tp", "2", "--train.steps", "12", "--log.dir", "b")
+    sizes = re.search(r"fetched (\S+ \S+) in all; the most by one rank: (\S+ \S+)", said)
+    assert sizes
+    read, most = map(num_bytes, sizes.groups())
+    assert most <= 1.001 * read / 4
+    before, now = (here / name / "checkpoints/step-00000008" for name in ("gone", "b"))
+    assert {path.relative_to(before): path.read_bytes() for path in before.rglob("*") if path.is_file()} == {
+        path.relative_to(now): path.read_bytes() for path in now.rglob("*") if path.is_file()
+    }
+    # Of dp 2 x tp 2 a rank holds half of each split tensor; all four read a quarter each.
+    state = sum(path.stat().st_size for path in now.rglob("*.safetensors"))
+    assert most <= 1.1 * state / 2
+    print(f"{read:,.0f} bytes read, of a state of {state:,}; the most by one rank {most:,.0f}")
+    train(here, *store, *wide, "--mesh.dp", "1", "--train.steps", "14", "--log.dir", "c")
+    train(here, *wide, "--mesh.dp", "1", "--train.steps", "14", "--log.dir", "d")
+    assert {run_id(here / name) for name in "bc"} == {run_id(here / "gone")}
+    for (loss, norm), (true_loss, true_norm) in zip(curve(here / "c"), curve(here / "d"), strict=True):
+        assert abs(loss - true_loss) <= 1e-4 and abs(norm / true_norm - 1) <= 1e-3
+    assert stored_steps(place, here / "scratch") == [12, 14]
+    for name in ("data audit", "report", "verify"):
+        words = ("verify", "--against", "d", "c") if name == "verify" else (*name.split(), "c")
+        done = command(here, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+    hashes = [command(here, "hash", name).stdout.split()[0] for name in ("c", "c/checkpoints/step-00000014")]
+    assert hashes[0] == hashes[1]
+
+
+def test_same_mesh_goes_on_bit_for_bit(here: Path, address: str) -> None:
+    store = ("--checkpoint.store", address, "--mesh.dp", "2")
+    train(here, *store, "--train.steps", "4", "--log.dir", "a")
+    shutil.rmtree(here / "a")
+    train(here, *store, "--train.steps", "8", "--log.dir", "b")
+    train(here, "--mesh.dp", "2", "--train.steps", "8", "--log.dir", "whole")
+    assert curve(here / "b") == curve(here / "whole")
+
+
+def test_a_fork_reads_a_store_and_leaves_it(here: Path, place: ObjectStore, address: str) -> None:
+    train(here, "--checkpoint.store", address, "--mesh.dp", "2", "--train.steps", "8", "--log.dir", "a")
+    before = {each.key: each.etag for each in place.list()}
+    names = [each.name for each in head_of(place).checkpoints]
+    shutil.rmtree(here / "a")
+    for step, asked in ((8, address), (4, f"{address}/checkpoints/{names[0]}")):
+        folder = f"fork-{step}"
+        fork = ("--checkpoint.resume", asked, "--mesh.dp", "1", "--log.dir", folder)
+        said = train(here, *fork, "--train.steps", str(step + 2))
+        assert f"steps  {step + 1} to {step + 2}" in said
+        origin = json.loads((here / folder / "run.json").read_text())["origin"]
+        assert origin["step"] == step
+        assert not list((here / folder).glob(".fork-of-*")), "its own checkpoint is what it resumes now"
+        # Asked again by the same command, the fork resumes itself.
+        assert f"steps  {step + 3} to" in train(here, *fork, "--train.steps", str(step + 4))
+    assert {each.key: each.etag for each in place.list()} == before
+    said = train(here, "--checkpoint.resume", f"{address}/nothing", "--log.dir", "e", code=2)
+    assert f"{address}/nothing holds no checkpoint of a run\n" in said and "\n  fix: " in said
+    assert not (here / "e").exists()
+
+
+def test_what_is_refused(here: Path, place: ObjectStore, address: str) -> None:
+    store = ("--checkpoint.store", address, "--mesh.dp", "1")
+    train(here, *store, "--train.steps", "4", "--log.dir", "a")
+    train(here, "--mesh.dp", "1", "--train.steps", "4", "--log.dir", "other")
+    shutil.copytree(here / "a", here / "copy")
+    objects = {each.key for each in place.list()}
+    for arguments, said in (
+        (("--log.dir", "other"), "other holds run "),
+        (("--log.dir", "new", "--checkpoint.resume", "never"), "holds a run, and checkpoint.resume is never"),
+        (("--log.dir", "new", "--checkpoint.resume", "other"), "holds a run, and checkpoint.resume is other"),
+    ):
+        text = train(here, *store, *arguments, code=2)
+        assert said in text and "\n  fix: " in text, text
+    assert not (here / "new").exists() and not (here / "other/.lease.json").exists()
+    assert {each.key for each in place.list()} == objects and not head_of(place).lease.held
+    train(here, *store, "--train.steps", "8", "--log.dir", "a")
+    text = train(here, *store, "--train.steps", "12", "--log.dir", "copy", code=2)
+    assert f"the run in copy has gone on elsewhere, by checkpoint.store = {address}" in text
+
+
+def test_of_two_runs_on_one_prefix_one_is_refused(here: Path, place: ObjectStore, address: str) -> None:
+    """Started together, and one while the other runs; then again, since what a run has ended is free at once."""
+    environment(here)
+    for attempt in range(2):
+        words = ("train", "config.yaml", *STEADY, "--checkpoint.store", f"{address}/{attempt}", "--mesh.dp", "1")
+        words += ("--train.steps", "40")
+        with ThreadPoolExecutor(2) as pool:
+            both = list(pool.map(lambda name, words=words: command(here, *words, "--log.dir", name), ("a", "b")))
+        assert sorted(done.returncode for done in both) == [0, 2], [done.stderr for done in both]
+        refused = next(done for done in both if done.returncode)
+        assert f"checkpoint.store = {address}/{attempt} is in use: process " in refused.stderr
+        for name in "ab":
+            shutil.rmtree(here / name, ignore_errors=True)
+
+
+def test_a_run_whose_lease_was_taken_stops_before_its_next_save(here: Path, place: ObjectStore, address: str) -> None:
+    words = ("train", "config.yaml", *STEADY, "--checkpoint.store", address, "--mesh.dp", "2", "--log.dir", "a")
+    words += ("--train.steps", "100000", "--checkpoint.on_error", "continue", "--checkpoint.keep", "100")
+    with warm.Running(warm.threefold, here, words, environment(here), one_output=True) as running:
+        until = time.monotonic() + 60
+        while not ((there := read_head(place)) and there[0].checkpoints) and time.monotonic() < until:
+            time.sleep(0.1)
+        while True:
+            there = read_head(place)
+            assert there is not None
+            lease = replace(there[0].lease, owner="another", who="process 1 on another")
+            if place.swap(KEY, _written(replace(there[0], lease=lease)), etag=there[1]):
+                break
+        names = [each.name for each in head_of(place).checkpoints]
+        assert running.wait(60) == 1
+        said = running.out()
+    assert f"{address}: process 1 on another writes there\n" in said
+    assert "expected: one run at a time below a prefix" in said
+    assert [each.name for each in head_of(place).checkpoints] == names
+    assert head_of(place).lease.owner == "another" and head_of(place).lease.held
+
+
+def test_a_store_that_is_away_for_a_while_delays_no_step(
+    here: Path, seaweed: Server, place: ObjectStore, address: str
+) -> None:
+    words = ("train", "config.yaml", *STEADY, "--checkpoint.store", address, "--mesh.dp", "2", "--log.dir", "a")
+    with warm.Running(warm.threefold, here, (*words, "--train.steps", "60"), environment(here)) as running:
+        running.wait_for(lambda: "step  2/60" in running.out(), "a step", 60)
+        os.kill(seaweed.pid, signal.SIGSTOP)
+        try:
+            running.wait_for(lambda: "step 60/60" in running.out(), "the last step", 60)
+            time.sleep(3)
+            assert running.running(), "the end waits for the upload"
+        finally:
+            os.kill(seaweed.pid, signal.SIGCONT)
+        assert running.wait(120) == 0, running.err()
+    assert stored_steps(place, here / "scratch")[-1] == 60
+    slowest = max(json.loads(line)["step_time_s"] for line in (here / "a/metrics.jsonl").read_text().splitlines()[1:])
+    assert slowest < 3
+
+
+def test_kills_lose_nothing_that_was_stored(here: Path, place: ObjectStore, address: str) -> None:
+    """SIGKILL of all processes or of one rank at random moments; then the same folder, or a new one without a disk."""
+    chance, stored, folder, kills = random.Random(20261126), 0, here / "run-0", 0
+    words = ("train", "config.yaml", *STEADY, "--checkpoint.store", address, "--train.steps", "100000")
+    until = time.monotonic() + 60
+    while kills < 12 and time.monotonic() < until:
+        mesh = ("--mesh.dp", str(chance.choice((1, 2))), "--mesh.tp", "1", "--checkpoint.every", "1")
+        if chance.random() < 0.4 and kills:
+            # Nobody can know that the owner has ended: its lease is waited for, unless it is known to be free.
+            _free_lease(place)
+            shutil.rmtree(folder)
+            folder = here / f"run-{kills}"
+        arguments = (*words, *mesh, "--log.dir", str(folder))
+        with warm.Running(warm.threefold, here, arguments, environment(here), one_output=True) as running:
+            running.wait_for(lambda running=running: "\nstep " in running.out(), "a step", 60)
+            assert running.running(), running.out()
+            time.sleep(chance.uniform(0, 1.5))
+            os.killpg(running.process, signal.SIGKILL)
+            running.wait(30)
+        kills += 1
+        steps = stored_steps(place, here / "scratch")
+        assert (steps or [0])[-1] >= stored, "a checkpoint that was stored is lost"
+        stored = (steps or [0])[-1]
+    assert kills >= 5 and stored > kills
+    train(here, *words[4:-1], str(stored + 2), "--mesh.dp", "1", "--log.dir", str(folder))
+    assert stored_steps(place, here / "scratch")[-1] == stored + 2
+    named = {each.name for each in head_of(place).checkpoints} | set(head_of(place).aside)
+    assert {each.key.split("/")[1] for each in place.list("checkpoints")} == named, "what was killed is removed"
+    assert find(folder).step == stored + 2
+    print(f"{kills} kills, newest step {stored}")
+
+
+def _free_lease(place: ObjectStore) -> None:
+    there = read_head(place)
+    assert there is not None
+    free = replace(there[0], lease=replace(there[0].lease, held=False, beat=there[0].lease.beat + 1))
+    assert place.swap(KEY, _written(free), etag=there[1])

@@ -55,6 +55,7 @@ def serving(store: StubStore) -> Iterator[str]:
 class _Handler(BaseHTTPRequestHandler):
     store: StubStore
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # a body after its headers would wait for 40 ms
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -81,6 +82,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._say(404, _error("NoSuchKey"))
         if asked := self.headers.get("Range"):
             first, last = map(int, asked.removeprefix("bytes=").split("-"))
+            if first >= len(data):
+                return self._say(416, _error("InvalidRange"))
             if "header" in self.store.wrong and first:
                 first, last = 0, last - first
             part = data[first : last + 1]

@@ -10,7 +10,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -116,6 +116,11 @@ def test_a_run_goes_on_without_its_disk(here: Path, place: ObjectStore, address:
         words = ("verify", "--against", "d", "c") if name == "verify" else (*name.split(), "c")
         done = command(here, *words)
         assert done.returncode == 0, done.stdout + done.stderr
+    written = [path for path in here.rglob("*") if path.is_file() and "cache" not in path.parts]
+    assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
+    assert [
+        each.key for each in place.list() if SECRET.encode() in place.read(each.key, start=0, length=each.size)
+    ] == []
     hashes = [command(here, "hash", name).stdout.split()[0] for name in ("c", "c/checkpoints/step-00000014")]
     assert hashes[0] == hashes[1]
 
@@ -192,12 +197,10 @@ def test_a_run_whose_lease_was_taken_stops_before_its_next_save(here: Path, plac
         until = time.monotonic() + 60
         while not ((there := read_head(place)) and there[0].checkpoints) and time.monotonic() < until:
             time.sleep(0.1)
-        while True:
-            there = read_head(place)
-            assert there is not None
-            lease = replace(there[0].lease, owner="another", who="process 1 on another")
-            if place.swap(KEY, _written(replace(there[0], lease=lease)), etag=there[1]):
-                break
+        _change_head(
+            place,
+            lambda before: replace(before, lease=replace(before.lease, owner="another", who="process 1 on another")),
+        )
         names = [each.name for each in head_of(place).checkpoints]
         assert running.wait(60) == 1
         said = running.out()
@@ -226,6 +229,16 @@ def test_a_store_that_is_away_for_a_while_delays_no_step(
     assert slowest < 3
 
 
+def test_what_a_killed_upload_left_out_is_sent_by_the_next_start(here: Path, place: ObjectStore, address: str) -> None:
+    """Its objects and seal are there, and the head does not name them; also where there is nothing to train."""
+    words = ("--checkpoint.store", address, "--mesh.dp", "2", "--log.dir", "a", "--train.steps")
+    train(here, *words, "8")
+    for steps in ("8", "10"):
+        _change_head(place, lambda before: replace(before, checkpoints=before.checkpoints[:1]))
+        train(here, *words, steps)
+        assert 8 in stored_steps(place, here / "scratch")
+
+
 def test_kills_lose_nothing_that_was_stored(here: Path, place: ObjectStore, address: str) -> None:
     """SIGKILL of all processes, or of one, at random moments; then the same folder, or a new one without a disk."""
     chance, stored, folder, kills = random.Random(20261126), 0, here / "run-0", 0
@@ -235,7 +248,7 @@ def test_kills_lose_nothing_that_was_stored(here: Path, place: ObjectStore, addr
         mesh = ("--mesh.dp", str(chance.choice((1, 2))), "--mesh.tp", "1", "--checkpoint.every", "1")
         if chance.random() < 0.4 and kills:
             # Nobody can know that the owner has ended: its lease is waited for, unless it is known to be free.
-            _free_lease(place)
+            _change_head(place, lambda before: replace(before, lease=replace(before.lease, held=False)))
             shutil.rmtree(folder)
             folder = here / f"run-{kills}"
         arguments = (*words, *mesh, "--log.dir", str(folder))
@@ -272,8 +285,10 @@ def processes(group: int) -> list[int]:
     return found
 
 
-def _free_lease(place: ObjectStore) -> None:
-    there = read_head(place)
-    assert there is not None
-    free = replace(there[0], lease=replace(there[0].lease, held=False, beat=there[0].lease.beat + 1))
-    assert place.swap(KEY, _written(free), etag=there[1])
+def _change_head(place: ObjectStore, change: Callable[[RunHead], RunHead]) -> None:
+    while True:
+        there = read_head(place)
+        assert there is not None
+        changed = change(replace(there[0], lease=replace(there[0].lease, beat=there[0].lease.beat + 1)))
+        if place.swap(KEY, _written(changed), etag=there[1]):
+            return

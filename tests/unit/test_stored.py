@@ -22,7 +22,7 @@ from threefold.places import head, mirror, snapshot
 from threefold.places.faults import PlaceError
 from threefold.places.head import HeldHead, LeaseLost, RunHead, StoredCheckpoint, read_head, take
 from threefold.places.lease import FILE, give_back, take_lease
-from threefold.places.mirror import Mirror, Sent, SentFiles
+from threefold.places.mirror import Mirror, Sent, SentFiles, UploadError
 from threefold.places.object_store import ObjectStore, open_store
 from threefold.places.restore import Restore, checkpoints_of, forget_interrupted, restore
 from threefold.places.snapshot import RECORDS, STATE, Snapshot, StoredDamage
@@ -110,6 +110,23 @@ def test_shares_are_equal_and_make_the_whole(place: ObjectStore, tmp_path: Path,
         snapshot.damage(place, whole, tmp_path / "there", share=(index, num_shares)) is None
         for index in range(num_shares)
     )
+
+
+def test_pieces_are_whole_objects(
+    place: ObjectStore, store: StubStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No request begins an upload in parts, of which a killed writer would leave some; a file may end early."""
+    monkeypatch.setattr(snapshot, "PIECE_BYTES", 10 * 2**20)
+    (tmp_path / "big").write_bytes(bytes(25 * 2**20))
+    assert len(snapshot.send(place, "step-1-a", "big", tmp_path / "big").pieces) == 3
+    assert not [request for request in store.requests if request.startswith("POST")]
+    stat = Path.stat
+
+    def longer(path: Path, **options: Any) -> Any:
+        return type("Stat", (), {"st_size": stat(path).st_size + 7})
+
+    monkeypatch.setattr(Path, "stat", longer)
+    assert snapshot.send(place, "step-1-a", "big", tmp_path / "big").size == 25 * 2**20
 
 
 def test_whatever_is_wrong_is_named(
@@ -312,10 +329,14 @@ def test_the_newest_and_the_best_are_kept(
     }
     # Gone back before: set aside, and kept; what a killed upload has left is removed.
     store.objects["a/b/checkpoints/step-00000009-z/checkpoint/state/rank-00000.safetensors.00000"] = b"1"
+    store.objects["a/b/checkpoints/notes/of/mine"] = b"1"
     mirror.begin(held, {"id": "run"}, 6)
     assert steps(held.head) == [(4, True), (6, False)] and held.head.aside == ("step-00000007-x",)
+    assert any("step-00000009-z" in key for key in store.objects), "it may be under way"
+    mirror.sweep(held)
     assert any("step-00000007-x" in key for key in store.objects)
     assert not any("step-00000009-z" in key for key in store.objects)
+    assert "a/b/checkpoints/notes/of/mine" in store.objects
 
 
 def test_a_slow_store_gets_the_newest_and_the_best(
@@ -323,10 +344,10 @@ def test_a_slow_store_gets_the_newest_and_the_best(
 ) -> None:
     held, gate, begins, write = taken(), threading.Event(), threading.Event(), place.write
 
-    def slow(key: str, data: bytes | Path) -> None:
+    def slow(key: str, data: bytes | Path, *, in_parts: bool = True) -> None:
         begins.set()
         gate.wait()
-        write(key, data)
+        write(key, data, in_parts=in_parts)
 
     monkeypatch.setattr(place, "write", slow)
     copies = mirror_of(place, held, tmp_path, keep=5)
@@ -356,12 +377,13 @@ def test_a_failed_upload_ends_the_run_or_is_printed(
     copies.send(Sent(tmp_path / "step-00000001", 1, False))
     if go_on:
         copies.wait(lambda: None)
-        assert "the checkpoint of step 1 was not stored: s3://runs/a/b: " in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert said.startswith("the checkpoint of step 1 is saved, and not stored: s3://runs/a/b: ") and "fix: " in said
         assert copies.refusal() is None
     else:
-        with pytest.raises(ConfigError, match="these credentials may not do that"):
+        with pytest.raises(UploadError, match="these credentials may not do that") as raised:
             copies.wait(lambda: None)
-        assert copies.refusal() is not None
+        assert copies.refusal() is raised.value and raised.value.exit_code == 1
     store.answers.clear()
     assert steps(held.head) == []
     copies.send(Sent(tmp_path / "step-00000002", 2, False))

@@ -29,6 +29,10 @@ log = logging.getLogger("threefold")
 _LONGEST = timedelta(days=2)
 
 
+class UploadError(RunError):
+    """A checkpoint is not in the store; all ranks raise it."""
+
+
 class RanksOfRun(Protocol):
     """The ranks of a mesh, and values that one of them makes for all."""
 
@@ -159,12 +163,16 @@ class Mirror:
                 self._failed(error_of(error, "an upload"), sent.step)
 
     def _failed(self, error: ThreefoldError, step: int) -> None:
-        log.error("the upload of step %d: %s", step, error)
-        if self._continue and not isinstance(error, LeaseLost):
-            if self._ranks.rank == 0:
-                print(f"the checkpoint of step {step} was not stored: {error}", file=sys.stderr)
-        else:
+        if not isinstance(error, LeaseLost):
+            problem = error.problems[0]
+            what = f"the checkpoint of step {step} is saved, and not stored: {problem.what}"
+            error = UploadError(what, expected=problem.expected, fix=problem.fix)
+            error.phase, error.step, error.ranks = "save", step, (0,)
+        log.error("%s", error)
+        if isinstance(error, LeaseLost) or not self._continue:
             self._failure = self._failure or error
+        elif self._ranks.rank == 0:
+            print(error, file=sys.stderr)
 
     def _together(self, key: str, sent: Sent, skipped: bool) -> dict[str, Any] | None:
         """Sends one folder; returns rank 0's conclusion: the description of an error, or None."""
@@ -236,10 +244,7 @@ class Mirror:
 
 
 def begin(held: HeldHead, identity: Mapping[str, Any], step: int) -> None:
-    """Makes the head that of a run that begins after a step: later checkpoints are set aside.
-
-    What killed writers have left is removed.
-    """
+    """Makes the head that of a run that begins after a step: later checkpoints are set aside."""
 
     def change(before: RunHead) -> RunHead:
         later = [each.name for each in before.checkpoints if each.step > step]
@@ -247,7 +252,12 @@ def begin(held: HeldHead, identity: Mapping[str, Any], step: int) -> None:
         values = json.loads(json.dumps(identity))
         return replace(before, identity=values, checkpoints=kept, aside=(*before.aside, *later))
 
-    now, place = held.update(change), held.place
+    held.update(change)
+
+
+def sweep(held: HeldHead) -> None:
+    """Removes what killed writers have left; before anything is sent, since that is not named by the head either."""
+    place, now = held.place, held.head
     if left := snapshot.unsealed(place, [*(each.name for each in now.checkpoints), *now.aside]):
         log.info("%s: removing %d objects that a killed upload has left", place.url, len(left))
         place.delete(left)

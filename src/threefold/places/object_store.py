@@ -139,9 +139,14 @@ class ObjectStore:
         """What a swap is conditional on: at Google that is an object's generation, not its etag."""
         return str(meta["version" if self.url.scheme == "gs" else "e_tag"])
 
-    def write(self, key: str, data: bytes | Path) -> None:
-        """Writes an object whole, over what is there; in parts if it is large, which appear together."""
-        limits = {"chunk_size": _PART_BYTES, "max_concurrency": _NUM_PARTS_AT_ONCE}
+    def write(self, key: str, data: bytes | Path, *, in_parts: bool = True) -> None:
+        """Writes an object whole, over what is there; in parts if it is large, which appear together.
+
+        Args:
+            in_parts: False: by one request. A writer that is killed leaves no parts behind, which no listing shows.
+        """
+        limits: dict[str, Any] = {"chunk_size": _PART_BYTES, "max_concurrency": _NUM_PARTS_AT_ONCE}
+        limits |= {} if in_parts else {"use_multipart": False}
         with self._asking(f"{key} cannot be written"):
             self._call(self._library.put, self._store, key, data, **limits)
 

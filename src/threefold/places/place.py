@@ -34,8 +34,8 @@ class ObjectPlace(Protocol):
     def stat(self, key: str) -> StoredObject | None:
         """The object of a key, None if there is none."""
 
-    def write(self, key: str, data: bytes | Path) -> None:
-        """Writes an object whole, over what is there; in parts if it is large, which appear together."""
+    def write(self, key: str, data: bytes | Path, *, in_parts: bool = True) -> None:
+        """Writes an object whole, over what is there; a large one in parts that appear together, or by one request."""
 
     def create(self, key: str, data: bytes) -> str | None:
         """The etag of a new object; None if another one has this key. No other writer may write the same `data`."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from threefold.places.faults import PlaceError
 from threefold.places.head import CHECKPOINTS, KEY, checked_text, checked_values
 from threefold.places.object_store import ObjectStore
 
-PIECE_BYTES = 64 * 2**20
+PIECE_BYTES = 32 * 2**20
 # A write that fails behind a run is repeated for so long: a store may be away for a while.
 PATIENCE_S = 300.0
 _SEAL = "sealed.json"
@@ -32,6 +33,8 @@ STATE, RECORDS = "checkpoint/", "records/"
 _RANGE_BYTES = 16 * 2**20
 _NUM_WRITES, _NUM_READS = 2, 4
 _INSIDE = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
+# What anybody else has put there is left alone.
+_OF_CHECKPOINT = re.compile(rf"{CHECKPOINTS}/(step-\d+-\w+)/")
 _T = TypeVar("_T")
 
 
@@ -94,17 +97,18 @@ def send(place: ObjectStore, name: str, file: str, path: Path) -> StoredFile:
     Raises:
         PlaceError: the store has failed for PATIENCE_S. ThreefoldError: it refuses. OSError: the file cannot be read.
     """
-    size, whole, pieces = path.stat().st_size, xxhash.xxh3_128(), list[str]()
+    left, size, whole, pieces = path.stat().st_size, 0, xxhash.xxh3_128(), list[str]()
     with path.open("rb") as source, ThreadPoolExecutor(_NUM_WRITES) as pool:
         waiting = list[Future[None]]()
-        for number in range(-(-size // PIECE_BYTES)):
-            # No more than are being written are in memory.
+        while data := source.read(min(PIECE_BYTES, left - size)):
+            # One more than are being written is in memory.
             if len(waiting) == _NUM_WRITES:
                 waiting.pop(0).result()
-            data = source.read(min(PIECE_BYTES, size - number * PIECE_BYTES))
+            size += len(data)
             whole.update(data)
+            write = partial(place.write, _key(name, file, len(pieces)), data, in_parts=False)
             pieces.append(xxhash.xxh3_128_hexdigest(data))
-            waiting.append(pool.submit(persist, place.write, _key(name, file, number), data))
+            waiting.append(pool.submit(persist, write))
         for each in waiting:
             each.result()
     return StoredFile(size, whole.hexdigest(), tuple(pieces))
@@ -215,8 +219,8 @@ def damage(place: ObjectStore, snapshot: Snapshot, folder: Path, *, share: tuple
 
 def unsealed(place: ObjectStore, kept: Sequence[str]) -> list[str]:
     """The keys of checkpoints that are not among those kept: what a killed or lost writer has left."""
-    keys = [each.key for each in place.list(CHECKPOINTS)]
-    return [key for key in keys if key.split("/")[1] not in kept]
+    keys = [(each.key, _OF_CHECKPOINT.match(each.key)) for each in place.list(CHECKPOINTS)]
+    return [key for key, match in keys if match and match[1] not in kept]
 
 
 def remove(place: ObjectStore, names: Sequence[str]) -> None:

@@ -175,6 +175,7 @@ def _planned(
         store = str(parse(config.checkpoint.store))
         held.append((take_lease(_place(store), folder, say), folder))
         plan = _of_own(held[0][0], folder, asked, prefix == store, name, words)
+        mirror.sweep(held[0][0])
         if plan.restore is not None or prefix in ("", store):
             return plan
     into = choice.place_of(asked, folder)
@@ -217,6 +218,8 @@ def _of_own(held: HeldHead, folder: Path, asked: str, named_here: bool, name: st
     resume = "auto" if named_here else asked
     if name is not None:
         resume = str(CheckpointFolder(folder).at(entries[0].step).path)
+        if _name(CheckpointFolder(folder).at(entries[0].step)) == name:  # it lies here, too
+            return _Plan(str(folder), resume)
     newest = _newest_whole(folder) if name is None else 0
     candidates = [(each.name, each.seal) for each in entries if each.step > newest]
     if not candidates or not (named_here or asked == "auto"):

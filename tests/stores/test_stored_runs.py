@@ -9,6 +9,8 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -273,6 +275,32 @@ def test_kills_lose_nothing_that_was_stored(here: Path, place: ObjectStore, addr
     assert {each.key.split("/")[1] for each in place.list("checkpoints")} == named, "what was killed is removed"
     assert find(folder).step == stored + 2
     print(f"{kills} kills, newest step {stored}")
+
+
+def test_a_sender_that_is_killed_again_and_again_loses_nothing(here: Path, place: ObjectStore, address: str) -> None:
+    """Without a training around it: a kill about every second, and each time all that was stored is whole."""
+    chance, kills, stored, until = random.Random(36), 0, 0, time.monotonic() + 30
+    (here / "run").mkdir()
+    program = [sys.executable, str(Path(__file__).parent / "sending.py"), address, str(here / "run")]
+    while time.monotonic() < until:
+        with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            time.sleep(chance.uniform(0.3, 1.2))
+            process.kill()
+            said, _ = process.communicate()
+        kills += 1
+        assert "Traceback" not in said, said
+        there = read_head(place)
+        steps = [each.step for each in there[0].checkpoints] if there else []
+        for each in there[0].checkpoints if there else ():
+            shutil.rmtree(here / "scratch", ignore_errors=True)
+            whole = snapshot.read_seal(place, each.name, each.seal)
+            snapshot.fetch(place, whole, here / "scratch")
+            assert snapshot.damage(place, whole, here / "scratch") is None
+        told = [int(line.split()[1]) for line in said.splitlines() if line.startswith("stored")]
+        assert max(steps, default=0) >= max([stored, *told]), "what it has told is stored"
+        stored = max(steps, default=0)
+    print(f"{kills} kills, newest step {stored}")
+    assert kills > 5 and stored > 5
 
 
 def processes(group: int) -> list[int]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -92,6 +93,22 @@ def restore(wanted: Restore, place: ObjectStore, ranks: RanksOfRun, say: Callabl
             expected="a checkpoint as it was written, which its checksums show",
             fix=f"--checkpoint.resume {place.url}/{CHECKPOINTS}/NAME, another one of {place.url}/{KEY}",
         )
+
+
+@contextmanager
+def beating(tick: Callable[[], object]) -> Iterator[None]:
+    """Calls `tick` about once a second while the block runs: requests end by themselves, and may take long together."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(1.0):
+            tick()
+
+    threading.Thread(target=beat, name="threefold-restore", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def _fetched(

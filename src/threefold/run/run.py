@@ -374,9 +374,12 @@ class Run:
 
     def _open_stored(self, stack: contextlib.ExitStack) -> None:
         # Nothing of it is loaded by a run that lies on a disk alone.
+        from threefold.places.restore import beating
         from threefold.run.stored import open_stored
 
-        self.config, self.stored = open_stored(self.config, self.mesh, self._lock, program=self._program, say=self.say)
+        with beating(self.watch.progress.tick):
+            opened = open_stored(self.config, self.mesh, self._lock, program=self._program, say=self.say)
+        self.config, self.stored = opened
         if self.stored is not None:
             stack.callback(self.stored.close)
 

@@ -34,7 +34,7 @@ from threefold.places.restore import Restore, checkpoints_of, forget_interrupted
 from threefold.places.snapshot import RECORDS, STATE
 from threefold.places.url import parse
 from threefold.run import choice
-from threefold.run.folder import RunFolder, open_folder
+from threefold.run.folder import RunFolder, open_folder, require_shared
 
 # Of a run's folder: what a start elsewhere continues, or is compared with.
 _FILES = (METRICS, JOURNAL, AUDIT, RUN_CONFIG, "samples.jsonl", "chat_template.jinja", "data.files.jsonl")
@@ -147,6 +147,7 @@ def open_stored(
     held: list[tuple[HeldHead, Path]] = []
     try:
         plan = mesh.share("store", lambda: asdict(_planned(config, lock, held, Words(program), say)))
+        require_shared(Path(plan["folder"]), mesh, Words(program))
         if plan["restore"] is not None:
             restore(Restore(**_tuples(plan["restore"])), _place(plan["address"]), mesh, say)
     except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 from transformers import AutoConfig
 
 from architectures import config_of
+from ranks.reference import TINY_LLAMA
 from threefold.check import admit, real_size
-from threefold.check.compare import REAL_SIZE, Difference
+from threefold.check.compare import PROBE_GRADIENT, REAL_SIZE, Difference
 from threefold.check.probe_rows import Mode, longer_row, row_length
 from threefold.config.loading import validate
+from threefold.mesh.mesh import init_mesh
 from threefold.mesh.topology import Topology
 from threefold.model import load
 from threefold.model.reduced import reduced, shallow
@@ -90,6 +93,32 @@ def test_a_part_of_the_row_is_found_and_a_single_token_is_not(number: float) -> 
     assert figure(slice(248, 256)) == (0.5 if number == 0.5 else math.inf)
     assert figure(slice(100, 101)) == 0.0
     assert figure(slice(0, 0)) == 0.0
+
+
+@pytest.mark.parametrize("mesh", [Topology(), Topology(cp=2), Topology(dp_shard=2, cp=4, tp=2), Topology(tp=6)])
+def test_on_cuda_a_probe_has_the_queries_of_a_kernel_that_trains(mesh: Topology) -> None:
+    short, long = row_length(mesh, device="cuda"), longer_row(mesh, device="cuda")
+    assert min(short, long) // mesh.cp >= 256 and max(short, long) <= 4 * 256 * mesh.cp
+    assert all(length % math.lcm(4, 2 * mesh.cp, mesh.cp * mesh.tp) == 0 for length in (short, long))
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_its_probes_hold_in_such_rows(documents: bool) -> None:
+    asked = validate({"model": {"config": TINY_LLAMA, "dtype": "bfloat16"}, "data": {"document_mask": documents}})
+    mesh = init_mesh(1, device="cpu")
+    try:
+        device = SimpleNamespace(type="cuda")
+        as_on_cuda: Any = SimpleNamespace(
+            topology=mesh.topology, device=device, local_world_size=1, share=lambda name, make: make()
+        )
+        subject = admit._subject(asked, load.read_config(asked.model), as_on_cuda)
+        assert (subject.config.data.seq_len, subject.longer) == (256, 508)
+        tried = admit._tried(subject, mesh)
+    finally:
+        mesh.close()
+    assert tried.error is None and tried.holds
+    lengths = [each for each in tried.results if each.quantity == PROBE_GRADIENT.quantity]
+    assert len(lengths) == 2
 
 
 def test_the_longer_rows_of_a_probe_can_be_split_as_the_shorter_ones() -> None:

@@ -130,8 +130,8 @@ def _subject(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Subj
     """What is probed for this run; every rank calls it."""
     # Up to two ranks a core are as fast as one.
     share = mesh.share("a rank's share", lambda: min(1.0, 2 * environment.num_cores() / mesh.local_world_size))
-    topology = mesh.topology
-    seq_len = row_length(topology)
+    topology, device = mesh.topology, mesh.device.type
+    seq_len = row_length(topology, device=device)
     # Of the run, whose rows are longer than those of a probe: it is probed as it will be computed.
     asked, run_length, heads = config.mesh, config.data.seq_len, heads_of(architecture)
     method = choices.cp_method(asked.cp_method, topology, heads=heads, seq_len=run_length).value
@@ -155,8 +155,8 @@ def _subject(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Subj
         }
     )
     real = real_sizes(config, architecture, topology, ranks=ranks, leading=leading, share=share)
-    narrow = config.model.dtype == "bfloat16"
-    return Subject(as_probed, small, Mode.of(config.data), narrow=narrow, longer=longer_row(topology), real=real)
+    narrow, longer = config.model.dtype == "bfloat16", longer_row(topology, device=device)
+    return Subject(as_probed, small, Mode.of(config.data), narrow=narrow, longer=longer, real=real)
 
 
 def _adapters(config: Config, small: PretrainedConfig) -> LoraConfig:

@@ -20,7 +20,7 @@ from threefold.mesh.topology import Topology
 Batch = dict[str, Tensor]
 
 NUM_ROWS = 4
-_SHORTEST = 32
+_SHORTEST, _SHORTEST_CUDA = 32, 256
 # One document is shorter than the windows of reduced architectures, within which some compute otherwise.
 # Where the documents of each row end, and where the padding of the last one begins, as shares of the row.
 _ENDS = ((), (0.4,), (0.15, 0.7), (0.5,))
@@ -40,15 +40,19 @@ class Mode:
         return cls(bool(data.document_mask), data.packing != "concat")
 
 
-def row_length(topology: Topology) -> int:
-    """Tokens in a probe's row: the shortest from 32 that the mesh can split, a multiple of 4."""
-    unit = _unit(topology)
-    return -(-_SHORTEST // unit) * unit
+def row_length(topology: Topology, *, device: str = "cpu") -> int:
+    """Tokens in a probe's row: the shortest from 32 that the mesh can split, a multiple of 4.
+
+    On CUDA each cp rank has 256: with fewer than 128 queries flex attention takes a kernel that no training takes, and
+    a mask is one block of 128.
+    """
+    unit, shortest = _unit(topology), _SHORTEST_CUDA * topology.cp if device == "cuda" else _SHORTEST
+    return -(-shortest // unit) * unit
 
 
-def longer_row(topology: Topology) -> int:
+def longer_row(topology: Topology, *, device: str = "cpu") -> int:
     """Tokens in the other rows whose gradients are compared: nearly twice as many, of which chunks leave a rest."""
-    unit, length = _unit(topology), row_length(topology)
+    unit, length = _unit(topology), row_length(topology, device=device)
     return 2 * length - unit % length
 
 

@@ -22,6 +22,16 @@ SEVERAL_HOSTS = {
     "LSF": {"LSB_JOBID": "81", "LSB_MCPU_HOSTS": "a 16 b 16"},
     "an Indexed Job": {"JOB_COMPLETION_INDEX": "1", "KUBERNETES_SERVICE_HOST": "10.96.0.1"},
     "SageMaker": {"SM_HOSTS": '["algo-1", "algo-2"]'},
+    "a LeaderWorkerSet": {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "lws-0.lws"},
+    "AWS Batch": {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_NODE_INDEX": "0"},
+    "DGX Cloud Lepton": {"LEPTON_JOB_TOTAL_WORKERS": "2", "LEPTON_JOB_WORKER_INDEX": "1"},
+    "Modal": {"MODAL_CLUSTER_ID": "cl-1", "MODAL_TASK_ID": "ta-1"},
+    "PBS": {"PBS_NODEFILE": "/nowhere", "PBS_JOBID": "9.head", "PBS_NUM_NODES": "2"},
+    "Grid Engine": {"NHOSTS": "2", "NSLOTS": "16", "PE_HOSTFILE": "/var/spool/pe_hostfile"},
+    "HTCondor": {"_CONDOR_PROCNO": "0", "_CONDOR_NPROCS": "2"},
+    "PRRTE": {"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-1", "PRTE_LAUNCHED": "1"},
+    "a script with NNODES": {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"},
+    "a script with NUM_NODES": {"NUM_NODES": "2", "NODE_RANK": "0"},
 }
 ONE_HOST = {
     "SkyPilot": {"SKYPILOT_NODE_IPS": "10.0.0.4", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1"},
@@ -34,6 +44,19 @@ ONE_HOST = {
     "an array of another kind": {"JOB_COMPLETION_INDEX": "3"},
     "PBS": {"PBS_NODEFILE": "/nowhere", "PBS_JOBID": "9.head"},
     "SageMaker": {"SM_HOSTS": '["algo-1"]'},
+    "AWS Batch": {"AWS_BATCH_JOB_NUM_NODES": "1", "AWS_BATCH_JOB_NODE_INDEX": "0"},
+    "Grid Engine": {"NHOSTS": "1", "NSLOTS": "16", "PE_HOSTFILE": "/var/spool/pe_hostfile"},
+    "no Grid Engine": {"NHOSTS": "4"},
+    "a script": {"NNODES": "1", "NODE_RANK": "0"},
+    "a number without a rank": {"NNODES": "8", "NUM_NODES": "8", "MASTER_ADDR": "10.0.0.1"},
+    "a task of srun with PMIx": {
+        "PMIX_RANK": "0",
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_NUM_TASKS": "1",
+    },
     "damaged": {"CLUSTER_SPEC": "[]", "SM_HOSTS": "{", "DSTACK_NODES_NUM": "two", "LSB_MCPU_HOSTS": "a"},
 }
 
@@ -99,6 +122,22 @@ def test_mvapich() -> None:
         read(environ)
     found = read({**environ, "MASTER_ADDR": "a"})
     assert found == LaunchInfo(5, 8, 1, 4, master_addr="a", master_port=29500, launcher="mvapich")
+
+
+def test_horovodrun() -> None:
+    names = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+    environ = {f"HOROVOD_{part}": value for part, value in names.items()}
+    with pytest.raises(ConfigError, match="2 ranks on several hosts, but MASTER_ADDR is not set"):
+        read(environ)
+    found = read({**environ, "MASTER_ADDR": "a"})
+    assert found == LaunchInfo(1, 2, 0, 1, master_addr="a", master_port=29500, launcher="horovod")
+
+
+def test_numbers_of_hosts_are_said() -> None:
+    with pytest.raises(ConfigError, match=r"^NNODES = 2 hosts, but no launcher has started this process"):
+        read(SEVERAL_HOSTS["a script with NNODES"])
+    with pytest.raises(ConfigError, match=r"^MODAL_CLUSTER_ID = cl-1: there are several containers, but no launcher"):
+        read(SEVERAL_HOSTS["Modal"])
 
 
 def test_flux() -> None:

@@ -25,23 +25,32 @@ class Cluster:
         variable: the one that tells of the hosts.
         hosts: their names, as far as they are known; "" for each that is not.
         fix: how to start ranks on all of them.
+        several: what the variable's value shows, where it is no number of hosts.
     """
 
     variable: str
     hosts: Callable[[Environ], Sequence[str]]
     fix: str
+    several: str = ""
 
 
 def _listed(variable: str, separator: str | None = None) -> Callable[[Environ], Sequence[str]]:
     return lambda environ: [name for name in environ.get(variable, "").split(separator) if name]
 
 
-def _counted(variable: str, first: str) -> Callable[[Environ], Sequence[str]]:
+def _counted(variable: str, first: str = "", beside: str = "") -> Callable[[Environ], Sequence[str]]:
+    """So many as a variable says, the first as another one does, if `beside` is set too."""
+
     def hosts(environ: Environ) -> Sequence[str]:
-        count = environ.get(variable, "")
+        count = environ.get(variable, "") if not beside or beside in environ else ""
         return [environ.get(first, ""), *[""] * (int(count) - 1)] if is_number(count) and int(count) > 1 else []
 
     return hosts
+
+
+def _uncounted(*variables: str) -> Callable[[Environ], Sequence[str]]:
+    """Two or more, where all of these are set: how many does not show."""
+    return lambda environ: ["", ""] if all(name in environ for name in variables) else []
 
 
 def _of_pbs(environ: Environ) -> Sequence[str]:
@@ -49,7 +58,7 @@ def _of_pbs(environ: Environ) -> Sequence[str]:
     try:
         return list(dict.fromkeys(Path(environ.get("PBS_NODEFILE", "")).read_text(encoding="utf-8").split()))
     except (OSError, UnicodeDecodeError):
-        return []
+        return _counted("PBS_NUM_NODES")(environ)
 
 
 def _of_lsf(environ: Environ) -> Sequence[str]:
@@ -114,7 +123,60 @@ CLUSTERS: dict[str, Cluster] = {
         _of_indexed_job,
         _TORCHRUN.format("PODS", "$JOB_COMPLETION_INDEX", "NAME-OF-POD-0.SERVICE")
         + ", or: threefold submit kubernetes --kind jobset",
+        several="there are several pods",
     ),
+    "a LeaderWorkerSet": Cluster(
+        "LWS_GROUP_SIZE",
+        _counted("LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS"),
+        _TORCHRUN.format("$LWS_GROUP_SIZE", "$LWS_WORKER_INDEX", "$LWS_LEADER_ADDRESS"),
+    ),
+    "AWS Batch": Cluster(
+        "AWS_BATCH_JOB_NUM_NODES",
+        _counted("AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"),
+        _TORCHRUN.format(
+            "$AWS_BATCH_JOB_NUM_NODES",
+            "$AWS_BATCH_JOB_NODE_INDEX",
+            "${AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:-$(hostname -i)}",
+        ),
+    ),
+    "DGX Cloud Lepton": Cluster(
+        "LEPTON_JOB_TOTAL_WORKERS",
+        _counted("LEPTON_JOB_TOTAL_WORKERS"),
+        _TORCHRUN.format(
+            "$LEPTON_JOB_TOTAL_WORKERS", "$LEPTON_JOB_WORKER_INDEX", "$LEPTON_JOB_WORKER_PREFIX-0.$LEPTON_SUBDOMAIN"
+        ),
+    ),
+    "Modal": Cluster(
+        "MODAL_CLUSTER_ID",
+        _uncounted("MODAL_CLUSTER_ID"),
+        _TORCHRUN.format("CONTAINERS", "I", "HOST") + "   (modal.experimental.get_cluster_info() has them)",
+        several="there are several containers",
+    ),
+    "Grid Engine": Cluster(
+        "NHOSTS",
+        _counted("NHOSTS", beside="PE_HOSTFILE"),
+        "mpirun -n RANKS python -m threefold ...   in the job script",
+    ),
+    "HTCondor": Cluster(
+        "_CONDOR_NPROCS",
+        _counted("_CONDOR_NPROCS", beside="_CONDOR_PROCNO"),
+        _TORCHRUN.format("$_CONDOR_NPROCS", "$_CONDOR_PROCNO", "HOST") + "   (HOST: the one of process 0)",
+    ),
+    "PRRTE": Cluster(
+        "PMIX_RANK",
+        _uncounted("PMIX_RANK", "PRTE_LAUNCHED"),
+        "mpirun -n RANKS python -m threefold ...   of Open MPI, which says how many there are",
+        several="prterun has started this process, and maybe others",
+    ),
+    # Set by scripts, Lightning's multi-machine jobs, RunPod and others.
+    **{
+        f"a script with {count}": Cluster(
+            count,
+            _counted(count, "MASTER_ADDR", "NODE_RANK"),
+            _TORCHRUN.format(f"${count}", "$NODE_RANK", "$MASTER_ADDR"),
+        )
+        for count in ("NNODES", "NUM_NODES")
+    },
 }
 
 

@@ -1,10 +1,10 @@
 """From an environment to a `LaunchInfo`: one reader per launcher, and which one decides if several have set variables.
 
 torchrun inside another launcher decides alone: the outer one has started an agent on each host. Plain RANK and
-WORLD_SIZE decide too, but must agree with the outer launcher. Otherwise the first of jsrun, Open MPI, MVAPICH2, Flux,
-PALS, MPICH, Slurm and Kubernetes decides; in this order, because mpirun starts its processes through srun in a Slurm
-job, and several set what MPICH's does besides. Launchers that contradict one another or were left out are refused:
-ranks would wait forever or train alone.
+WORLD_SIZE decide too, but must agree with the outer launcher. Otherwise the first of jsrun, Open MPI, MVAPICH2,
+Horovod, Flux, PALS, MPICH, Slurm and Kubernetes decides; in this order, because mpirun starts its processes through
+srun in a Slurm job, and several set what MPICH's does besides. Launchers that contradict one another or were left out
+are refused: ranks would wait forever or train alone.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ _MPIS = (
     ("jsrun", "jsrun", "JSM_NAMESPACE"),
     ("open-mpi", "Open MPI's mpirun", "OMPI_COMM_WORLD"),
     ("mvapich", "MVAPICH2's mpirun", "MV2_COMM_WORLD"),
+    ("horovod", "horovodrun", "HOROVOD"),
 )
 
 
@@ -296,8 +297,10 @@ def _refuse_forgotten_launcher(environ: Mapping[str, str]) -> None:
             fix="srun python -m threefold ...   in the job script, or: unset SLURM_JOB_ID   (to use only this node)",
         )
     if (found := reserved(environ)) is not None:
-        name, cluster, hosts = found
-        count = f"has {len(hosts)} hosts" if name != "an Indexed Job" else f"= {len(hosts) - 1}: there are several pods"
+        _, cluster, hosts = found
+        value = environ.get(cluster.variable, "")
+        count = f"= {value}: {cluster.several}" if cluster.several else f"has {len(hosts)} hosts"
+        count = f"= {value} hosts" if value == str(len(hosts)) and not cluster.several else count
         raise ConfigError(
             f"{cluster.variable} {count}, but no launcher has started this process",
             expected=f"torchrun on each host: {_ALONE}" if "torchrun" in cluster.fix.lower() else f"ranks: {_ALONE}",

@@ -149,6 +149,18 @@ def test_interface_that_is_named_must_be_there() -> None:
     ]
 
 
+def test_interface_that_ranks_started_here_leave_is_said() -> None:
+    variables = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    replaced = {"GLOO_SOCKET_IFNAME": "nope", "NCCL_SOCKET_IFNAME": "eth"}
+    network = Network("node-1", (LO, ETH), "10.0.0.5", (), variables, replaced)
+    found = {each.check: each for each in checks_network.judge(network, several_machines=False)}
+    wrong, known = found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]
+    assert wrong.level == "stop" and wrong.what.startswith(
+        "nope is no interface of this machine; ranks that are started"
+    )
+    assert known.level == "note" and known.what == "eth is set; ranks that are started here use =lo in its place"
+
+
 @pytest.mark.parametrize(
     ("variable", "chosen"),
     [(None, IB), ("eth", ETH), ("=eth0", ETH), ("^ib", LO), ("^lo,ib", ETH)],

@@ -9,12 +9,13 @@ from __future__ import annotations
 import socket
 import struct
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from threefold.doctor.findings import Finding, judged, note, stop, warning
 from threefold.doctor.machine import text_of
+from threefold.mesh import environment
 
 _CLASS = Path("/sys/class/net")
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -48,6 +49,8 @@ class Network:
     host_address: str | None = None
     infiniband: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    replaced: Mapping[str, str] = field(default_factory=dict)
+    """what the user has set, where ranks that are started here have another value."""
 
 
 def look(environ: Mapping[str, str]) -> Network:
@@ -59,7 +62,7 @@ def look(environ: Mapping[str, str]) -> Network:
         address = None
     interfaces = tuple(_interface(name) for _, name in socket.if_nameindex())
     variables = {name: value for name, value in sorted(environ.items()) if name.startswith(_VARIABLES)}
-    return Network(host, interfaces, address, tuple(_infiniband_ports()), variables)
+    return Network(host, interfaces, address, tuple(_infiniband_ports()), variables, dict(environment.replaced))
 
 
 def judge(network: Network, *, several_machines: bool) -> list[Finding]:
@@ -69,11 +72,25 @@ def judge(network: Network, *, several_machines: bool) -> list[Finding]:
         note("interfaces", "; ".join(map(str, usable)) or "none with an IPv4 address"),
         _gloo(network, usable, several_machines=several_machines),
         _nccl(network, usable),
+        *_replaced(network, usable),
         *_infiniband(network.infiniband),
     ]
     if network.variables:
         found.append(note("variables", ", ".join(f"{name}={value}" for name, value in network.variables.items())))
     return found
+
+
+def _replaced(network: Network, usable: Sequence[Interface]) -> Iterator[Finding]:
+    """What a launcher's ranks would use, where those that are started here stay on the loopback interface."""
+    as_set = replace(network, variables={**network.variables, **network.replaced}, replaced={})
+    chosen = {"GLOO_SOCKET_IFNAME": gloo_interface(as_set)[0], "NCCL_SOCKET_IFNAME": nccl_interface(as_set)[0]}
+    for name, value in network.replaced.items():
+        here = f"ranks that are started here use {network.variables.get(name)} in its place"
+        if chosen.get(name) is None:
+            fix = f"unset {name}, or {name}=NAME of the interface that the machines share"
+            yield stop(name, f"{value} is no interface of this machine; {here}", expected=_names(usable), fix=fix)
+        else:
+            yield note(name, f"{value} is set; {here}")
 
 
 def _infiniband(ports: Sequence[str]) -> list[Finding]:

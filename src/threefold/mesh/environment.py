@@ -20,6 +20,8 @@ from threefold.mesh.launchers.readers import read as read
 
 LOOPBACK = "127.0.0.1"
 _LEAST_TOKEN = 16
+# The user's own values that `stay_on_loopback` has put others in place of.
+replaced: dict[str, str] = {}
 
 
 def current() -> LaunchInfo:
@@ -102,8 +104,10 @@ def stay_on_loopback(*, asked: bool = False) -> None:
     if (loopback := next((name for name in ("lo", "lo0") if name in names), None)) is not None:
         # NCCL takes a name for the beginning of one, unless it is told otherwise.
         for variable, value in (("GLOO_SOCKET_IFNAME", loopback), ("NCCL_SOCKET_IFNAME", f"={loopback}")):
-            if not (asked and variable in os.environ):
+            own = os.environ.get(variable, value)
+            if not asked or variable not in os.environ:
                 os.environ[variable] = value
+                replaced.update({variable: own} if own != value else {})
 
 
 def network_here() -> str | None:

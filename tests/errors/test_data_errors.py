@@ -77,6 +77,9 @@ def test_missing_source(folder: Path) -> None:
     expected = f"stdlib, hf:ID, a prepared folder, or a file, folder or glob, relative to {folder}"
     fix = "--data.source PATH   (or stdlib, or hf:ID for a dataset on the Hub)"
     assert said(read("corpus")) == [("data.source = 'corpus' does not exist", expected, fix)]
+    (folder / "corpus").symlink_to("corpus")  # to itself: what is not there is no fix
+    assert said(read("corpus")) == [("data.source = 'corpus' does not exist", expected, fix)]
+    (folder / "corpus").unlink()
     (folder / "corpora").mkdir()
     assert said(read("corpra"))[0][2] == "--data.source corpora"
     assert said(read("stdlb"))[0][2] == "--data.source stdlib"

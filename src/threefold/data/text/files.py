@@ -280,7 +280,7 @@ def _nothing_readable(source: str, found: FileList) -> DataError:
 
 def _not_there(source: str, path: Path) -> DataError:
     parent = path.parent
-    names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
+    names = [entry.name for entry in parent.iterdir() if entry.exists()] if parent.is_dir() else []
     nearest = difflib.get_close_matches(path.name, [*names, "stdlib"], 1)
     fix = "--data.source PATH   (or stdlib, or hf:ID for a dataset on the Hub)"
     if nearest:

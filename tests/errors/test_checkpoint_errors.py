@@ -179,7 +179,7 @@ def test_file_that_changes_while_it_is_read() -> None:
 
 
 def test_save_that_failed() -> None:
-    failure = json.dumps({"step": 7, "reason": "rank 3: No space left on device (while writing) on host"})
+    failure = {"step": 7, "reason": "rank 3: No space left on device (while writing) on host"}
     assert str(saver._failed(failure)) == problem(
         "the checkpoint of step 7 could not be saved: rank 3: No space left on device (while writing) on host",
         "enough space, and a folder that every rank can write; earlier checkpoints are intact",

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,10 @@ def literal_paths(config: Config) -> Iterator[Problem]:
     sources = [("data.source", config.data.source), ("eval.source", config.eval.source)]
     others = [("log.dir", config.log.dir), ("checkpoint.resume", config.checkpoint.resume)]
     others += [("data.tokenizer", config.data.tokenizer), ("model.name_or_path", config.model.name_or_path)]
-    for address in (config.checkpoint.store, config.checkpoint.resume):
-        if address is not None and (address == config.checkpoint.store or "://" in address):
-            yield from _address_problems(address)
+    asked = config.checkpoint
+    for key, address in (("checkpoint.store", asked.store), ("checkpoint.resume", asked.resume)):
+        if address is not None and (key == "checkpoint.store" or "://" in address):
+            yield from _address_problems(key, address)
     for key, named in [*sources, *others]:
         for text in (named,) if isinstance(named, str) else named or ():
             # A source's ~ is expanded, and that of a model has an error of its own.
@@ -87,13 +89,13 @@ def literal_paths(config: Config) -> Iterator[Problem]:
                 )
 
 
-def _address_problems(address: str) -> Sequence[Problem]:
+def _address_problems(key: str, address: str) -> Sequence[Problem]:
     from threefold.places import url
 
     try:
         url.parse(address)
     except ConfigError as error:
-        return error.problems
+        return [replace(problem, fix=f"--{key} {problem.fix}") for problem in error.problems]
     return ()
 
 

@@ -33,24 +33,26 @@ def parse(text: str) -> StoreUrl:
         # Not shown: it may hold a key.
         what = f"the address {scheme}://... holds more than a bucket and a prefix"
         expected = "no key, secret or option in an address: they come from the environment, so that no log shows them"
-        raise ConfigError(what, expected=expected, fix=f"{scheme}://BUCKET/PREFIX, and AWS_... in the environment")
+        raise ConfigError(
+            what, expected=expected, fix=f"{scheme}://bucket/prefix   (yours, and AWS_... in the environment)"
+        )
     if not colon or scheme not in _SCHEMES:
         what = f"{text} is no store that threefold can use"
         expected = "s3://BUCKET/PREFIX (any store with S3's protocol) or gs://BUCKET/PREFIX"
-        fix = "of another S3 store: s3://BUCKET/PREFIX   with AWS_ENDPOINT_URL=https://ITS_ADDRESS"
+        fix = "s3://bucket/prefix   (yours; of another S3 store with AWS_ENDPOINT_URL=https://ITS_ADDRESS)"
         raise ConfigError(what, expected=expected, fix=fix)
     if not rest.startswith("//"):
         what = f"{text} is not the address of a store"
-        fixed = f"{scheme}://{rest.lstrip('/') or 'BUCKET/PREFIX'}"
+        fixed = f"{scheme}://{rest.lstrip('/') or 'bucket/prefix'}"
         raise ConfigError(what, expected=f"two slashes: {scheme}://BUCKET/PREFIX", fix=fixed)
     if not _BUCKET.fullmatch(bucket):
         what = f"{text} names no bucket" if not bucket else f"{text}: {bucket!r} is not a bucket's name"
         expected = "a bucket of 3 to 63 lower-case letters, digits, dots and hyphens after the two slashes"
-        raise ConfigError(what, expected=expected, fix=f"{scheme}://BUCKET/{path or 'PREFIX'}")
+        raise ConfigError(what, expected=expected, fix=f"{scheme}://bucket/{path or 'prefix'}")
     path = path.rstrip("/")
     parts = path.split("/") if path else []
     if wrong := [part for part in parts if part in (".", "..") or not _PART.fullmatch(part)]:
         what = f"{text}: {wrong[0]!r} cannot be a part of a prefix"
         expected = "letters, digits and . _ = + @ , - between single slashes: others differ from store to store"
-        raise ConfigError(what, expected=expected, fix=f"{scheme}://{bucket}/ANOTHER_PREFIX")
+        raise ConfigError(what, expected=expected, fix=f"{scheme}://{bucket}/another-prefix")
     return StoreUrl(scheme, bucket, path)

@@ -83,7 +83,7 @@ def run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
                 topology, info, device=asked.device, timeout_s=asked.timeout_s, facts=facts, met=watch.begin
             )
             watch.mesh = mesh
-            if watch.store is None:  # one process: what it waits for is named all the same
+            if topology.world_size == 1:  # one process: what it waits for is named all the same
                 watch.begin(torch.distributed.HashStore(), [info.host])
             code = _train(loaded, mesh, why, watch)
             watch.leave()

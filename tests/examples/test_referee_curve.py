@@ -73,7 +73,7 @@ def test_model_of_ones_own_is_taken_from_its_program(tmp_path: Path, kind: str) 
     program = [str(WATCHED / "own_model.py"), kind]
     alone = " ".join([*TORCHRUN[:-1], "1", *program])
     watched = run(tmp_path, *REFEREE, "--alone", alone, "--record", "record", "--", *TORCHRUN, *program)
-    assert watched.stdout.count("trained") == 1, watched.stdout  # the second run ends at its first step
+    assert watched.stdout.splitlines().count("trained") == 1, watched.stdout  # the second run ends at its first step
     judged = run(tmp_path, *REFEREE, "judge", "record", "--json")
     parts = {part["name"]: part for part in json.loads(judged.stdout)["parts"]}
     if kind == "twice":

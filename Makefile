@@ -13,7 +13,7 @@ TESTS ?= tests
 KILLS ?= 100
 VERSIONS ?=
 
-.PHONY: install install-oldest train test test-ranks test-faults test-launchers test-examples test-browser test-stores test-templates test-long test-families test-oldest test-versions test-wheel check docs fix vendor wheel gpu gpu-wheels clean help
+.PHONY: install install-oldest train test test-ranks test-faults test-launchers test-examples test-browser test-stores test-templates test-long test-families test-oldest test-versions test-wheel check check-house check-imports docs fix vendor wheel gpu gpu-wheels clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile; echo "make test | test-ranks | test-faults | test-launchers | test-examples | test-browser | test-stores | test-templates | test-long | test-families | test-oldest | test-versions | test-wheel | check | docs | fix | vendor | wheel | gpu | gpu-wheels | clean"
@@ -154,7 +154,13 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	@$(MAKE) --no-print-directory -j 2 -O check-house check-imports
+
+# Two at a time: each waits for processes of its own.
+check-house:
 	$(BIN)/python tools/house.py
+
+check-imports:
 	$(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/test_imports.py tests/unit/test_house.py
 
 fix: $(VENV)/.dev

@@ -13,7 +13,7 @@ TESTS ?= tests
 KILLS ?= 100
 VERSIONS ?=
 
-.PHONY: install install-oldest train test test-ranks test-faults test-launchers test-examples test-browser test-stores test-templates test-long test-families test-oldest test-versions test-wheel check check-house check-imports docs fix vendor wheel gpu gpu-wheels clean help
+.PHONY: install install-oldest train test test-ranks test-faults test-launchers test-examples test-browser test-stores test-templates test-long test-families test-oldest test-versions test-wheel check check-static check-house check-imports docs fix vendor wheel gpu gpu-wheels clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile; echo "make test | test-ranks | test-faults | test-launchers | test-examples | test-browser | test-stores | test-templates | test-long | test-families | test-oldest | test-versions | test-wheel | check | docs | fix | vendor | wheel | gpu | gpu-wheels | clean"
@@ -101,7 +101,7 @@ test-launchers: $(VENV)/.dev
 	@$(call APT,$(DEBIAN))
 	$(BIN)/python -m pytest -q --durations=10 -m "launchers and not long" tests/launchers
 
-# Every example by the command of its page, and longer versions of tests that are short elsewhere.
+# Examples by the command of their page (those of minutes: test-long), and longer versions of tests that are short elsewhere.
 test-examples: install
 	$(PYTEST) -m "examples and not long" tests
 
@@ -149,14 +149,16 @@ test-oldest: $(VENV)/.python
 test-versions: $(VENV)/.python
 	$(BIN)/python tools/versions.py --all $(VERSIONS)
 
+# Two at a time: some wait for processes of their own.
 check: $(VENV)/.dev
+	@$(MAKE) --no-print-directory -j 2 -O check-imports check-static check-house
+
+check-static:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	@$(MAKE) --no-print-directory -j 2 -O check-house check-imports
 
-# Two at a time: each waits for processes of its own.
 check-house:
 	$(BIN)/python tools/house.py
 

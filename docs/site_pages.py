@@ -58,16 +58,6 @@ def linked(path: str, text: str) -> str:
     return "".join([*pieces, _LINK.sub(moved, text[end:])])
 
 
-def shown(path: str) -> str:
-    """A file of the repository as a page: an error with what would settle it, anything else as it is."""
-    text = (ROOT / path).read_text(encoding="utf-8")
-    if not path.startswith(ERRORS):
-        return text
-    head, _, body = text.removeprefix("---\n").partition("\n---\n")
-    check = re.search(r"^check: (.+)$", head, re.MULTILINE)
-    return f"{body.strip()}\n\n" + (f"What would settle it:\n\n    {check[1]}\n" if check else "")
-
-
 def on_config(config: Any) -> None:
     """Has diagrams drawn by the library that make docs has fetched; without it they stay text."""
     if MERMAID.exists():
@@ -80,7 +70,7 @@ def on_config(config: Any) -> None:
 def on_files(files: Files, config: Any) -> Files:
     """Adds README.md, CHANGELOG.md and the errors."""
     for path in (*NAMED, *(file.relative_to(ROOT).as_posix() for file in sorted((ROOT / ERRORS).glob("*.md")))):
-        files.append(File.generated(config, str(place(path)), content=linked(path, shown(path))))
+        files.append(File.generated(config, str(place(path)), content=linked(path, (ROOT / path).read_text("utf-8"))))
     if MERMAID.exists():
         files.append(File.generated(config, MERMAID.name, abs_src_path=str(MERMAID)))
     return files

@@ -13,12 +13,14 @@ import pytest
 from hypothesis import settings
 
 from journal import Journal
+from long_tests import mark_long
 
 # Read by torch when it is imported: ranks and workers are as many as there are cores, or more.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # A machine that does something else beside the tests is slow, not wrong.
-settings.register_profile("threefold", deadline=None)
+# In CI the same cases each time: what is new is found by whoever runs the tests, not by who merges.
+settings.register_profile("threefold", deadline=None, derandomize="THREEFOLD_CI_TOKEN" in os.environ)
 settings.load_profile("threefold")
 
 # Files of whole runs begin, so that none of them is left alone at the end; the order of a file's tests stays.
@@ -38,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_long(items, all_there=not any("::" in argument for argument in config.args))
     if config.pluginmanager.hasplugin("rerunfailures"):
         for item in items:
             if item.get_closest_marker("timing"):

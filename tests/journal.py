@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ class Journal:
         self._file = tempfile.NamedTemporaryFile(  # noqa: SIM115
             "w", buffering=1, dir=folder, prefix="tests-", suffix=".jsonl", delete=False
         )
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def close(self) -> None:
         self._file.close()
@@ -35,9 +37,10 @@ class Journal:
         self._write("start", nodeid)
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self._write("finish", nodeid)
+        self._write("finish", nodeid, seconds=f"{self._seconds.pop(nodeid, 0.0):.2f}")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid] += report.duration
         # A set-up or an end says nothing by passing.
         if report.when == "call" or report.outcome != "passed":
             self._write("report", report.nodeid, outcome=report.outcome, reason=_reason(report))

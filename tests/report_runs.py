@@ -77,6 +77,7 @@ def eventful_run(path: Path) -> Path:
          "head": head_of(f"llama {HOSTILE}"),
          "changed": {"mesh.tp": [2, 1], "data.source": ["a", HOSTILE]}},
         {"event": "rewind", "time": at(61), "step": 50, "start": 2, "aside": ["aside-1-step-00000060"]},
+        {"event": "lag", "time": at(80), "rank": 3, "since": 60, "step": 75, "share": 0.3, "text": f"slow: {HOSTILE}"},
         {"event": "done", "time": at(90), "step": 80, "saved": 80, "start": 2},
     ]  # fmt: skip
     run = make_run(path, lines, events=events)

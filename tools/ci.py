@@ -66,16 +66,16 @@ class Stage:
 STAGES = (
     Stage("install", ("make", "install"), FIRST, 900),
     Stage("check", ("make", "check"), COMPUTE, 300),
-    Stage("test", ("make", "test"), COMPUTE, 1500),
-    Stage("test-ranks", ("make", "test-ranks"), COMPUTE, 1800),
-    Stage("test-examples", ("make", "test-examples"), COMPUTE, 2400),
+    Stage("test", ("make", "test"), COMPUTE, 2400),
+    Stage("test-ranks", ("make", "test-ranks"), COMPUTE, 2400),
+    Stage("test-examples", ("make", "test-examples"), COMPUTE, 2700),
     Stage("test-oldest", ("make", "test-oldest"), COMPUTE, 900, after="install-oldest"),
     # Gigabytes of another torch: while others compute.
     Stage("install-oldest", ("make", "install-oldest"), WAIT, 900),
-    Stage("test-launchers", ("make", "test-launchers"), WAIT, 1200),
+    Stage("test-launchers", ("make", "test-launchers"), WAIT, 1500),
     Stage("test-browser", ("make", "test-browser"), WAIT, 900),
-    Stage("test-stores", ("make", "test-stores"), WAIT, 300),
-    Stage("test-faults", ("make", "test-faults", "KILLS=5"), WAIT, 1200),
+    Stage("test-stores", ("make", "test-stores"), WAIT, 1500),
+    Stage("test-faults", ("make", "test-faults", "KILLS=5"), WAIT, 2400),
     Stage("docs", ("make", "docs"), WAIT, 300, prepare=("make", ".venv-docs/.installed", ".venv-docs/mermaid.min.js")),
 )
 

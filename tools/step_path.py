@@ -18,7 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from house import code_tokens
@@ -27,6 +27,7 @@ import threefold
 from threefold.mesh import local_ranks
 
 SOURCE = Path(threefold.__file__).parent
+_PREFIX = f"{SOURCE}{os.sep}"
 # The end of the first step: admission's probes run a step too, but not from the loop.
 _LAST, _CALLER = ("training/step.py", "run"), "training/loop.py"
 _FOLDER = "STEP_PATH_FOLDER"
@@ -48,16 +49,25 @@ class Tracer:
     def __init__(self) -> None:
         self.modules: dict[str, None] = {}
         self._over = False
+        self._known: set[CodeType] = set()  # nothing more is to be noted of their calls
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        name = frame.f_code.co_filename
-        if self._over or not name.startswith(str(SOURCE)):
+        if self._over:
+            sys.setprofile(None)  # in this thread
             return
-        module, function = os.path.relpath(name, SOURCE), frame.f_code.co_name
+        code = frame.f_code
+        if code in self._known or event not in ("call", "return"):
+            return
+        if not code.co_filename.startswith(_PREFIX):
+            self._known.add(code)
+            return
+        module, function = os.path.relpath(code.co_filename, SOURCE), code.co_name
         # A named function: no module, no class body, no comprehension that a module runs when it is imported.
-        if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED and not function.startswith("<"):
+        if event == "call" and code.co_flags & inspect.CO_OPTIMIZED and not function.startswith("<"):
             self.modules.setdefault(module)
-        elif event == "return" and (module, function) == _LAST and frame.f_back is not None:
+        if (module, function) != _LAST:
+            self._known.add(code)
+        elif event == "return" and frame.f_back is not None:
             self._over = os.path.relpath(frame.f_back.f_code.co_filename, SOURCE) == _CALLER
 
     def trace(self, function: Callable[[], Any], name: str) -> Any:

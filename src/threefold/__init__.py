@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from threefold.mesh.mesh import init_mesh
     from threefold.model.model import Model as Model
     from threefold.model.model import freeze as freeze
+    from threefold.referee.block import Referee as Referee
+    from threefold.referee.callback import RefereeCallback as RefereeCallback
     from threefold.run.hooks import Callback as Callback
     from threefold.run.hooks import Facts as Facts
     from threefold.run.load_model import load_model as load_model
@@ -42,6 +44,8 @@ _HOME_OF_NAME = {
     "Loaded": "threefold.training.saving",
     "Mesh": "threefold.mesh.mesh",
     "Model": "threefold.model.model",
+    "Referee": "threefold.referee.block",
+    "RefereeCallback": "threefold.referee.callback",
     "Result": "threefold.run.start",
     "Run": "threefold.run.run",
     "Saving": "threefold.training.saving",
@@ -68,6 +72,8 @@ __all__ = [
     "Loaded",
     "Mesh",
     "Model",
+    "Referee",
+    "RefereeCallback",
     "Result",
     "Run",
     "Saving",

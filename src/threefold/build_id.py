@@ -13,8 +13,13 @@ _SOURCE = Path(__file__).parent
 @cache
 def build_id() -> str:
     """The version, `+` and 12 hexadecimal digits of the digest of every module (PEP 440's local version)."""
-    version = sys.modules["threefold"].__version__  # an import would be of all that the package hands out
-    return f"{version}+{source_digest(_SOURCE)[:12]}"
+    return f"{version()}+{source_digest(_SOURCE)[:12]}"
+
+
+def version() -> str:
+    """The release."""
+    known: str = sys.modules["threefold"].__version__  # an import would be of all that the package hands out
+    return known
 
 
 def source_digest(folder: Path) -> str:

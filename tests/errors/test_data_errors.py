@@ -146,17 +146,15 @@ def test_unknown_extension(folder: Path) -> None:
 
 
 def test_address(folder: Path) -> None:
-    expected = "files on this machine, or hf:OWNER/NAME for a dataset on the Hub"
+    expected = "files on this machine or at s3://BUCKET/PREFIX, or hf:OWNER/NAME for a dataset on the Hub"
     fixes = {
-        "s3://bucket/dir": "aws s3 cp --recursive s3://bucket/dir DIR   then --data.source DIR",
-        "gs://bucket/dir": "gcloud storage cp -r gs://bucket/dir DIR   then --data.source DIR",
         "https://host/a.jsonl": "wget https://host/a.jsonl -P DIR   then --data.source DIR",
         "az://c/d": "download az://c/d to DIR   then --data.source DIR",
         "hf://datasets/owner/name/a.jsonl": "--data.source hf:owner/name   (all files of the dataset)",
     }
     (folder / "a.txt").touch()
     for address, fix in fixes.items():
-        what = f"data.source = {address!r} is an address: {address.partition(':')[0]}:// is not read"
+        what = f"data.source = {address!r} is an address: text at {address.partition(':')[0]}:// is not read"
         assert said(read(address)) == [(what, expected, fix)]
         assert said(read(("a.txt", address))) == [(what, expected, fix.replace("--data.source ", "in the list: "))]
 

@@ -88,9 +88,9 @@ REFUSALS: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "  expected: text (images and audio are not read)\n",
         )
     ],
-    "Remote sources": [
+    "Text at an address": [
         (("--data.source", f"{scheme}://host/a.jsonl"), f"data.source = '{scheme}://host/a.jsonl' is an address: ")
-        for scheme in ("s3", "gs", "https")
+        for scheme in ("az", "https")
     ],
     "float16": [(("--model.dtype", "float16"), "model.dtype = float16 is not accepted (command line)\n")],
 }

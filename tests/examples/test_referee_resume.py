@@ -17,10 +17,10 @@ FAULTS = [
 ]
 
 
-def resumed(folder: Path, kind: str, *, ranks: int = 2) -> tuple[int, str]:
-    """Six steps of a program with saves after the second and the fourth, and a second start from there."""
+def resumed(folder: Path, kind: str, *, ranks: int = 2, first: str = "6 2 4") -> tuple[int, str]:
+    """The steps of a program and after which it saves, and a second start from there."""
     program = f"{' '.join(TORCHRUN[:-1])} {{}} {WATCHED / 'resume_loop.py'} {kind}"
-    both = f"{program.format(2)} 6 2 4 && {program.format(ranks)} 16"
+    both = f"{program.format(2)} {first} && {program.format(ranks)} 16"
     watched = run(folder, *REFEREE, "--steps", "1", "--", "sh", "-c", both)
     return watched.returncode, watched.stdout
 
@@ -41,6 +41,14 @@ def test_program_that_goes_on_otherwise_is_refuted(tmp_path: Path, kind: str, pa
     code, printed = resumed(tmp_path, kind)
     assert code == 1 and refuted(printed) == parts
     assert what in printed
+
+
+@pytest.mark.parametrize("kind", ["clean", "next_epoch"])
+def test_save_at_the_end_of_an_epoch(tmp_path: Path, kind: str) -> None:
+    code, printed = resumed(tmp_path, kind, first="10 8")
+    assert refuted(printed) == (["resume"] if kind == "next_epoch" else []), printed
+    assert code == (1 if kind == "next_epoch" else 3)
+    assert ("start 2 goes on from step 8 and reads other rows than start 1 did: " in printed) == (kind == "next_epoch")
 
 
 def test_other_ranks_go_on_with_the_same_state(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 produced/: made by collect.py from programs that really fail here. public/: exact lines from public issue threads, for
 what needs GPUs. unrelated/: lines of other programs, and of training that goes well.
+examples.txt: a line of each error.
 """
 
 from __future__ import annotations
@@ -68,6 +69,11 @@ PRODUCED = {
     "unknown-architecture": "unknown-architecture",
     "pointer-instead-of-weights": "broken-weights",
 }
+
+# A line of each known error, as it stands in a log.
+EXAMPLES = dict(
+    line.split(": ", 1) for line in (Path(__file__).parent / "examples.txt").read_text(encoding="utf-8").splitlines()
+)
 
 # public/ERROR.log or public/ERROR--MORE.log: the name says what is to be found, the last line where it is from.
 PUBLIC = {path.stem: path.stem.partition("--")[0] for path in sorted((Path(__file__).parent / "public").glob("*.log"))}

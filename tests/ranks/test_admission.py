@@ -70,6 +70,23 @@ def shift_positions() -> None:
     ContextParallel.batch = shifted  # type: ignore[method-assign]
 
 
+def see_a_part_of_the_row() -> None:
+    """Keys and values of other cp ranks are lost on the way."""
+    import torch
+
+    from threefold.model.context_parallel import split
+
+    def alone(key: Any, value: Any, group: Any) -> tuple[Any, ...]:
+        whole = gather(key, value, group)
+        size, rank, length = torch.distributed.get_world_size(group), torch.distributed.get_rank(group), key.shape[2]
+        own = torch.zeros(size * length, 1)
+        own[split.local_positions(size * length, cp_size=size, cp_rank=rank)] = 1
+        return tuple(each * own for each in whole)
+
+    gather = split.gather_sequence
+    split.gather_sequence = alone  # type: ignore[assignment]
+
+
 def sum_twice() -> None:
     from threefold.training.gradients import Gradients
 
@@ -221,6 +238,7 @@ def _admit_twice(folder: str, sizes: dict[str, int], data: dict[str, Any]) -> li
         (drop_the_mask, {"cp": 2}, LLAMA, {}, "causality", "use another architecture"),
         (forget_documents, {"dp": 2}, LLAMA, {"document_mask": True}, "documents", "--data.document_mask false"),
         (shift_positions, {"cp": 2}, LLAMA, {}, "loss", "--mesh.cp 1"),
+        (see_a_part_of_the_row, {"cp": 2}, LLAMA, {}, "context", "--mesh.cp 1"),
         (sum_twice, {"tp": 2}, QWEN3, {}, "gradients", "--mesh.tp 1"),
         (sum_never, {"tp": 2}, QWEN3, {}, "replicas", "--mesh.tp 1"),
         (scale_gradients_of_longer_rows, {"tp": 2}, LLAMA, {}, "gradients", "--mesh.tp 1"),

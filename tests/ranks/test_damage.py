@@ -254,7 +254,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "seed",
-    [seed if place < BRIEFLY else pytest.param(seed, marks=pytest.mark.slow) for place, seed in enumerate(SEEDS)],
+    [seed if place < BRIEFLY else pytest.param(seed, marks=pytest.mark.long) for place, seed in enumerate(SEEDS)],
 )
 def test_run_goes_back_to_the_checkpoint_before(run: Path, seed: int) -> None:
     before = curve(run)

@@ -96,14 +96,16 @@ def test_another_rank_names_rank_0_when_that_is_frozen(folder: Path) -> None:
 
 
 def test_rank_that_others_wait_for_in_every_step_is_the_slowest_and_told_once(folder: Path) -> None:
-    steps = ("--train.steps", "80", "--log.every", "10", "--checkpoint.every", "0", "--log.sample_tokens", "0")
+    steps = ("--train.steps", "150", "--log.every", "3", "--checkpoint.every", "0", "--log.sample_tokens", "0")
     done = planted(folder, "late_in_every_forward", "--log.dir", "late", *steps)
     assert done.returncode == 0, done.stderr
     found = [line for step, line in metrics(folder / "late").items() if step > 10]
-    assert {line["slowest_rank"] for line in found} == {2}
-    for line in found:
-        assert 0.4 < line["slowest_share"] * line["step_time_s"] / 0.1 < 1.3, line
-    told = r"^rank 2 has been the slowest since step \d+: a step would take about \d+% less if it were as fast as"
+    late = [line for line in found if line["slowest_rank"] == 2]
+    assert len(late) > 0.8 * len(found)  # in single ones another may have lacked a core for as long
+    lost = [line["slowest_share"] * line["step_time_s"] for line in late]
+    assert 0.6 < sum(lost) / len(lost) / 0.1 < 1.3, lost
+    told = r"^rank 2 of host \S+ has been the slowest since step \d+: a step would take about \d+% less if it were as "
+    told += r"fast as the others; it is blocked in the kernel for \d+% of the time, the others for \d+%: a file, a lock"
     assert len(re.findall(told, done.stdout, re.MULTILINE)) == 1, done.stdout
 
 

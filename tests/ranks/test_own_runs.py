@@ -68,6 +68,17 @@ def test_loop_in_a_run_is_the_loop_and_goes_on_after_a_signal_to_any_rank(
     assert any("chain: 2 starts, each after the one before; checkpoints of them: 2" in line for line in proved)
 
 
+@pytest.mark.parametrize("sizes", MESHES[:2], ids=str)
+def test_loop_goes_on_where_an_epoch_has_ended(sizes: dict[str, int], tmp_path: Path) -> None:
+    """Of the epoch in which it was saved nothing is left."""
+    epoch, until = own_runs.ROWS // 8, 2 * (own_runs.ROWS // 8) + 1
+    whole = run_ranks(by_hand, math.prod(sizes.values()), sizes, until)[0]
+    parts = [_ranks(sizes, str(tmp_path / "run"), stop)[0] for stop in (epoch, 2 * epoch, until)]
+    assert [numbers for part, _ in parts for numbers in part] == whole
+    assert {ended for _, ended in parts} == {0}
+    assert list(proof_lines(tmp_path / "run"))[-1].startswith(f"proved: {8 * until} reads")
+
+
 def test_run_that_is_killed_goes_on_as_the_unbroken_one(tmp_path: Path) -> None:
     script = Path(own_runs.__file__)
     shutil.copy(script, tmp_path / "own_runs.py")

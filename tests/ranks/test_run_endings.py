@@ -33,6 +33,8 @@ WITHIN_S = 10.0
 RUN = ("--mesh.tp", "1", "--data.num_workers", "2", "--log.dir", "run", "--train.steps", "100000")
 STALLS = ("--log.stall_s", "4", "--train.timeout_s", "10")  # on a machine with much to do, a start has pauses too
 
+GRACE = ("--checkpoint.grace_s", "5")
+
 
 class Started:
     """A command, and all processes that have its mark in their environment, whoever has adopted them since."""
@@ -120,7 +122,7 @@ ENDINGS: dict[str, tuple[Callable[[Started], None] | None, tuple[int, ...], int,
     "error in a rank": (None, (1,), 2, ("--optimizer.lr", "1e30", "--train.grad_clip", "0")),
     "worker killed": (_worker(signal.SIGKILL), (1,), 2, ()),
     "worker stopped": (_worker(signal.SIGSTOP), (1,), 2, STALLS),
-    "worker stopped, of one rank, SIGTERM": (_worker_stopped_then_asked, (75, 1), 1, STALLS),
+    "worker stopped, of one rank, SIGTERM": (_worker_stopped_then_asked, (75, 1), 1, (*STALLS, *GRACE)),
     "server of the ranks killed": (_server_killed, (1,), 2, ()),
     "refused after the ranks had started": (None, (2,), 2, ("--train.global_batch", "100000", "--data.tail", "drop")),
     "rank stopped": (_rank(signal.SIGSTOP), (1,), 2, STALLS),
@@ -193,13 +195,16 @@ def test_nothing_is_left_of_a_run(tmp_path: Path, ending: str) -> None:
 
 
 def test_one_rank_says_what_it_waits_for(tmp_path: Path) -> None:
-    """It is not ended: a source may be slow."""
+    """It is not ended, because a source may be slow; once it is asked to stop, it is."""
     prepare(tmp_path)
-    going = Started(tmp_path, "--mesh.dp", "1", *STALLS)
+    going = Started(tmp_path, "--mesh.dp", "1", *STALLS, *GRACE)
     try:
         wait_for(lambda: last_step(going.run) >= 3, lambda: f"step 3: {going.output()}")
         _worker(signal.SIGSTOP)(going)
         wait_for(lambda: re.search(r"rank 0 .* is in data of step", going.output()), going.output, within_s=60)
         assert "_get_data" in going.output() and going.process.poll() is None
+        os.kill(going.process.pid, signal.SIGTERM)
+        assert going.process.wait(60) == 1
+        assert "within checkpoint.grace_s of the signal that asked the run to stop" in going.output()
     finally:
         going.close()

@@ -58,7 +58,7 @@ def _program(name: str) -> str:
     return found
 
 
-def _free_ports(count: int) -> int:
+def free_ports(count: int) -> int:
     """The first of so many free ports in a row, that are also free 10,000 above."""
     while True:
         first = random.randrange(11000, 20000)
@@ -121,17 +121,17 @@ def _make_bucket(server: Server) -> None:
             time.sleep(0.2)
 
 
-@pytest.fixture(scope="session")
-def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    weed, folder, first = _program("weed"), tmp_path_factory.mktemp("seaweed"), _free_ports(4)
+@contextlib.contextmanager
+def weed_server(folder: Path, first: int) -> Iterator[Server]:
+    """SeaweedFS on four ports from the first on, with what a server that was killed has left in the folder."""
     identities = [
         {"name": name, "credentials": [{"accessKey": key, "secretKey": secret}], "actions": actions}
         for name, (key, secret, actions) in IDENTITIES.items()
     ]
     rights = folder / "rights.json"
     rights.write_text(json.dumps({"identities": identities}))
-    command = [weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", f"-s3.port={first}"]
-    command += [f"-s3.config={rights}", f"-master.port={first + 1}", f"-volume.port={first + 2}"]
+    command = [_program("weed"), "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3"]
+    command += [f"-s3.port={first}", f"-s3.config={rights}", f"-master.port={first + 1}", f"-volume.port={first + 2}"]
     command += [f"-filer.port={first + 3}", "-volume.max=10", "-master.volumeSizeLimitMB=64"]
     # Ports that it would have besides, and words home.
     command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
@@ -140,12 +140,19 @@ def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     for port in (*range(first, first + 4), *range(first + 10000, first + 10004)):
         for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
             left.unlink()
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("seaweed")
+    with weed_server(folder, free_ports(4)) as server:
+        yield server
     shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
 def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    program, port = _program("moto_server"), _free_ports(1)
+    program, port = _program("moto_server"), free_ports(1)
     command = [program, "-H", "127.0.0.1", "-p", str(port)]
     log = tmp_path_factory.mktemp("moto") / "log"
     with _running(command, Server("moto", f"http://127.0.0.1:{port}"), log) as server:

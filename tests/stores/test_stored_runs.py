@@ -15,22 +15,30 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ranks import warm
+from ranks.own_runs import in_a_run
 from ranks.runs import command, curve, environment, prepare
-from stores.conftest import SECRET, Server
+from ranks.spawn import run_ranks
+from stores.conftest import SECRET, Server, free_ports, weed_server
 from threefold.checkpoint.layout import Checkpoint, find
 from threefold.places import snapshot
+from threefold.places.faults import MissingObject
 from threefold.places.head import KEY, RunHead, _written, read_head
 from threefold.places.object_store import ObjectStore, open_store
 
 pytestmark = [pytest.mark.stores, pytest.mark.usefixtures("_no_secret_is_printed")]
 # Of a run whose rate does not depend on its length.
 STEADY = ("--optimizer.schedule", "constant", "--checkpoint.every", "4")
+# Of a checkpoint's objects, at random.
+NUM_DAMAGES = 500
+# Of a run and its ranks; of a sender, and of a server, in proportion. More: THREEFOLD_KILLS=100.
+NUM_KILLS = int(os.environ.get("THREEFOLD_KILLS", "12"))
 
 
 @pytest.fixture
@@ -177,6 +185,78 @@ def test_what_is_refused(here: Path, place: ObjectStore, address: str) -> None:
     assert f"the run in copy has gone on elsewhere, by checkpoint.store = {address}" in text
 
 
+def test_commands_read_a_run_in_a_store(here: Path, place: ObjectStore, address: str) -> None:
+    """As from its folder: the newest checkpoint, or one by its name, with its weights only where they are read."""
+    words = ("--checkpoint.store", address, "--mesh.dp", "2", "--log.dir", "a", "--checkpoint.keep", "9")
+    words += ("--eval.source", "corpus", "--train.steps")
+    train(here, *words, "8")
+
+    def printed(words: str, run: str = "", code: int = 0) -> str:
+        done = command(here, *words.replace("RUN", run).split())
+        assert done.returncode == code, done.stdout + done.stderr
+        return str(done.stderr if code else done.stdout)
+
+    for words_of in ("data audit RUN", "data order RUN --step 3", "data show RUN --row 0", "why RUN"):
+        # Beside the name: a copy of the records has no checkpoints of the chain.
+        there, on_disk = (
+            [line for line in printed(words_of, run).splitlines()[1:] if "checkpoints of them" not in line]
+            for run in (address, "a")
+        )
+        assert there == on_disk, words_of
+    printed("report RUN", address)
+    # How it ended was not sent.
+    assert f"as it was when {address}/checkpoints/step-00000008-" in (here / "report.html").read_text()
+    assert "gone without a word" not in command(here, "explain", address).stdout
+    copies = here / "cache/threefold/runs"
+    assert [*copies.glob("**/metrics.jsonl")] and not [*copies.glob("**/*.safetensors")]
+
+    def hashed(path: str) -> str:
+        return str(json.loads(printed("hash RUN --json", path))["sha256"])
+
+    named = {each.step: f"{address}/checkpoints/{each.name}" for each in head_of(place).checkpoints}
+    assert hashed(named[4]) == hashed("a/checkpoints/step-00000004") != hashed(address) == hashed("a")
+    printed("export RUN --to exported", address)
+    assert hashed("exported") == hashed("a")
+    assert printed("sample RUN --tokens 5", address) == printed("sample RUN --tokens 5", "a")
+    losses = [json.loads(printed("eval RUN --json", run)) for run in (address, "a")]
+    assert losses[0]["metrics"] == losses[1]["metrics"]
+    # The run goes on, and what is read of it with it; the copy of before is gone.
+    train(here, *words, "12")
+    assert hashed(address) == hashed("a") and hashed(named[8]) != hashed("a")
+    assert len([*copies.glob("*/*/checkpoints/step-00000012/COMPLETE")]) == 0 and "step 12" in printed(
+        "hash RUN", address
+    )
+
+    assert f"{address}/other holds no checkpoint of a run" in printed("hash RUN", f"{address}/other", code=2)
+    for words_of in ("view RUN", "resume RUN", "profile RUN"):
+        assert f"{address} is an address of a store" in printed(words_of, address, code=2), words_of
+    key = next(each.key for each in place.list() if "step-00000012" in each.key and "safetensors" in each.key)
+    shutil.rmtree(copies)
+    data, _ = place.get(key) or (b"", "")
+    place.write(key, data[:-1] + b"?")
+    assert key in printed("hash RUN", address, code=2)
+
+
+def test_a_run_of_a_program_goes_on_without_its_disk(here: Path, place: ObjectStore, address: str) -> None:
+    """As one that was never stopped; and a fork of it."""
+
+    def run(folder: str, until: int, **config: str) -> list[Any]:
+        keys = {f"checkpoint.{name}": value for name, value in config.items()}
+        numbers, ended = run_ranks(partial(in_a_run, config=keys), 2, {"dp": 2}, str(here / folder), until)[0]
+        assert ended == 0, ended
+        return list(numbers)
+
+    whole = run("whole", 8)
+    assert run("a", 5, store=address) == whole[:5]
+    assert head_of(place).checkpoints[-1].step == 5 and not head_of(place).lease.held
+    shutil.rmtree(here / "a")
+    assert run("b", 8, store=address) == whole[5:]
+    assert stored_steps(place, here / "scratch")[-1] == 8
+    assert run_id(here / "b") == (head_of(place).identity or {})["id"]
+    fork = f"{address}/checkpoints/{head_of(place).checkpoints[-1].name}"
+    assert len(run("fork", 10, resume=fork)) == 2 and run_id(here / "fork") != run_id(here / "b")
+
+
 def test_of_two_runs_on_one_prefix_one_is_refused(here: Path, place: ObjectStore, address: str) -> None:
     """Started together, and one while the other runs; then again, since what a run has ended is free at once."""
     environment(here)
@@ -241,12 +321,54 @@ def test_what_a_killed_upload_left_out_is_sent_by_the_next_start(here: Path, pla
         assert 8 in stored_steps(place, here / "scratch")
 
 
+def test_whatever_of_a_checkpoint_is_damaged_is_named(
+    here: Path, place: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte, an end, an object in another's place, or one that is gone: none is taken for what was sent."""
+    monkeypatch.setattr(snapshot, "PIECE_BYTES", 2000)
+    chance, name, files = random.Random(20261127), "step-00000004-abc", {}
+    for number, size in enumerate((9000, 3000, 1)):
+        (here / "sent").write_bytes(chance.randbytes(size))
+        file = f"{snapshot.STATE}state/rank-{number:05d}.safetensors"
+        files[file] = snapshot.send(place, name, file, here / "sent")
+    seal = snapshot.seal(place, snapshot.Snapshot(name, 4, snapshot.PIECE_BYTES, files))
+    objects = {each.key: (place.get(each.key) or (b"", ""))[0] for each in place.list()}
+    assert len(objects) == 9
+
+    def problem() -> str | None:
+        shutil.rmtree(here / "there", ignore_errors=True)
+        try:
+            whole = snapshot.read_seal(place, name, seal)
+            snapshot.fetch(place, whole, here / "there")
+        except (snapshot.StoredDamage, MissingObject) as error:
+            return error.problems[0].what
+        return snapshot.damage(place, whole, here / "there")
+
+    for _ in range(NUM_DAMAGES):
+        key, how = chance.choice([*objects]), chance.choice(["byte", "byte", "cut", "swapped", "missing"])
+        data = objects[key]
+        at = chance.randrange(len(data))
+        if how == "missing":
+            place.delete([key])
+        else:
+            changed = {
+                "byte": data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :],
+                "cut": data[:at],
+                "swapped": objects[chance.choice([other for other in objects if other != key])],
+            }
+            place.write(key, changed[how])
+        found = problem()
+        assert found is not None and key in found, (key, how, found)
+        place.write(key, data)
+    assert problem() is None
+
+
 def test_kills_lose_nothing_that_was_stored(here: Path, place: ObjectStore, address: str) -> None:
     """SIGKILL of all processes, or of one, at random moments; then the same folder, or a new one without a disk."""
     chance, stored, folder, kills = random.Random(20261126), 0, here / "run-0", 0
     words = ("train", "config.yaml", *STEADY, "--checkpoint.store", address, "--train.steps", "100000")
-    until = time.monotonic() + 60
-    while kills < 12 and time.monotonic() < until:
+    until = time.monotonic() + 5 * NUM_KILLS
+    while kills < NUM_KILLS and time.monotonic() < until:
         mesh = ("--mesh.dp", str(chance.choice((1, 2))), "--mesh.tp", "1", "--checkpoint.every", "1")
         if chance.random() < 0.4 and kills:
             # Nobody can know that the owner has ended: its lease is waited for, unless it is known to be free.
@@ -280,7 +402,7 @@ def test_kills_lose_nothing_that_was_stored(here: Path, place: ObjectStore, addr
 
 def test_a_sender_that_is_killed_again_and_again_loses_nothing(here: Path, place: ObjectStore, address: str) -> None:
     """Without a training around it: a kill about every second, and each time all that was stored is whole."""
-    chance, kills, stored, until = random.Random(36), 0, 0, time.monotonic() + 30
+    chance, kills, stored, until = random.Random(36), 0, 0, time.monotonic() + 2.5 * NUM_KILLS
     (here / "run").mkdir()
     program = [sys.executable, str(Path(__file__).parent / "sending.py"), address, str(here / "run")]
     while time.monotonic() < until:
@@ -290,18 +412,55 @@ def test_a_sender_that_is_killed_again_and_again_loses_nothing(here: Path, place
             said, _ = process.communicate()
         kills += 1
         assert "Traceback" not in said, said
-        there = read_head(place)
-        steps = [each.step for each in there[0].checkpoints] if there else []
-        for each in there[0].checkpoints if there else ():
-            shutil.rmtree(here / "scratch", ignore_errors=True)
-            whole = snapshot.read_seal(place, each.name, each.seal)
-            snapshot.fetch(place, whole, here / "scratch")
-            assert snapshot.damage(place, whole, here / "scratch") is None
+        steps = stored_sent(place, here / "scratch")
         told = [int(line.split()[1]) for line in said.splitlines() if line.startswith("stored")]
         assert max(steps, default=0) >= max([stored, *told]), "what it has told is stored"
         stored = max(steps, default=0)
     print(f"{kills} kills, newest step {stored}")
     assert kills > 5 and stored > 5
+
+
+def test_a_server_that_is_killed_again_and_again_loses_nothing(tmp_path: Path, use: Any, address: str) -> None:
+    """While a process sends to it, which waits until it is there again."""
+    chance, first, stored, said = random.Random(37), free_ports(4), 0, tmp_path / "said"
+    for name in ("server", "run"):
+        (tmp_path / name).mkdir()
+    program = [sys.executable, str(Path(__file__).parent / "sending.py"), address, str(tmp_path / "run")]
+    sender = None
+    try:
+        for _ in range(max(2, NUM_KILLS // 4)):
+            with weed_server(tmp_path / "server", first) as server:
+                use(server.environ())
+                if sender is None:
+                    with said.open("w") as out:
+                        sender = subprocess.Popen(program, stdout=out, stderr=out)
+                # It removes what another has followed, so it stands still while that is read.
+                sender.send_signal(signal.SIGSTOP)
+                told = [int(line.split()[1]) for line in said.read_text().splitlines() if line.startswith("stored")]
+                steps = stored_sent(open_store(address, os.environ), tmp_path / "scratch")
+                sender.send_signal(signal.SIGCONT)
+                assert max(steps, default=0) >= max([stored, *told]), "what it has told is stored"
+                stored, until = max(steps, default=0), time.monotonic() + 60
+                while not (more := said.read_text().count("stored") > len(told) + 2) and time.monotonic() < until:
+                    time.sleep(0.1)
+                assert more and sender.poll() is None, said.read_text()
+                time.sleep(chance.uniform(0, 0.5))
+    finally:
+        if sender is not None:
+            sender.kill()
+            sender.wait()
+    assert "Traceback" not in said.read_text(), said.read_text()
+
+
+def stored_sent(place: ObjectStore, scratch: Path) -> list[int]:
+    """As `stored_steps`, of folders that are no checkpoints of a run."""
+    there = read_head(place)
+    for each in there[0].checkpoints if there else ():
+        shutil.rmtree(scratch, ignore_errors=True)
+        whole = snapshot.read_seal(place, each.name, each.seal)
+        snapshot.fetch(place, whole, scratch)
+        assert snapshot.damage(place, whole, scratch) is None
+    return [each.step for each in there[0].checkpoints] if there else []
 
 
 def processes(group: int) -> list[int]:

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from threefold.arrays import Int64
 from threefold.audit import record as audit_record
-from threefold.audit.digest import AuditWindow, Int64, Message, agree, fold_samples, predicted_samples
+from threefold.audit.digest import AuditWindow, Message, agree, fold_samples, predicted_samples
 from threefold.audit.lookup import coverage, coverage_lines, find_sample, find_step, place_after, turns
 from threefold.audit.offences import Evidence, explain
 from threefold.audit.proof import prove, stretches_of

@@ -373,9 +373,10 @@ def test_config_is_frozen() -> None:
     assert config == Config()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
-    texts=st.tuples(TEXT, TEXT, TEXT),
+    # A path with ~ or $ is refused: a shell was to replace them.
+    texts=st.tuples(TEXT.filter(lambda text: not {"~", "$"} & {*text}), TEXT, TEXT),
     sizes=st.tuples(SIZE, SIZE, SIZE, SIZE),
     rates=st.tuples(POSITIVE, POSITIVE),
     betas=st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
@@ -420,7 +421,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(value=VALUES)
 def test_shown_value_reads_back_to_the_same(value: Any) -> None:
     """What an error or --print-config shows can be pasted."""

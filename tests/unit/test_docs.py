@@ -146,8 +146,8 @@ def test_command_of_a_page_parses(root: Any, page: str, line: str) -> None:
         assert keys_about(" ".join(words[words.index("--help") + 1 :]))
         return
     name, rest = parsed(root, "threefold", words)
-    if name in CLUSTERS:
-        _, rest = read(kind_of(name).Settings, rest, {})
+    if name in CLUSTERS or "slurm" in words:  # of a preparation, too
+        _, rest = read(kind_of(name if name in CLUSTERS else "slurm").Settings, rest, {})
     elif main._COMMANDS.get(name) is None and name not in ("prepare", "show", "overlap"):
         assert rest == []
     values: dict[str, Any] = {}

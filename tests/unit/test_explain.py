@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from logs import field
-from logs.cases import PRODUCED, PUBLIC, UNRELATED
+from logs.cases import EXAMPLES, PRODUCED, PUBLIC, UNRELATED
 from logs.collect import STARTS
 from threefold.commands.explain import explain_command
 from threefold.errors import ConfigError
@@ -87,8 +87,10 @@ def test_rank_that_was_done_before_the_others_is_no_failure() -> None:
 
 def test_every_error_is_found_by_its_own_example() -> None:
     errors = known_errors()
+    assert EXAMPLES.keys() == errors.keys()
     for known in errors.values():
-        assert not known.signs or any(hit.known.name == known.name for hit in _all_hits(known.example)), known.name
+        found = _all_hits(EXAMPLES[known.name])
+        assert not known.signs or any(hit.known.name == known.name for hit in found), known.name
     assert {name for name, one in errors.items() if not one.signs} == {
         "own-error",
         "threefold",
@@ -97,7 +99,7 @@ def test_every_error_is_found_by_its_own_example() -> None:
 
 
 def test_page_is_all_that_a_new_error_needs(tmp_path: Path) -> None:
-    page = (PAGES / "out-of-memory.md").read_text().replace("CUDA out of memory\n", "the quux is empty\n", 1)
+    page = (PAGES / "out-of-memory.md").read_text().replace("(CUDA|HIP) out of memory\n", "the quux is empty\n", 1)
     (tmp_path / "empty-quux.md").write_text(page.replace("# a GPU's memory is used up", "# a quux is empty"))
     found = explain("[rank2]: torch: the quux is empty\n", pages=tmp_path)
     assert found is not None
@@ -105,10 +107,12 @@ def test_page_is_all_that_a_new_error_needs(tmp_path: Path) -> None:
 
 
 def test_page_of_another_form_is_refused(tmp_path: Path) -> None:
-    page = tmp_path / "half.md"
-    page.write_text((PAGES / "disk-full.md").read_text().partition("1. ")[0])
-    with pytest.raises(ValueError, match=r"half\.md is not written as"):
-        read_page(page)
+    page, whole = tmp_path / "half.md", (PAGES / "disk-full.md").read_text()
+    keys_of_others = whole.replace("    signs:", "    sign:"), whole.replace("    signs:", "    signs")
+    for text in (whole.partition("- ")[0], *keys_of_others):
+        page.write_text(text)
+        with pytest.raises(ValueError, match=r"half\.md is not written as"):
+            read_page(page)
 
 
 def _all_hits(text: str) -> list[Explanation]:

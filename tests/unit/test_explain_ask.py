@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from logs.cases import EXAMPLES
 from threefold.commands.explain import explain_command
 from threefold.explain.answer import data, text
 from threefold.explain.ask import asked
@@ -21,10 +22,11 @@ PROGRAMS = {"python", "df", "nvidia-smi", "systemctl", "curl"}
 NO_CUDA = "AssertionError: Torch not compiled with CUDA enabled\n"
 
 
-def explanation(folder: Path, question: str) -> Explanation:
+def explanation(folder: Path, command: str, *answers: str) -> Explanation:
     """What a page of several causes says that asks this."""
     page = (PAGES / "no-cuda.md").read_text(encoding="utf-8")
-    page = re.sub(r"^ask: \|\n(?:  .+\n)+", lambda _: f"ask: |\n{question}", page, count=1, flags=re.MULTILINE)
+    question = f"    ask: {command}\n" + "".join(f"      {answer}\n" for answer in answers)
+    page = re.sub(r"^    ask: .+\n(?:      .+\n)+", lambda _: question, page, count=1, flags=re.MULTILINE)
     (folder / "no-cuda.md").write_text(page, encoding="utf-8")
     told = explain(NO_CUDA, pages=folder)
     assert told is not None and told.confidence is Confidence.LIKELY
@@ -42,7 +44,7 @@ def explanation(folder: Path, question: str) -> Explanation:
 )
 def test_the_answer_settles_what_is_likely(tmp_path: Path, program: str, said: str, confidence: Confidence) -> None:
     command = shlex.join(["python", "-c", program])
-    told = asked(explanation(tmp_path, f"  {command}\n  yes ^3 => it is\n  no ^4 => it is not\n"))
+    told = asked(explanation(tmp_path, command, "yes ^3 => it is", "no ^4 => it is not"))
     assert (told.asked, told.confidence) == (said, confidence)
     shown = text(Diagnosis(Status.FAILURE, told))
     assert f"asked here: {said}" in shown
@@ -51,7 +53,7 @@ def test_the_answer_settles_what_is_likely(tmp_path: Path, program: str, said: s
 
 
 def test_a_program_that_is_not_here_settles_nothing(tmp_path: Path) -> None:
-    told = asked(explanation(tmp_path, "  no-such-program\n  yes . => it is\n"))
+    told = asked(explanation(tmp_path, "no-such-program", "yes . => it is"))
     assert (told.asked, told.confidence) == ("no-such-program: it cannot be run here", Confidence.LIKELY)
 
 
@@ -60,16 +62,15 @@ def test_no_module_of_the_folder_is_run(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "pip.py").write_text("open('ran', 'w').close()\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     for name in ("no-cuda", "package-versions"):
-        told = explain(f"torch\n{known_errors()[name].example}\n")
+        told = explain(f"torch\n{EXAMPLES[name]}\n")
         assert told is not None and told.known.name == name
         assert asked(told).asked is not None
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_symptom_is_not_made_sure(tmp_path: Path) -> None:
-    symptom = replace(
-        explanation(tmp_path, "  python -c 'print(3)'\n  yes ^3 => it is\n"), confidence=Confidence.SYMPTOM
-    )
+    likely = explanation(tmp_path, "python -c 'print(3)'", "yes ^3 => it is")
+    symptom = replace(likely, confidence=Confidence.SYMPTOM)
     told = asked(symptom)
     assert (told.asked, told.confidence) == ("it is", Confidence.SYMPTOM)
 
@@ -124,7 +125,7 @@ def test_question_reads_what_its_command_prints(page: str, output: str, right: b
 
 def test_a_page_of_several_causes_is_never_sure_by_a_line() -> None:
     for known in known_errors().values():
-        told = explain(f"torch\n{known.example}\n")
+        told = explain(f"torch\n{EXAMPLES[known.name]}\n")
         assert told is None or not told.known.several or told.confidence is not Confidence.SURE, known.name
 
 

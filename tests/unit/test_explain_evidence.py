@@ -250,9 +250,11 @@ def test_file_that_is_no_dump_is_named(tmp_path: Path, content: bytes) -> None:
 
 
 def test_record_of_a_run_is_told(tmp_path: Path) -> None:
-    lines = [{"step": step, "loss": 2.0 if step < 9 else float("nan"), "slowest_rank": 3} for step in range(1, 31)]
+    lines = [{"step": step, "loss": 2.0 if step < 9 else float("nan")} for step in range(1, 31)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 31, "lo')
-    (tmp_path / "journal.jsonl").write_text('{"event": "start", "start": 1}\n{"event": "start", "start": 2}\n')
+    events = [{"event": "start", "start": 1}, {"event": "lag", "text": None}, {"event": "start", "start": 2}]
+    events += [{"event": "lag", "text": "rank 3 of host a has been the slowest since step 4"}]
+    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/rank-0003.log").write_text(OUT_OF_MEMORY)
     text, _ = explain_command([tmp_path])
@@ -260,7 +262,7 @@ def test_record_of_a_run_is_told(tmp_path: Path) -> None:
         "rank 3",
         "the last step in the metrics is 30",
         "not a number from step 9 on",
-        "rank 3 was the slowest in the last 20 steps",
+        "rank 3 of host a has been the slowest since step 4",
         "the run was started 2 times",
     ):
         assert said in text

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from threefold.arrays import Int64
 from threefold.audit.compare import Audit
 from threefold.audit.lookup import find_sample
 from threefold.audit.proof import prove, stretches_of
@@ -16,14 +17,13 @@ from threefold.audit.record import SegmentLine, read
 from threefold.audit.row_lengths import keep, stored
 from threefold.data.order.length_buckets import WINDOW
 from threefold.data.order.order import Order, Place
-from threefold.data.order.permutation import IntArray
 from threefold.errors import RunError
 from threefold.mesh.topology import Topology
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 5000).astype(np.int64).clip(2, 512)
 
 
-def lengths(rows: IntArray) -> IntArray:
+def lengths(rows: Int64) -> Int64:
     return LENGTHS[rows]
 
 

@@ -18,7 +18,7 @@ from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError, Problem
 from threefold.records.state import ending_of, state_of
 from threefold.run.folder import RunFolder, open_run
-from threefold.run.watch import pulse
+from threefold.run.watch import pulse, withheld
 
 
 @pytest.fixture(autouse=True)
@@ -390,5 +390,11 @@ def test_kernels_kills_are_counted_in_the_cgroup(
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    monkeypatch.setattr(pulse, "Path", lambda path: tmp_path / path[1:])
+
+    def moved(first: str, *rest: str) -> Path:
+        return Path(tmp_path, first[1:], *rest)
+
+    for module in (pulse, withheld):
+        monkeypatch.setattr(module, "Path", moved)
+    monkeypatch.setattr(withheld, "proc_text", lambda name: files.get(f"proc/{name}", ""))
     assert pulse.memory_kills() == count

@@ -15,7 +15,7 @@ import pytest
 import xxhash
 
 from store_stub import StubStore, serving
-from threefold.errors import ConfigError, ThreefoldError
+from threefold.errors import ConfigError, RunError, ThreefoldError
 from threefold.places import object_store
 from threefold.places.admission import admit
 from threefold.places.faults import PlaceError
@@ -249,8 +249,21 @@ def test_ctrl_c_is_heard_while_a_store_does_not_answer() -> None:
 
 def test_store_is_not_used_after_a_fork(place: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store.os, "getpid", lambda: -1)
-    with pytest.raises(PlaceError, match="was opened before this process was forked"):
+    with pytest.raises(RunError, match="was opened before this process was forked"):
         place.stat("one")
+
+
+def test_no_store_is_opened_after_a_fork(place: ObjectStore, environ: dict[str, str]) -> None:
+    """The library's threads are not in the child: a new place would wait for them forever."""
+    assert place.stat("one") is None
+    if (child := os.fork()) == 0:
+        try:
+            open_store(URL, environ)
+        except RunError as error:
+            os._exit(7 if "before this process was forked" in str(error) else 8)
+        finally:
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_profile(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: StubStore) -> None:
@@ -432,7 +445,6 @@ def test_local_paths_load_nothing_of_it(tmp_path: Path) -> None:
         ("train --checkpoint.resume https://bucket/a", "https://bucket/a is no store that threefold can use"),
         ("train --checkpoint.store runs/a", "runs/a is no store that threefold can use"),
         ("train --checkpoint.store s3://key:secret@bucket/a", "the address s3://... holds more than a bucket"),
-        ("data prepare --data.source a --data.tokenizer bytes --to s3://bucket/a", "--to s3:/bucket/a is an address"),
         ("import a --to s3://bucket/a", "--to s3:/bucket/a is an address of a store"),
         ("report a --to s3://bucket/a.html", "--to s3:/bucket/a.html is an address of a store"),
     ],

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from referee_records import judge_data
-from threefold.errors import DataError
+from threefold import Referee
+from threefold.errors import ConfigError, DataError
 from threefold.referee.judge.parts import PartStatus
 from threefold.referee.judge.verdict import CommandVerdict
 from threefold.referee.rank.sealed import SealedFile, read_sealed
@@ -48,25 +50,51 @@ def record(
     batch: int = BATCH,
     calls_a_step: int = 1,
     unread_batches: int = 0,
+    sized: bool = True,
+    trial: int | None = None,
+    warm_up: int = 0,
     **call: Any,
 ) -> CommandVerdict:
-    """Writes what ranks would have recorded that read these orders, and judges it."""
+    """Writes what ranks would have recorded that read these orders, and judges it.
+
+    Args:
+        sized: whether the loader shows the size of its batches.
+        trial: the model of which a step is taken before; the one that is trained is model 0.
+        warm_up: in how many steps the model is called before the first batch, with what is no row of it.
+    """
     num_ranks = len(orders[0])
     samplers = samplers or (lambda rank, epoch: sampler(rank, epoch=epoch))
     for rank in range(num_ranks):
         file = SealedFile(folder / f"rank-{rank:05d}.jsonl", most_bytes=1 << 20)
-        file.write("start", {"rank": rank, "world_size": num_ranks, "versions": {}})
+        file.write("start", {"rank": rank, "start": 1, "world_size": num_ranks, "versions": {}})
         ddp = {"together": [], "how": "DistributedDataParallel", "data_ranks": list(range(num_ranks))}
-        file.write("placement", {"module": 0, **(placement(rank) if placement else ddp)})
+        file.write("placement", {"module": 0, "model": 0, **(placement(rank) if placement else ddp)})
         step = 0
+        if trial is not None:
+            file.write("placement", {"module": 7, "model": trial, **ddp})
+            tried = {"module": 7, "rows": ["trial"], "ignored": [], "labelled": False, "begin": 0, "pass": None}
+            file.write("step", {"step": 0, "optimizer": 9, "calls": [tried], "losses": []})
         for epoch, order in enumerate(orders):
             for start in range(0, len(order[rank]), batch):
                 step += 1
                 rows = [name(row, epoch) for row in order[rank][start : start + batch]]
-                values = {"module": 0, "rows": rows, "ignored": [], "labelled": False, "pass": (0, epoch), **call}
-                file.write("step", {"step": step, "optimizer": 0, "calls": [values] * calls_a_step, "losses": []})
+                values = {
+                    "module": 0,
+                    "rows": rows,
+                    "ignored": [],
+                    "labelled": False,
+                    "begin": 0,
+                    "pass": (0, epoch),
+                    **call,
+                }
+                calls = [values] * calls_a_step
+                if step <= warm_up:
+                    calls = [{**values, "rows": ["zeros"], "pass": None}, *calls]
+                file.write("step", {"step": step, "optimizer": 0, "calls": calls, "losses": []})
         for epoch, order in enumerate(orders):
-            batches = {"class": "BatchSampler", "package": "torch", "batch_size": batch, "drop_last": False}
+            batches = {"class": "BatchSampler", "package": "torch", "drop_last": False}
+            if sized:
+                batches["batch_size"] = batch
             known = {"rows": NUM_ROWS, "samplers": [batches, samplers(rank, epoch)]}
             num_batches = -(-len(order[rank]) // batch) + unread_batches
             file.write("pass", {"pass": (0, epoch), "batches": num_batches, "ended": True, **known})
@@ -370,3 +398,72 @@ def test_sealed_lines_hold_what_is_not_finite_as_null(tmp_path: Path) -> None:
     lines, damage = read_sealed(tmp_path / "a.jsonl")
     assert damage is None
     assert lines == [{"kind": "step", "losses": [None, 1.5], "text": '"seal": "x', "empty": {}}]
+
+
+# --- programs that show little of their loaders ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loader_pass", [None, (0, 0)], ids=["no loader", "a loader without end"])
+def test_epochs_are_found_by_their_rows(tmp_path: Path, loader_pass: Any) -> None:
+    verdict = record(tmp_path, dealt(epochs=3), **{"pass": loader_pass}, sized=False)
+    assert text(verdict, "rows of an epoch") == (
+        "proved      rows of an epoch: 3 epochs read the same 40 rows, each once"
+    )
+    assert status(verdict, "order of epochs") is PartStatus.PROVED
+    assert status(verdict, "rows of data ranks") is PartStatus.PROVED
+
+
+def test_row_that_comes_again_before_the_others_is_no_epoch(tmp_path: Path) -> None:
+    orders = dealt(epochs=3)
+    orders[1][0][-1], orders[2][0][0] = orders[2][0][0], orders[1][0][-1]
+    verdict = record(tmp_path, orders, **{"pass": None})
+    assert text(verdict, "rows of an epoch") == (
+        "not judged  rows of an epoch: the rows do not come from torch's DataLoader"
+    )
+
+
+def test_step_may_end_an_epoch_and_begin_the_next(tmp_path: Path) -> None:
+    """20 rows of each rank in steps of 8: both ranks may read a row in such a step, each in another epoch."""
+    one_rank = [[row for epoch in dealt(epochs=4) for row in epoch[rank]] for rank in range(2)]
+    one_rank[1][16:20], one_rank[0][20:24] = one_rank[0][20:24], one_rank[1][16:20]
+    verdict = record(tmp_path, [one_rank], **{"pass": None}, batch=8)
+    assert status(verdict, "rows of data ranks") is not PartStatus.REFUTED
+
+
+def test_ranks_that_hold_later_places_of_rows_are_no_data_ranks(tmp_path: Path) -> None:
+    verdict = record(tmp_path, dealt(), begin=16)
+    assert text(verdict, "rows of data ranks").endswith(
+        "(rank 0 reads rows from position 16 on, as of a sequence that ranks share; the positions do not show which)"
+    )
+    assert verdict.exit_code == 3
+
+
+@pytest.mark.parametrize(("model", "is_left_out"), [(5, True), (0, False)])
+def test_trial_of_another_model_is_left_out(tmp_path: Path, model: int, is_left_out: bool) -> None:
+    """Of a model that the training wraps it is a part of the training, which is then not known."""
+    verdict = record(tmp_path, dealt(epochs=1), trial=model)
+    assert "left out are steps of other optimizers: 1" in text(verdict, "record")
+    assert (status(verdict, "rows of an epoch") is PartStatus.PROVED) is is_left_out, verdict.lines()
+
+
+def test_calls_before_the_first_batch_are_no_rows(tmp_path: Path) -> None:
+    verdict = record(tmp_path, dealt(), warm_up=1)
+    assert verdict.exit_code == 0, verdict.lines()
+
+
+def test_rows_beside_those_of_a_loader_are_rows(tmp_path: Path) -> None:
+    verdict = record(tmp_path, dealt(), warm_up=2)
+    assert text(verdict, "rows of an epoch") == (
+        "not judged  rows of an epoch: the rows do not come from torch's DataLoader"
+    )
+
+
+def test_block_needs_a_folder_of_its_own(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file cannot be made \(File exists\)"):
+        Referee(model, optimizer, record=tmp_path / "file")
+    (tmp_path / "rank-00000.jsonl").touch()
+    with pytest.raises(ConfigError, match="has a record of the referee"):
+        Referee(model, optimizer, record=tmp_path)

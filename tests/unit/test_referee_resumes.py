@@ -98,7 +98,7 @@ def start(
         file = SealedFile(folder / f"{name}.jsonl", most_bytes=1 << 20)
         file.write("start", {"rank": rank, "start": number, "world_size": ranks, "program": "a.py", "versions": {}})
         ddp = {"together": [], "how": "DistributedDataParallel", "data_ranks": list(range(ranks))}
-        file.write("placement", {"module": 0, **ddp})
+        file.write("placement", {"module": 0, "model": 0, **ddp})
         samplers = [
             {"class": "BatchSampler", "package": "torch", "batch_size": BATCH // ranks, "drop_last": False},
             {"class": "DistributedSampler", "package": "torch", "num_replicas": ranks, "rank": rank, "seed": 0},
@@ -106,7 +106,7 @@ def start(
         ended = 0
         for step, read in enumerate(rows, start=1):
             mine = [f"row {row}" for row in read[rank::ranks]]
-            call = {"module": 0, "rows": mine, "ignored": [], "labelled": False, "pass": (0, 0)}
+            call = {"module": 0, "rows": mine, "ignored": [], "labelled": False, "begin": 0, "pass": (0, 0)}
             values = {"step": step, "optimizer": 0, "calls": [call], "losses": [], "rates": [rates(first_step + step)]}
             if step == 1 and number > 1:
                 values["begins"] = {**(begins or STATES[first_step]), "loaded": loaded}
@@ -168,7 +168,8 @@ WRONG = [
     ({"begins": {**STATES[4], "moments": STATES[2]["moments"]}}, "from step 4 with the moments of step 2"),
     (
         {"begins": {**STATES[4], "moments": {}}, "loaded": False},
-        "from step 4 with an optimizer without a state: weight step, weight exp_avg, weight exp_avg_sq, ... begin at 0",
+        "from step 4 with an optimizer without a state: weight step, weight exp_avg, weight exp_avg_sq, bias step, "
+        "bias exp_avg, bias exp_avg_sq begin at 0",
     ),
     (
         {"begins": {**STATES[4], "moments": {**STATES[4]["moments"], "bias": {}}}},
@@ -250,9 +251,9 @@ def exported(folder: Path, *, tied: bool = False, **saving: Any) -> LlamaForCaus
     file = SealedFile(folder / "rank-00000.jsonl", most_bytes=1 << 20)
     file.write("start", {"rank": 0, "start": 1, "world_size": 1, "program": "a.py", "versions": {}})
     shown = {"how": "one process", "architecture": architecture_of(model), "data_ranks": [0], "together": []}
-    file.write("placement", {"module": 0, **shown})
+    file.write("placement", {"module": 0, "model": 0, **shown})
     for step in (1, 2):
-        call = {"module": 0, "rows": ["row"], "ignored": [], "labelled": False, "pass": None}
+        call = {"module": 0, "rows": ["row"], "ignored": [], "labelled": False, "begin": 0, "pass": None}
         file.write("step", {"step": step, "optimizer": 0, "calls": [call], "losses": [], "rates": [0.1]})
     where = {"step": 2, "module": 0, "folder": str(folder / "model")}
     file.write("exported", {**where, **state_of(model)})

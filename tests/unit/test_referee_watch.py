@@ -117,7 +117,8 @@ def test_steps_of_several_optimizers_are_not_judged(tmp_path: Path, choice: str,
     turns = LOOP.replace("        optimizer.zero_grad()\n", f"        {choice}\n        optimizer.zero_grad()\n")
     other = "other = torch.optim.SGD(model.parameters(), lr=0.01)\nos.chdir"
     verdict, _ = watched(tmp_path, turns.replace("os.chdir", other))
-    assert str(verdict.parts[1]) == (f"not judged  rows of data ranks: {why}: which rows belong together does not show")
+    unknown = f"it does not show which ranks read rows of their own ({why})"
+    assert str(verdict.parts[1]) == f"not judged  rows of data ranks: {unknown}"
     assert verdict.exit_code == 3
 
 
@@ -133,7 +134,7 @@ model(torch.ones(2, 4))
 os.chdir"""
     verdict, _ = watched(tmp_path, LOOP.replace("os.chdir", trial, 1))
     assert verdict.exit_code == 0, verdict.lines()
-    assert "as it was written; 1 step of other optimizers is left out" in str(verdict.parts[0])
+    assert "as it was written; left out are steps of other optimizers: 1" in str(verdict.parts[0])
 
 
 def test_optimizers_that_step_together_are_one(tmp_path: Path) -> None:

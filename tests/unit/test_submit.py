@@ -654,6 +654,77 @@ def test_source_for_the_sdk_is_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "src").iterdir()) == ["config.yaml", "threefold_entry.py"]
 
 
+# --- a preparation as an array -----------------------------------------------------------------------------------
+
+
+def preparation(to: str = "a store", workers: int | None = None, **options: Any) -> str:
+    asked = config(data={"source": "rows.jsonl", "tokenizer": "bytes"})
+    return slurm.preparation(asked, SlurmSettings(**options), to, num_tasks=16, workers=workers)
+
+
+def test_script_of_a_preparation() -> None:
+    text = preparation(time="4:00:00", partition="cpu", cpus_per_task=8, setup="env.sh", python="py", requeue=False)
+    head, body = text.split("\n\n", 1)
+    directives = ["job-name=threefold", "nodes=1", "ntasks-per-node=1", "no-requeue", "open-mode=append"]
+    directives += ["output=threefold-%j.out", "time=4:00:00", "partition=cpu", "cpus-per-task=8"]
+    assert head.splitlines() == ["#!/bin/bash", *(f"#SBATCH --{line}" for line in directives)]
+    lines = body.splitlines()
+    assert lines[1:6] == [
+        "source env.sh",
+        "set -u",
+        "run='a store'",
+        "task=join",
+        '[ -z "${SLURM_ARRAY_TASK_ID:-}" ] || task="$SLURM_ARRAY_TASK_ID/16"',
+    ]
+    words = 'data prepare /dev/stdin --to \'a store\' --task "$task" --workers "${SLURM_CPUS_PER_TASK:-1}"'
+    assert lines[6] == f"srun --wait=120 --cpus-per-task=8 py -m threefold {words} <<'END_OF_CONFIG'"
+    assert lines[-1] == "END_OF_CONFIG"
+    assert yaml.safe_load("\n".join(lines[7:-1]))["data"]["source"] == "rows.jsonl"
+    assert " --workers 3 <<" in preparation(workers=3)
+    contained = preparation("s3://bucket/tokens", container="a.sif")
+    assert "\nrun=.\n" in contained and " apptainer exec --nv --bind " in contained
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"retries": 1}, "--retries, --signal-ahead and --gpus-per-node have no effect on a preparation"),
+        ({"signal_ahead_s": 60}, "--retries, --signal-ahead and --gpus-per-node have no effect on a preparation"),
+        ({"gpus_per_node": 1}, "--retries, --signal-ahead and --gpus-per-node have no effect on a preparation"),
+        ({"options": ("-x",)}, "--option '-x' is not an option of sbatch"),
+        ({"time": "soon"}, "--time 'soon' is no time of Slurm's"),
+        ({"partition": "a b"}, "--partition 'a b' is not one word"),
+        ({"name": "a b"}, "--name 'a b' is not a valid name for this cluster's jobs"),
+    ],
+)
+def test_preparation_that_slurm_would_not_take(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        preparation(**options)
+    assert said(caught).startswith(what)
+
+
+def test_array_and_the_job_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, told = tmp_path / "sbatch", tmp_path / "told"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {told}\ncat > /dev/null\necho "$(wc -l < {told})7;here"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    settings = SlurmSettings(name="mine")
+    said = slurm.send_preparation("text", settings, [0, 3, 4])
+    assert said == "job 17 makes parts in 3 tasks; job 27 joins and proves them: mine-27.out"
+    assert slurm.send_preparation("text", settings, []) == "job 37 joins and proves them: mine-37.out"
+    assert told.read_text().splitlines() == [
+        "--parsable --array=0,3,4",
+        "--parsable --dependency=afterany:17",
+        "--parsable",
+    ]
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError) as caught:
+        slurm.send_preparation("text", settings, [])
+    assert str(caught.value).splitlines()[2] == (
+        "  fix: on any hosts: threefold data prepare ... --task I/N, with I from 0 to N - 1; then: --task join"
+    )
+
+
 @pytest.fixture
 def refusing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """sbatch and kubectl that refuse."""
@@ -673,6 +744,9 @@ def test_clusters_that_refuse() -> None:
         "  expected: options that this cluster accepts\n"
         "  fix: --dry-run shows the script; sinfo shows partitions, sacctmgr show assoc your accounts"
     )
+    with pytest.raises(RunError) as caught:
+        slurm.send_preparation("text", SlurmSettings(), [1])
+    assert str(caught.value).splitlines()[2] == "  fix: sinfo shows partitions, sacctmgr show assoc your accounts"
     with pytest.raises(RunError) as caught:
         kubernetes.send(job(**ON_VOLUME), kubernetes_options())
     assert str(caught.value) == (

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +18,8 @@ from threefold.run.watch.main_thread import MainThread
 from threefold.run.watch.pulse import Peer, Pulse
 from threefold.run.watch.stall import Report, Seen, Stall, find
 from threefold.run.watch.watchdog import Watchdog
-from threefold.training.progress import DeviceForward, Lag, OwnTime, Phase, Progress, slowest
+from threefold.training.lag import own_s
+from threefold.training.progress import DeviceForward, OwnTime, Phase, Progress, core_wait_s
 
 WORKING = "  File loader.py, line 1, in read\n    file.read()"
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")
@@ -166,28 +170,85 @@ def test_progress_counts_the_phases_it_has_entered() -> None:
     assert progress.place == Phase(2, 1, "forward")
 
 
-def test_slowest_rank_and_the_share_that_the_others_wait_for_it() -> None:
-    assert slowest([1.0, 1.0, 4.0, 1.0], 5.0) == (2, pytest.approx(0.6))
-    assert slowest([2.0, 2.0], 4.0) == (0, 0.0)
+class _Batches:
+    """A batch that takes this thread `on_core` s of a core and `off_core` s without one."""
+
+    def __init__(self, on_core: float, off_core: float) -> None:
+        self._on_core, self._off_core = on_core, off_core
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> int:
+        until = time.thread_time() + self._on_core
+        while time.thread_time() < until:
+            pass
+        time.sleep(self._off_core)
+        return 7
 
 
-def test_own_time_counts_data_once() -> None:
+def test_waiting_for_data_counts_by_the_clock_and_as_nothing_else() -> None:
     """Reading in the main thread is work and waiting for data; it counts as one."""
-    own = OwnTime(_began=0.0)
-    own.read(wall_s=5.0, cpu_s=0.0)
-    before = own.total_s()
-    own.read(wall_s=2.0, cpu_s=2.0)
-    assert own.data_wait_s == 7.0
-    assert own.total_s() - before == pytest.approx(0.0, abs=0.1)
+    own = OwnTime()
+    begun = time.perf_counter()
+    assert own.read(_Batches(on_core=0.2, off_core=0.1)) == 7
+    passed = time.perf_counter() - begun
+    parts = own.parts()
+    assert 0.3 <= parts["data"] <= passed
+    assert parts["compute"] < 0.1 and parts["core"] < 0.1
+    assert own_s(parts) == pytest.approx(sum(parts.values()))
 
 
-def test_time_that_a_rank_is_blocked_is_its_own() -> None:
+def test_what_is_noted_of_a_rank_counts_from_the_begin_of_a_window() -> None:
     progress = Progress()
-    progress.blocked_s = 3.0
+    progress.blocked_s, progress.still_s = 3.0, 5.0
     own = OwnTime(progress)
-    before = own.total_s()
+    assert (own.parts()["blocked"], own.parts()["still"]) == (0.0, 0.0)
     progress.blocked_s += 2.0
-    assert own.total_s() - before == pytest.approx(2.0, abs=0.1)
+    progress.still_s += 0.5
+    assert (own.parts()["blocked"], own.parts()["still"]) == (2.0, 0.5)
+
+
+@pytest.mark.timing
+def test_a_thread_that_waits_for_a_core_is_seen_to() -> None:
+    """Two processes on one core: one of them waits while the other computes."""
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("this kernel does not tell how long a thread waits for a core (/proc/self/schedstat)")
+    work = (
+        "import time\n"
+        "from threefold.training.progress import core_wait_s\n"
+        "print('ready', flush=True)\n"
+        "input()\n"
+        "until = time.thread_time() + 0.5\n"
+        "begun, waited = time.perf_counter(), core_wait_s()\n"
+        "while time.thread_time() < until: pass\n"
+        "print(core_wait_s() - waited, time.perf_counter() - begun)\n"
+    )
+    core = min(os.sched_getaffinity(0))
+    both = [
+        subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        for each in both:
+            os.sched_setaffinity(each.pid, {core})
+            assert each.stdout is not None and each.stdout.readline() == "ready\n"
+        for each in both:
+            assert each.stdin is not None
+            each.stdin.write("\n")
+            each.stdin.flush()
+        for each in both:
+            waited, passed = map(float, each.communicate(timeout=60)[0].split())
+            assert waited == pytest.approx(passed - 0.5, abs=0.1)
+        assert passed > 0.7
+    finally:
+        for each in both:
+            each.kill()
+            each.wait()
+
+
+def test_where_the_kernel_tells_nothing_nobody_waits_for_a_core() -> None:
+    assert core_wait_s("no-such-process") == 0.0
 
 
 class _Event:
@@ -217,18 +278,10 @@ def test_device_time_is_that_of_forwards() -> None:
     assert progress.device.take_s() == 0.0  # what was before a window does not count
     progress.enter("forward")
     progress.enter("backward")
-    own.read(wall_s=2.0, cpu_s=0.0)
-    assert own.total_s() == 3.0
-
-
-def test_rank_that_stays_the_slowest_is_told_once() -> None:
-    lag = Lag()
-    told = [line for step in range(1, 200) if (line := lag.after(step, 3, 0.3)) is not None]
-    assert told == [
-        "rank 3 has been the slowest since step 1: a step would take about 30% less if it were as fast as the others"
-    ]
-    assert not any(lag.after(step, step % 2, 0.3) for step in range(200, 400))
-    assert not any(lag.after(step, 1, 0.01) for step in range(400, 600))
+    own.read(iter([7]))
+    parts = own.parts()
+    assert parts.keys() == {"data", "device"} and parts["device"] == 1.0
+    assert own.parts() == parts  # asked for again, it is the same
 
 
 def test_each_place_is_mirrored() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from threefold.audit.row_losses import FOLDER, RankPart, packed
 from threefold.checkpoint.lineage import Journal
 from threefold.data.order.mixture import Mixture
 from threefold.errors import ConfigError, RunError
+from threefold.training.lag import Lag
 from threefold.why import format
 from threefold.why.batch_rows import StepBatches
 from threefold.why.contents import visible
@@ -141,8 +144,16 @@ def test_a_slow_rank_and_waits_for_data_are_named(tmp_path: Path) -> None:
         for line in lines:
             line.update(slowest_rank=3, slowest_share=0.3, data_wait_s=0.2)
 
-    slow = [each.what for each in found(write(tmp_path / "run", plant)) if each.kind == "slow"]
-    assert slow == ["steps waited for data for 40% of their time", "rank 3 was the slowest in 120 of 120 logged steps"]
+    run = write(tmp_path / "run", plant)
+    waits = "steps waited for data for 40% of their time"
+    assert [each.what for each in found(run) if each.kind == "slow"] == [waits]
+    lag = Lag(3, "a", 20, 95, 0.3, {"core": 0.7}, {"core": 0.1})
+    Journal(run).append("lag", **asdict(lag), text=lag.text())
+    for share in (math.nan, "much", None):  # lines that no run writes
+        Journal(run).append("lag", rank=1, share=share)
+    slow = [each for each in found(run) if each.kind == "slow"]
+    assert [each.what for each in slow] == [waits, "rank 3 was the slowest from step 20 on"]
+    assert slow[1].facts == [lag.text(), "journal.jsonl"]
 
 
 def test_a_run_without_losses_of_rows_has_spikes_of_its_steps(tmp_path: Path) -> None:

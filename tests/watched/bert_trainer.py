@@ -1,5 +1,6 @@
-"""transformers' Trainer as its documentation has it: a BERT classifier, two epochs."""
+"""transformers' Trainer as its documentation has it: a BERT classifier, two epochs; `RECORD`: with the referee."""
 
+import sys
 import tempfile
 
 import torch
@@ -12,4 +13,9 @@ rows = [{"input_ids": torch.randint(0, 64, (16,)), "labels": torch.randint(0, 2,
 with tempfile.TemporaryDirectory() as folder:
     settings = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     args = TrainingArguments(folder, per_device_train_batch_size=4, num_train_epochs=2, **settings)
-    Trainer(model, args, train_dataset=rows).train()
+    callbacks = []
+    if sys.argv[1:]:
+        from threefold import RefereeCallback
+
+        callbacks = [RefereeCallback(record=sys.argv[1])]
+    Trainer(model, args, train_dataset=rows, callbacks=callbacks).train()

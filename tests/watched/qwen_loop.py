@@ -2,7 +2,8 @@
 
 clean: the mean over all targets of all ranks and micro-batches; bf16: in bfloat16; accelerated: by the model's own
 loss with `num_items_in_batch`; tied: one matrix for embeddings and head; packed: two documents in a row, told apart by
-their positions. Each other kind is a fault.
+their positions; uncached: and by the mask that transformers makes of them where no keys are cached. Each other kind is
+a fault.
 """
 
 import contextlib
@@ -60,7 +61,7 @@ def pack(rows):
 
 rows = [torch.randint(0, 97, (length,)) for length in torch.randint(4, 32, (64,)).tolist()]
 sampler = DistributedSampler(rows)
-is_packed = kind in ("packed", "positions", "scaled")
+is_packed = kind in ("packed", "uncached", "positions", "scaled")
 loader = DataLoader(rows, batch_size=4, sampler=sampler, collate_fn=pack if is_packed else collate)
 MICRO_BATCHES = 2
 for epoch in range(2):
@@ -83,7 +84,8 @@ for epoch in range(2):
             with sync, low:
                 if is_packed:
                     # Of one length, so that the mean of means is the mean; `scaled` adds up means.
-                    loss = model(**batch).loss / (1 if kind == "scaled" else MICRO_BATCHES)
+                    quiet = {"use_cache": False} if kind == "uncached" else {}
+                    loss = model(**batch, **quiet).loss / (1 if kind == "scaled" else MICRO_BATCHES)
                 elif kind == "accelerated":
                     loss = model(**batch, num_items_in_batch=total).loss * world
                 elif kind in ("shifted", "means"):

@@ -1,4 +1,4 @@
-"""A model of transformers, sharded: `qwen_meshes.py KIND` (fsdp2, fsdp2_bf16, tp, and faults of tp).
+"""A model of transformers, sharded: `qwen_meshes.py KIND` (fsdp1, fsdp2, fsdp2_bf16, tp, and faults of tp).
 
 With tp, heads are divided: each rank has a part of the gradient of q_norm and k_norm, and they are summed once. The
 norm of all gradients has those of divided matrices from all ranks, and what all ranks hold once.
@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -25,7 +26,11 @@ with torch.no_grad():
     for parameter in model.parameters():
         parameter += 0.05 * torch.randn_like(parameter)
 shares = {}
-if kind.startswith("fsdp2"):
+if kind.startswith("fsdp1"):
+    by_layer = ModuleWrapPolicy({type(model.model.layers[0])})
+    settings = {"use_orig_params": kind != "fsdp1_flat", "device_id": torch.device("cpu")}
+    model = FullyShardedDataParallel(model, auto_wrap_policy=by_layer, **settings)
+elif kind.startswith("fsdp2"):
     low = torch.bfloat16 if kind == "fsdp2_bf16" else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
     for layer in model.model.layers:
@@ -56,16 +61,23 @@ for epoch in range(2):
                     dist.all_reduce(parameter.grad)
                     if kind == "tp_twice" and "q_norm" in name:
                         dist.all_reduce(parameter.grad)
-        if kind in ("tp_clip", "tp_norm"):
+        if kind in ("tp_clip", "tp_norm", "tp_norm_first"):
             held = [parameter.grad for parameter in model.parameters()]
             local = [each.to_local() if hasattr(each, "placements") else each for each in held]
             squares = {True: torch.zeros(()), False: torch.zeros(())}
             for each, part in zip(held, local, strict=True):
-                squares[each is not part or kind == "tp_norm"] += part.square().sum()
+                if each is part or kind != "tp_norm_first" or rank == 0:  # else what rank 0 holds stands for all
+                    squares[each is not part or kind == "tp_norm"] += part.square().sum()
             dist.all_reduce(squares[True])
             norm = (squares[True] + squares[False]).sqrt()
             for part in local:
                 part.requires_grad_().grad = part.detach()
             torch.nn.utils.clip_grads_with_norm_(local, 0.5, norm)
+        if kind == "fsdp1_twice":
+            for name, parameter in model.named_parameters():
+                if "layers.1." in name and "q_norm" in name and parameter.grad is not None:
+                    parameter.grad *= 2
+        if kind.startswith("fsdp1"):
+            model.clip_grad_norm_(0.5)
         optimizer.step()
 dist.destroy_process_group()

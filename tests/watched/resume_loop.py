@@ -1,6 +1,7 @@
 """A loop that saves, and goes on from its save when it is started again: `resume_loop.py KIND STEPS [SAVE_AT]`.
 
-clean: all that it takes is saved; fsdp2: by torch.distributed.checkpoint. Each other kind is a fault.
+clean: all that it takes is saved; fsdp2: by torch.distributed.checkpoint. Each other kind is a fault; next_epoch: a
+save at the end of an epoch goes on behind the epoch that should follow.
 """
 
 import sys
@@ -33,7 +34,7 @@ schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + st
 rows = [torch.randint(0, 97, (16,)) for _ in range(64)]
 sampler = DistributedSampler(rows)
 loader = DataLoader(rows, batch_size=4, sampler=sampler)
-step = 0
+step = skipped = 0
 if Path("saved").exists():
     if kind == "fsdp2":
         weights, moments = get_state_dict(model, optimizer)
@@ -46,12 +47,13 @@ if Path("saved").exists():
         optimizer.load_state_dict(saved["older" if kind == "stale" else "optimizer"])
     rest = torch.load("saved/rest.pt")
     step = rest["step"]
+    skipped = int(kind == "next_epoch")
     if kind != "no_schedule":
         schedule.load_state_dict(rest["schedule"])
 older = None
 while step < num_steps:
     epoch, begin = divmod(step, len(loader))
-    sampler.set_epoch(epoch)
+    sampler.set_epoch(epoch + skipped)
     for place, batch in enumerate(loader):
         if place < begin and kind != "rows":
             continue

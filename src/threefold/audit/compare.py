@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from threefold.audit.digest import AuditWindow, Int64, Message, agree, predicted_samples
+from threefold.arrays import Int64
+from threefold.audit.digest import AuditWindow, Message, agree, predicted_samples
 from threefold.audit.lookup import place_after
 from threefold.audit.offences import Evidence
 from threefold.audit.record import SegmentLine, SkipLine, StepsLine, read

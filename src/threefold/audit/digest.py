@@ -20,14 +20,12 @@ import time
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from threefold.arrays import Int64
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.known_rows import Changed, KnownRows
 from threefold.mesh.topology import Topology
-
-Int64 = npt.NDArray[np.int64]
 
 TOKEN_FIELDS = ("input_ids", "labels", "position_ids", "document_ids")
 

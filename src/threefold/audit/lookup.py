@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from threefold.audit.digest import Int64
+from threefold.arrays import Int64
 from threefold.audit.proof import Stretch
 from threefold.audit.record import Segment, SkipLine
 from threefold.data.order.order import Order, Place

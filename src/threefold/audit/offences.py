@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from threefold.audit.digest import TOKEN_FIELDS, Int64, Message, TokenDifference
+from threefold.arrays import Int64
+from threefold.audit.digest import TOKEN_FIELDS, Message, TokenDifference
 from threefold.data.order.order import Order, Place
 from threefold.data.rows.known_rows import Changed, KnownRows
 from threefold.data.store.blocks import Change

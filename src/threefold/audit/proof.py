@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from threefold.audit.digest import Int64, fold_contents, predicted_samples
+from threefold.arrays import Int64
+from threefold.audit.digest import fold_contents, predicted_samples
 from threefold.audit.record import Line, Segment, SegmentLine, StepsLine
 from threefold.data.order.order import Order, Place
 from threefold.data.rows.concat import Rows

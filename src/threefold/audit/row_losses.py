@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from threefold.arrays import Float32, Float64, Int64
 from threefold.audit.record import Segment
 
 FOLDER = "rows"
@@ -32,9 +32,6 @@ _HEADER = struct.Struct("<4sIIQIIIIII")
 _CHECKED = 8  # where the bytes under the checksum begin
 _EACH_ITS_OWN = 0xFFFFFFFF
 _MOST_BYTES = 1 << 30
-
-Float64 = npt.NDArray[np.float64]
-Int64 = npt.NDArray[np.int64]
 
 
 class RankPart(NamedTuple):
@@ -74,7 +71,7 @@ class StepLosses(NamedTuple):
         return np.divide(self.sums, self.counts, out=np.full(len(self.sums), np.nan), where=self.counts > 0)
 
 
-def packed(segment: int, step: int, part: RankPart, sums: npt.NDArray[np.float32], counts: Int64) -> bytes:
+def packed(segment: int, step: int, part: RankPart, sums: Float32, counts: Int64) -> bytes:
     """The record of a step."""
     same = len(counts) > 0 and bool((counts == counts[0]).all())
     payload = sums.astype("<f4").tobytes() + (b"" if same else counts.astype("<u4").tobytes())
@@ -118,7 +115,7 @@ class RowLosses:
         sums[lost], counts[lost] = np.nan, 0
         return StepLosses(sums.sum(-1).T.reshape(-1), counts.T.reshape(-1))
 
-    def _read(self, place: _Place) -> tuple[npt.NDArray[np.float32], Int64]:
+    def _read(self, place: _Place) -> tuple[Float32, Int64]:
         content, (_, _, _, rows, count) = self._files[place.file], place.record
         sums = np.frombuffer(content, "<f4", rows, place.offset)
         if count != _EACH_ITS_OWN:

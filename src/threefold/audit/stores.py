@@ -7,6 +7,7 @@ known: then only the samples are proved. No torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -17,6 +18,7 @@ from threefold.data.rows.packing import MixedRows, Packing
 from threefold.data.store.blocks import IDENTITY, OF_TOKENS, SUFFIX, Blocks, Change, with_suffix
 from threefold.data.store.hash_cache import Known, known
 from threefold.data.store.held_out import StoreSide
+from threefold.data.store.resolve import store_prefix
 from threefold.data.store.store import TokenStore
 from threefold.errors import RunError, ThreefoldError
 
@@ -32,7 +34,17 @@ def list_at(run: Path, digest: str) -> Path:
 
 def are_here(start: SegmentLine) -> bool:
     """Whether the stores of a start are where they were."""
-    return all(with_suffix(prefix, suffix).exists() for _, _, prefix in start.stores for suffix in IDENTITY)
+    return all("://" in prefix or _is_here(prefix) for _, _, prefix in start.stores)
+
+
+def _is_here(prefix: str) -> bool:
+    return all(with_suffix(prefix, suffix).exists() for suffix in IDENTITY)
+
+
+def store_named(name: str) -> TokenStore:
+    """A store by what a run's record calls it: its prefix, or its address and its name there."""
+    prefix = store_prefix(os.path.dirname(name)) if "://" in name else None
+    return TokenStore(prefix or name)
 
 
 def byte_lines(
@@ -51,23 +63,22 @@ def byte_lines(
     start = segments[-1].start
     num_checked = sum(line.checked for segment in segments for line in segment.steps)
     for number, (name, digest, prefix) in enumerate(start.stores):
-        path = Path(prefix)
-        if not any(with_suffix(path, suffix).exists() for suffix in IDENTITY):
+        if "://" not in prefix and not any(with_suffix(prefix, suffix).exists() for suffix in IDENTITY):
             raise RunError(
-                f"the samples are proved, but not their bytes: {path}.bin and .idx are not on this machine",
+                f"the samples are proved, but not their bytes: {prefix}.bin and .idx are not on this machine",
                 expected="the stores that the run has read, to compare their blocks with its hashes",
                 fix=f"run the command where they are, or: threefold data audit {run} --contents   (a store that was "
                 "made from text is made again)",
             )
         try:
-            store = TokenStore(path)
+            store = store_named(prefix)
             found = known(store, cache=cache, sampled=sampled)
             _compare(run, store, found, digest, packing, first_row=_first_row(start, number))
         except ThreefoldError as error:
             raise RunError.of(error.problems) from error
         counts = [found.blocks.files[suffix].num_blocks for suffix in IDENTITY]
         read = f"{sum(min(count, sampled) for count in counts):,} of {sum(counts):,}"
-        yield f"  {name}: {path}.bin and .idx are the bytes that the run has read: {read} blocks read again"
+        yield f"  {name}: {prefix}.bin and .idx are the bytes that the run has read: {read} blocks read again"
     if packing.eval_share:
         yield from _held_out_lines(start, packing)
     yield f"  rows whose blocks were compared while it ran: {num_checked:,}, over all ranks"
@@ -78,12 +89,12 @@ def _compare(run: Path, store: TokenStore, found: Known, digest: str, packing: P
     blocks, _, change = found
     what, began = "", Blocks.read(list_at(run, digest))
     if change is not None:
-        what = changed(blocks, change, store.prefix, _rows(packing, store, change), first_row=first_row)
+        what = changed(blocks, change, store.named, _rows(packing, store, change), first_row=first_row)
     elif blocks.digest != digest:
-        what = f"{store.prefix}.bin and .idx have other bytes than the run has read"
+        what = f"{store.named}.bin and .idx have other bytes than the run has read"
         if began is not None and (change := began.difference(blocks)) is not None:
             where = block_text(began, change, _rows(packing, store, change), first_row=first_row)
-            what = f"{store.prefix}{change.suffix} is not what the run has read: {where}"
+            what = f"{store.named}{change.suffix} is not what the run has read: {where}"
     if what:
         raise RunError(
             what,
@@ -98,7 +109,7 @@ def _rows(packing: Packing, store: TokenStore, change: Change) -> PackedRows | N
 
 def _held_out_lines(start: SegmentLine, packing: Packing) -> Iterator[str]:
     """What was held out of each store; RunError if the run has read other rows than those that it leaves."""
-    parts = {name: packing.pack(TokenStore(prefix)) for name, _, prefix in start.stores}
+    parts = {name: packing.pack(store_named(prefix)) for name, _, prefix in start.stores}
     rows = MixedRows(parts) if start.mixture is not None else parts["source"]
     share = f"data.eval_share = {packing.eval_share:g}"
     # What rows can read is what the side of the store has; of the same fingerprint, it is what they have read.

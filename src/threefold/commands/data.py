@@ -10,22 +10,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from threefold import jsonl
-from threefold.commands.arguments import CONTEXT, AsJson, load_config, on_this_machine, split
+from threefold.commands.arguments import CONTEXT, AsJson, load_config, split
 from threefold.commands.completion import runs_here
 from threefold.commands.endings import ending
+from threefold.commands.run_argument import run_here
 from threefold.errors import ConfigError, ranks_text
 
 if TYPE_CHECKING:
     from threefold.audit.lookup import SampleRead, StepRead
     from threefold.audit.record import Segment
     from threefold.data.rows.concat import Rows
-    from threefold.data.text.source import Source
-    from threefold.data.tokens import Tokenizer
 
 _SHOWN = 3  # rows, without --first
 
@@ -33,56 +32,33 @@ app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Prepare data, and prove which rank read what and when."
 )
 
-_Run = Annotated[Path, typer.Argument(autocompletion=runs_here, help="A run's folder.")]
+_Run = Annotated[str, typer.Argument(autocompletion=runs_here, help="A run's folder.")]
 
 
 @app.command("prepare", context_settings=CONTEXT, **ending("data prepare"))
 def prepare(
     context: typer.Context,
     to: Annotated[
-        Path,
-        typer.Option(callback=on_this_machine, help="The folder to make; the same command resumes an unfinished one."),
+        str,
+        typer.Option(help="The folder to make, or s3://BUCKET/PREFIX; the same command resumes an unfinished one."),
     ],
     workers: Annotated[
         int | None, typer.Option("--workers", "--num-workers", min=1, help="Processes; default: one per core.")
     ] = None,
+    engine: Annotated[
+        Literal["local", "slurm", "ray"], typer.Option(help="What makes the parts: here, a Slurm array, a Ray cluster.")
+    ] = "local",
+    task: Annotated[
+        str | None, typer.Option(help="Make only the parts of task I of N, I/N; or `join` what tasks have made.")
+    ] = None,
 ) -> None:
-    """Make a memory-mapped token store (Megatron-LM's .bin and .idx) from the source that data.source names."""
-    from threefold.commands.documents import warn_of_no_end
-    from threefold.data.chat.labeller import labeller_for
-    from threefold.data.store import prepare as stores
-    from threefold.data.store.resolve import files_of, open_text
-    from threefold.data.text.listing import summary, write_list
-    from threefold.data.tokens import for_texts
-    from threefold.progress_bars import Bars
+    """Make a memory-mapped token store (Megatron-LM's .bin and .idx) from the source that data.source names.
 
-    _refuse_flags(context.args, "prepare")
-    source, tokenizer = _source_of(context.args, "prepare")
-    encoder = for_texts(tokenizer, bos=source.labels.bos, control_tokens=source.labels.control_tokens)
-    text, lists = open_text(source, labeller_for(source, tokenizer)), files_of(source)
-    if lists:
-        typer.echo(summary(lists), err=True)
-    with Bars().show(f"preparing {text.name}") as bar:
-        made = stores.prepare(
-            text,
-            encoder,
-            to=to,
-            skip_bad=source.skip_bad_lines,
-            num_workers=workers,
-            progress=lambda done: bar.at(done.done_bytes, total=done.total_bytes),
-        )
-    info = made.info
-    how = "is there already" if made.reused else "is made"
-    typer.echo(f"{made.prefix}.bin {how}: {info.num_tokens:,} tokens in {info.counted} ({info.tokenizer})")
-    if info.loss_mask is not None:
-        typer.echo(f"  {info.mask_summary}")
-        warn_of_no_end(info.loss_mask, source.labels.chat_template or tokenizer.name)
-    if info.num_skipped:
-        typer.echo(f"  {info.num_skipped:,} lines, rows or files could not be read and were skipped")
-    if lists:
-        typer.echo(f"the files are {write_list(lists, to)}", err=True)
-    objective = "--train.objective dpo " if info.pairs else ""
-    typer.echo(f"use it: threefold train {objective}--data.source {to} --data.tokenizer {tokenizer.name}")
+    With --engine slurm, `threefold submit slurm --help` has the settings of the jobs: --partition, --time, ...
+    """
+    from threefold.commands import preparation
+
+    preparation.prepare(context.args, to=to, workers=workers, engine=engine, task=task)
 
 
 @app.command("order", **ending("data order"))
@@ -96,17 +72,18 @@ def order(
     """Show which steps and ranks have read a row, or which rows a step has read."""
     from threefold.records.files import check_files
 
-    check_files(run)
+    folder = run_here(run)
+    check_files(folder)
     if as_json and show:
         raise ConfigError("--show has no effect with --json", expected="rows as numbers", fix="leave out --show")
     if sample is not None and step is None:
         if as_json:
-            return typer.echo(jsonl.as_json(sample_values(run, sample)))
-        lines = sample_lines(run, sample, show=show)
+            return typer.echo(jsonl.as_json(sample_values(folder, sample)))
+        lines = sample_lines(folder, sample, show=show)
     elif step is not None and sample is None:
         if as_json:
-            return typer.echo(jsonl.as_json(step_values(run, step)))
-        lines = step_lines(run, step, show=show)
+            return typer.echo(jsonl.as_json(step_values(folder, step)))
+        lines = step_lines(folder, step, show=show)
     else:
         what = "--sample and --step are both given" if step is not None else "neither --sample nor --step is given"
         fix = f"threefold data order {run} --step 1"
@@ -148,27 +125,40 @@ def audit(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that every sample was read exactly once an epoch, over all restarts and meshes of a run."""
+    """Prove that every sample was read exactly once an epoch, over all restarts and meshes of a run.
+
+    Of a folder that `threefold data prepare` has made: that each document of its source is in exactly one part.
+    """
+    from threefold.data.store.prepare import STORE_NAME
     from threefold.records.files import check_files
 
-    check_files(run)
-    if as_json and rows:
-        raise ConfigError("--rows has no effect with --json", expected="the proof as numbers", fix="leave out --rows")
-    lines = audit_lines(run, contents=contents)
+    folder = run_here(run)
+    store = folder / STORE_NAME
+    is_store = store.with_suffix(".parts").exists()
+    if rows and (as_json or is_store):
+        what = f"--rows has no effect {'on a token store' if is_store else 'with --json'}"
+        raise ConfigError(what, expected="the proof as numbers", fix="leave out --rows")
+    if is_store:
+        from threefold.data.store.parts_proof import prove
+
+        proof = prove(store, read=contents)
+        return typer.echo(jsonl.as_json({"run": run, "proved": proof, "epochs": []}) if as_json else proof)
+    check_files(folder)
+    lines = audit_lines(folder, contents=contents)
     if as_json:
         from threefold.audit import record
         from threefold.audit.lookup import coverage
         from threefold.audit.proof import stretches_of
 
         *_, proved = lines
-        epochs = [asdict(epoch) for epoch in coverage(stretches_of(record.read(run / record.FILE)))]
-        return typer.echo(jsonl.as_json({"run": str(run), "proved": proved, "epochs": epochs}))
+        epochs = [asdict(epoch) for epoch in coverage(stretches_of(record.read(folder / record.FILE)))]
+        return typer.echo(jsonl.as_json({"run": run, "proved": proved, "epochs": epochs}))
     for line in lines:
         typer.echo(line)
     if rows:
         from threefold.commands.documents import ledger_lines
 
-        for line in ledger_lines(run):
+        for line in ledger_lines(folder):
             typer.echo(line)
 
 
@@ -188,17 +178,18 @@ def show(
     is trained on if it is the label of the token before it.
     """
     from threefold.commands import documents
+    from threefold.commands.preparation import refuse_flags, source_of
 
-    _refuse_flags(context.args, "show")
+    refuse_flags(context.args, "show")
     path, keys = split(context.args)
-    run = Path(path) if path is not None and Path(path).suffix not in (".yaml", ".yml") else None
+    run = path if path is not None and Path(path).suffix not in (".yaml", ".yml") else None
     if run is not None and keys:
         what = f"{run} and --{keys[0][0]} are both given"
         raise ConfigError(what, expected="a run, which has a source of its own, or a source", fix=f"leave out {run}")
     if run is not None:
-        rows, named = documents.run_rows(run, row)
+        rows, named = documents.run_rows(run_here(run), row)
     else:
-        rows, named = documents.rows_of_source(*_source_of(context.args, "show"), row)
+        rows, named = documents.rows_of_source(*source_of(context.args, "show"), row)
     if as_json:
         lines = documents.json_lines(islice(rows, first))
     else:
@@ -210,42 +201,6 @@ def show(
     if row is not None and not there:
         fix = "--row 0, or a row that is there"
         raise ConfigError(f"--row {row} is not there", expected="a row of the source, counted from 0", fix=fix)
-
-
-def _refuse_flags(arguments: Sequence[str], command: str) -> None:
-    """Raises ConfigError for a flag that is a key of the section `data` by a name of its own."""
-    from threefold.config.dropped import DROPPED
-    from threefold.config.schema import DataConfig
-
-    for argument in arguments:
-        flag = argument.partition("=")[0]
-        key = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
-        if argument.startswith("--") and (key in DataConfig.model_fields or f"data.{key}" in DROPPED):
-            value = "false" if flag.startswith("--no-") else "true" if key == "skip_bad_lines" else "VALUE"
-            raise ConfigError(
-                f"{flag} is no option of `threefold data {command}`",
-                expected="keys of the config, as every command takes them: --data.KEY VALUE, or a config file",
-                fix=DROPPED.get(f"data.{key}", f"--data.{key} {value}"),
-            )
-
-
-def _source_of(arguments: Sequence[str], command: str) -> tuple[Source, Tokenizer]:
-    """The source and the tokenizer of a config; a ConfigError unless both are given."""
-    from threefold.data.store.resolve import refuse_without_effect
-    from threefold.run.sources import sources_of, tokenizer_of
-
-    loaded = load_config(arguments)
-    config, example = loaded.config, f"threefold data {command} --data.source chat.jsonl --data.tokenizer bytes"
-    if config.data.mixture is not None:
-        what = f"data.mixture = {', '.join(config.data.mixture)} with `threefold data {command}`"
-        raise ConfigError(what, expected="one source at a time", fix=example)
-    if "data.source" not in loaded.origins or not (config.data.tokenizer or config.model.name_or_path):
-        lacking = "data.source" if "data.source" not in loaded.origins else "data.tokenizer"
-        expected = "a source, and the tokenizer to read it with"
-        raise ConfigError(f"{lacking} is not given", expected=expected, fix=example)
-    source = sources_of(config)["data.source"]
-    refuse_without_effect([source])
-    return source, tokenizer_of(config)
 
 
 def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:

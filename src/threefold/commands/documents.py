@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import typer
 
+from threefold.arrays import Bool
 from threefold.data.store.store import lost_summary
 from threefold.data.text.source import SIDES, KnownText, Labelled, LossMask, ReadLog, log_error
 from threefold.errors import ConfigError, RunError
@@ -41,7 +42,7 @@ class Shown(NamedTuple):
 
     row: int
     ids: npt.NDArray[Any]
-    loss_mask: npt.NDArray[np.bool_]
+    loss_mask: Bool
     documents: npt.NDArray[Any]
     pairs: bool = False
     lost: Mapping[str, int] | None = None

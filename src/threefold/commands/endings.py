@@ -116,6 +116,9 @@ _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         (
             "threefold data prepare --data.source texts --data.tokenizer ./my-model --to store",
             "threefold data prepare job.yaml --to store",
+            "threefold data prepare job.yaml --to s3://bucket/tokens",
+            "threefold data prepare job.yaml --to s3://bucket/tokens --engine slurm --partition cpu --time 4:00:00",
+            "threefold data prepare job.yaml --to store --task 0/16      and when all 16 have ended: --task join",
         ),
     ),
     "data show": (

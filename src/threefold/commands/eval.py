@@ -10,6 +10,7 @@ import typer
 
 from threefold.commands.arguments import AsJson
 from threefold.commands.completion import runs_here
+from threefold.commands.run_argument import run_here
 from threefold.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def command(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(autocompletion=runs_here, help="A run's folder, or one of its checkpoints.")],
+    run: Annotated[str, typer.Argument(autocompletion=runs_here, help="A run's folder, or one of its checkpoints.")],
     ema: Annotated[
         bool, typer.Option("--ema", help="Evaluate the moving average of the weights (optimizer.ema).")
     ] = False,
@@ -36,7 +37,8 @@ def command(
     from threefold.mesh import environment, local_ranks
     from threefold.mesh.topology import resolve
 
-    folder, _ = run_and_checkpoint(run)
+    place = run_here(run, state=True)
+    folder, _ = run_and_checkpoint(place)
     loaded = load_config([str(folder / "config.yaml"), *context.args])
     if not (loaded.config.evaluates or loaded.config.eval.tasks):
         what, fix = (
@@ -44,7 +46,7 @@ def command(
             "--eval.source FILE_OR_FOLDER   (or --eval.tasks '[NAME]')",
         )
         raise ConfigError(what, expected="held-out data or tasks to evaluate on", fix=fix)
-    checkpoint, info = find(run), environment.current()
+    checkpoint, info = find(place), environment.current()
     if info.launcher is not None:
         topology, _ = resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None)
         sys.exit(_rank(loaded, topology, checkpoint.path, checkpoint.step, ema, as_json))

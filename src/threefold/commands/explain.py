@@ -12,12 +12,13 @@ from typing import IO, Annotated
 import typer
 
 from threefold.commands.arguments import AsJson
+from threefold.commands.run_argument import run_here
 from threefold.errors import EXIT_FAILED, ConfigError
 
 
 def command(
     logs: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Argument(help="Logs, folders of logs, Flight Recorder dumps, or the folder of a run; default: a pipe."),
     ] = None,
     ask: Annotated[
@@ -29,7 +30,7 @@ def command(
 
     For any torch.distributed program: threefold explain train.log, or ... 2>&1 | threefold explain.
     """
-    text, code = explain_command(logs or [], ask=ask, as_json=as_json)
+    text, code = explain_command([run_here(log) for log in logs or []], ask=ask, as_json=as_json)
     typer.echo(text)
     sys.exit(code)
 

@@ -12,6 +12,7 @@ import typer
 from threefold import jsonl
 from threefold.commands.arguments import AsJson
 from threefold.commands.completion import runs_here
+from threefold.commands.run_argument import run_here
 
 
 def _folder_of(address: str) -> AbstractContextManager[Path]:
@@ -22,7 +23,7 @@ def _folder_of(address: str) -> AbstractContextManager[Path]:
 
 
 def command(
-    run: Annotated[Path, typer.Argument(autocompletion=runs_here, help="A run's folder, or one of its checkpoints.")],
+    run: Annotated[str, typer.Argument(autocompletion=runs_here, help="A run's folder, or one of its checkpoints.")],
     to: Annotated[str, typer.Option(help="The folder to make, or s3://BUCKET/PREFIX.")],
     max_shard_size: Annotated[str, typer.Option(help="Largest file of weights: 500MB, 5GB, 2GiB.")] = "5GB",
     verify: Annotated[
@@ -50,14 +51,15 @@ def command(
     from threefold.checkpoint.layout import find
     from threefold.commands.arguments import is_address, num_bytes
 
-    find(run)  # refused before anything heavy is loaded
+    place = run_here(run, state=True)
+    find(place)  # refused before anything heavy is loaded
     largest = num_bytes(max_shard_size, option="--max-shard-size")
     with _folder_of(to) if is_address(to) else nullcontext(Path(to)) as folder:
         from threefold.export.model_folder import export
 
         trust = trust_remote_code
         done = export(
-            run, folder, max_shard_bytes=largest, verify=verify, trust_remote_code=trust, adapter=adapter, ema=ema
+            place, folder, max_shard_bytes=largest, verify=verify, trust_remote_code=trust, adapter=adapter, ema=ema
         )
     if as_json:
         typer.echo(jsonl.as_json({"folder": to, **asdict(done)}))

@@ -12,12 +12,13 @@ import typer
 
 from threefold.commands.arguments import AsJson
 from threefold.commands.completion import runs_here
+from threefold.commands.run_argument import run_here
 from threefold.errors import EXIT_FAILED
 
 
 def command(
     paths: Annotated[
-        list[Path], typer.Argument(autocompletion=runs_here, help="Runs, checkpoints, or folders with safetensors.")
+        list[str], typer.Argument(autocompletion=runs_here, help="Runs, checkpoints, or folders with safetensors.")
     ],
     ema: Annotated[bool, typer.Option("--ema", help="Of the moving average of the weights (optimizer.ema).")] = False,
     trust_remote_code: Annotated[
@@ -29,7 +30,7 @@ def command(
 
     Of several it says whether they are equal, and ends with 1 if they are not.
     """
-    found = [_hashed(path, ema=ema, trust_remote_code=trust_remote_code) for path in paths]
+    found = [_hashed(run_here(path, state=True), ema=ema, trust_remote_code=trust_remote_code) for path in paths]
     for each in found:
         step = f", step {each['step']}" if "step" in each else ""
         text = (

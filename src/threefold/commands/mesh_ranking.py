@@ -13,6 +13,8 @@ from threefold.commands.model_config import values_of, with_default_model
 from threefold.errors import ConfigError
 
 if TYPE_CHECKING:
+    from threefold.config.schema import Config
+    from threefold.plan.accelerators import Accelerator
     from threefold.plan.advise import Plan, Question
 
 _SHOWN = 10
@@ -21,7 +23,7 @@ _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 @dataclass(frozen=True)
 class Devices:
-    """What is planned for: devices, what connects them, and the price of an hour of one."""
+    """What is planned for: devices, what connects them, the price of an hour of one, and whether one is measured."""
 
     count: int
     name: str | None
@@ -29,6 +31,7 @@ class Devices:
     link: str | None
     network: str | None
     price: float | None
+    measure: bool = False
 
 
 def ranked(devices: Devices, arguments: list[str], *, tokens: float | None, emit: Path | None, as_json: bool) -> Plan:
@@ -70,9 +73,19 @@ def _question(devices: Devices, arguments: list[str]) -> Question:
         raise ConfigError(f"--gpus {count} cannot be divided over --nodes {nodes}", expected=expected, fix=fix)
     loaded = load_config(arguments)
     config, pinned = with_dtype(with_default_model(loaded.config), Device("cuda")), frozenset(loaded.origins)
-    decoder = adapted(decoder_of(values_of(config.model)), config.model.lora)
+    values = values_of(config.model)
+    decoder = adapted(decoder_of(values), config.model.lora)
     fabric = fabric_of(device, in_host=count // nodes, link=devices.link, network=devices.network)
-    return Question(decoder, config, pinned, count, fabric, device)
+    slow = _measured(config, values, device, devices.name) if devices.measure else None
+    return Question(decoder, config, pinned, count, fabric, device, slow)
+
+
+def _measured(config: Config, values: dict[str, Any], device: Accelerator, name: str) -> float:
+    """How many times as long as by published speeds layers take on this machine's device; loads torch."""
+    from threefold.run.measured import require_here, slowness
+
+    require_here(device, name)
+    return slowness(config, values, device)
 
 
 def _as_config(question: Question, plan: Plan) -> str:
@@ -88,7 +101,14 @@ def _as_config(question: Question, plan: Plan) -> str:
         target[name] = source[name]
     for section, keys in plan.sections().items():
         document.setdefault(section, {}).update(keys)
-    return f"# {plan.why}; {plan.duration.total:.2f} s a step, estimated by threefold plan\n{as_document(document)}"
+    seconds = _range(plan, plan.duration.total, ".2f")
+    return f"# {plan.why}; {seconds} s a step, estimated by threefold plan\n{as_document(document)}"
+
+
+def _range(plan: Plan, figure: float, form: str) -> str:
+    """What a figure may be by the estimate: 2.21-2.72."""
+    low, high = plan.between(figure)
+    return f"{low:{form}}-{high:{form}}"
 
 
 def _write(path: Path, text: str) -> None:
@@ -127,6 +147,8 @@ def _print(question: Question, plans: list[Plan], devices: Devices, tokens: floa
     typer.echo(f"{len(plans):,} set-ups are legal, {len(fitting):,} fit; estimated, see docs/plan.md for how far")
     for line in formula(decoder.flops, config.data.seq_len):
         typer.echo(line)
+    if question.slowness is not None:
+        typer.echo(f"measured here: layers take {question.slowness:.2f} of the time that published speeds say")
     _table(fitting[:_SHOWN], set(map(id, pareto(plans))), devices, tokens)
     if fitting:
         best = fitting[0]
@@ -138,11 +160,22 @@ def _print(question: Question, plans: list[Plan], devices: Devices, tokens: floa
             + f"; waited for: {best.duration.waited:.2f}")  # fmt: skip
         for line in what_pays(question, plans):
             typer.echo(f"  {line}")
+        if "://" in str(config.data.source):
+            typer.echo(_of_store(rows, rows // best.setup.topology.dp, best.duration.total))
     if rejected := [plan for plan in plans if not plan.fits]:
         typer.echo("\nof those that do not fit, the nearest:")
         for plan in rejected[:3]:
             fix = what_fits(plan, plans)
             typer.echo(f"  {_shown(plan)}: {plan.why}" + (f"\n    fits with {fix}" if fix else ""))
+
+
+def _of_store(rows: int, rows_of_rank: int, seconds: float) -> str:
+    """What a step reads of a store with nothing in the cache: a block for each row."""
+    from threefold.data.store.blocks import BLOCK_BYTES
+
+    mib, rate = rows * BLOCK_BYTES / 2**20, rows_of_rank * BLOCK_BYTES / 2**20 / seconds
+    read = f"it reads {mib:,.0f} MiB a step of the store, with an empty cache"
+    return f"{read}; a dp rank waits where its part is below {rate:,.1f} MiB/s"
 
 
 def _table(plans: list[Plan], best: set[int], devices: Devices, tokens: float | None) -> None:
@@ -157,20 +190,27 @@ def _table(plans: list[Plan], best: set[int], devices: Devices, tokens: float | 
     for plan in plans:
         setup = plan.setup
         cells = [
-            "*" if id(plan) in best else "", str(setup.topology), str(setup.micro_batch),
+            "*" * (id(plan) in best) + "=" * (not plan.slower_than(plans[0])),
+            str(setup.topology), str(setup.micro_batch),
             setup.recompute + (" + cpu_offload" if setup.cpu_offload else ""), f"{plan.memory_bytes / 2**30:.1f}",
-            f"{plan.duration.total:.2f}", f"{plan.tokens_per_s_per_gpu:,.0f}", f"{plan.mfu:.1%}",
+            _range(plan, plan.duration.total, ".2f"), _range(plan, plan.tokens_per_s_per_gpu, ",.0f"),
+            _range(plan, plan.mfu, ".0%"),
         ]  # fmt: skip
         if tokens is not None:
             days = tokens / (plan.tokens_per_s_per_gpu * devices.count) / 86400
-            cells.append(f"{days:.2f}")
+            cells.append(_range(plan, days, ".2f"))
             if devices.price is not None:
-                cells.append(f"{days * 24 * devices.count * devices.price:,.0f}")
+                cells.append(_range(plan, days * 24 * devices.count * devices.price, ",.0f"))
         table.add_row(*cells)
     console = Console(width=140, soft_wrap=True, highlight=False, markup=False)
     if plans:
         console.print(table)
+        margin = plans[0].margin
         typer.echo("  *: none is both faster and smaller; rows: of a micro-batch; cost: in the unit of --price")
+        typer.echo(
+            f"  low-high: what {margin.source}: a factor of {margin.figure:.2f} on either side; "
+            f"=: as fast as the first, or less than {margin.difference:.0%} apart, which the estimate cannot tell"
+        )
 
 
 def _shown(plan: Plan) -> str:

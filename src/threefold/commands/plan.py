@@ -38,6 +38,7 @@ def command(
         str | None, typer.Option(help="Between hosts: ib-ndr, ib-hdr, efa, efa-p4d, roce, 100gbe, 25gbe, or measured.")
     ] = None,
     emit: Annotated[Path | None, typer.Option(help="Write the first as a config that `threefold train` takes.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Times by layers that run here, on a --gpu.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON: a list with --gpus, else one object.")] = False,
 ) -> None:
     """What a mesh needs before there is one: threefold plan MODEL --gpus 64 --gpu h100-80gb --data.seq_len 8192.
@@ -52,6 +53,7 @@ def command(
     keys = [*model_keys(model), *context.args]
     only = {
         "--nodes": nodes, "--tokens": tokens, "--price": price, "--link": link, "--network": network, "--emit": emit,
+        "--measure": measure or None,
     }  # fmt: skip
     if gpus is None:
         _refuse(
@@ -63,7 +65,7 @@ def command(
     from threefold.commands.mesh_ranking import Devices, number_of, ranked
 
     num_tokens = number_of(tokens) if tokens is not None else None
-    devices = Devices(gpus, gpu, nodes, link, network, price)
+    devices = Devices(gpus, gpu, nodes, link, network, price, measure)
     best = ranked(devices, keys, tokens=num_tokens, emit=emit, as_json=as_json)
     if not best.fits:
         sys.exit(EXIT_FAILED)

@@ -10,6 +10,7 @@ import typer
 
 from threefold.commands.arguments import AsJson
 from threefold.commands.completion import runs_here
+from threefold.commands.run_argument import only_here
 from threefold.errors import ConfigError
 
 _SHARES = ("compute", "communication", "host", "idle", "overlapped")
@@ -17,7 +18,10 @@ _SHARES = ("compute", "communication", "host", "idle", "overlapped")
 
 def command(
     run: Annotated[
-        Path, typer.Argument(autocompletion=runs_here, help="A run's folder, trained with --log.profile '[10, 12]'.")
+        Path,
+        typer.Argument(
+            autocompletion=runs_here, callback=only_here, help="A run's folder, trained with --log.profile '[10, 12]'."
+        ),
     ],
     as_json: AsJson = False,
 ) -> None:

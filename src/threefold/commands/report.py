@@ -11,18 +11,21 @@ from typing import Annotated
 import typer
 
 from threefold import jsonl
-from threefold.commands.arguments import AsJson, on_this_machine
+from threefold.commands.arguments import AsJson, is_address, on_this_machine
 from threefold.commands.completion import runs_here
+from threefold.commands.run_argument import run_here
 from threefold.errors import ConfigError
 
 
 def command(
     runs: Annotated[
-        list[Path], typer.Argument(autocompletion=runs_here, help="Folders of runs; several are laid over one another.")
+        list[str], typer.Argument(autocompletion=runs_here, help="Folders of runs; several are laid over one another.")
     ],
     to: Annotated[
         Path | None,
-        typer.Option(callback=on_this_machine, help="The file to write; default: report.html in the first run."),
+        typer.Option(
+            callback=on_this_machine, help="The file to write; default: report.html in the first run, or here."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -36,11 +39,11 @@ def command(
     from threefold.report.document import report
     from threefold.report.facts import gather
 
-    folders = [run_and_checkpoint(run)[0].absolute() for run in runs]
+    folders = [run_and_checkpoint(run_here(run))[0].absolute() for run in runs]
     if len(set(folders)) < len(folders):
         what = f"{runs[-1]} is named twice" if len(runs) == 2 else "a run is named twice"
         raise ConfigError(what, expected="each run once", fix=f"threefold report {runs[0]}")
-    target = to or folders[0] / "report.html"
+    target = to or (Path() if is_address(str(runs[0])) else folders[0]) / "report.html"
     _refuse_other(target)
     page = report([gather(folder, name=name) for folder, name in zip(folders, names_of(folders), strict=True)])
     # A new file of a name that nobody can have laid a link under.

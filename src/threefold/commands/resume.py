@@ -12,13 +12,19 @@ import typer
 
 from threefold.commands.arguments import AcceptChanges, Force, MaxRestarts, Quiet, load_config
 from threefold.commands.completion import runs_here
+from threefold.commands.run_argument import only_here
 from threefold.errors import ConfigError
 
 
 def command(
     context: typer.Context,
     run: Annotated[
-        Path, typer.Argument(autocompletion=runs_here, help="A run's folder, or one of its checkpoints to go back to.")
+        Path,
+        typer.Argument(
+            autocompletion=runs_here,
+            callback=only_here,
+            help="A run's folder, or one of its checkpoints to go back to.",
+        ),
     ],
     max_restarts: MaxRestarts = 0,
     force: Force = False,

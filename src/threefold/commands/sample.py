@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +10,7 @@ import typer
 from threefold import jsonl
 from threefold.commands.arguments import AsJson
 from threefold.commands.completion import runs_here
+from threefold.commands.run_argument import run_here
 from threefold.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    run: Annotated[Path, typer.Argument(autocompletion=runs_here, help="A run's folder, or one of its checkpoints.")],
+    run: Annotated[str, typer.Argument(autocompletion=runs_here, help="A run's folder, or one of its checkpoints.")],
     prompt: Annotated[str, typer.Option(help="The text to continue.")] = "\n",
     tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to write.")] = 200,
     chat: Annotated[
@@ -39,8 +39,9 @@ def command(
     from threefold.run.sources import tokenizer_of
 
     quieten_libraries()
-    folder, _ = run_and_checkpoint(run)
-    config, checkpoint = load_config([str(folder / "config.yaml")]).config, find(run)
+    place = run_here(run, state=True)
+    folder, _ = run_and_checkpoint(place)
+    config, checkpoint = load_config([str(folder / "config.yaml")]).config, find(place)
     if (reason := checkpoint.damage()) is not None:
         raise damaged(checkpoint, reason)
     tokenizer = tokenizer_of(config)

@@ -9,9 +9,11 @@ from typing import Annotated
 
 import typer
 
+from threefold.commands.run_argument import only_here
+
 
 def command(
-    folder: Annotated[Path, typer.Argument(help="A run's folder, or one of runs.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(callback=only_here, help="A run's folder, or one of runs.")] = Path("runs"),
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8733, or another that is free.")] = None,
 ) -> None:
     """Show runs in the browser while they go: threefold view [RUN or FOLDER] [--port N].

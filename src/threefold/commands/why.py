@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from threefold.commands.arguments import AsJson
 from threefold.commands.completion import runs_here
+from threefold.commands.run_argument import run_here
 
 
 def command(
-    run: Annotated[Path, typer.Argument(autocompletion=runs_here, help="A run's folder.")],
+    run: Annotated[str, typer.Argument(autocompletion=runs_here, help="A run's folder.")],
     step: Annotated[int | None, typer.Option(help="This step alone, with its rows.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -29,7 +29,7 @@ def command(
     from threefold.why.batch_rows import StepBatches
     from threefold.why.lookback import Lookback
 
-    folder = run_and_checkpoint(run)[0]
+    folder = run_and_checkpoint(run_here(run))[0]
     check_files(folder)
     batches = StepBatches(Lookback.of(folder))
     if as_json:

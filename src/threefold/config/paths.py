@@ -24,6 +24,7 @@ RUN_FILE, RUN_CONFIG = "run.json", "config.yaml"
 METRICS, JOURNAL, AUDIT = "metrics.jsonl", "journal.jsonl", "audit.jsonl"
 # The logger of the line with which each start begins in a rank's log: a JSON object with its process.
 LOG_START = "threefold.start"
+COPY_FILE = "copied-from.json"  # of a run's copy: where it goes on, or has ended
 PROFILE_FOLDER = "profile"  # what the ranks traced
 EXPORT_FOLDER = "exports"  # what transformers loads
 _NAMES = {"stdlib", "bytes"}
@@ -78,6 +79,8 @@ def literal_paths(config: Config) -> Iterator[Problem]:
         for text in (named,) if isinstance(named, str) else named or ():
             # A source's ~ is expanded, and that of a model has an error of its own.
             home = text.startswith("~") and key in ("log.dir", "checkpoint.resume", "data.tokenizer")
+            if text.startswith(("s3:", "gs:")) and key in ("data.source", "eval.source"):
+                yield from _address_problems(key, text)
             if "://" in text and key == "log.dir":
                 what = f"{key} = {text!r} is an address of a store"
                 yield Problem(what, "a folder of this machine, or of a shared disk", f"--{key} runs/NAME")
@@ -93,7 +96,7 @@ def _address_problems(key: str, address: str) -> Sequence[Problem]:
     from threefold.places import url
 
     try:
-        url.parse(address)
+        url.parse(url.without_pattern(address)[0] if key.endswith("source") else address)
     except ConfigError as error:
         return [replace(problem, fix=f"--{key} {problem.fix}") for problem in error.problems]
     return ()

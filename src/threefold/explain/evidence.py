@@ -33,7 +33,7 @@ _LOGS = (".log", ".err", ".out", ".txt", ".gz")
 _FIRST, _LAST, _PIECE = 2**25, 3 * 2**25, 2**20
 _MOST_UNPACKED = 2**33
 _MOST_UNREADABLE = 0.1  # characters of the beginning: more is no text
-_LATE_STEPS = 20
+_MOST_LAGS = 3
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,8 @@ def _notes(file: Path) -> list[str]:
     lines = [line.values for line in Lines(file).read()]
     if file.name == JOURNAL:
         starts = max((line["start"] for line in lines if isinstance(line.get("start"), int)), default=0)
-        return [f"the run was started {starts} times"] if starts > 1 else []
+        lags = [line["text"] for line in lines if line.get("event") == "lag" and isinstance(line.get("text"), str)]
+        return ([f"the run was started {starts} times"] if starts > 1 else []) + lags[-_MOST_LAGS:]
     steps = [line["step"] for line in lines if isinstance(line.get("step"), int)]
     return [f"the last audit is of step {steps[-1]}"] if steps else []
 
@@ -181,9 +182,6 @@ def _of_metrics(metrics: Metrics) -> list[str]:
     bad = [step for steps, values in points for step in steps[~np.isfinite(values)].tolist()]
     if bad:
         notes.append(f"loss or gradient norm is not a number from step {min(bad)} on")
-    slowest = metrics.points("slowest_rank").values[-_LATE_STEPS:].tolist()
-    if len(slowest) > _LATE_STEPS // 2 and len(set(slowest)) == 1:
-        notes.append(f"rank {slowest[0]:.0f} was the slowest in the last {len(slowest)} steps")
     return notes
 
 

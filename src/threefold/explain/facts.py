@@ -6,14 +6,13 @@ Each function gets the log and the lines that show the error, and returns senten
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from threefold.errors import ranks_text, size_text
+from threefold.explain.flight import ranks_by
 from threefold.explain.log import Log, LogLine
-
-_Value = TypeVar("_Value", int, str)
+from threefold.mesh.local_ranks import signal_name
 
 
 class Guess(str):
@@ -87,10 +86,10 @@ class _Group:
 
     def where_ranks_stood(self) -> list[str]:
         """Which ranks the others waited for: those in other operations, those behind, those that reported nothing."""
-        by_kind = _grouped({rank: kind for rank, (_, kind) in self.first.items()})
-        by_number = _grouped({rank: number for rank, (number, _) in self.first.items()})
+        by_kind = ranks_by({rank: kind for rank, (_, kind) in self.first.items()})
+        by_number = sorted(ranks_by({rank: number for rank, (number, _) in self.first.items()}).items())
         if len(by_kind) > 1:
-            ways = "; ".join(f"{ranks_text(own)} in {kind}" for kind, own in by_kind)
+            ways = "; ".join(f"{ranks_text(own)} in {kind}" for kind, own in sorted(by_kind.items()))
             what = f"the ranks took different paths: {ways}: uneven batches, or an `if rank == 0` around a collective"
             return [Guess(what)]
         if len(by_number) > 1:
@@ -100,9 +99,9 @@ class _Group:
         silent = sorted(set(range(max(self.numbered, default=-1) + 1)) - read)
         if silent and len(read) >= len(silent):  # one rank's log says nothing of the others
             return [Guess(f"{ranks_text(silent)} did not report this timeout: look there first")]
-        by_last = _grouped(self.enqueued)
+        by_last = ranks_by(self.enqueued)
         if len(by_last) > 1:
-            fewest, late = by_last[0]
+            fewest, late = min(by_last.items())
             return [Guess(f"{ranks_text(late)} had started the fewest operations ({fewest}): look there first")]
         return []
 
@@ -133,11 +132,6 @@ def _groups(log: Log) -> list[_Group]:
     return list(groups.values())
 
 
-def _grouped(values: Mapping[int, _Value]) -> list[tuple[_Value, list[int]]]:
-    """(value, its ranks), the smallest value first."""
-    return [(value, [rank for rank, own in values.items() if own == value]) for value in sorted(set(values.values()))]
-
-
 def lost_peer(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """Whether the rank that is gone has failed at all: the launcher would have reported it."""
     found = ranks(log, lines)
@@ -157,7 +151,8 @@ def first_failure(log: Log, lines: Sequence[LogLine]) -> list[str]:
         return ranks(log, lines)
     host = re.search(r"\bhost +: (\S+)", text)
     where = f" on {host[1]}" if host else ""
-    return [f"rank {rank[1]}{where} failed first, with exit code {code[1]}{_signal(int(code[1]))}"]
+    by = f" ({signal_name(-int(code[1]))})" if code[1].startswith("-") else ""
+    return [f"rank {rank[1]}{where} failed first, with exit code {code[1]}{by}"]
 
 
 def _root_cause(log: Log) -> list[LogLine]:
@@ -175,14 +170,3 @@ def ranks(log: Log, lines: Sequence[LogLine]) -> list[str]:
 def _bytes(pattern: str, text: str) -> int | None:
     found = re.search(pattern, text)
     return int(float(found[1]) * _UNITS[found[2]]) if found else None
-
-
-def _signal(code: int) -> str:
-    import signal
-
-    if code >= 0:
-        return ""
-    try:
-        return f" ({signal.Signals(-code).name})"
-    except ValueError:
-        return ""

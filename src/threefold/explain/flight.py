@@ -15,13 +15,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from threefold.errors import ranks_text
 
 _NAME = re.compile(
     r"(?:nccl_trace|fr_trace|flight|comm_lib_trace|trace)\w*?[_-]?rank[_-]?(\d+)|(?:nccl_trace|fr_trace)\w*?(\d+)$"
 )
+_Value = TypeVar("_Value", int, str)
 _MOST_BYTES = 512 * 2**20
 # Kinds whose sizes may differ between ranks.
 _UNEQUAL = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv", "barrier")
@@ -131,9 +132,9 @@ def _first(group: str, description: str, ranks: Mapping[int, Mapping[int, Operat
         here = {rank: own[number] for rank, own in ranks.items() if number in own}
         absent = sorted(set(ranks) - set(here))
         what, kind = f"{name}, operation {number}", next(iter(here.values())).kind
-        groups = _by(here, lambda one: one.kind)
+        groups = ranks_by({rank: one.kind for rank, one in here.items()})
         if len(groups) == 1 and not any(part in kind for part in _UNEQUAL):
-            groups = _by(here, lambda one: f"{one.kind} of {one.size}")
+            groups = ranks_by({rank: f"{one.kind} of {one.size}" for rank, one in here.items()})
         if len(groups) > 1:
             ways = "; ".join(
                 f"{ranks_text(own)} in {way}" for way, own in sorted(groups.items(), key=lambda it: -len(it[1]))
@@ -146,7 +147,7 @@ def _first(group: str, description: str, ranks: Mapping[int, Mapping[int, Operat
             waits = f"{ranks_text(sorted(here))} in {kind}"
             text = f"{what}: not started by {ranks_text(absent)} ({did}); {waits}"
             return Divergence(group, number, "absent", absent, text)
-        states = _by(here, lambda one: one.state)
+        states = ranks_by({rank: one.state for rank, one in here.items()})
         if set(states) != {"completed"}:
             behind = states.get("scheduled", [])
             behind = behind if len(behind) < len(here) else []
@@ -156,10 +157,11 @@ def _first(group: str, description: str, ranks: Mapping[int, Mapping[int, Operat
     return None
 
 
-def _by(here: Mapping[int, Operation], key: Any) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for rank in sorted(here):
-        found.setdefault(key(here[rank]), []).append(rank)
+def ranks_by(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
+    """Each value, and the ranks that have it."""
+    found: dict[_Value, list[int]] = {}
+    for rank in sorted(values):
+        found.setdefault(values[rank], []).append(rank)
     return found
 
 

@@ -2,36 +2,31 @@ r"""Each known error is one Markdown page in `pages/`: the lines that show it, i
 
 An error needs only a page: the command reads the pages and prints from them. The file name is the error's name.
 
-    ---
-    tier: wide                                   (or hint, symptom, consequence: see `Tier`; else a cause)
-    facts: gpu_memory                            (a function of `facts.py`; else the ranks that show it)
-    retry: other node                            (whether to start the job again as it is: `Retry`; else no)
-    causes: several                              (the page is of one of several causes, so it is never sure)
-    check: nvidia-smi                            (the one command that would settle whether it is this, or else)
-    ask: |                                       (the same that only reads, which `--ask` runs here, and what
-      df -P /dev/shm                              is so if its output has an expression: that the page is right, or not)
-      yes 100% => it is full here
-      no \d% => it has room here
-    signs: |                                     (regular expressions, each found in one line of a log)
-      CUDA out of memory
-    generic: |                                   (the same, of lines that other programs write too: they count in
-      No space left on device                     the log of a training job only)
-    weak: |                                      (the same, of lines that follow from several causes: alone they are
-      DataLoader worker .* exited unexpectedly     told as a symptom)
-    unsure: |                                    (the same, of lines that this error mostly writes, and others too: told
-      \[Errno 2\] No such file                      as a symptom, but before other symptoms and own errors)
-    generic unsure: |                            (both; so too `generic weak`)
-      json\.decoder\.JSONDecodeError
-    ---
-
     # what happened, in one line
 
-        a line from a log
+        tier: wide                          (or hint, symptom, consequence: see `Tier`; else a cause)
+        facts: gpu_memory                   (a function of `facts.py`; else the ranks that show it)
+        retry: other node                   (whether to start the job again as it is: `Retry`; else no)
+        causes: several                     (the page is of one of several causes, so it is never sure)
+        check: nvidia-smi                   (the one command that would settle whether it is this, or else)
+        ask: df -P /dev/shm                 (the same that only reads, which `--ask` runs here, and what is so
+          yes 100% => it is full here        if its output has an expression: that the page is right, or not)
+          no \d% => it has room here
+        signs:                              (regular expressions, each found in one line of a log)
+          CUDA out of memory
+        generic:                            (the same, of lines that other programs write too: they count in
+          No space left on device            the log of a training job only)
+        weak:                               (the same, of lines that follow from several causes: alone they are
+          DataLoader worker .* exited        told as a symptom)
+        unsure:                             (the same, of lines that this error mostly writes, and others too: told
+          .Errno 2. No such file             as a symptom, but before other symptoms and own errors)
+        generic unsure:                     (both; so too `generic weak`)
+          json.decoder.JSONDecodeError
 
     Why it happens.
 
-    1. what to do, the most likely first
-    2. ...
+    - what to do, the most likely first
+    - ...
 
 Each sign has a literal part of four characters or more (`anchor`): the log is searched for that first.
 """
@@ -76,14 +71,10 @@ class Tier(IntEnum):
 
 
 _KINDS = ("signs", "generic", "weak", "unsure", "generic weak", "generic unsure")  # the lists of signs of a page
+_KEYS = {"tier", "facts", "retry", "causes", "check", "ask", *_KINDS}
 _PROVED = {"weak": Tier.SYMPTOM, "unsure": Tier.HINT}
-_PAGE = re.compile(
-    r"---\n(?:tier: (?P<tier>\w+)\n)?(?:facts: (?P<facts>\w+)\n)?(?:retry: (?P<retry>yes|other node)\n)?"
-    r"(?P<several>causes: several\n)?(?:check: (?P<check>.+)\n)?(?:ask: \|\n  (?P<ask>.+)\n(?P<answers>(?:  .+\n)+))?"
-    + "".join(rf"(?:{kind}: \|\n(?P<{kind.replace(' ', '_')}>(?:  .+\n)+))?" for kind in _KINDS)
-    + r"---\n\n"
-    r"# (?P<title>.+)\n\n    (?P<example>.+)\n\n(?P<cause>.+)\n\n(?P<steps>(?:\d+\. .+\n)+)"
-)
+_PAGE = re.compile(r"# (?P<title>.+)\n\n(?P<keys>(?:    .+\n)+)\n(?P<cause>.+)\n\n(?P<steps>(?:- .+\n)+)")
+_KEY = re.compile(r"^    (\w[\w ]*):(?: (.+))?\n((?:      .+\n)*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -125,7 +116,6 @@ class KnownError:
     check: str
     question: SettlingQuestion | None
     signs: Sequence[Sign]
-    example: str
     cause: str
     steps: Sequence[str]
     facts: Callable[[Log, Sequence[LogLine]], list[str]]
@@ -154,35 +144,37 @@ def _has_alternatives(sign: str) -> bool:
 def read_page(path: Path) -> KnownError:
     """The error that a page describes; ValueError if it does not have the form in this module's docstring."""
     page = _PAGE.fullmatch(path.read_text(encoding="utf-8"))
-    if page is None:
+    keys = _KEY.findall(page["keys"]) if page else []
+    values = {key: value for key, value, _ in keys}
+    lists = {key: re.findall(r"^ {6}(.+)", lines, re.MULTILINE) for key, _, lines in keys}
+    if page is None or not values.keys() <= _KEYS or _KEY.sub("", page["keys"]):
         raise ValueError(f"{path} is not written as threefold/explain/known.py describes a page")
     signs = [
-        Sign(re.compile(text[2:]), anchor(text[2:]), "generic" in kind, _PROVED.get(kind.split()[-1], Tier.CAUSE))
+        Sign(re.compile(text), anchor(text), "generic" in kind, _PROVED.get(kind.split()[-1], Tier.CAUSE))
         for kind in _KINDS
-        for text in (page[kind.replace(" ", "_")] or "").splitlines()
+        for text in lists.get(kind, ())
     ]
     if short := [sign.pattern.pattern for sign in signs if len(sign.anchor.encode()) < SHORTEST_ANCHOR]:
         raise ValueError(f"{path}: no literal part of {SHORTEST_ANCHOR} characters in {short[0]}")
     return KnownError(
         path.stem,
         page["title"],
-        Tier[(page["tier"] or "cause").upper()],
-        Retry(page["retry"] or "no"),
-        page["several"] is not None,
-        page["check"] or page["ask"],
-        _question(page["ask"], page["answers"]) if page["ask"] else None,
-        tuple(signs),
-        page["example"],
+        Tier[values.get("tier", "cause").upper()],
+        Retry(values.get("retry", "no")),
+        "causes" in values,
+        values.get("check") or values.get("ask", ""),
+        _question(values["ask"], lists["ask"]) if "ask" in values else None,
+        signs,
         page["cause"],
-        tuple(line.partition(". ")[2] for line in page["steps"].splitlines()),
-        getattr(facts, page["facts"] or "ranks"),
+        re.findall(r"^- (.+)", page["steps"], re.MULTILINE),
+        getattr(facts, values.get("facts", "ranks")),
     )
 
 
-def _question(command: str, answers: str) -> SettlingQuestion:
-    found = re.findall(r"^  (yes|no) (.+) => (.+)$", answers, re.MULTILINE)
+def _question(command: str, answers: Sequence[str]) -> SettlingQuestion:
+    parts = [re.fullmatch(r"(yes|no) (.+) => (.+)", answer) for answer in answers]
     return SettlingQuestion(
-        shlex.split(command), [(word == "yes", re.compile(sign, re.M), text) for word, sign, text in found]
+        shlex.split(command), [(part[1] == "yes", re.compile(part[2], re.M), part[3]) for part in parts if part]
     )
 
 

@@ -79,7 +79,7 @@ class Log:
             lines = text.replace("\r\n", "\n").split("\n")
             before, numbers = [""] * len(lines), list(range(1, len(lines) + 1))
             if (unprefixed := prefixes.taken_off(lines)) is not None:
-                lines, before, numbers = unprefixed
+                lines, before, numbers = map(list, zip(*unprefixed, strict=True))
             if (unwrapped := _unwrapped(lines)) is not None:
                 lines, firsts = unwrapped
                 before, numbers = [before[first - 1] for first in firsts], [numbers[first - 1] for first in firsts]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 # torch's own handler and its C++ log, torchrun --tee, srun --label, Open MPI, Megatron, kubectl --prefix, Ray.
@@ -39,6 +40,7 @@ _WRITERS = (
 _TASK = re.compile(r"(?:^|\s)\d{1,5}:(?: |$)|\[\d+,\d+\]<")
 _ROUNDS = 4  # a container's runtime, a launcher and torch may each have put one
 _SAMPLE, _SHARE = 400, 0.9
+_Split = Callable[[str], tuple[str, str] | None]
 _MESSAGES = ("log", "message", "msg")
 _TIME_KEYS = ("time", "ts", "timestamp", "@timestamp")
 _LONGEST_JSON = 2**16
@@ -80,69 +82,48 @@ def is_task(prefix: str) -> bool:
     return _TASK.search(prefix) is not None
 
 
-class Unprefixed(NamedTuple):
-    """The lines of a source as its programs wrote them.
+class PrefixedLine(NamedTuple):
+    """A line as its program wrote it, what stood before it, and its number in the source, from 1."""
 
-    Attributes:
-        prefixes: what stood before each line.
-        numbers: of the line in the source, from 1.
-    """
-
-    lines: list[str]
-    prefixes: list[str]
-    numbers: list[int]
+    text: str
+    prefix: str
+    number: int
 
 
-def taken_off(lines: list[str]) -> Unprefixed | None:
+def taken_off(lines: Sequence[str]) -> list[PrefixedLine] | None:
     """The lines without what (nearly) all of them begin with; None if they begin with nothing of the kind."""
-    found: Unprefixed | None = None
+    found: list[PrefixedLine] | None = None
     for _ in range(_ROUNDS):
-        now = found.lines if found is not None else lines
-        written = [line for line in now[:: max(1, len(now) // _SAMPLE)] if line.strip()]
-        if _most(written, [_message(line) is not None for line in written]):
-            found = _messages(now, found)
-        elif (form := _form(written)) is not None:
-            found = _without(form, now, found)
-        else:
+        now = lines if found is None else [line.text for line in found]
+        if (split := _split(now)) is None:
             break
+        before = found or [PrefixedLine(line, "", number) for number, line in enumerate(lines, 1)]
+        found = [
+            PrefixedLine(text, line.prefix + prefix, line.number)
+            for line in before
+            for prefix, message in [split(line.text) or ("", line.text)]
+            for text in message.removesuffix("\n").split("\n")
+        ]
     return found
 
 
-def _most(written: Sequence[str], has: Sequence[bool]) -> bool:
-    return bool(written) and sum(has) >= _SHARE * len(written)
-
-
-def _form(written: Sequence[str]) -> re.Pattern[str] | None:
-    """What the lines begin with, if it is what somebody put before all of them."""
-    for form in (*_TIMES, *_WRITERS):
-        begins = [match[0].strip() for line in written if (match := form.match(line)) is not None]
-        if not _most(written, [True] * len(begins)):
-            continue
+def _split(lines: Sequence[str]) -> _Split | None:
+    """What splits the lines into prefixes and the rest, if somebody put a prefix before all of them."""
+    written = [line for line in lines[:: max(1, len(lines) // _SAMPLE)] if line.strip()]
+    times, writers = ([partial(_begin, form) for form in forms] for forms in (_TIMES, _WRITERS))
+    splits: list[_Split] = [_message, *times, *writers]
+    for split in splits:
+        begins = [parts[0].strip() for line in written if (parts := split(line)) is not None]
         # Numbered lines, or a table's first column, are no names of a few writers.
-        if form in _TIMES or len(set(begins)) <= max(1, len(begins) // 2):
-            return form
+        few = split not in writers or len(set(begins)) <= max(1, len(begins) // 2)
+        if written and len(begins) >= _SHARE * len(written) and few:
+            return split
     return None
 
 
-def _without(form: re.Pattern[str], lines: Sequence[str], before: Unprefixed | None) -> Unprefixed:
-    ends = [match.end() if (match := form.match(line)) is not None else 0 for line in lines]
-    prefixes = [line[:end] for line, end in zip(lines, ends, strict=True)]
-    if before is not None:
-        prefixes = [first + own for first, own in zip(before.prefixes, prefixes, strict=True)]
-    numbers = before.numbers if before is not None else list(range(1, len(lines) + 1))
-    return Unprefixed([line[end:] for line, end in zip(lines, ends, strict=True)], prefixes, numbers)
-
-
-def _messages(lines: Sequence[str], before: Unprefixed | None) -> Unprefixed:
-    """Each line of each message; a line that has none stays as it is."""
-    found = Unprefixed([], [], [])
-    for place, line in enumerate(lines):
-        prefix, message = _message(line) or ("", line)
-        for each in message.removesuffix("\n").split("\n"):
-            found.lines.append(each)
-            found.prefixes.append((before.prefixes[place] if before is not None else "") + prefix)
-            found.numbers.append(before.numbers[place] if before is not None else place + 1)
-    return found
+def _begin(form: re.Pattern[str], line: str) -> tuple[str, str] | None:
+    begin = form.match(line)
+    return begin and (begin[0], line[begin.end() :])
 
 
 def _message(line: str) -> tuple[str, str] | None:

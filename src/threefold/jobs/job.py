@@ -146,13 +146,7 @@ def with_set(described: dict[str, Any], given: Mapping[str, str]) -> dict[str, A
     return described
 
 
-def handed_to(
-    program: str,
-    *arguments: str,
-    text: str,
-    missing: tuple[str, str],
-    refused: tuple[str, str],
-) -> str:
+def handed_to(program: str, *arguments: str, text: str, missing: tuple[str, str], refused: tuple[str, str]) -> str:
     """Returns the output of a cluster's own program, which gets the job as its input.
 
     Args:

@@ -13,15 +13,15 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from threefold.config.schema import Config
+from threefold.config.schema import Config, MeshConfig
 from threefold.config.text import dump
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError, Problem
 from threefold.jobs.clusters import Job
-from threefold.jobs.job import Ranks, checked_name, handed_to
+from threefold.jobs.job import Ranks, checked_name, handed_to, ranks_of
 from threefold.jobs.settings import setting
 
 # srun's limit for the other ranks after the first has ended: a dead rank must not leave the others waiting.
@@ -126,25 +126,14 @@ def script(config: Config, ranks: Ranks, options: SlurmSettings) -> str:
     folder = shlex.quote(config.log.dir) if config.log.dir is not None else f'"runs/{name}-$SLURM_JOB_ID"'
     if options.retries and config.log.dir is None:
         folder = f'"${{THREEFOLD_RUN:-runs/{name}-$SLURM_JOB_ID}}"'
-    document = dump(config, nulls=False)
-    end = "END_OF_CONFIG"
-    while end in document:
-        end += "_"
-    lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in _directives(config, ranks, options)), ""]
-    if options.setup is not None:
-        setup, missing = shlex.quote(options.setup), shlex.quote(f"--setup {options.setup} cannot be read here")
-        # Before `set -u`: files of modules and environments use variables that are not set.
-        lines += [f"[ -r {setup} ] || {{ echo {missing} >&2; exit 1; }}", f"source {setup}"]
-    lines += [
-        "set -u",
+    lines = [
+        *_beginning(_directives(config, ranks, options), options),
         f"run={folder}",
         'mkdir -p "$run"',
-        f"cat > \"$run/submitted.yaml\" <<'{end}'",
-        document.rstrip("\n"),
-        end,
+        *_with_config('cat > "$run/submitted.yaml"', config),
         "",
         *(_TOKEN if ranks.num_hosts > 1 else ()),
-        _start(options),
+        _start(options, "train", '"$run/submitted.yaml"', "--log.dir", '"$run"'),
         "code=$?",
     ]
     if options.requeue:
@@ -159,8 +148,26 @@ def script(config: Config, ranks: Ranks, options: SlurmSettings) -> str:
     return "\n".join([*lines, 'exit "$code"', ""])
 
 
-def _start(options: SlurmSettings) -> str:
-    """The command that starts the ranks."""
+def _beginning(directives: Iterable[str], options: SlurmSettings) -> list[str]:
+    """The first lines of a script: what sbatch reads, and the user's own set-up."""
+    lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in directives), ""]
+    if options.setup is not None:
+        setup, missing = shlex.quote(options.setup), shlex.quote(f"--setup {options.setup} cannot be read here")
+        # Before `set -u`: files of modules and environments use variables that are not set.
+        lines += [f"[ -r {setup} ] || {{ echo {missing} >&2; exit 1; }}", f"source {setup}"]
+    return [*lines, "set -u"]
+
+
+def _with_config(command: str, config: Config) -> list[str]:
+    """The lines of a command that reads the config from its standard input."""
+    document, end = dump(config, nulls=False), "END_OF_CONFIG"
+    while end in document:
+        end += "_"
+    return [f"{command} <<'{end}'", document.rstrip("\n"), end]
+
+
+def _start(options: SlurmSettings, *arguments: str) -> str:
+    """The command that starts threefold in each task; `$run` is seen in a container too."""
     words = ["srun", f"--wait={_WAIT_S}"]
     if options.cpus_per_task is not None:
         # Since Slurm 22.05, srun does not inherit --cpus-per-task from the batch job.
@@ -174,9 +181,8 @@ def _start(options: SlurmSettings) -> str:
         else:
             words += [f"--container-image={image}", f"--container-mounts={folders}", '--container-workdir="$PWD"']
     python = options.python or (sys.executable if options.container is None else "python")
-    train = [shlex.quote(python), "-m", "threefold", "train", '"$run/submitted.yaml"', "--log.dir", '"$run"']
     kept = [f'2> >(tee "$run/{_SAID}" >&2)'] if options.retries else []
-    return " ".join([*words, *train, *kept])
+    return " ".join([*words, shlex.quote(python), "-m", "threefold", *arguments, *kept])
 
 
 # What srun says of ranks that end: `srun: error: NODE: task 3: Exited with exit code 1`.
@@ -207,16 +213,60 @@ def text(job: Job, options: SlurmSettings) -> str:
 
 def send(job: Job, options: SlurmSettings) -> str:
     """Hands the batch script to sbatch and returns its output; raises as `handed_to`, and if a file is not here."""
+    there = "threefold submit slurm ... --dry-run > job.sh, and there: sbatch job.sh"
+    return _sent(script(job.config, job.ranks, options), options, there)
+
+
+def _sent(text: str, options: SlurmSettings, there: str, *arguments: str) -> str:
+    """What sbatch answers; `there`: what to do on a host that has none."""
     if missing := list(missing_setup(options)):
         raise ConfigError.of(missing)
-    there = "threefold submit slurm ... --dry-run > job.sh, and there: sbatch job.sh"
     fix = "--dry-run shows the script; sinfo shows partitions, sacctmgr show assoc your accounts"
     return handed_to(
         "sbatch",
-        text=script(job.config, job.ranks, options),
+        *arguments,
+        text=text,
         missing=("a host that submits to Slurm, usually a login node", there),
-        refused=("options that this cluster accepts", fix),
+        refused=("options that this cluster accepts", fix if not arguments else fix.partition("; ")[2]),
     )
+
+
+def preparation(config: Config, options: SlurmSettings, to: str, *, num_tasks: int, workers: int | None) -> str:
+    """The script of an array that makes the parts of a token store, and of the job after it, which joins them.
+
+    Raises:
+        ConfigError: an option is not accepted, or has no effect on a preparation.
+    """
+    checked_name(options.name, longest=64)
+    one = ranks_of(MeshConfig(dp=1), num_hosts=1, per_host=1)
+    if options.retries or options.signal_ahead_s or options.gpus_per_node:
+        what = "--retries, --signal-ahead and --gpus-per-node have no effect on a preparation"
+        raise ConfigError(what, expected="tasks on a CPU, which are started again by Slurm", fix="leave them out")
+    if wrong := list(problems(config, one, options)):
+        raise ConfigError.of(wrong)
+    directives = _directives(config, one, options)
+    words = ("data", "prepare", "/dev/stdin", "--to", shlex.quote(to), "--task", '"$task"')
+    command = _start(options, *words, "--workers", str(workers or '"${SLURM_CPUS_PER_TASK:-1}"'))
+    lines = [
+        *_beginning((line for line in directives if not line.startswith(("--signal", "--gpus"))), options),
+        f"run={shlex.quote('.' if '://' in to else to)}",
+        "task=join",
+        f'[ -z "${{SLURM_ARRAY_TASK_ID:-}}" ] || task="$SLURM_ARRAY_TASK_ID/{num_tasks}"',
+        *_with_config(command, config),
+    ]
+    return "\n".join([*lines, ""])
+
+
+def send_preparation(text: str, options: SlurmSettings, tasks: Sequence[int]) -> str:
+    """Submits an array of these tasks, and the job that joins however they end; says which. Raises as `send`."""
+    by_hand = "on any hosts: threefold data prepare ... --task I/N, with I from 0 to N - 1; then: --task join"
+    after, said = [], ""
+    if tasks:
+        array = f"--array={','.join(map(str, tasks))}"
+        number = _sent(text, options, by_hand, "--parsable", array).partition(";")[0]
+        after, said = [f"--dependency=afterany:{number}"], f"job {number} makes parts in {len(tasks)} tasks; "
+    number = _sent(text, options, by_hand, "--parsable", *after).partition(";")[0]
+    return f"{said}job {number} joins and proves them: {options.name}-{number}.out"
 
 
 def _directives(config: Config, ranks: Ranks, options: SlurmSettings) -> list[str]:

@@ -20,11 +20,11 @@ from threading import Event
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from threefold.arrays import Int64
 from threefold.build_id import build_id
 from threefold.config.schema import MeshConfig
 from threefold.errors import ConfigError, RunError
@@ -144,7 +144,7 @@ class Mesh:
         return DeviceMesh.from_group(group, self.device.type, mesh_dim_names=(name,))
 
     @naming_lost_peers()
-    def gather(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def gather(self, values: Int64) -> Int64:
         """The values of every rank, [n] int64 -> [world, n] int64, on the CPU: no rank waits for its device.
 
         Where a launcher has made a process group that cannot send from the CPU, by the device.

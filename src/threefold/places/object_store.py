@@ -7,6 +7,7 @@ answer is lost is asked again and recognised by its bytes, so that its writer kn
 from __future__ import annotations
 
 import configparser
+import functools
 import importlib
 import os
 import random
@@ -19,8 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from threefold.errors import ConfigError
-from threefold.places.faults import WHO_WRITES, MissingObject, PlaceError, explained, unanswered
+from threefold.errors import ConfigError, RunError
+from threefold.places.faults import WHO_WRITES, MissingObject, explained, unanswered
 from threefold.places.place import StoredObject
 from threefold.places.url import StoreUrl, parse
 
@@ -48,6 +49,12 @@ def open_store(address: str, environ: Mapping[str, str], *, retry_s: float = RET
         what = f"{url} is in a store, and the package obstore is not installed"
         raise ConfigError(what, expected="threefold with its extra s3", fix="pip install 'threefold[s3]'") from error
     return ObjectStore(url, library, _settings(url, environ), retry_s=retry_s)
+
+
+@functools.cache
+def _first_process() -> int:
+    """The process that has opened a store first: those that are forked from it later cannot open any."""
+    return os.getpid()
 
 
 def _settings(url: StoreUrl, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -96,7 +103,7 @@ class ObjectStore:
         self._library = library
         self._errors = importlib.import_module("obstore.exceptions")
         self._retry_s = retry_s
-        self._pid = os.getpid()
+        self._pid = _first_process()
         backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=4), "base": 2}
         retries = {"max_retries": _MAX_RETRIES, "retry_timeout": timedelta(seconds=retry_s), "backoff": backoff}
         stores = importlib.import_module("obstore.store")
@@ -216,11 +223,9 @@ class ObjectStore:
     def _asking(self, doing: str) -> Iterator[None]:
         """Errors of the library in three parts, without its text and without itself: both may show credentials."""
         if os.getpid() != self._pid:
-            what = f"{self.url} was opened before this process was forked"
+            what = f"{self.url}: a store was opened before this process was forked"
             fix = "open it in the process that uses it, and start processes by spawn"
-            raise PlaceError(
-                what, expected="a store of the process's own: its connections do not follow a fork", fix=fix
-            )
+            raise RunError(what, expected="a store of the process's own: its connections do not follow a fork", fix=fix)
         try:
             yield
         except (OSError, ValueError, self._errors.BaseError) as error:

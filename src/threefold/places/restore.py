@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +25,11 @@ from threefold.places.head import CHECKPOINTS, KEY, read_head
 from threefold.places.mirror import RanksOfRun
 from threefold.places.object_store import ObjectStore
 from threefold.places.snapshot import RECORDS, STATE, Snapshot, StoredDamage
+from threefold.places.url import parse
 
 STAGING = ".from-store"
 _MOVING = "moving"
+_IN_CHECKPOINTS = re.compile(rf"(.+)/{CHECKPOINTS}/([\w.-]+)")
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Restore:
         candidates: names and checksums of seals (None: it is not known), the nearest first.
         into: the run's folder, or one that is made and gets its name when it is whole.
         whole: `into` is made.
+        state: the checkpoint is wanted, beside the records.
         records: which of the run's records are wanted, by the beginnings of their names.
         files: small files that are written last, by name: what makes the folder a run's.
         required: nothing else can be resumed.
@@ -45,6 +49,7 @@ class Restore:
     candidates: Sequence[tuple[str, str | None]]
     into: str
     whole: bool = False
+    state: bool = True
     records: tuple[str, ...] = ()
     files: tuple[tuple[str, str], ...] = ()
     required: bool = True
@@ -55,7 +60,14 @@ class Restore:
         return into.with_name(f"{into.name}.partial") if self.whole else into / STAGING
 
     def wants(self, file: str) -> bool:
-        return file.startswith((STATE, *(RECORDS + each for each in self.records)))
+        return file.startswith((STATE,) * self.state + tuple(RECORDS + each for each in self.records))
+
+
+def parted(address: str) -> tuple[str, str | None]:
+    """A run's prefix, and the name of one checkpoint, if the address has one."""
+    address = str(parse(address))
+    match = _IN_CHECKPOINTS.fullmatch(address)
+    return (match[1], match[2]) if match else (address, None)
 
 
 def checkpoints_of(place: ObjectStore, name: str | None) -> list[tuple[str, str | None]]:
@@ -91,7 +103,7 @@ def restore(wanted: Restore, place: ObjectStore, ranks: RanksOfRun, say: Callabl
         raise StoredDamage(
             problems[0],
             expected="a checkpoint as it was written, which its checksums show",
-            fix=f"--checkpoint.resume {place.url}/{CHECKPOINTS}/NAME, another one of {place.url}/{KEY}",
+            fix=f"{place.url}/{CHECKPOINTS}/NAME in its place, another one of those that {place.url}/{KEY} lists",
         )
 
 
@@ -160,14 +172,15 @@ def _move(wanted: Restore, step: int) -> None:
     if final.exists():  # damaged, or left behind
         targets = (final.with_name(f"aside-{number}-{final.name}") for number in count(1))
         final.rename(next(target for target in targets if not target.exists()))
-    os.replace(staging / STATE, final)
-    if wanted.whole:
-        os.replace(staging, wanted.into)
-        return
+    if wanted.state:
+        os.replace(staging / STATE, final)
     for name, text in wanted.files:
         (staging / name).write_text(text)
         os.replace(staging / name, into / name)
-    shutil.rmtree(staging)
+    if wanted.whole:
+        os.replace(staging, wanted.into)
+    else:
+        shutil.rmtree(staging)
 
 
 def forget_interrupted(folder: Path, *, begun: bool) -> None:

@@ -23,8 +23,11 @@ from threefold.progress_bars import Bars
 
 CLAIM = ".threefold-export"
 MARK = ".threefold-complete.json"
+# Parts of a token store, which many hosts have made, and one has joined and sends.
+_PARTS = ".parts-"
 # Read before all others by what loads a folder.
 _LAST = ("config.json", ".index.json")
+_EMPTY = "a prefix that holds nothing, so that no other model's files are mixed in"
 
 
 @contextmanager
@@ -49,19 +52,31 @@ def sent_to(address: str, environ: Mapping[str, str]) -> Iterator[Path]:
     place.delete([CLAIM])
 
 
+def send_files(prefix: Path, address: str, environ: Mapping[str, str]) -> None:
+    """Sends the files PREFIX.* as `sent_to` does those of its folder."""
+    with sent_to(address, environ) as folder:
+        for path in prefix.parent.glob(f"{prefix.name}.*"):
+            (folder / path.name).symlink_to(path.absolute())
+
+
+def refuse_filled(place: ObjectStore) -> None:
+    """Raises ConfigError if a prefix holds something else than parts of a store."""
+    others = (each for each in place.list() if not each.key.startswith(_PARTS))
+    there = next(others, None) or (place.stat("") if place.url.prefix else None)
+    if there is not None:
+        holds = there.key or "an object of its own name"
+        if place.stat(CLAIM) is not None:
+            holds = "an export that is being written, or was killed"
+        fix = "--to ANOTHER_PREFIX   (or empty this one first, if nobody needs it)"
+        raise ConfigError(f"{place.url} holds {holds}", expected=_EMPTY, fix=fix)
+
+
 def _claim(place: ObjectStore) -> None:
-    expected = "a prefix that holds nothing, so that no other model's files are mixed in"
-    fix = "--to ANOTHER_PREFIX   (or empty this one first, if nobody needs it)"
     for _ in range(2):
-        there = next(place.list(), None) or (place.stat("") if place.url.prefix else None)
-        if there is not None:
-            holds = there.key or "an object of its own name"
-            if place.stat(CLAIM) is not None:
-                holds = "an export that is being written, or was killed"
-            raise ConfigError(f"{place.url} holds {holds}", expected=expected, fix=fix)
+        refuse_filled(place)
         if require_create(place, CLAIM):
             return
-    raise ConfigError(f"another export is writing to {place.url}", expected=expected, fix="--to ANOTHER_PREFIX")
+    raise ConfigError(f"another export is writing to {place.url}", expected=_EMPTY, fix="--to ANOTHER_PREFIX")
 
 
 def _send(place: ObjectStore, folder: Path, sent: list[str]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from threefold.errors import ConfigError
 
 _SCHEMES = ("s3", "gs")
+_MARKS = frozenset("*?[{")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 # What no store, shell or listing writes in another way.
 _PART = re.compile(r"[A-Za-z0-9._=+@,-]+")
@@ -23,6 +24,13 @@ class StoreUrl:
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}/{self.prefix}".rstrip("/")
+
+
+def without_pattern(text: str) -> tuple[str, str]:
+    """An address up to its first part with a mark of patterns (* ? [ {), and the rest."""
+    parts = text.split("/")
+    marked = next((place for place, part in enumerate(parts) if _MARKS & {*part}), len(parts))
+    return "/".join(parts[:marked]), "/".join(parts[marked:])
 
 
 def parse(text: str) -> StoreUrl:

@@ -15,6 +15,7 @@ from threefold.mesh.topology import Topology
 from threefold.plan.accelerators import Accelerator
 from threefold.plan.decoder import Decoder
 from threefold.plan.duration import Duration, duration
+from threefold.plan.efficiency import Margin, efficiency_of, margin_of
 from threefold.plan.fabric import Fabric
 from threefold.plan.fit import MODES, as_options, changed_keys, keys_of
 from threefold.plan.operations import causal_keys
@@ -23,20 +24,23 @@ from threefold.plan.setup import Setup, refused, setup_of
 
 # Of a device's memory that is there: data sheets round up, and the driver keeps some.
 THERE = 0.97
-# Times that differ by less are told apart by memory: no estimate is better than that.
+# Times that differ by less are put in the order of memory. What is told apart is another thing: see `Margin`.
 _ALIKE = 0.01
 _MOST_ROWS = 64
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One set-up: what a rank holds at its peak, on its device and on its host, and how long a step takes."""
+    """One set-up: what a rank holds at its peak, on its device and on its host, how long a step takes, and how well
+    that is known.
+    """
 
     setup: Setup
     peak: Moment
     duration: Duration
     flops_per_token: float
     host_bytes: float
+    margin: Margin
 
     @property
     def memory_bytes(self) -> float:
@@ -58,6 +62,15 @@ class Plan:
         assert self.setup.device is not None
         return self.tokens_per_s_per_gpu * self.flops_per_token / self.setup.device.bfloat16
 
+    def between(self, figure: float) -> tuple[float, float]:
+        """The least and the most that a figure of its speed or time may be."""
+        return figure / self.margin.figure, figure * self.margin.figure
+
+    def slower_than(self, other: Plan) -> float:
+        """By which part of the other's time; 0.0 where the estimate does not tell them apart."""
+        slower = self.duration.total / other.duration.total - 1
+        return slower if abs(slower) >= self.margin.difference else 0.0
+
     @property
     def why(self) -> str:
         """Of memory: the moment that needs the most, and the line that is the largest then."""
@@ -75,6 +88,14 @@ class Plan:
         """As `--json` has it."""
         setup, topology = self.setup, self.setup.topology
         mesh = {"dp": topology.dp, "dp_shard": topology.dp_shard, "cp": topology.cp, "tp": topology.tp}
+        speeds: dict[str, float] = {}
+        for name, figure in (
+            ("step_time_s", self.duration.total),
+            ("tokens_per_s_per_gpu", self.tokens_per_s_per_gpu),
+            ("mfu", self.mfu),
+        ):
+            speeds[name] = figure
+            speeds[f"{name}_low"], speeds[f"{name}_high"] = self.between(figure)
         return {
             "mesh": mesh,
             "micro_batch": setup.micro_batch,
@@ -82,9 +103,7 @@ class Plan:
             "cpu_offload": setup.cpu_offload,
             "compile": setup.compiled,
             "memory_bytes": round(self.memory_bytes),
-            "step_time_s": self.duration.total,
-            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
-            "mfu": self.mfu,
+            **speeds,
             "flops_per_token": self.flops_per_token,
             "host_bytes": round(self.host_bytes),
             "fits": self.fits,
@@ -107,6 +126,7 @@ class Question:
 
     Attributes:
         config: whose keys that are in `pinned` are kept as they are; others of mesh and memory are open.
+        slowness: how many times as long as by published speeds layers took on such a device; None: not measured.
     """
 
     decoder: Decoder
@@ -115,6 +135,7 @@ class Question:
     gpus: int
     fabric: Fabric
     device: Accelerator
+    slowness: float | None = None
 
     def plans(self) -> list[Plan]:
         """All that are legal: those that fit by time, and by memory where that is alike, then the others by memory.
@@ -205,8 +226,10 @@ class Question:
         """Of one set-up."""
         decoder = self.decoder
         flops = decoder.flops.per_token(causal_keys(setup.seq_len))
-        seconds = duration(decoder, setup, self.fabric)
-        return Plan(setup, peak(decoder, setup), seconds, flops, host_bytes(decoder, setup))
+        seconds = duration(decoder, setup, self.fabric, efficiency_of(self.device, self.slowness or 1.0))
+        mixture = any(layer.chosen for layer in decoder.layers)
+        margin = margin_of(self.device, mixture=mixture, measured=self.slowness is not None)
+        return Plan(setup, peak(decoder, setup), seconds, flops, host_bytes(decoder, setup), margin)
 
 
 def _divisors(of: int) -> list[int]:
@@ -247,19 +270,20 @@ def what_pays(question: Question, plans: Sequence[Plan]) -> list[str]:
         if not others:
             lines.append(f"{axis}: " + ("nothing fits without it" if used else "no mesh with it fits or is legal"))
             continue
-        slower = others[0].duration.total / best.duration.total - 1
-        lines.append(
-            f"{axis}: " + (f"without it {slower:.1%} slower" if used else f"would not pay, {slower:.1%} slower")
-        )
+        slower = others[0].slower_than(best)
+        said = f"without it {slower:.1%} slower" if used else f"would not pay, {slower:.1%} slower"
+        lines.append(f"{axis}: " + (said if slower else _untold(best, "without it" if used else "with it")))
     if best.setup.topology.tp > 1:
         other = question.plan(replace(best.setup, sequence_parallel=not best.setup.sequence_parallel))
         held = (other.memory_bytes - best.memory_bytes) / 2**30
         which = "without it" if best.setup.sequence_parallel else "with it"
         lines.append(f"sequence parallelism: {which} {held:+.1f} GiB a device")
     if best.setup.float8 == "none" and best.setup.device.float8:  # type: ignore[union-attr]
-        faster = best.duration.total / question.plan(replace(best.setup, float8="tensorwise")).duration.total - 1
-        pays = (
-            f"{faster:.1%} faster" if faster > 0.02 else "would not pay: its products are too small, or few of the time"
-        )
-        lines.append(f"train.float8 tensorwise: {pays}")
+        faster = best.slower_than(question.plan(replace(best.setup, float8="tensorwise")))
+        pays = f"{faster:.1%} faster" if faster > 0 else "would not pay: its products are too small, or few of the time"
+        lines.append("train.float8 tensorwise: " + (pays if faster else _untold(best, "with it")))
     return lines
+
+
+def _untold(plan: Plan, which: str) -> str:
+    return f"no difference that the estimate can tell {which}: it tells {plan.margin.difference:.0%}"

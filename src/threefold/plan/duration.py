@@ -1,33 +1,31 @@
-"""How long a step takes: products at the rate that published runs reach, attention, passes over memory, what is sent.
+"""How long a step takes: products, attention, passes over memory, and what is sent.
 
-One constant says how far products stay below a data sheet's peak in whole runs; it is that of the published runs of
-7B and 8B models on H100 (fms-fsdp, accelerate, torchtitan), and stands for other devices too. What is sent counts where
-nothing is left to compute beside it.
+Each is an amount, of operations or bytes, over a rate: what kernels reach on the device (`efficiency`). What is sent
+counts where nothing is left to compute beside it, and in part where there is: both need the same processors and memory.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from threefold.plan.activations import FLOAT
-from threefold.plan.decoder import Decoder, Layer
+from threefold.plan.decoder import Decoder
+from threefold.plan.efficiency import Efficiency, efficiency_of
 from threefold.plan.fabric import Fabric
 from threefold.plan.operations import causal_keys
 from threefold.plan.setup import Setup
 from threefold.plan.units import kept_whole, units_of
 
-# Of the dense bfloat16 peak, by large products in runs; by smaller ones dim / (dim + 256) of that, of their least dim.
-PRODUCTS, HALF_AT = 0.54, 256
+# Of the rate of large products, smaller ones reach dim / (dim + 256), of their least dim.
+HALF_AT = 256
 # How much slower products in float32 are, as torch computes them unless told otherwise (H100: 67 of 989 TFLOP/s).
 FLOAT32 = 15
-# Of that peak, by causal attention forward and backward (FlashAttention 2, arXiv:2307.08691: 350 TFLOP/s on an H100).
-ATTENTION = 0.35
-# Of the memory's rate, by passes over large tensors.
-PASSES = 0.85
-# Products in 8 bits against bfloat16, casts included, where dims are 4096 or more (torchtitan 2024-12, accelerate).
-FLOAT8 = {"none": 1.0, "tensorwise": 1.4, "rowwise": 1.25}
-FLOAT8_FROM = 4096
+# The least dim of products that are made in 8 bits, and the bytes that casting a number for them reads and writes:
+# once for its scale, once to be cast.
+FLOAT8_FROM, _CAST = 2048, 5
 # From one kernel's start to the next, as the host can, s; and kernels of a layer, forward.
 _START, _KERNELS, _KERNELS_COMPILED = 5e-6, 60, 20
 # Bytes that an update reads and writes of each parameter beside its moments: weight and gradient, and the weight again.
@@ -67,42 +65,57 @@ class Duration:
 
 
 @lru_cache(maxsize=4096)
-def _layer_products(layer: Layer, hidden: int, tp: int, float8: str) -> float:
-    """Operations of a token through a layer's matrices, forward, at the rate of large bfloat16 products."""
-    found = 0.0
-    for weight in layer.weights:
-        if len(weight.shape) < 2 or "norm" in weight.name or "bias" in weight.name:
-            continue
-        shape = weight.local(tp)
-        least = min(shape[-2:])
-        faster = FLOAT8[float8] if least >= FLOAT8_FROM else 1.0
-        size = weight.met
-        for dim in shape:
-            size *= dim
-        found += 2 * size * (least + HALF_AT) / least / faster
-    return found
+def _layer_products(decoder: Decoder, tp: int, experts: float, float8: float) -> tuple[float, float]:
+    """Of a token through all layers' matrices, forward: operations at the rate of large bfloat16 products, and numbers
+    that are cast to 8 bits.
+
+    Args:
+        experts: the rate of chosen experts' products, of that of others.
+        float8: how many times faster products in 8 bits are; 1: there are none.
+    """
+    operations = cast = 0.0
+    for layer, count in Counter(decoder.layers).items():
+        for weight in layer.weights:
+            if len(weight.shape) < 2 or "norm" in weight.name or "bias" in weight.name:
+                continue
+            shape = weight.local(tp)
+            least = min(shape[-2:])
+            matrices = count * weight.met * math.prod(shape[:-2])
+            in_8_bits = float8 != 1 and least >= FLOAT8_FROM
+            rate = least / (least + HALF_AT) * (float8 if in_8_bits else 1.0) * (experts if weight.met < 1 else 1.0)
+            operations += 2 * matrices * math.prod(shape[-2:]) / rate
+            cast += in_8_bits * matrices * sum(shape[-2:])
+    return operations, cast
 
 
-def duration(decoder: Decoder, setup: Setup, fabric: Fabric) -> Duration:
-    """Of a step of a rank; `setup.device` is set."""
+def duration(decoder: Decoder, setup: Setup, fabric: Fabric, reached: Efficiency | None = None) -> Duration:
+    """Of a step of a rank; `setup.device` is set.
+
+    Args:
+        reached: what its kernels reach; None: as published for its device.
+    """
     device = setup.device
     assert device is not None
+    reached = reached or efficiency_of(device)
     tp, batches, tokens = setup.topology.tp, setup.num_batches, setup.tokens
-    layers = sum(_layer_products(layer, decoder.hidden, tp, setup.float8) for layer in decoder.layers)
+    layers, cast = _layer_products(decoder, tp, reached.experts, reached.float8[setup.float8])
     head = 2 * decoder.vocabulary * decoder.hidden / tp * (decoder.hidden + HALF_AT) / decoder.hidden
     again = {"none": 0, "selective": 0}.get(setup.recompute, 1)
-    rate = PRODUCTS * device.bfloat16 / (1 if setup.element == 2 else FLOAT32)
+    rate = reached.products * device.bfloat16 / (1 if setup.element == 2 else FLOAT32)
     times = 2 if decoder.layers[0].rank else 3  # frozen weights have no gradient
     products = tokens * ((times + again) * layers + times * head) / rate
-    attention = tokens * _attention(decoder, setup) * (3.5 + again) / (ATTENTION * rate / PRODUCTS)
-    passes = tokens * _passes(decoder, setup) / (PASSES * device.bandwidth)
+    attention = tokens * _attention(decoder, setup) * (3.5 + again) / (reached.attention * rate / reached.products)
+    memory = reached.passes * device.bandwidth
+    # Inputs are cast forward (and again), gradients backward.
+    passes = tokens * (_passes(decoder, setup) + _CAST * cast * (1 + again / 2)) / memory
     computing = products + attention + passes
     kernels = _KERNELS_COMPILED if setup.compiled else _KERNELS
     launches = batches * len(decoder.layers) * kernels * _START * (3 + (setup.recompute != "none"))
     sent, waited = _waits(decoder, setup, fabric, computing)
+    waited += reached.shown * max(0.0, sum(sent.values()) - waited)
     shard = units_of(decoder, tp, setup.shards).trained_shard
     updated = shard * (_around_update(setup) + 2 * setup.moments)
-    update = 0.0 if setup.cpu_offload else updated / (PASSES * device.bandwidth)
+    update = 0.0 if setup.cpu_offload else updated / memory
     return Duration(
         products * batches,
         attention * batches,
@@ -147,7 +160,8 @@ def _passes(decoder: Decoder, setup: Setup) -> float:
             forward += element * (2 * 4 * stream + 2 * (queries + keys) + 3 * wide)
         else:
             # A norm in float32 is six passes; positions are five; an activation and a product are five.
-            forward += 2 * stream * (28 + 3 * element) + 2 * 3 * element * stream
+            normed = 2 * stream + bool(decoder.family.qk_norm) * (queries + keys)
+            forward += normed * (28 + 3 * element) + 2 * 3 * element * stream
             forward += element * (11 * (queries + keys) + 5 * wide)
         if layer.chosen:
             forward += element * 8 * layer.chosen * hidden
@@ -177,9 +191,10 @@ def _waits(decoder: Decoder, setup: Setup, fabric: Fabric, computing: float) -> 
     if tp > 1:
         size = tokens * decoder.hidden * element
         one = fabric.seconds("all-reduce", size, ranks=tp, stride=1)
-        sent["tp"] = batches * one * (count * (4 + again) + 2)
+        # Scattered sums and gathers are half a sum each; what is computed again is gathered twice, and scattered once.
+        sent["tp"] = batches * one * (count * (4 + again * (1.5 if setup.sequence_parallel else 1)) + 2)
         # Sums of backward run beside the gradient of one weight.
-        waited += batches * one * (count * (3 + again) + 2)
+        waited += sent["tp"] - (0 if setup.sequence_parallel else batches * one * count)
     if cp > 1:
         width = decoder.layers[0].head_dim * element / tp
         heads, kv_heads = decoder.heads

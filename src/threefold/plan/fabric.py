@@ -17,8 +17,8 @@ NETWORKS = {"ib-ndr": 50e9, "ib-hdr": 25e9, "efa": 50e9, "efa-p4d": 6.25e9, "roc
 OF_A_HOST = {"100gbe": 12.5e9, "25gbe": 3.125e9}
 # Of a rate, what large collectives reach: NCCL's own tests give 360 of 450 GB/s on NVLink 4.
 _REACHED = 0.8
-# Of each step of a ring or a tree, s.
-_LATENCY_LINK, _LATENCY_NETWORK = 5e-6, 15e-6
+# Of a collective in a host, for each doubling of its ranks, and of one between hosts, for each host of its ring, s.
+_LATENCY_LINK, _LATENCY_NETWORK = 5e-6, 20e-6
 _MEASURED = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[KMGT]i?B)/s")
 _UNITS = {f"{letter}{'i' * binary}B": (1024 if binary else 1000) ** power
           for power, letter in enumerate("KMGT", 1) for binary in (False, True)}  # fmt: skip
@@ -50,8 +50,9 @@ class Fabric:
         # Each rank of a host that takes part brings its own network card.
         rate = self.link if inside else min(self.link, self.network * here)
         share = (ranks - 1) / ranks * (2 if collective == "all-reduce" else 1)
-        steps = math.ceil(math.log2(ranks)) * (2 if collective == "all-reduce" else 1)
-        return share * size / (_REACHED * rate) + steps * (_LATENCY_LINK if inside else _LATENCY_NETWORK)
+        times = 2 if collective == "all-reduce" else 1
+        latency = math.log2(ranks) * _LATENCY_LINK if inside else ranks / here * _LATENCY_NETWORK
+        return share * size / (_REACHED * rate) + times * latency
 
 
 def fabric_of(device: Accelerator, *, in_host: int, link: str | None, network: str | None) -> Fabric:

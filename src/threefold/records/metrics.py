@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from threefold.arrays import Float64, Int64
 from threefold.jsonl import Damage, Lines
 
 # More than any run has: a larger number is damage.
@@ -28,8 +28,8 @@ _NEEDED = ("loss", "grad_norm", "eval_loss")
 class Points(NamedTuple):
     """Steps and values of a number, both [points]; a value may be NaN or infinite."""
 
-    steps: npt.NDArray[np.int64]
-    values: npt.NDArray[np.float64]
+    steps: Int64
+    values: Float64
 
     def finite(self) -> Points:
         """Those whose value is finite."""
@@ -176,7 +176,7 @@ class Metrics:
             for number in np.unique(passes)
         }
 
-    def _limits(self) -> npt.NDArray[np.int64]:
+    def _limits(self) -> Int64:
         """One past the last step that stands of each pass: the first step of any later one."""
         firsts = np.array([_MOST_STEP, *self.first_steps, _MOST_STEP], np.int64)
         return np.minimum.accumulate(firsts[::-1])[::-1][1:]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.checkpoint.lineage import Ending
-from threefold.config.paths import METRICS
+from threefold.config.paths import COPY_FILE, METRICS
 from threefold.errors import ranks_text
 from threefold.mesh.local_ranks import signal_name
 
@@ -63,6 +63,8 @@ def state_of(run: Path, events: list[dict[str, Any]], *, still_s: float = STILL_
     if last and last["event"] != "start":
         word = "done" if last["event"] == "done" else "stopped"
         return word, f"after step {last.get('step')}, {shown_time(str(last.get('time', '')))}"
+    if (run / COPY_FILE).is_file():
+        return "copied", f"as it was when {(run / COPY_FILE).read_text()} was sent: how it went on is not in it"
     if (holder := lock_holder(run)) is not None:
         return "running", f"process {holder} of this host holds its lock"
     try:

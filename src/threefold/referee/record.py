@@ -6,7 +6,7 @@ No torch, and nothing of the program that was watched is loaded.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from threefold.errors import DataError
-from threefold.referee.rank.sealed import digest, read_sealed
+from threefold.referee.rank.sealed import Values, digest, read_sealed
 
 COMMAND_FILE = "command.json"
 
 _KINDS = ("placement", "step", "pass", "saved", "exported", "fault", "joined", "end")
-# Of the steps of the training, what other optimizers may have done beside it.
-_MOST_LEFT_OUT = 0.1
+# Of the steps of the training, what other optimizers may have done beside it; and what is a trial of another model.
+_MOST_LEFT_OUT, _MOST_TRIED = 0.1, 2
 
 
 class ReadCall(NamedTuple):
@@ -32,6 +32,8 @@ class ReadCall(NamedTuple):
     ignored: tuple[int, ...]
     labelled: bool
     loader_pass: tuple[int, int] | None
+    begin: int = 0
+    """the least position of a row's first token, where the model is called with positions."""
 
 
 @dataclass
@@ -41,7 +43,7 @@ class LoaderPass:
     rows: int | None
     batches: int
     ended: bool
-    samplers: list[dict[str, Any]]
+    samplers: list[Values]
 
     def setting(self, *names: str) -> Any:
         """The first of these settings that a sampler has, from the outermost in."""
@@ -50,41 +52,46 @@ class LoaderPass:
 
 @dataclass
 class RankRecord:
-    """What one rank has read."""
+    """What one rank has read.
+
+    Attributes:
+        start: the how manieth program of the command that trained as this rank.
+        placement: of the model that is trained, and what it is built from.
+        checked: the steps that are recorded with their weights and gradients, as they were written.
+        damaged: whether a line or a file of it is not as it was written.
+        joined: whether another optimizer takes steps on the same calls.
+        saved: the state of the training when it was saved, by the step after which that was.
+        exported: what transformers has written of a model, where and after which step.
+        begins: the state before the first step, of a rank that is not the first of its number.
+        rates: the learning rates of each step, by groups.
+        is_cut: whether it has no end: the rank was killed.
+        left_out: steps of other optimizers, before or after the training: probes and trials.
+        mixed: why it does not show which steps are the training's.
+        wrong: what makes the record incomplete, in words.
+    """
 
     rank: int
     world_size: int
-    versions: dict[str, str]
     start: int = 1
-    """the how manieth program of the command that trained as this rank."""
-    program: str = ""
     calls: list[ReadCall] = field(default_factory=list)
     passes: dict[tuple[int, int], LoaderPass] = field(default_factory=dict)
     num_steps: int = 0
-    placement: dict[str, Any] = field(default_factory=dict)
-    """of the model that is trained, and what it is built from."""
-    checked: list[dict[str, Any]] = field(default_factory=list)
-    """the steps that are recorded with their weights and gradients, as they were written."""
+    placement: Values = field(default_factory=dict)
+    checked: list[Values] = field(default_factory=list)
     damaged: bool = False
-    """whether a line or a file of it is not as it was written."""
     joined: bool = False
-    """whether another optimizer takes steps on the same calls."""
-    saved: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """the state of the training when it was saved, by the step after which that was."""
-    exported: list[dict[str, Any]] = field(default_factory=list)
-    """what transformers has written of a model, where and after which step."""
-    begins: dict[str, Any] | None = None
-    """the state before the first step, of a rank that is not the first of its number."""
+    saved: dict[int, Values] = field(default_factory=dict)
+    exported: list[Values] = field(default_factory=list)
+    begins: Values | None = None
     rates: dict[int, list[float]] = field(default_factory=dict)
-    """the learning rates of each step, by groups."""
+    folder: Path = Path()
     is_cut: bool = False
-    """whether it has no end: the rank was killed."""
     left_out: int = 0
-    """steps of other optimizers, before or after the training: probes and trials."""
     mixed: str | None = None
-    """why it does not show which steps are the training's."""
     wrong: list[str] = field(default_factory=list)
-    """what makes the record incomplete, in words."""
+
+
+Records = list[RankRecord]
 
 
 @dataclass
@@ -97,14 +104,20 @@ class WatchedCommand:
 
     command: list[str]
     exit_code: int | None
-    ranks: list[RankRecord]
+    ranks: Records
     wrong: list[str]
-    later: list[list[RankRecord]] = field(default_factory=list)
+    later: list[Records]
 
     @property
-    def starts(self) -> list[list[RankRecord]]:
+    def starts(self) -> list[Records]:
         """The ranks of each program."""
         return [self.ranks, *self.later]
+
+
+def write_command(folder: Path, command: Sequence[str], exit_code: int | None) -> None:
+    """Says what is recorded in a folder, and how it ended."""
+    values = {"schema": 1, "command": list(command), "exit_code": exit_code}
+    (folder / COMMAND_FILE).write_text(json.dumps(values) + "\n", encoding="utf-8")
 
 
 def read_command(folder: Path) -> WatchedCommand:
@@ -120,7 +133,7 @@ def read_command(folder: Path) -> WatchedCommand:
         what = f"{folder} holds no record of the referee"
         fix = f"threefold referee --record {folder} -- torchrun --nproc-per-node 2 train.py"
         raise DataError(what, expected=f"a folder with {COMMAND_FILE} and rank-*.jsonl", fix=fix) from None
-    starts: dict[int, list[RankRecord]] = {1: []}
+    starts: dict[int, Records] = {1: []}
     wrong: list[str] = []
     for path in sorted(folder.glob("rank-*.jsonl")):
         record = _read_rank(path)
@@ -139,24 +152,24 @@ def _read_rank(path: Path) -> RankRecord | None:
     if not lines or lines[0]["kind"] != "start":
         return None
     start, *rest = lines
-    begun = (start["rank"], start["world_size"], start["versions"], start.get("start", 1), start.get("program", ""))
-    record = RankRecord(*begun)
+    record = RankRecord(start["rank"], start["world_size"], start["start"], folder=path.parent)
     of_kind = {kind: [line for line in rest if line["kind"] == kind] for kind in _KINDS}
     for line in of_kind["step"]:
-        for written in (line.get("inputs", {}), line.get("curve", {})):
-            record.wrong += _wrong_file(path.parent, written)
+        for kind in ("inputs", "curve"):
+            record.wrong += _wrong_file(path.parent, line.get(kind, {}))
     record.damaged = bool(record.wrong) or damage is not None
     for line in of_kind["pass"]:
-        known = (line["rows"], line["batches"], line["ended"], line["samplers"])
-        record.passes[tuple(line["pass"])] = LoaderPass(*known)
+        read = LoaderPass(line["rows"], line["batches"], line["ended"], line["samplers"])
+        record.passes[tuple(line["pass"])] = read
     for line in of_kind["fault"]:
         record.wrong.append(f"rank {record.rank}: the referee recorded no further ({line['what']})")
     record.joined = bool(of_kind["joined"])
     record.saved = {line["step"]: line for line in of_kind["saved"]}
     record.exported = of_kind["exported"]
-    _take_training(record, of_kind["step"])
+    placements = {line["module"]: line for line in of_kind["placement"]}
+    _take_training(record, of_kind["step"], {module: line["model"] for module, line in placements.items()})
     if record.calls:
-        record.placement = {line["module"]: line for line in of_kind["placement"]}[record.calls[0].module]
+        record.placement = placements[record.calls[0].module]
     if damage is not None:
         record.wrong.append(damage)
     elif not of_kind["end"] and not record.wrong:
@@ -165,8 +178,12 @@ def _read_rank(path: Path) -> RankRecord | None:
     return record
 
 
-def _take_training(record: RankRecord, steps: list[dict[str, Any]]) -> None:
-    """Takes the steps of the one training of a program, which may train probes or trials before or after it."""
+def _take_training(record: RankRecord, steps: list[Values], models: dict[int, int]) -> None:
+    """Takes the steps of the one training of a program, which may train probes or trials before or after it.
+
+    Args:
+        models: of each module, the number of the model that it wraps.
+    """
     runs = [list(lines) for _, lines in groupby(steps, key=itemgetter("optimizer"))]
     if not runs:
         return
@@ -174,12 +191,23 @@ def _take_training(record: RankRecord, steps: list[dict[str, Any]]) -> None:
     num_optimizers = len({line["optimizer"] for line in steps})
     record.num_steps = len(longest)
     record.left_out = len(steps) - len(longest)
+
+    def models_of(lines: list[Values]) -> set[int]:
+        return {models[call["module"]] for line in lines for call in line["calls"]}
+
+    # A few steps of models that the training does not call, wrapped or not.
+    is_tried = all(
+        len(lines) <= _MOST_TRIED and models_of(lines).isdisjoint(models_of(longest))
+        for lines in runs
+        if lines is not longest
+    )
     if num_optimizers < len(runs):
         record.mixed = f"rank {record.rank} trains with {num_optimizers} optimizers in turn"
-    elif record.left_out > _MOST_LEFT_OUT * len(longest):
+    elif record.left_out > _MOST_LEFT_OUT * len(longest) and not is_tried:
         lengths = ", ".join(str(len(lines)) for lines in runs)
         record.mixed = f"rank {record.rank} trains {len(runs)} times, for {lengths} steps"
     record.begins = longest[0].get("begins")
+    longest[0]["warm_ups"] = _num_warm_ups(longest)
     for line in steps if record.mixed else longest:
         record.calls += _calls_of(line)
         record.rates[line["step"]] = line.get("rates", [])
@@ -187,26 +215,33 @@ def _take_training(record: RankRecord, steps: list[dict[str, Any]]) -> None:
             record.checked.append(line)
 
 
-def _calls_of(line: dict[str, Any]) -> Iterator[ReadCall]:
+def trained_calls(line: Values) -> Iterator[tuple[int, Values]]:
+    """The calls of a step that read rows, each with its place."""
+    yield from list(enumerate(line["calls"]))[line.get("warm_ups", 0) :]
+
+
+def _num_warm_ups(steps: list[Values]) -> int:
+    """The calls of the first step before its first batch of a DataLoader, if all later calls are of batches."""
+    first, *later = ([call["pass"] is not None for call in line["calls"]] for line in steps)
+    return first.index(True) if True in first and later and all(map(all, later)) else 0
+
+
+def _calls_of(line: Values) -> Iterator[ReadCall]:
     """The calls of a step; one that repeats the rows of the call before it reads nothing more."""
     before = None
-    for call in line["calls"]:
-        loader_pass = tuple(call["pass"]) if call["pass"] is not None else None
-        read = ReadCall(
-            line["step"], call["module"], tuple(call["rows"]), tuple(call["ignored"]), call["labelled"], loader_pass
-        )
+    for _, call in trained_calls(line):
+        loader_pass = call["pass"] and tuple(call["pass"])
+        rows, ignored = tuple(call["rows"]), tuple(call["ignored"])
+        read = ReadCall(line["step"], call["module"], rows, ignored, call["labelled"], loader_pass, call["begin"])
         if before is None or read.rows != before.rows:
             yield read
         before = read
 
 
-def _wrong_file(folder: Path, written: dict[str, Any]) -> Iterator[str]:
-    if "file" not in written:
-        return
-    try:
-        content = (folder / written["file"]).read_bytes()
-    except OSError as error:
-        yield f"{written['file']} cannot be read: {error.strerror}"
-        return
-    if digest(content) != written["digest"]:
-        yield f"{written['file']} is not as it was written"
+def _wrong_file(folder: Path, written: Values) -> Iterator[str]:
+    if "file" in written:
+        try:
+            if digest((folder / written["file"]).read_bytes()) != written["digest"]:
+                yield f"{written['file']} is not as it was written"
+        except OSError as error:
+            yield f"{written['file']} cannot be read: {error.strerror}"

@@ -6,7 +6,6 @@ the folder, which is new.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -21,7 +20,7 @@ from typing import TextIO
 
 from threefold.errors import ConfigError
 from threefold.referee.judge.parts import not_judged, read_alone, write_alone
-from threefold.referee.record import COMMAND_FILE
+from threefold.referee.record import write_command
 
 _ATTACHED = Path(__file__).parent / "attached"
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP)
@@ -49,7 +48,7 @@ def watch(command: Sequence[str], folder: Path, *, num_whole: int, keep_bytes: i
         "THREEFOLD_REFEREE_KEEP": str(keep_bytes),
     }
     code = _run(command, settings, output=sys.stderr if to_stderr else None)
-    _write(folder, command, code)
+    write_command(folder, command, code)
     return code
 
 
@@ -61,7 +60,7 @@ def run_alone(command: Sequence[str], folder: Path) -> None:
     code = _run(command, {"THREEFOLD_REFEREE_ALONE": str(folder.resolve())}, output=sys.stderr)
     if read_alone(folder) is None:
         what = f"`{shlex.join(command)}` ended with exit code {code} and did not train the model of the record"
-        write_alone(folder, [not_judged("gradients", what)])
+        write_alone(folder, not_judged("gradients", what))
 
 
 def _run(command: Sequence[str], settings: dict[str, str], *, output: TextIO | None) -> int:
@@ -78,18 +77,14 @@ def _prepare(folder: Path, command: Sequence[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         is_empty = not any(folder.iterdir())
     except OSError as error:
-        what = f"--record {folder} cannot be made ({error.strerror})"
-        raise ConfigError(what, expected="a new folder, or an empty one", fix="--record referee-record") from None
-    if not is_empty:
+        what, fix = f"--record {folder} cannot be made ({error.strerror})", "referee-record"
+    else:
+        if is_empty:
+            write_command(folder, command, None)
+            return
         number = next(number for number in range(2, 10**6) if not Path(f"{folder}-{number}").exists())
-        what = f"--record {folder} is not empty"
-        raise ConfigError(what, expected="a new folder, or an empty one", fix=f"--record {folder}-{number}")
-    _write(folder, command, None)
-
-
-def _write(folder: Path, command: Sequence[str], exit_code: int | None) -> None:
-    values = {"schema": 1, "command": list(command), "exit_code": exit_code}
-    (folder / COMMAND_FILE).write_text(json.dumps(values) + "\n", encoding="utf-8")
+        what, fix = f"--record {folder} is not empty", f"{folder}-{number}"
+    raise ConfigError(what, expected="a new folder, or an empty one", fix=f"--record {fix}")
 
 
 @contextmanager

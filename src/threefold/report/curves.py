@@ -17,7 +17,7 @@ import numpy as np
 from threefold.records.metrics import Metrics, Points
 
 # Shown elsewhere, or the same in every line.
-_NOT_CURVES = {"epoch", "tokens", "samples", "slowest_rank", "estimated_memory_bytes"}
+_NOT_CURVES = {"epoch", "tokens", "samples", "slowest_rank", "lagging_rank", "estimated_memory_bytes"}
 _NOT_CURVES |= {"eval_tokens", "eval_count", "eval_pairs"}
 _MOST_CURVES, _MOST_STEP = 48, 1 << 53
 _KEPT_OF_A_BUCKET = 5

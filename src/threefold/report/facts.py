@@ -128,7 +128,7 @@ class RunFacts:
         if self.state in ("ended", "failed"):
             found.append((f"threefold explain {run}", "what its logs say of its end"))
         of_program = is_of_program(self.path)
-        if self.state != "running" and not of_program:
+        if self.state not in ("running", "copied") and not of_program:
             more = f" --train.steps {2 * self.num_steps}" if self.state == "done" and self.num_steps else ""
             found.append((f"threefold resume {run}{more}", "go on" + (" for as many steps again" if more else "")))
         if any(each.state == "whole" for each in self.saved):

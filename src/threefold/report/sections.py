@@ -28,7 +28,7 @@ from threefold.why.findings import row_text
 
 _MOST_ROWS, _MOST_FOUND = 200, 20
 # In columns or parts of their own.
-_NOT_TOLD = ("event", "time", "step", "start", "head", "files")
+_NOT_TOLD = ("event", "time", "step", "start", "head", "files", "own", "others")
 _SHAPE = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "num_experts", "vocab_size", "max_position_embeddings", "tie_word_embeddings",
@@ -261,7 +261,8 @@ def _late(facts: RunFacts) -> Html:
         "How often each rank was the slowest at a logged step, and by what share of the step it was behind the others"
     )
     head = ("rank", "slowest at", "behind on average", "most")
-    return section("late", "Late ranks", table(what, head, rows))
+    named = [tag("p", str(event.get("text"))) for event in facts.events if event["event"] == "lag"]
+    return section("late", "Late ranks", *named, table(what, head, rows))
 
 
 def _phases(facts: RunFacts) -> Html:

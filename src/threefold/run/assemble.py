@@ -19,10 +19,10 @@ from threefold.config.schema import DEFAULT_STEPS, Config
 from threefold.data.chat.labeller import template_source
 from threefold.data.order.length_buckets import LengthsOf
 from threefold.data.order.mixture import Mixture
-from threefold.data.order.order import Order, last_step
+from threefold.data.order.order import Order, Place, last_step
 from threefold.data.order.permutation import seed_of
 from threefold.data.rows.concat import Rows
-from threefold.data.rows.known_rows import parts_of
+from threefold.data.rows.known_rows import blocks_of, parts_of
 from threefold.data.rows.packing import MixedRows, Packing, open_rows, reopen_rows, store_at
 from threefold.data.rows.padded import PaddedRows
 from threefold.data.sampling.loader import Batch, TokenLoader, evaluation_batches
@@ -263,15 +263,25 @@ def lengths_of(rows: Rows) -> LengthsOf:
 
 def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
     """The training batches of this rank."""
-    return TokenLoader(
+    order, parts = order_of(config, rows), parts_of(rows)
+    loader = TokenLoader(
         rows,
-        order_of(config, rows),
+        order,
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
         document_mask=bool(config.data.document_mask),
         num_workers=config.data.num_workers,
         pin_memory=mesh.device.type == "cuda",
     )
+    if files := {number: stored for number, part in enumerate(parts) if (stored := part.rows.store.stored) is not None}:
+        from threefold.places.prefetch import Ahead  # a run on local disks loads nothing of it
+
+        def rows_read(place: Place) -> tuple[list[int], list[int]]:
+            here, _ = order.rows_of_rank(place, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
+            return here.tolist(), order.rows(place, 1)[0].tolist()
+
+        loader.ahead = Ahead(files, rows_read, functools.partial(blocks_of, parts))
+    return loader
 
 
 def start_of(run: Built) -> SegmentLine:

@@ -41,7 +41,7 @@ def head_of(run: Built, why: str, found: Sequence[tuple[str, str]]) -> Head:
     """The head of a run; `why` is the reason for its mesh, `found` what probes and estimates say of it."""
     config, mesh = run.config, run.mesh
     ahead = run.done < run.num_steps
-    info, lost = environment.current(), run.checkpointer.lost_bits
+    info, lost, stored = environment.current(), run.checkpointer.lost_bits, run.loader.ahead
     return Head(
         path=str(run.folder.path),
         model=_model(run),
@@ -50,6 +50,7 @@ def head_of(run: Built, why: str, found: Sequence[tuple[str, str]]) -> Head:
         mesh_why=why,
         data=_data(run),
         global_batch=config.train.global_batch,
+        stored=stored.facts(run.loader.begins()) if ahead and stored is not None else None,
         labels=labels_of(run.rows),
         notes=[*_begins(run.rows), *_no_end(run), *_evaluated(run), *_shares(run), *_pairs(run)],
         first_step=run.done + 1 if ahead else None,
@@ -263,6 +264,8 @@ def conclude(console: Screen, run: Built, outcome: Outcome) -> int:
         _show_sample(console, run)
     loss = f"loss {outcome.loss:.4f}" if outcome.loss is not None else ""
     console.print(epochs_read(run))
+    if (stored := run.loader.ahead) is not None:
+        console.print(str(stored.counts))
     done = "stopped by a hook" if outcome.stopped else "done"
     console.print(f"{done}: {outcome.step} steps, {loss}, in {path}")
     console.print(f"export: threefold export {shlex.quote(str(path))} --to DIR")

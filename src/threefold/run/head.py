@@ -7,10 +7,11 @@ the fields back. The prose is written here and is never parsed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from threefold import __version__
+from threefold.build_id import version
+from threefold.errors import size_text
 from threefold.mesh.topology import Topology
 
 _SIZES = {
@@ -26,6 +27,7 @@ _ALIGNED = (
     "model",
     "mesh",
     "data",
+    "stored",
     "format",
     "bos",
     "eval",
@@ -51,6 +53,7 @@ class Head:
         model: name, type (of random weights), dtype, parameters and the sizes in `_SIZES`, as far as they are known.
         mesh: dp_replicate, dp_shard, cp, tp; `device`, and `mesh_why`: why it is this mesh.
         data: source, tokenizer, rows (a sentence) and seq_len.
+        stored: of data at an address, what the next steps read and fetch of it (`Ahead.facts`).
         labels: (source, format and what is trained on) of each source whose rows have labels.
         notes: (what, text) of what else concerns the data and the loss.
         first_step, last_step: those that are ahead; None: none is.
@@ -70,6 +73,7 @@ class Head:
     mesh_why: str
     data: Mapping[str, Any]
     global_batch: int
+    stored: Mapping[str, Any] | None = None
     labels: Sequence[Sequence[str]] = ()
     notes: Sequence[Sequence[str]] = ()
     first_step: int | None = None
@@ -82,7 +86,7 @@ class Head:
     lost_bits: Sequence[str] | None = None
     changed: Sequence[Sequence[str]] = ()
     restart: Sequence[Any] = ()
-    version: str = __version__
+    version: str = field(default_factory=version)
 
     @classmethod
     def from_values(cls, values: Any) -> Head | None:
@@ -111,6 +115,8 @@ class Head:
         yield "mesh", f"{topology} on {ranks} ({self.device}): {self.mesh_why}"
         data = self.data
         yield "data", f"{data['source']} ({data['tokenizer']}): {data['rows']}; {data['seq_len']} tokens a row"
+        if self.stored is not None:
+            yield "stored", self._stored()
         for source, text in self.labels:
             yield "format", f"{source}: {text}" if source else text
         for name, text in self.notes:
@@ -133,6 +139,15 @@ class Head:
         origin = f"{model['type']}, " if model.get("type") else ""
         sizes = ", ".join(f"{model[key]:,} {word}" for key, word in _SIZES.items() if model.get(key) is not None)
         return f"{origin}{model['parameters']:,} parameters, {model['name']}, {model['dtype']}\n{sizes}"
+
+    def _stored(self) -> str:
+        facts = self.stored or {}
+        fetched = size_text(facts["fetched_bytes_a_step"])
+        return (
+            f"{size_text(facts['bytes_a_step'])} a step of {facts['address']}, {facts['hit_rate']:.1%} of it expected "
+            f"in the cache of {size_text(facts['cache_bytes'])} (the next {facts['steps']} steps): "
+            f"a step of 1 s waits below {fetched}/s"
+        )
 
     def _history(self) -> Iterator[Entry]:
         if self.resumed is not None:

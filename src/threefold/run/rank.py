@@ -117,7 +117,7 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
     with console.bars.show("admission: the architecture on this mesh"):
         admission = admit(config, asked.architecture, mesh)
     run = Run(config.log.dir, mesh=mesh, config=config, watch=watch, last=loaded.last)
-    run.say = console.print
+    run.say, run.warn = console.print, console.warn
     with run:
         folder = dataclasses.replace(run.folder, accepts_changes=loaded.accept_changes)
         with memory.explained(asked, mesh, folder.path):
@@ -205,6 +205,8 @@ def _followed(run: Run, built: Built, console: Screen, extras: Extras, hooks: Ho
     if (profile := built.config.log.profile) is not None:
         watch.follow(Profiled(built.folder.path, built.mesh.rank, profile))
     guards.progress = watch.progress
+    if built.loader.ahead is not None:
+        built.loader.ahead.enter = watch.progress.enter
     if built.mesh.device.type == "cuda" and built.mesh.world_size > 1:
         watch.progress.device = DeviceForward(partial(torch.cuda.Event, enable_timing=True))
     if (

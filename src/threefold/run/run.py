@@ -55,10 +55,11 @@ from threefold.run.folder import RunFolder, log_to_file, new_path, open_run, req
 from threefold.run.resume import undamaged
 from threefold.run.watch.stall import CLOSING
 from threefold.run.watch.watchdog import Watchdog
+from threefold.training.lag import Lag, Slowest
 from threefold.training.loop import Guards, Window
 from threefold.training.nonfinite import Finite, Policy
 from threefold.training.numbers import StepNumbers, StepResult
-from threefold.training.progress import OwnTime, Slowest
+from threefold.training.progress import OwnTime
 from threefold.training.step import TrainStep
 from threefold.training.stop_request import StopRequest
 
@@ -77,7 +78,7 @@ LINGER_S = 60.0
 # What a program may ask of its run; the rest of a config is its own code.
 _KEYS = (
     *("log.trackers", "log.project", "log.stall_s", "audit.every", "train.nonfinite", "train.timeout_s"),
-    *("checkpoint.keep", "checkpoint.on_error", "checkpoint.resume"),
+    *("checkpoint.keep", "checkpoint.on_error", "checkpoint.resume", "checkpoint.store"),
 )
 
 
@@ -91,6 +92,7 @@ class Run:
         guards: what watches over the steps, from `begin` on.
         watch: names the rank that the others wait for.
         say: prints a line, on rank 0.
+        warn: prints a line that is a warning, on rank 0.
     """
 
     folder: RunFolder
@@ -111,8 +113,9 @@ class Run:
             folder: one that all ranks see; None: a new one, runs/TIME.
             mesh: None: that of the last `init_mesh`.
             config: values by key, as the command's: log.trackers, log.project, log.stall_s, audit.every,
-                train.nonfinite, train.timeout_s, checkpoint.keep, checkpoint.on_error, and checkpoint.resume: the path
-                of a checkpoint to go back to. A whole Config: the request of `threefold train`.
+                train.nonfinite, train.timeout_s, checkpoint.keep, checkpoint.on_error, checkpoint.store, and
+                checkpoint.resume: the path of a checkpoint to go back to, or the address of one. A whole Config: the
+                request of `threefold train`.
             watch: one that is open; None: one of the run's own.
             last: the process ends after the run.
 
@@ -127,8 +130,9 @@ class Run:
         timeout_s = self.config.train.timeout_s or REPORT_BEFORE * self.mesh.timeout_s
         stall_s = self.config.log.stall_s
         self.watch = watch or Watchdog(self.mesh.rank, stall_s=stall_s, timeout_s=timeout_s, program=True)
-        self._slowest = Slowest(self.mesh)
+        self._slowest = Slowest(self.mesh, notice=self._late)
         self.say: Callable[[str], None] = print if self.mesh.rank == 0 else lambda line: None
+        self.warn: Callable[[str], None] = self.say
         self.step, self.extra = 0, dict[str, Any]()
         self._lock, self._stack = RunLock(), contextlib.ExitStack()
         self._held: Held | None = None
@@ -208,6 +212,8 @@ class Run:
         mesh = self.mesh
         # Until the end, so that no signal can interrupt what is being saved.
         stop = self._stack.enter_context(StopRequest(mesh, last=self._last))
+        # Whoever starts several ranks waits no longer; of one, nobody else would end what waits for data.
+        self.watch.overdue = partial(stop.overdue, self.config.checkpoint.grace_s)
         mesh.share("identity", lambda: self.folder.claim().id)
         audit = self._audit(line, **audited) if (line := start()) is not None else None
         if audit is None:
@@ -225,7 +231,7 @@ class Run:
             self.say(f"  set aside: {path}, later than the step that the run resumes from")
         self._lock.keep()
         policy = Policy(self.config.train.nonfinite == "skip", str(self.folder.path), program=self._program)
-        self.guards = Guards(stop, Finite(mesh, policy), audit, progress=self.watch.progress)
+        self.guards = Guards(stop, Finite(mesh, policy), audit, progress=self.watch.progress, late=self._late)
         self._stack.callback(self.guards.close)
 
     def track(
@@ -331,7 +337,11 @@ class Run:
         self._require_begun("run.log()")
         metrics: dict[str, Any] = {"step": self.step}
         if isinstance(numbers, StepNumbers):
-            metrics |= {**numbers._asdict(), **self._rates, **self._window.measured(self.mesh, self._slowest)}
+            metrics |= {
+                **numbers._asdict(),
+                **self._rates,
+                **self._window.measured(self.step, self.mesh, self._slowest),
+            }
             self._window = Window(own=OwnTime(self.guards.progress))
             if self.config.train.nonfinite == "skip":
                 metrics["skipped_steps"] = self.guards.finite.skipped
@@ -356,17 +366,19 @@ class Run:
             self.guards.progress.enter("save")
             states = {name: each.state_dict() for name, each in self._stateful.items()}
             asked = self.config.checkpoint
-            commit = partial(self._commit, self.step)
+            ends, checkpoints = saving.Ends(partial(self._commit, self.step)), self.folder.checkpoints
+            if (stored := self.stored) is not None:
+                done = partial(stored.send, checkpoints.at(self.step), best=False)
+                ends = dataclasses.replace(ends, refusal=stored.mirror.refusal, done=done)
             extra = {**self.extra, **states}
-            saving.write(
-                self._held, self.step, self.folder.checkpoints, extra=extra, commit=commit, on_error=asked.on_error
-            )
+            saving.write(self._held, self.step, checkpoints, extra=extra, ends=ends, on_error=asked.on_error)
         self._saved = self.step
 
     def _commit(self, step: int, manifest: Mapping[str, Any], seals: Mapping[str, Any]) -> None:
         assert self.folder.author is not None
         whole = {**dataclasses.asdict(self.folder.author), **manifest}
-        self.folder.commit(step, whole, seals, keep=self.config.checkpoint.keep)
+        pinned = self.stored.mirror.pinned() if self.stored is not None else ()
+        self.folder.commit(step, whole, seals, keep=self.config.checkpoint.keep, pinned=pinned)
 
     def _opened(self) -> dict[str, Any]:
         # What has opened the store has locked the folder.
@@ -401,12 +413,16 @@ class Run:
                 fix="for batch in run.steps(loader, until=...): step(batch)",
             )
         self._require_begun("step(batch)")
-        self._slowest.tell(self._window.own.total_s())
+        self._slowest.tell(self._window.own)
         first = step.optimizer.param_groups[0]
         self._rates = {"lr": first["lr"] / first.get("lr_share", 1.0), **rates_of(step.optimizer)}
         rows = [self._rows] * len(result.micro_losses)
         self.guards.look_for_nonfinite(self.step, result, lambda: rows, now=True)
         self.guards.progress.enter("the program")
+
+    def _late(self, lag: Lag) -> None:
+        self.folder.journal.note("lag", **dataclasses.asdict(lag), text=lag.text())
+        self.warn(lag.text())
 
     def _refuse_batches(self, batches: Any) -> None:
         """ConfigError for batches that the run cannot continue with."""
@@ -506,6 +522,8 @@ class Run:
         self.guards.progress.enter(CLOSING)
         for saver in self._savers():
             saver.wait()
+        if self.stored is not None:
+            self.stored.mirror.wait(self.watch.progress.tick)
         # What the folder holds: a saver of the model may have saved elsewhere too.
         newest = self.mesh.share("saved", lambda: (each := self.folder.checkpoints.newest()) and each.step)
         saved = self.folder.done if newest is None else newest
@@ -524,6 +542,8 @@ class Run:
         log.error("%s: %s", type(error).__name__, error)
         for saver in self._savers():
             saver.join(LINGER_S)
+        if self.stored is not None:
+            self.stored.mirror.join(LINGER_S)
 
     def _require_begun(self, what: str) -> None:
         if self._start is not None and not self._began:
@@ -570,10 +590,11 @@ def _as_entry(key: str, value: Any) -> str:
 
 def _passes(batches: Iterable[Any], run: Run) -> Iterator[Any]:
     """The batches again and again; DataError where there are none."""
+    before = -1  # what is left of the pass in which the run was saved may be nothing
     while True:
-        before = run.step
+        before, last = run.step, before
         yield from batches
-        if run.step == before:
+        if run.step == before == last:
             raise DataError(
                 f"there are no batches for step {run.step + 1}",
                 expected="batches up to the last step: an iterator that is over gives none when it is read again",

@@ -69,9 +69,9 @@ def _others(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _refuse(told: dict[str, Any], rows: Rows, key: str, sent: list[str | None]) -> None:
     ranks, hosts, part = told["ranks"], told["hosts"], parts_of(rows)[told["source"]]
-    path, where = part.rows.store.prefix, "their fingerprints differ"
+    path, where = part.rows.store.named, "their fingerprints differ"
     if (text := sent[ranks[0]]) is not None:
-        where = _difference(part, Blocks.parse(base64.b64decode(text), path)) or where
+        where = _difference(part, Blocks.parse(base64.b64decode(text), Path(path))) or where
     others = ", ".join(dict.fromkeys(f"host {hosts[rank]}" for rank in ranks))
     raise DataError(
         f"{key}: {ranks_text(ranks)} ({others}) and rank 0 (host {hosts[0]}) have different copies of {path}: {where}",
@@ -100,11 +100,12 @@ def _compare_with_run(rows: Rows, folder: RunFolder) -> None:
             continue
         began = Blocks.read(list_at(folder.resume.path.parents[1], digest))
         where = _difference(part, began) if began is not None else None
-        path = part.rows.store.prefix
+        path = part.rows.store.named
         raise DataError(
             f"{path} has changed since the checkpoint {folder.resume.path}: {where or 'its hashes differ'}",
             expected="the bytes that the run began with: it would go on with others, and nothing would show it",
-            fix=f"copy the store to {path.parent} again from its origin, or start a new run (another log.dir)",
+            fix=f"copy the store to {os.path.dirname(path)} again from its origin, or "
+            "start a new run (another log.dir)",
         )
 
 
@@ -119,7 +120,10 @@ def _difference(part: SourceRows, other: Blocks) -> str | None:
 
 def record_of(rows: Rows) -> tuple[tuple[str, str, str], ...]:
     """(name, digest, prefix on this host) of each source's store, for the run's record."""
-    return tuple((part.name, part.blocks.digest, os.path.abspath(part.rows.store.prefix)) for part in parts_of(rows))
+    stores = [(part.name, part.blocks.digest, part.rows.store) for part in parts_of(rows)]
+    return tuple(
+        (name, digest, store.named if store.stored else os.path.abspath(store.prefix)) for name, digest, store in stores
+    )
 
 
 def keep_lists(rows: Rows, run: Path) -> None:

@@ -26,11 +26,11 @@ from threefold.errors import CheckpointError, ConfigError
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh
 from threefold.places import mirror
-from threefold.places.head import CHECKPOINTS, KEY, HeldHead
+from threefold.places.head import KEY, HeldHead
 from threefold.places.lease import give_back, take_lease
 from threefold.places.mirror import Mirror, Sent, SentFiles
 from threefold.places.object_store import ObjectStore, open_store
-from threefold.places.restore import Restore, checkpoints_of, forget_interrupted, nothing, restore
+from threefold.places.restore import Restore, checkpoints_of, forget_interrupted, nothing, parted, restore
 from threefold.places.snapshot import RECORDS, STATE
 from threefold.places.url import parse
 from threefold.run import choice
@@ -41,7 +41,6 @@ _FILES = (METRICS, JOURNAL, AUDIT, RUN_CONFIG, "samples.jsonl", "chat_template.j
 _FOLDERS = ("rows", "lengths", "blocks", "reference")
 # Of a run that is forked, beside the checkpoint.
 _OF_FORK = ("reference/", "chat_template.jinja")
-_IN_CHECKPOINTS = re.compile(rf"(.+)/{CHECKPOINTS}/([\w.-]+)")
 _RANK = re.compile(r"state/rank-(\d+)")
 
 
@@ -171,7 +170,7 @@ def _planned(
 ) -> _Plan:
     folder, asked, store = open_folder(config, lock, program=words.program), config.checkpoint.resume, None
     forget_interrupted(folder, begun=(folder / RUN_FILE).exists())
-    prefix, name = _parted(asked) if "://" in asked else ("", None)
+    prefix, name = parted(asked) if "://" in asked else ("", None)
     if config.checkpoint.store is not None:
         store = str(parse(config.checkpoint.store))
         held.append((take_lease(_place(store), folder, say), folder))
@@ -184,13 +183,6 @@ def _planned(
         return _Plan(str(folder), asked)
     candidates = checkpoints_of(_place(prefix), name)
     return _Plan(str(folder), asked, prefix, Restore(candidates, str(into), whole=True, records=_OF_FORK))
-
-
-def _parted(address: str) -> tuple[str, str | None]:
-    """A run's prefix, and the name of one checkpoint, if the address has one."""
-    address = str(parse(address))
-    match = _IN_CHECKPOINTS.fullmatch(address)
-    return (match[1], match[2]) if match else (address, None)
 
 
 def _of_own(held: HeldHead, folder: Path, asked: str, named_here: bool, name: str | None, words: Words) -> _Plan:

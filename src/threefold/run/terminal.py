@@ -20,7 +20,6 @@ from rich.console import Console
 
 from threefold.jsonl import Metrics, as_json
 from threefold.progress_bars import Bar, Bars
-from threefold.training.progress import Lag
 
 log = logging.getLogger("threefold")
 
@@ -141,7 +140,7 @@ class Terminal:
 
     def __init__(self, screen: Screen, *, num_steps: int, done: int) -> None:
         self._screen, self._num_steps = screen, num_steps
-        self._compares, self._lag = True, Lag()
+        self._compares = True
         self._open = ExitStack()
         self._bar = Bar()
         if screen.is_terminal:  # elsewhere the lines of the steps tell it
@@ -173,10 +172,6 @@ class Terminal:
                 line += f"\n  memory: {held:.2f} GiB were allocated at the peak, {estimated:.2f} estimated"
             self._bar.at(metrics["step"], self._live_text(metrics))
         self._screen.tell(kind, metrics, line)
-        if kind == "step" and "slowest_rank" in metrics:
-            lag = self._lag.after(metrics["step"], metrics["slowest_rank"], metrics["slowest_share"])
-            if lag is not None:
-                self._screen.warn(lag)
 
     def _live_text(self, metrics: Metrics) -> str:
         """What stands before the live bar."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,12 @@ from threefold.model.model import Model
 
 # Gradients that copies of a model average in one collective.
 _TOGETHER_BYTES = 64 * 1024**2
+
+
+class _LocalGradient(NamedTuple):
+    """This rank's part of a gradient, where torch looks for a parameter's: it does not clip several meshes at once."""
+
+    grad: Tensor
 
 
 class Gradients:
@@ -38,7 +45,8 @@ class Gradients:
             if any_rank:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                if pending and (pending[0].dtype != parameter.grad.dtype or _bytes(pending) > _TOGETHER_BYTES):
+                size = sum(gradient.nbytes for gradient in pending)
+                if pending and (pending[0].dtype != parameter.grad.dtype or size > _TOGETHER_BYTES):
                     self._average(pending, group)
                     pending = []
                 pending.append(parameter.grad)
@@ -82,12 +90,13 @@ class Gradients:
             observe()
         return norm
 
-    def clip(self, factor: Tensor | None) -> None:
-        """Scales the complete gradients, in float32."""
+    def clip(self, norm: Tensor, limit: float) -> None:
+        """Scales the complete gradients, in float32, from their norm down to `limit`; 0: leaves them as they are."""
         self._widen()
-        if factor is not None:
-            every = [parameter.grad for parameter in self._model.module.parameters()]
-            _multiply([local_part(gradient) for gradient in every if gradient is not None], factor)
+        if limit:
+            every = (parameter.grad for parameter in self._model.module.parameters())
+            held: Any = [_LocalGradient(local_part(gradient)) for gradient in every if gradient is not None]
+            torch.nn.utils.clip_grads_with_norm_(held, limit, norm)
 
     def _widen(self) -> None:
         """Gives the gradients of a working copy the type of their weights, in which they are not rounded."""
@@ -117,10 +126,6 @@ def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
     # Shards may be in the host's memory.
     for device in dict.fromkeys(each.device for each in tensors):
         torch._foreach_mul_([each for each in tensors if each.device == device], factor.to(device))
-
-
-def _bytes(tensors: list[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _place_as_parameter(parameter: nn.Parameter) -> None:

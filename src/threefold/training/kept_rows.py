@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from threefold.audit.row_losses import FOLDER, Int64, RankPart, packed
+from threefold.arrays import Int64
+from threefold.audit.row_losses import FOLDER, RankPart, packed
 from threefold.data.rows.concat import IGNORED
 from threefold.mesh.mesh import Mesh
 from threefold.training.forward import Batch

@@ -6,7 +6,6 @@ based on facts that all ranks share, so that no rank enters a collective alone.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,9 +29,10 @@ from threefold.training.batches import cut, micro_batches, with_noise
 from threefold.training.evaluation import EvalStep
 from threefold.training.forward import Batch
 from threefold.training.kept_rows import KeptRows
+from threefold.training.lag import Lag, Slowest
 from threefold.training.nonfinite import Finite
 from threefold.training.numbers import StepResult, mean_aux_loss, mean_loss, mean_measures
-from threefold.training.progress import OwnTime, Progress, Slowest, Stopwatch, peak_memory_bytes
+from threefold.training.progress import OwnTime, Progress, Stopwatch, peak_memory_bytes
 from threefold.training.step import TrainStep
 from threefold.training.stop_request import HOOK, StopRequest
 
@@ -49,6 +49,7 @@ class Guards:
         audit: compares what the ranks have read, before anything is saved; None: it is not known.
         trackers: get the metrics; on rank 0 only.
         progress: told where the loop is, as in the step.
+        late: called on rank 0 with each rank that stays the slowest.
         notice: called after every step; raises, on all ranks after the same step, if saving failed meanwhile.
     """
 
@@ -57,6 +58,7 @@ class Guards:
     audit: Audit | None = None
     trackers: Sequence[Tracker] = ()
     progress: Progress = field(default_factory=Progress)
+    late: Callable[[Lag], None] = lambda lag: None
     notice: Callable[[int], None] = lambda step: None
 
     def tell(self, metrics: Metrics) -> None:
@@ -153,7 +155,7 @@ class Outcome:
 def train_loop(run: Loop, *, first_step: int) -> Outcome:
     """Steps from `first_step` to the last one or to a stop signal; the state is saved at the end either way."""
     batches, guards = iter(run.loader), run.guards
-    window, slowest = _window_of(run), Slowest(run.mesh)
+    window, slowest = _window_of(run), Slowest(run.mesh, notice=guards.late)
     loss: float | None = None
     seed, exact = run.config.train.seed, run.config.train.reduce == "exact"
     for step in range(first_step, run.num_steps + 1):
@@ -182,7 +184,7 @@ def train_loop(run: Loop, *, first_step: int) -> Outcome:
         guards.look_for_nonfinite(step, result, partial(_rows_of, pieces), now=any(due))
         if due.log:
             guards.progress.enter("log")
-            slowest.tell(window.own.total_s())
+            slowest.tell(window.own)
             loss = mean_loss(result, run.mesh)
             guards.tell(_step_metrics(run, step, epoch, loss, lr, result, window, slowest))
             window = _window_of(run)
@@ -246,22 +248,17 @@ class Window:
 
     def read(self, batches: Iterator[_Read]) -> _Read:
         """The next batch, which this rank waits for."""
-        watch, cpu_s = Stopwatch(), time.thread_time()
-        batch = next(batches)
-        self.own.read(watch.lap(), time.thread_time() - cpu_s)
-        return batch
+        return self.own.read(batches)
 
-    def measured(self, mesh: Mesh, slowest: Slowest) -> Metrics:
+    def measured(self, step: int, mesh: Mesh, slowest: Slowest) -> Metrics:
         """What a step of the window has taken, and for which rank the others waited."""
         elapsed_s = self.elapsed.lap()
-        metrics: Metrics = {
+        return {
             "step_time_s": elapsed_s / max(1, self.steps),
             "data_wait_s": self.own.data_wait_s / max(1, self.steps),
             "peak_memory_bytes": peak_memory_bytes(mesh.device.type),
+            **slowest.find(step, elapsed_s),
         }
-        if (found := slowest.find(elapsed_s)) is not None:
-            metrics["slowest_rank"], metrics["slowest_share"] = found
-        return metrics
 
 
 def _window_of(run: Loop) -> Window:
@@ -277,7 +274,7 @@ def _step_metrics(
     run: Loop, step: int, epoch: int, loss: float, lr: float, result: StepResult, window: Window, slowest: Slowest
 ) -> Metrics:
     seq_len = run.config.data.seq_len
-    measured = window.measured(run.mesh, slowest)
+    measured = window.measured(step, run.mesh, slowest)
     tokens_per_s = window.tokens / (measured["step_time_s"] * window.steps)
     metrics: Metrics = {
         "step": step,

@@ -1,4 +1,4 @@
-"""Where a rank is, which rank the others wait for, and what a run measures of itself.
+"""Where a rank is, and what a run measures of itself.
 
 The step records its place in one assignment, and another thread may read it at any time: the hot path neither locks
 nor sends. All ranks pass through the same places in the same order, so the rank that has passed the fewest is behind.
@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-if TYPE_CHECKING:
-    from threefold.mesh.mesh import Mesh
-
-_KEY = "threefold/own-time"
-# A rank that is slowest by this share of the step, in each logged step of so many.
-_NOTICED, _CHRONIC_STEPS = 0.1, 50
+_Read = TypeVar("_Read")
 
 
 class Phase(NamedTuple):
@@ -38,6 +33,8 @@ class Progress:
         device: measures the device's time of the phases; None on a CPU.
         rows: the numbers of the rows that this rank has read for the step.
         blocked_s: time in a step without a core, and not for another rank: noted by whoever watches the main thread.
+        still_s: time in a step in which no thread of this process went on, though it was to: noted in the same way.
+        counted: what the kernel counts of this process, and what is seen of the next rank of its host, by name.
     """
 
     def __init__(self) -> None:
@@ -46,7 +43,8 @@ class Progress:
         self.rows: Iterable[Any] = ()
         self.mirror: Callable[[Phase], None] | None = None
         self.device: DeviceForward | None = None
-        self.blocked_s = 0.0
+        self.blocked_s = self.still_s = 0.0
+        self.counted: Mapping[str, float] = {}
 
     def enter(self, phase: str, *, step: int | None = None) -> None:
         """Enters a phase: data, exchange, forward, backward, reduce, optimizer, log, audit, evaluation or save."""
@@ -107,88 +105,74 @@ class DeviceForward:
         return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
 
 
+def core_wait_s(thread: str = "thread-self") -> float:
+    """How long a thread has been ready without a core, its cgroup's throttling included; 0 where Linux does not tell.
+
+    Args:
+        thread: its folder in /proc.
+    """
+    numbers = proc_text(f"{thread}/schedstat").split()
+    return int(numbers[1]) / 1e9 if len(numbers) == 3 else 0.0
+
+
+def proc_text(name: str) -> str:
+    """The beginning of a file of /proc; empty if it cannot be read. Without a buffer, which takes as long again."""
+    try:
+        with open(f"/proc/{name}", "rb", buffering=0) as file:
+            return file.read(4096).decode(errors="replace")
+    except OSError:
+        return ""
+
+
 @dataclass
 class OwnTime:
-    """Time that this rank has worked or waited for its own data, and not for other ranks, in seconds.
+    """Time by the clock in which this rank did not wait for other ranks, in seconds, by what it was spent on.
 
-    On a CPU: what the main thread has spent on a core, and what it was blocked outside of collectives (`blocked_s`).
-    On a CUDA device: the device's time in forwards.
+    On a CPU it is what the main thread spent on a core or waiting for one, and what it was blocked or stood still for;
+    what is left waits for others. The clock goes on while a process is stopped or throttled. On a CUDA device it is the
+    device's time in forwards. Either way, waiting for data is a rank's own.
     """
 
     progress: Progress = field(default_factory=Progress)
     data_wait_s: float = 0.0
     _device_s: float = 0.0
     _began: float = field(default_factory=time.thread_time)
+    _waited: float = field(default_factory=core_wait_s)
     _blocked: float = field(init=False)
+    _still: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._blocked = self.progress.blocked_s
+        self._counted = self.progress.counted
+        self._blocked, self._still = self.progress.blocked_s, self.progress.still_s
         if self.progress.device is not None:
             self.progress.device.forget()
 
-    def read(self, wall_s: float, cpu_s: float) -> None:
-        """A batch was waited for: `wall_s` by the clock, of which the main thread worked `cpu_s`."""
-        self.data_wait_s += wall_s
-        self._began += cpu_s
+    def read(self, batches: Iterator[_Read]) -> _Read:
+        """The next batch. What that takes by the clock counts as waiting for data, and as nothing else."""
+        begun, on_core, waited = time.perf_counter(), time.thread_time(), core_wait_s()
+        batch = next(batches)
+        self.data_wait_s += time.perf_counter() - begun
+        self._began += time.thread_time() - on_core
+        self._waited += core_wait_s() - waited
+        return batch
 
-    def total_s(self) -> float:
+    def parts(self) -> dict[str, float]:
+        """Seconds by what they were spent on: keys of `lag.PARTS`."""
         if self.progress.device is not None:
             self._device_s += self.progress.device.take_s()
-            return self.data_wait_s + self._device_s
-        return self.data_wait_s + time.thread_time() - self._began + self.progress.blocked_s - self._blocked
+            return {"data": self.data_wait_s, "device": self._device_s}
+        return {
+            "data": self.data_wait_s,
+            "compute": time.thread_time() - self._began,
+            "core": core_wait_s() - self._waited,
+            "blocked": self.progress.blocked_s - self._blocked,
+            "still": self.progress.still_s - self._still,
+        }
 
-
-class Slowest:
-    """Finds the rank that the others wait for, over the rendezvous store: two small messages a logged step."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._store = mesh.store if mesh.world_size > 1 else None
-        self._rank = mesh.rank
-        self._keys = [f"{_KEY}/{rank}" for rank in range(mesh.world_size)]
-
-    def tell(self, own_s: float) -> None:
-        """Tells this rank's own time since the last logged step; before the collective of the loss."""
-        if self._store is not None:
-            self._store.set(self._keys[self._rank], repr(own_s))
-
-    def find(self, elapsed_s: float) -> tuple[int, float] | None:
-        """On rank 0, after that collective: `slowest` of all; None elsewhere and in a single process."""
-        if self._store is None or self._rank != 0:
-            return None
-        return slowest([float(value) for value in self._store.multi_get(self._keys)], elapsed_s)
-
-
-def slowest(own_s: Sequence[float], elapsed_s: float) -> tuple[int, float]:
-    """(rank with the most time of its own, share of the elapsed time by which it exceeds the others' mean).
-
-    A share of 0.3: if that rank were as fast as the others, a step would take about 30 % less time.
-    """
-    rank = max(range(len(own_s)), key=own_s.__getitem__)
-    others = (sum(own_s) - own_s[rank]) / (len(own_s) - 1)
-    return rank, (own_s[rank] - others) / elapsed_s if elapsed_s > 0 else 0.0
-
-
-class Lag:
-    """Notices a rank that stays the slowest."""
-
-    def __init__(self) -> None:
-        self._rank, self._since, self._told = -1, 0, -1
-        self._shares: list[float] = []
-
-    def after(self, step: int, rank: int, share: float) -> str | None:
-        """What to say of the slowest rank at a logged step, once for each rank: that it has been it for 50 steps."""
-        if rank != self._rank or share < _NOTICED:
-            self._rank, self._since, self._shares = rank if share >= _NOTICED else -1, step, []
-            return None
-        self._shares.append(share)
-        if step - self._since < _CHRONIC_STEPS or rank == self._told:
-            return None
-        self._told = rank
-        mean = sum(self._shares) / len(self._shares)
-        return (
-            f"rank {rank} has been the slowest since step {self._since}: a step would take about {mean:.0%} less "
-            "if it were as fast as the others"
-        )
+    def counts(self) -> dict[str, float]:
+        """What was counted meanwhile, as `Progress.counted`; nothing of what was not counted before."""
+        counted, before = self.progress.counted, self._counted
+        return {name: counted[name] - before[name] for name in counted.keys() & before.keys()}
 
 
 class Stopwatch:

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from threefold.arrays import Float64
 from threefold.checkpoint.seal import checksum_of, write_sealed
 from threefold.data.rows.padded import PaddedRows
 from threefold.data.sampling.loader import evaluation_batches
@@ -32,7 +32,6 @@ from threefold.model.model import Model
 from threefold.training.forward import Batch, token_loss_of
 from threefold.training.preferences import of_documents
 
-Float64 = npt.NDArray[np.float64]
 _KIND = "threefold reference 1"
 _TELL_EVERY_S = 10.0
 

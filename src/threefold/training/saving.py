@@ -29,7 +29,7 @@ from threefold.checkpoint.tensors import TensorPart
 from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config
 from threefold.data.order.permutation import seed_of
-from threefold.errors import CheckpointError, ConfigError, DataError
+from threefold.errors import CheckpointError, ConfigError, DataError, ThreefoldError
 from threefold.mesh.mesh import Mesh
 from threefold.model import load as weights
 from threefold.model import noise
@@ -114,11 +114,27 @@ def save(
         _refuse_folder(folder, step, model)
 
     held = Held(model, optimizer, loader)
-    saving = write(held, step, checkpoints, extra=extra or {}, accept=accept, commit=commit, wait=wait)
+    saving = write(held, step, checkpoints, extra=extra or {}, ends=Ends(commit, accept), wait=wait)
     model.saved[place] = step
     if (lock := model.locks.get(place)) is not None:
         mesh.before_close(lock.close)  # after the saver, which was the first to be waited for
     return saving
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What who asks for a save does about it.
+
+    Attributes:
+        commit: completes the checkpoint, with its manifest and the seals of its files; on rank 0, when all are written.
+        accept: raises for a folder that is not the loop's; on rank 0, before anything is written.
+        refusal, done: as those of `Save`.
+    """
+
+    commit: Callable[[Mapping[str, Any], Mapping[str, Seal]], object]
+    accept: Callable[[], object] = lambda: None
+    refusal: Callable[[], ThreefoldError | None] = lambda: None
+    done: Callable[[], object] = lambda: None
 
 
 def write(
@@ -127,16 +143,13 @@ def write(
     checkpoints: CheckpointFolder,
     *,
     extra: Mapping[str, Any],
-    commit: Callable[[Mapping[str, Any], Mapping[str, Seal]], object],
-    accept: Callable[[], object] = lambda: None,
+    ends: Ends,
     wait: bool = False,
     on_error: Literal["error", "continue"] = "error",
 ) -> Saving:
     """Writes what a loop holds after `step`; every rank calls it.
 
     Args:
-        commit: completes the checkpoint, with its manifest and the seals of its files; on rank 0, when all are written.
-        accept: raises for a folder that is not the loop's; on rank 0, before anything is written.
         on_error: of the first save: end the loop if one fails, or print the error and continue.
 
     Raises:
@@ -152,7 +165,7 @@ def write(
 
     def conclude(parts: list[dict[str, Any]]) -> str:
         refuse_other_values(parts)
-        accept()
+        ends.accept()
         return ""
 
     _refuse_other_copies(model, optimizer, step)
@@ -162,7 +175,7 @@ def write(
     manifest = _manifest(model, described)
     begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)
     state = checkpoints.partial(step) / "state"
-    saver.save(Save(step, state, begin, partial(commit, manifest), abandon))
+    saver.save(Save(step, state, begin, partial(ends.commit, manifest), abandon, ends.refusal, ends.done))
     return Saving(checkpoints.path / f"step-{step:08d}", saver)
 
 

@@ -234,11 +234,10 @@ class TrainStep:
             if self._averages:
                 self._gradients.average()
             norm = self._gradients.complete(scale=scale, observe=self._observe)
-            factor = clip_factor(norm, self._grad_clip)
             if self._fused is not None:
-                self._fused.clip_factor = factor
+                self._fused.clip_factor = clip_factor(norm, self._grad_clip)
             else:
-                self._gradients.clip(factor)
+                self._gradients.clip(norm, self._grad_clip)
         except BaseException as error:
             # Ours are raised on all ranks, in one step. And the next must not begin with the gradients of this one.
             self._left = self._left and not isinstance(error, ThreefoldError)

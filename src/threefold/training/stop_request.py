@@ -106,6 +106,10 @@ class StopRequest:
     def _is_asked(self) -> bool:
         return self._by_hook or any(self._asked.values())
 
+    def overdue(self, grace_s: float) -> bool:
+        """Whether a signal has asked for it longer ago, and the last save has not begun."""
+        return self._first_s is not None and not self.saving and time.monotonic() - self._first_s > grace_s
+
     @property
     def _why(self) -> str:
         return next((signal.Signals(number).name for number, times in self._asked.items() if times), HOOK)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from threefold.audit.row_losses import Float64
+from threefold.arrays import Float64
 from threefold.errors import ConfigError
 from threefold.why.contents import Contents
 from threefold.why.lookback import Lookback

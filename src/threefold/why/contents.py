@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from threefold.audit.record import Segment
+from threefold.audit.stores import store_named
 from threefold.config import loading
 from threefold.config.paths import RUN_CONFIG, tokenizer_name
 from threefold.config.schema import Config
@@ -55,7 +56,7 @@ class Contents:
         if not self._segments or not (start := self._segments[-1].start).stores:
             raise ValueError("the run's record does not say where its data lay")
         packing = Packing.of(self._config.data)
-        rows = {name: packing.pack(_store(Path(prefix), digest)) for name, digest, prefix in start.stores}
+        rows = {name: packing.pack(_store(prefix, digest)) for name, digest, prefix in start.stores}
         whole = next(iter(rows.values())) if start.mixture is None else MixedRows(rows)
         if whole.fingerprint != start.data:
             raise ValueError("the data is no longer what the run has read")
@@ -149,12 +150,12 @@ class Contents:
         return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
 
 
-def _store(prefix: Path, digest: str) -> TokenStore:
+def _store(name: str, digest: str) -> TokenStore:
     """A store whose bytes are those that were read, as far as they are looked at; ValueError if they are not."""
-    store = TokenStore(prefix)
+    store = store_named(name)
     found = known(store, cache=cache_folder())
     if found.change is not None or (digest and found.blocks.digest != digest):
-        raise ValueError(f"{prefix}.bin and .idx are no longer the bytes that the run has read")
+        raise ValueError(f"{name}.bin and .idx are no longer the bytes that the run has read")
     return store
 
 

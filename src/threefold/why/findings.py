@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from threefold.audit.row_losses import Float64, Int64
+from threefold.arrays import Float64, Int64
 from threefold.errors import ConfigError
 from threefold.records.state import ended_text
 from threefold.why.batch_rows import BatchRow, StepBatches

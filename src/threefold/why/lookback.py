@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from threefold.arrays import Float64, Int64
 from threefold.audit.lookup import ordered_rows, ordered_step
-from threefold.audit.row_losses import FOLDER, Float64, Int64
+from threefold.audit.row_losses import FOLDER
 from threefold.config.paths import METRICS
 from threefold.errors import ConfigError
 from threefold.records.run import RunRecord

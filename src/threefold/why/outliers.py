@@ -12,7 +12,7 @@ import warnings
 
 import numpy as np
 
-from threefold.audit.row_losses import Float64, Int64
+from threefold.arrays import Float64, Int64
 
 # Of a normal distribution: its standard deviation in median absolute deviations.
 _OF_MAD = 1.4826

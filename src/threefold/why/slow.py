@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from threefold.why.lookback import Lookback
 
-# Share of a step by which a rank is slow, or waits for data; of the logged steps in which it is; lines that say it.
-_SLOW, _WAITS, _OFTEN, _FEWEST = 0.1, 0.2, 0.5, 5
+# Share of a step that waits for data; lines that say it.
+_WAITS, _FEWEST = 0.2, 5
 # A step that takes so many times as long as is usual, and so large a share of all steps' time beyond that.
 _LONG, _LOST = 3.0, 0.05
 
@@ -26,19 +24,10 @@ def slow_findings(run: Lookback) -> Iterator[Values]:
 
 
 def _late_ranks(run: Lookback) -> Iterator[Values]:
-    shares: dict[Any, list[float]] = defaultdict(list)
-    for step in run.logged:
-        rank, share = run.number(step, "slowest_rank"), run.number(step, "slowest_share")
-        if rank is not None and share is not None:
-            shares[int(rank)].append(share)
-    total = sum(map(len, shares.values()))
-    for rank, found in shares.items():
-        late = [share for share in found if share >= _SLOW]
-        if total >= _FEWEST and len(late) >= _OFTEN * total:
-            mean = sum(late) / len(late)
-            what = f"rank {rank} was the slowest in {len(late)} of {total} logged steps"
-            fact = f"a step would take about {mean:.0%} less if it were as fast as the others (slowest_share)"
-            yield "slow", [], 10 * mean, what, [fact]
+    for event in run.events:
+        if event["event"] == "lag" and isinstance(share := event.get("share"), float) and share > 0:
+            what = f"rank {event.get('rank')} was the slowest from step {event.get('since')} on"
+            yield "slow", [], 10 * share, what, [str(event.get("text")), "journal.jsonl"]
 
 
 def _waits(run: Lookback) -> Iterator[Values]:

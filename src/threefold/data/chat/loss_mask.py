@@ -16,8 +16,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from threefold.arrays import Bool, Int32, Int64
 from threefold.data.chat.assistant_spans import EVERYWHERE, Turn
 from threefold.data.chat.formats import Example, Message, RowError
 from threefold.data.chat.row_texts import RowTexts
@@ -164,21 +164,14 @@ class Encoder:
             raise RowError("it has no prompt", "prompt and completion", train_on="assistant")
         return self.template.completion(example.messages, example.num_prompt, **given)
 
-    def _begin_words(self, offsets: npt.NDArray[np.int64], text: str, begin: int) -> None:
+    def _begin_words(self, offsets: Int64, text: str, begin: int) -> None:
         """Lets the token of a turn's first word begin with the turn, if the template's white space is in it."""
         at = int(np.searchsorted(offsets[:, 0], begin)) - 1
         start, end = offsets[at] if at >= 0 else (begin, begin)
         if end > begin and not text[start:begin].strip() and text[begin:end].strip():
             offsets[at, 0] = begin
 
-    def _mark(
-        self,
-        loss_mask: npt.NDArray[np.bool_],
-        ids: npt.NDArray[np.int32],
-        offsets: npt.NDArray[np.int64],
-        turn: Turn,
-        place: Callable[[int], int],
-    ) -> None:
+    def _mark(self, loss_mask: Bool, ids: Int32, offsets: Int64, turn: Turn, place: Callable[[int], int]) -> None:
         """Sets the loss mask of one turn."""
         begin, end = place(turn.begin), place(turn.end)
         covered = (offsets[:, 0] >= begin) & (offsets[:, 1] <= end) & (offsets[:, 0] < end)
@@ -206,7 +199,7 @@ class Encoder:
             if self._shown(ids[at]).strip():
                 break
 
-    def _run_of_controls(self, ids: npt.NDArray[np.int32], last: int, length: int) -> list[int]:
+    def _run_of_controls(self, ids: Int32, last: int, length: int) -> list[int]:
         """The control tokens at the end of a stretch, the last one first, with nothing but white space among them."""
         found = []
         for at in range(last, last - length, -1):
@@ -218,9 +211,9 @@ class Encoder:
 
     def _mark_after(
         self,
-        loss_mask: npt.NDArray[np.bool_],
-        ids: npt.NDArray[np.int32],
-        offsets: npt.NDArray[np.int64],
+        loss_mask: Bool,
+        ids: Int32,
+        offsets: Int64,
         turn: Turn,
         last: int,
         place: Callable[[int], int],
@@ -266,7 +259,7 @@ class Encoder:
     def _control_texts(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self._numbers)) or r"(?!)")
 
-    def _encoded(self, text: str, spelled: bool) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    def _encoded(self, text: str, spelled: bool) -> tuple[Int32, Int64]:
         """Ids [n], and the characters that each covers [n, 2], of the text or, if `spelled`, of what it stands for."""
         if spelled:
             text = self._spelled_out(text)
@@ -300,7 +293,7 @@ class Encoder:
             lambda found: found[0] if ord(found[0]) >= _BY_TEMPLATE else texts[ord(found[0]) - _IN_TEXT], by_template
         )
 
-    def _places(self, text: str) -> npt.NDArray[np.int64]:
+    def _places(self, text: str) -> Int64:
         """Where each character of a marked text begins once it is spelled out; a control token is one place."""
         lengths = np.ones(len(text), np.int64)
         names = list(self._numbers)

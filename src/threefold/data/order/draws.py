@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from threefold.data.order.permutation import IntArray, hash_counters, key_words
+from threefold.arrays import Float64, Int64, UInt64
+from threefold.data.order.permutation import hash_counters, key_words
 from threefold.errors import ConfigError
 
 _HALF = np.uint64(32)
@@ -43,7 +44,7 @@ class WeightedDraws:
         other._keys = key_words("weighted draws", other.seed, epoch, count=2)
         return other
 
-    def at(self, positions: npt.NDArray[Any]) -> IntArray:
+    def at(self, positions: npt.NDArray[Any]) -> Int64:
         """Index of the row drawn at each of `positions` (integers >= 0, any shape)."""
         if positions.size and int(positions.min()) < 0:
             raise IndexError(f"{int(positions.min())} is not a position")
@@ -59,7 +60,7 @@ class WeightedDraws:
         return blake2b(self.weights.astype("<f8").tobytes(), digest_size=8).hexdigest()
 
 
-def _alias_table(weights: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], IntArray]:
+def _alias_table(weights: Float64) -> tuple[Float64, Int64]:
     """(probability to keep a bucket, the row that it gives otherwise), [n] each.
 
     Light rows (p n <= 1) are filled up by heavy ones in order; a heavy row whose surplus is used up is itself filled
@@ -85,14 +86,14 @@ def _alias_table(weights: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float
     return keep, alias
 
 
-def _scaled(words: npt.NDArray[np.uint64], n: int) -> IntArray:
+def _scaled(words: UInt64, n: int) -> Int64:
     """floor(word * n / 2^64) for n < 2^32, in two halves so that it stays within 64 bits."""
     size = np.uint64(n)
     high, low = words >> _HALF, words & _LOW_HALF
     return ((high * size + (low * size >> _HALF)) >> _HALF).astype(np.int64)
 
 
-def _checked_weights(weights: Sequence[float] | npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+def _checked_weights(weights: Sequence[float] | npt.NDArray[Any]) -> Float64:
     checked = np.array(weights, dtype=np.float64)
     wrong = np.argwhere(~(np.isfinite(checked) & (checked >= 0)))
     if checked.ndim == 1 and len(wrong) == 0 and checked.any():

@@ -17,14 +17,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from threefold.data.order.permutation import IntArray, Permutation
+from threefold.arrays import Int64
+from threefold.data.order.permutation import Permutation
 
 # Batches in a window. Places to compute for each token, of lengths spread as those of chats (log-normal, sigma 0.8), in
 # batches of 16 rows and of 64: 3.3 and 5.0 with 1 batch, 1.4 and 1.7 with 10, 1.11 and 1.13 with 50, 1.03 and 1.03 with
 # 200. More batches gain little, and move rows further from their place.
 WINDOW = 50
 
-LengthsOf = Callable[[IntArray], IntArray]
+LengthsOf = Callable[[Int64], Int64]
 """Tokens of rows, by their indices, [rows]."""
 
 
@@ -44,7 +45,7 @@ class Windows:
     head: int
     seed: int
     lengths_at: LengthsOf
-    _known: dict[int, IntArray] = field(default_factory=dict)
+    _known: dict[int, Int64] = field(default_factory=dict)
 
     @property
     def _end(self) -> int:
@@ -54,7 +55,7 @@ class Windows:
     def _start(self, window: int) -> int:
         return self.head + window * WINDOW * self.batch
 
-    def places(self, positions: IntArray) -> IntArray:
+    def places(self, positions: Int64) -> Int64:
         """The place in the epoch's own order of each of `positions`, [n]."""
         found = positions.copy()
         inside = np.flatnonzero((positions >= self.head) & (positions < self._end))
@@ -71,7 +72,7 @@ class Windows:
         window = (place - self.head) // (WINDOW * self.batch)
         return self._start(window) + int(np.flatnonzero(self._places_of(window) == place)[0])
 
-    def _places_of(self, window: int) -> IntArray:
+    def _places_of(self, window: int) -> Int64:
         """The places of a window's positions, [positions]."""
         if window not in self._known:
             self._known.clear()  # steps come one after the other

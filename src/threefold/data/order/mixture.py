@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from threefold.arrays import Int64
 from threefold.data.order.mixture_turns import LONGEST_PERIOD, LONGEST_TABLE, turns_of
-from threefold.data.order.permutation import MAX_ROWS, IntArray, Permutation, key_words
+from threefold.data.order.permutation import MAX_ROWS, Permutation, key_words
 from threefold.errors import ConfigError
 
 MAX_PERIOD = LONGEST_TABLE
@@ -36,9 +37,9 @@ Weight = float | str | Fraction
 class Turns(NamedTuple):
     """Where to read, int64 arrays of one shape: the source's number, its epoch, and the position in that epoch."""
 
-    source: IntArray
-    epoch: IntArray
-    position: IntArray
+    source: Int64
+    epoch: Int64
+    position: Int64
 
 
 class Mixture:
@@ -75,7 +76,7 @@ class Mixture:
         epoch, position = np.divmod(nth, np.array(self.sizes)[source])
         return Turns(source, epoch, position)
 
-    def at(self, positions: npt.NDArray[Any], *, shuffle: bool = True) -> tuple[IntArray, IntArray]:
+    def at(self, positions: npt.NDArray[Any], *, shuffle: bool = True) -> tuple[Int64, Int64]:
         """(source, index of the row in it) for each of `positions`; with shuffle off each source is read in order."""
         turns = self.locate(positions)
         if not shuffle:
@@ -91,7 +92,7 @@ class Mixture:
             indices[mine] = of_source
         return turns.source, indices
 
-    def rows_at(self, positions: npt.NDArray[Any], *, shuffle: bool = True) -> IntArray:
+    def rows_at(self, positions: npt.NDArray[Any], *, shuffle: bool = True) -> Int64:
         """Row of each of `positions`, numbered over all sources: those of the first source, then of the second, ..."""
         source, index = self.at(positions, shuffle=shuffle)
         return self._first_row[source] + index
@@ -100,7 +101,7 @@ class Mixture:
         """The order of one source's rows in one of its epochs."""
         return Permutation(self.sizes[source], seed=self._seeds[source], epoch=epoch)
 
-    def read_before(self, position: int) -> IntArray:
+    def read_before(self, position: int) -> Int64:
         """How often each source is read before a position, [sources]."""
         return self._turns.before(position)
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from threefold.data.order.permutation import IntArray
+from threefold.arrays import Int64
 
 LONGEST_TABLE = 10_000
 LONGEST_PERIOD = 2**50
@@ -30,10 +30,10 @@ LONGEST_PERIOD = 2**50
 class SourceTurns(Protocol):
     """Which source each position reads."""
 
-    def locate(self, positions: IntArray) -> tuple[IntArray, IntArray]:
+    def locate(self, positions: Int64) -> tuple[Int64, Int64]:
         """(the source of each of `positions`, how often it was read before), of the same shape."""
 
-    def before(self, position: int) -> IntArray:
+    def before(self, position: int) -> Int64:
         """How often each source is read before a position, [sources]."""
 
     def position_of(self, source: int, nth: int) -> int:
@@ -57,12 +57,12 @@ class TurnTable:
             mine = np.flatnonzero(self._source_at == source)
             self._earlier[mine] = np.arange(len(mine))
 
-    def locate(self, positions: IntArray) -> tuple[IntArray, IntArray]:
+    def locate(self, positions: Int64) -> tuple[Int64, Int64]:
         period, turn = np.divmod(positions, len(self._source_at))
         source = self._source_at[turn]
         return source, period * self._quotas[source] + self._earlier[turn]
 
-    def before(self, position: int) -> IntArray:
+    def before(self, position: int) -> Int64:
         periods, rest = divmod(position, len(self._source_at))
         return periods * self._quotas + np.bincount(self._source_at[:rest], minlength=len(self._quotas))
 
@@ -89,7 +89,7 @@ class SplitTurns:
             heapq.heappush(waiting, (a + b, split))
         self._root = waiting[0][1]
 
-    def locate(self, positions: IntArray) -> tuple[IntArray, IntArray]:
+    def locate(self, positions: Int64) -> tuple[Int64, Int64]:
         flat = positions.reshape(-1)
         source, nth = np.empty_like(flat), np.empty_like(flat)
         nodes = [(self._root, np.arange(flat.size), flat)]
@@ -105,7 +105,7 @@ class SplitTurns:
                 nodes.append((second, places[~taken], (turns - before)[~taken]))
         return source.reshape(positions.shape), nth.reshape(positions.shape)
 
-    def before(self, position: int) -> IntArray:
+    def before(self, position: int) -> Int64:
         counts = {self._root: position}
         for node in reversed(self._sides):
             (first, second), (a, period) = self._sides[node], self._split(node)
@@ -128,7 +128,7 @@ class SplitTurns:
         return self._turns[self._sides[node][0]], self._turns[node]
 
 
-def _of_first(turns: IntArray, a: int, period: int) -> IntArray:
+def _of_first(turns: Int64, a: int, period: int) -> Int64:
     """floor(turns * a / period): the first side's turns among so many."""
     periods, rest = np.divmod(turns, period)
     # rest and a are below 2^50: the float is less than 1 off, and the low 64 bits of the products show which way.
@@ -138,11 +138,11 @@ def _of_first(turns: IntArray, a: int, period: int) -> IntArray:
     return periods * a + found + (remainder >= period) - (remainder < 0)
 
 
-def _low_bits(values: IntArray, factor: int) -> npt.NDArray[Any]:
+def _low_bits(values: Int64, factor: int) -> npt.NDArray[Any]:
     return values.astype(np.uint64) * np.uint64(factor)
 
 
-def _turns_of_one_period(quotas: Sequence[int]) -> IntArray:
+def _turns_of_one_period(quotas: Sequence[int]) -> Int64:
     """source of each turn, [period]: turn j of a source lies in [floor(j P / q), ceil((j + 1) P / q)).
 
     Earliest deadline first meets all of these windows, and they keep every source's count within less than 1 of its

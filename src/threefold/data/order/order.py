@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from threefold.arrays import Int64
 from threefold.data.order.length_buckets import WINDOW, LengthsOf, Windows
 from threefold.data.order.mixture import Mixture
 from threefold.data.order.partition import Steps, Tail, check_global_batch
 from threefold.data.order.permutation import (
     MAX_ROWS,
     ORDER_VERSION,
-    IntArray,
     Permutation,
     check_order_version,
     seed_of,
@@ -144,7 +144,7 @@ class Order:
             yield place, count, before
             before, place = before + count, self.begin(Place(place.epoch, place.position + count))
 
-    def rows(self, place: Place, num_steps: int) -> IntArray:
+    def rows(self, place: Place, num_steps: int) -> Int64:
         """Row indices of some steps, [num_steps, global_batch]: dp rank d of D reads [:, d::D]; -1 is no sample."""
         found, read = np.full(num_steps * self.global_batch, -1, np.int64), 0
         for (epoch, position), count, read in self.stretches(place, num_steps):
@@ -155,7 +155,7 @@ class Order:
             found[read : read + count] = rows
         return found.reshape(num_steps, self.global_batch)
 
-    def rows_of_rank(self, place: Place, *, dp_rank: int, dp_size: int) -> tuple[IntArray, int]:
+    def rows_of_rank(self, place: Place, *, dp_rank: int, dp_size: int) -> tuple[Int64, int]:
         """(row indices [rows] that one dp rank reads in the step at `place`, ignored rows to add)."""
         if self.tail != "carry":
             step = self.steps.of_rank(place.position, dp_rank=dp_rank, dp_size=dp_size)
@@ -167,7 +167,7 @@ class Order:
             mine[epochs == epoch] = self.rows_at(place.epoch + int(epoch), positions[epochs == epoch])
         return mine, self.global_batch // dp_size - len(mine)
 
-    def rows_at(self, epoch: int, positions: IntArray) -> IntArray:
+    def rows_at(self, epoch: int, positions: Int64) -> Int64:
         """Row indices at some positions of an epoch, each in [0, epoch_size)."""
         if self.mixture is not None:
             return self.mixture.rows_at(positions, shuffle=self.shuffle)
@@ -175,7 +175,7 @@ class Order:
             positions = _windows(self, epoch).places(positions)
         return self._rows_in(epoch, positions)
 
-    def _rows_in(self, epoch: int, places: IntArray) -> IntArray:
+    def _rows_in(self, epoch: int, places: Int64) -> Int64:
         """Row indices at places of an epoch's own order, before batches of like length are made."""
         return self.permutation(epoch).at(places) if self.shuffle else places.copy()
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from threefold.arrays import Int64
 from threefold.errors import ConfigError
 from threefold.mesh.shares import check_global_batch as check_global_batch
 
@@ -36,7 +36,7 @@ class StepRows(NamedTuple):
     `positions` are [rows] in [0, num_rows), in reading order; ignored rows occur only with the tail `exact`.
     """
 
-    positions: npt.NDArray[np.int64]
+    positions: Int64
     num_ignored: int
 
 

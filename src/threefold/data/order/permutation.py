@@ -28,13 +28,13 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from threefold.arrays import Int64, UInt16, UInt64
 from threefold.errors import ConfigError, DataError
 
 ORDER_VERSION = 2
 _KEYED_AS = 1
 MAX_ROWS = 2**62
 
-IntArray = npt.NDArray[np.int64]
 IntOrArray = TypeVar("IntOrArray", int, npt.NDArray[Any])
 _Words = npt.NDArray[Any]  # uint32 or uint64
 
@@ -105,7 +105,7 @@ class Permutation:
             raise TypeError(f"positions and indices are integers, not {values.dtype}")
         return self._map_flat(values.reshape(-1), inverse=inverse).reshape(values.shape)
 
-    def _map_flat(self, flat: npt.NDArray[Any], *, inverse: bool) -> IntArray:
+    def _map_flat(self, flat: npt.NDArray[Any], *, inverse: bool) -> Int64:
         if flat.size:
             lowest, highest = int(flat.min()), int(flat.max())
             if lowest < 0 or highest >= self.n:
@@ -115,7 +115,7 @@ class Permutation:
         return (self._inverse_table if inverse else self._table)[flat].astype(np.int64)
 
     @cached_property
-    def _table(self) -> npt.NDArray[np.uint16]:
+    def _table(self) -> UInt16:
         """index by position: rows sorted by 48 bits of their hash, the row in the 16 bits below so that no two tie."""
         rows = np.arange(self.n, dtype=np.uint64)
         hashed = hash_counters(rows, key=self._table_key)
@@ -125,10 +125,10 @@ class Permutation:
         return hashed.astype(np.uint16)
 
     @cached_property
-    def _inverse_table(self) -> npt.NDArray[np.uint16]:
+    def _inverse_table(self) -> UInt16:
         return np.argsort(self._table).astype(np.uint16)
 
-    def _walk(self, flat: npt.NDArray[Any], *, inverse: bool) -> IntArray:
+    def _walk(self, flat: npt.NDArray[Any], *, inverse: bool) -> Int64:
         """Apply the rounds chunk by chunk; results outside [0, n) are mapped again until they are inside."""
         mapped = np.empty(flat.size, dtype=np.int64)
         last = self._word(self.n - 1)
@@ -178,7 +178,7 @@ def check_order_version(version: int) -> None:
         )
 
 
-def key_words(purpose: str, *parts: int | str, count: int) -> npt.NDArray[np.uint64]:
+def key_words(purpose: str, *parts: int | str, count: int) -> UInt64:
     """`count` 64-bit keys for a purpose and its parts (any integers and texts), the same on every machine.
 
     SHAKE-128 of the parts' repr: no two lists of parts share a text, so no two (seed, epoch) share keys.
@@ -192,7 +192,7 @@ def seed_of(purpose: str, *parts: int | str) -> int:
     return int(key_words(purpose, *parts, count=1)[0] >> np.uint64(1))
 
 
-def hash_counters(counters: npt.NDArray[np.uint64], *, key: np.uint64) -> npt.NDArray[np.uint64]:
+def hash_counters(counters: UInt64, *, key: np.uint64) -> UInt64:
     """A new array of 64 random bits per counter: splitmix64 started at `key`, read at any place."""
     hashed = np.multiply(counters, _GOLDEN_64)
     hashed += key

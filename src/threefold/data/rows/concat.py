@@ -24,10 +24,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from threefold.arrays import Bool, Int64
 from threefold.data.store.store import TokenStore
 from threefold.errors import DataError
 
-Int64 = npt.NDArray[np.int64]
 RowArrays = dict[str, Int64]
 
 IGNORED = -100
@@ -174,7 +174,7 @@ class ConcatRows:
         return np.arange(max(0, (start - 1) // self.seq_len), min(self.num_rows, (stop - 1) // self.seq_len + 1))
 
 
-def mark_documents(begins: npt.NDArray[np.bool_], starts: Int64, ends: Int64) -> None:
+def mark_documents(begins: Bool, starts: Int64, ends: Int64) -> None:
     """Sets `begins[r, s]` where a document begins s > 0 tokens into the window of row r.
 
     Args:
@@ -191,7 +191,7 @@ def mark_documents(begins: npt.NDArray[np.bool_], starts: Int64, ends: Int64) ->
     begins[row, ends[first[row] + k] - starts[row]] = True
 
 
-def numbered(begins: npt.NDArray[np.bool_]) -> tuple[Int64, Int64]:
+def numbered(begins: Bool) -> tuple[Int64, Int64]:
     """Positions that restart at each mark, and the number of marks up to each place; both [rows, length]."""
     places = np.arange(begins.shape[1], dtype=np.int64)
     last_begin = np.maximum.accumulate(np.where(begins, places, 0), axis=1)

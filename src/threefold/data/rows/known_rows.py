@@ -8,14 +8,16 @@ blocks of rows that were just read, which reads them once more from the disk.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
-from threefold.data.rows.concat import Int64, Rows
-from threefold.data.store.blocks import LOSS_MASK, OF_TOKENS, Blocks, Change, with_suffix
+from threefold.arrays import Int64
+from threefold.data.rows.concat import Rows
+from threefold.data.store.blocks import LOSS_MASK, OF_TOKENS, Blocks, Change
 from threefold.data.store.store import TokenStore
 from threefold.errors import Problem, rows_text
 
@@ -92,9 +94,9 @@ def parts_of(rows: Rows) -> list[SourceRows]:
     return parts
 
 
-def changed(blocks: Blocks, change: Change, prefix: Path, rows: PackedRows | None, *, first_row: int = 0) -> str:
+def changed(blocks: Blocks, change: Change, prefix: str | Path, rows: PackedRows | None, *, first_row: int = 0) -> str:
     """What has changed: file, block, and the rows that read it, whose numbers begin with `first_row`."""
-    kept, path = blocks.files[change.suffix], with_suffix(prefix, change.suffix)
+    kept, path = blocks.files[change.suffix], f"{prefix}{change.suffix}"
     where = block_text(blocks, change, rows, first_row=first_row)
     if change.size_bytes < 0:
         return f"{path} is gone"
@@ -128,12 +130,24 @@ def digests_of(rows: Rows) -> dict[str, str]:
     return {part.name: part.blocks.digest for part in parts_of(rows)}
 
 
+def blocks_of(parts: Sequence[SourceRows], row: int) -> tuple[int, set[int]]:
+    """The number of a row's source, and the blocks of its .bin that the row is read from."""
+    number = bisect_right(parts, row, key=lambda part: part.first_row) - 1
+    part = parts[number]
+    size, block_bytes = part.rows.store.dtype.itemsize, part.blocks.block_bytes
+    return number, {
+        block
+        for stretch in part.rows.stretches(row - part.first_row)
+        for start, stop in part.rows.store.places(*stretch)
+        for block in range(start * size // block_bytes, -(-stop * size // block_bytes))
+    }
+
+
 class KnownRows:
     """Checks blocks of rows that were read; `seed` chooses which, where there is no time for all."""
 
     def __init__(self, rows: Rows, *, seed: int = 0) -> None:
         self._parts = parts_of(rows)
-        self._firsts = [part.first_row for part in self._parts]
         self._random = np.random.default_rng(seed)
 
     def check(self, indices: Int64, *, within_s: float) -> tuple[int, Changed | None]:
@@ -142,21 +156,17 @@ class KnownRows:
         seen: set[tuple[int, int]] = set()
         checked = 0
         for row in self._random.permutation(np.unique(indices)).tolist():
-            number = int(np.searchsorted(self._firsts, row, side="right")) - 1
-            part, size = self._parts[number], self._parts[number].rows.store.dtype.itemsize
-            new = {
-                (number, block)
-                for stretch in part.rows.stretches(row - part.first_row)
-                for start, stop in part.rows.store.places(*stretch)
-                for block in range(start * size // part.blocks.block_bytes, -(-stop * size // part.blocks.block_bytes))
-            } - seen
+            number, read = blocks_of(self._parts, row)
+            part, store = self._parts[number], self._parts[number].rows.store
+            new = {(number, block) for block in read} - seen
             seen |= new
             blocks = sorted(block for _, block in new)
-            bits = (
-                {LOSS_MASK: sorted({block // (8 * size) for block in blocks})} if part.rows.store.has_loss_mask else {}
-            )
-            for suffix, numbers in {".bin": blocks, **bits}.items():
-                if (change := part.blocks.change(part.rows.store.prefix, suffix, numbers)) is not None:
+            per_bit = 8 * store.dtype.itemsize
+            bits = {LOSS_MASK: sorted({block // per_bit for block in blocks})} if store.has_loss_mask else {}
+            # Those at an address were compared before they were used.
+            tokens = {".bin": blocks} if store.stored is None else {}
+            for suffix, numbers in {**tokens, **bits}.items():
+                if (change := part.blocks.change(store.prefix, suffix, numbers)) is not None:
                     return checked, Changed(number, change)
             checked += 1
             if time.perf_counter() > until:
@@ -166,7 +176,7 @@ class KnownRows:
     def describe(self, found: Changed) -> str:
         """`changed` of one of the stores."""
         part = self._parts[found.part]
-        return changed(part.blocks, found.change, part.rows.store.prefix, part.rows, first_row=part.first_row)
+        return changed(part.blocks, found.change, part.rows.store.named, part.rows, first_row=part.first_row)
 
 
 def problem_of(store: TokenStore, change: Change, rows: PackedRows | None, *, cache: Path) -> Problem:
@@ -179,4 +189,4 @@ def problem_of(store: TokenStore, change: Change, rows: PackedRows | None, *, ca
     elif store.info is None:
         fix = f"copy its files again from their origin; if they were changed on purpose: rm {store.blocks_at}"
     expected = f"the bytes as they were hashed: {store.blocks_at.name} has a hash of each block"
-    return Problem(changed(store.blocks, change, store.prefix, rows), expected, fix)
+    return Problem(changed(store.blocks, change, store.named, rows), expected, fix)

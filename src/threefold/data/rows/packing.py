@@ -243,10 +243,11 @@ def check_ids(store: TokenStore, blocks: Blocks, *, vocab_size: int) -> None:
         )
     if blocks.min_id >= 0 and blocks.max_id < vocab_size:
         return
-    place = _first_outside(store.tokens, vocab_size)
+    tokens = store.tokens
+    place = _first_outside(tokens, vocab_size)
     document = int(np.searchsorted(store.document_ends, place, "right"))
     raise DataError(
-        f"{path} has the id {int(store.tokens[place])} as token {place:,}, in document {document:,} "
+        f"{path} has the id {int(tokens[place])} as token {place:,}, in document {document:,} "
         f"(both counted from 0); its ids are {blocks.min_id} to {blocks.max_id}",
         expected=f"ids from 0 to {vocab_size - 1}: the model has {vocab_size} of them in its vocabulary",
         fix="prepare the text again with the model's tokenizer, or use the model that the store was made for",

@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from threefold.arrays import Bool, Int64
 from threefold.data.rows.concat import (
     IGNORED,
     PADDING,
-    Int64,
     PackingReport,
     RowArrays,
     checked,
@@ -139,7 +139,7 @@ class PaddedRows:
         document_ids[np.arange(self.seq_len) >= used[:, None]] = PADDING
         return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "document_ids": document_ids}
 
-    def _fill(self, index: int, input_ids: Int64, labels: Int64, begins: npt.NDArray[np.bool_]) -> int:
+    def _fill(self, index: int, input_ids: Int64, labels: Int64, begins: Bool) -> int:
         """Writes row `index` into arrays of one row, [seq_len] each; returns the number of places that hold a token."""
         used = 0
         for piece in self._pieces_of(index).tolist():

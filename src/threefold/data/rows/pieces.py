@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from threefold.data.rows.concat import Int64
+from threefold.arrays import Bool, Int64
 from threefold.data.store.store import TokenStore
 from threefold.errors import DataError
 
@@ -26,8 +25,8 @@ class Pieces:
 
     starts: Int64
     lengths: Int64
-    cut: npt.NDArray[np.bool_]
-    continued: npt.NDArray[np.bool_]
+    cut: Bool
+    continued: Bool
     dropped_tokens: int
     split_documents: int
     truncated_documents: int

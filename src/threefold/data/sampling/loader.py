@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from threefold.data.order.partition import check_global_batch
 from threefold.data.rows.concat import IGNORED, PADDING, Rows
 from threefold.errors import DataError, RunError
 from threefold.mesh.local_ranks import serve_one_rank, signal_name, start_server
+
+if TYPE_CHECKING:
+    from threefold.places.prefetch import Ahead
 
 Batch = dict[str, Tensor]
 # A worker's connection breaks before its end is known.
@@ -101,6 +104,8 @@ class TokenLoader:
         self._place = Place(0, 0)
         self._step = 1
         self._planned: dict[int, StepRange] = {}
+        self.ahead: Ahead[Place] | None = None
+        """Of rows at addresses: fetches their blocks ahead of the steps."""
         self.left_out: list[StepRange] = []
         """Ranges of steps whose batches were left out so far."""
         self.longest: int | None = None
@@ -124,7 +129,7 @@ class TokenLoader:
         loader = DataLoader(
             self._dataset,
             batch_size=None,
-            sampler=self._begins(),  # type: ignore[arg-type]
+            sampler=self.begins() if self.ahead is None else self.ahead.there(self.begins),  # type: ignore[arg-type]
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
             # A fork of a process with live communication threads can hang; the server has none.
@@ -150,6 +155,8 @@ class TokenLoader:
                 self._step += 1
                 yield batch
         finally:
+            if self.ahead is not None:
+                self.ahead.close()
             del batches  # torch asks its workers to end, and waits a few seconds for those that do not hear it
             for worker in workers:
                 worker.kill()
@@ -213,7 +220,8 @@ class TokenLoader:
         before, rows_read = cursor.epoch * self.order.epoch_size + cursor.position, state.get("rows_read")
         self.rows_read = rows_read if type(rows_read) is int and rows_read >= 0 else before
 
-    def _begins(self) -> Iterator[Place]:
+    def begins(self) -> Iterator[Place]:
+        """Where each step begins, from the next one on."""
         step, place = self._step, self.place
         while True:
             yield place

@@ -24,10 +24,11 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
+from threefold.arrays import Int64
 from threefold.data.order.draws import WeightedDraws
 from threefold.data.order.order import Cursor, Plain
 from threefold.data.order.partition import Tail, share, tail_of_sampler
-from threefold.data.order.permutation import IntArray, Permutation
+from threefold.data.order.permutation import Permutation
 from threefold.errors import ConfigError
 
 OrderName = Literal["threefold", "torch"]
@@ -293,7 +294,7 @@ class DistributedSampler(Sampler[int]):
         if not self._by_loop:
             self.close_pass(now)
 
-    def _indices_at(self, epoch: int, seed: int) -> Callable[[IntArray], IntArray]:
+    def _indices_at(self, epoch: int, seed: int) -> Callable[[Int64], Int64]:
         """positions in an epoch -> indices of the dataset."""
         if self._draws is not None:
             return self._draws.in_epoch(epoch, seed=seed).at

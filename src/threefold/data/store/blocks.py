@@ -29,6 +29,8 @@ FORMAT = "threefold-blocks-1"
 HASH_BYTES = 16
 IDENTITY = (".idx", ".bin")
 """The files that a store's digest is made of; a .json names sources and paths, which copies may have of their own."""
+STORED = ".stored"
+"""Says where a store is whose tokens are not on this machine."""
 LOSS_MASK = ".loss_mask"
 """One bit a token, of stores that have a loss mask: whether it is trained on. Part of the digest too."""
 OF_TOKENS = (".bin", LOSS_MASK)

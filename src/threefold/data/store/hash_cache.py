@@ -43,6 +43,10 @@ def known(store: TokenStore, *, cache: Path, sampled: int = SAMPLED) -> Known:
         DataError: the hashes themselves are damaged, or a store without any is not what its .json describes.
     """
     own, kept = places_of(store.prefix, cache)
+    if store.stored is not None and store.blocks is not None:
+        # A start need not: each block is compared before it is used.
+        changed = store.stored.read_again(sampled) if sampled > SAMPLED else None
+        return Known(store.blocks, own, None if changed is None else Change(".bin", changed, store.stored.size))
     beside, remembered = Blocks.read(own), Blocks.read(kept)
     if beside is not None and remembered is not None and remembered.difference(beside) is not None:
         remembered = None  # of a store that was here before

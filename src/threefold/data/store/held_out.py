@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from threefold.arrays import Bool, Int64
 from threefold.data.order.permutation import hash_counters, key_words
 from threefold.data.store.store import TokenStore
 from threefold.errors import DataError
-
-Int64 = npt.NDArray[np.int64]
 
 
 class StoreSide(TokenStore):
@@ -91,7 +90,7 @@ class StoreSide(TokenStore):
     def read(self, start: int, stop: int) -> npt.NDArray[Any]:
         return self._joined(self._whole.read, start, stop)
 
-    def trained_on(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+    def trained_on(self, start: int, stop: int) -> Bool:
         return self._joined(self._whole.trained_on, start, stop)
 
     def count_trained_on(self, starts: Int64, stops: Int64) -> Int64:
@@ -114,7 +113,7 @@ class StoreSide(TokenStore):
         return parts[0] if len(parts) == 1 else np.concatenate([read(0, 0), *parts])
 
 
-def held_out_documents(store: TokenStore, *, share: float, seed: int) -> npt.NDArray[np.bool_]:
+def held_out_documents(store: TokenStore, *, share: float, seed: int) -> Bool:
     """Whether each document of a store is held out, [documents]: a share of them, and one at least.
 
     Raises:

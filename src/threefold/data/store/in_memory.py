@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from threefold.arrays import Bool, Int64
 from threefold.data.store.prepare import STORE_NAME
 from threefold.data.store.store import StoreInfo, dtype_for, fingerprint_of_content
 from threefold.data.store.writer import StoreWriter
@@ -145,9 +145,7 @@ def _store(rows: Any, name: str, folder: Path, tokenizer: Tokenizer) -> Path:
     return place
 
 
-def _documents(
-    rows: Any, name: str, tokenizer: Tokenizer, *, with_labels: bool
-) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]]:
+def _documents(rows: Any, name: str, tokenizer: Tokenizer, *, with_labels: bool) -> Iterator[tuple[Int64, Bool]]:
     """(ids, whether each is trained on) of each row."""
     for number in range(len(rows)):
         row = _row(rows, number, name)

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from threefold.arrays import Int32, Int64
 from threefold.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -41,15 +42,15 @@ class StoreIndex:
     num_bounds: int
     num_tokens: int
 
-    def lengths(self) -> npt.NDArray[np.int32]:
+    def lengths(self) -> Int32:
         """Tokens of each sequence, [num_sequences], memory-mapped."""
         return self._mapped("<i4", _HEADER.size, self.num_sequences)
 
-    def offsets(self) -> npt.NDArray[np.int64]:
+    def offsets(self) -> Int64:
         """Where each sequence begins in the .bin, in bytes, [num_sequences], memory-mapped."""
         return self._mapped("<i8", _HEADER.size + 4 * self.num_sequences, self.num_sequences)
 
-    def bounds(self) -> npt.NDArray[np.int64]:
+    def bounds(self) -> Int64:
         """Documents' bounds, counted in sequences, [num_documents + 1], memory-mapped."""
         return self._mapped("<i8", _HEADER.size + 12 * self.num_sequences, self.num_bounds)
 
@@ -57,7 +58,7 @@ class StoreIndex:
         return np.memmap(self.path, dtype, mode="r", offset=offset, shape=(count,)) if count else np.empty(0, dtype)
 
 
-def write_index(file: BinaryIO, lengths: npt.NDArray[np.int32], *, dtype: np.dtype[Any]) -> None:
+def write_index(file: BinaryIO, lengths: Int32, *, dtype: np.dtype[Any]) -> None:
     """Writes the index of a store whose sequences are its documents, in order and without gaps."""
     n = len(lengths)
     file.write(_HEADER.pack(MAGIC, VERSION, _CODE_OF_DTYPE[np.dtype(dtype)], n, n + 1))
@@ -72,12 +73,15 @@ def write_index(file: BinaryIO, lengths: npt.NDArray[np.int32], *, dtype: np.dty
         file.write(np.arange(i, min(i + _CHUNK, n + 1), dtype="<i8").tobytes())
 
 
-def read_index(idx: Path, bin: Path) -> StoreIndex:
+def read_index(idx: Path, bin: Path, *, bin_bytes: int | None = None) -> StoreIndex:
     """The index at `idx`, whose tokens lie in `bin`; the header and both sizes are checked without reading the arrays.
 
     A DataError if a file is missing, truncated, or of another format.
+
+    Args:
+        bin_bytes: size of a `bin` that is not on this machine.
     """
-    for path in (idx, bin):
+    for path in (idx, bin) if bin_bytes is None else (idx,):
         if not path.is_file():
             raise DataError(
                 f"{path} does not exist",
@@ -88,14 +92,15 @@ def read_index(idx: Path, bin: Path) -> StoreIndex:
     arrays = _HEADER.size + 12 * num_sequences + 8 * num_bounds
     if idx.stat().st_size != arrays + num_sequences:  # the modes of a multimodal store
         header = f"for the {num_sequences:,} sequences and {num_bounds:,} bounds of its header"
-        _check_size(idx, arrays, header)
-    index = StoreIndex(idx, dtype, num_sequences, num_bounds, bin.stat().st_size // dtype.itemsize)
+        _check_size(idx, idx.stat().st_size, arrays, header)
+    size = bin.stat().st_size if bin_bytes is None else bin_bytes
+    index = StoreIndex(idx, dtype, num_sequences, num_bounds, size // dtype.itemsize)
     bounds, end = index.bounds(), 0
     if not len(bounds) or bounds[0] != 0 or bounds[-1] != num_sequences:
         raise _bad_bounds(index)
     if num_sequences:
         end = int(index.offsets()[-1]) + int(index.lengths()[-1]) * dtype.itemsize
-    _check_size(bin, end, f"according to {idx.name}: the two files belong together")
+    _check_size(bin, size, end, f"according to {idx.name}: the two files belong together")
     return index
 
 
@@ -147,8 +152,8 @@ def _read_header(idx: Path) -> tuple[np.dtype[Any], int, int]:
     return np.dtype(DTYPE_OF_CODE[code]), num_sequences, num_bounds
 
 
-def _check_size(path: Path, expected: int, reason: str) -> None:
-    if (size := path.stat().st_size) != expected:
+def _check_size(path: Path, size: int, expected: int, reason: str) -> None:
+    if size != expected:
         raise DataError(
             f"{path} is {'truncated' if size < expected else 'too long'}: {size:,} bytes",
             expected=f"{expected:,} bytes {reason}",

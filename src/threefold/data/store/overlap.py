@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from threefold.arrays import Bool, Int64, UInt64
 from threefold.data.order.permutation import hash_counters, key_words
 from threefold.data.store.store import TokenStore
 
@@ -35,8 +36,6 @@ _POWERS, _INVERSES = (
     for base in (_BASE, pow(_BASE, -1, 1 << 64))
 )
 _KEY = key_words("overlap", count=1)[0]
-
-Int64 = npt.NDArray[np.int64]
 
 
 class TrainedOn(NamedTuple):
@@ -125,7 +124,7 @@ def _batches(store: TokenStore, every: int = 1) -> Iterator[tuple[int, npt.NDArr
         yield start, store.read(start, min(store.num_tokens, start + _BATCH + SPAN - 1))
 
 
-def _spans(tokens: npt.NDArray[Any], begins: Int64) -> npt.NDArray[np.uint64]:
+def _spans(tokens: npt.NDArray[Any], begins: Int64) -> UInt64:
     """Hashes of the spans that begin at some places of up to a batch of tokens."""
     words = hash_counters(tokens.astype(np.uint64), key=_KEY) * _INVERSES[: len(tokens)]
     sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(words, dtype=np.uint64)))
@@ -163,10 +162,10 @@ class _Wanted:
         self._names: list[str] = []
         self._found = np.full((len(self._spans), 2), -1)  # by number of the source, and document
 
-    def _counts(self, start: int, stop: int, begins: Int64) -> npt.NDArray[np.bool_]:
+    def _counts(self, start: int, stop: int, begins: Int64) -> Bool:
         """Whether spans of the tokens [start, stop) are inside of one document, with a token that is trained on."""
         first, last = (np.searchsorted(self._ends, start + begins + at, side="right") for at in (0, SPAN - 1))
-        inside: npt.NDArray[np.bool_] = first == last
+        inside: Bool = first == last
         if self._store.has_loss_mask:
             before = np.concatenate(([0], np.cumsum(self._store.trained_on(start, stop))))
             inside &= before[begins + SPAN] > before[begins]

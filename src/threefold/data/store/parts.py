@@ -1,34 +1,33 @@
 """The parts of an unfinished store: one process encodes each part into its own file.
 
 A part is a run of a source's pieces with about 8 MiB of text, or more if that would give over 4,096 parts. Its files
-are NUMBER.bin (tokens), NUMBER.len (tokens of each document, int32) and NUMBER.json, written last and renamed into
-place: a part with a .json is finished, and used again: it is of the bytes that its folder is named by. A source with a
-loss mask also has NUMBER.loss_mask (a byte each token). A row's documents are in one part, so no pair is torn. Each
-process gets one part at a time; its exceptions are raised here.
+are NUMBER.bin (tokens), NUMBER.len (tokens of each document, int32) and its seal NUMBER.json, written last and renamed
+into place: a part with a seal is finished, and used again: it is of the bytes that its folder is named by. A source
+with a loss mask also has NUMBER.loss_mask (a byte each token). A row's documents are in one part, so no pair is torn.
+The seal holds pieces, counts and digests, and nothing of who made the part: whoever makes it, on any host, twice or at
+once, writes the same bytes, each file whole. The digests are compared when the parts are joined.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import signal
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import suppress
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
+from threefold.arrays import Bool, Int32
 from threefold.data.store.store import dtype_for
 from threefold.data.store.writer import sync
 from threefold.data.text.source import Document, Labelled, Piece, ReadLog, TextSource
 from threefold.data.tokens import Tokenizer
-from threefold.errors import DataError, RunError
+from threefold.errors import DataError
 
 PART_BYTES = 8 << 20
 MAX_PARTS = 4096
@@ -48,12 +47,13 @@ class EncodedPart:
 
 @dataclass(frozen=True)
 class PartDone:
-    """A part that was encoded: its counts, and the problems found in it."""
+    """A part that was encoded: its counts, the problems found in it, and the XXH3 (128 bits) of each of its files."""
 
     part: EncodedPart
     num_tokens: int
     num_documents: int
     log: ReadLog
+    xxh3: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,10 @@ class PartMaker:
     def make(self, part: EncodedPart) -> PartDone:
         """Encodes one part. If documents are bad, nothing is kept and the log has the problems."""
         log = ReadLog(skip_bad=self.skip_bad)
-        temporary = self.folder / f"{part.number:05}.{os.getpid()}.tmp"
-        all_lengths: list[npt.NDArray[np.int32]] = []
+        # Two hosts may have equal process numbers.
+        temporary = self.folder / f"{part.number:05}.{uuid.uuid4().hex}.tmp"
+        digest = xxhash.xxh3_128()
+        all_lengths: list[Int32] = []
         masks: list[bytes] = []
         num_tokens = 0
         try:
@@ -79,55 +81,79 @@ class PartMaker:
                 for documents in self._batches(part, log):
                     tokens, lengths, mask = self._joined(documents)
                     file.write(tokens.data)
+                    digest.update(tokens.data)
                     all_lengths.append(lengths)
                     masks.append(mask.tobytes())
                     num_tokens += len(tokens)
                 sync(file)
             lengths = np.concatenate([np.empty(0, np.int32), *all_lengths])
             self.source.refuse_changed(part.pieces)
+            kinds = {"len": lengths.tobytes(), "loss_mask": b"".join(masks)}
+            digests = {kind: xxhash.xxh3_128_hexdigest(data) for kind, data in kinds.items()}
+            done = PartDone(part, num_tokens, len(lengths), log, {"bin": digest.hexdigest(), **digests})
             if not log.num_bad:
-                os.replace(temporary, self._path(part, "bin"))
-                record = {"num_tokens": num_tokens, "num_documents": len(lengths), "log": asdict(log)}
-                kinds = {"len": lengths.tobytes(), "loss_mask": b"".join(masks), "json": json.dumps(record).encode()}
+                os.replace(temporary, self.path(part, "bin"))
+                kinds["json"] = self._seal(done)
                 for kind, data in kinds.items():
                     with temporary.open("wb") as file:
                         file.write(data)
                         sync(file)
-                    os.replace(temporary, self._path(part, kind))
-            return PartDone(part, num_tokens, len(lengths), log)
+                    os.replace(temporary, self.path(part, kind))
+            return done
         finally:
             temporary.unlink(missing_ok=True)
 
+    def _seal(self, done: PartDone) -> bytes:
+        """A line of JSON; the folder has the name of the request."""
+        pieces = [(piece.file, piece.start, piece.stop) for piece in done.part.pieces]
+        seal = {"of": self.folder.name, "part": done.part.number, "pieces": pieces}
+        seal |= {"num_tokens": done.num_tokens, "num_documents": done.num_documents}
+        return json.dumps({**seal, "log": asdict(done.log), "xxh3": done.xxh3}).encode() + b"\n"
+
     def finished(self, part: EncodedPart) -> PartDone | None:
-        """The part that an earlier, interrupted run made; None if it is missing or damaged."""
+        """The part that somebody made earlier; None if it is missing or cut, or its seal is not that of this part."""
         try:
-            record = json.loads(self._path(part, "json").read_bytes())
-            done = PartDone(part, record["num_tokens"], record["num_documents"], ReadLog(**record["log"]))
+            seal = self.path(part, "json").read_bytes()
+            record = json.loads(seal)
+            log = ReadLog(**record["log"])
+            done = PartDone(part, record["num_tokens"], record["num_documents"], log, record["xxh3"])
             kinds = ("bin", "len", *(("loss_mask",) if self.source.loss_mask is not None else ()))
-            sizes = tuple(self._path(part, kind).stat().st_size for kind in kinds)
+            sizes = tuple(self.path(part, kind).stat().st_size for kind in kinds)
         except (OSError, ValueError, KeyError, TypeError):
+            return None
+        if seal != self._seal(done):
             return None
         expected = (done.num_tokens * self._dtype.itemsize, done.num_documents * 4, done.num_tokens)
         mask = self.source.loss_mask
         torn = mask is not None and mask.has_pairs and done.num_documents % 2
         return done if sizes == expected[: len(sizes)] and not torn else None
 
-    def read(self, done: PartDone) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.bool_] | None]:
-        """Tokens (memory-mapped), document lengths and, of a source with a loss mask, that of a finished part."""
-        lengths = np.fromfile(self._path(done.part, "len"), np.int32)
+    def read(self, done: PartDone) -> tuple[npt.NDArray[Any], Int32, Bool | None]:
+        """Tokens (memory-mapped), document lengths and, of a source with a loss mask, that of a finished part.
+
+        A DataError if a file is not what was sealed; its seal is removed then, so that the part is made again.
+        """
+        lengths = np.fromfile(self.path(done.part, "len"), np.int32)
         masked = self.source.loss_mask is not None
-        mask = np.fromfile(self._path(done.part, "loss_mask"), np.bool_) if masked else None
-        if not done.num_tokens:
-            return np.empty(0, self._dtype), lengths, mask
-        return np.memmap(self._path(done.part, "bin"), self._dtype, mode="r"), lengths, mask
+        mask = np.fromfile(self.path(done.part, "loss_mask"), np.bool_) if masked else None
+        tokens = np.empty(0, self._dtype)
+        if done.num_tokens:
+            tokens = np.memmap(self.path(done.part, "bin"), self._dtype, mode="r")
+        for kind, data in (("bin", tokens), ("len", lengths), ("loss_mask", mask)):
+            if data is not None and xxhash.xxh3_128_hexdigest(data.data) != done.xxh3.get(kind):
+                self.path(done.part, "json").unlink(missing_ok=True)
+                raise DataError(
+                    f"{self.path(done.part, kind)} is not what was sealed: it was damaged, or is another part's",
+                    expected=f"part {done.part.number} as it was encoded",
+                    fix="run the same command again: this part is made again, the others are used",
+                )
+        return tokens, lengths, mask
 
     @property
     def _dtype(self) -> np.dtype[Any]:
         return dtype_for(self.tokenizer.vocab_size)
 
-    def _joined(
-        self, documents: list[Document]
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    def _joined(self, documents: list[Document]) -> tuple[npt.NDArray[Any], Int32, Bool]:
         """Tokens, lengths and loss mask (empty for texts) of a batch."""
         if self.source.loss_mask is None:
             texts = cast("list[str]", documents)
@@ -155,7 +181,8 @@ class PartMaker:
         if batch:
             yield batch
 
-    def _path(self, part: EncodedPart, kind: str) -> Path:
+    def path(self, part: EncodedPart, kind: str) -> Path:
+        """A file of a part: `bin`, `len`, `loss_mask`, or its seal, `json`."""
         return self.folder / f"{part.number:05}.{kind}"
 
 
@@ -174,9 +201,7 @@ def plan_parts(pieces: Sequence[Piece]) -> list[EncodedPart]:
     return parts
 
 
-def joined(
-    ids: Sequence[npt.NDArray[Any]], *, end_id: int, dtype: np.dtype[Any]
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+def joined(ids: Sequence[npt.NDArray[Any]], *, end_id: int, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], Int32]:
     """The documents of a batch, concatenated, each ended by `end_id`; and their lengths, including it."""
     lengths = np.array([len(document) + 1 for document in ids], np.int64)
     if lengths.max() > np.iinfo(np.int32).max:
@@ -190,67 +215,3 @@ def joined(
     for document, end in zip(ids, ends.tolist(), strict=True):
         tokens[end - 1 - len(document) : end - 1] = document
     return tokens, lengths.astype(np.int32)
-
-
-def make_in_processes(
-    maker: PartMaker, parts: Sequence[EncodedPart], *, num_workers: int
-) -> Generator[PartDone, None, None]:
-    """Encodes parts in `num_workers` new processes; yields each as it is done, in any order.
-
-    Closing the iterator ends the processes. A RunError if one ended without an error, as after a kill for memory.
-    """
-    context = multiprocessing.get_context("spawn")
-    waiting = iter(parts)
-    busy: dict[Connection, EncodedPart] = {}
-    processes = []
-
-    def send_next(worker: Connection) -> None:
-        for part in islice(waiting, 1):
-            busy[worker] = part
-            # The recv that follows notices a process that is already dead.
-            with suppress(BrokenPipeError, ConnectionResetError):
-                worker.send(part)
-
-    try:
-        for _ in range(min(num_workers, len(parts))):
-            ours, theirs = context.Pipe()
-            processes.append(context.Process(target=_work, args=(theirs, maker), daemon=True))
-            processes[-1].start()
-            theirs.close()
-            send_next(ours)
-        while busy:
-            for ready in cast("list[Connection]", wait(list(busy))):
-                part = busy.pop(ready)
-                try:
-                    answer = ready.recv()
-                except (EOFError, OSError):
-                    raise RunError(
-                        f"a process that prepares tokens ended while it encoded part {part.number} "
-                        f"({part.size_bytes:,} bytes of text)",
-                        expected="every process to finish; one that ends without an error was most often killed "
-                        "because memory ran out",
-                        fix="run the same command again with fewer processes (--num-workers 1): finished parts are "
-                        "reused",
-                    ) from None
-                if isinstance(answer, BaseException):
-                    raise answer
-                send_next(ready)
-                yield answer
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join()
-
-
-def _work(connection: Connection, maker: PartMaker) -> None:
-    """In a new process: encodes the parts that it receives until the other end closes."""
-    # Ctrl-C reaches the entire process group; the parent ends its workers itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with suppress(EOFError, OSError):
-        while True:
-            part = connection.recv()
-            try:
-                answer: object = maker.make(part)
-            except Exception as error:
-                answer = error
-            connection.send(answer)

@@ -15,7 +15,7 @@ import hashlib
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from threefold.data.store.blocks import with_suffix
-from threefold.data.store.parts import EncodedPart, PartDone, PartMaker, make_in_processes, plan_parts
+from threefold.data.store.parts import EncodedPart, PartDone, PartMaker, plan_parts
 from threefold.data.store.store import StoreInfo, TokenStore, dtype_for, fingerprint_of_content, read_info
 from threefold.data.store.writer import StoreWriter
 from threefold.data.text.source import ReadLog, TextSource, log_error
@@ -32,6 +32,10 @@ from threefold.errors import DataError, RunError
 from threefold.mesh.environment import num_cores
 
 STORE_NAME = "tokens"
+PARTS = ".parts-"
+"""Folder of the parts until they are joined, with the name of the request."""
+MakeParts = Callable[[PartMaker, Sequence[EncodedPart]], Generator[PartDone, None, None]]
+"""Makes parts, in any order."""
 
 # Starting processes (0.5 s and more each) costs more than it saves below this much text.
 _SMALL_BYTES = 64 << 20
@@ -71,6 +75,8 @@ def prepare(
     skip_bad: bool = False,
     num_workers: int | None = None,
     progress: Callable[[PrepareProgress], None] | None = None,
+    make: MakeParts | None = None,
+    record: Callable[[PartMaker, Sequence[PartDone]], None] | None = None,
 ) -> PreparedStore:
     """Makes the store of a source in the folder `to`, or reuses the one there.
 
@@ -78,6 +84,8 @@ def prepare(
         skip_bad: count lines, rows and files that cannot be read instead of refusing them.
         num_workers: processes that encode; None: one for a source below 64 MiB, else one per CPU core.
         progress: called after each part.
+        make: makes the parts that are missing; None: `num_workers` processes of this host.
+        record: gets all parts, in order, before they are joined.
 
     Raises:
         DataError: documents that cannot be read (named, up to ten), no text at all, or another store in `to`.
@@ -87,7 +95,7 @@ def prepare(
         raise _no_folder(to, os.strerror(errno.ENOTDIR))
     request = request_of(source, tokenizer, skip_bad=skip_bad)
     prefix = to / STORE_NAME
-    found, untidy = _found(prefix, request), bool(_left_over(to)) or any(to.glob(".parts-*"))
+    found, untidy = _found(prefix, request), bool(_left_over(to)) or any(to.glob(f"{PARTS}*"))
     if found and not (untidy and os.access(to, os.W_OK)):
         return found
     with _locked(to):
@@ -97,12 +105,14 @@ def prepare(
         if found := _found(prefix, request):
             _remove_parts(to)
             return found
-        folder = to / f".parts-{request}"
+        folder = to / f"{PARTS}{request}"
         _refuse_other(prefix, request=request, begun=folder.exists())
         maker = PartMaker(source, tokenizer, folder, skip_bad)
         try:
             folder.mkdir(exist_ok=True)
-            done = _make_parts(maker, plan_parts(source.pieces), num_workers=num_workers, progress=progress)
+            done = _make_parts(maker, plan_parts(source.pieces), num_workers=num_workers, progress=progress, make=make)
+            if record is not None:
+                record(maker, done)
             info = _join(maker, done, prefix=prefix, request=request)
         except OSError as error:
             if error.errno not in _NO_SPACE:
@@ -118,15 +128,15 @@ def prepare(
 
 def _left_over(to: Path) -> list[Path]:
     """What killed processes left: who writes a store holds the folder's lock until its files have their names."""
-    left = [file for kind in ("bin", "idx", "json") for file in to.glob(f".{STORE_NAME}.{kind}.*.tmp")]
+    left = [file for kind in ("bin", "idx", "json", "parts") for file in to.glob(f".{STORE_NAME}.{kind}.*.tmp")]
     # Readers write .blocks as well, without a lock: only that of a killed writer is known to be left.
     numbers = {file.name.split(".")[-2] for file in left}
     return left + [file for number in numbers for file in to.glob(f".*{STORE_NAME}.blocks.{number}.tmp*")]
 
 
 def _remove_parts(to: Path) -> None:
-    for left in to.glob(".parts-*"):
-        shutil.rmtree(left)
+    for left in to.glob(f"{PARTS}*"):
+        shutil.rmtree(left, ignore_errors=True)  # a late copy of a part may be written there
 
 
 def _locked(to: Path) -> AbstractContextManager[object]:
@@ -182,6 +192,7 @@ def _make_parts(
     *,
     num_workers: int | None,
     progress: Callable[[PrepareProgress], None] | None,
+    make: MakeParts | None,
 ) -> list[PartDone]:
     """All parts of `plan`, in order: those found from an earlier run and those made now."""
     done = {part.number: found for part in plan if (found := maker.finished(part))}
@@ -196,7 +207,11 @@ def _make_parts(
     missing = [part for part in plan if part.number not in done]
     workers = _num_workers(num_workers, len(missing), sum(part.size_bytes for part in missing))
     made = (maker.make(part) for part in missing)
-    if workers > 1:
+    if make is not None:
+        made = make(maker, missing)
+    elif workers > 1:
+        from threefold.data.store.part_processes import make_in_processes
+
         made = make_in_processes(dataclasses.replace(maker, encode_at_once=1), missing, num_workers=workers)
     with closing(made):
         for part_done in made:

@@ -25,16 +25,11 @@ from threefold.data.tokens import Tokenizer, for_texts
 from threefold.errors import DataError, ThreefoldError
 from threefold.progress_bars import Bars
 
+_STORES = ("s3:", "gs:")
 _REMOTE = re.compile(r"([a-z][a-z0-9+.-]*)://")
 # Keys that say what is trained on of rows that are not text, and how these become text.
 _OF_LABELS = ("lost_texts", "chat_template", "template_variables")
 _LABELLED = (*FORMATS[1:], *TRAIN_ON[:-1])
-_DOWNLOAD = {
-    "s3": "aws s3 cp --recursive {}",
-    "gs": "gcloud storage cp -r {}",
-    "http": "wget {} -P",
-    "https": "wget {} -P",
-}
 
 
 def open_store(source: Source, *, tokenizer: Tokenizer | None, cache: Path) -> TokenStore:
@@ -154,13 +149,20 @@ def _open_one(
     source: Source, name: str, known: Known, labeller_for: LabellerFor | None, memory: Path | None
 ) -> TextSource:
     folder = Path(name).expanduser()
+    if name.startswith(_STORES):
+        from threefold.data.store.at_address import text_at
+
+        # Under the name that the user has written.
+        text = _open_one(source, str(text_at(name)), known, labeller_for, memory)
+        return replace(text, name=name) if isinstance(text, Files) else text
     if found := _REMOTE.match(name):
-        fix = f"{_DOWNLOAD.get(found[1], 'download {} to').format(name)} DIR   then --data.source DIR"
+        download = f"wget {name} -P" if found[1].startswith("http") else f"download {name} to"
+        fix = f"{download} DIR   then --data.source DIR"
         if name.startswith("hf://datasets/"):
             fix = f"--data.source hf:{'/'.join(name.split('/')[3:5])}   (all files of the dataset)"
         raise DataError(
-            f"data.source = {name!r} is an address: {found[1]}:// is not read",
-            expected="files on this machine, or hf:OWNER/NAME for a dataset on the Hub",
+            f"data.source = {name!r} is an address: text at {found[1]}:// is not read",
+            expected="files on this machine or at s3://BUCKET/PREFIX, or hf:OWNER/NAME for a dataset on the Hub",
             fix=fix,
         )
     if name.startswith("hf:"):
@@ -189,6 +191,10 @@ def store_prefix(source: str) -> Path | None:
     """Prefix of the store that `source` names; None for text; a DataError for several or an unfinished one."""
     if source == "stdlib" or source.startswith("hf:"):
         return None
+    if source.startswith(_STORES):
+        from threefold.data.store.at_address import prefix_of
+
+        return prefix_of(source)
     path = Path(source).expanduser()
     if path.is_dir():
         prefixes = sorted(idx.with_suffix("") for idx in path.glob("*.idx"))

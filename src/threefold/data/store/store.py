@@ -7,6 +7,7 @@ The layout is Megatron-LM's, so stores made by other programs can be read here, 
     PREFIX.loss_mask  of conversations and the like: a bit for each token, whether it is trained on
     PREFIX.json  written last: the origin of the store (`StoreInfo`); stores made by other programs have none
     PREFIX.blocks  a hash of each block of the others, the smallest and the largest id (`blocks`)
+    PREFIX.stored  of a store at an address: where it is; then there is no .bin here (`at_address`)
 
 A store with a .json is complete: the writer renames .bin and .idx into place before it. Reading gives one flat stream
 of tokens and the documents' ends in it; a truncated or foreign file is refused with the reason.
@@ -22,15 +23,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from threefold.data.store.blocks import LOSS_MASK, Blocks, with_suffix
+from threefold.arrays import Bool, Int32, Int64
+from threefold.data.store.blocks import LOSS_MASK, STORED, Blocks, with_suffix
 from threefold.data.store.index import check_arrays, read_index
 from threefold.data.text.source import LossMask
 from threefold.errors import DataError
+
+if TYPE_CHECKING:
+    from threefold.places.known_file import KnownFile
 
 INFO_FORMAT = "threefold-store-1"
 
@@ -95,15 +100,24 @@ class TokenStore:
     """An open store: the flat `tokens` (memory-mapped) and the documents' ends in it.
 
     Pickles as its prefix, so that a loader's worker opens the files itself. Errors as for `read_index`. `blocks` are
-    the hashes of its bytes, if they are known (`known`), and `blocks_at` where they are kept, if they are.
+    the hashes of its bytes, if they are known (`known`), and `blocks_at` where they are kept, if they are. `named` is
+    what it is called: its prefix or its address, and `stored` its tokens at that address (None: they are here).
     """
 
     blocks: Blocks | None = None
     blocks_at: Path | None = None
+    stored: KnownFile | None = None
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = Path(prefix)
-        self._index = read_index(with_suffix(self.prefix, ".idx"), with_suffix(self.prefix, ".bin"))
+        self.named = str(self.prefix)
+        if with_suffix(self.prefix, STORED).exists():
+            from threefold.data.store.at_address import tokens_at
+
+            self.blocks, self.stored = tokens_at(self.prefix)
+            self.named = self.stored.named
+        size = self.stored.size if self.stored is not None else None
+        self._index = read_index(with_suffix(self.prefix, ".idx"), with_suffix(self.prefix, ".bin"), bin_bytes=size)
         self.dtype = self._index.dtype
         self.num_tokens = self._index.num_tokens
         self.num_documents = self._index.num_bounds - 1
@@ -136,15 +150,15 @@ class TokenStore:
         """Reads the index once; a DataError if its sequences are not one stream of tokens."""
         check_arrays(self._index)
 
-    def lengths(self) -> npt.NDArray[np.int32]:
+    def lengths(self) -> Int32:
         """Tokens of each sequence of the index."""
         return self._index.lengths()
 
     @cached_property
     def tokens(self) -> npt.NDArray[Any]:
         """The entire stream, [num_tokens], read-only and memory-mapped."""
-        if self.num_tokens == 0:
-            return np.empty(0, self.dtype)
+        if self.num_tokens == 0 or self.stored is not None:
+            return self.read(0, self.num_tokens)
         return np.memmap(with_suffix(self.prefix, ".bin"), self.dtype, mode="r")
 
     @cached_property
@@ -157,6 +171,8 @@ class TokenStore:
         """The tokens [start, stop) of the stream; a DataError if they were cut off since the store was opened."""
         # A mapped file that is cut ends the process with SIGBUS, and no word.
         size = self.dtype.itemsize
+        if self.stored is not None:
+            return np.frombuffer(self.stored.read(start * size, (stop - start) * size), self.dtype)
         data = os.pread(self._bin, (stop - start) * size, start * size)
         if len(data) != (stop - start) * size:
             raise DataError(
@@ -176,7 +192,7 @@ class TokenStore:
         return min(start, self.num_tokens), min(stop, self.num_tokens)
 
     @cached_property
-    def document_numbers(self) -> npt.NDArray[np.int64]:
+    def document_numbers(self) -> Int64:
         """The number of each document in the source, [num_documents]."""
         return np.arange(self.num_documents)
 
@@ -186,7 +202,7 @@ class TokenStore:
         weakref.finalize(self, os.close, number)
         return number
 
-    def trained_on(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
+    def trained_on(self, start: int, stop: int) -> Bool:
         """Whether each of the tokens [start, stop) is trained on, of a store with a loss mask; errors as for `read`."""
         first, last = start // 8, -(-stop // 8)
         data = os.pread(self._mask, last - first, first)
@@ -195,7 +211,7 @@ class TokenStore:
         bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
         return bits[start - 8 * first : stop - 8 * first].astype(np.bool_)
 
-    def count_trained_on(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def count_trained_on(self, starts: Int64, stops: Int64) -> Int64:
         """How many tokens of each [start, stop) are trained on, of a store with a loss mask; errors as for `read`."""
         data = np.fromfile(with_suffix(self.prefix, LOSS_MASK), np.uint8)
         if len(data) != -(-self.num_tokens // 8):
@@ -205,14 +221,14 @@ class TokenStore:
         words.view(np.uint8)[: len(data)] = data
         before = np.cumsum(ones := _num_ones(words)) - ones
 
-        def up_to(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        def up_to(places: Int64) -> Int64:
             below = (np.uint64(1) << (places % 64).astype(np.uint64)) - np.uint64(1)
             return before[places // 64] + _num_ones(words[places // 64] & below)
 
         return up_to(stops) - up_to(starts)
 
     @cached_property
-    def document_ends(self) -> npt.NDArray[np.int64]:
+    def document_ends(self) -> Int64:
         """One past each document's last token in the stream, [num_documents], never decreasing.
 
         It reads most of the .idx, whose blocks are compared first, if they are known: a DataError names one.
@@ -267,7 +283,7 @@ def _check_loss_mask(prefix: Path, num_tokens: int) -> None:
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
 
 
-def _num_ones(words: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+def _num_ones(words: npt.NDArray[Any]) -> Int64:
     """The number of bits that are set in each word of 64."""
     return _ONES[words.view(np.uint8)].reshape(-1, 8).sum(axis=1, dtype=np.int64)
 

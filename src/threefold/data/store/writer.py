@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
+from threefold.arrays import Bool, Int32
 from threefold.data.store.blocks import LOSS_MASK, SUFFIX, BlockHasher, Blocks, FileBlocks, IdRange, hashed, with_suffix
 from threefold.data.store.index import write_index
 from threefold.data.store.store import INFO_FORMAT, StoreInfo
@@ -35,7 +36,7 @@ class StoreWriter:
         self._digest = hashlib.blake2b(digest_size=16)
         self._blocks, self._ids = BlockHasher(), IdRange()
         self._bits = bytearray()
-        self._rest: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+        self._rest: Bool = np.empty(0, np.bool_)
         self.num_loss_tokens = 0
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
         self._bin: BinaryIO = self._temporary(".bin").open("wb")
@@ -48,9 +49,7 @@ class StoreWriter:
         for suffix in _WRITTEN:
             self._temporary(suffix).unlink(missing_ok=True)
 
-    def add_block(
-        self, tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int32], loss_mask: npt.NDArray[np.bool_] | None = None
-    ) -> None:
+    def add_block(self, tokens: npt.NDArray[Any], lengths: Int32, loss_mask: Bool | None = None) -> None:
         """Appends documents of `lengths`, [documents] int32, whose tokens are concatenated in `tokens`.
 
         Args:

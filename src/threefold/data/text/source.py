@@ -15,9 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, cast
 
-import numpy as np
-import numpy.typing as npt
-
+from threefold.arrays import Bool, Int32
 from threefold.errors import DataError, Problem
 
 PREFERENCE = "preference"
@@ -227,8 +225,8 @@ class Labelled(NamedTuple):
     `texts`: all texts of its messages.
     """
 
-    ids: npt.NDArray[np.int32]
-    loss_mask: npt.NDArray[np.bool_]
+    ids: Int32
+    loss_mask: Bool
     lost: Mapping[str, int] | None = None
     texts: Sequence[KnownText] = ()
 

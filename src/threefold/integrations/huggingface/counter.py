@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from transformers.utils import logging
 
-from threefold.audit.digest import Int64
+from threefold.arrays import Int64
 from threefold.errors import RunError, rows_text
 from threefold.integrations.huggingface.data import TrainLoader
 from threefold.integrations.huggingface.state import all_ranks

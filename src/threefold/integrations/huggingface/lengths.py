@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from threefold.arrays import Int64
 from threefold.data.order.order import Plain
-from threefold.data.order.permutation import IntArray, Permutation
+from threefold.data.order.permutation import Permutation
 from threefold.data.sampling.sampler import DistributedSampler
 
 # Rows of a stretch; fewer in a small dataset, which has four stretches at least.
@@ -38,7 +39,7 @@ class GroupedSampler(DistributedSampler):
     def _made_from(self) -> dict[str, Plain]:
         return {**super()._made_from, "lengths": xxhash.xxh3_64_hexdigest(self._lengths.tobytes())}
 
-    def _indices_at(self, epoch: int, seed: int) -> Callable[[IntArray], IntArray]:
+    def _indices_at(self, epoch: int, seed: int) -> Callable[[Int64], Int64]:
         size = len(self._lengths)
         shuffle = Permutation(size, seed=seed, epoch=epoch)
         rows = shuffle.at(np.arange(size, dtype=np.int64))

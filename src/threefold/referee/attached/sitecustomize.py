@@ -54,6 +54,11 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
+def _run(spec: Any) -> None:
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
 def _part(part: str) -> Any:
     # By its place: the watched interpreter may be one in which threefold is not installed.
     name, folder = "_threefold_referee", _HERE.parent / "rank"
@@ -61,14 +66,8 @@ def _part(part: str) -> Any:
         spec = importlib.util.spec_from_file_location(
             name, folder / "__init__.py", submodule_search_locations=[str(folder)]
         )
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
+        _run(spec)
     return importlib.import_module(f"{name}.{part}")
-
-
-def _attach(torch: ModuleType) -> None:
-    _part("recorder").attach(os.environ)
 
 
 def _take_model(torch: ModuleType) -> None:
@@ -77,23 +76,12 @@ def _take_model(torch: ModuleType) -> None:
     importlib.import_module("threefold.referee.judge.alone").take_model(Path(os.environ[_ALONE]))
 
 
-def _watch_sharding(fsdp: ModuleType) -> None:
-    _part("recorder").watch_sharding(fsdp)
-
-
-def _watch_exports(modeling: ModuleType) -> None:
-    _part("recorder").watch_exports(modeling)
-
-
 def _run_the_users() -> None:
     """Runs the `sitecustomize` that this one hides, if there is one; its errors are its own."""
     others = [entry for entry in sys.path if Path(entry or ".").resolve() != _HERE]
     spec = PathFinder.find_spec("sitecustomize", others)
-    if spec is None or spec.loader is None:
-        return
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["sitecustomize"] = module
-    spec.loader.exec_module(module)
+    if spec is not None:
+        _run(spec)
 
 
 # Imported as a module of the package, by a test say, it does nothing.
@@ -101,7 +89,9 @@ if __name__ == "sitecustomize":
     if os.environ.get(_ALONE):
         sys.meta_path.insert(0, _AfterImport("torch", _take_model))
     elif os.environ.get(_RECORD):
-        sys.meta_path.insert(0, _AfterImport("torch", _attach))
-        sys.meta_path.insert(0, _AfterImport("torch.distributed.fsdp", _watch_sharding))
-        sys.meta_path.insert(0, _AfterImport("transformers.modeling_utils", _watch_exports))
+        sys.meta_path[:0] = [
+            _AfterImport("torch", lambda torch: _part("recorder").attach(os.environ)),
+            _AfterImport("torch.distributed.fsdp", lambda fsdp: _part("recorder").watch_sharding(fsdp)),
+            _AfterImport("transformers.modeling_utils", lambda models: _part("recorder").watch_exports(models)),
+        ]
     _run_the_users()

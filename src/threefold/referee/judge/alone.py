@@ -9,19 +9,17 @@ from __future__ import annotations
 import copy
 import os
 import sys
-import threading
 import traceback
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch.nn import Module
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from threefold.referee.judge.checked_steps import Unjudgeable
-from threefold.referee.judge.curve import checked_steps
+from threefold.referee.judge.checked_steps import checked_steps
 from threefold.referee.judge.gradients import GRADIENTS, judge_gradients
-from threefold.referee.judge.groups import groups_of
-from threefold.referee.judge.parts import not_judged, write_alone
+from threefold.referee.judge.groups import RankGroups, groups_of
+from threefold.referee.judge.parts import Unjudgeable, not_judged, write_alone
 from threefold.referee.rank.weights import unwrapped
 from threefold.referee.record import read_command
 
@@ -29,37 +27,28 @@ from threefold.referee.record import read_command
 def take_model(folder: Path) -> None:
     """Ends this process at the first call of the model that the record in `folder` is of, with its gradients judged."""
     groups = groups_of([record for record in read_command(folder).ranks if record.calls])
-    names = set(groups.members[0][0].placement["parameters"])
-    call = torch.nn.Module.__call__
-    local = threading.local()
+    names = set(groups.records[0].placement["parameters"])
 
-    @wraps(call)
-    def watched(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        is_inner = getattr(local, "is_inner", False)
-        if not is_inner and self.training and {name for name, _ in self.named_parameters()} == names:
-            torch.nn.Module.__call__ = call
-            _judge_and_end(folder, self)
-        local.is_inner = True
-        try:
-            return call(self, *args, **kwargs)
-        finally:
-            local.is_inner = is_inner
+    def called(module: Module, args: Any) -> None:
+        # A wrapper has names of its own, and is called before what it wraps.
+        if module.training and {name for name, _ in module.named_parameters()} == names:
+            hook.remove()
+            _judge_and_end(folder, groups, module)
 
-    torch.nn.Module.__call__ = watched
+    hook = register_module_forward_pre_hook(called)
 
 
-def _judge_and_end(folder: Path, module: torch.nn.Module) -> None:
+def _judge_and_end(folder: Path, groups: RankGroups, module: Module) -> None:
     code = 0
     try:
         model = unwrapped(module)
         if not any(hasattr(parameter, "placements") for parameter in model.parameters()):
             model = copy.deepcopy(model)  # without the hooks that change gradients
-        groups = groups_of([record for record in read_command(folder).ranks if record.calls])
         try:
-            parts = judge_gradients(checked_steps(folder, groups), groups.members[0][0].placement, model)
+            part = judge_gradients(checked_steps(folder, groups), groups.records[0].placement, model)
         except Unjudgeable as why:
-            parts = [not_judged(GRADIENTS, str(why))]
-        write_alone(folder, parts)
+            part = not_judged(GRADIENTS, why)
+        write_alone(folder, part)
     except Exception:
         traceback.print_exc()
         code = 1

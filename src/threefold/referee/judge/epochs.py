@@ -1,4 +1,4 @@
-"""Rows never read, or read twice, in an epoch.
+"""Rows never read, or read twice, in an epoch; and their order: one for all data ranks, another in each epoch.
 
 An epoch is a pass of the DataLoader whose batches reached the model on every data rank. Its rows are known by their
 contents, so what changes from epoch to epoch (augmented rows, random masks) is not judged by them. How many rows there
@@ -7,14 +7,15 @@ should be is known from the data set where a sampler of a known kind draws from 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import itemgetter
+from typing import Any
 
 from threefold.referee.judge.groups import RankGroups
-from threefold.referee.judge.parts import JudgedPart, Rows, not_judged, proved, refuted
-from threefold.referee.record import LoaderPass, RankRecord
-
-EPOCHS = "rows of an epoch"
+from threefold.referee.judge.parts import JudgedPart, Refuted, Rows, Unjudgeable, judges, none_here, proved
+from threefold.referee.record import LoaderPass, Records
 
 # Samplers that read every row of a data set once, those of one data rank together with those of the others.
 _READS_ALL_ROWS = {"DistributedSampler", "RandomSampler", "SequentialSampler", "SeedableRandomSampler"}
@@ -35,6 +36,10 @@ class Epoch:
         """How often each row was read, by all ranks."""
         return Counter(row for rank in self.rows for row in rank)
 
+    def settings(self, *names: str) -> list[Any]:
+        """The first of these settings that the samplers of each data rank have."""
+        return [each.setting(*names) for each in self.passes]
+
     @property
     def ended(self) -> bool:
         """Whether every data rank has read it to its end."""
@@ -43,7 +48,7 @@ class Epoch:
     @property
     def replicas(self) -> int | None:
         """Into how many shares the samplers divide the rows; None: they do not."""
-        return self.passes[0].setting("num_replicas", "num_processes")
+        return self.settings("num_replicas", "num_processes")[0]
 
     @property
     def is_disjoint(self) -> bool:
@@ -57,8 +62,8 @@ class Epoch:
             return False
         if len(self.passes) == 1:
             return True
-        shares = {each.setting("rank", "process_index") for each in self.passes}
-        orders = {(each.setting("seed", "initial_seed"), each.setting("epoch")) for each in self.passes}
+        shares = set(self.settings("rank", "process_index"))
+        orders = set(zip(self.settings("seed", "initial_seed"), self.settings("epoch"), strict=True))
         return self.replicas == len(self.passes) == len(shares) and len(orders) == 1
 
     def num_rows(self) -> int | None:
@@ -77,91 +82,108 @@ def is_known(loader_pass: LoaderPass) -> bool:
     *outer, inner = loader_pass.samplers or [{"class": None, "package": None}]
     if {each["package"] for each in (*outer, inner)} - _PACKAGES or {each["class"] for each in outer} - _BATCHES:
         return False
-    if inner["class"] == "RandomSampler" and inner.get("num_samples") != loader_pass.rows:
-        return False
-    return inner["class"] in _READS_ALL_ROWS and not inner.get("replacement")
+    is_part = inner["class"] == "RandomSampler" and inner.get("num_samples") != loader_pass.rows
+    return inner["class"] in _READS_ALL_ROWS and not inner.get("replacement") and not is_part
 
 
-def epochs_of(ranks: list[RankRecord]) -> list[Epoch] | str:
+def epochs_of(ranks: Records) -> list[Epoch] | str:
     """The epochs that the data ranks (one record each) have trained on, or why they cannot be found."""
     names = [dict.fromkeys(call.loader_pass for call in record.calls) for record in ranks]
     if any(None in each for each in names):
-        return "the rows do not come from torch's DataLoader"
+        return _epochs_by_rows(ranks) or "the rows do not come from torch's DataLoader"
     if (num_loaders := len({name[0] for each in names for name in each if name is not None})) > 1:
         return f"the rows come from {num_loaders} DataLoaders"
     epochs: list[Epoch] = []
     # In the order of use on each rank: a rank may have begun a pass that it never trained on.
     for used in zip(*names, strict=False):
-        passes = [
-            record.passes[name] for record, name in zip(ranks, used, strict=True) if name and name in record.passes
-        ]
+        pairs = list(zip(ranks, used, strict=True))
+        passes = [record.passes[name] for record, name in pairs if name and name in record.passes]
         if len(passes) < len(ranks):
             return "a rank was killed, so its record does not tell the passes of its DataLoader"
         rows = [
-            [row for call in record.calls if call.loader_pass == name for row in call.rows]
-            for record, name in zip(ranks, used, strict=True)
+            [row for call in record.calls if call.loader_pass == name for row in call.rows] for record, name in pairs
         ]
         epochs.append(Epoch(len(epochs) + 1, passes, rows))
-    foreign = (why for epoch in epochs for why in _foreign_rows(epoch))
-    return next(foreign, epochs) or "no rank has trained on an epoch"
+    if any(None in epoch.settings("batch_size") for epoch in epochs):
+        return _epochs_by_rows(ranks) or "the size of the DataLoader's batches is not known"
+    foreign = next(filter(None, map(_foreign_rows, epochs)), None)
+    return foreign or epochs or "no rank has trained on an epoch"
 
 
-def _foreign_rows(epoch: Epoch) -> list[str]:
-    """Why the rows of the calls of the model are not those of the loader; nothing if they are, by their number."""
+def _epochs_by_rows(ranks: Records) -> list[Epoch]:
+    """The epochs that the rows themselves show: none comes again before all others have come, but for a step's.
+
+    Empty if fewer than two of them ended.
+    """
+    reads = [(call.step, rank, row) for rank, each in enumerate(ranks) for call in each.calls for row in call.rows]
+    times: Rows = Counter()
+    by_epoch: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    for step, rank, row in sorted(reads, key=itemgetter(0)):
+        times[row] += 1
+        by_epoch[times[row]].append((step, rank, row))
+    ended = [each for each in by_epoch.values() if len(each) == len(times)]
+    if len(ended) < 2 or any(now[-1][0] > after[0][0] for now, after in pairwise(by_epoch.values())):
+        return []
+    read = [LoaderPass(None, 0, ended=True, samplers=[])] * len(ranks)
+    rows = [[[row for _, by, row in each if by == rank] for rank in range(len(ranks))] for each in ended]
+    return [Epoch(number, read, of_ranks) for number, of_ranks in enumerate(rows, start=1)]
+
+
+def _foreign_rows(epoch: Epoch) -> str | None:
+    """Why the rows of the calls of the model are not those of the loader; None if they are, by their number."""
     for each, rows in zip(epoch.passes, epoch.rows, strict=True):
         size = each.setting("batch_size")
-        if size is None:
-            return ["the size of the DataLoader's batches is not known"]
         if each.setting("split_batches"):
             size //= each.setting("num_processes")
         # A pass that was broken off may have handed out batches that were not trained on.
         if len(rows) > each.batches * size or (each.ended and len(rows) <= (each.batches - 1) * size):
-            return [f"the model is called with {len(rows)} rows of {each.batches} batches of {size}"]
-    return []
+            return f"the model is called with {len(rows)} rows of {each.batches} batches of {size}"
+    return None
 
 
+@judges("rows of an epoch")
 def judge_epochs(groups: RankGroups, epochs: list[Epoch] | str) -> JudgedPart:
     """Whether every row was read once in every epoch."""
     if isinstance(epochs, str):
-        return not_judged(EPOCHS, epochs)
-    if groups.obstacle is not None:
-        return not_judged(EPOCHS, groups.obstacle)
+        raise Unjudgeable(epochs)
+    groups.check()
     ended = [epoch for epoch in epochs if epoch.ended]
-    if any(each.setting("replacement") for each in epochs[0].passes):
-        return not_judged(EPOCHS, "the sampler draws rows with replacement")
+    if any(epochs[0].settings("replacement")):
+        raise Unjudgeable("the sampler draws rows with replacement")
     if not ended:
-        return not_judged(EPOCHS, f"no epoch ended: {epochs[0].counts.total()} reads so far")
+        raise Unjudgeable(f"no epoch ended: {epochs[0].counts.total()} reads so far")
     num_rows = epochs[0].num_rows()
     known = {row for epoch in epochs for row in epoch.counts}
     if num_rows is None:
         return _by_one_another(ended, known)
     if len(known) > num_rows:
-        what = f"{len(known)} different rows were read of a data set of {num_rows}"
-        return not_judged(EPOCHS, f"{what}: they change from epoch to epoch, by augmentation or padding")
+        raise Unjudgeable(
+            f"{len(known)} different rows were read of a data set of {num_rows}: they change from epoch to epoch, by "
+            "augmentation or padding"
+        )
     for epoch in ended:
-        if part := _incomplete(epoch, num_rows=num_rows, known=known):
-            return part
+        _check_complete(epoch, num_rows=num_rows, known=known)
     if any(_num_repeated(epoch, num_rows) > 0 for epoch in ended):
-        return not_judged(EPOCHS, "rows came twice in each epoch: the data set may hold equal ones")
+        raise Unjudgeable("rows came twice in each epoch: the data set may hold equal ones")
     # Contents that never come again may be random: then only the samplers show that rows are read once.
     if len(ended) == 1 and not epochs[0].divides:
-        return not_judged(EPOCHS, "one epoch does not show whether a row looks the same each time")
+        raise Unjudgeable("one epoch does not show whether a row looks the same each time")
     reads = [epoch.counts.total() for epoch in ended]
     left_out, filled = max(num_rows - min(reads), 0), max(max(reads) - num_rows, 0)
     if left_out and not any(each.get("drop_last") for each in epochs[0].passes[0].samplers):
-        return not_judged(EPOCHS, f"{left_out} of {num_rows} rows left the DataLoader and did not reach the model")
+        raise Unjudgeable(f"{left_out} of {num_rows} rows left the DataLoader and did not reach the model")
     dropped = f"; {left_out} were left out at its end (drop_last)" if left_out else ""
     again = f"; {filled} were read again to fill its last batches" if filled else ""
-    return proved(EPOCHS, f"each of {num_rows} rows was read once in each epoch, of {len(ended)}{dropped}{again}")
+    return proved(f"each of {num_rows} rows was read once in each epoch, of {len(ended)}{dropped}{again}")
 
 
 def _by_one_another(ended: list[Epoch], known: set[str]) -> JudgedPart:
     """Judges epochs of a data set of unknown size: all of them must have read the same rows, each once."""
     if len(ended) < 2:
-        return not_judged(EPOCHS, "how many rows an epoch has is not known, and fewer than two epochs ended")
+        raise Unjudgeable("how many rows an epoch has is not known, and fewer than two epochs ended")
     if all(len(known) == len(epoch.counts) == epoch.counts.total() for epoch in ended):
-        return proved(EPOCHS, f"{len(ended)} epochs read the same {len(known)} rows, each once")
-    return not_judged(EPOCHS, "how many rows an epoch has is not known, and the epochs read different ones")
+        return proved(f"{len(ended)} epochs read the same {len(known)} rows, each once")
+    raise Unjudgeable("how many rows an epoch has is not known, and the epochs read different ones")
 
 
 def _num_repeated(epoch: Epoch, num_rows: int) -> int:
@@ -170,12 +192,12 @@ def _num_repeated(epoch: Epoch, num_rows: int) -> int:
     return counts.total() - len(counts) - max(counts.total() - num_rows, 0)
 
 
-def _incomplete(epoch: Epoch, *, num_rows: int, known: set[str]) -> JudgedPart | None:
-    """What is wrong with an epoch: too few reads, too many, or rows that another epoch has and this one lacks."""
+def _check_complete(epoch: Epoch, *, num_rows: int, known: set[str]) -> None:
+    """Raises what is wrong with an epoch: too few reads, too many, or rows that it lacks and another one has."""
     counts = epoch.counts
     num_reads = counts.total()
     # What drop_last leaves out, or what fills the last batches.
-    tolerated = sum(each.setting("batch_size") or 1 for each in epoch.passes)
+    tolerated = sum(size or 1 for size in epoch.settings("batch_size"))
     # Equal rows of a data set repeat too, but then no row is lacking that another epoch has.
     lacking = len(known) - len(counts) - max(num_rows - num_reads, 0)
     twice = sum(count > 1 for count in counts.values())
@@ -186,10 +208,74 @@ def _incomplete(epoch: Epoch, *, num_rows: int, known: set[str]) -> JudgedPart |
     elif num_reads - num_rows > tolerated:
         what = f"epoch {epoch.number} made {num_reads} reads of {num_rows} rows: {twice} more than once"
     else:
-        return None
-    return refuted(
-        EPOCHS,
+        return
+    raise Refuted(
         what,
-        expected=f"each of the {num_rows} rows once, by one data rank",
-        where="the sampler of each rank: equal seed and epoch, num_replicas the number of data ranks, rank its own",
+        f"each of the {num_rows} rows once, by one data rank",
+        "the sampler of each rank: equal seed and epoch, num_replicas the number of data ranks, rank its own",
+    )
+
+
+# Fewer rows come in the same order by chance.
+_FEWEST_ROWS = 8
+
+
+@judges("order of epochs")
+def judge_order(groups: RankGroups, epochs: list[Epoch] | str) -> JudgedPart:
+    """Whether all data ranks follow one order, and whether each epoch that is shuffled has one of its own."""
+    if isinstance(epochs, str):
+        raise Unjudgeable(epochs)
+    groups.check()
+    ranks = [record.rank for record in groups.first_of_each]
+    for epoch in epochs:
+        if epoch.replicas is not None:
+            _check_settings(epoch, ranks)
+            _check_shares(epoch, epoch.replicas)
+    ended = [epoch for epoch in epochs if epoch.ended]
+    if len(ended) < 2:
+        return none_here("fewer than two epochs ended, so there is no second order")
+    same = [epoch.number for before, epoch in pairwise(ended) if before.rows == epoch.rows]
+    if any(2 * len(before.counts & epoch.counts) < len(epoch.counts) for before, epoch in pairwise(ended)):
+        raise Unjudgeable("most rows of an epoch are not those of the epoch before, so orders do not show")
+    if not same:
+        return proved(f"{len(ended)} epochs, each in an order of its own")
+    first = epochs[0].passes[0]
+    shuffles = first.setting("shuffle") or any("Random" in each["class"] for each in first.samplers)
+    if not shuffles:
+        return none_here("equal in each epoch; the sampler does not shuffle")
+    if min(len(set(rows)) for rows in epochs[0].rows) < _FEWEST_ROWS:
+        raise Unjudgeable(f"a rank reads fewer than {_FEWEST_ROWS} different rows in an epoch")
+    raise Refuted(
+        f"epoch {same[0]} read its rows in the order of the epoch before ({len(same)} of {len(ended) - 1} epochs do)",
+        f"a new order in each epoch: {first.samplers[-1]['class']} is asked to shuffle",
+        "the loop over epochs: sampler.set_epoch(epoch) before each of them",
+    )
+
+
+def _check_settings(epoch: Epoch, ranks: list[int]) -> None:
+    """Raises a sampler whose order is not that of rank 0; ranks with data sets of their own have their own orders."""
+    for names in (("seed", "initial_seed"), ("epoch",), ("num_replicas", "num_processes")):
+        values = epoch.settings(*names)
+        other = next((place for place, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            raise Refuted(
+                f"in epoch {epoch.number} the sampler of rank {ranks[other]} has {names[0]} {values[other]}, "
+                f"that of rank {ranks[0]} has {values[0]}",
+                "one order of the data set, of which each data rank reads its share",
+                f"where the sampler is made, or its epoch set: {names[0]} must not depend on the rank",
+            )
+
+
+def _check_shares(epoch: Epoch, replicas: int) -> None:
+    """Raises samplers that do not deal out all rows to the data ranks, each to one of them."""
+    num_ranks = len(epoch.passes)
+    shares = epoch.settings("rank", "process_index")
+    collide = len(set(shares)) < num_ranks and not epoch.is_disjoint
+    if replicas <= num_ranks and not collide:
+        return
+    numbers = ", ".join(map(str, shares))
+    raise Refuted(
+        f"the samplers divide the rows by {replicas} and read the shares {numbers} on {num_ranks} data ranks",
+        "num_replicas is the number of data ranks, and each of them reads another share",
+        "where the sampler is made: num_replicas and rank are those of the data ranks",
     )

@@ -9,14 +9,13 @@ model is run in it, and its difference from float32 is the tolerance.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from threefold.referee.judge.checked_steps import CheckedStep, TrainedRows, Unjudgeable
+from threefold.referee.judge.checked_steps import CheckedStep, TrainedRows
 from threefold.referee.judge.laws import (
     OWN_LOSS,
     TARGETS,
@@ -27,16 +26,26 @@ from threefold.referee.judge.laws import (
     factor_of,
     fit_law,
     fit_units,
-    grouped,
     known_laws,
     left_beside,
     lost_units,
     named_factors,
 )
-from threefold.referee.judge.own_model import OwnModel, UntiedWeights, rebuilt
-from threefold.referee.judge.parts import JudgedPart, not_judged, proved, refuted
+from threefold.referee.judge.own_model import OwnModel, foreign_part, read_as, readings_of, rebuilt
+from threefold.referee.judge.parts import (
+    JudgedPart,
+    Refuted,
+    Unjudgeable,
+    judges,
+    listed,
+    none_here,
+    numbers_text,
+    proved,
+)
+from threefold.referee.rank.sealed import Values
 
-GRADIENTS, TARGET_PLACES = "gradients", "targets"
+GRADIENTS = "gradients"
+ByParameter = dict[str, float]
 
 # The most values of each parameter that rows are told apart by; all values are compared once the law is known.
 _NUM_VALUES = 4096
@@ -47,88 +56,117 @@ _TIMES = 4.0
 _TOO_NOISY = 0.3
 # Devices may round the factors of products of float32 (TF32).
 _ON_A_DEVICE = "a device's float32"
-_LOW = {"bfloat16": torch.bfloat16}
+_AS_ALONE = "what the same model computes in one process from the same weights and rows"
 _UNSEEN = ("attention_mask", "position_ids")
 # Operations that this machine is asked for, for each pass over the checked steps; and values of gradients of all rows.
 _MOST_WORK, _MOST_VALUES = 3e12, 2**26
 
 
-@dataclass
-class StepFit:
-    """What a step shows: its law, or the weights of units that follow none, and how each parameter follows the law.
+class NoLaw(Refuted):
+    """A gradient that is not made of those of its rows, as they are read."""
 
-    Attributes:
-        repeats: whether the gradient of the step before is a part of the recorded one.
-        unseen: an input that the model is called with, and without which its gradients are the recorded ones.
-    """
+
+class Compared(NamedTuple):
+    """How a parameter follows a law: its factor, the share that is left, and the most that may be."""
+
+    factor: float
+    left: float
+    tolerance: float
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether it is a multiple of what the law says."""
+        return not self.factor or self.left <= self.tolerance
+
+
+class StepFit(NamedTuple):
+    """The law of a step, and how each parameter follows it."""
 
     step: CheckedStep
     sizes: list[UnitSize]
-    fit: LawFit | None = None
-    unit_weights: Tensor | None = None
-    repeats: bool = False
-    unseen: str | None = None
-    factors: dict[str, float] = field(default_factory=dict)
-    left: dict[str, float] = field(default_factory=dict)
-    tolerance: dict[str, float] = field(default_factory=dict)
+    fit: LawFit
+    compared: dict[str, Compared]
 
-    def odd(self) -> dict[str, float]:
+    def odd(self) -> ByParameter:
         """Parameters that follow the law with a factor of their own."""
-        assert self.fit is not None
         usual = self.fit.factor
         return {
-            name: factor / usual
-            for name, factor in self.factors.items()
-            if abs(factor / usual - 1) > max(_FACTOR, self.tolerance[name]) and self._is_explained(name)
+            name: each.factor / usual
+            for name, each in self.compared.items()
+            if abs(each.factor / usual - 1) > max(_FACTOR, each.tolerance) and each.is_explained
         }
 
     def unexplained(self) -> list[str]:
         """Parameters that no factor explains."""
-        return [name for name in self.factors if not self._is_explained(name)]
-
-    def _is_explained(self, name: str) -> bool:
-        return not self.factors[name] or self.left[name] <= self.tolerance[name]
+        return [name for name, each in self.compared.items() if not each.is_explained]
 
 
-def judge_gradients(
-    steps: list[CheckedStep], placement: dict[str, Any], own: nn.Module | None = None
-) -> list[JudgedPart]:
-    """The parts of a verdict that follow from the gradients of a model.
+@judges(GRADIENTS)
+def judge_gradients(steps: list[CheckedStep], placement: Values, own: nn.Module | None = None) -> JudgedPart:
+    """Whether each parameter has the gradient that the model and the rows of the steps give.
 
     Args:
         placement: what the first rank shows of its model.
         own: the model in one process, as the program makes it; else one of transformers is rebuilt from its config.
     """
-    fits: list[StepFit] = []
+    architecture, device = placement["architecture"], placement["device"]
+    if architecture["dropout"] and device != "cpu":
+        raise Unjudgeable("the model draws random numbers on the device: set its dropout to 0")
     try:
-        architecture = placement["architecture"]
-        model = OwnModel(own if own is not None else rebuilt(architecture), replaced=architecture.get("replaced"))
-        if architecture["dropout"] and placement["device"] != "cpu":
-            raise Unjudgeable("the model draws random numbers on the device: set its dropout to 0")
-        work = 0.0
-        for step in steps:
-            work += _work(model, step)
-            if work > _MOST_WORK:
-                if fits:
-                    break
-                what = f"{work:.0e} operations to compute the gradients of step {step.number} here, of at most"
-                raise Unjudgeable(f"{what} {_MOST_WORK:.0e}: train fewer rows, or a smaller config")
-            if placement["device"] != "cpu":
-                step.types.add(_ON_A_DEVICE)
-            fits.append(_fit_step(model, step, fits[-1].step if fits else None))
-            if fits[-1].fit is None:
-                break
-    except Unjudgeable as why:
-        if not fits:
-            return [not_judged(GRADIENTS, str(why))]
-    except UntiedWeights as name:
-        what = f"{name} is a weight of its own in the program, and the model shares it with another one"
-        where = "what replaces parameters after the model is made: sharding, a cast, a load, a resized vocabulary"
-        return [refuted(GRADIENTS, what, expected="one weight, with the gradients of all its uses", where=where)]
+        if own is not None:
+            return _judged(OwnModel(own, replaced=architecture.get("replaced")), steps, device)
+        for reading in readings_of(architecture):
+            try:
+                return _judged(OwnModel(rebuilt(architecture)), [read_as(step, *reading) for step in steps], device)
+            except NoLaw as wrong:
+                first = wrong
+    except (Unjudgeable, Refuted):
+        raise
     except Exception as error:  # of a model that nobody here has seen
         text = " ".join(str(error).split())[:200]
-        return [not_judged(GRADIENTS, f"the model cannot be computed here ({type(error).__name__}: {text})")]
-    return [_verdict(fits), *_target_places(fits)]
+        raise Unjudgeable(f"the model cannot be computed here ({type(error).__name__}: {text})") from error
+    if foreign := foreign_part(architecture):
+        raise Unjudgeable(f"{foreign}, and no reading of them explains its gradients")
+    raise first
+
+
+def _judged(model: OwnModel, steps: list[CheckedStep], device: str) -> JudgedPart:
+    """What the steps show, until one is too much work or cannot be judged.
+
+    Raises:
+        Refuted: one is wrong.
+        Unjudgeable: not even the first can be judged.
+    """
+    fits: list[StepFit] = []
+    work = 0.0
+    for step in steps:
+        num_tokens = sum(max(value.numel() for value in unit.inputs.values()) for unit in step.units)
+        # Of a forward and backward of all rows.
+        work += 6.0 * num_tokens * sum(weight.numel() for weight in step.weights.values())
+        if device != "cpu":
+            step.types.add(_ON_A_DEVICE)
+        try:
+            if work > _MOST_WORK:
+                raise Unjudgeable(
+                    f"{work:.0e} operations to compute the gradients of step {step.number} here, of at most "
+                    f"{_MOST_WORK:.0e}: train fewer rows, or a smaller config"
+                )
+            found = _fit_step(model, step, fits[-1].step if fits else None)
+        except Unjudgeable:
+            if fits:
+                break
+            raise
+        _check(found)
+        fits.append(found)
+    total = sum(size.num_targets for size in fits[0].sizes)
+    names = len(fits[0].compared)
+    law = next((known.law for known in _known_factors(fits[0])), TARGETS)
+    steps_text = numbers_text(fits[0].step.number, fits[-1].step.number)
+    what = f"in {steps_text} each of {names} parameters has the gradient of {law} ({total} in step {steps[0].number})"
+    num_silent = len(steps[0].gradients) - names
+    silent = f"; {num_silent} are zero but for rounding, and not compared" if num_silent else ""
+    largest = max(each.left for found in fits for each in found.compared.values())
+    return proved(f"{what}; the largest difference is {largest:.0e} of a gradient{silent}")
 
 
 def _fit_step(model: OwnModel, step: CheckedStep, before: CheckedStep | None) -> StepFit:
@@ -139,34 +177,51 @@ def _fit_step(model: OwnModel, step: CheckedStep, before: CheckedStep | None) ->
     sizes = [
         UnitSize(unit.rank, unit.call, unit.row, model.num_targets(unit), model.num_labels(unit)) for unit in units
     ]
-    trained = [name for name, value in step.gradients.items() if bool(value.isfinite().all())]
-    if len(trained) < len(step.gradients):
+    if not all(bool(value.isfinite().all()) for value in step.gradients.values()):
         raise Unjudgeable(f"step {step.number} has a gradient that is not finite")
-    laws = [*known_laws(sizes), *_own_law(units)]
+    trained = list(step.gradients)
+    laws = known_laws(sizes)
+    counts = [unit.mean_weight for unit in units]
+    if None not in counts:
+        # The gradients at the outputs show what the program's own loss makes of each unit's targets.
+        laws.append(Law(OWN_LOSS, torch.tensor(counts, dtype=torch.float64)))
     noise = _noise(model, units, laws[0].weights, step, trained)
     own, recorded = _samples(model, units, step, trained)
     if (best := _explains(laws, own, recorded, noise)) is not None:
-        return _compared(model, units, StepFit(step, sizes, best), noise)
-    found = StepFit(step, sizes)
-    if (weights := fit_units(own, recorded)) is not None and _explains([Law("", weights)], own, recorded, noise):
-        found.unit_weights = weights
-    if before is not None and before.gradients.keys() >= set(trained):
-        earlier = [_sampled(before.gradients[name], values) for name, values in zip(trained, recorded, strict=True)]
-        found.repeats = any(_is_small(left_beside(law, own, recorded, earlier), noise) for law in laws)
+        return StepFit(step, sizes, best, _compared(model, units, best, step, noise))
     # What the program hands to its model, and the model may not see.
     for name in _UNSEEN:
         blind = [replace(unit, inputs={n: v for n, v in unit.inputs.items() if n != name}) for unit in units]
-        if any(name in unit.inputs for unit in units):
-            own, recorded = _samples(model, blind, step, trained)
-            if _explains(laws, own, recorded, noise) is not None:
-                found.unseen = name
-    return found
-
-
-def _work(model: OwnModel, step: CheckedStep) -> float:
-    """Operations of a forward and backward of all rows."""
-    num_tokens = sum(max(value.numel() for value in unit.inputs.values()) for unit in step.units)
-    return 6.0 * num_tokens * sum(weight.numel() for weight in step.weights.values())
+        if any(name in unit.inputs for unit in units) and _explains(
+            laws, *_samples(model, blind, step, trained), noise
+        ):
+            raise NoLaw(
+                f"in step {step.number} the gradient is that of a model that does not see {name}, which it is called "
+                "with",
+                _AS_ALONE,
+                f"what takes {name} away on the way into the layers: a wrapper, a patch, a kernel",
+            )
+    if before is not None and before.gradients.keys() >= set(trained):
+        earlier = [_sampled(before.gradients[name], values) for name, values in zip(trained, recorded, strict=True)]
+        if any(_is_small(left_beside(law, own, recorded, earlier), noise) for law in laws):
+            raise NoLaw(
+                f"in step {step.number} the gradient of the step before is still in the gradient",
+                "gradients of the rows of this step alone",
+                "optimizer.zero_grad() after each step, on all parameters",
+            )
+    weights = fit_units(own, recorded)
+    if weights is not None and _explains([Law("", weights)], own, recorded, noise) and (lost := lost_units(weights)):
+        rows = ", ".join(str(sizes[place]) for place in lost[:3]) + (" ..." if len(lost) > 3 else "")
+        raise NoLaw(
+            f"in step {step.number} {len(lost)} of {len(sizes)} rows are not in the gradient: {rows}",
+            "a part of each row that was trained on",
+            "zero_grad between micro-batches, no_sync on the last one, a gradient that is not summed over ranks",
+        )
+    raise NoLaw(
+        f"in step {step.number} the gradient is no sum of the gradients of its rows",
+        _AS_ALONE,
+        "the forward of the model: masks, positions, documents packed together, layers that differ; hooks on gradients",
+    )
 
 
 def _samples(
@@ -188,205 +243,119 @@ def _sampled(gradient: Tensor, like: Tensor) -> Tensor:
     return gradient.flatten()[:: like.stride(0)].clone()
 
 
-def _own_law(units: list[TrainedRows]) -> list[Law]:
-    """What the program's own loss makes of each unit's targets, where the gradients at its outputs show it."""
-    counts = [unit.mean_weight for unit in units]
-    known = [count for count in counts if count is not None]
-    return [Law(OWN_LOSS, torch.tensor(known, dtype=torch.float64))] if len(known) == len(counts) else []
-
-
-def _explains(laws: list[Law], own: list[Tensor], recorded: list[Tensor], noise: dict[str, float]) -> LawFit | None:
+def _explains(laws: list[Law], own: list[Tensor], recorded: list[Tensor], noise: ByParameter) -> LawFit | None:
     """The first law that most parameters follow."""
     fits = (fit_law(law, own, recorded) for law in laws)
     return next((fit for fit in fits if _is_small(fit.left, noise)), None)
 
 
-def _is_small(left: Tensor, noise: dict[str, float]) -> bool:
+def _is_small(left: Tensor, noise: ByParameter) -> bool:
     return float((left / torch.tensor(list(noise.values()))).median()) <= 1
 
 
-def _compared(model: OwnModel, units: list[TrainedRows], found: StepFit, noise: dict[str, float]) -> StepFit:
-    """With all values of each parameter compared under the law."""
-    assert found.fit is not None
-    losses = list(zip(units, found.fit.law.weights.tolist(), strict=True))
-    expected = model.gradients(losses, list(noise), low=None)
-    largest = max(float(value.norm()) for value in expected)
-    for name, value in zip(noise, expected, strict=True):
-        # A gradient that is zero but for rounding, as that of a key's bias, tells nothing.
-        if float(value.norm()) < 1e-6 * largest or noise[name] > _TOO_NOISY:
-            continue
-        found.factors[name], found.left[name] = factor_of(value, found.step.gradients[name])
-        found.tolerance[name] = noise[name]
-    if not found.factors:
-        raise Unjudgeable(f"in step {found.step.number} each gradient is as small as its rounding")
-    return found
+def _compared(
+    model: OwnModel, units: list[TrainedRows], fit: LawFit, step: CheckedStep, noise: ByParameter
+) -> dict[str, Compared]:
+    """All values of each parameter under a law."""
+    losses = list(zip(units, fit.law.weights.tolist(), strict=True))
+    expected = dict(zip(noise, model.gradients(losses, list(noise), low=None), strict=True))
+    largest = max(float(value.norm()) for value in expected.values())
+    # A gradient that is zero but for rounding, as that of a key's bias, tells nothing.
+    told = [name for name in noise if float(expected[name].norm()) >= 1e-6 * largest and noise[name] <= _TOO_NOISY]
+    if not told:
+        raise Unjudgeable(f"in step {step.number} each gradient is as small as its rounding")
+    return {name: Compared(*factor_of(expected[name], step.gradients[name]), noise[name]) for name in told}
 
 
 def _noise(
     model: OwnModel, units: list[TrainedRows], weights: Tensor, step: CheckedStep, names: list[str]
-) -> dict[str, float]:
+) -> ByParameter:
     """What each parameter's gradient may differ by, as a share of it, when it is right."""
-    low = next((_LOW[kind] for kind in step.types if kind in _LOW), None)
-    if low is None:
+    if "bfloat16" not in step.types:
         return dict.fromkeys(names, _ROUNDED if _ON_A_DEVICE in step.types else _FLOAT32)
     losses = list(zip(units, weights.tolist(), strict=True))
     exact = model.gradients(losses, names, low=None)
-    rounded = model.gradients(losses, names, low=low)
+    rounded = model.gradients(losses, names, low=torch.bfloat16)
     return {
         name: max(_ROUNDED, _TIMES * factor_of(one, other)[1])
         for name, one, other in zip(names, exact, rounded, strict=True)
     }
 
 
-# --- what it comes to --------------------------------------------------------------------------------------------
-
-
-def _verdict(fits: list[StepFit]) -> JudgedPart:
-    """The first thing that is wrong, or that nothing is."""
-    for found in fits:
-        if part := _wrong(found):
-            return part
-    numbers = [found.step.number for found in fits]
-    steps = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
-    total = sum(size.num_targets for size in fits[0].sizes)
-    compared = [left for found in fits for left in found.left.values()]
-    names = len(fits[0].factors)
-    assert fits[0].fit is not None
-    known = _known_factors(fits[0])
-    law = known[0].law if known else TARGETS
-    what = f"in {steps} each of {names} parameters has the gradient of {law} ({total} in step {numbers[0]})"
-    num_silent = len(fits[0].step.gradients) - names
-    silent = f"; {num_silent} are zero but for rounding, and not compared" if num_silent else ""
-    return proved(GRADIENTS, f"{what}; the largest difference is {max(compared):.0e} of a gradient{silent}")
-
-
-def _wrong(found: StepFit) -> JudgedPart | None:
-    step = f"step {found.step.number}"
-    if found.fit is None:
-        return _no_law(found)
+def _check(found: StepFit) -> None:
+    """Raises the first thing that is wrong, or that cannot be judged."""
+    step, fit = f"step {found.step.number}", found.fit
     if odd := found.odd():
-        listed = ", ".join(f"{name} x{factor:.4g}" for name, factor in grouped(odd).items())
-        return refuted(
-            GRADIENTS,
-            f"in {step} {len(odd)} of {len(found.factors)} parameters have another factor than the others: {listed}",
-            expected=f"the gradient of {TARGETS} for each parameter",
-            where="what sums or scales these gradients: one sum over ranks too many, a hook, a part of the loss",
+        names = listed(odd, {name: f" x{factor:.4g}" for name, factor in odd.items()})
+        raise Refuted(
+            f"in {step} {len(odd)} of {len(found.compared)} parameters have another factor than the others: {names}",
+            f"the gradient of {TARGETS} for each parameter",
+            "what sums or scales these gradients: one sum over ranks too many, a hook, a part of the loss",
         )
     if unexplained := found.unexplained():
-        listed = ", ".join(grouped(dict.fromkeys(unexplained, 0.0)))
-        return refuted(
-            GRADIENTS,
-            f"in {step} {len(unexplained)} of {len(found.factors)} parameters have a gradient that is no multiple of "
-            f"their own: {listed}",
-            expected="what the same model computes in one process from the same weights and rows",
-            where="what these layers compute: a mask, positions, a part of the gradient, a sum over ranks of one part",
+        raise NoLaw(
+            f"in {step} {len(unexplained)} of {len(found.compared)} parameters have a gradient that is no multiple of "
+            f"their own: {listed(unexplained)}",
+            _AS_ALONE,
+            "what these layers compute: a mask, positions, a part of the gradient, a sum over ranks of one part",
         )
     if not all(unit.is_even for unit in found.step.units):
-        return not_judged(GRADIENTS, f"in {step} the program's loss counts the targets of a row differently, as it may")
-    if found.fit.law.name == OWN_LOSS:
-        counts = found.fit.law.weights
-        ratio = float(counts.max() / counts.min())
-        what = f"in {step} targets count up to {ratio:.3g} x others, as the program's own loss weighs them"
-        return not_judged(GRADIENTS, f"{what}; each parameter follows it")
-    if found.fit.law.name != TARGETS:
-        counts = found.fit.law.weights
-        first, last = int(counts.argmax()), int(counts.argmin())
-        ratio = float(counts[first] / counts[last])
-        return refuted(
-            GRADIENTS,
+        raise Unjudgeable(f"in {step} the program's loss counts the targets of a row differently, as it may")
+    counts = fit.law.weights
+    first, last = int(counts.argmax()), int(counts.argmin())
+    ratio = float(counts[first] / counts[last])
+    if fit.law.name == OWN_LOSS:
+        raise Unjudgeable(
+            f"in {step} targets count up to {ratio:.3g} x others, as the program's own loss weighs them; each "
+            "parameter follows it"
+        )
+    if fit.law.name != TARGETS:
+        raise Refuted(
             f"in {step} targets do not count equally: those of {found.sizes[first]} count {ratio:.3g} x those of "
-            f"{found.sizes[last]}; it is {found.fit.law.name}",
-            expected=f"{TARGETS}, {sum(size.num_targets for size in found.sizes)} in {step}",
-            where="what the loss is divided by: the number of targets of all ranks and micro-batches of the step",
+            f"{found.sizes[last]}; it is {fit.law.name}",
+            f"{TARGETS}, {sum(size.num_targets for size in found.sizes)} in {step}",
+            "what the loss is divided by: the number of targets of all ranks and micro-batches of the step",
         )
     known = _known_factors(found)
     if not known:
-        what = f"in {step} each gradient is x{found.fit.factor:.4g} of {TARGETS}"
-        return not_judged(GRADIENTS, f"{what}, as the program's loss may ask for")
-    if known[0].law is None:
-        return refuted(
-            GRADIENTS,
-            f"in {step} each gradient is x{found.fit.factor:.4f}: {' or '.join(each.name for each in known)}",
-            expected=f"{TARGETS} of all ranks and micro-batches",
-            where="what the loss is divided by, and whether ranks are summed or averaged: both together count twice",
+        raise Unjudgeable(
+            f"in {step} each gradient is x{fit.factor:.4g} of {TARGETS}, as the program's loss may ask for"
         )
-    return None
+    if known[0].law is None:
+        raise Refuted(
+            f"in {step} each gradient is x{fit.factor:.4f}: {' or '.join(each.name for each in known)}",
+            f"{TARGETS} of all ranks and micro-batches",
+            "what the loss is divided by, and whether ranks are summed or averaged: both together count twice",
+        )
 
 
 def _known_factors(found: StepFit) -> list[NamedFactor]:
     """What the law may be multiplied by; none: nobody knows."""
-    assert found.fit is not None
-    factor = found.fit.factor
-    tolerance = max(_FACTOR, statistics.median(found.tolerance.values()))
-    near = [
-        known
-        for known in named_factors(found.sizes, found.step.ranks_a_copy)
-        if abs(factor / known.value - 1) <= tolerance
-    ]
-    nearest = min(near, key=lambda known: abs(factor / known.value - 1), default=None)
-    return [known for known in near if nearest is not None and known.value == nearest.value]
+    factors = named_factors(found.sizes, found.step.ranks_a_copy)
+    away = {known: abs(found.fit.factor / known.value - 1) for known in factors}
+    tolerance = max(_FACTOR, statistics.median(each.tolerance for each in found.compared.values()))
+    return [known for known, each in away.items() if each == min(away.values()) <= tolerance]
 
 
-def _no_law(found: StepFit) -> JudgedPart:
-    step = f"step {found.step.number}"
-    where = (
-        "the forward of the model: masks, positions, documents packed together, layers that differ; hooks on gradients"
-    )
-    if found.unseen is not None:
-        return refuted(
-            GRADIENTS,
-            f"in {step} the gradient is that of a model that does not see {found.unseen}, which it is called with",
-            expected="what the same model computes in one process from the same weights and rows",
-            where=f"what takes {found.unseen} away on the way into the layers: a wrapper, a patch, a kernel",
-        )
-    if found.repeats:
-        return refuted(
-            GRADIENTS,
-            f"in {step} the gradient of the step before is still in the gradient",
-            expected="gradients of the rows of this step alone",
-            where="optimizer.zero_grad() after each step, on all parameters",
-        )
-    if found.unit_weights is not None and (lost := lost_units(found.unit_weights)):
-        units = ", ".join(str(found.sizes[place]) for place in lost[:3]) + (" ..." if len(lost) > 3 else "")
-        return refuted(
-            GRADIENTS,
-            f"in {step} {len(lost)} of {len(found.sizes)} rows are not in the gradient: {units}",
-            expected="a part of each row that was trained on",
-            where="zero_grad between micro-batches, no_sync on the last one, a gradient that is not summed over ranks",
-        )
-    return refuted(
-        GRADIENTS,
-        f"in {step} the gradient is no sum of the gradients of its rows",
-        expected="what the same model computes in one process from the same weights and rows",
-        where=where,
-    )
-
-
-def _target_places(fits: list[StepFit]) -> Iterator[JudgedPart]:
+@judges("targets")
+def judge_target_places(steps: list[CheckedStep]) -> JudgedPart:
     """Whether a causal model is trained on the next token, where both show."""
-    known = [
-        (unit.inputs["input_ids"], unit.targets)
-        for found in fits
-        for unit in found.step.units
-        if unit.targets is not None and unit.targets.ndim == 2 and "input_ids" in unit.inputs
-    ]
-    same = [(ids, targets) for ids, targets in known if ids.shape == targets.shape]
+    known = [(unit.inputs.get("input_ids"), unit.targets) for step in steps for unit in step.units]
+    same = [(i, t) for i, t in known if i is not None and t is not None and i.ndim == 2 and i.shape == t.shape]
     if not same:
-        return
-    shares = {}
-    for shift in (0, 1, 2):
-        hits = total = 0
-        for ids, targets in same:
-            aligned = targets[:, : targets.shape[1] - shift]
-            trained = aligned != -100
-            hits += int((aligned == ids[:, shift:])[trained].sum())
-            total += int(trained.sum())
-        shares[shift] = hits / max(total, 1)
-    if shares[1] < 0.5 and max(shares[0], shares[2]) > 0.95:
-        said = "the token after the next" if shares[2] > shares[0] else "the token itself"
-        yield refuted(
-            TARGET_PLACES,
-            f"{max(shares[0], shares[2]):.0%} of the outputs are trained to predict {said}",
-            expected="the next token",
-            where="where labels are shifted: once, in the model or before it",
+        return none_here("the targets of outputs do not show")
+    itself, following, later = (float(torch.cat([_hits(*each, shift) for each in same]).mean()) for shift in range(3))
+    if following < 0.5 and max(itself, later) > 0.95:
+        said = "the token after the next" if later > itself else "the token itself"
+        raise Refuted(
+            f"{max(itself, later):.0%} of the outputs are trained to predict {said}",
+            "the next token",
+            "where labels are shifted: once, in the model or before it",
         )
+    return proved(f"{following:.0%} of the outputs are trained to predict the next token")
+
+
+def _hits(ids: Tensor, targets: Tensor, shift: int) -> Tensor:
+    """Of each target whether it is the token so many places later: 1.0, or 0.0."""
+    aligned = targets[:, : targets.shape[1] - shift]
+    return (aligned == ids[:, shift:])[aligned != -100].float()

@@ -6,11 +6,9 @@ is a sum of the units' own gradients, each the gradient of the sum over its targ
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +22,7 @@ _LOST = 0.02
 _WORST_CONDITION = 1e6
 
 
-@dataclass(frozen=True)
-class UnitSize:
+class UnitSize(NamedTuple):
     """A unit: its data rank, its micro-batch, its row or None for all of them, its targets and labels."""
 
     rank: int
@@ -39,8 +36,7 @@ class UnitSize:
         return f"{row}micro-batch {self.call + 1} of rank {self.rank} ({self.num_targets} targets)"
 
 
-@dataclass(frozen=True)
-class Law:
+class Law(NamedTuple):
     """How programs weigh targets: [units] the weight of one target of each."""
 
     name: str
@@ -49,24 +45,22 @@ class Law:
 
 def known_laws(units: list[UnitSize]) -> list[Law]:
     """The laws; what is equal to one before it is left out."""
-    of_rank: Counter[int] = Counter()
-    of_call: Counter[tuple[int, int]] = Counter()
-    for unit in units:
-        of_rank[unit.rank] += unit.num_targets
-        of_call[unit.rank, unit.call] += unit.num_targets
-    total = of_rank.total()
-    laws = {
-        TARGETS: [1 / total for _ in units],
-        "the mean of each rank's mean": [1 / (len(of_rank) * of_rank[unit.rank]) for unit in units],
-        "the mean of each micro-batch's mean": [1 / (len(of_call) * of_call[unit.rank, unit.call]) for unit in units],
-        "the mean of each row's mean": [1 / (len(units) * unit.num_targets) for unit in units],
+    # The mean is taken within units of the same key, and then over the keys.
+    keys: dict[str, Callable[[UnitSize], Any]] = {
+        TARGETS: lambda unit: None,
+        "the mean of each rank's mean": lambda unit: unit.rank,
+        "the mean of each micro-batch's mean": lambda unit: (unit.rank, unit.call),
+        "the mean of each row's mean": lambda unit: unit,
     }
-    kept: list[Law] = []
-    for name, values in laws.items():
-        weights = torch.tensor(values, dtype=torch.float64)
-        if not any(torch.allclose(weights, law.weights, rtol=1e-3) for law in kept):
-            kept.append(Law(name, weights))
-    return kept
+    laws: list[Law] = []
+    for name, key in keys.items():
+        counts: Counter[Any] = Counter()
+        for unit in units:
+            counts[key(unit)] += unit.num_targets
+        weights = torch.tensor([1 / (len(counts) * counts[key(unit)]) for unit in units], dtype=torch.float64)
+        if not any(torch.allclose(weights, law.weights, rtol=1e-3) for law in laws):
+            laws.append(Law(name, weights))
+    return laws
 
 
 class NamedFactor(NamedTuple):
@@ -88,18 +82,19 @@ def named_factors(units: list[UnitSize], ranks_a_copy: int) -> Iterator[NamedFac
     divided = f"the sum over all targets, divided by the number of labels ({labels}: before they are shifted)"
     yield NamedFactor("the share of labels that are targets", total / labels, divided)
     yield NamedFactor("the targets of a rank", total / ranks, "the sum over all targets, over the number of ranks")
-    counts = {"the number of ranks": ranks, "the number of micro-batches of a rank": calls}
-    counts["the number of ranks of a model copy"] = ranks_a_copy
-    counts = {name: count for name, count in counts.items() if count > 1}
-    if ranks > 1 and calls > 1:
-        counts["the number of all micro-batches"] = ranks * calls
+    counts = {
+        "the number of ranks": ranks,
+        "the number of micro-batches of a rank": calls,
+        "the number of ranks of a model copy": ranks_a_copy,
+        "the number of all micro-batches": ranks * calls if min(ranks, calls) > 1 else 1,
+    }
     for name, count in counts.items():
-        yield NamedFactor(name, count)
-        yield NamedFactor(f"one over {name}", 1 / count)
+        if count > 1:
+            yield NamedFactor(name, count)
+            yield NamedFactor(f"one over {name}", 1 / count)
 
 
-@dataclass(frozen=True)
-class LawFit:
+class LawFit(NamedTuple):
     """A law and how recorded gradients follow it, by parameter: the factor, and the share that is left unexplained."""
 
     law: Law
@@ -119,23 +114,19 @@ def fit_law(law: Law, own: list[Tensor], recorded: list[Tensor]) -> LawFit:
         own: of each parameter, [units, values] the units' own gradients.
         recorded: of each parameter, [values].
     """
-    factors, left = [], []
-    for rows, values in zip(own, recorded, strict=True):
-        factor, rest = factor_of(law.weights.float() @ rows, values)
-        factors.append(factor)
-        left.append(rest)
-    return LawFit(law, torch.tensor(factors), torch.tensor(left))
+    fits = [factor_of(law.weights.float() @ rows, values) for rows, values in zip(own, recorded, strict=True)]
+    return LawFit(law, *torch.tensor(fits).T)
 
 
 def factor_of(expected: Tensor, recorded: Tensor) -> tuple[float, float]:
     """`recorded` as a multiple of `expected`, and the share of it that is left."""
     expected, recorded = expected.double().flatten(), recorded.double().flatten()
     squared = float(expected @ expected)
-    norm = float(torch.linalg.vector_norm(recorded))
+    norm = float(recorded.norm())
     if squared == 0 or norm == 0:
         return 0.0, float(squared != 0 or norm != 0)
     factor = float(expected @ recorded) / squared
-    return factor, float(torch.linalg.vector_norm(recorded - factor * expected)) / norm
+    return factor, float((recorded - factor * expected).norm()) / norm
 
 
 def left_beside(law: Law, own: list[Tensor], recorded: list[Tensor], others: list[Tensor]) -> Tensor:
@@ -145,7 +136,7 @@ def left_beside(law: Law, own: list[Tensor], recorded: list[Tensor], others: lis
         both = torch.stack([(law.weights.float() @ rows).double(), other.double()], dim=1)
         values = values.double()
         # Unit columns, so that the size of neither decides.
-        both = both / torch.linalg.vector_norm(both, dim=0).clamp_min(1e-300)
+        both = both / both.norm(dim=0).clamp_min(1e-300)
         rest = values - both @ torch.linalg.lstsq(both, values[:, None]).solution[:, 0]
         left.append(float(rest.norm() / values.norm().clamp_min(1e-300)))
     return torch.tensor(left)
@@ -158,12 +149,12 @@ def fit_units(own: list[Tensor], recorded: list[Tensor]) -> Tensor | None:
     """
     fits = []
     for rows, values in zip(own, recorded, strict=True):
-        lengths = torch.linalg.vector_norm(rows.double(), dim=1)
+        lengths = rows.double().norm(dim=1)
         if rows.shape[1] < 4 * rows.shape[0] or not bool((lengths > 0).all()):
             continue
         directions = (rows.double() / lengths[:, None]).T
         gram = directions.T @ directions
-        if float(torch.linalg.cond(gram)) < _WORST_CONDITION:
+        if torch.linalg.cond(gram) < _WORST_CONDITION:
             fits.append(torch.linalg.solve(gram, directions.T @ values.double()) / lengths)
     return torch.stack(fits).median(dim=0).values if fits else None
 
@@ -171,11 +162,3 @@ def fit_units(own: list[Tensor], recorded: list[Tensor]) -> Tensor | None:
 def lost_units(weights: Tensor) -> list[int]:
     """The places of the units that are not in the gradient."""
     return torch.nonzero(weights.abs() < _LOST * weights.abs().max()).flatten().tolist()
-
-
-def grouped(factors: dict[str, float]) -> dict[str, float]:
-    """The parameters of all layers under one name, the first eight."""
-    groups: dict[str, float] = {}
-    for name, factor in factors.items():
-        groups.setdefault(re.sub(r"\.\d+\.", ".*.", name), factor)
-    return dict(list(groups.items())[:8])

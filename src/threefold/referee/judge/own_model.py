@@ -1,21 +1,30 @@
-"""The model that a program trains, rebuilt in this process: the gradients that recorded ones must be made of."""
+"""The model that a program trains, rebuilt in this process: the gradients that recorded ones must be made of.
+
+A model of transformers whose attention or loss is the program's is called with a mask and labels of unknown meaning.
+Its gradients are tried under each reading: one under which they are made of those of its rows is the program's. If
+there is none, nothing is known to be wrong.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from threefold.referee.judge.checked_steps import TrainedRows, Unjudgeable
+from threefold.referee.judge.checked_steps import CheckedStep, TrainedRows
+from threefold.referee.judge.parts import Refuted, Unjudgeable
+from threefold.referee.rank.rows import Tensors
+from threefold.referee.rank.sealed import Values
 
 _NOT_INPUTS = ("labels", "shift_labels", "num_items_in_batch")
 
 
-def model_class(architecture: dict[str, Any]) -> tuple[Any, Any]:
+def model_class(architecture: Values) -> tuple[Any, Any]:
     """The class of transformers that a program's model has, and that of its config.
 
     Raises:
@@ -23,11 +32,9 @@ def model_class(architecture: dict[str, Any]) -> tuple[Any, Any]:
     """
     if why := architecture.get("unknown"):
         raise Unjudgeable(str(why))
-    try:
-        import transformers
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    except ImportError:
-        raise Unjudgeable("transformers is not installed here") from None
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     model_type = architecture["config"].get("model_type")
     kind: Any = getattr(transformers, architecture["class"], None)
     is_model = inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)
@@ -36,7 +43,7 @@ def model_class(architecture: dict[str, Any]) -> tuple[Any, Any]:
     return kind, CONFIG_MAPPING[model_type]
 
 
-def rebuilt(architecture: dict[str, Any]) -> nn.Module:
+def rebuilt(architecture: Values) -> nn.Module:
     """A model of transformers, from its recorded config, in float32 on the CPU.
 
     Raises:
@@ -44,20 +51,13 @@ def rebuilt(architecture: dict[str, Any]) -> nn.Module:
     """
     kind, own_config = model_class(architecture)
     values = architecture["config"]
-    attention = architecture["attention"]
-    if attention not in ("eager", "sdpa", "flex_attention") and not attention.startswith("flash_attention"):
-        raise Unjudgeable(f"its attention is the program's own ({attention}): what its mask means is not known")
     if values.get("output_router_logits"):
         raise Unjudgeable("the loss has a part of the routers beside the targets")
     config = own_config.from_dict(values)
-    config._attn_implementation = "eager" if attention == "eager" else "sdpa"
+    config._attn_implementation = "eager" if architecture["attention"] == "eager" else "sdpa"
     with torch.random.fork_rng(devices=[]):
         model: nn.Module = kind(config)
     return model.float().train()
-
-
-class UntiedWeights(Exception):
-    """A weight that the model shares with another one is trained on its own."""
 
 
 class OwnModel:
@@ -72,20 +72,22 @@ class OwnModel:
         self._replaced = replaced
         self._is_sharded = any(hasattr(parameter, "placements") for parameter in model.parameters())
 
-    def load(self, weights: dict[str, Tensor]) -> None:
+    def load(self, weights: Tensors) -> None:
         """Takes the weights that were recorded.
 
         Raises:
             Unjudgeable: they are not those of this model.
-            UntiedWeights: the program holds a weight of its own where the model shares one.
+            Refuted: the program holds a weight of its own where the model shares one.
         """
         own = dict(self.model.named_parameters())
         if untied := sorted((weights.keys() - own.keys()) & self.model.state_dict().keys()):
-            raise UntiedWeights(untied[0])
-        different = sorted(own.keys() ^ weights.keys()) or [
-            name for name, parameter in own.items() if parameter.shape != weights[name].shape
-        ]
-        if different:
+            raise Refuted(
+                f"{untied[0]} is a weight of its own in the program, and the model shares it with another one",
+                "one weight, with the gradients of all its uses",
+                "what replaces parameters after the model is made: sharding, a cast, a load, a resized vocabulary",
+            )
+        shapes = [{name: each.shape for name, each in held.items()} for held in (own, weights)]
+        if different := sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()}):
             raise Unjudgeable(f"{different[0]} of the recorded weights is not as in {type(self.model).__name__}")
         with torch.no_grad():
             for name, parameter in own.items():
@@ -130,7 +132,7 @@ class OwnModel:
         wanted = [own[name] for name in names]
         total = [torch.zeros_like(_local(parameter), dtype=torch.float32) for parameter in wanted]
         for unit, coefficient in losses:
-            with torch.random.fork_rng(devices=[]), _autocast(low):
+            with torch.random.fork_rng(devices=[]), torch.autocast("cpu", dtype=low, enabled=low is not None):
                 if unit.random is not None:
                     torch.set_rng_state(unit.random)
                 loss = self._loss(unit) * coefficient
@@ -145,14 +147,13 @@ class OwnModel:
         # Hooks of sharding hand gradients over with a whole backward only.
         loss.backward()
         found = [None if each.grad is None else _local(each.grad) for each in wanted]
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        self.model.zero_grad()
         return found
 
     def _loss(self, unit: TrainedRows) -> Tensor:
         given = dict(self._named(unit.inputs))
         if unit.targets is None:
-            loss: Tensor = self.model(**given, use_cache=False).loss if self._takes_cache else self.model(**given).loss
+            loss: Tensor = self.model(**given).loss
             return loss * self.num_targets(unit)
         given = {name: value for name, value in given.items() if name not in _NOT_INPUTS}
         output = self.model(**given)
@@ -162,13 +163,9 @@ class OwnModel:
         losses = nn.functional.cross_entropy(
             logits.float().flatten(0, -2), unit.targets.flatten().long(), ignore_index=-100, reduction="none"
         )
-        return (losses * unit.shares().flatten()).sum()
+        return (losses * unit.shares).sum()
 
-    @property
-    def _takes_cache(self) -> bool:
-        return "use_cache" in inspect.signature(self.model.forward).parameters
-
-    def _named(self, inputs: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _named(self, inputs: Tensors) -> Iterator[tuple[str, Any]]:
         places = list(inspect.signature(self.model.forward).parameters)
         for name, value in inputs.items():
             if "." in name:
@@ -183,5 +180,40 @@ def _local(tensor: Any) -> Tensor:
     return local.detach()
 
 
-def _autocast(low: torch.dtype | None) -> AbstractContextManager[Any]:
-    return nullcontext() if low is None else torch.autocast("cpu", dtype=low)
+_MASK = "attention_mask"
+# Threefold's own: labels are those of their places, and documents are told apart by their positions.
+_KNOWN = "threefold"
+
+
+def read_as(step: CheckedStep, labels_are_targets: bool, leaves_out_mask: bool) -> CheckedStep:
+    """A step as a program may mean it.
+
+    Args:
+        labels_are_targets: a label is what its own place predicts; else the next place's, as in transformers.
+        leaves_out_mask: the mask tells no more than the positions do.
+    """
+
+    def read(unit: TrainedRows) -> TrainedRows:
+        inputs = {name: value for name, value in unit.inputs.items() if name != _MASK or not leaves_out_mask}
+        is_read = labels_are_targets and unit.has_own_loss
+        return replace(unit, inputs=inputs, targets=inputs.get("labels", unit.targets) if is_read else unit.targets)
+
+    return replace(step, units=[*map(read, step.units)])
+
+
+def foreign_part(architecture: Values) -> str | None:
+    """What of a model of transformers is the program's own; None: nothing is, or what is known."""
+    attention = architecture.get("attention", "sdpa")
+    if attention not in ("eager", "sdpa", "flex_attention") and not attention.startswith(("flash_attention", _KNOWN)):
+        return f"its attention is the program's own ({attention}): what its mask means is not known"
+    if (loss := architecture.get("replaced")) and not loss.startswith(_KNOWN):
+        return f"the loss is computed by {loss}, which may give labels a meaning of their own"
+    return None
+
+
+def readings_of(architecture: Values) -> list[tuple[bool, bool]]:
+    """How a model's steps may be meant, as `read_as` takes it: the way of transformers first."""
+    if foreign_part(architecture) is None:
+        is_known = (architecture.get("replaced") or "").startswith(_KNOWN)
+        return [(is_known, is_known)]
+    return list(product((False, True), (False, True)))

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from dataclasses import asdict, dataclass
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec
 
 from threefold.referee.rank.sealed import digest
 
 Rows = Counter[str]
+P = ParamSpec("P")
 # What a process with the program's own model has judged.
 ALONE_FILE = "alone.json"
+
+
+class Unjudgeable(Exception):
+    """Why something of a record cannot be judged."""
+
+
+class Refuted(Exception):
+    """What is wrong with a part, what was expected, and where to look."""
 
 
 class PartStatus(StrEnum):
@@ -35,7 +48,7 @@ class JudgedPart:
     where: str = ""
 
     def __str__(self) -> str:
-        lines = [f"{self.status.value:10}  {self.name}: {self.what}"]
+        lines = [f"{self.status:10}  {self.name}: {self.what}"]
         if self.status is PartStatus.REFUTED:
             lines += [f"  expected: {self.expected}", f"  where: {self.where}"]
         return "\n".join(lines)
@@ -46,37 +59,64 @@ def judged_digest(folder: Path) -> str:
     return digest(b"".join(path.read_bytes() for path in sorted(folder.glob("rank-*.jsonl"))))
 
 
-def write_alone(folder: Path, parts: list[JudgedPart]) -> None:
+def write_alone(folder: Path, part: JudgedPart) -> None:
     """Keeps what was judged with the program's own model."""
-    values = {"judged": judged_digest(folder), "parts": [asdict(part) for part in parts]}
+    values = {"judged": judged_digest(folder), "part": asdict(part)}
     (folder / ALONE_FILE).write_text(json.dumps(values) + "\n", encoding="utf-8")
 
 
-def read_alone(folder: Path) -> list[JudgedPart] | None:
+def read_alone(folder: Path) -> JudgedPart | None:
     """What was judged with the program's own model; None if that was not, or of another record."""
     try:
         values = json.loads((folder / ALONE_FILE).read_text(encoding="utf-8"))
-        parts = [JudgedPart(**{**part, "status": PartStatus(part["status"])}) for part in values["parts"]]
-        return parts if values["judged"] == judged_digest(folder) else None
+        part = JudgedPart(**values["part"])
+        return replace(part, status=PartStatus(part.status)) if values["judged"] == judged_digest(folder) else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
-def proved(name: str, what: str) -> JudgedPart:
-    """A part that holds."""
-    return JudgedPart(name, PartStatus.PROVED, what)
+def judges(name: str) -> Callable[[Callable[P, JudgedPart]], Callable[P, JudgedPart]]:
+    """Names what a function judges; it may raise `Refuted` or `Unjudgeable` instead of returning a part."""
+
+    def named(judge: Callable[P, JudgedPart]) -> Callable[P, JudgedPart]:
+        @wraps(judge)
+        def judged(*args: P.args, **kwargs: P.kwargs) -> JudgedPart:
+            try:
+                return replace(judge(*args, **kwargs), name=name)
+            except Refuted as wrong:
+                return JudgedPart(name, PartStatus.REFUTED, *wrong.args)
+            except Unjudgeable as why:
+                return not_judged(name, why)
+
+        return judged
+
+    return named
 
 
-def refuted(name: str, what: str, *, expected: str, where: str) -> JudgedPart:
-    """A part that does not hold."""
-    return JudgedPart(name, PartStatus.REFUTED, what, expected, where)
+def numbers_text(first: int, last: int) -> str:
+    """The steps from one to another, in words."""
+    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def not_judged(name: str, why: str) -> JudgedPart:
+def listed(names: Iterable[str], texts: dict[str, str] | None = None) -> str:
+    """Parameters with what is said of them, those of several layers under one name, the first eight."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        groups[re.sub(r"\.\d+\.", ".*.", name)].append(name)
+    named = {each[0]: group if each[1:] else each[0] for group, each in groups.items()}
+    return ", ".join([named[name].strip() + (texts[name] if texts else "") for name in named][:8])
+
+
+def proved(what: str) -> JudgedPart:
+    """A part that holds, without its name."""
+    return JudgedPart("", PartStatus.PROVED, what)
+
+
+def none_here(why: str) -> JudgedPart:
+    """A part that this program does not have, without its name."""
+    return JudgedPart("", PartStatus.NONE, why)
+
+
+def not_judged(name: str, why: object) -> JudgedPart:
     """A part that could not be seen."""
-    return JudgedPart(name, PartStatus.NOT_JUDGED, why)
-
-
-def none_here(name: str, why: str) -> JudgedPart:
-    """A part that this program does not have."""
-    return JudgedPart(name, PartStatus.NONE, why)
+    return JudgedPart(name, PartStatus.NOT_JUDGED, str(why))

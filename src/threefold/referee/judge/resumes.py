@@ -8,12 +8,24 @@ are one training, whose epochs are judged as those of one start.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from threefold.referee.judge.parts import JudgedPart, Rows, none_here, not_judged, proved, refuted
-from threefold.referee.judge.states import WEIGHT, UnknownState, WholeState, whole_state
-from threefold.referee.record import LoaderPass, RankRecord, WatchedCommand
+from threefold.referee.judge.groups import groups_of, sequences_of
+from threefold.referee.judge.parts import (
+    JudgedPart,
+    PartStatus,
+    Refuted,
+    Unjudgeable,
+    judges,
+    listed,
+    not_judged,
+    proved,
+)
+from threefold.referee.judge.shared_rows import rows_by_step
+from threefold.referee.judge.states import WEIGHT, WholeState, whole_state
+from threefold.referee.record import RankRecord, Records, WatchedCommand
 
 RESUME = "resume"
 
@@ -26,7 +38,7 @@ class WholeTraining:
         others: why a later start belongs to another training; None if it does not.
     """
 
-    ranks: list[RankRecord]
+    ranks: Records
     parts: tuple[JudgedPart, ...]
     others: str | None = None
 
@@ -35,12 +47,14 @@ def whole_training(watched: WatchedCommand) -> WholeTraining:
     """Joins the starts of a command, each from the step from which it goes on."""
     ranks = watched.ranks
     if not watched.later:
-        return WholeTraining(ranks, (none_here(RESUME, "no program of the command went on from a save"),))
+        return WholeTraining(
+            ranks, (JudgedPart(RESUME, PartStatus.NONE, "no program of the command went on from a save"),)
+        )
     parts: list[JudgedPart] = []
     for number, later in enumerate(watched.later, start=2):
         try:
             step = _step_of(ranks, later)
-        except UnknownState as why:
+        except Unjudgeable as why:
             return WholeTraining(ranks, (*parts, not_judged(RESUME, f"start {number}: {why}")))
         if step is None:
             return WholeTraining(ranks, tuple(parts), "two programs trained, and the second does not go on from a save")
@@ -51,88 +65,102 @@ def whole_training(watched: WatchedCommand) -> WholeTraining:
     return WholeTraining(ranks, tuple(parts))
 
 
-def _saved(ranks: Sequence[RankRecord]) -> dict[int, WholeState]:
+def _saved(ranks: Records) -> dict[int, WholeState]:
     """What was saved, by step: by all ranks, or by one that holds all of it."""
     saved: dict[int, WholeState] = {}
-    unknown: UnknownState | None = None
+    unknown: Unjudgeable | None = None
     for step in sorted({step for record in ranks for step in record.saved}):
         try:
             saved[step] = whole_state([record.saved[step] for record in ranks if step in record.saved])
-        except UnknownState as why:
+        except Unjudgeable as why:
             unknown = why
     if unknown is not None and not saved:
         raise unknown
     return saved
 
 
-def _step_of(before: Sequence[RankRecord], after: Sequence[RankRecord]) -> int | None:
+def _step_of(before: Records, after: Records) -> int | None:
     """The step from which a start goes on: the last save whose weights it has, or has most of; None: from no save."""
     if len(after) != after[0].world_size or any(record.begins is None for record in after):
-        raise UnknownState("not all of its ranks left a record")
-    if any(record.placement.get("how") == "FullyShardedDataParallel" for record in (*before, *after)):
-        raise UnknownState("FullyShardedDataParallel does not show which part of a parameter a rank holds")
-    begins = whole_state([record.begins for record in after if record.begins is not None])
+        raise Unjudgeable("not all of its ranks left a record")
+    begins = _begins(after)
     is_loaded = any(record.begins and record.begins["loaded"] for record in after)
     saved = _saved(before)
     if not saved:
         if is_loaded:
-            raise UnknownState("it loads a state of an optimizer that start 1 has not saved")
+            raise Unjudgeable("it loads a state of an optimizer that start 1 has not saved")
         return None
-    step = max(saved, key=lambda step: (len(_same(saved[step], begins, weights=True)), step))
+    step = max(saved, key=lambda step: (len(_same(saved[step], begins)), step))
     num_weights = sum(key == WEIGHT for _, key in saved[step])
     # Frozen weights, and norms at their first values, are equal in trainings that have nothing to do with one another.
-    return step if is_loaded or 2 * len(_same(saved[step], begins, weights=True)) > num_weights else None
+    return step if is_loaded or 2 * len(_same(saved[step], begins)) > num_weights else None
 
 
-def _same(saved: WholeState, begins: WholeState, *, weights: bool) -> set[tuple[str, str]]:
-    """The names of what is equal in both, of weights or of what the optimizer keeps."""
-    return {name for name, value in saved.items() if (name[1] == WEIGHT) is weights and begins.get(name) == value}
+def _same(saved: WholeState, begins: WholeState) -> set[tuple[str, str]]:
+    """The names of the weights that are equal in both."""
+    return {name for name, value in saved.items() if name[1] == WEIGHT and begins.get(name) == value}
 
 
-def _judge(number: int, before: list[RankRecord], after: list[RankRecord], step: int) -> JudgedPart:
+@judges(RESUME)
+def _judge(number: int, before: Records, after: Records, step: int) -> JudgedPart:
     """Whether a start goes on from a step as if it had not stopped."""
-    saved = _saved(before)
-    begins = whole_state([record.begins for record in after if record.begins is not None])
+    begins = _begins(after)
     what = f"start {number} goes on from step {step}"
-    expected = f"weights, moments, learning rates and rows as they were after step {step}"
+    beyond = sorted(before[0].rates.keys() & {step + each for each in after[0].rates})
+    for wrong, where in _differences(before, after, step, beyond):
+        expected = f"weights, moments, learning rates and rows as they were after step {step}"
+        raise Refuted(f"{what} {wrong}", expected, where)
+    num_moments = sum(key != WEIGHT for _, key in begins)
+    held = f"{what}: {len(begins) - num_moments} weights and {num_moments} values of the optimizer as they were saved"
+    if beyond:
+        return proved(f"{held}; in {len(beyond)} steps the learning rates and rows of start 1")
+    if not _same_ranks(before, after):
+        raise Unjudgeable(f"{held}; on other ranks the rows after it do not show: let start 1 train beyond a save")
+    if len({tuple(rates) for record in (*before, *after) for rates in record.rates.values()}) > 1:
+        raise Unjudgeable(
+            f"{held}; start 1 ended there, so its next learning rates do not show: let it train beyond a save"
+        )
+    return proved(f"{held}; one learning rate")
+
+
+def _differences(before: Records, after: Records, step: int, beyond: list[int]) -> Iterator[tuple[str, str]]:
+    """What is not as it was after a step, and in the steps beyond it; and where to look."""
+    saved, begins = _saved(before), _begins(after)
     if wrong := _wrong_weights(saved[step], begins):
         where = "what is saved or loaded of the model: a shard, a name, strict=False, a type, weights that were tied"
-        return refuted(RESUME, f"{what} with {wrong}", expected=expected, where=where)
+        yield f"with {wrong}", where
     if wrong := _wrong_moments(saved, begins, step):
         where = "what is saved or loaded of the optimizer: its state_dict, after the parameters are in its groups"
-        return refuted(RESUME, f"{what} with {wrong}", expected=expected, where=where)
-    beyond = sorted(before[0].rates.keys() & {step + each for each in after[0].rates})
+        yield f"with {wrong}", where
     for each in beyond:
         for old, new in zip(before, after, strict=False):
             rates = old.rates[each], new.rates.get(each - step)
             if rates[0] != rates[1]:
                 shown = " and ".join(", ".join(f"{rate:.6g}" for rate in known or ()) for known in rates)
-                text = f"{what} with other learning rates: in step {each} they were {shown}"
                 where = "the schedule: its state_dict must be saved and loaded too"
-                return refuted(RESUME, text, expected=expected, where=where)
-    if isinstance(rows := _wrong_rows(before, after, step, beyond), JudgedPart):
-        return replace(rows, what=f"{what} {rows.what}", expected=expected)
-    num_moments = sum(key != WEIGHT for _, key in begins)
-    held = f"{len(begins) - num_moments} weights and {num_moments} values of the optimizer as they were saved"
-    if beyond:
-        return proved(RESUME, f"{what}: {held}; in {len(beyond)} steps the learning rates and rows of start 1")
-    if not _same_ranks(before, after):
-        why = "on other ranks the rows after it do not show: let start 1 train beyond a save"
-        return not_judged(RESUME, f"{what}: {held}; {why}")
-    constant = {tuple(rates) for record in (*before, *after) for rates in record.rates.values()}
-    if len(constant) > 1:
-        why = "start 1 ended there, so its next learning rates do not show: let it train beyond a save"
-        return not_judged(RESUME, f"{what}: {held}; {why}")
-    return proved(RESUME, f"{what}: {held}; one learning rate")
+                yield f"with other learning rates: in step {each} they were {shown}", where
+    old_rows, new_rows = (rows_by_step(*groups_of(ranks).first_of_each) for ranks in (before, after))
+    known_rows = sum(old_rows.values(), Counter[str]())
+    if beyond and not any(known_rows & new_rows.get(each - step, Counter()) for each in beyond):
+        raise Unjudgeable("no row came again, so it does not show whether a row looks the same each time")
+    for each in beyond:
+        if num_other := (new_rows.get(each - step, Counter()) - old_rows[each]).total():
+            what = f"and reads other rows than start 1 did: {num_other} of {old_rows[each].total()} in step {each}"
+            yield what, "the sampler or the loader: it must go on at the row after the last one that was trained on"
+
+
+def _begins(ranks: Records) -> WholeState:
+    """The state before the first step of a start."""
+    return whole_state([record.begins for record in ranks if record.begins is not None])
 
 
 def _wrong_weights(saved: WholeState, begins: WholeState) -> str | None:
     names = [name for name in saved if name[1] == WEIGHT]
-    same = _same(saved, begins, weights=True)
     if new := [name for name in begins if name[1] == WEIGHT and name not in saved]:
-        return f"weights that were not saved: {_listed(new)}"
-    wrong = [name for name in names if name not in same]
-    return f"{len(wrong)} of {len(names)} weights that are not as saved: {_listed(wrong)}" if wrong else None
+        return f"weights that were not saved: {listed(map(' '.join, new))}"
+    wrong = [name for name in names if begins.get(name) != saved[name]]
+    what = f"{len(wrong)} of {len(names)} weights that are not as saved: {listed(map(' '.join, wrong))}"
+    return what if wrong else None
 
 
 def _wrong_moments(saved: dict[int, WholeState], begins: WholeState, step: int) -> str | None:
@@ -141,90 +169,51 @@ def _wrong_moments(saved: dict[int, WholeState], begins: WholeState, step: int) 
     if not wrong:
         return None
     if not any(key != WEIGHT for _, key in begins):
-        return f"an optimizer without a state: {_listed(wrong)} begin at 0"
+        return f"an optimizer without a state: {listed(map(' '.join, wrong))} begin at 0"
     for other, state in saved.items():
         if other != step and all(begins.get(name) == state.get(name) for name in names):
             return f"the moments of step {other}"
-    return f"{len(wrong)} of {len(names)} values of the optimizer that are not as saved: {_listed(wrong)}"
+    return f"{len(wrong)} of {len(names)} values of the optimizer that are not as saved: {listed(map(' '.join, wrong))}"
 
 
-def _listed(names: Sequence[tuple[str, str]]) -> str:
-    shown = ", ".join(" ".join(filter(None, name)) for name in names[:3])
-    return shown if len(names) <= 3 else f"{shown}, ..."
-
-
-def _wrong_rows(
-    before: list[RankRecord], after: list[RankRecord], step: int, beyond: Sequence[int]
-) -> JudgedPart | None:
-    """Whether a start reads other rows than the one before it did in the same steps, or does not show it."""
-    old, new = _rows_of(before), _rows_of(after)
-    known = sum(old.values(), Counter[str]())
-    if beyond and not any(known & new.get(each - step, Counter()) for each in beyond):
-        return not_judged(RESUME, "and no row came again, so it does not show whether a row looks the same each time")
-    where = "the sampler or the loader: it must go on at the row after the last one that was trained on"
-    for each in beyond:
-        if num_other := (new.get(each - step, Counter()) - old[each]).total():
-            what = f"and reads other rows than start 1 did: {num_other} of {old[each].total()} in step {each}"
-            return refuted(RESUME, what, expected="", where=where)
-    return None
-
-
-def _rows_of(ranks: Sequence[RankRecord]) -> dict[int, Rows]:
-    """The rows of each step, of the first rank of each copy of the model: others read the same."""
-    steps: dict[int, Rows] = {}
-    read_by: dict[int, set[int]] = {}
-    for record in ranks:
-        data_ranks = record.placement.get("data_ranks", [record.rank])
-        place = data_ranks.index(record.rank) if record.rank in data_ranks else record.rank
-        if read_by.setdefault(place, {record.rank}) == {record.rank}:
-            for call in record.calls:
-                steps.setdefault(call.step, Counter()).update(call.rows)
-    return steps
-
-
-def _same_ranks(before: Sequence[RankRecord], after: Sequence[RankRecord]) -> bool:
-    shown = [[(each.rank, each.placement.get("data_ranks")) for each in ranks] for ranks in (before, after)]
-    return shown[0] == shown[1]
+def _same_ranks(before: Records, after: Records) -> bool:
+    data_ranks = [[(each.rank, each.placement.get("data_ranks")) for each in ranks] for ranks in (before, after)]
+    return data_ranks[0] == data_ranks[1] and sequences_of(before) == sequences_of(after)
 
 
 def _joined(before: RankRecord, after: RankRecord, step: int) -> RankRecord:
     """The calls of a rank up to a step, and those of the start that goes on from there."""
     kept = [call for call in before.calls if call.step <= step]
-    open_pass = kept[-1].loader_pass if kept else None
-    was_left = any(call.loader_pass == open_pass for call in before.calls if call.step > step)
-    passes = {name: each for name, each in before.passes.items() if any(call.loader_pass == name for call in kept)}
-    is_open = open_pass in passes and (was_left or not passes[open_pass].ended)
-    first = after.calls[0].loader_pass
-    names = {
-        name: open_pass if is_open and name == first else (name[0], name[1] + 1000 * after.start)
-        for name in after.passes
-    }
-    calls = kept + [
-        call._replace(step=call.step + step, loader_pass=names.get(call.loader_pass) if call.loader_pass else None)
-        for call in after.calls
-    ]
-    for name, each in after.passes.items():
-        new_name = names[name]
-        if new_name is not None:
-            num_rows = sum(len(call.rows) for call in calls if call.loader_pass == new_name)
-            passes[new_name] = _continued(passes[new_name], each, num_rows) if new_name in passes else each
-    shifted = {number + step: rates for number, rates in after.rates.items()}
+    last: Any = kept[-1].loader_pass if kept else None
+    first: Any = after.calls[0].loader_pass
+    was_left = any(call.loader_pass == last for call in before.calls if call.step > step)
+    is_open = last in before.passes and (was_left or not before.passes[last].ended)
+
+    def renamed(name: Any) -> Any:
+        return last if is_open and name == first else name and (name[0], name[1] + 1000 * after.start)
+
+    def shifted(old: dict[int, Any], new: dict[int, Any]) -> dict[int, Any]:
+        until = {number: each for number, each in old.items() if number <= step}
+        return until | {number + step: each for number, each in new.items()}
+
+    calls = kept + [call._replace(step=call.step + step, loader_pass=renamed(call.loader_pass)) for call in after.calls]
+    used = {call.loader_pass for call in kept}
+    passes = {name: each for name, each in before.passes.items() if name in used}
+    passes |= {renamed(name): each for name, each in after.passes.items()}
+    if is_open and first in after.passes:
+        # What had been read is skipped, or not read again.
+        num_rows = sum(len(call.rows) for call in calls if call.loader_pass == last)
+        num_batches = -(-num_rows // (before.passes[last].setting("batch_size") or 1))
+        passes[last] = replace(before.passes[last], batches=num_batches, ended=after.passes[first].ended)
     return replace(
         before,
         calls=calls,
         passes=passes,
         num_steps=step + after.num_steps,
-        rates={number: rates for number, rates in before.rates.items() if number <= step} | shifted,
+        rates=shifted(before.rates, after.rates),
         checked=[line for line in before.checked if line["step"] <= step],
-        saved={number: each for number, each in before.saved.items() if number <= step}
-        | {number + step: each for number, each in after.saved.items()},
+        saved=shifted(before.saved, after.saved),
         mixed=before.mixed or after.mixed,
         wrong=[*(() if before.is_cut else before.wrong), *after.wrong],
         is_cut=after.is_cut,
     )
-
-
-def _continued(before: LoaderPass, after: LoaderPass, num_rows: int) -> LoaderPass:
-    """A pass that was broken off and went on in another start, which skips what had been read, or does not read it."""
-    size = before.setting("batch_size") or 1
-    return replace(before, batches=-(-num_rows // size), ended=after.ended)

@@ -1,17 +1,17 @@
-"""Rows that two data ranks read in one step, and ranks of one model copy that read different rows."""
+"""What ranks have alike: rows that two data ranks read in one step, rows that ranks of one model copy read differently,
+and whether ranks that hold the same part of a weight or a gradient hold the same values, to the last bit."""
 
 from __future__ import annotations
 
 from collections import Counter
-from itertools import combinations
+from collections.abc import Iterator
+from itertools import chain, combinations, product
 
 from threefold.errors import ranks_text
 from threefold.referee.judge.epochs import Epoch
 from threefold.referee.judge.groups import RankGroups
-from threefold.referee.judge.parts import JudgedPart, Rows, none_here, not_judged, proved, refuted
-from threefold.referee.record import RankRecord
-
-DATA_RANKS, MODEL_COPY = "rows of data ranks", "rows of one model copy"
+from threefold.referee.judge.parts import JudgedPart, Refuted, Rows, Unjudgeable, judges, none_here, proved
+from threefold.referee.record import RankRecord, Records
 
 # From this share of the reads on, rows that two ranks read are no coincidence of equal rows in a data set.
 _SHARE_REFUTED = 0.5
@@ -19,25 +19,26 @@ _SHARE_REFUTED = 0.5
 _FEWEST_ROWS, _LEAST_FRESH = 8, 0.5
 
 
+@judges("rows of data ranks")
 def judge_data_ranks(groups: RankGroups, epochs: list[Epoch] | str) -> JudgedPart:
     """Whether each data rank read rows of its own in every step."""
-    if groups.obstacle is not None:
-        return not_judged(DATA_RANKS, groups.obstacle)
+    groups.check()
     if groups.num_data_ranks == 1:
-        return none_here(DATA_RANKS, f"there is one data rank ({groups.how})")
+        return none_here(f"there is one data rank ({groups.how})")
     ranks = groups.first_of_each
-    steps = [rows_by_step(record) for record in ranks]
-    for pair in combinations(range(len(ranks)), 2):
-        numbers = [ranks[place].rank for place in pair]
-        if part := _judge_pair(numbers, *(steps[place] for place in pair), how=groups.how):
-            is_clear = all(_tells_rows_apart(ranks[place]) for place in pair)
-            return part if is_clear else not_judged(DATA_RANKS, f"{part.what}; but most rows of the data set are equal")
+    # A step that ends an epoch and begins the next may read a row for both.
+    is_disjoint = isinstance(epochs, list) and all(epoch.is_disjoint for epoch in epochs)
+    read = [(record, rows_by_step(record)) for record in ranks]
+    for (first, mine), (second, others) in combinations(read, 2) if not is_disjoint else ():
+        _check_pair([first, second], mine, others, how=groups.how)
     reads = Counter(row for record in ranks for call in record.calls for row in call.rows)
     # Contents that never come again may be random: then only the samplers show that rows differ.
     if max(reads.values()) == 1 and (isinstance(epochs, str) or not all(epoch.divides for epoch in epochs)):
-        return not_judged(DATA_RANKS, "no row came again, so it does not show whether a row looks the same each time")
-    what = f"no row was read by two of {len(ranks)} data ranks in one of {max(map(len, steps))} steps"
-    return proved(DATA_RANKS, f"{what} ({reads.total()} reads; {groups.how} shows the data ranks)")
+        raise Unjudgeable("no row came again, so it does not show whether a row looks the same each time")
+    what = (
+        f"no row was read by two of {len(ranks)} data ranks in one of {max(record.num_steps for record in ranks)} steps"
+    )
+    return proved(f"{what} ({reads.total()} reads; {groups.how} shows the data ranks)")
 
 
 def _tells_rows_apart(record: RankRecord) -> bool:
@@ -47,55 +48,109 @@ def _tells_rows_apart(record: RankRecord) -> bool:
     return num_known >= _FEWEST_ROWS and len(set(reads[:num_known])) >= _LEAST_FRESH * num_known
 
 
-def _judge_pair(numbers: list[int], first: dict[int, Rows], second: dict[int, Rows], *, how: str) -> JudgedPart | None:
-    """What two data ranks read both; None if that is no row."""
+def _check_pair(ranks: Records, first: dict[int, Rows], second: dict[int, Rows], *, how: str) -> None:
+    """Raises what two data ranks read both, if that is a row."""
+    names = ranks_text(record.rank for record in ranks)
     common = sorted(first.keys() & second.keys())
     shared = {step: (first[step] & second[step]).total() for step in common}
     num_shared, num_reads = sum(shared.values()), sum(first[step].total() for step in common)
     if not num_shared:
-        return None
+        return
     first_step = next(step for step in common if shared[step])
-    what = f"{ranks_text(numbers)} read {num_shared} of {num_reads} rows both, first in step {first_step}"
+    what = f"{names} read {num_shared} of {num_reads} rows both, first in step {first_step}"
     if num_shared < _SHARE_REFUTED * num_reads:
-        return not_judged(DATA_RANKS, f"{what}: an epoch that was filled up, or equal rows of the data set")
+        raise Unjudgeable(f"{what}: an epoch that was filled up, or equal rows of the data set")
+    if not all(map(_tells_rows_apart, ranks)):
+        raise Unjudgeable(f"{what}; but most rows of the data set are equal")
     same = [step for step in common if first[step] == second[step]]
     if num_shared == num_reads:
-        what = f"{ranks_text(numbers)} trained on the same rows in {len(same)} of {len(common)} steps"
-    return refuted(
-        DATA_RANKS,
+        what = f"{names} trained on the same rows in {len(same)} of {len(common)} steps"
+    raise Refuted(
         what,
-        expected=f"rows of its own for each data rank ({how}); {len(numbers)} ranks do the work of one",
-        where="the DataLoader: give it a DistributedSampler, and call its set_epoch before each epoch",
+        f"rows of its own for each data rank ({how}); {len(ranks)} ranks do the work of one",
+        "the DataLoader: give it a DistributedSampler, and call its set_epoch before each epoch",
     )
 
 
+@judges("rows of one model copy")
 def judge_model_copies(groups: RankGroups) -> JudgedPart:
     """Whether the ranks of one model copy read the same rows in every step."""
     if groups.unknown is not None:
-        return not_judged(MODEL_COPY, f"it does not show which ranks share a copy ({groups.unknown})")
+        raise Unjudgeable(f"it does not show which ranks share a copy ({groups.unknown})")
     shared = [members for members in groups.members if len(members) > 1]
     if not shared:
-        return none_here(MODEL_COPY, "no two ranks compute one copy of the model")
+        return none_here("no two ranks compute one copy of the model")
     for first, *others in shared:
+        sequence = groups.shared[first.rank]
+        if not sequence.joins:
+            raise Refuted(
+                f"the positions of the parts of each row that {ranks_text(sequence.ranks)} hold do not join",
+                "every position of a row once, from 0 on",
+                "what gives each rank its positions: those of its tokens in the whole row",
+            )
         rows = rows_by_step(first)
         for other in others:
             others_rows = rows_by_step(other)
             differing = [step for step in sorted(rows.keys() & others_rows.keys()) if rows[step] != others_rows[step]]
             if differing:
-                return refuted(
-                    MODEL_COPY,
+                raise Refuted(
                     f"{ranks_text([first.rank, other.rank])} read different rows in {len(differing)} of {len(rows)} "
                     f"steps, first in step {differing[0]}",
-                    expected="the same rows on ranks that compute one copy of the model: each holds a part of it",
-                    where="the sampler: num_replicas and rank are those of the data ranks, not of all ranks",
+                    "the same rows on ranks that compute one copy of the model: each holds a part of it",
+                    "the sampler: num_replicas and rank are those of the data ranks, not of all ranks",
                 )
-    num_steps = max(len(rows_by_step(first)) for first, *_ in shared)
-    return proved(MODEL_COPY, f"ranks of one model copy read the same rows in each of {num_steps} steps")
+    num_steps = max(record.num_steps for record in groups.records)
+    return proved(f"ranks of one model copy read the same rows in each of {num_steps} steps")
 
 
-def rows_by_step(record: RankRecord) -> dict[int, Rows]:
-    """The rows that a rank read in each step."""
+def rows_by_step(*ranks: RankRecord) -> dict[int, Rows]:
+    """The rows that ranks read in each step."""
     steps: dict[int, Rows] = {}
-    for call in record.calls:
+    for call in chain(*(record.calls for record in ranks)):
         steps.setdefault(call.step, Counter()).update(call.rows)
     return steps
+
+
+# A part, by its name and its place, among the ranks of which it is known that they hold copies of it.
+_Held = tuple[tuple[int, ...], str, tuple[int, ...], tuple[int, ...]]
+_CHANGED_BY = {
+    "weights": "what changes weights on one rank only: a random start without a seed, a load, an update",
+    "gradients": "what sums gradients over ranks: a parameter that it leaves out, no_sync on the last micro-batch",
+}
+
+
+@judges("copies of weights")
+def judge_copies(groups: RankGroups) -> JudgedPart:
+    """Compares the digests of the checked steps, of all ranks."""
+    ranks = groups.records
+    if len(ranks) == 1:
+        return none_here("there is one rank")
+    num_steps = min(len(record.checked) for record in ranks)
+    if not num_steps:
+        raise Unjudgeable("no step was recorded with its weights (--steps 0)")
+    num_copies = 0
+    for place, kind in product(range(num_steps), _CHANGED_BY):
+        first: dict[_Held, tuple[int, str]] = {}
+        for record in ranks:
+            for held, value in _held(record, place, kind):
+                other, expected = first.setdefault(held, (record.rank, value))
+                num_copies += other != record.rank
+                if value != expected:
+                    names = ranks_text([other, record.rank])
+                    raise Refuted(
+                        f"{names} hold different {kind} of {held[1]} in step {record.checked[place]['step']}",
+                        "the same values wherever the same part is held",
+                        _CHANGED_BY[kind],
+                    )
+    if not num_copies:
+        return none_here("no two ranks are known to hold the same part of a weight")
+    return proved(f"equal to the last bit on {ranks_text({each.rank for each in ranks})} in {num_steps} steps")
+
+
+def _held(record: RankRecord, place: int, kind: str) -> Iterator[tuple[_Held, str]]:
+    """The digest of each part that a rank holds, where it shows who holds the same."""
+    if (how := record.placement.get("how")) is None:  # plain tensors may be parts of anything
+        return
+    among = tuple(record.placement["data_ranks"]) if how == "DistributedDataParallel" else ()
+    for name, part in record.checked[place]["curve"].get(kind, {}).items():
+        yield (among, name, tuple(part["begin"]), tuple(part["size"])), part["digest"]

@@ -3,39 +3,56 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
+
+from threefold.referee.judge.parts import Unjudgeable
+from threefold.referee.rank.sealed import Values
 
 # The type, shape and sum of a tensor, or a number, by the weight that it belongs to and its name there.
 WholeState = dict[tuple[str, str], Any]
 WEIGHT = ""
 
 
-class UnknownState(Exception):
-    """Why two starts cannot be compared."""
+def distinct(name: str, parts: Sequence[Values], content: str) -> list[Values]:
+    """The parts of a tensor, which make the whole, without those that another rank holds too.
+
+    Args:
+        content: the key of what stands for the values of a part.
+
+    Raises:
+        Unjudgeable: ranks hold other values in the same place, or not all places.
+    """
+    kept: dict[Any, Values] = {}
+    for part in parts:
+        place = tuple(part["begin"]), tuple(part["size"])
+        if kept.setdefault(place, part)[content] != part[content]:
+            raise Unjudgeable(f"ranks hold different values of {name} in the same place")
+    if not parts or sum(math.prod(size) for _, size in kept) != math.prod(parts[0]["shape"]):
+        raise Unjudgeable(f"the parts of {name} that ranks hold do not make the whole")
+    return list(kept.values())
 
 
-def whole_state(states: Sequence[dict[str, Any]]) -> WholeState:
-    """The state that the parts of all ranks make."""
-    if unknown := next((state["unknown"] for state in states if "unknown" in state), None):
-        raise UnknownState(unknown)
-    boxes: dict[tuple[str, str], dict[Any, Any]] = {}
-    kinds: dict[tuple[str, str], Any] = {}
+def whole_state(states: Sequence[Values]) -> WholeState:
+    """The state that the parts of all ranks make.
+
+    Raises:
+        Unjudgeable: they do not make one.
+    """
+    held: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for state in states:
-        named = [((name, WEIGHT), value) for name, value in state["weights"].items()]
-        named += [((name, key), value) for name, kept in state["moments"].items() for key, value in kept.items()]
-        for name, value in named:
-            if not isinstance(value, dict):
-                kinds[name] = value
-                continue
-            kinds[name] = value["type"], tuple(value["shape"])
-            box = tuple(value["begin"]), tuple(value["size"])
-            if boxes.setdefault(name, {}).setdefault(box, value["sum"]) != value["sum"]:
-                raise UnknownState(f"ranks hold different values of {' '.join(filter(None, name))} in the same place")
+        if "unknown" in state:
+            raise Unjudgeable(state["unknown"])
+        for name, value in state["weights"].items():
+            held[name, WEIGHT].append(value)
+        for name, kept in state["moments"].items():
+            for key, value in kept.items():
+                held[name, key].append(value)
     whole: WholeState = {}
-    for name, kind in kinds.items():
-        parts = boxes.get(name)
-        if parts is not None and sum(math.prod(size) for _, size in parts) != math.prod(kind[1]):
-            raise UnknownState(f"the parts of {' '.join(filter(None, name))} that ranks hold do not make the whole")
-        whole[name] = kind if parts is None else (*kind, sum(parts.values()) % (1 << 64))
+    for name, values in held.items():
+        whole[name] = first = values[0]
+        if isinstance(first, dict):
+            parts = distinct(" ".join(filter(None, name)), values, "sum")
+            whole[name] = first["type"], tuple(first["shape"]), sum(part["sum"] for part in parts) % (1 << 64)
     return whole

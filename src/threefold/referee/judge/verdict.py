@@ -8,21 +8,38 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from threefold.errors import EXIT_FAILED, ranks_text
-from threefold.referee.judge.copies import COPIES, judge_copies
-from threefold.referee.judge.epochs import EPOCHS, epochs_of, judge_epochs
+from threefold.referee.judge.epochs import epochs_of, judge_epochs, judge_order
 from threefold.referee.judge.groups import RankGroups, groups_of
-from threefold.referee.judge.order import ORDER, judge_order
-from threefold.referee.judge.parts import JudgedPart, PartStatus, none_here, not_judged, proved, refuted
+from threefold.referee.judge.parts import (
+    JudgedPart,
+    PartStatus,
+    Refuted,
+    Unjudgeable,
+    judges,
+    none_here,
+    not_judged,
+    proved,
+    read_alone,
+)
 from threefold.referee.judge.resumes import WholeTraining, whole_training
-from threefold.referee.judge.shared_rows import DATA_RANKS, MODEL_COPY, judge_data_ranks, judge_model_copies
-from threefold.referee.record import RankRecord, ReadCall, WatchedCommand, read_command
+from threefold.referee.judge.shared_rows import (
+    judge_copies,
+    judge_data_ranks,
+    judge_model_copies,
+)
+from threefold.referee.rank.sealed import Values
+from threefold.referee.record import RankRecord, ReadCall, Records, WatchedCommand, read_command
 
-EXIT_NOT_JUDGED = 3
-RECORD, LABELS, GRADIENTS, EXPORTS = "record", "labels", "gradients", "exports"
+_EXIT_CODES = {
+    PartStatus.NONE: 0,
+    PartStatus.PROVED: 0,
+    PartStatus.NOT_JUDGED: 3,
+    PartStatus.REFUTED: EXIT_FAILED,
+}
 
 
 @dataclass(frozen=True)
@@ -35,26 +52,25 @@ class CommandVerdict:
 
     @property
     def status(self) -> PartStatus:
-        """What all parts come to."""
-        statuses = {part.status for part in self.parts}
-        for status in (PartStatus.REFUTED, PartStatus.NOT_JUDGED):
-            if status in statuses:
-                return status
-        return PartStatus.PROVED
+        """What all parts come to: the worst of them."""
+        return max((part.status for part in self.parts), key=[*_EXIT_CODES].index)
 
     @property
     def exit_code(self) -> int:
         """0 proved, 1 refuted, 3 not judged."""
-        return {PartStatus.PROVED: 0, PartStatus.REFUTED: EXIT_FAILED}.get(self.status, EXIT_NOT_JUDGED)
+        return _EXIT_CODES[self.status]
+
+    @property
+    def _num_steps(self) -> int:
+        return sum(max((each.num_steps for each in ranks), default=0) for ranks in self.watched.starts)
 
     def lines(self) -> list[str]:
         """The verdict as text."""
-        num_steps = sum(max((each.num_steps for each in ranks), default=0) for ranks in self.watched.starts)
         num_ranks = len(self.watched.ranks)
-        head = f"referee: {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}, {num_steps} steps"
-        return [head, *map(str, self.parts), f"verdict: {self.status.value} (exit code {self.exit_code})"]
+        head = f"referee: {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}, {self._num_steps} steps"
+        return [head, *map(str, self.parts), f"verdict: {self.status} (exit code {self.exit_code})"]
 
-    def as_values(self) -> dict[str, Any]:
+    def as_values(self) -> Values:
         """The verdict as plain values."""
         return {
             "schema": 1,
@@ -62,10 +78,10 @@ class CommandVerdict:
             "command": self.watched.command,
             "command_exit_code": self.watched.exit_code,
             "ranks": len(self.watched.ranks),
-            "steps": sum(max((each.num_steps for each in ranks), default=0) for ranks in self.watched.starts),
-            "verdict": self.status.value,
+            "steps": self._num_steps,
+            "verdict": self.status,
             "exit_code": self.exit_code,
-            "parts": [{**asdict(part), "status": part.status.value} for part in self.parts],
+            "parts": [asdict(part) for part in self.parts],
         }
 
 
@@ -75,30 +91,29 @@ def judge(folder: Path) -> CommandVerdict:
     Raises:
         DataError: the folder holds no record.
     """
+    from threefold.referee.judge.exports import judge_exports
+
     watched = read_command(folder)
     training = whole_training(watched)
     ranks = [record for record in training.ranks if record.calls]
     if not ranks:
         return CommandVerdict(folder, watched, (_nothing(watched),))
-    if mixed := next((record.mixed for record in ranks if record.mixed), None):
-        names = (DATA_RANKS, MODEL_COPY, EPOCHS, ORDER, LABELS, COPIES, GRADIENTS)
-        parts = [not_judged(name, f"{mixed}: which rows belong together does not show") for name in names]
-        return CommandVerdict(folder, watched, (judge_record(watched, training), *parts))
     groups = groups_of(ranks)
     epochs = epochs_of(groups.first_of_each)
     shared = judge_data_ranks(groups, epochs)
-    # All ranks read all rows: said once.
-    same = f"see {DATA_RANKS!r}" if shared.status is PartStatus.REFUTED else None
+    rows = judge_epochs(groups, epochs)
+    if shared.status is PartStatus.REFUTED:  # all ranks read all rows: said once
+        rows = not_judged(rows.name, f"see {shared.name!r}")
     parts = [
         judge_record(watched, training),
         shared,
         judge_model_copies(groups),
-        not_judged(EPOCHS, same) if same else judge_epochs(groups, epochs),
+        rows,
         judge_order(groups, epochs),
-        judge_labels(ranks),
+        judge_labels(groups.first_of_each),
         *_curve_of_starts(folder, groups, watched, training),
         *training.parts,
-        _exports(watched),
+        judge_exports(watched.starts),
     ]
     return CommandVerdict(folder, watched, tuple(parts))
 
@@ -107,46 +122,51 @@ def _curve_of_starts(
     folder: Path, groups: RankGroups, watched: WatchedCommand, training: WholeTraining
 ) -> list[JudgedPart]:
     """What follows from weights and gradients of the first start, and what is refuted of a later one."""
-    parts = {part.name: part for part in (judge_copies(groups), *_curve(folder, groups))}
+    parts = {part.name: part for part in _curve(folder, groups)}
     for number, later in enumerate(watched.later if training.others is None else [], start=2):
-        of_start = groups_of([record for record in later if record.calls])
-        for part in (judge_copies(of_start), *_curve(folder, of_start)):
-            if part.status is PartStatus.REFUTED and parts[part.name].status is not PartStatus.REFUTED:
+        for part in _curve(folder, groups_of([record for record in later if record.calls])):
+            known = parts.get(part.name, part)
+            if part.status is PartStatus.REFUTED and (known is part or known.status is not PartStatus.REFUTED):
                 parts[part.name] = replace(part, what=f"start {number}: {part.what}")
     return list(parts.values())
 
 
 def _curve(folder: Path, groups: RankGroups) -> list[JudgedPart]:
-    """What follows from weights and gradients, where torch is installed."""
+    """Weights, gradients and updates of the checked steps: the parts for which torch is needed."""
+    from threefold.referee.judge.checked_steps import checked_steps
+    from threefold.referee.judge.gradients import GRADIENTS, judge_gradients, judge_target_places
+    from threefold.referee.judge.updates import NORM, UPDATES, judge_norms, judge_updates
+
+    copies = judge_copies(groups)
     try:
-        from threefold.referee.judge.curve import judge_curve
-    except ImportError as error:
-        return [not_judged(GRADIENTS, f"{error.name} is not installed here")]
-    return judge_curve(folder, groups)
+        steps = checked_steps(folder, groups)
+    except Unjudgeable as why:
+        return [copies, *(not_judged(name, why) for name in (GRADIENTS, NORM, UPDATES))]
+    places = judge_target_places(steps)
+    is_joined = any(record.joined for record in groups.records)
+    return [
+        copies,
+        read_alone(folder) or judge_gradients(steps, groups.records[0].placement),
+        *([places] if places.status is PartStatus.REFUTED else []),
+        judge_norms(steps),
+        not_judged(UPDATES, "several optimizers step together") if is_joined else judge_updates(steps),
+    ]
 
 
-def _exports(watched: WatchedCommand) -> JudgedPart:
-    try:
-        from threefold.referee.judge.exports import judge_exports
-    except ImportError as error:
-        return not_judged(EXPORTS, f"{error.name} is not installed here")
-    return judge_exports(watched.starts)
-
-
+@judges("record")
 def _nothing(watched: WatchedCommand) -> JudgedPart:
     shown = shlex.join(watched.command)
     why = f"no process of `{shown}` took an optimizer step of torch"
     if watched.exit_code:
         why = f"`{shown}` ended with exit code {watched.exit_code} before its first optimizer step"
-    return not_judged(
-        RECORD, "; ".join([why, *watched.wrong, *(each for rank in watched.ranks for each in rank.wrong)])
-    )
+    raise Unjudgeable("; ".join([why, *watched.wrong, *(each for rank in watched.ranks for each in rank.wrong)]))
 
 
+@judges("record")
 def judge_record(watched: WatchedCommand, training: WholeTraining) -> JudgedPart:
     """Whether all that the command trained on is there, as it was written."""
-    wrong = [*watched.wrong, *(each for record in training.ranks for each in record.wrong)]
-    wrong += [each for later in watched.later for record in later for each in record.wrong if each not in wrong]
+    records = chain(training.ranks, *watched.later)
+    wrong = list(dict.fromkeys([*watched.wrong, *(each for record in records for each in record.wrong)]))
     wrong += [training.others] if training.others else []
     numbers = {record.rank for record in watched.ranks}
     if absent := set(range(watched.ranks[0].world_size)) - numbers:
@@ -158,33 +178,31 @@ def judge_record(watched: WatchedCommand, training: WholeTraining) -> JudgedPart
     elif watched.exit_code is None:
         wrong.append("the command has not ended, or the referee was killed")
     if wrong:
-        return not_judged(RECORD, "; ".join(wrong))
+        raise Unjudgeable("; ".join(wrong))
     left_out = max(record.left_out for record in watched.ranks)
-    counted = "1 step of other optimizers is" if left_out == 1 else f"{left_out} steps of other optimizers are"
-    others = f"; {counted} left out" if left_out else ""
-    return proved(RECORD, f"every line of {ranks_text(numbers)} is as it was written{others}")
+    others = f"; left out are steps of other optimizers: {left_out}" if left_out else ""
+    return proved(f"every line of {ranks_text(numbers)} is as it was written{others}")
 
 
-def judge_labels(ranks: list[RankRecord]) -> JudgedPart:
+@judges("labels")
+def judge_labels(ranks: Records) -> JudgedPart:
     """Whether a row was read that trains nothing, as all its labels are ignored."""
     labelled = [(record, call) for record in ranks for call in record.calls if call.labelled]
     if not labelled:
-        return none_here(LABELS, "the model is not called with labels of tokens")
-    ignored = [(record, call) for record, call in labelled if call.ignored]
+        return none_here("the model is not called with labels of tokens")
     num_rows = sum(len(call.rows) for _, call in labelled)
+    if not any(call.ignored for _, call in labelled):
+        return proved(f"each of {num_rows} rows has a label that is trained on")
+    ignored = [(record, call) for record, call in labelled if call.ignored and not _fills_up(record, call)]
     if not ignored:
-        return proved(LABELS, f"each of {num_rows} rows has a label that is trained on")
-    ignored = [(record, call) for record, call in ignored if not _fills_up(record, call)]
-    if not ignored:
-        return not_judged(LABELS, "rows at the end of an epoch have no label: they fill it up, or have lost theirs")
+        raise Unjudgeable("rows at the end of an epoch have no label: they fill it up, or have lost theirs")
     record, call = ignored[0]
     count = sum(len(call.ignored) for _, call in ignored)
-    return refuted(
-        LABELS,
+    raise Refuted(
         f"all labels are ignored (-100) in {count} of {num_rows} rows: "
         f"the first is row {call.ignored[0]} of rank {record.rank} in step {call.step}",
-        expected="a label that is trained on in every row that is not padding",
-        where="what makes the labels: a prompt longer than the row, a template without its answer, a collator's mask",
+        "a label that is trained on in every row that is not padding",
+        "what makes the labels: a prompt longer than the row, a template without its answer, a collator's mask",
     )
 
 

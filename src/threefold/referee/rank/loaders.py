@@ -5,13 +5,15 @@ Only counted and read: no loader is asked for anything that the program does not
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from .sealed import Values
 
 _FACTS = (
     "seed",
@@ -33,11 +35,8 @@ _FACTS = (
 _MOST_SAMPLERS = 6
 
 
-class PassName(NamedTuple):
-    """A data set that loaders read, counted from 0 in the order of first use, and the pass over it."""
-
-    loader: int
-    number: int
+# A data set that loaders read, counted from 0 in the order of first use, and the pass over it.
+PassName = tuple[int, int]
 
 
 class Loaders:
@@ -50,25 +49,24 @@ class Loaders:
 
     def __init__(self) -> None:
         self.last: PassName | None = None
-        self.passes: dict[PassName, dict[str, Any]] = {}
+        self.passes: dict[PassName, Values] = {}
         self._numbers: dict[int, int] = {}
-        self._num_passes: dict[int, int] = {}
+        self._num_passes: Counter[int] = Counter()
         self._names: WeakKeyDictionary[Any, PassName] = WeakKeyDictionary()
 
-    def begins(self, loader: Any, iterator: Any) -> None:
+    def begins(self, iterator: Any, loader: Any) -> None:
         """A pass of a loader begins."""
         # Programs make a new loader over the same data set for each epoch.
         number = self._numbers.setdefault(id(loader.dataset), len(self._numbers))
-        num_passes = self._num_passes.get(number, 0)
-        self._num_passes[number] = num_passes + 1
-        self._names[iterator] = name = PassName(number, num_passes)
+        self._names[iterator] = name = number, self._num_passes[number]
+        self._num_passes[number] += 1
         try:
             facts = facts_of(loader)
         except Exception:  # a length or a property of the user's own
             facts = {"rows": None, "samplers": []}
         self.passes[name] = {"batches": 0, "ended": False, **facts}
 
-    def hands_out(self, iterator: Any) -> None:
+    def hands_out(self, batch: Any, iterator: Any) -> None:
         """A batch leaves a loader."""
         if (name := self._names.get(iterator)) is not None:
             self.last = name
@@ -79,33 +77,15 @@ class Loaders:
         if (name := self._names.get(iterator)) is not None:
             self.passes[name]["ended"] = True
 
-    def attach(self, guard: Callable[..., Any]) -> None:
-        """Wraps torch's loaders; `guard(call, ...)` calls a function and keeps its errors from the program."""
-        begin, advance = DataLoader.__iter__, _BaseDataLoaderIter.__next__
-
-        @wraps(begin)
-        def iterate(loader: Any) -> Any:
-            iterator = begin(loader)
-            guard(self.begins, loader, iterator)
-            return iterator
-
-        @wraps(advance)
-        def hand_out(iterator: Any) -> Any:
-            try:
-                batch = advance(iterator)
-            except StopIteration:
-                guard(self.ends, iterator)
-                raise
-            guard(self.hands_out, iterator)
-            return batch
-
-        DataLoader.__iter__ = iterate
-        _BaseDataLoaderIter.__next__ = hand_out
+    def attach(self, around: Callable[..., None]) -> None:
+        """Hangs these on torch's loaders, by `around` (`RankRecorder.around`)."""
+        around(DataLoader, "__iter__", after=self.begins)
+        around(_BaseDataLoaderIter, "__next__", after=self.hands_out, stops=self.ends)
 
 
-def facts_of(loader: Any) -> dict[str, Any]:
+def facts_of(loader: Any) -> Values:
     """The rows of the data set, if they can be counted, and what each sampler is, outermost first."""
-    samplers: list[dict[str, Any]] = []
+    samplers: list[Values] = []
     source = None
     sampler = _first_of(loader, "batch_sampler", "sampler")
     while sampler is not None and len(samplers) < _MOST_SAMPLERS:
@@ -115,12 +95,11 @@ def facts_of(loader: Any) -> dict[str, Any]:
         samplers.append({"class": kind.__name__, "package": kind.__module__.partition(".")[0], **plain})
         source = _first_of(sampler, "data_source", "dataset")
         sampler = _first_of(sampler, "batch_sampler", "sampler")
-    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
-        return {"rows": None, "samplers": samplers}
+    rows = loader.dataset
+    is_sized = hasattr(rows, "__len__") and not isinstance(rows, IterableDataset)
     # A sampler may draw from a part of the data set.
-    num_rows = len(loader.dataset)
-    known = source is None or len(source) == num_rows
-    return {"rows": num_rows if known else None, "samplers": samplers}
+    is_known = is_sized and (source is None or len(source) == len(rows))
+    return {"rows": len(rows) if is_known else None, "samplers": samplers}
 
 
 def _first_of(value: Any, *names: str) -> Any:

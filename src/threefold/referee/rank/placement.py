@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch.nn import Module
+
+from .sealed import Values
 
 _MODEL_AXES = {"tp", "ep", "tensor", "model"}
 # Ranks of such an axis hold parts of the same rows.
@@ -18,90 +20,82 @@ _SEQUENCE_AXES = {"cp", "sp", "context", "sequence", "ulysses"}
 _sharding_meshes: list[Any] = []
 
 
-def note_mesh(mesh: Any) -> None:
+def note_mesh(sharded: Any, module: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> None:
     """`fully_shard` was called with this mesh; None is all ranks."""
     _sharding_meshes.append(mesh)
 
 
-def of(module: torch.nn.Module) -> dict[str, Any]:
+def of(module: Module) -> Values:
     """What a record says of this rank and its model.
 
     Returns:
-        parameters: the shape of each, and its placements.
+        parameters: their names.
         together: the ranks that hold parts of the same parameters.
+        groups: the ranks of each process group that this rank is in.
+        splits: an axis of the parameters that may split rows among ranks, by its name.
         data_ranks: the ranks of which each reads rows of its own, this one included, and `how` that is known;
             or `unknown`, the reason why it is not.
     """
-    parameters = {}
-    together: set[int] = set()
-    sharded_axes: set[str] = set()
-    all_axes: set[str] = set()
-    for name, parameter in module.named_parameters():
-        parameters[name] = placed = _placement(parameter)
-        together.update(placed.get("ranks", []))
-        sharded_axes.update(placed.get("sharded", []))
-        all_axes.update(placed.get("axes", []))
-    known = {"together": sorted(together), "parameters": parameters}
+    parameters = {name: _placement(parameter) for name, parameter in module.named_parameters()}
+    together, sharded_axes, all_axes = (
+        {value for placed in parameters.values() for value in placed.get(key, [])}
+        for key in ("ranks", "sharded", "axes")
+    )
+    splits = min((axis for axis in all_axes if _words(axis) & _SEQUENCE_AXES), default=None)
+    known: Values = {"together": sorted(together), "parameters": list(parameters), "splits": splits}
     if not (dist.is_available() and dist.is_initialized()):
         return {**known, "unknown": "the launcher started several processes, and they have no process group"}
-    if hidden := sorted(axis for axis in all_axes if _words(axis) & _SEQUENCE_AXES):
-        return {**known, "unknown": f"the axis {hidden[0]!r} may split rows among ranks"}
-    return {**known, **_data_ranks(module, sharded_axes)}
+    groups = dist.distributed_c10d._world.pg_group_ranks.values()
+    known["groups"] = [sorted(group, key=group.__getitem__) for group in groups]
+    try:
+        known["how"], known["data_ranks"] = _data_ranks(module, sharded_axes, known["together"], len(all_axes))
+    except ValueError as why:
+        known["unknown"] = str(why)
+    return known
 
 
-def _data_ranks(module: torch.nn.Module, sharded_axes: set[str]) -> dict[str, Any]:
-    """`data_ranks` and `how`, or `unknown`."""
+def _data_ranks(module: Module, sharded_axes: set[str], together: list[int], num_axes: int) -> tuple[str, list[int]]:
+    """How it is known which ranks read rows of their own, and these.
+
+    Raises:
+        ValueError: it is not.
+    """
     if (ddp := _inner(module, "DistributedDataParallel")) is not None:
-        ranks = dist.get_process_group_ranks(ddp.process_group)
-        return {"how": "DistributedDataParallel", "data_ranks": ranks}
+        return "DistributedDataParallel", dist.get_process_group_ranks(ddp.process_group)
     if (fsdp := _inner(module, "FullyShardedDataParallel")) is not None:
         ranks = dist.get_process_group_ranks(fsdp.process_group)
         # Hybrid sharding replicates over a group that this one does not show.
         if len(ranks) < dist.get_world_size():
-            return {"unknown": "FullyShardedDataParallel shards over a part of the ranks"}
-        return {"how": "FullyShardedDataParallel", "data_ranks": ranks}
+            raise ValueError("FullyShardedDataParallel shards over a part of the ranks")
+        return "FullyShardedDataParallel", ranks
     if _inner(module, "FSDPModule") is not None:
-        if not _sharding_meshes:
-            return {"unknown": "fully_shard was called where the referee could not see its mesh"}
-        return {"how": "fully_shard", "data_ranks": _largest_mesh()}
+        everyone = list(range(dist.get_world_size()))
+        meshes = [everyone if mesh is None else mesh.mesh.flatten().tolist() for mesh in _sharding_meshes]
+        # It may have been called before the referee was there.
+        if not meshes and num_axes != 1:
+            raise ValueError("fully_shard was called where the referee could not see its mesh")
+        return "fully_shard", max(meshes or [together], key=len)
     if sharded_axes and all(_words(axis) & _MODEL_AXES for axis in sharded_axes):
         axes = " and ".join(sorted(sharded_axes))
-        return {"how": f"parameters are sharded over {axes} only", "data_ranks": [dist.get_rank()]}
-    return {"unknown": "the model has no wrapper and no placement that tells how ranks divide the data"}
+        return f"parameters are sharded over {axes} only", [dist.get_rank()]
+    raise ValueError("the model has no wrapper and no placement that tells how ranks divide the data")
 
 
-def _inner(module: torch.nn.Module, class_name: str) -> Any:
+def _inner(module: Module, class_name: str) -> Any:
     """The outermost module of a class, by its name: the class may not be imported, and is not imported for this."""
-    for inner in module.modules():
-        if any(base.__name__ == class_name for base in type(inner).__mro__):
-            return inner
-    return None
+    named = (each for each in module.modules() if any(base.__name__ == class_name for base in type(each).__mro__))
+    return next(named, None)
 
 
 def _words(axis: str) -> set[str]:
     return set(axis.lower().split("_"))
 
 
-def _largest_mesh() -> list[int]:
-    largest: list[int] = []
-    for mesh in _sharding_meshes:
-        ranks = list(range(dist.get_world_size())) if mesh is None else mesh.mesh.flatten().tolist()
-        largest = max(largest, ranks, key=len)
-    return largest
-
-
-def _placement(parameter: Any) -> dict[str, Any]:
-    """The shape of a parameter, and for a DTensor its mesh and placements."""
-    shape = list(parameter.shape)
+def _placement(parameter: Any) -> Values:
+    """Of a DTensor, the axes of its mesh, those that shard it, and the ranks."""
     if not hasattr(parameter, "placements"):
-        return {"shape": shape}
+        return {}
     mesh = parameter.device_mesh
     axes = list(mesh.mesh_dim_names or map(str, range(mesh.ndim)))
-    pairs = zip(axes, parameter.placements, strict=True)
-    return {
-        "shape": shape,
-        "axes": axes,
-        "placements": [str(placement) for placement in parameter.placements],
-        "sharded": [axis for axis, placement in pairs if placement.is_shard()],
-        "ranks": mesh.mesh.flatten().tolist(),
-    }
+    sharded = [axis for axis, placement in zip(axes, parameter.placements, strict=True) if placement.is_shard()]
+    return {"axes": axes, "sharded": sharded, "ranks": mesh.mesh.flatten().tolist()}

@@ -17,74 +17,97 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from itertools import count
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.functional import pad
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import placement
 from .loaders import Loaders, PassName
-from .rows import rows_of_call, tensors_in
-from .sealed import SealedFile, digest
+from .rows import Tensors, rows_of_call, tensors_in, token_weights
+from .sealed import SealedFile, Values, digest
 from .state import state_of
-from .token_weights import token_weights
 from .weights import StepCurve, architecture_of, unwrapped
+
+_Action = Callable[..., None] | None
 
 
 @dataclass
 class OpenCall:
     """A call of the outermost module before the optimizer's step."""
 
-    values: dict[str, Any]
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    module: Module
+    values: Values
+    tensors: Tensors = field(default_factory=dict)
     """whole inputs, in the checked steps; what is not an input begins with !."""
     is_trained: bool = False
 
-    def note_gradient(self, gradient: torch.Tensor | None) -> None:
+    def note_gradient(self, gradient: Tensor | None) -> None:
         """A gradient comes back to the output of the call; None: to another one."""
         self.is_trained |= gradient is not None
 
-    def note_loss(self, gradient: torch.Tensor | None) -> None:
+    def note_loss(self, gradient: Tensor | None) -> None:
         """A gradient comes back to a single value: the loss that the model computes itself."""
         self.note_gradient(gradient)
         self.values["own_loss"] = self.is_trained
 
-    def note_targets(self, logits: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    def note_targets(self, logits: Tensor, gradient: Tensor | None) -> None:
         """A gradient comes back to the logits of the call: what they are trained on."""
+        if gradient is not None:
+            self._trains_on(token_weights(logits, gradient))
+
+    def note_log_probs(self, gradient: Tensor | None) -> None:
+        """A gradient comes back to the log-probabilities [rows, tokens - 1] of labels, as SFTTrainer adds them up."""
         if gradient is None:
             return
-        known = token_weights(logits, gradient) if "targets" not in self.values else None
-        self.values["targets"] = known is not None
+        labels = self.tensors.get("labels", gradient)[..., 1:]
+        # Nothing comes after the last token.
+        weights = pad(-gradient.float().cpu(), (0, 1))
+        is_known = labels.shape == gradient.shape
+        self._trains_on((torch.where(weights != 0, pad(labels, (0, 1)), -100), weights) if is_known else None)
+
+    def _trains_on(self, known: tuple[Tensor, Tensor] | None) -> None:
+        """Targets and weights of the outputs. A second time, or of None, they do not show."""
+        self.values["targets"] = known is not None and "targets" not in self.values
         if known is not None:
             self.tensors["!targets"], self.tensors["!weights"] = (value.cpu() for value in known)
 
 
 class RankRecorder:
-    """The record of one rank: sealed lines, and the whole inputs of the first `num_whole` steps."""
+    """The record of one rank: sealed lines, and the whole inputs of the first `num_whole` steps.
 
-    def __init__(self, folder: Path, *, num_whole: int, most_bytes: int) -> None:
+    Args:
+        only: the model and the optimizer that are recorded; None: all.
+    """
+
+    def __init__(self, folder: Path, *, num_whole: int, most_bytes: int, only: Any = None) -> None:
+        self._only = only and (unwrapped(only[0]), only[1])
         self._folder, self._num_whole, self._most_bytes = folder, num_whole, most_bytes
         self._file: SealedFile | None = None
         self._pid = 0
         self._rank, self._num_steps = 0, 0
         self._name, self._start = "", 0
-        self._trained: WeakKeyDictionary[torch.optim.Optimizer, ref[torch.nn.Module]] = WeakKeyDictionary()
-        self._saved: set[tuple[int, int]] = set()
+        self._trained: WeakKeyDictionary[Optimizer, Module] = WeakKeyDictionary()
+        self._saved: set[tuple[int, int | None]] = set()
         self._passes: set[PassName | None] = set()
         self._has_loaded = False
-        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
-        self._modules: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
-        self._numbers = {"optimizer": count(), "module": count()}
+        self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._shown: WeakKeyDictionary[Module, Values] = WeakKeyDictionary()
+        self._models: WeakKeyDictionary[Module, int] = WeakKeyDictionary()
+        self._numbers = count()
         self._calls: list[OpenCall] = []
         self._losses: list[float] = []
         self._curve: StepCurve | None = None
         self._steps_of: Counter[int] = Counter()
-        self._shown: dict[int, dict[str, Any]] = {}
         self.types: set[str] | None = None
         self._is_off = False
         self._is_joined = False
@@ -102,48 +125,79 @@ class RankRecorder:
             self._is_off = True
             what = f"{type(error).__name__}: {error}"
             print(f"threefold referee: rank {self._rank} is recorded no further ({what})", file=sys.stderr)
-            try:
+            # The disk may be full: a record without its end is not judged.
+            with suppress(Exception):
                 if self._file is not None:
                     self._file.write("fault", {"what": what})
-            except Exception:
-                pass  # the disk is full, say: a record without its end is not judged
             return None
 
-    def called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpenCall | None:
+    def around(
+        self,
+        owner: Any,
+        name: str,
+        *,
+        before: _Action = None,
+        after: _Action = None,
+        stops: _Action = None,
+    ) -> None:
+        """Calls `before`, with the arguments of a function of `owner`, and `after`, with its result too.
+
+        Args:
+            stops: in place of `after` where the function raises StopIteration.
+        """
+        original = getattr(owner, name)
+
+        @wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            # What is traced must not contain the referee.
+            is_watched = not torch.compiler.is_compiling()
+            if before is not None and is_watched:
+                self.guard(partial(before, *args, **kwargs))
+            try:
+                result = original(*args, **kwargs)
+            except StopIteration:
+                if stops is not None:
+                    self.guard(partial(stops, *args, **kwargs))
+                raise
+            if after is not None and is_watched:
+                self.guard(partial(after, result, *args, **kwargs))
+            return result
+
+        setattr(owner, name, watched)
+
+    def called(self, module: Module, args: tuple[Any, ...], kwargs: Values) -> OpenCall | None:
         """The outermost module is called; None if this is no call with data."""
         if not any(parameter.requires_grad for parameter in module.parameters()) or _is_capturing():
             return None
+        if self._only and unwrapped(module) is not self._only[0]:
+            return None
         if (rows := rows_of_call(args, kwargs)) is None:
             return None
-        if self._file is None:
-            self._open()
-        number = self._number_of(module)
+        self._file = self._file or self._open()
+        shown = self._shown_of(module)
         values = {
-            "module": number,
+            "module": shown["module"],
             "rows": rows.digests,
             "ignored": rows.ignored,
             "labelled": rows.labelled,
             "pass": self.loaders.last,
+            "begin": rows.begin,
         }
-        call = OpenCall(values)
-        if self._steps_of[number] < self._num_whole:
-            call.tensors = {name: tensor.clone().contiguous() for name, tensor in rows.tensors.items()}
-            call.tensors |= {f"!shared.{name}": value.cpu().clone().contiguous() for name, value in rows.shared.items()}
-            if self._shown[number]["architecture"].get("dropout"):
+        call = OpenCall(module, values)
+        if self._steps_of[shown["module"]] < self._num_whole:
+            call.tensors = {name: value.cpu().clone().contiguous() for name, value in rows.tensors.items()}
+            if shown["architecture"].get("dropout"):
                 call.tensors["!random"] = torch.get_rng_state()
             if self._curve is None:
-                self._curve = self._begin_curve(module, number)
+                ranks = shown.get("data_ranks", [self._rank])
+                # Replicas of DistributedDataParallel hold the same, so the first one writes it.
+                keeps_copy = shown.get("how") != "DistributedDataParallel" or ranks[0] == self._rank
+                self._curve = StepCurve(
+                    module, shown["module"], keeps_copy=keeps_copy, most_bytes=self._file.left_bytes
+                )
             self.types = self._curve.types
         self._calls.append(call)
         return call
-
-    def _begin_curve(self, module: torch.nn.Module, number: int) -> StepCurve:
-        assert self._file is not None
-        shown = self._shown[number]
-        ranks = shown.get("data_ranks", [self._rank])
-        # Replicas of DistributedDataParallel hold the same, so the first one writes it.
-        keeps_copy = shown.get("how") != "DistributedDataParallel" or ranks[0] == self._rank
-        return StepCurve(module, number, keeps_copy=keeps_copy, most_bytes=self._file.left_bytes)
 
     def returned(self, call: OpenCall, output: Any) -> None:
         """The call returns; it is trained on if a gradient comes back to its output. Probes have none."""
@@ -155,62 +209,80 @@ class RankRecorder:
         logits = outputs.get("logits", next(iter(outputs.values())) if len(outputs) == 1 else None)
         if call.tensors and logits is not None and logits.ndim > 1:
             values = logits.detach()
-            logits.register_hook(lambda gradient: self.guard(call.note_targets, values, gradient))
+            logits.register_hook(partial(self.guard, call.note_targets, values))
+        if call.tensors and getattr(output, "is_top1", None) is not None:  # of SFTTrainer, at temperature 1
+            outputs["log_probs"].register_hook(partial(self.guard, call.note_log_probs))
 
-    def _number_of(self, module: torch.nn.Module) -> int:
-        """The outermost modules, counted from 0; what a new one shows of its ranks is recorded."""
+    def _shown_of(self, module: Module) -> Values:
+        """What an outermost module shows of its ranks; that of a new one is recorded, with a number for it."""
         assert self._file is not None
-        if module not in self._modules:
-            number = self._modules[module] = next(self._numbers["module"])
-            shown = {"module": number, "class": type(module).__name__, **placement.of(module)}
-            shown["architecture"] = architecture_of(module)
-            shown["device"] = next(module.parameters()).device.type
-            self._shown[number] = shown
-            self._file.write("placement", shown)
-        return self._modules[module]
+        if module not in self._shown:
+            number = next(self._numbers)
+            self._shown[module] = {
+                "module": number,
+                "model": self._models.setdefault(unwrapped(module), number),
+                "architecture": architecture_of(module),
+                "device": next(module.parameters()).device.type,
+                **placement.of(module),
+            }
+            self._file.write("placement", self._shown[module])
+        return self._shown[module]
 
-    def _open(self) -> None:
+    def _open(self) -> SealedFile:
         self._rank, world_size = _rank_and_world()
-        while self._file is None:
+        file = None
+        while file is None:
             # A rank that was started again, or a second program of the command: to be seen, not mixed.
             self._start += 1
             self._name = f"rank-{self._rank:05d}" + (f"-{self._start}" if self._start > 1 else "")
             with suppress(FileExistsError):
                 path = self._folder / f"{self._name}.jsonl"
-                self._file = SealedFile(path, most_bytes=self._most_bytes // world_size)
+                file = SealedFile(path, most_bytes=self._most_bytes // world_size)
         self._pid = os.getpid()
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        loaded = ("transformers", "accelerate", "trl", "lightning", "deepspeed")
-        versions |= {
-            name: str(getattr(sys.modules[name], "__version__", "?")) for name in loaded if name in sys.modules
-        }
-        start = {"rank": self._rank, "start": self._start, "world_size": world_size, "program": sys.argv[0]}
-        self._file.write("start", {**start, "versions": versions})
-        atexit.register(self.guard, self._end)
+        versions = {"python": platform.python_version()}
+        for name in ("torch", "transformers", "accelerate", "trl", "lightning", "deepspeed"):
+            if name in sys.modules:
+                versions[name] = str(getattr(sys.modules[name], "__version__", "?"))
+        start = {"rank": self._rank, "start": self._start, "world_size": world_size, "versions": versions}
+        file.write("start", start)
+        atexit.register(self.guard, self.end)
         # A process of multiprocessing ends without atexit.
-        util.Finalize(None, self.guard, args=(self._end,), exitpriority=0)
+        util.Finalize(None, self.guard, args=(self.end,), exitpriority=0)
+        return file
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """A loss goes backward; its value is read in the checked steps only, as a device would have to wait for it."""
         if self._curve is not None and loss.numel() == 1 and not _is_capturing():
             self._losses.append(float(loss.detach()))
 
-    def clips(self) -> None:
+    def clips(self, *args: Any, **kwargs: Any) -> None:
         """Gradients are about to be clipped."""
-        if self._curve is not None and any(call.is_trained for call in self._calls):
-            self._curve.take_gradients()
+        if (curve := self._trained_curve()) is not None:
+            curve.take_gradients()
 
-    def clipped(self, norm: torch.Tensor | None, most: float) -> None:
-        """Gradients were clipped to a norm, or by value (None); what was found is read in the checked steps only."""
-        if self._curve is not None and any(call.is_trained for call in self._calls):
-            is_known = self._curve.values["clip"] is None and not hasattr(norm, "placements")
-            found = float(norm) if norm is not None and is_known else None
-            self._curve.values["clip"] = {"most": float(most), "norm": found, "by_norm": norm is not None}
+    def _trained_curve(self) -> StepCurve | None:
+        """That of a checked step, once a call of it is trained on."""
+        return self._curve if any(call.is_trained for call in self._calls) else None
 
-    def steps(self, optimizer: torch.optim.Optimizer) -> None:
+    def clipped(
+        self, result: Any, parameters: Any, max_norm: float, total_norm: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Gradients were clipped to a norm; it is read in the checked steps only."""
+        if (curve := self._trained_curve()) is not None:
+            found = result if total_norm is None else total_norm
+            is_known = not curve.values["clip"] and not hasattr(found, "placements")
+            norm = float(found) if is_known else None
+            curve.values["clip"] = {"most": float(max_norm), "norm": norm, "by_norm": True}
+
+    def clipped_values(self, *args: Any, **kwargs: Any) -> None:
+        """Each value was clipped."""
+        if self._curve is not None:
+            self._curve.values["clip"] = {"most": 0.0, "norm": None, "by_norm": False}
+
+    def steps(self, optimizer: Optimizer, *args: Any) -> None:
         """An optimizer takes a step. One that steps right after another has trained on the same calls."""
         calls = [call for call in self._calls if call.is_trained]
-        if self._file is None:
+        if self._file is None or (self._only and optimizer is not self._only[1]):
             return
         if not calls:
             if self._num_steps and not self._is_joined:
@@ -218,31 +290,26 @@ class RankRecorder:
                 self._file.write("joined", {"step": self._num_steps})
             return
         self._num_steps += 1
-        for number in {call.values["module"] for call in calls}:
-            self._steps_of[number] += 1
-        if optimizer not in self._optimizers:
-            self._optimizers[optimizer] = next(self._numbers["optimizer"])
-        values = {
+        self._steps_of.update({call.values["module"] for call in calls})
+        values: Values = {
             "step": self._num_steps,
-            "optimizer": self._optimizers[optimizer],
+            "optimizer": self._optimizers.setdefault(optimizer, next(self._numbers)),
             "calls": [call.values for call in calls],
             "losses": self._losses,
             "rates": [group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float)],
         }
-        module = next(each for each, number in self._modules.items() if number == calls[0].values["module"])
-        self._trained[optimizer] = ref(module)
+        self._trained[optimizer] = calls[0].module
         if self._start > 1 and self._num_steps == 1:
-            values["begins"] = {**state_of(module, optimizer), "loaded": self._has_loaded}
+            values["begins"] = {**state_of(calls[0].module, optimizer), "loaded": self._has_loaded}
         whole = {f"{place}.{name}": value for place, call in enumerate(calls) for name, value in call.tensors.items()}
         if whole:
             values["inputs"] = self._write_whole("inputs", whole)
         if self._curve is not None:
             self._curve.take_gradients()
             self._curve.take_optimizer(optimizer)
-            curve = {**self._curve.values, "types": sorted(self._curve.types)}
-            if self._curve.tensors and "unknown" not in curve:
-                curve |= self._write_whole("curve", self._curve.tensors)
-            values["curve"] = curve
+            values["curve"] = {**self._curve.values, "types": sorted(self._curve.types)}
+            if self._curve.tensors and "unknown" not in self._curve.values:
+                values["curve"] |= self._write_whole("curve", self._curve.tensors)
         self._file.write("step", values)
         for name in {call.values["pass"] for call in calls} - self._passes - {None}:
             # Of a rank that is killed, what it reads is known all the same.
@@ -252,29 +319,28 @@ class RankRecorder:
         if self._file.left_bytes < 0:
             raise OSError("the record is as large as --keep allows")
 
-    def saves(self, optimizer: torch.optim.Optimizer) -> None:
+    def saves(self, optimizer: Optimizer) -> None:
         """The state of an optimizer is asked for: the training is saved as it is after this step."""
-        module = kept() if (kept := self._trained.get(optimizer)) is not None else None
-        if self._file is None or module is None:
+        at = self._num_steps, self._optimizers.get(optimizer)
+        if self._file is None or at[1] is None or at in self._saved:
             return
-        at = self._num_steps, self._optimizers[optimizer]
-        if at not in self._saved:
-            self._saved.add(at)
-            self._file.write("saved", {"step": at[0], "optimizer": at[1], **state_of(module, optimizer)})
+        self._saved.add(at)
+        state = state_of(self._trained[optimizer], optimizer)
+        self._file.write("saved", {"step": at[0], "optimizer": at[1], **state})
 
-    def loads(self, state: Any) -> None:
+    def loads(self, optimizer: Optimizer, state_dict: Any) -> None:
         """An optimizer is given a state; one that is empty is none."""
-        self._has_loaded |= bool(state.get("state"))
+        self._has_loaded |= bool(state_dict.get("state"))
 
-    def exports(self, model: torch.nn.Module, folder: str) -> None:
+    def exports(self, written: Any, model: Module, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """A model of transformers was written to a folder."""
         if self._file is None or not self._num_steps:
             return
-        number = next((number for each, number in self._modules.items() if unwrapped(each) is model), None)
-        values = {"step": self._num_steps, "module": number, "folder": os.path.abspath(folder)}
+        number = next((shown["module"] for each, shown in self._shown.items() if unwrapped(each) is model), None)
+        values = {"step": self._num_steps, "module": number, "folder": os.path.abspath(save_directory)}
         self._file.write("exported", {**values, **(state_of(model) if number is not None else {})})
 
-    def _write_whole(self, kind: str, whole: dict[str, torch.Tensor]) -> dict[str, str]:
+    def _write_whole(self, kind: str, whole: Tensors) -> dict[str, str]:
         assert self._file is not None
         size = sum(tensor.nbytes for tensor in whole.values())
         if size > self._file.left_bytes:
@@ -289,12 +355,13 @@ class RankRecorder:
         self._file.left_bytes -= len(content)
         return {"file": name, "digest": digest(content)}
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Closes the record; nothing is recorded after it."""
         if self._file is None:
             return
         for name, values in self.loaders.passes.items():
             self._file.write("pass", {"pass": name, **values})
-        self._file.write("end", {"steps": self._num_steps, "calls_after": sum(call.is_trained for call in self._calls)})
+        self._file.write("end", {"steps": self._num_steps})
         self._file.close()
         self._file, self._is_off = None, True
 
@@ -323,16 +390,36 @@ def attach(environ: Mapping[str, str]) -> None:
     """Hangs a recorder on torch, with the settings that `threefold referee` has put into the environment."""
     recorder = RankRecorder(
         Path(environ["THREEFOLD_REFEREE"]),
-        num_whole=int(environ.get("THREEFOLD_REFEREE_STEPS", 3)),
-        most_bytes=int(environ.get("THREEFOLD_REFEREE_KEEP", 1 << 30)),
+        num_whole=int(environ["THREEFOLD_REFEREE_STEPS"]),
+        most_bytes=int(environ["THREEFOLD_REFEREE_KEEP"]),
     )
+    hang(recorder)
+
+
+def hang(recorder: RankRecorder) -> None:
+    """Hangs a recorder on torch. It stays there when it is closed, and does nothing more."""
     _recorders.append(recorder)
-    call, backward = torch.nn.Module.__call__, torch.Tensor.backward
-    local = threading.local()
+    clip = torch.nn.utils.clip_grad
+    _watch_calls(recorder)
+    recorder.around(Tensor, "backward", before=recorder.backward)
+    # What clip_grad_norm_ ends with, and what programs call that find the norm themselves (torch 2.6 and newer).
+    recorder.around(clip, "_clip_grads_with_norm_", before=recorder.clips, after=recorder.clipped)
+    recorder.around(clip, "clip_grad_value_", before=recorder.clips, after=recorder.clipped_values)
+    torch.nn.utils.clip_grads_with_norm_ = clip._clip_grads_with_norm_
+    torch.nn.utils.clip_grad_value_ = clip.clip_grad_value_
+    recorder.around(Optimizer, "state_dict", before=recorder.saves)
+    recorder.around(Optimizer, "load_state_dict", before=recorder.loads)
+    register_optimizer_step_pre_hook(partial(recorder.guard, recorder.steps))
+    recorder.loaders.attach(recorder.around)
+
+
+def _watch_calls(recorder: RankRecorder) -> None:
+    """Of modules: those that no other module calls."""
+    call, local = Module.__call__, threading.local()
 
     @wraps(call)
-    def watched_call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # what is traced must not contain the referee
+    def watched(self: Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
             return call(self, *args, **kwargs)
         depth = getattr(local, "depth", 0)
         open_call = None
@@ -343,81 +430,24 @@ def attach(environ: Mapping[str, str]) -> None:
             output = call(self, *args, **kwargs)
         finally:
             local.depth = depth
-        if recorder.types is not None and isinstance(output, torch.Tensor) and output.is_floating_point():
+        if recorder.types is not None and isinstance(output, Tensor) and output.is_floating_point():
             recorder.types.add(str(output.dtype).removeprefix("torch."))
         if open_call is not None:
             recorder.guard(recorder.returned, open_call, output)
         return output
 
-    @wraps(backward)
-    def watched_backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            recorder.guard(recorder.backward, self)
-        backward(self, *args, **kwargs)
-
-    # What clip_grad_norm_ ends with, and what programs call that find the norm themselves (torch 2.6 and newer).
-    clip = torch.nn.utils.clip_grads_with_norm_
-
-    @wraps(clip)
-    def watched_clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        recorder.guard(recorder.clips)
-        clip(parameters, max_norm, total_norm, *args, **kwargs)
-        recorder.guard(recorder.clipped, total_norm, max_norm)
-
-    clip_values = torch.nn.utils.clip_grad_value_
-
-    @wraps(clip_values)
-    def watched_clip_values(*args: Any, **kwargs: Any) -> None:
-        recorder.guard(recorder.clips)
-        clip_values(*args, **kwargs)
-        recorder.guard(recorder.clipped, None, 0.0)
-
-    save, load = torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict
-
-    @wraps(save)
-    def watched_save(self: torch.optim.Optimizer) -> Any:
-        recorder.guard(recorder.saves, self)
-        return save(self)
-
-    @wraps(load)
-    def watched_load(self: torch.optim.Optimizer, state_dict: Any) -> None:
-        recorder.guard(recorder.loads, state_dict)
-        load(self, state_dict)
-
-    torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict = watched_save, watched_load
-    torch.nn.utils.clip_grad_value_ = torch.nn.utils.clip_grad.clip_grad_value_ = watched_clip_values
-    torch.nn.utils.clip_grads_with_norm_ = torch.nn.utils.clip_grad._clip_grads_with_norm_ = watched_clip
-    torch.nn.Module.__call__ = watched_call
-    torch.Tensor.backward = watched_backward
-    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: recorder.guard(recorder.steps, optimizer))
-    recorder.loaders.attach(recorder.guard)
+    Module.__call__ = watched
 
 
 def watch_sharding(fsdp: Any) -> None:
     """Notes over which ranks `fully_shard` shards: a sharded parameter does not tell data ranks from others."""
-    shard = getattr(fsdp, "fully_shard", None)
-    if shard is None:
-        return
-
-    @wraps(shard)
-    def watched(module: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Any:
-        sharded = shard(module, *args, mesh=mesh, **kwargs)
-        placement.note_mesh(mesh)
-        return sharded
-
-    fsdp.fully_shard = watched
+    for recorder in _recorders:
+        if hasattr(fsdp, "fully_shard"):
+            recorder.around(fsdp, "fully_shard", after=placement.note_mesh)
+        recorder.around(fsdp.FullyShardedDataParallel, "clip_grad_norm_", before=recorder.clips, after=recorder.clipped)
 
 
 def watch_exports(modeling: Any) -> None:
     """Notes what transformers writes by `save_pretrained`, when it is written."""
-    write = modeling.PreTrainedModel.save_pretrained
-
-    @wraps(write)
-    def watched(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        written = write(self, save_directory, *args, **kwargs)
-        for recorder in _recorders:
-            recorder.guard(recorder.exports, self, str(save_directory))
-        return written
-
-    modeling.PreTrainedModel.save_pretrained = watched
+    for recorder in _recorders:
+        recorder.around(modeling.PreTrainedModel, "save_pretrained", after=recorder.exports)

@@ -1,8 +1,11 @@
-"""The rows of a micro-batch, as digests of what the model was called with.
+"""The rows of a micro-batch, as digests of what the model was called with; and what a loss outside of it trains on.
 
 In: the arguments of a module's call. Out: a digest for each row over all tensors that have it, without padding where an
 attention mask says what padding is, and the rows whose labels are all ignored. Reads no random numbers and keeps no
 tensor of the program.
+
+Of a cross-entropy, the gradient at the logits of a token is `weight * (softmax(logits) - onehot(target))`: the target
+and its weight in the sum follow from the gradient, and what is left over shows that the loss is another one.
 """
 
 from __future__ import annotations
@@ -11,8 +14,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .sealed import digest  # relative: the package is loaded by its place, under another name
+
+Tensors = dict[str, Tensor]
 
 _IGNORED_LABEL = -100
 _DEEPEST = 4
@@ -29,10 +35,10 @@ class CallRows(NamedTuple):
     ignored: list[int]
     """places of rows with labels, all of which are ignored."""
     labelled: bool
-    tensors: dict[str, torch.Tensor]
-    """with a part for each row."""
-    shared: dict[str, torch.Tensor]
-    """without one."""
+    tensors: Tensors
+    """with a part for each row; !shared. is in front of the names of others."""
+    begin: int
+    """the least position of a first token; 0 if there are no positions."""
 
 
 def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRows | None:
@@ -47,46 +53,43 @@ def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRows |
     leading = [name for name in _LEADING if name in tensors]
     num_rows = len(tensors[leading[0] if leading else next(iter(tensors))])
     host = {name: tensor.detach().cpu() for name, tensor in tensors.items() if len(tensor) == num_rows}
-    shared = {name: tensor.detach() for name, tensor in tensors.items() if name not in host}
-    mask = _padding_mask(host)
+    shared = {f"!shared.{name}": tensor.detach() for name, tensor in tensors.items() if name not in host}
+    if isinstance(caches := kwargs.get("use_cache"), bool):
+        # With a cache, transformers does not tell documents apart by their positions.
+        shared["!shared.use_cache"] = torch.tensor([caches])
+    # A mask of more dimensions is one of attention, not of padding.
+    mask = next((value.bool() for value in _named(host, "attention_mask") if value.ndim == 2), None)
     contents = {name: value for name, value in host.items() if _last(name) not in _NOT_THE_ROW}
-    labels = _token_labels(contents)
+    # A label of a whole row is never ignored.
+    of_tokens = (each for each in _named(contents, "labels") if each.ndim >= 2 and not each.is_floating_point())
+    labels = next(of_tokens, None)
     ignored = [] if labels is None else _ignored_rows(labels, mask)
     digests = [_digest_of(contents, row, mask) for row in range(num_rows)]
-    return CallRows(digests, ignored, labels is not None, host, shared)
+    positions = tensors.get("position_ids")
+    begin = int(positions[:, 0].min()) if positions is not None and positions.ndim == 2 else 0
+    return CallRows(digests, ignored, labels is not None, host | shared, begin)
 
 
-def _padding_mask(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """[rows, length] bool; a mask of more dimensions is one of attention, not of padding."""
-    for name, value in tensors.items():
-        if _last(name) == "attention_mask" and value.ndim == 2:
-            return value.bool()
-    return None
+def _named(tensors: Tensors, name: str) -> Iterator[Tensor]:
+    """Those of a name, wherever they are nested."""
+    return (value for each, value in tensors.items() if _last(each) == name)
 
 
-def _token_labels(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """[rows, length] integers; a label of a whole row is never ignored."""
-    for name, value in tensors.items():
-        if _last(name) == "labels" and value.ndim >= 2 and not value.is_floating_point():
-            return value
-    return None
-
-
-def _ignored_rows(labels: torch.Tensor, mask: torch.Tensor | None) -> list[int]:
+def _ignored_rows(labels: Tensor, mask: Tensor | None) -> list[int]:
     """The places of rows without a label that is trained on; rows that are all padding have nothing to train on."""
     trains = (labels != _IGNORED_LABEL).flatten(1).any(dim=1)
     if mask is not None:
         trains |= ~mask.any(dim=1)
-    return [row for row, train in enumerate(trains.tolist()) if not train]
+    return (~trains).nonzero().flatten().tolist()
 
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def tensors_in(values: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(values: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
     """The tensors of nested arguments or outputs, by their names; no part of a distributed one."""
-    if isinstance(values, torch.Tensor):
+    if isinstance(values, Tensor):
         if values.device.type != "meta" and not hasattr(values, "placements"):
             yield name, values
     elif isinstance(values, Mapping | list | tuple) and depth < _DEEPEST:
@@ -95,7 +98,7 @@ def tensors_in(values: Any, name: str = "", depth: int = 0) -> Iterator[tuple[st
             yield from tensors_in(value, f"{name}.{inner}" if name else str(inner), depth + 1)
 
 
-def _digest_of(contents: dict[str, torch.Tensor], row: int, mask: torch.Tensor | None) -> str:
+def _digest_of(contents: Tensors, row: int, mask: Tensor | None) -> str:
     parts = []
     for name in sorted(contents):
         value = contents[name][row]
@@ -104,3 +107,21 @@ def _digest_of(contents: dict[str, torch.Tensor], row: int, mask: torch.Tensor |
         parts.append(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         parts.append(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest(b"\0".join(parts))
+
+
+def token_weights(logits: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Targets and weights [...] of logits [..., classes] and their gradient; None if the loss is no cross-entropy.
+
+    Where the weight is 0, the target is -100.
+    """
+    # What rounding leaves over, as a share of the gradient.
+    most = 1e-4 if gradient.dtype in (torch.float32, torch.float64) else 0.02
+    share = torch.softmax(logits.float(), dim=-1)
+    gradient = gradient.float()
+    targets = gradient.argmin(dim=-1)
+    direction = share.scatter_add(-1, targets[..., None], torch.full_like(share[..., :1], -1.0))
+    squared = (direction * direction).sum(-1)
+    weights = (gradient * direction).sum(-1) / squared.clamp_min(torch.finfo(torch.float32).tiny)
+    if not bool((gradient - weights[..., None] * direction).norm() <= most * gradient.norm()):
+        return None
+    return torch.where(weights != 0, targets, -100), weights

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 _MARK = ', "seal": "'
+# What becomes an object of JSON.
+Values = dict[str, Any]
 
 
 def digest(content: bytes) -> str:
@@ -32,7 +34,7 @@ class SealedFile:
         self._seal = ""
         self.left_bytes = most_bytes
 
-    def write(self, kind: str, values: dict[str, Any]) -> None:
+    def write(self, kind: str, values: Values) -> None:
         """Adds a line; what is not finite in `values` is null."""
         text = json.dumps({"kind": kind, **_finite(values)})
         self._seal = digest((self._seal + text).encode())
@@ -50,9 +52,9 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_sealed(path: Path) -> tuple[list[dict[str, Any]], str | None]:
+def read_sealed(path: Path) -> tuple[list[Values], str | None]:
     """The lines up to the first one that is not as it was written, and what is wrong with that one."""
-    lines: list[dict[str, Any]] = []
+    lines: list[Values] = []
     seal = ""
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         text, mark, rest = line.decode("utf-8", errors="replace").rpartition(_MARK)

@@ -6,12 +6,14 @@ The sum of a tensor adds up the bits of each value times a number that its place
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from .weights import local_part, unwrapped
+from .sealed import Values
+from .weights import named_parameters, part_of, parts_in_a_row
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64))
@@ -41,28 +43,28 @@ def sum_of(part: torch.Tensor, begin: Sequence[int], shape: Sequence[int]) -> in
     return total % (1 << 64)
 
 
-def state_of(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+def state_of(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Values:
     """The parts that this rank holds of the weights, and of what the optimizer keeps of each; or `unknown`, why not."""
-    names = {id(parameter): name for name, parameter in unwrapped(module).named_parameters()}
+    parameters = named_parameters(module)
     kept_of = {} if optimizer is None else optimizer.state
     try:
-        weights = {name: _described(parameter) for name, parameter in unwrapped(module).named_parameters()}
-        moments = {
-            names[id(parameter)]: {key: _described(value) for key, value in kept.items()}
-            for parameter, kept in kept_of.items()
-            if id(parameter) in names
-        }
+        in_a_row = parts_in_a_row(module)
+        weights, moments = {}, {}
+        for name, parameter in parameters.items():
+            place = in_a_row.get(id(parameter))
+            weights[name] = _described(parameter, place)
+            if parameter in kept_of:
+                moments[name] = {key: _described(value, place) for key, value in kept_of[parameter].items()}
     except ValueError as error:
         return {"unknown": str(error)}
     return {"weights": weights, "moments": moments}
 
 
-def _described(value: Any) -> Any:
+def _described(value: Any, in_a_row: tuple[list[int], int] | None) -> Any:
     """The place and the sum of a tensor; a number as it is."""
     if not isinstance(value, torch.Tensor):
         return value if isinstance(value, int | float | None) else str(type(value).__name__)
-    shape, local, begin = list(value.shape), value.detach(), [0] * value.ndim
-    if hasattr(local, "placements"):
-        local, begin = local_part(local)
+    part = part_of(value, in_a_row)
+    whole = part.shape if len(part.begin) == len(part.shape) else [math.prod(part.shape)]
     kind = str(value.dtype).removeprefix("torch.")
-    return {"type": kind, "shape": shape, "begin": begin, "size": list(local.shape), "sum": sum_of(local, begin, shape)}
+    return {"type": kind, **part.place, "sum": sum_of(part.values, part.begin, whole)}

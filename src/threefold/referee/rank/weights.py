@@ -7,23 +7,34 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Iterator
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn import Module
 
-from .sealed import digest
+from .rows import Tensors
+from .sealed import Values, digest
 
 _SETTINGS = (
-    *("betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad", "maximize"),
+    "betas",
+    "eps",
+    "weight_decay",
+    "momentum",
+    "dampening",
+    "nesterov",
+    "amsgrad",
+    "maximize",
     "decoupled_weight_decay",
 )
 # Of packages whose replacements leave to labels the meaning that they have in transformers.
 _KEEP_MEANING = ("transformers", "accelerate", "torch", "liger_kernel")
-_WRAPPERS = ("module", "_orig_mod")
+_INNER = re.compile(r"_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+def unwrapped(module: Module) -> Module:
     """The model below the wrappers of data parallelism and of compilation."""
     while (inner := next((each for name in _WRAPPERS if (each := module._modules.get(name)) is not None), None)) and (
         len(module._modules) == 1 and not module._parameters
@@ -32,26 +43,68 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def architecture_of(module: torch.nn.Module) -> dict[str, Any]:
+def named_parameters(module: Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters of the model below all wrappers, by their names in it."""
+    return {_INNER.sub("", name): parameter for name, parameter in unwrapped(module).named_parameters()}
+
+
+class Part(NamedTuple):
+    """What a rank holds of a tensor.
+
+    Attributes:
+        shape: of the whole tensor.
+        begin: where the part begins in it; one number if the part is cut from its values in a row.
+    """
+
+    values: torch.Tensor
+    shape: list[int]
+    begin: list[int]
+
+    @property
+    def place(self) -> Values:
+        """Which part it is."""
+        return {"shape": self.shape, "begin": self.begin, "size": list(self.values.shape)}
+
+
+def parts_in_a_row(module: Module) -> dict[int, tuple[list[int], int]]:
+    """Of each parameter of which FullyShardedDataParallel holds some values in a row: its shape, and the first place.
+
+    Raises:
+        ValueError: it holds several parameters as one.
+    """
+    flat_parameters = (getattr(getattr(each, "_handle", None), "flat_param", None) for each in module.modules())
+    places = {}
+    for flat in flat_parameters:
+        if flat is None:
+            continue
+        if flat._params is None:
+            raise ValueError("FullyShardedDataParallel(use_orig_params=False) does not show the parameters")
+        for parameter, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
+            if parameter.ndim == 1:
+                places[id(parameter)] = list(shape), info.intra_param_start_idx or 0
+    return places
+
+
+def architecture_of(module: Module) -> Values:
     """What a model of transformers is built from: its class and its config; or `unknown`, why it is none."""
     model = unwrapped(module)
     kind = type(model)
+    shown: Values = {"dropout": sorted(_dropouts(model))}
     config: Any = getattr(model, "config", None)
     # A class that `fully_shard` has made has the one of the model as its base.
     kinds = [base for base in kind.__mro__ if base.__module__.startswith("transformers.models.")]
     if not kinds or kind.__name__.removeprefix("FSDP") != kinds[0].__name__ or not hasattr(config, "to_json_string"):
-        why = f"{kind.__name__} is not a model of transformers: --alone COMMAND trains it in one process"
-        return {"unknown": why, "dropout": sorted(_dropouts(model))}
-    return {
+        shown["unknown"] = f"{kind.__name__} is not a model of transformers: --alone COMMAND trains it in one process"
+        return shown
+    return shown | {
         "class": kinds[0].__name__,
         "config": json.loads(config.to_json_string(use_diff=False)),
         "attention": str(getattr(config, "_attn_implementation", "")),
         "replaced": _replaced(model),
-        "dropout": sorted(_dropouts(model)),
     }
 
 
-def _replaced(model: torch.nn.Module) -> str | None:
+def _replaced(model: Module) -> str | None:
     """Whose function computes the forward or the loss, where that is not the one of transformers."""
     given = vars(model)
     for function in (given.get("forward", type(model).forward), given.get("_loss_function")):
@@ -61,7 +114,7 @@ def _replaced(model: torch.nn.Module) -> str | None:
     return None
 
 
-def _dropouts(model: torch.nn.Module) -> Iterator[str]:
+def _dropouts(model: Module) -> Iterator[str]:
     """What draws random numbers in a step."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
@@ -71,36 +124,29 @@ def _dropouts(model: torch.nn.Module) -> Iterator[str]:
                 yield f"{name}.{setting}"
 
 
-def parts_of(named: Iterable[tuple[str, torch.Tensor | None]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Copies on the host of the parts that this rank holds, and of each its whole shape and where it begins in it.
+def part_of(tensor: Any, in_a_row: tuple[list[int], int] | None = None) -> Part:
+    """What this rank holds of a parameter, of its gradient or of what an optimizer keeps of it.
+
+    Args:
+        in_a_row: the shape of the whole, and where the values begin in it, if they are some in a row.
 
     Raises:
         ValueError: a tensor is a summand, or divided in a way that does not show.
     """
-    parts: dict[str, torch.Tensor] = {}
-    places: dict[str, Any] = {}
-    for name, tensor in named:
-        if tensor is None:
-            continue
-        local, begin = tensor.detach(), [0] * tensor.ndim
-        if hasattr(local, "placements"):
-            local, begin = local_part(local)
-        parts[name] = local.to("cpu", copy=True).contiguous()
-        places[name] = {"shape": list(tensor.shape), "begin": begin, "size": list(local.shape)}
-    return parts, places
-
-
-def local_part(tensor: Any) -> tuple[torch.Tensor, list[int]]:
-    """The part of a DTensor that this rank holds, and where it begins in the whole."""
+    local = tensor.detach()
+    if in_a_row is not None and local.ndim == 1:
+        return Part(local, in_a_row[0], [in_a_row[1]])
+    if not hasattr(local, "placements"):
+        return Part(local, list(local.shape), [0] * local.ndim)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    if any(placement.is_partial() for placement in tensor.placements):
+    if any(placement.is_partial() for placement in local.placements):
         raise ValueError("a gradient is still to be summed over ranks")
-    shape, begin = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local = tensor.to_local()
-    if tuple(shape) != tuple(local.shape):
-        raise ValueError(f"a part of {tuple(local.shape)} where placements tell {tuple(shape)}")
-    return local, list(begin)
+    shape, begin = compute_local_shape_and_global_offset(local.shape, local.device_mesh, local.placements)
+    part = local.to_local()
+    if tuple(shape) != tuple(part.shape):
+        raise ValueError(f"a part of {tuple(part.shape)} where placements tell {tuple(shape)}")
+    return Part(part, list(local.shape), list(begin))
 
 
 class StepCurve:
@@ -111,24 +157,23 @@ class StepCurve:
         most_bytes: how much they may take.
     """
 
-    def __init__(self, module: torch.nn.Module, number: int, *, keeps_copy: bool, most_bytes: int) -> None:
-        self.values: dict[str, Any] = {"module": number, "clip": None}
-        self.tensors: dict[str, torch.Tensor] = {}
+    def __init__(self, module: Module, number: int, *, keeps_copy: bool, most_bytes: int) -> None:
+        self.values: Values = {"module": number, "clip": {}}
+        self.tensors: Tensors = {}
         self.types: set[str] = set()
-        self._parameters = [each for each in unwrapped(module).named_parameters() if each[1].requires_grad]
-        self.values["trained"] = [name for name, _ in self._parameters]
-        self._all = unwrapped(module).named_parameters
+        self._module = module
+        self._all = named_parameters(module)
+        self.values["trained"] = [name for name, parameter in self._all.items() if parameter.requires_grad]
         self._keeps_copy = keeps_copy
-        self._has_gradients = False
-        size = 2 * sum(parameter.nbytes for _, parameter in self._all())
+        size = 2 * sum(parameter.nbytes for parameter in self._all.values())
         if keeps_copy and size > most_bytes:
             self.values["unknown"] = f"weights and gradients of {size / 2**20:,.0f} MiB do not fit into --keep"
             return
-        self._take("weight", self._all())
+        self._take("weight", self._all)
 
     def take_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer that is about to step: its class, and the settings and parameters of its groups."""
-        names = {id(parameter): name for name, parameter in self._all()}
+        names = {id(parameter): name for name, parameter in self._all.items()}
         groups = []
         for group in optimizer.param_groups:
             settings = {name: group[name] for name in _SETTINGS if isinstance(group.get(name), int | float | tuple)}
@@ -140,23 +185,23 @@ class StepCurve:
 
     def take_gradients(self) -> None:
         """The gradients, once in a step: before they are clipped, or before the optimizer takes them."""
-        if not self._has_gradients:
-            self._has_gradients = True
-            self._take("gradient", ((name, parameter.grad) for name, parameter in self._parameters))
+        if "gradients" not in self.values:
+            self._take("gradient", {name: self._all[name].grad for name in self.values["trained"]})
 
-    def _take(self, kind: str, named: Iterable[tuple[str, torch.Tensor | None]]) -> None:
+    def _take(self, kind: str, named: Mapping[str, torch.Tensor | None]) -> None:
         if "unknown" in self.values:
             return
+        described = self.values[f"{kind}s"] = {}
         try:
-            parts, places = parts_of(named)
+            in_a_row = parts_in_a_row(self._module)
+            for name, tensor in named.items():
+                if tensor is None:
+                    continue
+                part = part_of(tensor, in_a_row.get(id(self._all[name])))
+                values = part.values.to("cpu", copy=True).contiguous()
+                content = digest(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+                described[name] = {**part.place, "digest": content}
+                if self._keeps_copy:
+                    self.tensors[f"{kind}.{name}"] = values
         except ValueError as error:
             self.values["unknown"] = str(error)
-            return
-        self.values[f"{kind}s"] = {name: {**places[name], "digest": value} for name, value in digests_of(parts).items()}
-        if self._keeps_copy:
-            self.tensors |= {f"{kind}.{name}": part for name, part in parts.items()}
-
-
-def digests_of(parts: dict[str, torch.Tensor]) -> dict[str, str]:
-    """The digest of the values of each tensor."""
-    return {name: digest(part.reshape(-1).view(torch.uint8).numpy().tobytes()) for name, part in parts.items()}

@@ -18,6 +18,8 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
+from threefold.training.progress import core_wait_s, proc_text
+
 COLLECTIVE, STORE = "collective", "store"
 _COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 _STORES = (os.path.join("mesh", "exchange.py"), os.path.join("mesh", "rendezvous.py"))
@@ -67,6 +69,10 @@ class MainThread:
     def cpu_s(self) -> float:
         """The time that it has spent on a core."""
         return time.clock_gettime(self._clock) if self._clock is not None else 0.0
+
+    def ready_s(self) -> float:
+        """The time that it has spent on a core, or waiting for one."""
+        return self.cpu_s() + core_wait_s(f"self/task/{self._number}")
 
     def stack(self) -> str:
         """Its calls from the training loop, or from the start of the rank, on; the innermost is the last."""
@@ -120,12 +126,12 @@ class MainThread:
         return uninterruptible(f"/proc/self/task/{self._number}")
 
     def _kernel_call(self) -> str:
-        """The number of the kernel's call that it is in; empty where that is not told, or while it runs."""
-        try:
-            found = Path(f"/proc/self/task/{self._number}/syscall").read_text().partition(" ")[0].strip()
-        except OSError:
-            return ""
-        return found if found.isdigit() else ""
+        """The number of the kernel's call that it is in; -1: off its core, but in none (a page of its memory is read).
+
+        Empty where that is not told, or while it runs.
+        """
+        found = proc_text(f"self/task/{self._number}/syscall").partition(" ")[0].strip()
+        return found if found.removeprefix("-").isdigit() else ""
 
     def _calls(self) -> list[Call]:
         """Those of the main thread, or of the save in the background that it waits for; the innermost is the first.
@@ -158,11 +164,8 @@ def _calls_of_threads() -> dict[int, list[Call]]:
 
 def state_of(folder: str) -> tuple[str, str]:
     """(state, time of its start) of a process or thread here, by its folder in /proc; empty if it is gone."""
-    try:
-        fields = Path(folder, "stat").read_text().rpartition(")")[2].split()
-        return fields[0], fields[19]
-    except (OSError, IndexError):
-        return "", ""
+    fields = proc_text(f"{folder.removeprefix('/proc/')}/stat").rpartition(")")[2].split()
+    return (fields[0], fields[19]) if len(fields) > 19 else ("", "")
 
 
 def uninterruptible(folder: str) -> str:

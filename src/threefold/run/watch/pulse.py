@@ -27,6 +27,7 @@ from threefold.mesh import environment
 from threefold.mesh.local_ranks import STOPS
 from threefold.run.watch.main_thread import state_of, uninterruptible
 from threefold.run.watch.stall import GONE, HELD, STOPPED, UNINTERRUPTIBLE
+from threefold.run.watch.withheld import cgroup_folders, line_of
 from threefold.training.progress import Phase
 
 log = logging.getLogger("threefold")
@@ -212,16 +213,10 @@ def _here() -> str | None:
 
 def memory_kills() -> int:
     """How many processes the kernel has ended because memory ran out: of this cgroup, else of the machine."""
-    files = ["/proc/vmstat"]
-    for line in [line for file in Path("/proc/self").glob("cgroup") for line in file.read_text().split()]:
-        _, controllers, path = line.split(":", 2)
-        name = {"": "memory.events", "memory": "memory.oom_control"}.get(controllers, "none")
-        # A container may see its own as the root.
-        files[-1:-1] = [f"/sys/fs/cgroup/{controllers}{path}/{name}", f"/sys/fs/cgroup/{controllers}/{name}"]
-    for each in files:
-        with contextlib.suppress(OSError):
-            if (count := re.search(r"^oom_kill (\d+)$", Path(each).read_text(), re.MULTILINE)) is not None:
-                return int(count[1])
+    for folder in (*cgroup_folders("memory"), Path("/proc")):
+        for name in ("memory.events", "memory.oom_control", "vmstat"):
+            if (kills := line_of(folder / name, r"^oom_kill (\d+)$")) is not None:
+                return int(kills[1])
     return 0
 
 

@@ -15,10 +15,11 @@ import json
 import logging
 import math
 import os
+import random
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -32,7 +33,8 @@ from threefold.run.watch import flight_recorder, stall
 from threefold.run.watch.main_thread import MainThread
 from threefold.run.watch.pulse import Peer, Pulse
 from threefold.run.watch.stall import Report, Seen
-from threefold.training.progress import Phase, Progress
+from threefold.run.watch.withheld import counters
+from threefold.training.progress import Phase, Progress, core_wait_s
 
 log = logging.getLogger("threefold")
 
@@ -43,8 +45,11 @@ _HEARD_WITHIN_BEATS = 2
 # What a rank's host sees of it is there before the judge finds it silent.
 _EARLIER = 0.5
 # How often, and for how long, the main thread is looked at in a step.
-_SAMPLE_EVERY_S, _SAMPLE_S = 0.1, 0.002
-_IN_STEPS = ("forward", "backward", "reduce", "optimizer")
+_SAMPLE_EVERY_S, _SAMPLE_S = 0.05, 0.002
+# Own time is counted by the main thread's clocks in these, too; in data, by the clock alone.
+_IN_STEPS = ("exchange", "forward", "backward", "reduce", "optimizer", "the program")
+# A thread that asks for no core gets one within this time where cores are free; later, its process stood still.
+_LATE_S = 0.02
 # How often a rank tells a new place between two beats, and how many of them the store is to take from all ranks.
 _PLACE_EVERY_S, _PLACES_A_SECOND = 0.25, 2000
 _MEET_WITHIN_S = 2.0
@@ -60,6 +65,7 @@ class Watchdog:
         store: one of the ranks', once they have met.
         folder: of the run, where the last collectives are written if they stall, and how it ended; None: nowhere.
         pulse: as given.
+        overdue: whether the run was asked to stop so long ago that what does not move ends it, data too.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class Watchdog:
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
         self.store: Any = None
+        self.overdue: Callable[[], bool] = lambda: False
         self._pulse: Pulse | None = None
         self._peers: dict[int, Peer] = {}
         self._seen: dict[int, tuple[Report, float, float]] = {}
@@ -247,16 +254,33 @@ class Watchdog:
         return replace(report, stack=stack, kernel=peer.where_in_the_kernel() or "the kernel")
 
     def _sample(self) -> None:
-        """Beats, and notes how long the main thread is blocked in steps other than by other ranks.
+        """Beats, looks at the next rank of this host, and notes how long this one's main thread cannot go on in steps.
 
         Of the latter nothing on a CUDA device: there it waits for the device, whose own time is measured on it.
         """
-        while not self._stopped.wait(_SAMPLE_EVERY_S):
+        main, read_at = self._main, -math.inf
+        beside = sorted(self._peers, key=lambda rank: (rank < self._rank, rank))[:1]
+        looks = {f"{name}/{rank}": 0.0 for rank in beside for name in ("looks", "stopped")}
+        # Of its own, because a program may have seeded the one of Python.
+        uneven = random.Random()
+        now = time.monotonic(), main.ready_s(), core_wait_s()
+        # At uneven times: what stops a process may do it as often as it is looked at.
+        while not self._stopped.wait(pause_s := _SAMPLE_EVERY_S * uneven.uniform(0.5, 1.5)):
+            before, now = now, (time.monotonic(), main.ready_s(), core_wait_s())
+            passed_s, ready_s, waited_s = (new - old for new, old in zip(now, before, strict=True))
+            progress = self.progress
             if self._pulse is not None:
                 self._pulse.beat(self._beat)
-            progress, begun = self.progress, time.monotonic()
-            if progress.device is None and progress.place.name in _IN_STEPS and self._main.is_blocked(_SAMPLE_S):
-                progress.blocked_s += _SAMPLE_EVERY_S + time.monotonic() - begun
+            if progress.device is None and progress.place.name in _IN_STEPS:
+                if passed_s - pause_s - waited_s > _LATE_S:
+                    progress.still_s += max(0.0, passed_s - ready_s)
+                elif main.is_blocked(_SAMPLE_S):
+                    progress.blocked_s += passed_s
+            for rank in beside:
+                looks[f"looks/{rank}"] += 1
+                looks[f"stopped/{rank}"] += self._peers[rank].silenced_by(math.inf) == stall.STOPPED
+            if now[0] - read_at >= _REPORT_EVERY_S:
+                read_at, progress.counted = now[0], counters() | looks
 
     def _follow(self, store: Any) -> None:
         """Learns who the judge is, and takes its place if its reports have stopped."""
@@ -316,7 +340,7 @@ class Watchdog:
             os._exit(EXIT_FAILED)
         if store.add(f"{_PREFIX}/told/{found.key}", 1) == 1:  # by no judge before
             _print(found.text())
-        if found.still_s > self._timeout_s and found.ends:
+        if (found.still_s > self._timeout_s and found.ends) or self.overdue():
             if self.mesh is not None and self.mesh.store is not None:
                 self.mesh.store.clone().add(FAILURES, 1)  # the other ranks need not report the errors that follow
             if store.add(f"{_PREFIX}/told/end", 1) == 1:
@@ -356,9 +380,12 @@ class Watchdog:
         return f"{where}, has not reached the run's store for {away_s:.0f} s: this host is cut off, or {gone}"
 
     def _end(self, what: str, look_at: str) -> Problem:
+        expected = f"progress within train.timeout_s = {self._timeout_s:g} s"
+        if self.overdue():
+            expected = "a step and a save within checkpoint.grace_s of the signal that asked the run to stop"
         return Problem(
             what,
-            f"progress within train.timeout_s = {self._timeout_s:g} s; the run ends here, and its checkpoints are kept",
+            f"{expected}; the run ends here, and its checkpoints are kept",
             f"{look_at}; if steps may take longer: {self._longer}; then start the run again: it resumes from its "
             "newest checkpoint",
         )

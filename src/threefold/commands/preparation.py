@@ -1,0 +1,149 @@
+"""`threefold data prepare`: here, as one task of many, as a Slurm array, or by the tasks of a Ray cluster."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import typer
+
+from threefold.commands.arguments import is_address, load_config, split
+from threefold.commands.documents import warn_of_no_end
+from threefold.config.dropped import DROPPED
+from threefold.config.schema import DataConfig
+from threefold.data.chat.labeller import labeller_for
+from threefold.data.store import parts_proof
+from threefold.data.store import prepare as stores
+from threefold.data.store.parts import PartMaker
+from threefold.data.store.resolve import files_of, open_text, refuse_without_effect
+from threefold.data.store.shared_parts import SharedParts
+from threefold.data.text.listing import FileList, summary, write_list
+from threefold.data.text.source import Source
+from threefold.data.tokens import Tokenizer, for_texts
+from threefold.errors import ConfigError
+from threefold.mesh.environment import cache_folder, variables
+from threefold.progress_bars import Bars
+from threefold.run.sources import sources_of, tokenizer_of
+
+_JOIN = "join"
+_MOST_TASKS = 64
+
+
+def prepare(arguments: Sequence[str], *, to: str, workers: int | None, engine: str, task: str | None) -> None:
+    """Does what the command says; errors are ThreefoldErrors."""
+    numbers = re.fullmatch(r"(\d+)/(\d+)", task or "")
+    if task and (engine != "local" or not (task == _JOIN or (numbers and int(numbers[1]) < int(numbers[2])))):
+        expected = "I/N, with I from 0 to N - 1, or join; and no --engine, which has tasks of its own"
+        raise ConfigError(f"--task {task} with --engine {engine}", expected=expected, fix="--task 0/8 --engine local")
+    if engine == "slurm":
+        return _submit(arguments, to, workers)
+    shared, source, lists = _asked(arguments, to, alone=engine == "local" and task is None)
+    make: stores.MakeParts | None = None
+    if task == _JOIN:
+        make = shared.collect
+    elif numbers is not None:
+        made = shared.make_share(int(numbers[1]), int(numbers[2]), num_workers=workers)
+        return typer.echo(f"task {task}: {made:,} parts are made, the others of this task were there")
+    elif engine == "ray":
+        from threefold.data.store.by_ray import make_by_ray
+
+        make = partial(make_by_ray, shared)
+    store = _made(shared, to, workers, make)
+    info, objective = store.info, "--train.objective dpo " if store.info.pairs else ""
+    if info.loss_mask is not None:
+        typer.echo(f"  {info.mask_summary}")
+        warn_of_no_end(info.loss_mask, source.labels.chat_template or info.tokenizer)
+    if info.num_skipped:
+        typer.echo(f"  {info.num_skipped:,} lines, rows or files could not be read and were skipped")
+    if lists:
+        typer.echo(f"the files are {write_list(lists, store.prefix.parent)}", err=True)
+    typer.echo(f"use it: threefold train {objective}--data.source {to} --data.tokenizer {info.tokenizer}")
+
+
+def _asked(arguments: Sequence[str], to: str, *, alone: bool) -> tuple[SharedParts, Source, list[FileList]]:
+    """What is prepared and where, and its files; `alone`: nobody else makes parts of it."""
+    refuse_flags(arguments, "prepare")
+    source, tokenizer = source_of(arguments, "prepare")
+    encoder = for_texts(tokenizer, bos=source.labels.bos, control_tokens=source.labels.control_tokens)
+    address = to if is_address(to) else None
+    # With the digests of the files, other tasks need not read all of them for the fingerprint.
+    memory = cache_folder() / "files" if address else Path(to, f"{stores.PARTS}files")
+    text = open_text(source, labeller_for(source, tokenizer), memory=None if alone else memory)
+    if lists := files_of(source):
+        typer.echo(summary(lists), err=True)
+    request = stores.request_of(text, encoder, skip_bad=source.skip_bad_lines)
+    folder = cache_folder() / "tokens" / request if address else Path(to)
+    maker = PartMaker(text, encoder, folder / f"{stores.PARTS}{request}", source.skip_bad_lines)
+    return SharedParts(maker, address), source, lists
+
+
+def _made(shared: SharedParts, to: str, workers: int | None, make: stores.MakeParts | None) -> stores.PreparedStore:
+    """The store, proved, and sent if it is for an address."""
+    maker = shared.maker
+    prefix = maker.folder.parent / stores.STORE_NAME
+    with Bars().show(f"preparing {maker.source.name}") as bar:
+        store = stores.prepare(
+            maker.source,
+            maker.tokenizer,
+            to=prefix.parent,
+            skip_bad=maker.skip_bad,
+            num_workers=workers,
+            progress=lambda done: bar.at(done.done_bytes, total=done.total_bytes),
+            make=make,
+            record=partial(parts_proof.write, prefix),
+        )
+    proof = parts_proof.prove(prefix, read=False)
+    if shared.address is not None:
+        from threefold.places.upload import send_files
+
+        send_files(prefix, to, variables())
+        shared.remove()
+    info, how = store.info, "is there already" if store.reused else "is made"
+    where = f"{to}/{prefix.name}" if shared.address else prefix
+    typer.echo(f"{where}.bin {how}: {info.num_tokens:,} tokens in {info.counted} ({info.tokenizer})\n{proof}")
+    return store
+
+
+def _submit(arguments: Sequence[str], to: str, workers: int | None) -> None:
+    """Submits tasks for the parts that are missing, and the job that joins."""
+    from threefold.commands.submit import read_config
+    from threefold.jobs import settings, slurm
+
+    job, asked = settings.read(slurm.SlurmSettings, arguments, variables())
+    shared, _, _ = _asked(asked, to, alone=False)
+    num_tasks = min(_MOST_TASKS, len(shared.plan))
+    script = slurm.preparation(read_config(*split(asked)), job, to, num_tasks=num_tasks, workers=workers)
+    numbers = {part.number % num_tasks for part in shared.missing()}
+    typer.echo(slurm.send_preparation(script, job, sorted(numbers)))
+
+
+def refuse_flags(arguments: Sequence[str], command: str) -> None:
+    """Raises ConfigError for a flag that is a key of the section `data` by a name of its own."""
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        key = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
+        if argument.startswith("--") and (key in DataConfig.model_fields or f"data.{key}" in DROPPED):
+            value = "false" if flag.startswith("--no-") else "true" if key == "skip_bad_lines" else "VALUE"
+            raise ConfigError(
+                f"{flag} is no option of `threefold data {command}`",
+                expected="keys of the config, as every command takes them: --data.KEY VALUE, or a config file",
+                fix=DROPPED.get(f"data.{key}", f"--data.{key} {value}"),
+            )
+
+
+def source_of(arguments: Sequence[str], command: str) -> tuple[Source, Tokenizer]:
+    """The source and the tokenizer of a config; a ConfigError unless both are given."""
+    loaded = load_config(arguments)
+    config, example = loaded.config, f"threefold data {command} --data.source chat.jsonl --data.tokenizer bytes"
+    if config.data.mixture is not None:
+        what = f"data.mixture = {', '.join(config.data.mixture)} with `threefold data {command}`"
+        raise ConfigError(what, expected="one source at a time", fix=example)
+    if "data.source" not in loaded.origins or not (config.data.tokenizer or config.model.name_or_path):
+        lacking = "data.source" if "data.source" not in loaded.origins else "data.tokenizer"
+        expected = "a source, and the tokenizer to read it with"
+        raise ConfigError(f"{lacking} is not given", expected=expected, fix=example)
+    source = sources_of(config)["data.source"]
+    refuse_without_effect([source])
+    return source, tokenizer_of(config)

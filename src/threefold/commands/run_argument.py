@@ -1,0 +1,37 @@
+"""A run that a command names: a folder of this machine, or where the command can read it, an address of a store."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import typer
+
+from threefold.commands.arguments import is_address
+from threefold.errors import ConfigError
+
+
+def run_here(run: str | Path, *, state: bool = False) -> Path:
+    """The path of a run or of one of its checkpoints; of an address, of a copy on this machine.
+
+    Args:
+        state: whether weights are read. Else a copy has none.
+    """
+    if isinstance(run, Path) or not is_address(run):
+        return Path(run)
+    from threefold.config.paths import COPY_FILE, RUN_FILE
+    from threefold.mesh.environment import cache_folder, variables
+    from threefold.places.run_copy import RunCopies
+
+    copies = RunCopies(cache_folder() / "runs", identity_file=RUN_FILE, mark=COPY_FILE)
+    return copies.of(run, variables(), state=state, say=partial(typer.echo, err=True))
+
+
+def only_here(run: Path) -> Path:
+    """A run's folder, unless it is a store's address."""
+    if is_address(str(run)):
+        address = str(run).replace(":/", "://", 1)
+        fix = f"threefold report {address}   (to go on: threefold train CONFIG --checkpoint.store {address})"
+        what = f"{address} is an address of a store"
+        raise ConfigError(what, expected="the folder of a run on this machine", fix=fix)
+    return run

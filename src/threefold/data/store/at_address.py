@@ -1,0 +1,35 @@
+"""Data at an address, `s3://BUCKET/PREFIX`: what of a token store lies on this machine, how its tokens are read; text.
+
+The index, the .json, the loss mask and the hashes are small: they are fetched once, compared with the hashes, and lie
+in a folder of the cache as those of any store. In place of the .bin there is a .stored, which says where it is. The
+folder has the name of the hashes, so that a store that is written anew is another one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from threefold.data.store.blocks import SUFFIX, Blocks, with_suffix
+from threefold.data.text.listing import KINDS, kind_of
+from threefold.mesh.environment import cache_folder, variables
+from threefold.places import fetched, text_files
+from threefold.places.known_file import KnownFile
+
+
+def prefix_of(address: str) -> Path | None:
+    """The prefix of a store's files on this machine, made now; None if there is text, errors as for `fetched`."""
+    if text_files.parted(address, kind_of)[1]:
+        return None
+    return fetched.fetched(address, variables(), cache_folder() / "stored", Blocks.parse)
+
+
+def tokens_at(prefix: Path) -> tuple[Blocks, KnownFile]:
+    """(hashes, tokens) of the store at an address that `prefix_of` has made."""
+    blocks = Blocks.read(with_suffix(prefix, SUFFIX))
+    assert blocks is not None, f"{prefix} has lost its hashes"
+    return blocks, fetched.tokens_at(prefix, blocks, variables())
+
+
+def text_at(address: str) -> Path:
+    """The folder, file or pattern of files that stands for text at an address here; errors as for `text_files`."""
+    return text_files.text_files(address, variables(), cache_folder() / "stored-text", kind_of, kinds=KINDS)

@@ -1,0 +1,31 @@
+"""The list of long tests, long.txt, beside those that are marked where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+LONG = Path(__file__).parent / "long.txt"
+
+
+def mark_long(items: Sequence[pytest.Item], *, all_there: bool, path: Path = LONG) -> None:
+    """Marks the tests that are listed, by their numbers or by what these begin with (`*`).
+
+    Args:
+        all_there: all tests of a file are here, so that a listed one that is absent is a mistake.
+
+    Raises:
+        pytest.UsageError: it is.
+    """
+    files = {item.nodeid.partition("::")[0] for item in items}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line or line.startswith("#"):
+            continue
+        name = line.removesuffix("*")
+        found = [item for item in items if item.nodeid == line or (name != line and item.nodeid.startswith(name))]
+        for item in found:
+            item.add_marker(pytest.mark.long)
+        if all_there and not found and name.partition("::")[0] in files:
+            raise pytest.UsageError(f"{path.name}: there is no test {line}")

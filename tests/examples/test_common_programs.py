@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from launchers.processes import free_port
+from ranks import warm
 from ranks.runs import command, environment, script, torchrun
 
 COMMON = Path(__file__).parents[2] / "examples" / "common"
@@ -164,27 +166,18 @@ LOSS = re.compile(r"loss of step 1: ([\d.]+)$", re.M)
 def two_agents(folder: Path, *arguments: str) -> str:
     """Two agents of torchrun, as of two nodes, on this machine's loopback; two ranks each."""
     place = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    outputs = [folder / f"node-{node}.txt" for node in range(2)]
-    agents = []
-    for node, output in enumerate(outputs):  # into files: a full pipe of the one that is not read would stop both
-        command = [str(BIN / "torchrun"), *place, "--node-rank", str(node), str(COMMON / "launches.py"), *arguments]
-        agents.append(
-            subprocess.Popen(
-                command,
-                cwd=folder,
-                env={**environment(folder), "OMP_NUM_THREADS": "1"},
-                stdout=output.open("w"),
-                stderr=output.with_suffix(".err").open("w"),
-            )
-        )
-    try:
-        codes = [agent.wait(timeout=240) for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    printed = "".join(output.read_text() for output in outputs)
-    assert codes == [0, 0], [output.with_suffix(".err").read_text()[-4000:] for output in outputs]
-    return printed
+    place += ["--start-method", "forkserver"]
+    program = ["--run-path", str(COMMON / "launches.py"), *arguments]
+    variables = {**environment(folder), "OMP_NUM_THREADS": "1"}
+    with contextlib.ExitStack() as running:
+        agents = [
+            running.enter_context(warm.Running(warm.torchrun, folder, [*place, *node, *program], variables))
+            for node in (["--node-rank", "0"], ["--node-rank", "1"])
+        ]
+        for agent in reversed(agents):  # the first keeps the store and waits for the second, whether that fails or not
+            code = agent.wait(240)
+            assert code == 0, agent.err()[-4000:]
+        return "".join(agent.out() for agent in agents)
 
 
 @pytest.mark.timing

@@ -7,6 +7,9 @@ The standard library's text is prepared once, and the same tokens lie on the dis
 the default model once from each, in a new process with an empty cache; shown are tokens/s, all steps but the first ten,
 the median of the rounds, and what the run says of its blocks. Before that, the loader alone: what a step of 32 rows of
 256 tokens costs without a model, once its blocks are there.
+
+A machine's speed differs by more than the sources do from one run to the next. So --turns N trains the default model on
+its 2 x 2 x 2 ranks with both loaders, N times five steps from one and five from the other, begun with an empty cache.
 """
 
 from __future__ import annotations
@@ -104,20 +107,22 @@ def tokens_per_s(run: Path) -> float:
     return statistics.median(step["tokens_per_s"] for step in steps)
 
 
-def loader_of(source: str, cache: Path) -> TokenLoader:
-    """The loader of one process, as a run makes it."""
+def loader_of(source: str, cache: Path, *, global_batch: int = 32, dp_rank: int = 0, dp_size: int = 1) -> TokenLoader:
+    """The loader of a rank, as a run makes it."""
     prefix = store_prefix(source)
     assert prefix is not None
     store = TokenStore(prefix)
     store.blocks = known(store, cache=cache).blocks
     rows = ConcatRows(store, seq_len=256)
-    order, parts = Order(rows.num_rows, 32, seed=0, shuffle=True), parts_of(rows)
+    order, parts = Order(rows.num_rows, global_batch, seed=0, shuffle=True), parts_of(rows)
 
     def rows_read(place: Place) -> tuple[list[int], list[int]]:
-        return order.rows_of_rank(place, dp_rank=0, dp_size=1)[0].tolist(), order.rows(place, 1)[0].tolist()
+        return order.rows_of_rank(place, dp_rank=dp_rank, dp_size=dp_size)[0].tolist(), order.rows(place, 1)[0].tolist()
 
-    ahead = None if store.stored is None else Ahead({0: store.stored}, rows_read, partial(blocks_of, parts))
-    return TokenLoader(rows, order, dp_rank=0, dp_size=1, ahead=ahead)
+    loader = TokenLoader(rows, order, dp_rank=dp_rank, dp_size=dp_size)
+    if store.stored is not None:
+        loader.ahead = Ahead({0: store.stored}, rows_read, partial(blocks_of, parts))
+    return loader
 
 
 def cost_of_a_step(source: str, cache: Path) -> tuple[float, float]:
@@ -139,6 +144,7 @@ def main() -> None:
     parser.add_argument("--delay-ms", type=float, default=20.0, help="what each request waits")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--turns", type=int, default=0, help="steps from both in one training, instead of runs")
     parser.add_argument("rest", nargs="*", help="further words of `threefold train`, after --")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as made, seaweed(options.weed) as server:
@@ -158,6 +164,12 @@ def main() -> None:
                     shutil.rmtree(folder / "cache/threefold/stored", ignore_errors=True)
                     first, cost = cost_of_a_step(source, folder / "cache")
                     print(f"loader, {name}: first batch after {first:.2f} s, then {cost:.2f} ms CPU each", flush=True)
+            if options.turns:
+                shutil.rmtree(folder / "cache/threefold/stored", ignore_errors=True)
+                torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8")
+                turns = (str(Path(__file__).with_name("stored_turns.py")), str(options.turns))
+                subprocess.run([*torchrun, *turns, str(folder / "disk"), address, str(folder / "cache")], check=True)
+                return
             for number in range(options.rounds):
                 for name, source in (("disk", "disk"), ("store", address))[:: 1 if number % 2 else -1]:
                     shutil.rmtree(folder / "cache/threefold/stored", ignore_errors=True)

@@ -1,4 +1,7 @@
-"""A small S3 server in this process that can be told to do wrong what servers do wrong. It checks no signature."""
+"""A small server in this process that can be told to do wrong what servers do wrong. It checks no signature.
+
+It speaks S3's protocol, and Google Cloud Storage's of the same form, where a write is conditional on a generation.
+"""
 
 from __future__ import annotations
 
@@ -113,11 +116,12 @@ class _Handler(BaseHTTPRequestHandler):
             return self._say(200, b"", whole=self.data)
         there = self.store.objects.get(self.key)
         ignored = self.store.ignored
-        new = "If-None-Match" in self.headers and "If-None-Match" not in ignored
+        generation = self.headers.get("x-goog-if-generation-match")
+        new = ("If-None-Match" in self.headers or generation == "0") and "If-None-Match" not in ignored
         if new and (there is not None or "taken" in self.store.wrong):
             return self._say(412, _error("PreconditionFailed"))
-        wanted = self.headers.get("If-Match")
-        if wanted and "If-Match" not in ignored and (there is None or _etag(there) != wanted):
+        wanted = self.headers.get("If-Match") or (generation if generation != "0" else None)
+        if wanted and "If-Match" not in ignored and (there is None or wanted not in (_etag(there), _generation(there))):
             return self._say(412, _error("PreconditionFailed"))
         self.store.objects[self.key] = self.data
         if self.store.cut_after:
@@ -155,7 +159,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         late = 3600 if "clock" in self.store.wrong else 0
         self.send_header("Last-Modified", formatdate(time.time() - late, usegmt=True))
-        for name, value in {**(headers or {}), **({"ETag": _etag(whole)} if whole is not None else {})}.items():
+        of_whole = {"ETag": _etag(whole), "x-goog-generation": _generation(whole)} if whole is not None else {}
+        for name, value in {**(headers or {}), **of_whole}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
@@ -165,6 +170,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _etag(data: bytes) -> str:
     return f'"{hashlib.md5(data).hexdigest()}"'
+
+
+def _generation(data: bytes) -> str:
+    return str(int(hashlib.md5(data).hexdigest()[:12], 16))
 
 
 def _error(code: str) -> bytes:

@@ -39,6 +39,8 @@ STEADY = ("--optimizer.schedule", "constant", "--checkpoint.every", "4")
 NUM_DAMAGES = 500
 # Of a run and its ranks; of a sender, and of a server, in proportion. More: THREEFOLD_KILLS=100.
 NUM_KILLS = int(os.environ.get("THREEFOLD_KILLS", "12"))
+# Of runs that are started together. More: THREEFOLD_PAIRS=100.
+NUM_PAIRS = int(os.environ.get("THREEFOLD_PAIRS", "2"))
 
 
 @pytest.fixture
@@ -260,7 +262,7 @@ def test_a_run_of_a_program_goes_on_without_its_disk(here: Path, place: ObjectSt
 def test_of_two_runs_on_one_prefix_one_is_refused(here: Path, place: ObjectStore, address: str) -> None:
     """Started together, and one while the other runs; then again, since what a run has ended is free at once."""
     environment(here)
-    for attempt in range(2):
+    for attempt in range(NUM_PAIRS):
         words = ("train", "config.yaml", *STEADY, "--checkpoint.store", f"{address}/{attempt}", "--mesh.dp", "1")
         words += ("--train.steps", "40")
         with ThreadPoolExecutor(2) as pool:

@@ -183,9 +183,9 @@ class _Probing:
         read = time.monotonic()
         latencies, right = [], whole == data
         for start in range(_PARTS_BYTES // 2, _PARTS_BYTES // 2 + _NUM_LATENCIES):
-            begun = time.monotonic()
+            asked = time.monotonic()
             right &= self.place.read(key, start=start, length=16) == data[start : start + 16]
-            latencies.append(time.monotonic() - begun)
+            latencies.append(time.monotonic() - asked)
         measured = {
             "write_bytes_per_s": len(data) / (written - begun),
             "read_bytes_per_s": len(data) / (read - written),

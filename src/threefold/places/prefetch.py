@@ -114,11 +114,13 @@ class Prefetch:
         ):
             if not uses.look_on():
                 break
+        # Where nothing has to go, the blocks of steps that were seen before are there or asked for.
+        begin = 0 if self._num_unkept else len(self._ahead)
         self._ahead.extend(islice(self._here, max(0, AHEAD_STEPS - len(self._ahead))))
-        wanted = dict[Block, None]()
-        for number, blocks in enumerate(self._ahead):
-            wanted |= dict.fromkeys(sorted(blocks))
-            if number and len(wanted) > self._capacity // 2:
+        wanted = set[Block]()
+        for number, blocks in enumerate(islice(self._ahead, begin, None)):
+            wanted.update(blocks)
+            if self._num_unkept and number and len(wanted) > self._capacity // 2:
                 break
             for block in sorted(blocks):
                 if block in self._asked or block in self._errors or block in self._kept:
@@ -128,7 +130,8 @@ class Prefetch:
                     self._pending.append(block)
                 elif not self._num_unkept:
                     self._kept.add(block)
-        self._changed.notify_all()
+        if self._pending:
+            self._changed.notify_all()
 
     def _fetch(self) -> None:
         while True:

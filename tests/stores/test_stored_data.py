@@ -241,8 +241,13 @@ def test_text_is_read_from_a_store_as_from_a_disk(here: Path, address: str) -> N
 
 def test_one_prefix_is_written_once(here: Path, place: ObjectStore, address: str) -> None:
     words = ("data", "prepare", "--data.source", "corpus", "--data.tokenizer", "bytes", "--to", address)
+    before = {each.key: each.etag for each in place.list()}
     done = command(here, *words)
+    assert done.returncode == 0 and f"{address}/tokens.bin is there already" in done.stdout, done.stderr
+    (here / "another.txt").write_text("something else\n")
+    done = command(here, *words, "--data.source", "another.txt")
     assert done.returncode == 2 and f"{address} holds " in done.stderr, done.stderr
+    assert {each.key: each.etag for each in place.list()} == before
 
 
 def test_a_mixture_and_an_evaluation_of_both_kinds(here: Path, place: ObjectStore, address: str) -> None:

@@ -21,7 +21,7 @@ from threefold.places import object_store
 from threefold.places.admission import admit
 from threefold.places.faults import PlaceError
 from threefold.places.object_store import ObjectStore, open_store
-from threefold.places.upload import CLAIM, MARK, sent_to
+from threefold.places.upload import CLAIM, MARK, send_files, sent_to
 from threefold.places.url import StoreUrl, parse
 
 SECRET = "5ecret/Of+The/Tests"
@@ -367,6 +367,69 @@ def test_prefix_that_holds_something_is_refused(environ: dict[str, str], store: 
     expected = held.get(there, "an export that is being written, or was killed")
     assert caught.value.problems[0].what == f"s3://runs/a/b holds {expected}"
     assert store.objects == {there: b"of somebody"}
+
+
+def prepared(folder: Path, text: bytes = b"1") -> Path:
+    for suffix in ("bin", "idx", "json"):
+        (folder / f"tokens.{suffix}").write_bytes(text)
+    return folder / "tokens"
+
+
+@pytest.mark.parametrize("killed_at", [1, 2, 3, 4])
+def test_prepared_files_go_on_where_a_sender_was_killed(
+    environ: dict[str, str], store: StubStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int
+) -> None:
+    written, write = list[str](), ObjectStore.write
+
+    class Killed(BaseException):
+        """As a kill: nothing of the sender's runs after it."""
+
+    def write_some(place: ObjectStore, key: str, data: bytes | Path, **how: Any) -> None:
+        if len(written) + 1 == killed_at:
+            raise Killed
+        written.append(key)
+        write(place, key, data, **how)
+
+    def create(place: ObjectStore, key: str, data: bytes) -> str | None:
+        if key == MARK and killed_at == 4:
+            raise Killed
+        return place._written_if(key, data, None)
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(ObjectStore, "write", write_some)
+        patched.setattr(ObjectStore, "create", create)
+        send_files(prepared(tmp_path), URL, environ)
+    assert f"a/b/{CLAIM}" in store.objects and f"a/b/{MARK}" not in store.objects
+    (tmp_path / "other").mkdir()
+    there = dict(store.objects)
+    with pytest.raises(ConfigError, match="something else is being written to s3://runs/a/b, or its writer was killed"):
+        send_files(prepared(tmp_path / "other", b"2"), URL, environ)
+    with pytest.raises(ConfigError), sent_to(URL, environ):
+        pytest.fail("nothing is made")
+    assert store.objects == there
+    store.objects["a/b/strange"] = b"of somebody"
+    with pytest.raises(ConfigError, match="s3://runs/a/b holds strange"):
+        send_files(prepared(tmp_path), URL, environ)
+    del store.objects["a/b/strange"]
+    send_files(prepared(tmp_path), URL, environ)
+    assert set(store.objects) == {f"a/b/{name}" for name in ("tokens.bin", "tokens.idx", "tokens.json", MARK)}
+    assert json.loads(store.objects[f"a/b/{MARK}"])["files"]["tokens.bin"]["bytes"] == 1
+
+
+def test_prepared_files_are_sent_by_two_at_once(
+    environ: dict[str, str], store: StubStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, begun = ObjectStore.write, list[str]()
+
+    def with_another(place: ObjectStore, key: str, data: bytes | Path, **how: Any) -> None:
+        write(place, key, data, **how)
+        if not begun:
+            begun.append(key)
+            send_files(prepared(tmp_path), URL, environ)
+
+    monkeypatch.setattr(ObjectStore, "write", with_another)
+    send_files(prepared(tmp_path), URL, environ)
+    assert set(store.objects) == {f"a/b/{name}" for name in ("tokens.bin", "tokens.idx", "tokens.json", MARK)}
 
 
 def test_neighbours_of_a_prefix_are_no_part_of_it(environ: dict[str, str], store: StubStore) -> None:

@@ -65,9 +65,9 @@ def admit(address: str, environ: Mapping[str, str]) -> StoreAdmission:
     return probing.told
 
 
-def require_create(place: ObjectPlace, key: str) -> bool:
+def require_create(place: ObjectPlace, key: str, data: bytes) -> bool:
     """Whether this key is now held by the caller; ThreefoldError if the store lets two hold it."""
-    if place.create(key, uuid.uuid4().bytes) is None:
+    if place.create(key, data) is None:
         return False
     if place.create(key, uuid.uuid4().bytes) is not None:
         place.delete([key])

@@ -89,7 +89,9 @@ def _name(place: ObjectStore, there: Mapping[str, StoredObject]) -> str | None:
     fix = _PREPARE.format(address=place.url)
     if CLAIM in there:
         what = f"{place.url} is being written, or its writer was killed"
-        raise DataError(what, expected="a store that is whole", fix=f"{fix}-2   (or wait, if it is still written)")
+        raise DataError(
+            what, expected="a store that is whole", fix=f"{fix}   (goes on, if it was killed; wait, if it still writes)"
+        )
     if not names:
         return None
     if len(names) > 1:

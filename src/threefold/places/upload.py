@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,12 +40,13 @@ def sent_to(address: str, environ: Mapping[str, str]) -> Iterator[Path]:
             sent is then removed.
     """
     place = open_store(address, environ)
-    _claim(place)
+    _claim(place, uuid.uuid4().bytes)
     sent = [CLAIM]
     try:
         with tempfile.TemporaryDirectory(prefix="threefold-export-") as folder:
             yield Path(folder)
-            _send(place, Path(folder), sent)
+            files = _files_of(Path(folder))
+            _send(place, files, _mark_of(files), sent)
     except BaseException:
         with suppress(ThreefoldError):  # it would hide the first one
             place.delete(sent)
@@ -53,48 +55,82 @@ def sent_to(address: str, environ: Mapping[str, str]) -> Iterator[Path]:
 
 
 def send_files(prefix: Path, address: str, environ: Mapping[str, str]) -> None:
-    """Sends the files PREFIX.* as `sent_to` does those of its folder."""
-    with sent_to(address, environ) as folder:
-        for path in prefix.parent.glob(f"{prefix.name}.*"):
-            (folder / path.name).symlink_to(path.absolute())
+    """Sends the files PREFIX.* to a prefix that holds nothing, or some or all of these very files.
+
+    The claim lists them, so that a sender that was killed, or failed, is followed by any that has the same bytes.
+
+    Raises:
+        ConfigError: the prefix holds something else. PlaceError: the store failed; what was sent stays.
+    """
+    place = open_store(address, environ)
+    files = {path.name: path for path in sorted(prefix.parent.glob(f"{prefix.name}.*"))}
+    mark = _mark_of(files)
+    if (there := place.get(MARK)) and there[0] == mark and place.stat(CLAIM) is None:
+        return
+    _claim(place, mark)
+    _send(place, files, mark, [])
+    place.delete([CLAIM])
 
 
 def refuse_filled(place: ObjectStore) -> None:
-    """Raises ConfigError if a prefix holds something else than parts of a store."""
-    others = (each for each in place.list() if not each.key.startswith(_PARTS))
+    """Raises ConfigError if a prefix holds something else than parts of a store, and files that a claim lists."""
+    claim = place.get(CLAIM)
+    listed = _listed(claim[0]) if claim else set()
+    others = (each for each in place.list() if not each.key.startswith(_PARTS) and each.key not in listed)
     there = next(others, None) or (place.stat("") if place.url.prefix else None)
     if there is not None:
-        holds = there.key or "an object of its own name"
-        if place.stat(CLAIM) is not None:
+        holds = "what is complete" if there.key == MARK else there.key or "an object of its own name"
+        if claim is not None and not listed:
             holds = "an export that is being written, or was killed"
-        fix = "--to ANOTHER_PREFIX   (or empty this one first, if nobody needs it)"
-        raise ConfigError(f"{place.url} holds {holds}", expected=_EMPTY, fix=fix)
+        raise _filled(f"{place.url} holds {holds}")
 
 
-def _claim(place: ObjectStore) -> None:
+def _filled(what: str) -> ConfigError:
+    fix = "--to ANOTHER_PREFIX   (or empty this one first, if nobody needs it)"
+    return ConfigError(what, expected=_EMPTY, fix=fix)
+
+
+def _listed(claim: bytes) -> set[str]:
+    """What somebody sends who knew its bytes before; nothing of an export."""
+    try:
+        return {CLAIM, MARK, *json.loads(claim)["files"]}
+    except (ValueError, KeyError, TypeError):
+        return set()
+
+
+def _claim(place: ObjectStore, data: bytes) -> None:
     for _ in range(2):
         refuse_filled(place)
-        if require_create(place, CLAIM):
+        if require_create(place, CLAIM, data) or ((there := place.get(CLAIM)) and there[0] == data):
             return
-    raise ConfigError(f"another export is writing to {place.url}", expected=_EMPTY, fix="--to ANOTHER_PREFIX")
+    raise _filled(f"something else is being written to {place.url}, or its writer was killed")
 
 
-def _send(place: ObjectStore, folder: Path, sent: list[str]) -> None:
+def _files_of(folder: Path) -> dict[str, Path]:
+    """The files of a folder by their keys, in the order in which they are sent."""
     paths = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda p: (p.name.endswith(_LAST), p))
-    files: dict[str, dict[str, str | int]] = {}
-    with Bars().show(f"sending to {place.url}", total=sum(path.stat().st_size for path in paths)) as bar:
-        for path in paths:
-            key = path.relative_to(folder).as_posix()
+    return {path.relative_to(folder).as_posix(): path for path in paths}
+
+
+def _mark_of(files: Mapping[str, Path]) -> bytes:
+    described = {key: {"bytes": path.stat().st_size, "xxh3_128": _digest(path)} for key, path in files.items()}
+    return json.dumps({"files": described}, indent=1).encode()
+
+
+def _send(place: ObjectStore, files: Mapping[str, Path], mark: bytes, sent: list[str]) -> None:
+    """Adds to `sent` what is this writer's to remove."""
+    sizes = {key: path.stat().st_size for key, path in files.items()}
+    with Bars().show(f"sending to {place.url}", total=sum(sizes.values())) as bar:
+        for key, path in files.items():
             sent.append(key)
             place.write(key, path)
-            files[key] = {"bytes": path.stat().st_size, "xxh3_128": _digest(path)}
-            bar.advance(path.stat().st_size)
+            bar.advance(sizes[key])
     there = {each.key: each.size for each in place.list()}
-    if wrong := [key for key, file in files.items() if there.get(key) != file["bytes"]]:
+    if wrong := [key for key in files if there.get(key) != sizes[key]]:
         what = f"{place.url}/{wrong[0]} has not the size that was sent"
         raise PlaceError(what, expected="the bytes that were sent", fix=f"threefold doctor {place.url}")
     sent.append(MARK)
-    if place.create(MARK, json.dumps({"files": files}, indent=1).encode()) is None:
+    if place.create(MARK, mark) is None and (other := place.get(MARK)) and other[0] != mark:
         sent.remove(MARK)
         what = f"{place.url}/{MARK} is there, of another writer"
         raise PlaceError(what, expected="one writer for each prefix", fix="--to ANOTHER_PREFIX")

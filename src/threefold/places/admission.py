@@ -20,6 +20,8 @@ from threefold.places.object_store import ObjectStore, open_store
 from threefold.places.place import ObjectPlace
 
 LIMIT_S = 2.0
+# What is probed: no object of anybody.
+PROBE = ".threefold-probe-"
 _NUM_RACES, _NUM_WRITERS = 20, 8
 _NUM_LATENCIES = 8
 _PARTS_BYTES = 9 * 2**20  # above the size of one part
@@ -52,7 +54,7 @@ def admit(address: str, environ: Mapping[str, str]) -> StoreAdmission:
     """Asks the store of an address; ThreefoldError if it cannot be reached, listed or written at all."""
     begun = time.monotonic()
     place = open_store(address, environ, retry_s=2 * LIMIT_S)
-    probing = _Probing(place, f".threefold-probe-{uuid.uuid4().hex[:12]}", begun + LIMIT_S)
+    probing = _Probing(place, f"{PROBE}{uuid.uuid4().hex[:12]}", begun + LIMIT_S)
     next(place.list(), None)
     try:
         place.write(f"{probing.folder}/first", b"1")
@@ -65,21 +67,23 @@ def admit(address: str, environ: Mapping[str, str]) -> StoreAdmission:
     return probing.told
 
 
-def require_create(place: ObjectPlace, key: str, data: bytes) -> bool:
-    """Whether this key is now held by the caller; ThreefoldError if the store lets two hold it."""
-    if place.create(key, data) is None:
-        return False
-    if place.create(key, uuid.uuid4().bytes) is not None:
+def require_create(place: ObjectPlace) -> None:
+    """ThreefoldError if the store lets two writers hold one key, with which nothing would keep them apart."""
+    key = f"{PROBE}{uuid.uuid4().hex[:12]}"
+    place.create(key, b"first")
+    try:
+        second = place.create(key, b"second")
+    finally:
         place.delete([key])
+    if second is not None:
         what = "the store writes over what is there although it was asked not to (it ignores If-None-Match)"
         fix = f"--to a local folder, and copy that; or {_ELSEWHERE}"
         raise ThreefoldError(what, expected="put if absent, which keeps two writers apart", fix=fix)
-    return True
 
 
 def require_conditions(place: ObjectPlace) -> None:
     """ThreefoldError if the store writes although a condition does not hold: nothing would keep two writers apart."""
-    key = f".threefold-probe-{uuid.uuid4().hex[:12]}"
+    key = f"{PROBE}{uuid.uuid4().hex[:12]}"
     try:
         if (first := place.create(key, b"first")) is None:
             raise ThreefoldError("the store refuses a new key", expected="put if absent", fix=_ELSEWHERE)

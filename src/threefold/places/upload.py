@@ -1,7 +1,8 @@
 """A folder that is made here and then sent to a store, where its last object says that it is whole.
 
-The prefix is held by a claim from before the first file is made to after the last one is sent, so that two writers
-never mix theirs. Files go first, configs and indexes after them, and the mark last: who finds it finds them all.
+A claim holds the prefix from the first file to the mark, and lists the files with their hashes. So two writers never
+mix theirs, and a sender that was killed, or failed, is followed by any that has the same bytes. Files go first, configs
+and indexes after them, and the mark last: who finds it finds them all.
 """
 
 from __future__ import annotations
@@ -9,15 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
 
-from threefold.errors import ConfigError, ThreefoldError
-from threefold.places.admission import require_create
+from threefold.errors import ConfigError
+from threefold.places.admission import PROBE, require_create
 from threefold.places.faults import PlaceError
 from threefold.places.object_store import ObjectStore, open_store
 from threefold.progress_bars import Bars
@@ -33,56 +33,35 @@ _EMPTY = "a prefix that holds nothing, so that no other model's files are mixed 
 
 @contextmanager
 def sent_to(address: str, environ: Mapping[str, str]) -> Iterator[Path]:
-    """A temporary folder, whose files are sent to an empty prefix once the caller has filled it.
+    """A temporary folder, whose files are sent to a prefix once the caller has filled it.
 
     Raises:
-        ConfigError: the prefix holds something, or the store cannot be used. PlaceError: it failed meanwhile; what was
-            sent is then removed.
+        ConfigError: the prefix holds something else than some of these very files, or the store cannot be used.
+        PlaceError: it failed meanwhile; what was sent stays.
     """
     place = open_store(address, environ)
-    _claim(place, uuid.uuid4().bytes)
-    sent = [CLAIM]
-    try:
-        with tempfile.TemporaryDirectory(prefix="threefold-export-") as folder:
-            yield Path(folder)
-            files = _files_of(Path(folder))
-            _send(place, files, _mark_of(files), sent)
-    except BaseException:
-        with suppress(ThreefoldError):  # it would hide the first one
-            place.delete(sent)
-        raise
-    place.delete([CLAIM])
+    refuse_filled(place)
+    require_create(place)
+    with tempfile.TemporaryDirectory(prefix="threefold-export-") as folder:
+        yield Path(folder)
+        _send(place, _files_of(Path(folder)))
 
 
 def send_files(prefix: Path, address: str, environ: Mapping[str, str]) -> None:
-    """Sends the files PREFIX.* to a prefix that holds nothing, or some or all of these very files.
-
-    The claim lists them, so that a sender that was killed, or failed, is followed by any that has the same bytes.
-
-    Raises:
-        ConfigError: the prefix holds something else. PlaceError: the store failed; what was sent stays.
-    """
+    """Sends the files PREFIX.* as `sent_to` does those of its folder, if they are not all there already."""
     place = open_store(address, environ)
-    files = {path.name: path for path in sorted(prefix.parent.glob(f"{prefix.name}.*"))}
-    mark = _mark_of(files)
-    if (there := place.get(MARK)) and there[0] == mark and place.stat(CLAIM) is None:
-        return
-    _claim(place, mark)
-    _send(place, files, mark, [])
-    place.delete([CLAIM])
+    require_create(place)
+    _send(place, {path.name: path for path in sorted(prefix.parent.glob(f"{prefix.name}.*"))})
 
 
 def refuse_filled(place: ObjectStore) -> None:
     """Raises ConfigError if a prefix holds something else than parts of a store, and files that a claim lists."""
     claim = place.get(CLAIM)
     listed = _listed(claim[0]) if claim else set()
-    others = (each for each in place.list() if not each.key.startswith(_PARTS) and each.key not in listed)
+    others = (each for each in place.list() if not each.key.startswith((_PARTS, PROBE)) and each.key not in listed)
     there = next(others, None) or (place.stat("") if place.url.prefix else None)
     if there is not None:
-        holds = "what is complete" if there.key == MARK else there.key or "an object of its own name"
-        if claim is not None and not listed:
-            holds = "an export that is being written, or was killed"
-        raise _filled(f"{place.url} holds {holds}")
+        raise _filled(f"{place.url} holds {there.key or 'an object of its own name'}")
 
 
 def _filled(what: str) -> ConfigError:
@@ -91,17 +70,17 @@ def _filled(what: str) -> ConfigError:
 
 
 def _listed(claim: bytes) -> set[str]:
-    """What somebody sends who knew its bytes before; nothing of an export."""
+    """What somebody sends, or has sent until it was killed."""
     try:
         return {CLAIM, MARK, *json.loads(claim)["files"]}
     except (ValueError, KeyError, TypeError):
         return set()
 
 
-def _claim(place: ObjectStore, data: bytes) -> None:
+def _claim(place: ObjectStore, mark: bytes) -> None:
     for _ in range(2):
         refuse_filled(place)
-        if require_create(place, CLAIM, data) or ((there := place.get(CLAIM)) and there[0] == data):
+        if place.create(CLAIM, mark) or ((there := place.get(CLAIM)) and there[0] == mark):
             return
     raise _filled(f"something else is being written to {place.url}, or its writer was killed")
 
@@ -117,23 +96,23 @@ def _mark_of(files: Mapping[str, Path]) -> bytes:
     return json.dumps({"files": described}, indent=1).encode()
 
 
-def _send(place: ObjectStore, files: Mapping[str, Path], mark: bytes, sent: list[str]) -> None:
-    """Adds to `sent` what is this writer's to remove."""
-    sizes = {key: path.stat().st_size for key, path in files.items()}
+def _send(place: ObjectStore, files: Mapping[str, Path]) -> None:
+    mark, sizes = _mark_of(files), {key: path.stat().st_size for key, path in files.items()}
+    if (there := place.get(MARK)) and there[0] == mark and place.stat(CLAIM) is None:
+        return
+    _claim(place, mark)
     with Bars().show(f"sending to {place.url}", total=sum(sizes.values())) as bar:
         for key, path in files.items():
-            sent.append(key)
             place.write(key, path)
             bar.advance(sizes[key])
-    there = {each.key: each.size for each in place.list()}
-    if wrong := [key for key in files if there.get(key) != sizes[key]]:
+    listed = {each.key: each.size for each in place.list()}
+    if wrong := [key for key in files if listed.get(key) != sizes[key]]:
         what = f"{place.url}/{wrong[0]} has not the size that was sent"
         raise PlaceError(what, expected="the bytes that were sent", fix=f"threefold doctor {place.url}")
-    sent.append(MARK)
-    if place.create(MARK, mark) is None and (other := place.get(MARK)) and other[0] != mark:
-        sent.remove(MARK)
+    if place.create(MARK, mark) is None and (there := place.get(MARK)) and there[0] != mark:
         what = f"{place.url}/{MARK} is there, of another writer"
         raise PlaceError(what, expected="one writer for each prefix", fix="--to ANOTHER_PREFIX")
+    place.delete([CLAIM])
 
 
 def _digest(path: Path) -> str:

@@ -31,6 +31,8 @@ _KNOWN = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam, "SGD": torch.opt
 # What torch's clip_grad_norm_ adds to the norm.
 _CLIP_EPSILON = 1e-6
 _FACTOR = 0.01
+# Of a norm: float32 sums it; in bfloat16 the norm itself is rounded.
+_FACTOR_OF_FLOAT32 = 1e-4
 # Of an update: float32 weights round it.
 _LEFT = 0.02
 
@@ -46,7 +48,8 @@ def judge_norms(steps: list[CheckedStep]) -> JudgedPart:
         raise Unjudgeable("the norm was found in a way that does not show it")
     for step in known:
         norm, whole = step.clip["norm"], _norm(step.gradients)
-        if not abs(norm - whole) <= _FACTOR * whole:
+        factor = _FACTOR if step.weight_types - {"float32"} else _FACTOR_OF_FLOAT32
+        if not abs(norm - whole) <= factor * whole:
             raise Refuted(
                 f"in step {step.number} gradients are clipped by a norm of {norm:.6g}, "
                 f"x{norm / max(whole, 1e-300):.4f} of theirs",
@@ -89,8 +92,8 @@ def judge_updates(steps: list[CheckedStep]) -> JudgedPart:
         raise Unjudgeable("the groups of the optimizer change between steps")
     if not sum(_check_update(step, after, optimizer, weights) for step, after in pairwise(steps)):
         raise Unjudgeable("no weight moves by more than its rounding")
-    numbers = numbers_text(steps[0].number, steps[-2].number)
-    return proved(f"in {numbers} each of {len(taken)} parameters moves as torch's {first['class']} says")
+    each = f"each of {len(taken)} parameters moves as torch's {first['class']} says"
+    return proved(f"in {numbers_text(steps[0].number, steps[-2].number)} {each}")
 
 
 def _check_update(step: CheckedStep, after: CheckedStep, optimizer: Optimizer, weights: dict[str, nn.Parameter]) -> int:

@@ -9,12 +9,14 @@ import hashlib
 import re
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -42,13 +44,13 @@ class StubStore:
 
 
 @contextmanager
-def serving(store: StubStore) -> Iterator[str]:
+def serving(store: StubStore, host: str = "127.0.0.1") -> Iterator[str]:
     """The address of a server of this store."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"store": store}))
+    server = ThreadingHTTPServer((host, 0), type("Handler", (_Handler,), {"store": store}))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http://{host}:{server.server_port}"
     finally:
         server.shutdown()
         thread.join()
@@ -179,3 +181,21 @@ def _generation(data: bytes) -> str:
 def _error(code: str) -> bytes:
     # As servers do, with what nobody should see.
     return f"<Error><Code>{code}</Code><Message>AKIDOFTEST signature of it</Message></Error>".encode()
+
+
+def main(host: str, folder: Path) -> None:
+    """Serves at `folder/endpoint` until `folder/end` is there; then what was stored lies in `folder/objects`."""
+    store = StubStore()
+    with serving(store, host) as endpoint:
+        (folder / "endpoint").write_text(endpoint)
+        while not (folder / "end").exists():
+            time.sleep(0.1)
+    for key, data in store.objects.items():
+        path = folder / "objects" / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    (folder / "ended").touch()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

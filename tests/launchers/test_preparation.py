@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,10 +13,13 @@ from pathlib import Path
 
 import pytest
 
+import store_stub
 from launchers import slurm
 from launchers.sagemaker import PYTHON, ROOT
 from ranks.faults import wait_for
 from ranks.runs import command, environment
+from threefold.data.store.blocks import Blocks
+from threefold.places.upload import MARK
 from unit.test_prepare import contents
 
 RAY = list((ROOT / ".venv-launchers" / "lib").glob("python*/site-packages/ray"))
@@ -75,32 +79,57 @@ def without_list(made: dict[str, bytes]) -> dict[str, bytes]:
     return {name: data for name, data in made.items() if name != "data.files.jsonl"}
 
 
+def submitted(cluster: slurm.Cluster, folder: Path, to: str, *, env: dict[str, str]) -> tuple[str, str]:
+    """What the command for Slurm and its last job have printed."""
+    words = (sys.executable, "-m", "threefold", "data", "prepare", *KEYS, "--to", to, "--engine", "slurm")
+    done = cluster.run(*words, "--name", "prepare", "--partition", "main", "--time", "5", cwd=folder, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wait_for(
+        lambda: not cluster.run("squeue", "--noheader", cwd=folder, env=env).stdout.strip(), "the end", within_s=200
+    )
+    joined = re.findall(r"job (\d+) joins and proves them", done.stdout)[0]
+    return done.stdout, (folder / f"prepare-{joined}.out").read_text()
+
+
 @needs_slurm
 def test_an_array_makes_the_store_of_one_process(cluster: slurm.Cluster, folder: Path) -> None:
     """Two of its tasks are killed at work. The last job names their parts; the same command makes these alone."""
-    words = (sys.executable, "-m", "threefold", "data", "prepare", *KEYS, "--to", "store", "--engine", "slurm")
-
-    def submitted(**others: str) -> tuple[str, str]:
-        """What the command and its last job have printed."""
-        env = variables(folder, **others)
-        done = cluster.run(*words, "--name", "prepare", "--partition", "main", "--time", "5", cwd=folder, env=env)
-        assert done.returncode == 0, done.stdout + done.stderr
-        wait_for(
-            lambda: not cluster.run("squeue", "--noheader", cwd=folder, env=env).stdout.strip(), "the end", within_s=200
-        )
-        joined = re.findall(r"job (\d+) joins and proves them", done.stdout)[0]
-        return done.stdout, (folder / f"prepare-{joined}.out").read_text()
-
-    said, joined = submitted(DIE_AT="1 4")
+    said, joined = submitted(cluster, folder, "store", env=variables(folder, DIE_AT="1 4"))
     assert re.match(r"job \d+ makes parts in 6 tasks; job \d+ joins", said)
     assert "part 1 is missing; part 4 is missing\n" in joined, joined
     assert not (folder / "store" / "tokens.json").exists()
-    said, joined = submitted()
+    said, joined = submitted(cluster, folder, "store", env=variables(folder))
     assert re.match(r"job \d+ makes parts in 2 tasks; ", said)
     assert "proof: the " in joined and "every digest was equal" in joined, joined
     assert without_list(contents(folder / "store")) == without_list(contents(folder / "local"))
     audit = command(folder, "data", "audit", "store", "--contents")
     assert "read again, every digest is equal" in audit.stdout, audit.stderr
+
+
+@needs_slurm
+def test_an_array_makes_that_store_at_an_address(cluster: slurm.Cluster, folder: Path) -> None:
+    """One of its tasks is killed at work, and the command is given again."""
+    (there := folder / "there").mkdir()
+    node = cluster.nodes[0]
+    program = [sys.executable, store_stub.__file__, node.address, str(there)]
+    server = node.start(program, cwd=folder, env=variables(folder), output=there / "printed")
+    try:
+        wait_for((there / "endpoint").exists, "the store")
+        env = variables(folder, AWS_ENDPOINT_URL=(there / "endpoint").read_text(), AWS_REGION="us-east-1")
+        env |= {"AWS_ACCESS_KEY_ID": "A", "AWS_SECRET_ACCESS_KEY": "S"}
+        for dies_at, printed in (("3", "part 3 is missing\n"), ("", "every digest was equal")):
+            _, joined = submitted(cluster, folder, "s3://runs/t", env={**env, "DIE_AT": dies_at})
+            assert printed in joined
+        (there / "end").touch()
+        wait_for((there / "ended").exists, "the end of the store")
+    finally:
+        server.kill()
+        server.wait()
+    made = {path.name: path.read_bytes() for path in (there / "objects" / "t").iterdir()}
+    assert json.loads(made.pop(MARK))["files"].keys() == made.keys()
+    local = {name: (folder / "local" / name).read_bytes() for name in made}
+    local["tokens.blocks"] = Blocks.parse(local["tokens.blocks"], folder / "local").timeless().to_bytes()
+    assert made == local
 
 
 @needs_ray

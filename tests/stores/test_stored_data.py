@@ -54,7 +54,11 @@ def here(seaweed: Server, use: Any, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def place(here: Path, address: str) -> ObjectStore:
-    """Of a token store that was prepared there, and as `disk` in the folder."""
+    return prepare_twice(here, address)
+
+
+def prepare_twice(here: Path, address: str) -> ObjectStore:
+    """The place of a token store that is prepared there, and as `disk` in the folder."""
     words = ("data", "prepare", "--data.source", "corpus", "--data.tokenizer", "bytes")
     for to in ("disk", address):
         done = command(here, *words, "--to", to, first=small_blocks)
@@ -168,8 +172,11 @@ def test_a_store_of_another_version_is_named(here: Path, place: ObjectStore, add
 
 
 @pytest.mark.timing
-def test_a_store_that_is_away_is_waited_for(here: Path, place: ObjectStore, address: str, seaweed: Server) -> None:
+def test_a_store_that_is_away_is_waited_for(here: Path, address: str, seaweed: Server) -> None:
     """Stopped in the middle of a run: a stall that is named, and no error; the losses are those of the disk."""
+    for number in range(4, 40):  # more than some steps have read before it is stopped
+        shutil.copy(here / f"corpus/part-{number % 4}.txt", here / f"corpus/part-{number}.txt")
+    prepare_twice(here, address)
     words = ("--data.seq_len", "512", "--log.stall_s", "3", "--mesh.dp", "2", "--train.steps", "40")
     arguments = ("train", "config.yaml", *STEADY, *words, "--data.source", address, "--log.dir", "a")
     with warm.Running(warm.threefold, here, arguments, environment(here), first=one_step_ahead) as running:
@@ -179,7 +186,7 @@ def test_a_store_that_is_away_is_waited_for(here: Path, place: ObjectStore, addr
             running.wait_for(lambda: f"waiting for {address}" in running.err(), "the stall", 60)
             until = time.monotonic() + 30
             while time.monotonic() < until:
-                assert running.running()
+                assert running.running(), running.out() + running.err()
                 time.sleep(0.5)  # not to synchronise: that long it is away
         finally:
             os.kill(seaweed.pid, signal.SIGCONT)
@@ -242,8 +249,11 @@ def test_text_is_read_from_a_store_as_from_a_disk(here: Path, address: str) -> N
 def test_one_prefix_is_written_once(here: Path, place: ObjectStore, address: str) -> None:
     words = ("data", "prepare", "--data.source", "corpus", "--data.tokenizer", "bytes", "--to", address)
     before = {each.key: each.etag for each in place.list()}
-    done = command(here, *words)
+    done = command(here, *words, first=small_blocks)
     assert done.returncode == 0 and f"{address}/tokens.bin is there already" in done.stdout, done.stderr
+    shutil.rmtree(here / "cache/threefold/tokens")  # as on another host, which makes it again
+    done = command(here, *words, first=small_blocks)
+    assert done.returncode == 0 and f"{address}/tokens.bin is made" in done.stdout, done.stderr
     (here / "another.txt").write_text("something else\n")
     done = command(here, *words, "--data.source", "another.txt")
     assert done.returncode == 2 and f"{address} holds " in done.stderr, done.stderr

@@ -368,10 +368,11 @@ def test_prefix_that_holds_something_is_refused(environ: dict[str, str], store: 
     assert store.objects == {there: b"of somebody"}
 
 
-def prepared(folder: Path, text: bytes = b"1") -> Path:
-    for suffix in ("bin", "idx", "json"):
-        (folder / f"tokens.{suffix}").write_bytes(text)
-    return folder / "tokens"
+def prepared(folder: Path, text: bytes = b"1") -> dict[str, Path]:
+    files = {name: folder / name for name in ("tokens.bin", "tokens.idx", "tokens.json")}
+    for path in files.values():
+        path.write_bytes(text)
+    return files
 
 
 @pytest.mark.parametrize("killed_at", [1, 2, 3, 4])

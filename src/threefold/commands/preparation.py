@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from threefold.config.schema import DataConfig
 from threefold.data.chat.labeller import labeller_for
 from threefold.data.store import parts_proof
 from threefold.data.store import prepare as stores
+from threefold.data.store.blocks import SUFFIX, Blocks, with_suffix
 from threefold.data.store.parts import PartMaker
 from threefold.data.store.resolve import files_of, open_text, refuse_without_effect
 from threefold.data.store.shared_parts import SharedParts
@@ -96,14 +98,26 @@ def _made(shared: SharedParts, to: str, workers: int | None, make: stores.MakePa
         )
     proof = parts_proof.prove(prefix, read=False)
     if shared.address is not None:
-        from threefold.places.upload import send_files
-
-        send_files(prefix, to, variables())
+        _send(prefix, to)
         shared.remove()
     info, how = store.info, "is there already" if store.reused else "is made"
     where = f"{to}/{prefix.name}" if shared.address else prefix
     typer.echo(f"{where}.bin {how}: {info.num_tokens:,} tokens in {info.counted} ({info.tokenizer})\n{proof}")
     return store
+
+
+def _send(prefix: Path, to: str) -> None:
+    """Sends a store; on every host that has made it, these are the same bytes."""
+    from threefold.places.upload import send_files
+
+    files = {path.name: path for path in sorted(prefix.parent.glob(f"{prefix.name}.*"))}
+    hashes = Blocks.read(with_suffix(prefix, SUFFIX))
+    assert hashes is not None, f"{prefix} has lost its hashes"
+    with tempfile.TemporaryDirectory(prefix="threefold-hashes-") as folder:
+        name = prefix.name + SUFFIX
+        files[name] = Path(folder, name)
+        hashes.timeless().write(files[name])
+        send_files(files, to, variables())
 
 
 def _submit(arguments: Sequence[str], to: str, workers: int | None) -> None:

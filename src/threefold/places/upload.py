@@ -47,11 +47,11 @@ def sent_to(address: str, environ: Mapping[str, str]) -> Iterator[Path]:
         _send(place, _files_of(Path(folder)))
 
 
-def send_files(prefix: Path, address: str, environ: Mapping[str, str]) -> None:
-    """Sends the files PREFIX.* as `sent_to` does those of its folder, if they are not all there already."""
+def send_files(files: Mapping[str, Path], address: str, environ: Mapping[str, str]) -> None:
+    """Sends files by their keys as `sent_to` does those of its folder, if they are not all there already."""
     place = open_store(address, environ)
     require_create(place)
-    _send(place, {path.name: path for path in sorted(prefix.parent.glob(f"{prefix.name}.*"))})
+    _send(place, files)
 
 
 def refuse_filled(place: ObjectStore) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,6 +128,10 @@ class Blocks:
         now = stats_of(prefix)
         there = set(IDENTITY) <= now.keys()
         return there and all(stat == self.files[name][:2] for name, stat in now.items() if name in self.files)
+
+    def timeless(self) -> Blocks:
+        """The hashes alone, for a place where the times of files are other ones."""
+        return replace(self, files={name: kept._replace(mtime_ns=0) for name, kept in self.files.items()})
 
     def difference(self, other: Blocks) -> Change | None:
         """The first block in which `other` has other bytes; files that only one of them has are not compared."""

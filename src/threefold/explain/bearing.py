@@ -121,7 +121,7 @@ def telling(log: Log, ends: Sequence[LogLine]) -> list[LogLine]:
     """The three lines of an unknown log that say most: `ends` of tracebacks, lines of trouble, the last ones."""
     chosen = {line.index: line for line in ends[-3:]}
     if len(chosen) < 3:
-        trouble = {places[0] for words in _TELLING for _, places in log.shapes_containing(words)}
+        trouble = {places[0] for words in _TELLING for places in log.shapes_containing(words)}
         for index in sorted(trouble)[:2] + sorted(trouble)[-3:]:
             if len(chosen) < 3:
                 chosen.setdefault(index, log.line(index))

@@ -124,7 +124,6 @@ _PARSERS = {
     kind: [(re.compile(sign), anchor(sign)) for sign in re.split(r"\s{2,}", signs.strip())]
     for kind, signs in _SIGNS.items()
 }
-_LONGEST = 4000
 _GOES_ON = 2  # lines of progress that show that trouble was made good
 _SKIPPED = 3  # steps in a row
 
@@ -153,9 +152,8 @@ class Events:
         log = self.log
         return [
             index
-            for _, places in log.shapes_containing(literal)
-            for index in places
-            if pattern.search(log.raw[index][-_LONGEST:]) or pattern.search(log.line(index).text)
+            for index in log.indices(literal)
+            if pattern.search(log.raw[index]) or pattern.search(log.line(index).text)
         ]
 
     @cached_property

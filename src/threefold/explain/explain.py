@@ -214,14 +214,10 @@ def _hits(events: Events, errors: Sequence[Raised], known: Iterable[KnownError])
 
 
 def _places(log: Log, sign: Sign, following: dict[int, str]) -> Iterator[int]:
-    for _, places in log.shapes_containing(sign.anchor):
-        for index in places:
-            if (
-                index not in following
-                and sign.pattern.search(log.raw[index][-4000:])
-                and not is_talk(log.raw[index], sign.anchor)
-            ):
-                yield index
+    for index in log.indices(sign.anchor):
+        found = index not in following and sign.pattern.search(log.raw[index])
+        if found and not is_talk(log.raw[index], sign.anchor):
+            yield index
     for index, message in following.items():
         if sign.anchor in message and sign.pattern.search(message):
             yield index
@@ -231,7 +227,7 @@ def _messages(log: Log, errors: Sequence[Raised]) -> dict[int, str]:
     """The whole message of each error: the next lines, if it continues there, and the file that raised it."""
     found = {}
     files = {error.line.index: error.file for error in errors}
-    named = [log.line(places[0]) for _, places in log.shapes_containing("Error: ")][:_MOST_MESSAGES]
+    named = [log.line(places[0]) for places in log.shapes_containing("Error: ")][:_MOST_MESSAGES]
     for first in [*(error.line for error in errors), *(line for line in named if is_error(line))]:
         parts = [first.text]
         for index in range(first.index + 1, min(first.index + 1 + _CONTINUED, len(log.raw))):

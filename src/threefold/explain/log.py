@@ -10,14 +10,13 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 
 from threefold.explain import prefixes
-from threefold.explain.prefixes import LineOrigin
+from threefold.explain.prefixes import LineOrigin, PrefixedLine
 
 _TIME = re.compile(r"(20\d\d-\d\d-\d\d)[T _](\d\d:\d\d:\d\d)")
 _INSIDE = re.compile(r"\b[Rr]ank[ :=]*(\d+)\b")
@@ -26,10 +25,10 @@ _SMALL_GROUP = re.compile(r"\bPG (?:ID |GUID )*0*[1-9]")
 _TASK = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<task>\d+)")
 _NCCL_HOST = re.compile(r"^(?:\[[^\]]*\] )?(?P<host>[A-Za-z][\w.-]*):\d+:\d+ \[\d+\] ")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_WITHOUT_DIGITS = dict.fromkeys(map(ord, "0123456789"))
+_WITHOUT_DIGITS = str.maketrans("", "", "0123456789")
 # A line with a time, a host, a rank or an error's name is no rest of the line before.
 _NEW_LINE = re.compile(r"\S+:\d+:\d+ \[|\[|Traceback|\d{4}-\d\d-\d\d|\S+/\d+ \[|\w+: |\s*\d+%\|")
-_LONGEST = 4000
+_LONGEST = 4000  # of a longer line its end is read
 _MOST_PLACES = 4096
 
 
@@ -56,12 +55,9 @@ class LogLine:
 
     def where(self) -> str:
         """Line, rank and host, as far as they are known."""
-        named = [self.file] if self.file else []
-        if self.rank is not None:
-            place = [f"line {self.number}", f"rank {self.rank}"]
-        else:
-            place = [f"line {self.number}", *([f"on {self.host}"] if self.host else [])]
-        return " ".join([*named, ", ".join(place)])
+        host = f", on {self.host}" if self.host else ""
+        who = host if self.rank is None else f", rank {self.rank}"
+        return f"{self.file} line {self.number}{who}".lstrip()
 
 
 class Log:
@@ -75,18 +71,12 @@ class Log:
         self._numbers = array("q")
         self._prefixes: list[str] = []
         for source in self.sources:
-            text = source.text if "\x1b" not in source.text else _COLOURS.sub("", source.text)
-            lines = text.replace("\r\n", "\n").split("\n")
-            before, numbers = [""] * len(lines), list(range(1, len(lines) + 1))
-            if (unprefixed := prefixes.taken_off(lines)) is not None:
-                lines, before, numbers = map(list, zip(*unprefixed, strict=True))
-            if (unwrapped := _unwrapped(lines)) is not None:
-                lines, firsts = unwrapped
-                before, numbers = [before[first - 1] for first in firsts], [numbers[first - 1] for first in firsts]
+            text = _COLOURS.sub("", source.text).replace("\r\n", "\n")
+            lines = _unwrapped(prefixes.taken_off(text.split("\n")))
             self._begins.append(len(self.raw))
-            self.raw += lines
-            self._prefixes += before
-            self._numbers.extend(numbers)
+            self.raw += [line.text[-_LONGEST:] for line in lines]
+            self._prefixes += [line.prefix for line in lines]
+            self._numbers.extend(line.number for line in lines)
 
     @classmethod
     def of(cls, text: str) -> Log:
@@ -96,20 +86,17 @@ class Log:
     @cached_property
     def shapes(self) -> dict[str, list[int]]:
         """The different lines, without their digits -> indices of the lines that have that shape, the first 4,096."""
-        found: dict[str, list[int]] = {}
+        shapes: dict[str, list[int]] = {}
         for index, line in enumerate(self.raw):
-            shape = (line if len(line) < _LONGEST else line[-_LONGEST:]).translate(_WITHOUT_DIGITS)
-            places = found.get(shape)
-            if places is None:
-                found[shape] = [index]
-            elif len(places) < _MOST_PLACES:
+            places = shapes.setdefault(line.translate(_WITHOUT_DIGITS), [])
+            if len(places) < _MOST_PLACES:
                 places.append(index)
-        return found
+        return shapes
 
     @cached_property
     def firsts(self) -> str:
         """The first line of every shape, joined: the text in which signs are looked for."""
-        return "\n".join(_shortened(self.raw[places[0]]) for places in self.shapes.values())
+        return "\n".join(self.raw[places[0]] for places in self._places)
 
     @cached_property
     def _words(self) -> str:
@@ -122,44 +109,50 @@ class Log:
 
     @cached_property
     def _ends(self) -> list[int]:
-        ends, end = [], 0
-        for places in self.shapes.values():
-            end += len(_shortened(self.raw[places[0]])) + 1
-            ends.append(end)
-        return ends
+        """Where each shape's first line ends in `firsts`."""
+        return list(accumulate(len(self.raw[places[0]]) + 1 for places in self._places))
 
     @cached_property
     def _places(self) -> list[list[int]]:
         return list(self.shapes.values())
 
-    def containing(self, part: str) -> Iterator[LogLine]:
-        """Every line that has `part` in it, which has no digits, in order of first appearance of its shape."""
-        for _, places in self.shapes_containing(part):
-            yield from (self.line(index) for index in places)
-
-    def shapes_containing(self, part: str) -> Iterator[tuple[str, list[int]]]:
-        """(its first line, the places of all) of every shape whose first line contains `part`."""
+    def shapes_containing(self, part: str) -> Iterator[list[int]]:
+        """The places of every shape whose first line contains `part`, which has no digits, as they first appear."""
         at = self.firsts.find(part) if self.has(part) else -1
         while at >= 0:
             place = bisect_right(self._ends, at)
-            yield self.raw[self._places[place][0]], self._places[place]
+            yield self._places[place]
             at = self.firsts.find(part, self._ends[place])
+
+    def indices(self, part: str) -> Iterator[int]:
+        """Where lines have `part` in them."""
+        return chain.from_iterable(self.shapes_containing(part))
+
+    def containing(self, part: str) -> Iterator[LogLine]:
+        """The lines that have `part` in them."""
+        return map(self.line, self.indices(part))
 
     def line(self, index: int) -> LogLine:
         """The line at `index`, without its prefix."""
-        source, named = self.sources[bisect_right(self._begins, index) - 1], len(self.sources) > 1
-        before, number = self._prefixes[index], self._numbers[index]
-        return _parsed(self.raw[index], number, index, source, before=before, named=named)
+        source = self.sources[bisect_right(self._begins, index) - 1]
+        _, known = prefixes.read(self._prefixes[index], LineOrigin(source.rank, source.host))
+        last = self.raw[index].rstrip("\r").rpartition("\r")[2]  # the rest of a progress bar's line
+        text, (rank, host, role) = prefixes.read(last, known)
+        rank = role if rank is None else rank
+        if task := _TASK.search(text):
+            rank, host = int(task["task"]), task["host"]
+        elif nccl := _NCCL_HOST.match(text):
+            host = nccl["host"]
+        if rank is None:
+            rank = _rank_inside(text)
+        file = source.name if len(self.sources) > 1 else ""
+        return LogLine(self._numbers[index], text.rstrip(), rank, host, file, index)
 
     def is_of_rank(self, line: LogLine) -> bool:
         """Whether a rank wrote the line, and not only a task, as launchers count them of any program."""
         own = prefixes.read(self.raw[line.index], LineOrigin())[1]
         of_task = prefixes.is_task(self._prefixes[line.index]) and own.rank is None and own.role is None
         return line.rank is not None and not of_task
-
-    def lines(self) -> Iterator[LogLine]:
-        """Every line, in order."""
-        return map(self.line, range(len(self.raw)))
 
     def time(self, index: int) -> str | None:
         """When the line was written, in seconds as text that sorts, if it or one of the 30 before it says."""
@@ -178,48 +171,34 @@ class Log:
         return self._begins[place] if place < len(self._begins) else len(self.raw)
 
 
-def _shortened(line: str) -> str:
-    return line if len(line) < _LONGEST else line[-_LONGEST:]
+def _rank_inside(text: str) -> int | None:
+    """The rank that a line names behind a bracket, if that is a rank of the job."""
+    inside = _INSIDE.search(text)
+    if inside is None or "[" not in text[: inside.start()] or _SMALL_GROUP.search(text):
+        return None
+    return int(inside[1])
 
 
-def _parsed(text: str, number: int, index: int, source: LogSource, *, before: str, named: bool) -> LogLine:
-    text = _shortened(text.rstrip("\r")).rpartition("\r")[2]  # the rest of a progress bar's line
-    _, known = prefixes.read(before, LineOrigin(source.rank, source.host))
-    text, (rank, host, role) = prefixes.read(text, known)
-    if rank is None:
-        rank = role
-    if task := _TASK.search(text):
-        rank, host = int(task["task"]), task["host"]
-    elif nccl := _NCCL_HOST.match(text):
-        host = nccl["host"]
-    if (
-        rank is None
-        and (inside := _INSIDE.search(text))
-        and "[" in text[: inside.start()]
-        and not _SMALL_GROUP.search(text)
-    ):
-        rank = int(inside[1])
-    return LogLine(number, text.rstrip(), rank, host, source.name if named else "", index)
-
-
-def _unwrapped(lines: Sequence[str]) -> tuple[list[str], list[int]] | None:
-    """(lines, their first numbers) of a log that a terminal has cut at its width; None if it was not cut."""
+def _unwrapped(lines: list[PrefixedLine]) -> list[PrefixedLine]:
+    """The lines as they were before a terminal cut them at its width, if one did."""
     if len(lines) > 20_000:
-        return None
-    width = max(map(len, lines), default=0)
-    full = Counter(map(len, lines))[width]
-    if not 70 <= width <= 400 or full < 2 or any(line[-1:] in "-=*#_ │╮╯]}" for line in lines if len(line) == width):
-        return None
-    if any(_NEW_LINE.match(after) for line, after in pairwise(lines) if len(line) == width):
-        return None
-    joined: list[str] = []
-    numbers: list[int] = []
+        return lines
+    width = max((len(line.text) for line in lines), default=0)
+    full = [
+        (line.text, after.text)
+        for line, after in pairwise([*lines, PrefixedLine("", "", 0)])
+        if len(line.text) == width
+    ]
+    if not 70 <= width <= 400 or len(full) < 2:
+        return lines
+    if any(line[-1] in "-=*#_ │╮╯]}" or _NEW_LINE.match(after) for line, after in full):
+        return lines
+    joined: list[PrefixedLine] = []
     cut = False
-    for number, line in enumerate(lines, 1):
-        if cut and line:
-            joined[-1] += line
+    for line in lines:
+        if cut and line.text:
+            joined[-1] = joined[-1]._replace(text=joined[-1].text + line.text)
         else:
             joined.append(line)
-            numbers.append(number)
-        cut = len(line) == width
-    return joined, numbers
+        cut = len(line.text) == width
+    return joined

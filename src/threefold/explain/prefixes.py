@@ -90,17 +90,15 @@ class PrefixedLine(NamedTuple):
     number: int
 
 
-def taken_off(lines: Sequence[str]) -> list[PrefixedLine] | None:
-    """The lines without what (nearly) all of them begin with; None if they begin with nothing of the kind."""
-    found: list[PrefixedLine] | None = None
+def taken_off(lines: Sequence[str]) -> list[PrefixedLine]:
+    """The lines without what (nearly) all of them begin with."""
+    found = [PrefixedLine(line, "", number) for number, line in enumerate(lines, 1)]
     for _ in range(_ROUNDS):
-        now = lines if found is None else [line.text for line in found]
-        if (split := _split(now)) is None:
+        if (split := _split([line.text for line in found])) is None:
             break
-        before = found or [PrefixedLine(line, "", number) for number, line in enumerate(lines, 1)]
         found = [
             PrefixedLine(text, line.prefix + prefix, line.number)
-            for line in before
+            for line in found
             for prefix, message in [split(line.text) or ("", line.text)]
             for text in message.removesuffix("\n").split("\n")
         ]

@@ -86,7 +86,7 @@ def ignored_lines(log: Log) -> set[int]:
     """Indices of the lines of tracebacks that Python says it ignored: in a finalizer, or while it wrote a log."""
     found: set[int] = set()
     for words in ("Exception ignored in", "--- Logging error ---"):
-        for begin in (index for _, places in log.shapes_containing(words) for index in places[:_MOST]):
+        for begin in (index for places in log.shapes_containing(words) for index in places[:_MOST]):
             lines = range(begin + 1, min(begin + _LONGEST, log.source_end(begin)))
             end = next((index for index in lines if _ERROR.match(log.line(index).text)), begin)
             found.update(range(begin, end + 1))
@@ -100,7 +100,7 @@ def is_error(line: LogLine) -> bool:
 
 def _near_tracebacks(log: Log) -> Iterator[LogLine]:
     """The lines from each traceback's beginning on, in order, each once."""
-    begins = sorted(index for _, places in log.shapes_containing(_TRACEBACK) for index in places)
+    begins = sorted(log.indices(_TRACEBACK))
     if len(begins) > 2 * _MOST:
         begins = begins[:_MOST] + begins[-_MOST:]
     done = 0

@@ -25,9 +25,19 @@ _UNPROVED = {"": "only a symptom, its cause is not in this log", "own-error": "f
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 # The pages of what a run notes of its end; any other has its three parts.
 _OF_ENDING = {
-    **{"signal": "killed", "signal 11": "segmentation-fault", "signal 7": "shared-memory", "memory": "oom-killed"},
-    **{"gone": "killed", "vanished": "killed", "lost": "peer-gone", "asked": "stopped", "worker": "loader-worker"},
-    **{"device": "out-of-memory", "disk": "disk-full", "numbers": "nan-loss", "exception": "own-error"},
+    "signal": "killed",
+    "signal 11": "segmentation-fault",
+    "signal 7": "shared-memory",
+    "memory": "oom-killed",
+    "gone": "killed",
+    "vanished": "killed",
+    "lost": "peer-gone",
+    "asked": "stopped",
+    "worker": "loader-worker",
+    "device": "out-of-memory",
+    "disk": "disk-full",
+    "numbers": "nan-loss",
+    "exception": "own-error",
 }
 # What a difference between dumps means.
 _OF_DIFFERENCE = {"different": "collective-mismatch", "absent": "nccl-timeout", "unfinished": "nccl-timeout"}

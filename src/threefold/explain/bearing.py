@@ -65,9 +65,9 @@ _RETRY = re.compile(r"\[W\S* .*socket\.cpp")
 _TELLING = ("rror", "atal", "ailed", "xception", "WARN", "illed", "bort", "anic", "timed out", "refused", "denied")
 
 
-def is_mild(line: LogLine | str) -> bool:
+def is_mild(line: str) -> bool:
     """Whether the line says that it is a warning or an information."""
-    return _MILD.search(line if isinstance(line, str) else line.text) is not None
+    return _MILD.search(line) is not None
 
 
 def is_retry(line: LogLine) -> bool:
@@ -83,9 +83,8 @@ def follows_a_program(log: Log, line: LogLine) -> bool:
 
 def ended(log: Log) -> bool:
     """Whether a line that is no warning says that something ended or failed."""
-    if any(map(log.has, _ENDED_ANYWHERE)):
-        return True
-    return any(_ENDED.search(line[:600]) and not is_mild(line[:600]) for line in log.raw[-20_000:])
+    lines = (line[:600] for line in log.raw[-20_000:])
+    return any(map(log.has, _ENDED_ANYWHERE)) or any(_ENDED.search(line) and not is_mild(line) for line in lines)
 
 
 def said_to_hang(events: Events) -> LogLine | None:
@@ -96,36 +95,24 @@ def said_to_hang(events: Events) -> LogLine | None:
     return log.line(max(ranks))
 
 
-def only_mild(hits: Sequence[Sequence[LogLine]]) -> bool:
-    """Whether every line of every hit is a warning or an information."""
-    return all(is_mild(line) for lines in hits for line in lines)
-
-
 def is_talk(line: str, anchor: str) -> bool:
     """Whether the line speaks of the error that `anchor` is part of, or says that the program continues after it."""
     if _TALK.search(line) or _GOES_ON.search(line):
         return True
-    at = line.find(anchor)
-    before, after = line[:at], line[at:]
-    said = before.rpartition("`")[0]
+    before, after = line[: line.find(anchor)], line[line.find(anchor) :]
+    said, _, begin = before.rpartition("`")
+    end, _, rest = after.partition("`")
     if before.count("`") % 2 == 1 and "`" in after and "Error" not in said and "Assertion" not in said:
         # A whole line, or an error with its numbers, is quoted from a log.
-        quoted = before.rpartition("`")[2] + after.partition("`")[0]
-        outside = said + after.partition("`")[2]
-        return any(map(str.isalnum, outside)) and not _QUOTED.search(quoted) and not _MET.search(said)
-    in_quotes = before.count('"') % 2 == 1 and '"' in after and _PROSE.search(before) is not None
-    return in_quotes and not _TROUBLE.search(before.rpartition('"')[0])
+        return any(map(str.isalnum, said + rest)) and not _QUOTED.search(begin + end) and not _MET.search(said)
+    in_quotes = before.count('"') % 2 == 1 and '"' in after and _PROSE.search(before)
+    return bool(in_quotes) and not _TROUBLE.search(before.rpartition('"')[0])
 
 
 def telling(log: Log, ends: Sequence[LogLine]) -> list[LogLine]:
     """The three lines of an unknown log that say most: `ends` of tracebacks, lines of trouble, the last ones."""
-    chosen = {line.index: line for line in ends[-3:]}
-    if len(chosen) < 3:
-        trouble = {places[0] for words in _TELLING for places in log.shapes_containing(words)}
-        for index in sorted(trouble)[:2] + sorted(trouble)[-3:]:
-            if len(chosen) < 3:
-                chosen.setdefault(index, log.line(index))
-    for index in range(len(log.raw) - 1, max(-1, len(log.raw) - 50), -1):
-        if len(chosen) < 3 and sum(map(str.isalpha, log.raw[index])) > 2:
-            chosen.setdefault(index, log.line(index))
-    return [chosen[index] for index in sorted(chosen)]
+    trouble = sorted({places[0] for words in _TELLING for places in log.shapes_containing(words)})
+    end = range(len(log.raw) - 1, max(-1, len(log.raw) - 50), -1)
+    last = [index for index in end if sum(map(str.isalpha, log.raw[index])) > 2]
+    best = dict.fromkeys([*(line.index for line in ends[-3:]), *trouble[:2], *trouble[-3:], *last])
+    return [log.line(index) for index in sorted([*best][:3])]

@@ -13,6 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import cached_property
+from itertools import islice
 
 from threefold.explain.known import anchor
 from threefold.explain.log import Log, LogLine
@@ -143,10 +144,8 @@ class Events:
 
     def kinds(self, kind: EventKind, most: int = 1) -> int:
         """How many of a kind's expressions the log has, up to `most`."""
-        count = 0
-        for sign in _PARSERS[kind]:
-            count += count < most and bool(self._of_sign(*sign))
-        return count
+        seen = (sign for sign in _PARSERS[kind] if self._of_sign(*sign))
+        return len(list(islice(seen, most)))
 
     def _of_sign(self, pattern: re.Pattern[str], literal: str) -> Sequence[int]:
         log = self.log

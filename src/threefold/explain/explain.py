@@ -22,11 +22,11 @@ from threefold.explain.bearing import (
     is_mild,
     is_retry,
     is_talk,
-    only_mild,
     said_to_hang,
     telling,
 )
 from threefold.explain.events import EventKind, Events
+from threefold.explain.facts import root_cause
 from threefold.explain.known import PAGES, KnownError, Sign, Tier, known_errors
 from threefold.explain.log import Log, LogLine
 from threefold.explain.tracebacks import Raised, ignored_lines, is_error, raised
@@ -77,6 +77,11 @@ class Hit:
     raised: Raised | None = None
     most: Tier = Tier.CAUSE
     generic: bool = False
+
+    @property
+    def line(self) -> LogLine:
+        """The one that matters."""
+        return self.lines[0]
 
     @property
     def tier(self) -> Tier:
@@ -132,8 +137,8 @@ def examine(log: Log, *, pages: Path = PAGES) -> Diagnosis:
     left, own = _not_made_good(events, hits, errors)
     if not errors and all(hit.tier > Tier.WIDE and all(map(is_retry, hit.lines)) for hit in left):
         left = []  # torch warns of attempts to connect that succeed later
-    claims = [hit.lines for hit in left if hit.known.name not in _DERIVED]
-    if claims and not own and only_mild(claims) and not ended(log):
+    claims = [line.text for hit in left if hit.known.name not in _DERIVED for line in hit.lines]
+    if claims and not own and all(map(is_mild, claims)) and not ended(log):
         left = []
     if explanation := _explanation(events, left, own, known):
         return Diagnosis(Status.FAILURE, explanation)
@@ -141,7 +146,7 @@ def examine(log: Log, *, pages: Path = PAGES) -> Diagnosis:
     if finished and (hits or not errors or events.made_good(errors[-1].line.index)):
         return Diagnosis(Status.FINISHED, telling=[log.line(finished[-1])])
     if hits and not left and events.places(EventKind.PROGRESS):
-        return Diagnosis(Status.SURVIVED, telling=[hit.lines[0] for hit in hits[:3]])
+        return Diagnosis(Status.SURVIVED, telling=[hit.line for hit in hits[:3]])
     return Diagnosis(Status.UNKNOWN, telling=telling(log, [error.line for error in errors]))
 
 
@@ -168,17 +173,17 @@ def _explained(log: Log, hits: Sequence[Hit], errors: Sequence[Raised]) -> Expla
     facts = first.known.facts(log, first.lines)
     confidence = _confidence(first, others, _unknown(errors, hits))
     hint = confidence is Confidence.SYMPTOM and first.tier <= Tier.HINT
-    return Explanation(first.known, first.lines[0], confidence, frame, facts, others, hint)
+    return Explanation(first.known, first.line, confidence, frame, facts, others, hint)
 
 
 def _confidence(first: Hit, others: Sequence[Hit], unknown: Sequence[Raised]) -> Confidence:
     """What ended in an error that no page (`unknown`) or only a wide one describes may not have ended by the first."""
-    rivals = [hit for hit in others if hit.tier is Tier.CAUSE and hit.lines[0].index != first.lines[0].index]
+    rivals = any(hit.tier is Tier.CAUSE and hit.line.index != first.line.index for hit in others)
     # A line that other programs write too does not explain an error that it does not stand in.
     worst = Tier.SYMPTOM if first.generic else Tier.HINT
     otherwise = bool(unknown) or any(hit.raised is not None and Tier.CAUSE < hit.tier <= worst for hit in others)
-    doubts = bool(rivals) or (first.raised is None and otherwise)
-    vague = first.tier is Tier.WIDE and first.generic and first.raised is None and not is_error(first.lines[0])
+    doubts = rivals or (first.raised is None and otherwise)
+    vague = first.tier is Tier.WIDE and first.generic and first.raised is None and not is_error(first.line)
     if vague or first.tier > Tier.WIDE or (doubts and first.known.name not in _BRING_OTHERS):
         return Confidence.SYMPTOM
     unclear = first.known.several or first.tier is Tier.WIDE or doubts or (first.generic and first.raised is None)
@@ -187,30 +192,27 @@ def _confidence(first: Hit, others: Sequence[Hit], unknown: Sequence[Raised]) ->
 
 def _hits(events: Events, errors: Sequence[Raised], known: Iterable[KnownError]) -> Iterator[Hit]:
     ended, log = {error.line.index: error for error in errors}, events.log
-    training, following = events.is_training, _messages(log, errors)
-    other, last = events.is_foreign, max(following, default=-1)
-    ignored = ignored_lines(log)
+    training, other = events.is_training, events.is_foreign
+    messages, ignored = _messages(log, errors), ignored_lines(log)
     for one in known:
         shown: dict[int, list[Sign]] = {}
-        for sign in one.signs if training or not other else ():
-            if sign.generic and (other or not training):
-                continue
-            for index in _places(log, sign, following):
-                if index not in ignored:
+        for sign in one.signs:
+            if (training and not other) or not (sign.generic or (other and not training)):
+                for index in _places(log, sign, messages):
                     shown.setdefault(index, []).append(sign)
         # A line that ended a traceback says more than an earlier warning.
-        ordered = sorted(map(log.line, shown), key=lambda line: (line.index not in ended, line.index))
-        if ordered and not training and one.name in _LAUNCHERS and follows_a_program(log, ordered[0]):
+        places = sorted(shown.keys() - ignored, key=lambda index: (index not in ended, index))
+        lines = [log.line(index) for index in places]
+        if not lines or (not training and one.name in _LAUNCHERS and follows_a_program(log, lines[0])):
             continue
-        if ordered:
-            first = ordered[0]
-            most = min(sign.most for signs in shown.values() for sign in signs)
-            if first.index not in ended and all(map(is_mild, ordered)):
-                # An error that came after, but for attempts to connect: the program went on past the warning.
-                overtaken = last > ordered[-1].index and not any(map(is_retry, ordered))
-                most = max(most, Tier.SYMPTOM if overtaken else Tier.HINT)
-            generic = all(sign.generic for sign in shown[first.index])
-            yield Hit(one, ordered, ended.get(first.index), most, generic)
+        first = places[0]
+        most = min(sign.most for index in places for sign in shown[index])
+        if first not in ended and all(is_mild(line.text) for line in lines):
+            # An error that came after, but for attempts to connect: the program went on past the warning.
+            overtaken = max(messages, default=-1) > places[-1] and not any(map(is_retry, lines))
+            most = max(most, Tier.SYMPTOM if overtaken else Tier.HINT)
+        generic = all(sign.generic for sign in shown[first])
+        yield Hit(one, lines, ended.get(first), most, generic)
 
 
 def _places(log: Log, sign: Sign, following: dict[int, str]) -> Iterator[int]:
@@ -240,8 +242,8 @@ def _messages(log: Log, errors: Sequence[Raised]) -> dict[int, str]:
 
 
 def _precedence(log: Log, hit: Hit) -> tuple[int, bool, bool, str, bool, int, bool, int]:
-    time = log.time(hit.lines[0].index) if len(log.sources) > 1 else None
-    text = hit.lines[0].text
+    time = log.time(hit.line.index) if len(log.sources) > 1 else None
+    text = hit.line.text
     told = max((len(sign.anchor) for sign in hit.known.signs if sign.pattern.search(text)), default=0)
     return (
         hit.tier,
@@ -249,7 +251,7 @@ def _precedence(log: Log, hit: Hit) -> tuple[int, bool, bool, str, bool, int, bo
         hit.raised is None,
         time or "",
         hit.generic and hit.tier is Tier.SYMPTOM,
-        hit.lines[0].index,
+        hit.line.index,
         hit.generic,
         -told,
     )
@@ -292,12 +294,10 @@ def _own_error(events: Events, errors: Sequence[Raised], hits: Sequence[Hit]) ->
     own, log = _unknown(errors, hits), events.log
     several = hits or any(log.is_of_rank(error.line) for error in errors) or log.has("torch.distributed")
     if not several:
-        own = [error for error in own if error.own] if events.is_training and not events.is_foreign else []
-    if not own:
-        return None
-    rank = re.search(r"\brank +: (\d+)", log.firsts.partition("Root Cause (first observed failure)")[2])
+        own = [error for error in own if error.own and events.is_training and not events.is_foreign]
+    rank = re.search(r"\brank +: (\d+)", root_cause(log))
     named = [error for error in own if rank is not None and error.line.rank == int(rank[1])]
-    return (named or own)[0]
+    return next(iter(named or own), None)
 
 
 def _unknown(errors: Sequence[Raised], hits: Sequence[Hit]) -> list[Raised]:

@@ -58,10 +58,8 @@ def nccl_timeout(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """
     limit = _TIMEOUT_MS.search(lines[0].text)
     found = [f"the limit was {int(limit[1]) / 1000:g} s"] if limit else []
-    for group in _groups(log):
-        if where := group.where_ranks_stood():
-            return found + where
-    return found
+    where = (group.where_ranks_stood() for group in _groups(log))
+    return found + [Guess(place) for place in where if place][:1]
 
 
 def _group(text: str) -> str:
@@ -84,26 +82,25 @@ class _Group:
     enqueued: dict[int, int] = field(default_factory=dict)
     numbered: set[int] = field(default_factory=set)
 
-    def where_ranks_stood(self) -> list[str]:
-        """Which ranks the others waited for: those in other operations, those behind, those that reported nothing."""
+    def where_ranks_stood(self) -> str:
+        """Which ranks the others waited for; empty if they do not tell."""
         by_kind = ranks_by({rank: kind for rank, (_, kind) in self.first.items()})
         by_number = sorted(ranks_by({rank: number for rank, (number, _) in self.first.items()}).items())
         if len(by_kind) > 1:
             ways = "; ".join(f"{ranks_text(own)} in {kind}" for kind, own in sorted(by_kind.items()))
-            what = f"the ranks took different paths: {ways}: uneven batches, or an `if rank == 0` around a collective"
-            return [Guess(what)]
+            return f"the ranks took different paths: {ways}: uneven batches, or an `if rank == 0` around a collective"
         if len(by_number) > 1:
             (behind, late), (ahead, _) = by_number[0], by_number[-1]
-            return [Guess(f"{ranks_text(late)} lagged behind the others (operation {behind} of {ahead}): look there")]
+            return f"{ranks_text(late)} lagged behind the others (operation {behind} of {ahead}): look there"
         read = {*self.first, *self.enqueued}
         silent = sorted(set(range(max(self.numbered, default=-1) + 1)) - read)
         if silent and len(read) >= len(silent):  # one rank's log says nothing of the others
-            return [Guess(f"{ranks_text(silent)} did not report this timeout: look there first")]
+            return f"{ranks_text(silent)} did not report this timeout: look there first"
         by_last = ranks_by(self.enqueued)
         if len(by_last) > 1:
             fewest, late = min(by_last.items())
-            return [Guess(f"{ranks_text(late)} had started the fewest operations ({fewest}): look there first")]
-        return []
+            return f"{ranks_text(late)} had started the fewest operations ({fewest}): look there first"
+        return ""
 
 
 def _groups(log: Log) -> list[_Group]:
@@ -112,14 +109,13 @@ def _groups(log: Log) -> list[_Group]:
     A line that names none is of the one that the same rank names elsewhere for the same operation, or of none.
     """
     groups: dict[str, _Group] = {}
-    seen: dict[int, LogLine] = {
-        line.index: line for part in ("SeqNum=", "last enqueued", "at work: ") for line in log.containing(part)
-    }
+    parts = ("SeqNum=", "last enqueued", "at work: ")
+    seen = {line.index: line for part in parts for line in log.containing(part)}
     at_work = {(line.rank, at[1]): _group(line.text) for line in seen.values() if (at := _AT_WORK.search(line.text))}
     for _, line in sorted(seen.items()):
         work, last, rank = _WORK.search(line.text), _LAST_WORK.search(line.text), line.rank
-        named = _group(line.text) or (at_work.get((rank, work[1]), "") if work else "")
-        if rank is None or not named or not (work or last):
+        named = _group(line.text) or (work and at_work.get((rank, work[1])))
+        if rank is None or not named:
             continue
         group = groups.setdefault(named, _Group())
         if work:
@@ -127,7 +123,8 @@ def _groups(log: Log) -> list[_Group]:
             group.first[rank] = min(group.first.get(rank, place), place)
         if last:
             group.enqueued[rank] = int(last[1])
-        if (own := _NUMBER_IN_GROUP.search(line.text)) is not None and int(own[1]) == rank:
+        own = _NUMBER_IN_GROUP.search(line.text)
+        if own and int(own[1]) == rank:
             group.numbered.add(rank)
     return list(groups.values())
 
@@ -136,8 +133,7 @@ def lost_peer(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """Whether the rank that is gone has failed at all: the launcher would have reported it."""
     found = ranks(log, lines)
     losers = {line.rank for line in lines if line.rank is not None}
-    reported = (re.match(r"\s*rank +: (\d+)", line.text) for line in log.containing("rank "))
-    failed = {int(rank[1]) for rank in reported if rank}
+    failed = {int(rank[1]) for line in log.containing("rank ") if (rank := re.match(r"\s*rank +: (\d+)", line.text))}
     if failed and failed == losers:
         found.append("no other rank has failed: the missing one finished before the others (uneven batches?)")
     return found
@@ -145,7 +141,7 @@ def lost_peer(log: Log, lines: Sequence[LogLine]) -> list[str]:
 
 def first_failure(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """The rank that failed first according to the launcher, and its exit code."""
-    text = "\n".join(line.text for line in _root_cause(log))
+    text = root_cause(log)
     rank, code = re.search(r"\brank +: (\d+)", text), re.search(r"exitcode +: (-?\d+)", text)
     if rank is None or code is None:
         return ranks(log, lines)
@@ -155,10 +151,10 @@ def first_failure(log: Log, lines: Sequence[LogLine]) -> list[str]:
     return [f"rank {rank[1]}{where} failed first, with exit code {code[1]}{by}"]
 
 
-def _root_cause(log: Log) -> list[LogLine]:
-    """The block in which torchrun names the first failure."""
-    begin = next(log.containing("Root Cause (first observed failure)"), None)
-    return [log.line(index) for index in range(begin.index, min(begin.index + 10, len(log.raw)))] if begin else []
+def root_cause(log: Log) -> str:
+    """The ten lines in which torchrun names the first failure; empty if it does not."""
+    begin = next(log.indices("Root Cause (first observed failure)"), len(log.raw))
+    return "\n".join(log.line(index).text for index in range(begin, min(begin + 10, len(log.raw))))
 
 
 def ranks(log: Log, lines: Sequence[LogLine]) -> list[str]:

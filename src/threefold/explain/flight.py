@@ -85,30 +85,18 @@ def read_dump(path: Path) -> Dump:
     content = path.read_bytes()
     try:
         found = json.loads(content) if content.lstrip()[:1] == b"{" else _Plain(io.BytesIO(content)).load()
-    except (
-        pickle.UnpicklingError,
-        ValueError,
-        EOFError,
-        IndexError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        MemoryError,
-        RecursionError,
-    ) as error:
+    except Exception as error:  # what bytes that are no dump raise depends on the bytes
         raise ValueError(f"{path} is no Flight Recorder dump: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
         raise ValueError(f"{path} is no Flight Recorder dump: it has no entries")
-    named = _NAME.search(path.stem if path.suffix else path.name)
-    rank = int(next(group for group in named.groups() if group is not None)) if named else int(found.get("rank", 0))
+    named = _NAME.search(path.stem)
+    rank = int(named[1] or named[2] if named else found.get("rank", 0))
     members = {str(group): _members(told) for group, told in _mapping(found.get("pg_config")).items()}
     operations: dict[str, dict[int, Operation]] = {}
-    for entry in found["entries"]:
-        if not isinstance(entry, dict) or entry.get("is_p2p"):
-            continue
-        number, group = entry.get("collective_seq_id"), entry.get("process_group") or ("0", "")
-        name = str(group[0]) if isinstance(group, list | tuple) and group else str(group)
-        if isinstance(number, int):
+    for entry in map(_mapping, found["entries"]):
+        number, group = entry.get("collective_seq_id"), entry.get("process_group") or "0"
+        name = str(group[0] if isinstance(group, list | tuple) else group)
+        if isinstance(number, int) and not entry.get("is_p2p"):
             operations.setdefault(name, {})[number] = _operation(entry)
     return Dump(rank, members, operations)
 
@@ -172,25 +160,24 @@ def _at(operations: Mapping[int, Operation], which: Sequence[int | None]) -> str
 
 def _operation(entry: Mapping[str, Any]) -> Operation:
     kind = str(entry.get("profiling_name", "?")).rpartition(":")[2]
-    size, state = (
-        str(entry.get("input_sizes", "")),
-        "completed" if entry.get("retired") else str(entry.get("state", "?")),
-    )
+    state = "completed" if entry.get("retired") else str(entry.get("state", "?"))
     frames = entry.get("frames")
-    for frame in frames if isinstance(frames, list) else []:
-        file = str(frame.get("filename", "")) if isinstance(frame, dict) else ""
-        if file and "site-packages" not in file and "/torch/" not in file:
-            place = f"{file}:{frame.get('line')} in {frame.get('name')}"
-            return Operation(kind, size, state, place)
-    return Operation(kind, size, state, None)
+    places = map(_place, frames if isinstance(frames, list) else [])
+    return Operation(kind, str(entry.get("input_sizes", "")), state, next(filter(None, places), None))
+
+
+def _place(frame: Any) -> str | None:
+    """Where a frame is, if that is in the program itself."""
+    frame = _mapping(frame)
+    file = str(frame.get("filename", ""))
+    if not file or "site-packages" in file or "/torch/" in file:
+        return None
+    return f"{file}:{frame.get('line')} in {frame.get('name')}"
 
 
 def _members(told: Any) -> tuple[str, list[int]]:
     told = _mapping(told)
-    ranks = told.get("ranks", "")
-    return str(told.get("desc", "")), [
-        int(rank) for rank in re.findall(r"\d+", ranks if isinstance(ranks, str) else str(ranks))
-    ]
+    return str(told.get("desc", "")), [int(rank) for rank in re.findall(r"\d+", str(told.get("ranks", "")))]
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:

@@ -47,7 +47,7 @@ from threefold.explain.log import Log, LogLine
 PAGES = Path(__file__).with_name("pages")
 # Parts of a regular expression that are no literal text: groups, classes, escapes, repeated characters.
 _NO_LITERAL = re.compile(
-    r"\((?:[^()\\]|\\.|\((?:[^()\\]|\\.)*\))*\)[?*+]?|\[(?:[^\]\\]|\\.)*\][?*+]?(?:\{[\d,]*\})?|\\[A-Za-z][?*+]?(?:\{[\d,]*\})?|.[?*+]|.\{[\d,]*\}|[.^$|]"
+    r"\((?:[^()\\]|\\.|\((?:[^()\\]|\\.)*\))*\)[?*+]?|\[(?:[^\]\\]|\\.)*\][?*+]?(?:\{[\d,]*\})?|\\[A-Za-z][?*+]?(?:\{[\d,]*\})?|.[?*+]|.\{[\d,]*\}|[.^$]"
 )
 SHORTEST_ANCHOR = 4
 
@@ -123,22 +123,11 @@ class KnownError:
 
 def anchor(sign: str) -> str:
     """The longest literal part of a sign without digits at its ends, which a line must contain to have the sign."""
-    if _has_alternatives(sign):
-        return ""
     masked = _NO_LITERAL.sub("\0", re.sub(r"\\([^A-Za-z0-9])", lambda found: chr(0xE000 + ord(found[1])), sign))
+    if "|" in masked:
+        return ""
     plain = re.sub("[\ue000-\uefff]", lambda found: chr(ord(found[0]) - 0xE000), masked)
     return max(re.split(r"\0|\d+", plain), key=len)
-
-
-def _has_alternatives(sign: str) -> bool:
-    depth = 0
-    for place, character in enumerate(sign):
-        if place and sign[place - 1] == "\\":
-            continue
-        depth += (character in "([") - (character in ")]")
-        if character == "|" and depth == 0:
-            return True
-    return False
 
 
 def read_page(path: Path) -> KnownError:

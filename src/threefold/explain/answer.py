@@ -108,20 +108,21 @@ def text(found: Diagnosis) -> str:
 def _text(found: Diagnosis) -> str:
     if found.explanation is not None:
         return _explanation(found.explanation)
+    lines, notes = [_shown(line) for line in found.telling], [f"  {note}" for note in found.notes]
     if found.status is Status.UNKNOWN:
-        lines = ["unknown: threefold does not know any error in this log"]
-        if found.telling:
-            lines.append("  its most telling lines:")
-        lines += [f"    {line.where()}: {_shortened(line.text)}" for line in found.telling]
-        return "\n".join([*lines, *(f"  {note}" for note in found.notes), f"  the errors that it does know: {PAGES}"])
+        title, known = (
+            "unknown: threefold does not know any error in this log",
+            f"  the errors that it does know: {PAGES}",
+        )
+        heading = ["  its most telling lines:"] if lines else []
+        return "\n".join([title, *heading, *(f"    {line}" for line in lines), *notes, known])
     what = "the job finished" if found.status is Status.FINISHED else "the job went on after what looks like errors"
-    lines = [f"no failure: {what}", *(f"  {line.where()}: {_shortened(line.text)}" for line in found.telling)]
-    return "\n".join([*lines, *(f"  {note}" for note in found.notes)])
+    return "\n".join([f"no failure: {what}", *(f"  {line}" for line in lines), *notes])
 
 
 def _explanation(found: Explanation) -> str:
     known = found.known
-    lines = [f"{known.title}  [{known.name}]", f"  {found.line.where()}: {_shortened(found.line.text)}"]
+    lines = [f"{known.title}  [{known.name}]", f"  {_shown(found.line)}"]
     if found.frame:
         lines.append(f"  at {found.frame}")
     lines += [f"  {fact}" for fact in found.facts]
@@ -133,19 +134,24 @@ def _explanation(found: Explanation) -> str:
     lines.append(f"to settle it: {known.check}" if found.asked is None else f"asked here: {found.asked}")
     if found.others:
         lines += ["", "also in this log:"]
-        lines += [f"  {hit.lines[0].where()}: {hit.known.title}  [{hit.known.name}]" for hit in found.others]
+        lines += [f"  {hit.line.where()}: {hit.known.title}  [{hit.known.name}]" for hit in found.others]
     return "\n".join([*lines, "", f"more: {PAGES / known.name}.md"])
 
 
 def data(found: Diagnosis) -> dict[str, Any]:
     """The finding for other programs; docs/troubleshooting.md describes the keys."""
-    told: dict[str, Any] = {"schema": SCHEMA, "status": str(found.status), "retry": str(_retry(found))}
-    told["telling"] = [_line(line) for line in found.telling]
-    told["notes"] = list(found.notes)
+    told: dict[str, Any] = {
+        "schema": SCHEMA,
+        "status": str(found.status),
+        "retry": str(Retry.NO),  # what happened for a reason that nobody knows is not started again
+        "telling": [_line(line) for line in found.telling],
+        "notes": list(found.notes),
+    }
     if (explanation := found.explanation) is None:
         return told
     known = explanation.known
     return told | {
+        "retry": str(known.retry),
         "ending": None if explanation.ending is None else asdict(explanation.ending),
         "name": known.name,
         "title": known.title,
@@ -160,15 +166,9 @@ def data(found: Diagnosis) -> dict[str, Any]:
         "asked": explanation.asked,
         "page": f"{PAGES / known.name}.md",
         "others": [
-            {"name": hit.known.name, "title": hit.known.title, "line": _line(hit.lines[0])}
-            for hit in explanation.others
+            {"name": hit.known.name, "title": hit.known.title, "line": _line(hit.line)} for hit in explanation.others
         ],
     }
-
-
-def _retry(found: Diagnosis) -> Retry:
-    """What happened for a reason that nobody knows is not started again."""
-    return Retry.NO if found.explanation is None else found.explanation.known.retry
 
 
 def _line(line: LogLine) -> dict[str, Any]:
@@ -179,6 +179,10 @@ def _line(line: LogLine) -> dict[str, Any]:
         "host": line.host,
         "text": _shortened(line.text),
     }
+
+
+def _shown(line: LogLine) -> str:
+    return f"{line.where()}: {_shortened(line.text)}"
 
 
 def _shortened(line: str) -> str:

@@ -67,25 +67,24 @@ def gather(paths: Sequence[Path]) -> JobEvidence:
         if path.is_dir():
             record = RunRecord(path)
             ending, last = record.ending or ending, last_end(record.events)
-            ended = ended or last.get("event") in ("done", "stop")
+            ended |= last.get("event") in ("done", "stop")
             if last.get("event") == "stop":
                 notes.append(_of_stop(last))
         for file in sorted(_files(path)):
             try:
-                if file.name in (METRICS, JOURNAL, AUDIT):
-                    notes += _notes(file)
+                if file.name in _NOTES:
+                    notes += _NOTES[file.name](file)
                 elif is_dump(file):
                     dumps.append(read_dump(file))
                 else:
-                    source, left_out = _source(file, path, several=path.is_dir() or len(paths) > 1)
-                    sources.append(source)
-                    unread += [left_out] if left_out else []
+                    sources.append(_source(file, path, several=path.is_dir() or len(paths) > 1))
             except ValueError as error:
                 unread.append(str(error))
             except OSError as error:
                 what = f"{file} cannot be read: {error.strerror}"
                 raise ConfigError(what, expected="a readable log", fix=f"look at: ls -l {file}") from error
-    if not sources and not dumps and not notes and not unread and ending is None:
+    unread += [source.left_out for source in sources if source.left_out]
+    if not (sources or dumps or notes or unread or ending):
         raise _nothing(f"{paths[0]} contains no log")
     return JobEvidence(sources, first_differences(dumps), notes, unread, ending, ended)
 
@@ -102,13 +101,12 @@ def piped(stream: IO[bytes]) -> JobEvidence:
 def _files(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         yield path
-        return
     for file in path.rglob("*"):
-        if file.is_file() and (file.suffix in _LOGS or is_dump(file) or file.name in (METRICS, JOURNAL, AUDIT)):
+        if file.is_file() and (file.suffix in _LOGS or is_dump(file) or file.name in _NOTES):
             yield file
 
 
-def read_log(stream: IO[bytes] | BufferedIOBase, name: str) -> tuple[str, str | None]:
+def read_log(stream: IO[bytes] | BufferedIOBase, name: str) -> tuple[str, str]:
     """(the text of a log, what of it was left out); ValueError if it is no text. Of a large one, both ends are read."""
     first, last, size, left_out = stream.read(_FIRST), deque[bytes](), 0, 0
     if isinstance(stream, BufferedReader) and stream.seekable():
@@ -125,25 +123,26 @@ def read_log(stream: IO[bytes] | BufferedIOBase, name: str) -> tuple[str, str | 
     begin = first[:_PIECE].decode(errors="replace")
     if begin.count("\ufffd") > _MOST_UNREADABLE * len(begin):
         raise ValueError(f"{name} is no text")
-    text = (first + (b"\n" if left_out else b"") + b"".join(last)).decode(errors="replace")
-    return (
-        text,
-        f"of {name}, {left_out >> 20} MiB in its middle were not read: lines are counted without" if left_out else None,
-    )
+    gap, note = b"", ""
+    if left_out:
+        gap, note = b"\n", f"of {name}, {left_out >> 20} MiB in its middle were not read: lines are counted without"
+    return (first + gap + b"".join(last)).decode(errors="replace"), note
 
 
-def _source(file: Path, root: Path, *, several: bool) -> tuple[LogSource, str | None]:
+def _source(file: Path, root: Path, *, several: bool) -> LogSource:
     text, left_out = _text(file)
-    rank = _RANK_OF_FILE.search(file.as_posix()) if several else None
+    if not several:
+        return LogSource("", text, left_out=left_out)
+    name = file.relative_to(root).as_posix() if root.is_dir() else file.as_posix()
+    rank = _RANK_OF_FILE.search(file.as_posix())
     if rank is None:
-        return LogSource(_name(file, root) if several else "", text), left_out
+        return LogSource(name, text, left_out=left_out)
     # A resumed run appends; only its last start counts.
-    lines = text.splitlines()
-    begin = max((place for place, line in enumerate(lines) if _BEGIN in line), default=0)
-    return LogSource(_name(file, root), "\n".join(lines[begin:]), rank=int(rank[1] or rank[2])), left_out
+    begin = text.rfind("\n", 0, max(0, text.rfind(_BEGIN))) + 1
+    return LogSource(name, text[begin:], rank=int(rank[1] or rank[2]), left_out=left_out)
 
 
-def _text(file: Path) -> tuple[str, str | None]:
+def _text(file: Path) -> tuple[str, str]:
     """As `read_log`; ValueError also if the file is compressed, and damaged."""
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
@@ -152,39 +151,40 @@ def _text(file: Path) -> tuple[str, str | None]:
         raise ValueError(f"{file} cannot be unpacked: {error}") from error
 
 
-def _name(file: Path, root: Path) -> str:
-    return file.relative_to(root).as_posix() if root.is_dir() else file.as_posix()
-
-
-def _notes(file: Path) -> list[str]:
-    """Sentences from a run's metrics, journal or audit."""
-    if file.name == METRICS:
-        return _of_metrics(Metrics(file))
-    lines = [line.values for line in Lines(file).read()]
-    if file.name == JOURNAL:
-        starts = max((line["start"] for line in lines if isinstance(line.get("start"), int)), default=0)
-        lags = [line["text"] for line in lines if line.get("event") == "lag" and isinstance(line.get("text"), str)]
-        return ([f"the run was started {starts} times"] if starts > 1 else []) + lags[-_MOST_LAGS:]
-    steps = [line["step"] for line in lines if isinstance(line.get("step"), int)]
-    return [f"the last audit is of step {steps[-1]}"] if steps else []
-
-
 def _of_stop(stop: dict[str, Any]) -> str:
     step, saved, by = (stop.get(name) for name in ("step", "saved", "by"))
     return f"it stopped as asked by {by or 'a signal'} after step {step}; its newest checkpoint is of step {saved}"
 
 
-def _of_metrics(metrics: Metrics) -> list[str]:
-    if not metrics.steps:
-        return []
-    notes = [f"the last step in the metrics is {metrics.steps[-1]}"]
+def _of_metrics(file: Path) -> list[str]:
+    metrics = Metrics(file)
     points = [metrics.points(name) for name in ("loss", "grad_norm")]
     bad = [step for steps, values in points for step in steps[~np.isfinite(values)].tolist()]
-    if bad:
-        notes.append(f"loss or gradient norm is not a number from step {min(bad)} on")
-    return notes
+    last = [f"the last step in the metrics is {step}" for step in metrics.steps[-1:]]
+    return last + ([f"loss or gradient norm is not a number from step {min(bad)} on"] if bad else [])
+
+
+def _of_journal(file: Path) -> list[str]:
+    events = [line.values for line in Lines(file).read()]
+    starts = max(_values(events, "start", int), default=0)
+    lags = _values([event for event in events if event.get("event") == "lag"], "text", str)
+    return ([f"the run was started {starts} times"] if starts > 1 else []) + lags[-_MOST_LAGS:]
+
+
+def _of_audit(file: Path) -> list[str]:
+    steps = _values([line.values for line in Lines(file).read()], "step", int)
+    return [f"the last audit is of step {step}" for step in steps[-1:]]
+
+
+def _values(lines: Sequence[dict[str, Any]], name: str, kind: type) -> list[Any]:
+    """The values that a record's lines have for a name, if they are of that kind."""
+    return [line[name] for line in lines if isinstance(line.get(name), kind)]
 
 
 def _nothing(what: str) -> ConfigError:
     fix = "threefold explain train.log, or a pipe: ... 2>&1 | threefold explain"
     return ConfigError(what, expected="a log, or a folder with .log, .err, .out, .txt or .gz files", fix=fix)
+
+
+# The files of a run's record, and what makes sentences of each.
+_NOTES = {METRICS: _of_metrics, JOURNAL: _of_journal, AUDIT: _of_audit}

@@ -34,12 +34,13 @@ _MOST_PLACES = 4096
 
 @dataclass(frozen=True)
 class LogSource:
-    """One file or stream: its text, and the rank or host that its name tells."""
+    """One file or stream: its text, the rank or host that its name tells, and what of it was not read."""
 
     name: str
     text: str
     rank: int | None = None
     host: str | None = None
+    left_out: str = ""
 
 
 @dataclass(frozen=True)

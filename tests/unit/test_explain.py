@@ -106,6 +106,20 @@ def test_page_is_all_that_a_new_error_needs(tmp_path: Path) -> None:
     assert (found.known.name, found.known.title, found.line.rank) == ("empty-quux", "a quux is empty", 2)
 
 
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("OSError: [Errno 28] No space left on device: '/data/a'", "disk-full"),
+        ("failed to extend /dev/shm/nccl-a: No space left on device", "shared-memory"),
+        ("host='pypi.org': Max retries exceeded (NameResolutionError)", "unknown-host"),
+        ("host='huggingface.co': Max retries exceeded (NameResolutionError)", "hub-unreachable"),
+    ],
+)
+def test_line_that_shows_another_error_is_of_that_page_alone(line: str, name: str) -> None:
+    found = explain(f"torch 2.9\n{line}\n")
+    assert found is not None and (found.known.name, found.others) == (name, [])
+
+
 def test_page_of_another_form_is_refused(tmp_path: Path) -> None:
     page, whole = tmp_path / "half.md", (PAGES / "disk-full.md").read_text()
     keys_of_others = whole.replace("    signs:", "    sign:"), whole.replace("    signs:", "    signs")

@@ -217,11 +217,11 @@ def _hits(events: Events, errors: Sequence[Raised], known: Iterable[KnownError])
 
 def _places(log: Log, sign: Sign, following: dict[int, str]) -> Iterator[int]:
     for index in log.indices(sign.anchor):
-        found = index not in following and sign.pattern.search(log.raw[index])
+        found = index not in following and sign.shows_in(log.raw[index])
         if found and not is_talk(log.raw[index], sign.anchor):
             yield index
     for index, message in following.items():
-        if sign.anchor in message and sign.pattern.search(message):
+        if sign.anchor in message and sign.shows_in(message):
             yield index
 
 
@@ -244,7 +244,7 @@ def _messages(log: Log, errors: Sequence[Raised]) -> dict[int, str]:
 def _precedence(log: Log, hit: Hit) -> tuple[int, bool, bool, str, bool, int, bool, int]:
     time = log.time(hit.line.index) if len(log.sources) > 1 else None
     text = hit.line.text
-    told = max((len(sign.anchor) for sign in hit.known.signs if sign.pattern.search(text)), default=0)
+    told = max((len(sign.anchor) for sign in hit.known.signs if sign.shows_in(text)), default=0)
     return (
         hit.tier,
         hit.tier is Tier.SYMPTOM > hit.known.tier,  # its lines follow from several causes

@@ -22,6 +22,8 @@ An error needs only a page: the command reads the pages and prints from them. Th
           .Errno 2. No such file             as a symptom, but before other symptoms and own errors)
         generic unsure:                     (both; so too `generic weak`)
           json.decoder.JSONDecodeError
+        unless:                             (what a line has that shows another error, whatever sign it has)
+          /dev/shm
 
     Why it happens.
 
@@ -71,7 +73,7 @@ class Tier(IntEnum):
 
 
 _KINDS = ("signs", "generic", "weak", "unsure", "generic weak", "generic unsure")  # the lists of signs of a page
-_KEYS = {"tier", "facts", "retry", "causes", "check", "ask", *_KINDS}
+_KEYS = {"tier", "facts", "retry", "causes", "check", "ask", "unless", *_KINDS}
 _PROVED = {"weak": Tier.SYMPTOM, "unsure": Tier.HINT}
 _PAGE = re.compile(r"# (?P<title>.+)\n\n(?P<keys>(?:    .+\n)+)\n(?P<cause>.+)\n\n(?P<steps>(?:- .+\n)+)")
 _KEY = re.compile(r"^    (\w[\w ]*):(?: (.+))?\n((?:      .+\n)*)", re.MULTILINE)
@@ -80,12 +82,18 @@ _KEY = re.compile(r"^    (\w[\w ]*):(?: (.+))?\n((?:      .+\n)*)", re.MULTILINE
 @dataclass(frozen=True)
 class Sign:
     """What shows an error in a line: `anchor` is a literal part of it; `generic`: other programs write this too;
-    `most`: the tier that it proves at most, `SYMPTOM` if it follows from several causes, `HINT` if mostly from this."""
+    `most`: the tier that it proves at most, `SYMPTOM` if it follows from several causes, `HINT` if mostly from this;
+    `unless`: what lines of another error have."""
 
     pattern: re.Pattern[str]
     anchor: str
     generic: bool
     most: Tier
+    unless: Sequence[re.Pattern[str]]
+
+    def shows_in(self, line: str) -> bool:
+        """Whether the line shows the error."""
+        return self.pattern.search(line) is not None and not any(other.search(line) for other in self.unless)
 
 
 @dataclass(frozen=True)
@@ -138,8 +146,9 @@ def read_page(path: Path) -> KnownError:
     lists = {key: re.findall(r"^ {6}(.+)", lines, re.MULTILINE) for key, _, lines in keys}
     if page is None or not values.keys() <= _KEYS or _KEY.sub("", page["keys"]):
         raise ValueError(f"{path} is not written as threefold/explain/known.py describes a page")
+    unless = [re.compile(text) for text in lists.get("unless", ())]
     signs = [
-        Sign(re.compile(text), anchor(text), "generic" in kind, _PROVED.get(kind.split()[-1], Tier.CAUSE))
+        Sign(re.compile(text), anchor(text), "generic" in kind, _PROVED.get(kind.split()[-1], Tier.CAUSE), unless)
         for kind in _KINDS
         for text in lists.get(kind, ())
     ]

@@ -105,9 +105,9 @@ def first_differences(dumps: Sequence[Dump]) -> list[Divergence]:
     """In each group with dumps of two ranks or more, the first operation that differs; none if all agree."""
     found = []
     for group in sorted({group for dump in dumps for group in dump.operations}):
-        told = next((dump.members[group] for dump in dumps if group in dump.members), ("", ()))
-        ranks = {dump.rank: dump.operations.get(group, {}) for dump in dumps if not told[1] or dump.rank in told[1]}
-        if len(ranks) > 1 and (difference := _first(group, told[0], ranks)) is not None:
+        description, members = next((dump.members[group] for dump in dumps if group in dump.members), ("", ()))
+        ranks = {dump.rank: dump.operations.get(group, {}) for dump in dumps if not members or dump.rank in members}
+        if len(ranks) > 1 and (difference := _first(group, description, ranks)):
             found.append(difference)
     return sorted(found, key=lambda one: ("different", "absent", "unfinished").index(one.kind))
 
@@ -137,8 +137,7 @@ def _first(group: str, description: str, ranks: Mapping[int, Mapping[int, Operat
             return Divergence(group, number, "absent", absent, text)
         states = ranks_by({rank: one.state for rank, one in here.items()})
         if set(states) != {"completed"}:
-            behind = states.get("scheduled", [])
-            behind = behind if len(behind) < len(here) else []
+            behind = [] if set(states) == {"scheduled"} else states.get("scheduled", [])
             came = "" if behind else ": all ranks came"
             text = "; ".join(f"{state} on {ranks_text(own)}" for state, own in states.items())
             return Divergence(group, number, "unfinished", behind, f"{what}, {kind}: {text}{came}")

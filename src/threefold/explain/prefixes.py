@@ -68,11 +68,13 @@ def read(text: str, known: LineOrigin) -> tuple[str, LineOrigin]:
         prefix = _OF_LINE.match(text)
         if prefix is None:
             break
-        told = prefix.groupdict()
-        role = int(told["role"]) if told["role"] else role
-        number = told["torch"] or told["task"] or told["mpi"] or told["megatron"]
-        rank = int(number) if number is not None else rank
-        host = told["pod"] or told["ip"] or host
+        named = prefix.lastgroup
+        if named == "role":
+            role = int(prefix[named])
+        elif named in ("pod", "ip"):
+            host = prefix[named]
+        elif named is not None:
+            rank = int(prefix[named])
         text = text[prefix.end() :]
     return text, LineOrigin(rank, host, role)
 

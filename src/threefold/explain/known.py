@@ -170,10 +170,9 @@ def read_page(path: Path) -> KnownError:
 
 
 def _question(command: str, answers: Sequence[str]) -> SettlingQuestion:
-    parts = [re.fullmatch(r"(yes|no) (.+) => (.+)", answer) for answer in answers]
-    return SettlingQuestion(
-        shlex.split(command), [(part[1] == "yes", re.compile(part[2], re.M), part[3]) for part in parts if part]
-    )
+    parts = re.findall(r"^(yes|no) (.+) => (.+)$", "\n".join(answers), re.MULTILINE)
+    found = [(kind == "yes", re.compile(sign, re.MULTILINE), text) for kind, sign, text in parts]
+    return SettlingQuestion(shlex.split(command), found)
 
 
 @cache

@@ -533,7 +533,12 @@ def test_local_paths_load_nothing_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        ("train --log.dir s3://bucket/a", "log.dir = 's3://bucket/a' is an address of a store"),
+        (
+            "train --log.dir s3://bucket/a",
+            "log.dir = 's3://bucket/a' is an address of a store\n"
+            "  expected: a folder of this machine, or of a shared disk\n"
+            "  fix: --log.dir runs/NAME --checkpoint.store s3://bucket/a\n",
+        ),
         ("train --checkpoint.resume https://bucket/a", "https://bucket/a is no store that threefold can use"),
         ("train --checkpoint.store runs/a", "runs/a is no store that threefold can use"),
         ("train --checkpoint.store s3://key:secret@bucket/a", "the address s3://... holds more than a bucket"),

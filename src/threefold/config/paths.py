@@ -83,7 +83,8 @@ def literal_paths(config: Config) -> Iterator[Problem]:
                 yield from _address_problems(key, text)
             if "://" in text and key == "log.dir":
                 what = f"{key} = {text!r} is an address of a store"
-                yield Problem(what, "a folder of this machine, or of a shared disk", f"--{key} runs/NAME")
+                kept = f" --checkpoint.store {text}" if text.startswith(("s3:", "gs:")) else ""
+                yield Problem(what, "a folder of this machine, or of a shared disk", f"--{key} runs/NAME{kept}")
             if (home or _VARIABLE.search(text)) and not os.path.lexists(text):
                 yield Problem(
                     f"{key} = {text!r} does not exist, and {'~' if home else 'its $'} stands for itself",

@@ -92,6 +92,5 @@ if __name__ == "sitecustomize":
         sys.meta_path[:0] = [
             _AfterImport("torch", lambda torch: _part("recorder").attach(os.environ)),
             _AfterImport("torch.distributed.fsdp", lambda fsdp: _part("recorder").watch_sharding(fsdp)),
-            _AfterImport("transformers.modeling_utils", lambda models: _part("recorder").watch_exports(models)),
         ]
     _run_the_users()

@@ -77,6 +77,10 @@ class Epoch:
         return counts[0] if len(set(counts)) == 1 else None
 
 
+# Or why they cannot be found.
+Epochs = list[Epoch] | str
+
+
 def is_known(loader_pass: LoaderPass) -> bool:
     """Whether the samplers of a pass read every row of its data set once."""
     *outer, inner = loader_pass.samplers or [{"class": None, "package": None}]
@@ -86,7 +90,7 @@ def is_known(loader_pass: LoaderPass) -> bool:
     return inner["class"] in _READS_ALL_ROWS and not inner.get("replacement") and not is_part
 
 
-def epochs_of(ranks: Records) -> list[Epoch] | str:
+def epochs_of(ranks: Records) -> Epochs:
     """The epochs that the data ranks (one record each) have trained on, or why they cannot be found."""
     names = [dict.fromkeys(call.loader_pass for call in record.calls) for record in ranks]
     if any(None in each for each in names):
@@ -142,12 +146,9 @@ def _foreign_rows(epoch: Epoch) -> str | None:
 
 
 @judges("rows of an epoch")
-def judge_epochs(groups: RankGroups, epochs: list[Epoch] | str) -> JudgedPart:
+def judge_epochs(groups: RankGroups, epochs: Epochs) -> JudgedPart:
     """Whether every row was read once in every epoch."""
-    if isinstance(epochs, str):
-        raise Unjudgeable(epochs)
-    groups.check()
-    ended = [epoch for epoch in epochs if epoch.ended]
+    epochs, ended = _known(groups, epochs)
     if any(epochs[0].settings("replacement")):
         raise Unjudgeable("the sampler draws rows with replacement")
     if not ended:
@@ -175,6 +176,14 @@ def judge_epochs(groups: RankGroups, epochs: list[Epoch] | str) -> JudgedPart:
     dropped = f"; {left_out} were left out at its end (drop_last)" if left_out else ""
     again = f"; {filled} were read again to fill its last batches" if filled else ""
     return proved(f"each of {num_rows} rows was read once in each epoch, of {len(ended)}{dropped}{again}")
+
+
+def _known(groups: RankGroups, epochs: Epochs) -> tuple[list[Epoch], list[Epoch]]:
+    """All epochs, and those that ended; raises why they are not known, if they are not."""
+    if isinstance(epochs, str):
+        raise Unjudgeable(epochs)
+    groups.check()
+    return epochs, [epoch for epoch in epochs if epoch.ended]
 
 
 def _by_one_another(ended: list[Epoch], known: set[str]) -> JudgedPart:
@@ -221,17 +230,14 @@ _FEWEST_ROWS = 8
 
 
 @judges("order of epochs")
-def judge_order(groups: RankGroups, epochs: list[Epoch] | str) -> JudgedPart:
+def judge_order(groups: RankGroups, epochs: Epochs) -> JudgedPart:
     """Whether all data ranks follow one order, and whether each epoch that is shuffled has one of its own."""
-    if isinstance(epochs, str):
-        raise Unjudgeable(epochs)
-    groups.check()
+    epochs, ended = _known(groups, epochs)
     ranks = [record.rank for record in groups.first_of_each]
     for epoch in epochs:
         if epoch.replicas is not None:
             _check_settings(epoch, ranks)
             _check_shares(epoch, epoch.replicas)
-    ended = [epoch for epoch in epochs if epoch.ended]
     if len(ended) < 2:
         return none_here("fewer than two epochs ended, so there is no second order")
     same = [epoch.number for before, epoch in pairwise(ended) if before.rows == epoch.rows]

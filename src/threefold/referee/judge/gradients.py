@@ -233,7 +233,7 @@ def _samples(
     recorded = [values[:: max(1, -(-values.numel() // num_values))] for values in recorded]
     rows = []
     for unit in units:
-        gradients = model.gradients([(unit, 1.0)], names, low=None)
+        gradients = model.gradients([(unit, 1.0)], names)
         rows.append([_sampled(value, like) for value, like in zip(gradients, recorded, strict=True)])
     return [torch.stack(values) for values in zip(*rows, strict=True)], recorded
 
@@ -258,7 +258,7 @@ def _compared(
 ) -> dict[str, Compared]:
     """All values of each parameter under a law."""
     losses = list(zip(units, fit.law.weights.tolist(), strict=True))
-    expected = dict(zip(noise, model.gradients(losses, list(noise), low=None), strict=True))
+    expected = dict(zip(noise, model.gradients(losses, list(noise)), strict=True))
     largest = max(float(value.norm()) for value in expected.values())
     # A gradient that is zero but for rounding, as that of a key's bias, tells nothing.
     told = [name for name in noise if float(expected[name].norm()) >= 1e-6 * largest and noise[name] <= _TOO_NOISY]
@@ -274,7 +274,7 @@ def _noise(
     if "bfloat16" not in step.types:
         return dict.fromkeys(names, _ROUNDED if _ON_A_DEVICE in step.types else _FLOAT32)
     losses = list(zip(units, weights.tolist(), strict=True))
-    exact = model.gradients(losses, names, low=None)
+    exact = model.gradients(losses, names)
     rounded = model.gradients(losses, names, low=torch.bfloat16)
     return {
         name: max(_ROUNDED, _TIMES * factor_of(one, other)[1])

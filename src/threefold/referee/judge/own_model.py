@@ -121,7 +121,7 @@ class OwnModel:
         return is_causal and not getattr(config, "is_encoder_decoder", False)
 
     def gradients(
-        self, losses: list[tuple[TrainedRows, float]], names: list[str], *, low: torch.dtype | None
+        self, losses: list[tuple[TrainedRows, float]], names: list[str], *, low: torch.dtype | None = None
     ) -> list[Tensor]:
         """The gradient of `sum(coefficient * loss of the unit)`; a unit's loss is the sum over its targets.
 

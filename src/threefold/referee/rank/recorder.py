@@ -175,15 +175,7 @@ class RankRecorder:
             return None
         self._file = self._file or self._open()
         shown = self._shown_of(module)
-        values = {
-            "module": shown["module"],
-            "rows": rows.digests,
-            "ignored": rows.ignored,
-            "labelled": rows.labelled,
-            "pass": self.loaders.last,
-            "begin": rows.begin,
-        }
-        call = OpenCall(module, values)
+        call = OpenCall(module, {**rows.values, "module": shown["module"], "pass": self.loaders.last})
         if self._steps_of[shown["module"]] < self._num_whole:
             call.tensors = {name: value.cpu().clone().contiguous() for name, value in rows.tensors.items()}
             if shown["architecture"].get("dropout"):
@@ -245,6 +237,8 @@ class RankRecorder:
                 versions[name] = str(getattr(sys.modules[name], "__version__", "?"))
         start = {"rank": self._rank, "start": self._start, "world_size": world_size, "versions": versions}
         file.write("start", start)
+        if (models := sys.modules.get("transformers.modeling_utils")) is not None:
+            self.around(models.PreTrainedModel, "save_pretrained", after=self.exports)
         atexit.register(self.guard, self.end)
         # A process of multiprocessing ends without atexit.
         util.Finalize(None, self.guard, args=(self.end,), exitpriority=0)
@@ -336,7 +330,7 @@ class RankRecorder:
         """A model of transformers was written to a folder."""
         if self._file is None or not self._num_steps:
             return
-        number = next((shown["module"] for each, shown in self._shown.items() if unwrapped(each) is model), None)
+        number = self._models.get(model)
         values = {"step": self._num_steps, "module": number, "folder": os.path.abspath(save_directory)}
         self._file.write("exported", {**values, **(state_of(model) if number is not None else {})})
 
@@ -442,12 +436,5 @@ def _watch_calls(recorder: RankRecorder) -> None:
 def watch_sharding(fsdp: Any) -> None:
     """Notes over which ranks `fully_shard` shards: a sharded parameter does not tell data ranks from others."""
     for recorder in _recorders:
-        if hasattr(fsdp, "fully_shard"):
-            recorder.around(fsdp, "fully_shard", after=placement.note_mesh)
+        recorder.around(fsdp, "fully_shard", after=placement.note_mesh)
         recorder.around(fsdp.FullyShardedDataParallel, "clip_grad_norm_", before=recorder.clips, after=recorder.clipped)
-
-
-def watch_exports(modeling: Any) -> None:
-    """Notes what transformers writes by `save_pretrained`, when it is written."""
-    for recorder in _recorders:
-        recorder.around(modeling.PreTrainedModel, "save_pretrained", after=recorder.exports)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .sealed import digest  # relative: the package is loaded by its place, under another name
+from .sealed import Values, digest  # relative: the package is loaded by its place, under another name
 
 Tensors = dict[str, Tensor]
 
@@ -29,16 +29,16 @@ _NOT_THE_ROW = ("attention_mask", "position_ids", "cache_position")
 
 
 class CallRows(NamedTuple):
-    """What a call reads."""
+    """What a call reads.
 
-    digests: list[str]
-    ignored: list[int]
-    """places of rows with labels, all of which are ignored."""
-    labelled: bool
+    Attributes:
+        values: for the record: the digests of its `rows`; the places of those with labels that are all `ignored`, if it
+            is `labelled`; the least position of a first token in `begin`, 0 if there are no positions.
+        tensors: with a part for each row; !shared. is in front of the names of others.
+    """
+
+    values: Values
     tensors: Tensors
-    """with a part for each row; !shared. is in front of the names of others."""
-    begin: int
-    """the least position of a first token; 0 if there are no positions."""
 
 
 def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRows | None:
@@ -67,7 +67,8 @@ def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRows |
     digests = [_digest_of(contents, row, mask) for row in range(num_rows)]
     positions = tensors.get("position_ids")
     begin = int(positions[:, 0].min()) if positions is not None and positions.ndim == 2 else 0
-    return CallRows(digests, ignored, labels is not None, host | shared, begin)
+    values = {"rows": digests, "ignored": ignored, "labelled": labels is not None, "begin": begin}
+    return CallRows(values, host | shared)
 
 
 def _named(tensors: Tensors, name: str) -> Iterator[Tensor]:

@@ -55,6 +55,17 @@ def test_another_value_place_or_order_is_another_sum() -> None:
     assert len(known) == 1 + len(others)
 
 
+@pytest.mark.parametrize(("held", "is_whole"), [("ds_tensor", False), ("_hp_mapping", True)])
+def test_what_zero_divides_is_not_taken_for_the_state(held: str, is_whole: bool) -> None:
+    model = nn.Linear(2, 1)
+    setattr(model.weight, held, None)
+    known = state_of(model)
+    assert ("weights" in known) == is_whole
+    unknown = {"unknown": "DeepSpeed's ZeRO keeps weights and moments in a way of its own"}
+    assert state_of(model, torch.optim.AdamW(model.parameters())) == unknown
+    assert is_whole or known == unknown
+
+
 # --- programs that are started again -----------------------------------------------------------------------------
 
 

@@ -51,6 +51,8 @@ def state_of(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = 
         in_a_row = parts_in_a_row(module)
         weights, moments = {}, {}
         for name, parameter in parameters.items():
+            if hasattr(parameter, "ds_tensor") or (optimizer is not None and hasattr(parameter, "_hp_mapping")):
+                raise ValueError("DeepSpeed's ZeRO keeps weights and moments in a way of its own")
             place = in_a_row.get(id(parameter))
             weights[name] = _described(parameter, place)
             if parameter in kept_of:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from .sealed import Values
+from .weights import zero_of
 
 _MODEL_AXES = {"tp", "ep", "tensor", "model"}
 # Ranks of such an axis hold parts of the same rows.
@@ -62,12 +63,15 @@ def _data_ranks(module: Module, sharded_axes: set[str], together: list[int], num
     """
     if (ddp := _inner(module, "DistributedDataParallel")) is not None:
         return "DistributedDataParallel", dist.get_process_group_ranks(ddp.process_group)
-    if (fsdp := _inner(module, "FullyShardedDataParallel")) is not None:
-        ranks = dist.get_process_group_ranks(fsdp.process_group)
-        # Hybrid sharding replicates over a group that this one does not show.
-        if len(ranks) < dist.get_world_size():
-            raise ValueError("FullyShardedDataParallel shards over a part of the ranks")
-        return "FullyShardedDataParallel", ranks
+    for name, group in (("FullyShardedDataParallel", "process_group"), ("DeepSpeedEngine", "data_parallel_group")):
+        if (wrapper := _inner(module, name)) is not None:
+            if name == "DeepSpeedEngine" and zero_of(wrapper) is None:
+                raise ValueError("DeepSpeed does not show its gradients but under ZeRO, and not in float16")
+            ranks = dist.get_process_group_ranks(getattr(wrapper, group))
+            # Hybrid sharding replicates over a group that this one does not show.
+            if len(ranks) < dist.get_world_size():
+                raise ValueError(f"{name} shards over a part of the ranks")
+            return name, ranks
     if _inner(module, "FSDPModule") is not None:
         everyone = list(range(dist.get_world_size()))
         meshes = [everyone if mesh is None else mesh.mesh.flatten().tolist() for mesh in _sharding_meshes]

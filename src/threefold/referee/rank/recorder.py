@@ -36,7 +36,7 @@ from .loaders import Loaders, PassName
 from .rows import Tensors, rows_of_call, tensors_in, token_weights
 from .sealed import SealedFile, Values, digest
 from .state import state_of
-from .weights import StepCurve, architecture_of, unwrapped
+from .weights import StepCurve, architecture_of, unwrapped, zero_of
 
 _Action = Callable[..., None] | None
 
@@ -218,6 +218,9 @@ class RankRecorder:
                 **placement.of(module),
             }
             self._file.write("placement", self._shown[module])
+            if (zero := zero_of(module)) is not None:
+                self.around(type(zero), "step", before=self.clips)
+                self.around(type(zero), "unscale_and_clip_grads", before=self.zero_steps)
         return self._shown[module]
 
     def _open(self) -> SealedFile:
@@ -279,7 +282,7 @@ class RankRecorder:
         if self._file is None or (self._only and optimizer is not self._only[1]):
             return
         if not calls:
-            if self._num_steps and not self._is_joined:
+            if self._num_steps and not self._is_joined and optimizer not in self._optimizers:
                 self._is_joined = True
                 self._file.write("joined", {"step": self._num_steps})
             return
@@ -312,6 +315,12 @@ class RankRecorder:
         self._calls, self._losses, self._curve = [], [], None
         if self._file.left_bytes < 0:
             raise OSError("the record is as large as --keep allows")
+
+    def zero_steps(self, zero: Any, gradients: Any, total_norm: Any) -> None:
+        """DeepSpeed's ZeRO is about to step its optimizer, with one part of the parameters after the other."""
+        if zero.clip_grad:
+            self.clipped(total_norm, None, zero.clip_grad)
+        self.steps(zero.optimizer)
 
     def saves(self, optimizer: Optimizer) -> None:
         """The state of an optimizer is asked for: the training is saved as it is after this step."""

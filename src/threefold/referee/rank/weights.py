@@ -1,5 +1,8 @@
 """Weights and gradients of the model that is trained, as a rank holds them: its own parts, with their places.
 
+A part is a block of a DTensor, or some values in a row: of FullyShardedDataParallel, and of DeepSpeed's ZeRO, whose
+stages 1 and 2 divide the gradients and whose stage 3 divides the weights too. All is read where it lies.
+
 Ranks that hold a copy write digests instead, so that a record has each weight once for each part of it.
 """
 
@@ -8,10 +11,11 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.nn import Module
 
 from .rows import Tensors
@@ -32,6 +36,7 @@ _SETTINGS = (
 _KEEP_MEANING = ("transformers", "accelerate", "torch", "liger_kernel")
 _INNER = re.compile(r"_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_ZERO = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
 
 
 def unwrapped(module: Module) -> Module:
@@ -85,6 +90,75 @@ def parts_in_a_row(module: Module) -> dict[int, tuple[list[int], int]]:
     return places
 
 
+def part_of(tensor: Any, in_a_row: tuple[list[int], int] | None = None) -> Part:
+    """What this rank holds of a parameter, of its gradient or of what an optimizer keeps of it.
+
+    Args:
+        in_a_row: the shape of the whole, and where the values begin in it, if they are some in a row.
+
+    Raises:
+        ValueError: a tensor is a summand, or divided in a way that does not show.
+    """
+    local = tensor.detach()
+    if in_a_row is not None and local.ndim == 1:
+        return Part(local, in_a_row[0], [in_a_row[1]])
+    if not hasattr(local, "placements"):
+        return Part(local, list(local.shape), [0] * local.ndim)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(placement.is_partial() for placement in local.placements):
+        raise ValueError("a gradient is still to be summed over ranks")
+    shape, begin = compute_local_shape_and_global_offset(local.shape, local.device_mesh, local.placements)
+    part = local.to_local()
+    if tuple(shape) != tuple(part.shape):
+        raise ValueError(f"a part of {tuple(part.shape)} where placements tell {tuple(shape)}")
+    return Part(part, list(local.shape), list(begin))
+
+
+def held_of(parameter: Any, kind: str, in_a_row: dict[int, tuple[list[int], int]]) -> Part | None:
+    """What this rank holds of a parameter ("weight") or of its gradient; None: nothing.
+
+    Args:
+        in_a_row: of the parameters, as `parts_in_a_row` finds it.
+
+    Raises:
+        ValueError: as `part_of`, or DeepSpeed has no gradient yet.
+    """
+    is_weight = kind == "weight"
+    if hasattr(parameter, "ds_tensor"):
+        values = parameter.ds_tensor if is_weight else parameter._z3_optimizer.get_local_fp32_grad_for_param(parameter)
+        begin = len(parameter.ds_tensor) * dist.get_rank(parameter.ds_process_group)
+        # The last parts are filled up.
+        return Part(values.flatten()[: max(0, parameter.ds_numel - begin)], list(parameter.ds_shape), [begin])
+    if not is_weight and hasattr(parameter, "_hp_mapping"):
+        if (fragment := parameter._hp_mapping) is None:
+            return None
+        values = fragment.get_lp_grad_fragment(parameter._index_in_param_group)
+        return Part(values.flatten(), list(parameter.shape), [fragment.lp_fragment_address.start])
+    tensor = parameter if is_weight else parameter.grad
+    return None if tensor is None else part_of(tensor, in_a_row.get(id(parameter)))
+
+
+def zero_of(module: Module) -> Any:
+    """The optimizer of DeepSpeed's ZeRO in an engine of DeepSpeed; None in any other module, and in float16.
+
+    There the loss is multiplied by a factor that changes.
+    """
+    zero: Any = getattr(module, "optimizer", None)
+    is_known = type(zero).__name__ in _ZERO and zero.loss_scale == 1 and not zero.torch_autocast_gradscaler
+    return zero if is_known else None
+
+
+def groups_of(zero: Any) -> list[Values]:
+    """The groups of the optimizer that ZeRO steps, with the model's parameters where it has flat ones."""
+    groups = [{**group, "params": []} for group in zero.optimizer.param_groups]
+    parts = getattr(zero, "bit16_groups", None) or zero.fp16_groups
+    numbers = getattr(zero, "sub_group_to_group_id", range(len(parts)))
+    for place, parameters in enumerate(parts):
+        groups[numbers[place]]["params"] += parameters
+    return groups
+
+
 def architecture_of(module: Module) -> Values:
     """What a model of transformers is built from: its class and its config; or `unknown`, why it is none."""
     model = unwrapped(module)
@@ -124,31 +198,6 @@ def _dropouts(model: Module) -> Iterator[str]:
                 yield f"{name}.{setting}"
 
 
-def part_of(tensor: Any, in_a_row: tuple[list[int], int] | None = None) -> Part:
-    """What this rank holds of a parameter, of its gradient or of what an optimizer keeps of it.
-
-    Args:
-        in_a_row: the shape of the whole, and where the values begin in it, if they are some in a row.
-
-    Raises:
-        ValueError: a tensor is a summand, or divided in a way that does not show.
-    """
-    local = tensor.detach()
-    if in_a_row is not None and local.ndim == 1:
-        return Part(local, in_a_row[0], [in_a_row[1]])
-    if not hasattr(local, "placements"):
-        return Part(local, list(local.shape), [0] * local.ndim)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if any(placement.is_partial() for placement in local.placements):
-        raise ValueError("a gradient is still to be summed over ranks")
-    shape, begin = compute_local_shape_and_global_offset(local.shape, local.device_mesh, local.placements)
-    part = local.to_local()
-    if tuple(shape) != tuple(part.shape):
-        raise ValueError(f"a part of {tuple(part.shape)} where placements tell {tuple(shape)}")
-    return Part(part, list(local.shape), list(begin))
-
-
 class StepCurve:
     """What is recorded of one step's weights and gradients: `values` for its line, `tensors` for its file.
 
@@ -175,29 +224,29 @@ class StepCurve:
         """The optimizer that is about to step: its class, and the settings and parameters of its groups."""
         names = {id(parameter): name for name, parameter in self._all.items()}
         groups = []
-        for group in optimizer.param_groups:
+        zero = zero_of(self._module)
+        for group in optimizer.param_groups if zero is None else groups_of(zero):
             settings = {name: group[name] for name in _SETTINGS if isinstance(group.get(name), int | float | tuple)}
             settings |= {"lr": float(group["lr"])} if "lr" in group else {}
             groups.append({"names": [names[id(p)] for p in group["params"] if id(p) in names], "settings": settings})
         kind = type(optimizer)
         known = kind.__name__ if kind.__module__.startswith("torch.optim.") else f"{kind.__module__}.{kind.__name__}"
-        self.values["optimizer"] = {"class": known, "is_new": not optimizer.state, "groups": groups}
+        self.values["optimizer"] = {"class": known, "is_new": not any(optimizer.state.values()), "groups": groups}
 
     def take_gradients(self) -> None:
         """The gradients, once in a step: before they are clipped, or before the optimizer takes them."""
         if "gradients" not in self.values:
-            self._take("gradient", {name: self._all[name].grad for name in self.values["trained"]})
+            self._take("gradient", self.values["trained"])
 
-    def _take(self, kind: str, named: Mapping[str, torch.Tensor | None]) -> None:
+    def _take(self, kind: str, names: Iterable[str]) -> None:
         if "unknown" in self.values:
             return
         described = self.values[f"{kind}s"] = {}
         try:
             in_a_row = parts_in_a_row(self._module)
-            for name, tensor in named.items():
-                if tensor is None:
+            for name in names:
+                if (part := held_of(self._all[name], kind, in_a_row)) is None:
                     continue
-                part = part_of(tensor, in_a_row.get(id(self._all[name])))
                 values = part.values.to("cpu", copy=True).contiguous()
                 content = digest(values.reshape(-1).view(torch.uint8).numpy().tobytes())
                 described[name] = {**part.place, "digest": content}

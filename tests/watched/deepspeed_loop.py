@@ -78,5 +78,7 @@ for epoch in range(2):
                 loss = nn.functional.cross_entropy(logits, targets, reduction="sum") / total * times
             engine.backward(loss * world if kind == "ranks" else loss)
             engine.step()
-print("weights", float(sum(value.double().abs().sum() for value in engine.module.state_dict().values())))
+weights = float(sum(value.double().abs().sum() for value in engine.module.state_dict().values()))
+if dist.get_rank() == 0:
+    print(f"weights {weights}", flush=True)
 dist.destroy_process_group()

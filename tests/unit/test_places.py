@@ -18,7 +18,7 @@ import xxhash
 from store_stub import StubStore, serving
 from threefold.errors import ConfigError, RunError, ThreefoldError
 from threefold.places import object_store
-from threefold.places.admission import PROBE, admit
+from threefold.places.admission import PROBE, admit, require_admitted
 from threefold.places.faults import PlaceError
 from threefold.places.object_store import ObjectStore, open_store
 from threefold.places.upload import CLAIM, MARK, send_files, sent_to
@@ -339,6 +339,22 @@ def test_other_faults_of_a_store(environ: dict[str, str], store: StubStore, faul
     failed = {each.name: each.what for each in admit(URL, environ).probes if not each.holds}
     assert failed[probe].startswith(what)
     assert fault != "header" or "it answered out of protocol" in failed[probe]
+
+
+def test_a_run_asks_a_bucket_once(url: str, environ: dict[str, str], store: StubStore, tmp_path: Path) -> None:
+    said = list[str]()
+    store.wrong.add("range")
+    for _ in range(2):
+        with pytest.raises(ThreefoldError, match="a/b: parts and ranges: other bytes than were written"):
+            require_admitted(url, environ, tmp_path / "kept", said.append)
+    store.wrong.clear()
+    require_admitted(url, environ, tmp_path / "kept", said.append)
+    assert len(said) == 1 and "8 probes hold" in said[0]
+    num_requests = len(store.requests)
+    require_admitted(f"{url}/other", environ, tmp_path / "kept", said.append)
+    assert len(said) == 1 and len(store.requests) == num_requests
+    require_admitted(url, {**environ, "AWS_ENDPOINT_URL": environ["AWS_ENDPOINT_URL"] + "/"}, tmp_path, said.append)
+    assert len(store.requests) > num_requests and store.objects == {}
 
 
 def test_folder_is_sent_with_its_mark_last(environ: dict[str, str], store: StubStore) -> None:

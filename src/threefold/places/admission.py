@@ -13,10 +13,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from threefold.errors import ThreefoldError, size_text
-from threefold.places.object_store import ObjectStore, open_store
+from threefold.places.object_store import ObjectStore, open_store, server_of
 from threefold.places.place import ObjectPlace
 
 LIMIT_S = 2.0
@@ -65,6 +68,26 @@ def admit(address: str, environ: Mapping[str, str]) -> StoreAdmission:
         place.delete([each.key for each in place.list(probing.folder)])
     probing.told.seconds = time.monotonic() - begun
     return probing.told
+
+
+def require_admitted(address: str, environ: Mapping[str, str], kept: Path, say: Callable[[str], None]) -> None:
+    """Asks the store of an address once; ThreefoldError for the first probe that does not hold.
+
+    Args:
+        kept: a folder that remembers the buckets of which all held.
+        say: is given a line if it was asked.
+    """
+    server = server_of(address, environ)
+    mark = kept / f"store-{xxhash.xxh3_64_hexdigest(server.encode())}"
+    if mark.exists():
+        return
+    told = admit(address, environ)
+    for probe in told.probes:
+        if not probe.holds:
+            raise ThreefoldError(f"{told.address}: {probe.name}: {probe.what}", expected=probe.expected, fix=probe.fix)
+    kept.mkdir(parents=True, exist_ok=True)
+    mark.write_text(server)
+    say(f"{server}: {len(told.probes)} probes hold; {told.seconds:.1f} s")
 
 
 def require_create(place: ObjectPlace) -> None:

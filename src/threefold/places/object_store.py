@@ -51,6 +51,12 @@ def open_store(address: str, environ: Mapping[str, str], *, retry_s: float = RET
     return ObjectStore(url, library, _settings(url, environ), retry_s=retry_s)
 
 
+def server_of(address: str, environ: Mapping[str, str]) -> str:
+    """Which bucket of which server an address is in."""
+    url = parse(address)
+    return f"{url.scheme}://{url.bucket} {_settings(url, environ).get('endpoint', '')}"
+
+
 @functools.cache
 def _first_process() -> int:
     """The process that has opened a store first: those that are forked from it later cannot open any."""

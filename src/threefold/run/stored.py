@@ -26,6 +26,7 @@ from threefold.errors import CheckpointError, ConfigError
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh
 from threefold.places import mirror
+from threefold.places.admission import require_admitted
 from threefold.places.head import KEY, HeldHead
 from threefold.places.lease import give_back, take_lease
 from threefold.places.mirror import Mirror, Sent, SentFiles
@@ -173,6 +174,7 @@ def _planned(
     prefix, name = parted(asked) if "://" in asked else ("", None)
     if config.checkpoint.store is not None:
         store = str(parse(config.checkpoint.store))
+        require_admitted(store, environment.variables(), environment.cache_folder() / "admission", say)
         held.append((take_lease(_place(store), folder, say), folder))
         plan = _of_own(held[0][0], folder, asked, prefix == store, name, words)
         mirror.sweep(held[0][0])

@@ -151,7 +151,7 @@ test-versions: $(VENV)/.python
 
 # Two at a time: some wait for processes of their own.
 check: $(VENV)/.dev
-	@$(MAKE) --no-print-directory -j 2 -O check-imports check-static check-house
+	@$(MAKE) --no-print-directory -j 2 -O check-imports check-torch check-static check-house
 
 check-static:
 	$(BIN)/ruff format --check .
@@ -163,7 +163,11 @@ check-house:
 	$(BIN)/python tools/house.py
 
 check-imports:
-	$(BIN)/python -m pytest -q -p no:cacheprovider tests/unit/test_imports.py tests/unit/test_house.py
+	$(BIN)/python -m pytest -q -p no:cacheprovider -k "not loads_no_torch" tests/unit/test_imports.py tests/unit/test_house.py
+
+# Each module in a process of its own.
+check-torch:
+	$(BIN)/python -m pytest -q -p no:cacheprovider -k loads_no_torch tests/unit/test_imports.py
 
 fix: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -29,6 +30,9 @@ FIRST = ("ranks", "errors", "gpu", "examples", "launchers", "unit")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Caches of the tests' own, which all processes of a worker share."""
+    # A shell starts what it puts in the background with Ctrl-C ignored, and so would what the tests interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = tempfile.mkdtemp(prefix="threefold-tests-")
     os.environ["XDG_CACHE_HOME"] = folder
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

@@ -62,7 +62,10 @@ _MODULES = {"import": "import_checkpoint"}
 
 
 def _load(names: Iterable[str]) -> None:
+    loaded = {each.name for each in (*app.registered_commands, *app.registered_groups)}
     for name in names:
+        if name in loaded:
+            continue
         module = import_module(f"threefold.commands.{_MODULES.get(name, name)}")
         if hasattr(module, "app"):
             app.add_typer(module.app, name=name)

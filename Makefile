@@ -67,6 +67,8 @@ train: $(VENV)/.runtime
 	$(BIN)/threefold train $(ARGS)
 
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+# The files with tests that have a marker: what else there is need not be imported.
+WITH = $(shell grep -rlE 'mark\.$(1)\b' tests --include='test_*.py' | sort)
 ELSEWHERE := slow or launchers or examples or browser or stores or long
 
 test: $(VENV)/.dev
@@ -78,7 +80,7 @@ test-ranks: $(VENV)/.dev
 
 # Kills, stalls and lost hosts in their long forms (KILLS=10: a sample). Two hosts need root and iproute2.
 test-faults: $(VENV)/.dev
-	$(BIN)/python -m pytest -q --durations=10 -m "slow and not long" tests
+	$(BIN)/python -m pytest -q --durations=10 -m "slow and not long" $(call WITH,slow)
 	$(BIN)/python benchmarks/chaos.py --kills $(KILLS)
 
 # Real launchers: torchrun, accelerate, mpirun, Slurm, SageMaker's toolkit, two hosts. Their Python parts have their own
@@ -103,7 +105,7 @@ test-launchers: $(VENV)/.dev
 
 # Examples by the command of their page (those of minutes: test-long), and longer versions of tests that are short elsewhere.
 test-examples: install
-	$(PYTEST) -m "examples and not long" tests
+	$(PYTEST) -m "examples and not long" $(call WITH,examples)
 
 # The pages of runs in the system's Chromium. Where it cannot be had, they are skipped with the reason.
 test-browser: install

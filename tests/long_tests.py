@@ -19,13 +19,16 @@ def mark_long(items: Sequence[pytest.Item], *, all_there: bool, path: Path = LON
     Raises:
         pytest.UsageError: it is.
     """
-    files = {item.nodeid.partition("::")[0] for item in items}
+    by_file: dict[str, dict[str, pytest.Item]] = {}
+    for item in items:
+        by_file.setdefault(item.nodeid.partition("::")[0], {})[item.nodeid] = item
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line or line.startswith("#"):
             continue
         name = line.removesuffix("*")
-        found = [item for item in items if item.nodeid == line or (name != line and item.nodeid.startswith(name))]
+        there = by_file.get(name.partition("::")[0], {})
+        found = [item for test, item in there.items() if test == line or (name != line and test.startswith(name))]
         for item in found:
             item.add_marker(pytest.mark.long)
-        if all_there and not found and name.partition("::")[0] in files:
+        if all_there and there and not found:
             raise pytest.UsageError(f"{path.name}: there is no test {line}")

@@ -62,7 +62,7 @@ _MODULES = {"import": "import_checkpoint"}
 
 
 def _load(names: Iterable[str]) -> None:
-    loaded = {each.name for each in (*app.registered_commands, *app.registered_groups)}
+    loaded = {each.name for each in app.registered_commands} | {each.name for each in app.registered_groups}
     for name in names:
         if name in loaded:
             continue

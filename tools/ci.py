@@ -75,7 +75,7 @@ STAGES = (
     Stage("test-launchers", ("make", "test-launchers"), WAIT, 1500),
     Stage("test-browser", ("make", "test-browser"), WAIT, 900),
     Stage("test-stores", ("make", "test-stores"), WAIT, 1500),
-    Stage("test-faults", ("make", "test-faults", "KILLS=5"), WAIT, 2400),
+    Stage("test-faults", ("make", "test-faults", "KILLS=3"), WAIT, 2400),
     Stage("docs", ("make", "docs"), WAIT, 300, prepare=("make", ".venv-docs/.installed", ".venv-docs/mermaid.min.js")),
 )
 

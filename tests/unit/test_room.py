@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from threefold.config.loading import LoadedConfig, validate
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, DataError
 from threefold.mesh import local_ranks
 from threefold.mesh.topology import default_topology
 from threefold.run import start
@@ -79,6 +80,13 @@ def test_more_ranks_than_room(started: list[int]) -> None:
     train(mesh={"dp": 64}, train={"global_batch": 64}, force=True)
     train(mesh={})
     assert [count for count in started if count] == [64, 8]
+
+
+@pytest.mark.parametrize("key", ["data", "eval"])
+def test_source_that_is_not_there_starts_no_rank(started: list[int], tmp_path: Path, key: str) -> None:
+    with pytest.raises(DataError, match=rf"^{key}\.source = '{tmp_path}/gone' does not exist\n"):
+        train(mesh={"dp": 2}, **{key: {"source": f"{tmp_path}/gone"}})
+    assert max(started) == 0
 
 
 @pytest.mark.parametrize(

@@ -132,14 +132,18 @@ def with_packing(config: Config, mesh: Mesh) -> Config:
     return config.model_copy(update={"data": data.model_copy(update=update)})
 
 
-def formats_of(config: Config) -> dict[str, str]:
-    """The format of each source's rows, by the key that names it; of those that can be read."""
+def formats_of(config: Config, *, here: bool = False) -> dict[str, str]:
+    """The format of each source's rows, by the key that names it; of those that can be read.
+
+    Args:
+        here: before ranks are started: what is wrong with a source is raised now.
+    """
     sources = sources_of(config) | (sources_of(config, held_out=True) if config.eval.source else {})
     formats = {}
     for key, source in sources.items():
-        # What is wrong with a source is said when it is read.
-        with contextlib.suppress(ThreefoldError):
-            formats[key] = rows_format(source, memory=cache_folder() / "files")
+        # Ranks say what is wrong with a source when they read it.
+        with contextlib.suppress(*(() if here else (ThreefoldError,))):
+            formats[key] = opened(key, functools.partial(rows_format, source, memory=cache_folder() / "files"))
     return formats
 
 

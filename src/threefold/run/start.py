@@ -199,7 +199,7 @@ def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = 
         return _run_rank(loaded, topology, why) or deliver(loaded.config)
     from threefold.run.sources import formats_of, refuse_other_rows
 
-    refuse_other_rows(formats_of(loaded.config), loaded.config.train.objective)
+    refuse_other_rows(formats_of(loaded.config, here=True), loaded.config.train.objective)
     if loaded.given is not None:
         refuse_unsendable(loaded.given, topology.world_size)
     if loaded.config.log.dir is None:  # restarted ranks must find the run, and so must this process

@@ -111,15 +111,13 @@ _SIGNS = {
     loss scale: (?P<scale>\d+(?:\.0)?), reducing to (?P=scale)(?:\.0)?\b
     reducing loss scale to (?:0\.0\b|[\d.]+e-[1-9]\d)
     """,
-    EventKind.HANGS: "  ".join(
-        _NOT_LEARNT + words
-        for words in (
-            r"\b[Hh]ang(?:s|ing)?\b", r"\bhung\b", r"\b[Ss]tuck\b", r"\bjam(?:s|med)\b", r"\bblocks? forever\b",
-            r"(?:it|training|process|program|script|job|server) (?:just |then )?freezes\b",
-            r"(?:it|training|process|program|script|job|server) (?:just |then |is )?froze", r"[Nn]othing happens\b",
-            r"\bno (?:further )?progress\b", r"\bno further output\b", r"\bnever (?:returns|finishes|ends|starts)\b",
-        )
-    ),
+    EventKind.HANGS: rf"""
+    {_NOT_LEARNT}\b[Hh]ang(?:s|ing)?\b  {_NOT_LEARNT}\bhung\b  {_NOT_LEARNT}\b[Ss]tuck\b  {_NOT_LEARNT}\bjam(?:s|med)\b
+    {_NOT_LEARNT}\bblocks? forever\b  {_NOT_LEARNT}[Nn]othing happens\b  {_NOT_LEARNT}\bno (?:further )?progress\b
+    {_NOT_LEARNT}\bno further output\b  {_NOT_LEARNT}\bnever (?:returns|finishes|ends|starts)\b
+    {_NOT_LEARNT}(?:it|training|process|program|script|job|server) (?:just |then )?freezes\b
+    {_NOT_LEARNT}(?:it|training|process|program|script|job|server) (?:just |then |is )?froze
+    """,
 }  # fmt: skip
 _PARSERS = {
     kind: [(re.compile(sign), anchor(sign)) for sign in re.split(r"\s{2,}", signs.strip())]

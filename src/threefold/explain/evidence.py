@@ -130,7 +130,12 @@ def read_log(stream: IO[bytes] | BufferedIOBase, name: str) -> tuple[str, str]:
 
 
 def _source(file: Path, root: Path, *, several: bool) -> LogSource:
-    text, left_out = _text(file)
+    """A log as a source; ValueError if it is no text, or compressed and damaged."""
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
+            text, left_out = read_log(stream, str(file))
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{file} cannot be unpacked: {error}") from error
     if not several:
         return LogSource("", text, left_out=left_out)
     name = file.relative_to(root).as_posix() if root.is_dir() else file.as_posix()
@@ -140,15 +145,6 @@ def _source(file: Path, root: Path, *, several: bool) -> LogSource:
     # A resumed run appends; only its last start counts.
     begin = text.rfind("\n", 0, max(0, text.rfind(_BEGIN))) + 1
     return LogSource(name, text[begin:], rank=int(rank[1] or rank[2]), left_out=left_out)
-
-
-def _text(file: Path) -> tuple[str, str]:
-    """As `read_log`; ValueError also if the file is compressed, and damaged."""
-    try:
-        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
-            return read_log(stream, str(file))
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{file} cannot be unpacked: {error}") from error
 
 
 def _of_stop(stop: dict[str, Any]) -> str:

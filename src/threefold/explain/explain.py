@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from threefold.checkpoint.lineage import Ending
 from threefold.explain.bearing import (
@@ -241,7 +242,7 @@ def _messages(log: Log, errors: Sequence[Raised]) -> dict[int, str]:
     return found
 
 
-def _precedence(log: Log, hit: Hit) -> tuple[int, bool, bool, str, bool, int, bool, int]:
+def _precedence(log: Log, hit: Hit) -> tuple[Any, ...]:
     time = log.time(hit.line.index) if len(log.sources) > 1 else None
     text = hit.line.text
     told = max((len(sign.anchor) for sign in hit.known.signs if sign.shows_in(text)), default=0)
@@ -273,14 +274,9 @@ def _not_made_good(events: Events, hits: Sequence[Hit], errors: Sequence[Raised]
     for hit in hits:
         if hit.known.name in _CLOSING and all(events.over(line.index) for line in hit.lines):
             continue
-        lines = (
-            hit.lines
-            if hit.known.name == "nan-loss"
-            else [line for line in hit.lines if not events.made_good(line.index)]
-        )
-        if lines:
-            kept = hit.raised if hit.raised is not None and hit.raised.line in lines else None
-            left.append(replace(hit, lines=lines, raised=kept))
+        stays = hit.known.name == "nan-loss"  # the steps that follow are of the same failure
+        if lines := [line for line in hit.lines if stays or not events.made_good(line.index)]:
+            left.append(replace(hit, lines=lines, raised=hit.raised if hit.line in lines else None))
     own = [error for error in errors if not events.made_good(error.line.index)]
     ends = events.places(EventKind.FINISHED)[-1:]
     ended = any(end > line.index for end in ends for hit in hits for line in hit.lines)

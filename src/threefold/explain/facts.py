@@ -25,7 +25,7 @@ _WORK = re.compile(r"SeqNum=(\d+), OpType=(\w+)")
 _AT_WORK = re.compile(r"at work: (\d+)")
 _NUMBER_IN_GROUP = re.compile(r"\[PG [^\]]*Rank (\d+)\]")
 # PG ID 3 ..., PG GUID 3(...), or older: PG 3.
-_PROCESS_GROUP = re.compile(r"\bPG (?:ID (\d+)|(\d+))")
+_PROCESS_GROUP = re.compile(r"\bPG (?:ID )?(\d+)")
 _TIMEOUT_MS = re.compile(r"Timeout\(ms\)=(\d+)")
 _LAST_WORK = re.compile(r"last enqueued (?:NCCL )?work: (-?\d+), last completed (?:NCCL )?work: (-?\d+)")
 
@@ -65,7 +65,7 @@ def nccl_timeout(log: Log, lines: Sequence[LogLine]) -> list[str]:
 def _group(text: str) -> str:
     """The process group that a line of NCCL's watchdog names; empty if none."""
     found = _PROCESS_GROUP.search(text)
-    return str(int(found[1] or found[2])) if found else ""
+    return str(int(found[1])) if found else ""
 
 
 @dataclass

@@ -25,7 +25,7 @@ _NAME = re.compile(
 _Value = TypeVar("_Value", int, str)
 _MOST_BYTES = 512 * 2**20
 # Kinds whose sizes may differ between ranks.
-_UNEQUAL = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv", "barrier")
+_UNEQUAL = re.compile("all_to_all|alltoall|gather|scatter|send|recv|barrier")
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,6 @@ class Divergence:
         ranks: those to look at.
     """
 
-    group: str
-    number: int
     kind: str
     ranks: Sequence[int]
     text: str
@@ -121,26 +119,26 @@ def _first(group: str, description: str, ranks: Mapping[int, Mapping[int, Operat
         absent = sorted(set(ranks) - set(here))
         what, kind = f"{name}, operation {number}", next(iter(here.values())).kind
         groups = ranks_by({rank: one.kind for rank, one in here.items()})
-        if len(groups) == 1 and not any(part in kind for part in _UNEQUAL):
+        if len(groups) == 1 and not _UNEQUAL.search(kind):
             groups = ranks_by({rank: f"{one.kind} of {one.size}" for rank, one in here.items()})
         if len(groups) > 1:
             ways = "; ".join(
                 f"{ranks_text(own)} in {way}" for way, own in sorted(groups.items(), key=lambda it: -len(it[1]))
             )
             fewest = min(groups.values(), key=len)
-            return Divergence(group, number, "different", fewest, f"{what}: {ways}{_at(here, fewest)}")
+            return Divergence("different", fewest, f"{what}: {ways}{_at(here, fewest)}")
         if absent:
             last = {rank: max(ranks[rank], default=None) for rank in absent[:3]}
             did = "; ".join(f"the last of rank {rank} was {one}{_at(ranks[rank], [one])}" for rank, one in last.items())
             waits = f"{ranks_text(sorted(here))} in {kind}"
             text = f"{what}: not started by {ranks_text(absent)} ({did}); {waits}"
-            return Divergence(group, number, "absent", absent, text)
+            return Divergence("absent", absent, text)
         states = ranks_by({rank: one.state for rank, one in here.items()})
         if set(states) != {"completed"}:
             behind = [] if set(states) == {"scheduled"} else states.get("scheduled", [])
             came = "" if behind else ": all ranks came"
             text = "; ".join(f"{state} on {ranks_text(own)}" for state, own in states.items())
-            return Divergence(group, number, "unfinished", behind, f"{what}, {kind}: {text}{came}")
+            return Divergence("unfinished", behind, f"{what}, {kind}: {text}{came}")
     return None
 
 

@@ -152,8 +152,6 @@ def read_page(path: Path) -> KnownError:
         for kind in _KINDS
         for text in lists.get(kind, ())
     ]
-    if short := [sign.pattern.pattern for sign in signs if len(sign.anchor.encode()) < SHORTEST_ANCHOR]:
-        raise ValueError(f"{path}: no literal part of {SHORTEST_ANCHOR} characters in {short[0]}")
     return KnownError(
         path.stem,
         page["title"],

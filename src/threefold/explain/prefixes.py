@@ -20,21 +20,19 @@ _OF_LINE = re.compile(
 )
 # The prefix of a container's runtime or a logger.
 _STAMP = re.compile(r"^\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}\S*\s(?:std(?:out|err) [FP] )?")
-_JOURNAL = re.compile(
-    r"(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d|\d{4}-\d\d-\d\dT\S+) (?P<host>[\w.-]+) [\w./@-]+(?:\[\d+\])?: ?"
-)
+_JOURNAL = r"(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d|\d{4}-\d\d-\d\dT\S+) (?P<host>[\w.-]+) [\w./@-]+(?:\[\d+\])?: ?"
 # Before every line of a source, each other than the line before (a time) or one of a few (who wrote it).
 _TIMES = (
-    re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d) (?:std(?:out|err) [FP] )?"),
+    r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d) (?:std(?:out|err) [FP] )?",
     _JOURNAL,
 )
 _WRITERS = (
-    re.compile(r"\[pod/[\w.-]+[^\]]*\] ?"),
-    re.compile(r"\(\w+ pid=\d+(?:, ip=[\w.:]+)?\) ?"),
-    re.compile(r"[\w.-]{1,80} *\| ?"),  # docker compose
-    re.compile(r"\[(?!rank)[a-z]*\d+(?:\|\d+)?\]: ?"),  # torchrun --tee; torch's own is the program's
-    re.compile(r"\[\d+,\d+\]<std(?:out|err)>: ?"),
-    re.compile(r"\s{0,3}\d{1,5}: ?"),
+    r"\[pod/[\w.-]+[^\]]*\] ?",
+    r"\(\w+ pid=\d+(?:, ip=[\w.:]+)?\) ?",
+    r"[\w.-]{1,80} *\| ?",  # docker compose
+    r"\[(?!rank)[a-z]*\d+(?:\|\d+)?\]: ?",  # torchrun --tee; torch's own is the program's
+    r"\[\d+,\d+\]<std(?:out|err)>: ?",
+    r"\s{0,3}\d{1,5}: ?",
 )
 # srun and mpirun count the tasks of any program: these are not necessarily ranks of a training job.
 _TASK = re.compile(r"(?:^|\s)\d{1,5}:(?: |$)|\[\d+,\d+\]<")
@@ -60,7 +58,7 @@ class LineOrigin(NamedTuple):
 
 def read(text: str, known: LineOrigin) -> tuple[str, LineOrigin]:
     """(the line without its prefixes, what they tell beyond what is `known`)."""
-    if (journal := _JOURNAL.match(text)) is not None and journal.end() == len(text):
+    if (journal := re.match(_JOURNAL, text)) is not None and journal.end() == len(text):
         return "", known._replace(host=journal["host"])
     text = _STAMP.sub("", text)
     rank, host, role = known
@@ -110,7 +108,7 @@ def taken_off(lines: Sequence[str]) -> list[PrefixedLine]:
 def _split(lines: Sequence[str]) -> _Split | None:
     """What splits the lines into prefixes and the rest, if somebody put a prefix before all of them."""
     written = [line for line in lines[:: max(1, len(lines) // _SAMPLE)] if line.strip()]
-    times, writers = ([partial(_begin, form) for form in forms] for forms in (_TIMES, _WRITERS))
+    times, writers = ([partial(_begin, re.compile(form)) for form in forms] for forms in (_TIMES, _WRITERS))
     splits: list[_Split] = [_message, *times, *writers]
     for split in splits:
         begins = [parts[0].strip() for line in written if (parts := split(line)) is not None]

@@ -15,7 +15,7 @@ _ERROR = re.compile(
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
-_INSTALLED = ("site-packages", "dist-packages", "<frozen", "/lib/python3", "runpy.py", "<string>", "/bin/")
+_INSTALLED = re.compile(r"site-packages|dist-packages|<frozen|/lib/python3|runpy\.py|<string>|/bin/")
 _LONGEST = 400  # lines of one traceback
 _MOST = 500
 # Errors that only report another one.
@@ -33,20 +33,16 @@ class Raised:
     """The error that ended a traceback, and the innermost frame that belongs to no installed package.
 
     Attributes:
+        reports_another: it only says that another process had an error.
         own: that frame is the innermost of all: the program itself raised the error.
         file: of the innermost frame of all.
     """
 
     line: LogLine
-    kind: str
+    reports_another: bool
     frame: str | None = None
     own: bool = False
     file: str = ""
-
-    @property
-    def reports_another(self) -> bool:
-        """Whether this error only says that another process had one."""
-        return self.kind.rpartition(".")[2] in _REPORTING
 
 
 def raised(log: Log) -> list[Raised]:
@@ -67,7 +63,7 @@ def raised(log: Log) -> list[Raised]:
         if line.rank not in frames:
             continue
         if frame := _FRAME.match(line.text):
-            installed = any(place in frame["file"] for place in _INSTALLED)
+            installed = _INSTALLED.search(frame["file"])
             frames[line.rank] = frame, frames[line.rank][1] if installed else frame
         elif error := _ERROR.match(line.text):
             if line.rank in chained:
@@ -78,7 +74,8 @@ def raised(log: Log) -> list[Raised]:
             innermost, own = frames.pop(line.rank)
             place = f"{own['file']}:{own['line']} in {own['function']}" if own else None
             file = innermost["file"] if innermost else ""
-            found.append(Raised(line, error["kind"], place, own is not None and own is innermost, file))
+            reports = error["kind"].rpartition(".")[2] in _REPORTING
+            found.append(Raised(line, reports, place, own is not None and own is innermost, file))
     return found
 
 
@@ -103,9 +100,5 @@ def _near_tracebacks(log: Log) -> Iterator[LogLine]:
     begins = sorted(log.indices(_TRACEBACK))
     if len(begins) > 2 * _MOST:
         begins = begins[:_MOST] + begins[-_MOST:]
-    done = 0
-    for begin in begins:
-        end = min(begin + _LONGEST, len(log.raw))
-        for index in range(max(begin, done), end):
-            yield log.line(index)
-        done = max(done, end)
+    near = {index for begin in begins for index in range(begin, min(begin + _LONGEST, len(log.raw)))}
+    return map(log.line, sorted(near))

@@ -108,7 +108,8 @@ def text(found: Diagnosis) -> str:
 def _text(found: Diagnosis) -> str:
     if found.explanation is not None:
         return _explanation(found.explanation)
-    lines, notes = [_shown(line) for line in found.telling], [f"  {note}" for note in found.notes]
+    lines = [_shown(line) for line in found.telling]
+    notes = [f"  {note}" for note in found.notes]
     if found.status is Status.UNKNOWN:
         title, known = (
             "unknown: threefold does not know any error in this log",

@@ -132,7 +132,9 @@ def explain(text: str, *, pages: Path = PAGES) -> Explanation | None:
 
 def examine(log: Log, *, pages: Path = PAGES) -> Diagnosis:
     """What the logs of a job show."""
-    events, errors, known = Events(log), raised(log), known_errors(pages)
+    events = Events(log)
+    errors = raised(log)
+    known = known_errors(pages)
     hits = sorted(_hits(events, errors, known.values()), key=lambda hit: _precedence(log, hit))
     hits += _derived(events, known, hits, errors)
     left, own = _not_made_good(events, hits, errors)
@@ -192,7 +194,8 @@ def _confidence(first: Hit, others: Sequence[Hit], unknown: Sequence[Raised]) ->
 
 
 def _hits(events: Events, errors: Sequence[Raised], known: Iterable[KnownError]) -> Iterator[Hit]:
-    ended, log = {error.line.index: error for error in errors}, events.log
+    log = events.log
+    ended = {error.line.index: error for error in errors}
     training, other = events.is_training, events.is_foreign
     messages, ignored = _messages(log, errors), ignored_lines(log)
     for one in known:
@@ -276,7 +279,8 @@ def _not_made_good(events: Events, hits: Sequence[Hit], errors: Sequence[Raised]
             continue
         stays = hit.known.name == "nan-loss"  # the steps that follow are of the same failure
         if lines := [line for line in hit.lines if stays or not events.made_good(line.index)]:
-            left.append(replace(hit, lines=lines, raised=hit.raised if hit.line in lines else None))
+            kept = hit.raised if hit.line in lines else None
+            left.append(replace(hit, lines=lines, raised=kept))
     own = [error for error in errors if not events.made_good(error.line.index)]
     ends = events.places(EventKind.FINISHED)[-1:]
     ended = any(end > line.index for end in ends for hit in hits for line in hit.lines)
@@ -287,7 +291,8 @@ def _not_made_good(events: Events, hits: Sequence[Hit], errors: Sequence[Raised]
 
 def _own_error(events: Events, errors: Sequence[Raised], hits: Sequence[Hit]) -> Raised | None:
     """The first error that no page describes: of a rank, or that a training program of one process raised itself."""
-    own, log = _unknown(errors, hits), events.log
+    log = events.log
+    own = _unknown(errors, hits)
     several = hits or any(log.is_of_rank(error.line) for error in errors) or log.has("torch.distributed")
     if not several:
         own = [error for error in own if error.own and events.is_training and not events.is_foreign]

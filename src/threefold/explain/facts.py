@@ -142,7 +142,8 @@ def lost_peer(log: Log, lines: Sequence[LogLine]) -> list[str]:
 def first_failure(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """The rank that failed first according to the launcher, and its exit code."""
     text = root_cause(log)
-    rank, code = re.search(r"\brank +: (\d+)", text), re.search(r"exitcode +: (-?\d+)", text)
+    rank = re.search(r"\brank +: (\d+)", text)
+    code = re.search(r"exitcode +: (-?\d+)", text)
     if rank is None or code is None:
         return ranks(log, lines)
     host = re.search(r"\bhost +: (\S+)", text)

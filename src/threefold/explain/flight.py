@@ -137,8 +137,9 @@ def _first(group: str, description: str, ranks: Mapping[int, Mapping[int, Operat
         if set(states) != {"completed"}:
             behind = [] if set(states) == {"scheduled"} else states.get("scheduled", [])
             came = "" if behind else ": all ranks came"
-            text = "; ".join(f"{state} on {ranks_text(own)}" for state, own in states.items())
-            return Divergence("unfinished", behind, f"{what}, {kind}: {text}{came}")
+            did = "; ".join(f"{state} on {ranks_text(own)}" for state, own in states.items())
+            text = f"{what}, {kind}: {did}{came}"
+            return Divergence("unfinished", behind, text)
     return None
 
 

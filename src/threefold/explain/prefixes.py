@@ -108,7 +108,8 @@ def taken_off(lines: Sequence[str]) -> list[PrefixedLine]:
 def _split(lines: Sequence[str]) -> _Split | None:
     """What splits the lines into prefixes and the rest, if somebody put a prefix before all of them."""
     written = [line for line in lines[:: max(1, len(lines) // _SAMPLE)] if line.strip()]
-    times, writers = ([partial(_begin, re.compile(form)) for form in forms] for forms in (_TIMES, _WRITERS))
+    times = [partial(_begin, re.compile(form)) for form in _TIMES]
+    writers = [partial(_begin, re.compile(form)) for form in _WRITERS]
     splits: list[_Split] = [_message, *times, *writers]
     for split in splits:
         begins = [parts[0].strip() for line in written if (parts := split(line)) is not None]

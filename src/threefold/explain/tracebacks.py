@@ -75,7 +75,8 @@ def raised(log: Log) -> list[Raised]:
             place = f"{own['file']}:{own['line']} in {own['function']}" if own else None
             file = innermost["file"] if innermost else ""
             reports = error["kind"].rpartition(".")[2] in _REPORTING
-            found.append(Raised(line, reports, place, own is not None and own is innermost, file))
+            by_program = own is not None and own is innermost
+            found.append(Raised(line, reports, place, by_program, file))
     return found
 
 

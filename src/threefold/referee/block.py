@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -48,14 +47,14 @@ class Referee:
         self._folder = Path(record)
         self._is_together = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank() if self._is_together else 0
-        if (self._folder / f"rank-{self._rank:05d}.jsonl").exists():
-            what = f"the folder {record} has a record of the referee"
-            raise ConfigError(what, expected="a new folder", fix=f'Referee(model, optimizer, record="{record}-2")')
+        what, name = f"the folder {record} has a record of the referee", f"{record}-2"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            is_free = not (self._folder / f"rank-{self._rank:05d}.jsonl").exists()
         except OSError as error:
-            what = f"the folder {record} cannot be made ({error.strerror})"
-            raise ConfigError(what, expected="a new folder", fix='Referee(model, optimizer, record="DIR")') from None
+            what, name, is_free = f"the folder {record} cannot be made ({error.strerror})", "DIR", False
+        if not is_free:
+            raise ConfigError(what, expected="a new folder", fix=f'Referee(model, optimizer, record="{name}")')
         # Of accelerate's optimizers, the one below.
         only = model, getattr(optimizer, "optimizer", optimizer)
         self._recorder = RankRecorder(self._folder, num_whole=steps, most_bytes=int(keep * 2**30), only=only)
@@ -66,9 +65,9 @@ class Referee:
         hang(self._recorder)
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, kind: Any, *error: Any) -> None:
         self._recorder.guard(self._recorder.end)
-        if error is not None:
+        if kind is not None:
             return
         if self._is_together:
             dist.barrier()

@@ -21,10 +21,10 @@ class RefereeCallback(TrainerCallback):
         self._settings, self._block = settings, ExitStack()
         self.verdict: Any = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self._referee = Referee(kwargs["model"], kwargs["optimizer"], **self._settings)
         self._block.enter_context(self._referee)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self._block.close()
         self.verdict = self._referee.verdict

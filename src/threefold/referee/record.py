@@ -6,6 +6,7 @@ No torch, and nothing of the program that was watched is loaded.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -18,7 +19,6 @@ from threefold.referee.rank.sealed import Values, digest, read_sealed
 
 COMMAND_FILE = "command.json"
 
-_KINDS = ("placement", "step", "pass", "saved", "exported", "fault", "joined", "end")
 # Of the steps of the training, what other optimizers may have done beside it; and what is a trial of another model.
 _MOST_LEFT_OUT, _MOST_TRIED = 0.1, 2
 
@@ -143,7 +143,7 @@ def read_command(folder: Path) -> WatchedCommand:
             wrong.append(f"{path.name} is one of two records of rank {record.rank}")
         else:
             starts[record.start].append(record)
-    ranks, *later = (sorted(starts[number], key=lambda record: record.rank) for number in sorted(starts))
+    ranks, *later = (starts[number] for number in sorted(starts))
     return WatchedCommand(command, exit_code, ranks, wrong, later)
 
 
@@ -153,21 +153,23 @@ def _read_rank(path: Path) -> RankRecord | None:
         return None
     start, *rest = lines
     record = RankRecord(start["rank"], start["world_size"], start["start"], folder=path.parent)
-    of_kind = {kind: [line for line in rest if line["kind"] == kind] for kind in _KINDS}
+    of_kind: dict[str, list[Values]] = defaultdict(list)
+    for line in rest:
+        of_kind[line["kind"]].append(line)
     for line in of_kind["step"]:
         for kind in ("inputs", "curve"):
             record.wrong += _wrong_file(path.parent, line.get(kind, {}))
     record.damaged = bool(record.wrong) or damage is not None
     for line in of_kind["pass"]:
-        read = LoaderPass(line["rows"], line["batches"], line["ended"], line["samplers"])
-        record.passes[tuple(line["pass"])] = read
-    for line in of_kind["fault"]:
-        record.wrong.append(f"rank {record.rank}: the referee recorded no further ({line['what']})")
+        record.passes[tuple(line["pass"])] = LoaderPass(line["rows"], line["batches"], line["ended"], line["samplers"])
+    record.wrong += [
+        f"rank {record.rank}: the referee recorded no further ({line['what']})" for line in of_kind["fault"]
+    ]
     record.joined = bool(of_kind["joined"])
     record.saved = {line["step"]: line for line in of_kind["saved"]}
     record.exported = of_kind["exported"]
     placements = {line["module"]: line for line in of_kind["placement"]}
-    _take_training(record, of_kind["step"], {module: line["model"] for module, line in placements.items()})
+    _take_training(record, of_kind["step"], placements)
     if record.calls:
         record.placement = placements[record.calls[0].module]
     if damage is not None:
@@ -178,12 +180,8 @@ def _read_rank(path: Path) -> RankRecord | None:
     return record
 
 
-def _take_training(record: RankRecord, steps: list[Values], models: dict[int, int]) -> None:
-    """Takes the steps of the one training of a program, which may train probes or trials before or after it.
-
-    Args:
-        models: of each module, the number of the model that it wraps.
-    """
+def _take_training(record: RankRecord, steps: list[Values], placements: dict[int, Values]) -> None:
+    """Takes the steps of the one training of a program, which may train probes or trials before or after it."""
     runs = [list(lines) for _, lines in groupby(steps, key=itemgetter("optimizer"))]
     if not runs:
         return
@@ -193,7 +191,7 @@ def _take_training(record: RankRecord, steps: list[Values], models: dict[int, in
     record.left_out = len(steps) - len(longest)
 
     def models_of(lines: list[Values]) -> set[int]:
-        return {models[call["module"]] for line in lines for call in line["calls"]}
+        return {placements[call["module"]]["model"] for line in lines for call in line["calls"]}
 
     # A few steps of models that the training does not call, wrapped or not.
     is_tried = all(
@@ -228,14 +226,14 @@ def _num_warm_ups(steps: list[Values]) -> int:
 
 def _calls_of(line: Values) -> Iterator[ReadCall]:
     """The calls of a step; one that repeats the rows of the call before it reads nothing more."""
-    before = None
+    before: tuple[str, ...] | None = None
     for _, call in trained_calls(line):
         loader_pass = call["pass"] and tuple(call["pass"])
         rows, ignored = tuple(call["rows"]), tuple(call["ignored"])
         read = ReadCall(line["step"], call["module"], rows, ignored, call["labelled"], loader_pass, call["begin"])
-        if before is None or read.rows != before.rows:
+        if rows != before:
             yield read
-        before = read
+        before = rows
 
 
 def _wrong_file(folder: Path, written: Values) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -40,6 +40,10 @@ class TrainedRows:
     weights: Tensor | None
     has_own_loss: bool = False
     random: Tensor | None = None
+
+    def without(self, name: str) -> TrainedRows:
+        """The same rows without one of their inputs."""
+        return replace(self, inputs={other: value for other, value in self.inputs.items() if other != name})
 
     @property
     def shares(self) -> Tensor:
@@ -95,14 +99,10 @@ def checked_steps(folder: Path, groups: RankGroups) -> list[CheckedStep]:
     Raises:
         Unjudgeable: there are none, or ranks do not show what they hold.
     """
-    records = groups.records
     groups.check()
-    if any(record.damaged for record in records):
+    if any(record.damaged for record in groups.records):
         raise Unjudgeable("the record is not as it was written")
-    num_steps = min(len(record.checked) for record in records)
-    if not num_steps:
-        raise Unjudgeable("no step was recorded with its weights (--steps 0)")
-    return [_read_step(folder, groups, place) for place in range(num_steps)]
+    return [_read_step(folder, groups, place) for place in range(groups.num_checked)]
 
 
 def _read_step(folder: Path, groups: RankGroups, place: int) -> CheckedStep:
@@ -119,8 +119,12 @@ def _read_step(folder: Path, groups: RankGroups, place: int) -> CheckedStep:
         if {call["module"] for call in line["calls"]} != {line["curve"]["module"]}:
             raise Unjudgeable(f"rank {record.rank} trains several models in a step")
     files = [load_file(folder / line["curve"]["file"]) if "file" in line["curve"] else {} for line in lines]
-    weights = [value for file in files for name, value in file.items() if name.startswith("weight.")]
-    weight_types = {str(value.dtype).removeprefix("torch.") for value in weights}
+    weight_types = {
+        str(value.dtype).removeprefix("torch.")
+        for file in files
+        for name, value in file.items()
+        if name.startswith("weight.")
+    }
     first = lines[0]["curve"]
     step = CheckedStep(
         lines[0]["step"],
@@ -171,5 +175,5 @@ def _units(groups: RankGroups, record: RankRecord, place: int) -> Iterator[Train
             inputs = dict(mine) if row is None else {name: value[row : row + 1] for name, value in mine.items()}
             shown = [inputs.pop(name, None) for name in ("!targets", "!weights")]
             targets, weights = shown if call.get("targets") else (None, None)
-            has_own_loss = bool(call.get("own_loss"))
+            has_own_loss = call.get("own_loss", False)
             yield TrainedRows(record.rank, number, row, inputs | of_all, targets, weights, has_own_loss, random)

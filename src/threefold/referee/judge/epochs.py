@@ -246,8 +246,7 @@ def judge_order(groups: RankGroups, epochs: Epochs) -> JudgedPart:
     if not same:
         return proved(f"{len(ended)} epochs, each in an order of its own")
     first = epochs[0].passes[0]
-    shuffles = first.setting("shuffle") or any("Random" in each["class"] for each in first.samplers)
-    if not shuffles:
+    if not first.setting("shuffle") and not any("Random" in each["class"] for each in first.samplers):
         return none_here("equal in each epoch; the sampler does not shuffle")
     if min(len(set(rows)) for rows in epochs[0].rows) < _FEWEST_ROWS:
         raise Unjudgeable(f"a rank reads fewer than {_FEWEST_ROWS} different rows in an epoch")

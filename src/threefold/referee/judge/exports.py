@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from threefold.referee.judge.own_model import model_class
 from threefold.referee.judge.parts import JudgedPart, Refuted, Unjudgeable, judges, listed, none_here, proved
-from threefold.referee.judge.states import WEIGHT, WholeState, whole_state
+from threefold.referee.judge.states import Described, differing, whole_state
 from threefold.referee.rank.sealed import Values
 from threefold.referee.rank.state import state_of
 from threefold.referee.record import Records
@@ -71,16 +71,16 @@ def judge_exports(starts: Sequence[Records]) -> JudgedPart:
     return proved(f"{len(last)} of {len(written)} folders read again have each weight and the config of the model")
 
 
-def _expected(ranks: Records, folder: str, step: int) -> WholeState:
+def _expected(ranks: Records, folder: str, step: int) -> Described:
     """The weights when a folder was written; of ranks that did not write it, when they saved after the same step."""
     mine = [each for record in ranks for each in record.exported if (each["folder"], each["step"]) == (folder, step)]
     if any(each["module"] is None for each in mine):
         raise Unjudgeable("it is not the model that is trained that was written")
     saved = [{**record.saved[step], "moments": {}} for record in ranks if step in record.saved]
-    return whole_state([*mine, *saved])
+    return whole_state([*mine, *saved]).weights
 
 
-def _wrong(folder: str, expected: WholeState, architecture: Values) -> str | None:
+def _wrong(folder: str, expected: Described, architecture: Values) -> str | None:
     kind, _ = model_class(architecture)
     try:
         with _silently():
@@ -93,13 +93,12 @@ def _wrong(folder: str, expected: WholeState, architecture: Values) -> str | Non
     for name in sorted((values.keys() & known.keys()) - _NOT_COMPUTED):
         if values[name] != known[name]:
             return f"{name} {values[name]!r} in its config, where the model has {known[name]!r}"
-    read = whole_state([state_of(model)])
-    types = {name: (read[name][0], value[0]) for name, value in expected.items() if name in read}
-    if cast := {pair for pair in types.values() if pair[0] != pair[1]}:
+    read = whole_state([state_of(model)]).weights
+    types = {(read[name][0], kind) for name, (kind, *_) in expected.items() if name in read}
+    if cast := {(now, kind) for now, kind in types if now != kind}:
         raise Unjudgeable(f"weights were written as {min(cast)[0]}, and are {min(cast)[1]} in memory")
-    lost = sorted(name for name in expected if name[1] == WEIGHT and expected[name] != read.get(name))
-    what = f"{len(lost)} of {len(expected)} weights that are not as they were: {listed(map(' '.join, lost))}"
-    return what if lost else None
+    lost = sorted(differing(expected, read))
+    return f"{len(lost)} of {len(expected)} weights that are not as they were: {listed(lost)}" if lost else None
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ model is run in it, and its difference from float32 is the tolerance.
 from __future__ import annotations
 
 import statistics
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from threefold.referee.judge.laws import (
     Law,
     LawFit,
     NamedFactor,
+    Samples,
     UnitSize,
     factor_of,
     fit_law,
@@ -87,19 +87,6 @@ class StepFit(NamedTuple):
     fit: LawFit
     compared: dict[str, Compared]
 
-    def odd(self) -> ByParameter:
-        """Parameters that follow the law with a factor of their own."""
-        usual = self.fit.factor
-        return {
-            name: each.factor / usual
-            for name, each in self.compared.items()
-            if abs(each.factor / usual - 1) > max(_FACTOR, each.tolerance) and each.is_explained
-        }
-
-    def unexplained(self) -> list[str]:
-        """Parameters that no factor explains."""
-        return [name for name, each in self.compared.items() if not each.is_explained]
-
 
 @judges(GRADIENTS)
 def judge_gradients(steps: list[CheckedStep], placement: Values, own: nn.Module | None = None) -> JudgedPart:
@@ -160,7 +147,7 @@ def _judged(model: OwnModel, steps: list[CheckedStep], device: str) -> JudgedPar
         fits.append(found)
     total = sum(size.num_targets for size in fits[0].sizes)
     names = len(fits[0].compared)
-    law = next((known.law for known in _known_factors(fits[0])), TARGETS)
+    law = _known_factors(fits[0])[0].law
     steps_text = numbers_text(fits[0].step.number, fits[-1].step.number)
     what = f"in {steps_text} each of {names} parameters has the gradient of {law} ({total} in step {steps[0].number})"
     num_silent = len(steps[0].gradients) - names
@@ -177,40 +164,37 @@ def _fit_step(model: OwnModel, step: CheckedStep, before: CheckedStep | None) ->
     sizes = [
         UnitSize(unit.rank, unit.call, unit.row, model.num_targets(unit), model.num_labels(unit)) for unit in units
     ]
-    if not all(bool(value.isfinite().all()) for value in step.gradients.values()):
+    if not all(value.isfinite().all() for value in step.gradients.values()):
         raise Unjudgeable(f"step {step.number} has a gradient that is not finite")
-    trained = list(step.gradients)
     laws = known_laws(sizes)
     counts = [unit.mean_weight for unit in units]
     if None not in counts:
         # The gradients at the outputs show what the program's own loss makes of each unit's targets.
         laws.append(Law(OWN_LOSS, torch.tensor(counts, dtype=torch.float64)))
-    noise = _noise(model, units, laws[0].weights, step, trained)
-    own, recorded = _samples(model, units, step, trained)
-    if (best := _explains(laws, own, recorded, noise)) is not None:
+    noise = _noise(model, units, laws[0].weights, step)
+    samples = _samples(model, units, step)
+    if (best := _explains(laws, samples, noise)) is not None:
         return StepFit(step, sizes, best, _compared(model, units, best, step, noise))
     # What the program hands to its model, and the model may not see.
     for name in _UNSEEN:
-        blind = [replace(unit, inputs={n: v for n, v in unit.inputs.items() if n != name}) for unit in units]
-        if any(name in unit.inputs for unit in units) and _explains(
-            laws, *_samples(model, blind, step, trained), noise
-        ):
+        blind = [unit.without(name) for unit in units]
+        if any(name in unit.inputs for unit in units) and _explains(laws, _samples(model, blind, step), noise):
             raise NoLaw(
                 f"in step {step.number} the gradient is that of a model that does not see {name}, which it is called "
                 "with",
                 _AS_ALONE,
                 f"what takes {name} away on the way into the layers: a wrapper, a patch, a kernel",
             )
-    if before is not None and before.gradients.keys() >= set(trained):
-        earlier = [_sampled(before.gradients[name], values) for name, values in zip(trained, recorded, strict=True)]
-        if any(_is_small(left_beside(law, own, recorded, earlier), noise) for law in laws):
+    if before is not None and before.gradients.keys() >= noise.keys():
+        earlier = [_sampled(before.gradients[name], like) for name, (_, like) in zip(noise, samples, strict=True)]
+        if any(_is_small(left_beside(law, samples, earlier), noise) for law in laws):
             raise NoLaw(
                 f"in step {step.number} the gradient of the step before is still in the gradient",
                 "gradients of the rows of this step alone",
                 "optimizer.zero_grad() after each step, on all parameters",
             )
-    weights = fit_units(own, recorded)
-    if weights is not None and _explains([Law("", weights)], own, recorded, noise) and (lost := lost_units(weights)):
+    weights = fit_units(samples)
+    if weights is not None and _explains([Law("", weights)], samples, noise) and (lost := lost_units(weights)):
         rows = ", ".join(str(sizes[place]) for place in lost[:3]) + (" ..." if len(lost) > 3 else "")
         raise NoLaw(
             f"in step {step.number} {len(lost)} of {len(sizes)} rows are not in the gradient: {rows}",
@@ -224,18 +208,16 @@ def _fit_step(model: OwnModel, step: CheckedStep, before: CheckedStep | None) ->
     )
 
 
-def _samples(
-    model: OwnModel, units: list[TrainedRows], step: CheckedStep, names: list[str]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Some values of each parameter's gradient: [units, values] of each unit's own, and [values] of the recorded."""
-    num_values = max(64, min(_NUM_VALUES, _MOST_VALUES // (len(units) * len(names))))
-    recorded = [step.gradients[name].flatten() for name in names]
-    recorded = [values[:: max(1, -(-values.numel() // num_values))] for values in recorded]
+def _samples(model: OwnModel, units: list[TrainedRows], step: CheckedStep) -> Samples:
+    """Some values of each parameter's gradient."""
+    num_values = max(64, min(_NUM_VALUES, _MOST_VALUES // (len(units) * len(step.gradients))))
+    whole = [values.flatten() for values in step.gradients.values()]
+    recorded = [values[:: max(1, -(-values.numel() // num_values))] for values in whole]
     rows = []
     for unit in units:
-        gradients = model.gradients([(unit, 1.0)], names)
+        gradients = model.gradients([(unit, 1.0)], list(step.gradients))
         rows.append([_sampled(value, like) for value, like in zip(gradients, recorded, strict=True)])
-    return [torch.stack(values) for values in zip(*rows, strict=True)], recorded
+    return [(torch.stack(own), values) for *own, values in zip(*rows, recorded, strict=True)]
 
 
 def _sampled(gradient: Tensor, like: Tensor) -> Tensor:
@@ -243,9 +225,9 @@ def _sampled(gradient: Tensor, like: Tensor) -> Tensor:
     return gradient.flatten()[:: like.stride(0)].clone()
 
 
-def _explains(laws: list[Law], own: list[Tensor], recorded: list[Tensor], noise: ByParameter) -> LawFit | None:
+def _explains(laws: list[Law], samples: Samples, noise: ByParameter) -> LawFit | None:
     """The first law that most parameters follow."""
-    fits = (fit_law(law, own, recorded) for law in laws)
+    fits = (fit_law(law, samples) for law in laws)
     return next((fit for fit in fits if _is_small(fit.left, noise)), None)
 
 
@@ -267,10 +249,9 @@ def _compared(
     return {name: Compared(*factor_of(expected[name], step.gradients[name]), noise[name]) for name in told}
 
 
-def _noise(
-    model: OwnModel, units: list[TrainedRows], weights: Tensor, step: CheckedStep, names: list[str]
-) -> ByParameter:
+def _noise(model: OwnModel, units: list[TrainedRows], weights: Tensor, step: CheckedStep) -> ByParameter:
     """What each parameter's gradient may differ by, as a share of it, when it is right."""
+    names = list(step.gradients)
     if "bfloat16" not in step.types:
         return dict.fromkeys(names, _ROUNDED if _ON_A_DEVICE in step.types else _FLOAT32)
     losses = list(zip(units, weights.tolist(), strict=True))
@@ -284,17 +265,23 @@ def _noise(
 
 def _check(found: StepFit) -> None:
     """Raises the first thing that is wrong, or that cannot be judged."""
-    step, fit = f"step {found.step.number}", found.fit
-    if odd := found.odd():
-        names = listed(odd, {name: f" x{factor:.4g}" for name, factor in odd.items()})
+    step, fit, compared = f"step {found.step.number}", found.fit, found.compared
+    # Of parameters that follow the law with a factor of their own.
+    odd = {
+        name: f" x{each.factor / fit.factor:.4g}"
+        for name, each in compared.items()
+        if abs(each.factor / fit.factor - 1) > max(_FACTOR, each.tolerance) and each.is_explained
+    }
+    if odd:
         raise Refuted(
-            f"in {step} {len(odd)} of {len(found.compared)} parameters have another factor than the others: {names}",
+            f"in {step} {len(odd)} of {len(compared)} parameters have another factor than the others: "
+            f"{listed(odd, odd)}",
             f"the gradient of {TARGETS} for each parameter",
             "what sums or scales these gradients: one sum over ranks too many, a hook, a part of the loss",
         )
-    if unexplained := found.unexplained():
+    if unexplained := [name for name, each in compared.items() if not each.is_explained]:
         raise NoLaw(
-            f"in {step} {len(unexplained)} of {len(found.compared)} parameters have a gradient that is no multiple of "
+            f"in {step} {len(unexplained)} of {len(compared)} parameters have a gradient that is no multiple of "
             f"their own: {listed(unexplained)}",
             _AS_ALONE,
             "what these layers compute: a mask, positions, a part of the gradient, a sum over ranks of one part",

@@ -49,6 +49,14 @@ class RankGroups:
         """One rank of each data rank."""
         return [group[0] for group in self.members]
 
+    @property
+    def num_checked(self) -> int:
+        """How many steps all ranks have recorded with their weights; raises if that is none."""
+        num_steps = min(len(record.checked) for record in self.records)
+        if not num_steps:
+            raise Unjudgeable("no step was recorded with its weights (--steps 0)")
+        return num_steps
+
     def check(self) -> None:
         """Raises why data ranks cannot be compared, if they cannot."""
         if self.unknown is not None:
@@ -95,7 +103,7 @@ def _known_groups(ranks: Records) -> RankGroups:
                 )
     data_ranks = first.placement["data_ranks"]
     num_data_ranks = len(data_ranks) // len({*data_ranks} & {*shared[first.rank].ranks})
-    return RankGroups(members, str(first.placement["how"]), num_data_ranks, shared=shared)
+    return RankGroups(members, first.placement["how"], num_data_ranks, shared=shared)
 
 
 # From so many different positions on, as a share of all, the parts of ranks are those of one row, and not alike.
@@ -178,7 +186,7 @@ def _shared(group: tuple[int, ...], parts: list[list[Tensor]]) -> SharedSequence
     """What ranks share whose parts make rows that begin at 0; None: nothing."""
     calls = [[*each] for each in zip(*parts, strict=False) if len({part.shape for part in each}) == 1]
     # Rows of their own follow one another too, as documents do.
-    if len(parts) == 1 or not any(bool(part[:, 0].any()) for part in chain(*calls)):
+    if len(parts) == 1 or not any(part[:, 0].any() for part in chain(*calls)):
         return None
     rows = [[_joined(each, order) for each in calls] for order in range(3)]
     for order in range(3):

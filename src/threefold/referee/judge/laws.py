@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# Of each parameter some values of gradients: [units, values] the units' own, and [values] the recorded.
+Samples = list[tuple[Tensor, Tensor]]
+
 TARGETS = "the mean over all targets"
 OWN_LOSS = "what the program's own loss weighs"
 
@@ -107,14 +110,9 @@ class LawFit(NamedTuple):
         return float(self.factors.median())
 
 
-def fit_law(law: Law, own: list[Tensor], recorded: list[Tensor]) -> LawFit:
-    """Fits one factor for each parameter.
-
-    Args:
-        own: of each parameter, [units, values] the units' own gradients.
-        recorded: of each parameter, [values].
-    """
-    fits = [factor_of(law.weights.float() @ rows, values) for rows, values in zip(own, recorded, strict=True)]
+def fit_law(law: Law, samples: Samples) -> LawFit:
+    """Fits one factor for each parameter."""
+    fits = [factor_of(law.weights.float() @ rows, values) for rows, values in samples]
     return LawFit(law, *torch.tensor(fits).T)
 
 
@@ -129,10 +127,10 @@ def factor_of(expected: Tensor, recorded: Tensor) -> tuple[float, float]:
     return factor, float((recorded - factor * expected).norm()) / norm
 
 
-def left_beside(law: Law, own: list[Tensor], recorded: list[Tensor], others: list[Tensor]) -> Tensor:
+def left_beside(law: Law, samples: Samples, others: list[Tensor]) -> Tensor:
     """Of each parameter, the share that is left of the recorded values by a law beside a multiple of other values."""
     left = []
-    for rows, values, other in zip(own, recorded, others, strict=True):
+    for (rows, values), other in zip(samples, others, strict=True):
         both = torch.stack([(law.weights.float() @ rows).double(), other.double()], dim=1)
         values = values.double()
         # Unit columns, so that the size of neither decides.
@@ -142,15 +140,15 @@ def left_beside(law: Law, own: list[Tensor], recorded: list[Tensor], others: lis
     return torch.tensor(left)
 
 
-def fit_units(own: list[Tensor], recorded: list[Tensor]) -> Tensor | None:
+def fit_units(samples: Samples) -> Tensor | None:
     """[units] the weight of a target of each, whatever the law: the median over the parameters that tell it.
 
     None if the gradients of units are too alike for it.
     """
     fits = []
-    for rows, values in zip(own, recorded, strict=True):
+    for rows, values in samples:
         lengths = rows.double().norm(dim=1)
-        if rows.shape[1] < 4 * rows.shape[0] or not bool((lengths > 0).all()):
+        if rows.shape[1] < 4 * rows.shape[0] or not (lengths > 0).all():
             continue
         directions = (rows.double() / lengths[:, None]).T
         gram = directions.T @ directions

@@ -31,7 +31,7 @@ def model_class(architecture: Values) -> tuple[Any, Any]:
         Unjudgeable: it is none of transformers.
     """
     if why := architecture.get("unknown"):
-        raise Unjudgeable(str(why))
+        raise Unjudgeable(why)
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -86,9 +86,9 @@ class OwnModel:
                 "one weight, with the gradients of all its uses",
                 "what replaces parameters after the model is made: sharding, a cast, a load, a resized vocabulary",
             )
-        shapes = [{name: each.shape for name, each in held.items()} for held in (own, weights)]
-        if different := sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()}):
-            raise Unjudgeable(f"{different[0]} of the recorded weights is not as in {type(self.model).__name__}")
+        shapes = [{(name, each.shape) for name, each in held.items()} for held in (own, weights)]
+        if different := shapes[0] ^ shapes[1]:
+            raise Unjudgeable(f"{min(different)[0]} of the recorded weights is not as in {type(self.model).__name__}")
         with torch.no_grad():
             for name, parameter in own.items():
                 _local(parameter).copy_(weights[name])
@@ -128,8 +128,7 @@ class OwnModel:
         Args:
             low: compute in this type, as autocast does.
         """
-        own = dict(self.model.named_parameters())
-        wanted = [own[name] for name in names]
+        wanted = [*map(self.model.get_parameter, names)]
         total = [torch.zeros_like(_local(parameter), dtype=torch.float32) for parameter in wanted]
         for unit, coefficient in losses:
             with torch.random.fork_rng(devices=[]), torch.autocast("cpu", dtype=low, enabled=low is not None):
@@ -180,7 +179,6 @@ def _local(tensor: Any) -> Tensor:
     return local.detach()
 
 
-_MASK = "attention_mask"
 # Threefold's own: labels are those of their places, and documents are told apart by their positions.
 _KNOWN = "threefold"
 
@@ -194,9 +192,10 @@ def read_as(step: CheckedStep, labels_are_targets: bool, leaves_out_mask: bool) 
     """
 
     def read(unit: TrainedRows) -> TrainedRows:
-        inputs = {name: value for name, value in unit.inputs.items() if name != _MASK or not leaves_out_mask}
-        is_read = labels_are_targets and unit.has_own_loss
-        return replace(unit, inputs=inputs, targets=inputs.get("labels", unit.targets) if is_read else unit.targets)
+        unit = unit.without("attention_mask") if leaves_out_mask else unit
+        if labels_are_targets and unit.has_own_loss:
+            unit = replace(unit, targets=unit.inputs.get("labels", unit.targets))
+        return unit
 
     return replace(step, units=[*map(read, step.units)])
 

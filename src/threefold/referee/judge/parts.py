@@ -103,8 +103,8 @@ def listed(names: Iterable[str], texts: dict[str, str] | None = None) -> str:
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         groups[re.sub(r"\.\d+\.", ".*.", name)].append(name)
-    named = {each[0]: group if each[1:] else each[0] for group, each in groups.items()}
-    return ", ".join([named[name].strip() + (texts[name] if texts else "") for name in named][:8])
+    shown = [(group if others else name) + (texts[name] if texts else "") for group, (name, *others) in groups.items()]
+    return ", ".join(shown[:8])
 
 
 def proved(what: str) -> JudgedPart:

@@ -24,7 +24,7 @@ from threefold.referee.judge.parts import (
     proved,
 )
 from threefold.referee.judge.shared_rows import rows_by_step
-from threefold.referee.judge.states import WEIGHT, WholeState, whole_state
+from threefold.referee.judge.states import WholeState, differing, whole_state
 from threefold.referee.record import RankRecord, Records, WatchedCommand
 
 RESUME = "resume"
@@ -46,11 +46,8 @@ class WholeTraining:
 def whole_training(watched: WatchedCommand) -> WholeTraining:
     """Joins the starts of a command, each from the step from which it goes on."""
     ranks = watched.ranks
-    if not watched.later:
-        return WholeTraining(
-            ranks, (JudgedPart(RESUME, PartStatus.NONE, "no program of the command went on from a save"),)
-        )
-    parts: list[JudgedPart] = []
+    none = JudgedPart(RESUME, PartStatus.NONE, "no program of the command went on from a save")
+    parts = [] if watched.later else [none]
     for number, later in enumerate(watched.later, start=2):
         try:
             step = _step_of(ranks, later)
@@ -59,7 +56,7 @@ def whole_training(watched: WatchedCommand) -> WholeTraining:
         if step is None:
             return WholeTraining(ranks, tuple(parts), "two programs trained, and the second does not go on from a save")
         parts.append(_judge(number, ranks, later, step))
-        if not _same_ranks(ranks, later):
+        if _division(ranks) != _division(later):
             return WholeTraining(ranks, tuple(parts))
         ranks = [_joined(before, after, step) for before, after in zip(ranks, later, strict=True)]
     return WholeTraining(ranks, tuple(parts))
@@ -90,15 +87,10 @@ def _step_of(before: Records, after: Records) -> int | None:
         if is_loaded:
             raise Unjudgeable("it loads a state of an optimizer that start 1 has not saved")
         return None
-    step = max(saved, key=lambda step: (len(_same(saved[step], begins)), step))
-    num_weights = sum(key == WEIGHT for _, key in saved[step])
+    num_equal = {step: len(state.weights.items() & begins.weights.items()) for step, state in saved.items()}
+    step = max(saved, key=lambda step: (num_equal[step], step))
     # Frozen weights, and norms at their first values, are equal in trainings that have nothing to do with one another.
-    return step if is_loaded or 2 * len(_same(saved[step], begins)) > num_weights else None
-
-
-def _same(saved: WholeState, begins: WholeState) -> set[tuple[str, str]]:
-    """The names of the weights that are equal in both."""
-    return {name for name, value in saved.items() if name[1] == WEIGHT and begins.get(name) == value}
+    return step if is_loaded or 2 * num_equal[step] > len(saved[step].weights) else None
 
 
 @judges(RESUME)
@@ -110,11 +102,11 @@ def _judge(number: int, before: Records, after: Records, step: int) -> JudgedPar
     for wrong, where in _differences(before, after, step, beyond):
         expected = f"weights, moments, learning rates and rows as they were after step {step}"
         raise Refuted(f"{what} {wrong}", expected, where)
-    num_moments = sum(key != WEIGHT for _, key in begins)
-    held = f"{what}: {len(begins) - num_moments} weights and {num_moments} values of the optimizer as they were saved"
+    sizes = f"{len(begins.weights)} weights and {len(begins.moments)} values of the optimizer"
+    held = f"{what}: {sizes} as they were saved"
     if beyond:
         return proved(f"{held}; in {len(beyond)} steps the learning rates and rows of start 1")
-    if not _same_ranks(before, after):
+    if _division(before) != _division(after):
         raise Unjudgeable(f"{held}; on other ranks the rows after it do not show: let start 1 train beyond a save")
     if len({tuple(rates) for record in (*before, *after) for rates in record.rates.values()}) > 1:
         raise Unjudgeable(
@@ -155,30 +147,28 @@ def _begins(ranks: Records) -> WholeState:
 
 
 def _wrong_weights(saved: WholeState, begins: WholeState) -> str | None:
-    names = [name for name in saved if name[1] == WEIGHT]
-    if new := [name for name in begins if name[1] == WEIGHT and name not in saved]:
-        return f"weights that were not saved: {listed(map(' '.join, new))}"
-    wrong = [name for name in names if begins.get(name) != saved[name]]
-    what = f"{len(wrong)} of {len(names)} weights that are not as saved: {listed(map(' '.join, wrong))}"
-    return what if wrong else None
+    if new := [name for name in begins.weights if name not in saved.weights]:
+        return f"weights that were not saved: {listed(new)}"
+    wrong = differing(saved.weights, begins.weights)
+    return f"{len(wrong)} of {len(saved.weights)} weights that are not as saved: {listed(wrong)}" if wrong else None
 
 
 def _wrong_moments(saved: dict[int, WholeState], begins: WholeState, step: int) -> str | None:
-    names = [name for name in saved[step] if name[1] != WEIGHT]
-    wrong = [name for name in names if begins.get(name) != saved[step][name]]
+    names = saved[step].moments
+    wrong = differing(names, begins.moments)
     if not wrong:
         return None
-    if not any(key != WEIGHT for _, key in begins):
-        return f"an optimizer without a state: {listed(map(' '.join, wrong))} begin at 0"
+    if not begins.moments:
+        return f"an optimizer without a state: {listed(wrong)} begin at 0"
     for other, state in saved.items():
-        if other != step and all(begins.get(name) == state.get(name) for name in names):
+        if all(begins.moments.get(name) == state.moments.get(name) for name in names):
             return f"the moments of step {other}"
-    return f"{len(wrong)} of {len(names)} values of the optimizer that are not as saved: {listed(map(' '.join, wrong))}"
+    return f"{len(wrong)} of {len(names)} values of the optimizer that are not as saved: {listed(wrong)}"
 
 
-def _same_ranks(before: Records, after: Records) -> bool:
-    data_ranks = [[(each.rank, each.placement.get("data_ranks")) for each in ranks] for ranks in (before, after)]
-    return data_ranks[0] == data_ranks[1] and sequences_of(before) == sequences_of(after)
+def _division(ranks: Records) -> Any:
+    """How ranks divide the rows."""
+    return [(each.rank, each.placement.get("data_ranks")) for each in ranks], sequences_of(ranks)
 
 
 def _joined(before: RankRecord, after: RankRecord, step: int) -> RankRecord:

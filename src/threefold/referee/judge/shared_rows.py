@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain, combinations, product
+from itertools import combinations, product
 
 from threefold.errors import ranks_text
-from threefold.referee.judge.epochs import Epoch
+from threefold.referee.judge.epochs import Epochs
 from threefold.referee.judge.groups import RankGroups
 from threefold.referee.judge.parts import JudgedPart, Refuted, Rows, Unjudgeable, judges, none_here, proved
 from threefold.referee.record import RankRecord, Records
@@ -20,7 +20,7 @@ _FEWEST_ROWS, _LEAST_FRESH = 8, 0.5
 
 
 @judges("rows of data ranks")
-def judge_data_ranks(groups: RankGroups, epochs: list[Epoch] | str) -> JudgedPart:
+def judge_data_ranks(groups: RankGroups, epochs: Epochs) -> JudgedPart:
     """Whether each data rank read rows of its own in every step."""
     groups.check()
     if groups.num_data_ranks == 1:
@@ -106,8 +106,9 @@ def judge_model_copies(groups: RankGroups) -> JudgedPart:
 def rows_by_step(*ranks: RankRecord) -> dict[int, Rows]:
     """The rows that ranks read in each step."""
     steps: dict[int, Rows] = {}
-    for call in chain(*(record.calls for record in ranks)):
-        steps.setdefault(call.step, Counter()).update(call.rows)
+    for record in ranks:
+        for call in record.calls:
+            steps.setdefault(call.step, Counter()).update(call.rows)
     return steps
 
 
@@ -125,10 +126,7 @@ def judge_copies(groups: RankGroups) -> JudgedPart:
     ranks = groups.records
     if len(ranks) == 1:
         return none_here("there is one rank")
-    num_steps = min(len(record.checked) for record in ranks)
-    if not num_steps:
-        raise Unjudgeable("no step was recorded with its weights (--steps 0)")
-    num_copies = 0
+    num_steps, num_copies = groups.num_checked, 0
     for place, kind in product(range(num_steps), _CHANGED_BY):
         first: dict[_Held, tuple[int, str]] = {}
         for record in ranks:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from threefold.referee.judge.parts import Unjudgeable
 from threefold.referee.rank.sealed import Values
 
-# The type, shape and sum of a tensor, or a number, by the weight that it belongs to and its name there.
-WholeState = dict[tuple[str, str], Any]
-WEIGHT = ""
+# The type, shape and sum of a tensor, or a number, by its name.
+Described = dict[str, Any]
+
+
+class WholeState(NamedTuple):
+    """The weights of a training, and what its optimizer keeps of each, as `weight name`."""
+
+    weights: Described
+    moments: Described
 
 
 def distinct(name: str, parts: Sequence[Values], content: str) -> list[Values]:
@@ -40,19 +46,29 @@ def whole_state(states: Sequence[Values]) -> WholeState:
     Raises:
         Unjudgeable: they do not make one.
     """
-    held: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    weights: dict[str, list[Any]] = defaultdict(list)
+    moments: dict[str, list[Any]] = defaultdict(list)
     for state in states:
         if "unknown" in state:
             raise Unjudgeable(state["unknown"])
         for name, value in state["weights"].items():
-            held[name, WEIGHT].append(value)
+            weights[name].append(value)
         for name, kept in state["moments"].items():
             for key, value in kept.items():
-                held[name, key].append(value)
-    whole: WholeState = {}
+                moments[f"{name} {key}"].append(value)
+    return WholeState(dict(_whole(weights)), dict(_whole(moments)))
+
+
+def _whole(held: dict[str, list[Any]]) -> Iterator[tuple[str, Any]]:
     for name, values in held.items():
-        whole[name] = first = values[0]
-        if isinstance(first, dict):
-            parts = distinct(" ".join(filter(None, name)), values, "sum")
-            whole[name] = first["type"], tuple(first["shape"]), sum(part["sum"] for part in parts) % (1 << 64)
-    return whole
+        first = values[0]
+        if not isinstance(first, dict):
+            yield name, first
+            continue
+        parts = distinct(name, values, "sum")
+        yield name, (first["type"], tuple(first["shape"]), sum(part["sum"] for part in parts) % (1 << 64))
+
+
+def differing(saved: Described, begins: Described) -> list[str]:
+    """The names of what is no longer as it was saved."""
+    return [name for name, value in saved.items() if begins.get(name) != value]

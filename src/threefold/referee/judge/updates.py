@@ -6,7 +6,7 @@ first step of the optimizer on; each weight must move as it says.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -80,14 +80,14 @@ def judge_updates(steps: list[CheckedStep]) -> JudgedPart:
     weights = {name: nn.Parameter(value.clone()) for name, value in steps[0].weights.items()}
     groups = [{"params": [weights[name] for name in each["names"]], **each["settings"]} for each in first["groups"]]
     optimizer = _KNOWN[first["class"]](groups)
-    taken = {name for group in first["groups"] for name in group["names"]}
+    shapes = [[group["names"] for group in step.optimizer["groups"]] for step in steps]
+    taken = {*chain(*shapes[0])}
     if left_out := [name for name in steps[0].trained if name not in taken]:
         raise Refuted(
             f"{len(left_out)} parameters that are trained are in no group of the optimizer: {listed(left_out)}",
             "each parameter with requires_grad in one group",
             "what the optimizer is made of: parameters that were made, tied or replaced after it",
         )
-    shapes = [[group["names"] for group in step.optimizer["groups"]] for step in steps]
     if any(shape != shapes[0] for shape in shapes):
         raise Unjudgeable("the groups of the optimizer change between steps")
     if not sum(_check_update(step, after, optimizer, weights) for step, after in pairwise(steps)):
@@ -118,8 +118,8 @@ def _check_update(step: CheckedStep, after: CheckedStep, optimizer: Optimizer, w
         factor, left = factor_of(expected, moved)
         # What an update loses to the rounding of its weight.
         rounding = 2**-23 * float(before.norm()) / max(float(expected.norm()), 1e-30)
-        if not bool(expected.any()):
-            if bool(moved.any()):
+        if not expected.any():
+            if moved.any():
                 odd[name] = " another way"
         elif not rounding > _LEFT:
             num_compared += 1

@@ -166,8 +166,9 @@ def _nothing(watched: WatchedCommand) -> JudgedPart:
 def judge_record(watched: WatchedCommand, training: WholeTraining) -> JudgedPart:
     """Whether all that the command trained on is there, as it was written."""
     records = chain(training.ranks, *watched.later)
-    wrong = list(dict.fromkeys([*watched.wrong, *(each for record in records for each in record.wrong)]))
-    wrong += [training.others] if training.others else []
+    wrong = [*dict.fromkeys([*watched.wrong, *(each for record in records for each in record.wrong)])]
+    if training.others:
+        wrong.append(training.others)
     numbers = {record.rank for record in watched.ranks}
     if absent := set(range(watched.ranks[0].world_size)) - numbers:
         wrong.append(f"{ranks_text(absent)} left no record")
@@ -191,9 +192,10 @@ def judge_labels(ranks: Records) -> JudgedPart:
     if not labelled:
         return none_here("the model is not called with labels of tokens")
     num_rows = sum(len(call.rows) for _, call in labelled)
-    if not any(call.ignored for _, call in labelled):
+    without = [(record, call) for record, call in labelled if call.ignored]
+    if not without:
         return proved(f"each of {num_rows} rows has a label that is trained on")
-    ignored = [(record, call) for record, call in labelled if call.ignored and not _fills_up(record, call)]
+    ignored = [each for each in without if not _fills_up(*each)]
     if not ignored:
         raise Unjudgeable("rows at the end of an epoch have no label: they fill it up, or have lost theirs")
     record, call = ignored[0]

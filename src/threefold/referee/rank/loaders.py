@@ -90,8 +90,7 @@ def facts_of(loader: Any) -> Values:
     sampler = _first_of(loader, "batch_sampler", "sampler")
     while sampler is not None and len(samplers) < _MOST_SAMPLERS:
         kind = type(sampler)
-        settings = {name: getattr(sampler, name, None) for name in _FACTS}
-        plain = {name: value for name, value in settings.items() if isinstance(value, int)}
+        plain = {name: value for name in _FACTS if isinstance(value := getattr(sampler, name, None), int)}
         samplers.append({"class": kind.__name__, "package": kind.__module__.partition(".")[0], **plain})
         source = _first_of(sampler, "data_source", "dataset")
         sampler = _first_of(sampler, "batch_sampler", "sampler")

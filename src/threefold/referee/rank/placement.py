@@ -87,7 +87,7 @@ def _data_ranks(module: Module, sharded_axes: set[str], together: list[int], num
 
 def _inner(module: Module, class_name: str) -> Any:
     """The outermost module of a class, by its name: the class may not be imported, and is not imported for this."""
-    named = (each for each in module.modules() if any(base.__name__ == class_name for base in type(each).__mro__))
+    named = (each for each in module.modules() if class_name in [base.__name__ for base in type(each).__mro__])
     return next(named, None)
 
 

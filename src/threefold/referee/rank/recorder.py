@@ -98,7 +98,7 @@ class RankRecorder:
         self._name, self._start = "", 0
         self._trained: WeakKeyDictionary[Optimizer, Module] = WeakKeyDictionary()
         self._saved: set[tuple[int, int | None]] = set()
-        self._passes: set[PassName | None] = set()
+        self._passes: set[PassName | None] = {None}
         self._has_loaded = False
         self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._shown: WeakKeyDictionary[Module, Values] = WeakKeyDictionary()
@@ -113,14 +113,16 @@ class RankRecorder:
         self._is_joined = False
         self.loaders = Loaders()
 
-    def guard(self, action: Callable[..., Any], *arguments: Any) -> Any:
+    def guard(self, action: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """What `action` returns; None if it fails: then the program continues unrecorded."""
-        # A process that was forked off must not write into the file of its parent.
-        if self._is_off or (self._pid and self._pid != os.getpid()):
+        # A process that was forked off must not write into the file of its parent; and copying to the host would break
+        # a CUDA graph that is being captured.
+        is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if self._is_off or is_capturing or (self._pid and self._pid != os.getpid()):
             return None
         try:
             with torch.no_grad():
-                return action(*arguments)
+                return action(*args, **kwargs)
         except Exception as error:
             self._is_off = True
             what = f"{type(error).__name__}: {error}"
@@ -152,26 +154,25 @@ class RankRecorder:
             # What is traced must not contain the referee.
             is_watched = not torch.compiler.is_compiling()
             if before is not None and is_watched:
-                self.guard(partial(before, *args, **kwargs))
+                self.guard(before, *args, **kwargs)
             try:
                 result = original(*args, **kwargs)
             except StopIteration:
                 if stops is not None:
-                    self.guard(partial(stops, *args, **kwargs))
+                    self.guard(stops, *args, **kwargs)
                 raise
             if after is not None and is_watched:
-                self.guard(partial(after, result, *args, **kwargs))
+                self.guard(after, result, *args, **kwargs)
             return result
 
         setattr(owner, name, watched)
 
     def called(self, module: Module, args: tuple[Any, ...], kwargs: Values) -> OpenCall | None:
         """The outermost module is called; None if this is no call with data."""
-        if not any(parameter.requires_grad for parameter in module.parameters()) or _is_capturing():
+        if not any(parameter.requires_grad for parameter in module.parameters()):
             return None
-        if self._only and unwrapped(module) is not self._only[0]:
-            return None
-        if (rows := rows_of_call(args, kwargs)) is None:
+        is_recorded = not self._only or unwrapped(module) is self._only[0]
+        if not is_recorded or (rows := rows_of_call(args, kwargs)) is None:
             return None
         self._file = self._file or self._open()
         shown = self._shown_of(module)
@@ -181,9 +182,8 @@ class RankRecorder:
             if shown["architecture"].get("dropout"):
                 call.tensors["!random"] = torch.get_rng_state()
             if self._curve is None:
-                ranks = shown.get("data_ranks", [self._rank])
                 # Replicas of DistributedDataParallel hold the same, so the first one writes it.
-                keeps_copy = shown.get("how") != "DistributedDataParallel" or ranks[0] == self._rank
+                keeps_copy = shown.get("how") != "DistributedDataParallel" or shown["data_ranks"][0] == self._rank
                 self._curve = StepCurve(
                     module, shown["module"], keeps_copy=keeps_copy, most_bytes=self._file.left_bytes
                 )
@@ -249,7 +249,7 @@ class RankRecorder:
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """A loss goes backward; its value is read in the checked steps only, as a device would have to wait for it."""
-        if self._curve is not None and loss.numel() == 1 and not _is_capturing():
+        if self._curve is not None and loss.numel() == 1:
             self._losses.append(float(loss.detach()))
 
     def clips(self, *args: Any, **kwargs: Any) -> None:
@@ -302,13 +302,12 @@ class RankRecorder:
         if whole:
             values["inputs"] = self._write_whole("inputs", whole)
         if self._curve is not None:
-            self._curve.take_gradients()
-            self._curve.take_optimizer(optimizer)
-            values["curve"] = {**self._curve.values, "types": sorted(self._curve.types)}
-            if self._curve.tensors and "unknown" not in self._curve.values:
+            self._curve.ends(optimizer)
+            values["curve"] = self._curve.values
+            if self._curve.tensors:
                 values["curve"] |= self._write_whole("curve", self._curve.tensors)
         self._file.write("step", values)
-        for name in {call.values["pass"] for call in calls} - self._passes - {None}:
+        for name in {call.values["pass"] for call in calls} - self._passes:
             # Of a rank that is killed, what it reads is known all the same.
             self._file.write("pass", {"pass": name, **self.loaders.passes[name]})
             self._passes.add(name)
@@ -376,27 +375,13 @@ def _rank_and_world() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def _is_capturing() -> bool:
-    # Copying to the host would break a CUDA graph that is being captured.
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def _is_in_backward() -> bool:
-    # Activation checkpointing calls inner modules again, from inside of backward.
-    return torch._C._current_graph_task_id() != -1
-
-
 _recorders: list[RankRecorder] = []
 
 
 def attach(environ: Mapping[str, str]) -> None:
     """Hangs a recorder on torch, with the settings that `threefold referee` has put into the environment."""
-    recorder = RankRecorder(
-        Path(environ["THREEFOLD_REFEREE"]),
-        num_whole=int(environ["THREEFOLD_REFEREE_STEPS"]),
-        most_bytes=int(environ["THREEFOLD_REFEREE_KEEP"]),
-    )
-    hang(recorder)
+    folder, steps, keep = (environ[f"THREEFOLD_REFEREE{setting}"] for setting in ("", "_STEPS", "_KEEP"))
+    hang(RankRecorder(Path(folder), num_whole=int(steps), most_bytes=int(keep)))
 
 
 def hang(recorder: RankRecorder) -> None:
@@ -422,17 +407,20 @@ def _watch_calls(recorder: RankRecorder) -> None:
 
     @wraps(call)
     def watched(self: Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        is_inner = getattr(local, "is_inner", False)
+        # In most steps nothing is noted of inner calls, which are many.
+        if torch.compiler.is_compiling() or (is_inner and recorder.types is None):
             return call(self, *args, **kwargs)
-        depth = getattr(local, "depth", 0)
         open_call = None
-        if not depth and self.training and torch.is_grad_enabled() and not _is_in_backward():
+        # Activation checkpointing calls inner modules again, from inside of backward.
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if not (is_inner or is_in_backward) and self.training and torch.is_grad_enabled():
             open_call = recorder.guard(recorder.called, self, args, kwargs)
-        local.depth = depth + 1
+        local.is_inner = True
         try:
             output = call(self, *args, **kwargs)
         finally:
-            local.depth = depth
+            local.is_inner = is_inner
         if recorder.types is not None and isinstance(output, Tensor) and output.is_floating_point():
             recorder.types.add(str(output.dtype).removeprefix("torch."))
         if open_call is not None:

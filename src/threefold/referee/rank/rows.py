@@ -50,8 +50,7 @@ def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRows |
     tensors = {name: tensor for name, tensor in tensors_in(arguments) if tensor.ndim}
     if not tensors or any(tensor.requires_grad for tensor in tensors.values()):
         return None
-    leading = [name for name in _LEADING if name in tensors]
-    num_rows = len(tensors[leading[0] if leading else next(iter(tensors))])
+    num_rows = len(next(tensors[name] for name in (*_LEADING, *tensors) if name in tensors))
     host = {name: tensor.detach().cpu() for name, tensor in tensors.items() if len(tensor) == num_rows}
     shared = {f"!shared.{name}": tensor.detach() for name, tensor in tensors.items() if name not in host}
     if isinstance(caches := kwargs.get("use_cache"), bool):
@@ -123,6 +122,6 @@ def token_weights(logits: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor] | N
     direction = share.scatter_add(-1, targets[..., None], torch.full_like(share[..., :1], -1.0))
     squared = (direction * direction).sum(-1)
     weights = (gradient * direction).sum(-1) / squared.clamp_min(torch.finfo(torch.float32).tiny)
-    if not bool((gradient - weights[..., None] * direction).norm() <= most * gradient.norm()):
+    if not (gradient - weights[..., None] * direction).norm() <= most * gradient.norm():
         return None
     return torch.where(weights != 0, targets, -100), weights

@@ -22,6 +22,7 @@ from .rows import Tensors
 from .sealed import Values, digest
 
 _SETTINGS = (
+    "lr",
     "betas",
     "eps",
     "weight_decay",
@@ -35,16 +36,14 @@ _SETTINGS = (
 # Of packages whose replacements leave to labels the meaning that they have in transformers.
 _KEEP_MEANING = ("transformers", "accelerate", "torch", "liger_kernel")
 _INNER = re.compile(r"_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
-_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _ZERO = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
 
 
 def unwrapped(module: Module) -> Module:
     """The model below the wrappers of data parallelism and of compilation."""
-    while (inner := next((each for name in _WRAPPERS if (each := module._modules.get(name)) is not None), None)) and (
-        len(module._modules) == 1 and not module._parameters
-    ):
-        module = inner
+    while len(module._modules) == 1 and module._modules.keys() <= _WRAPPERS and not module._parameters:
+        (module,) = module.children()
     return module
 
 
@@ -168,8 +167,8 @@ def architecture_of(module: Module) -> Values:
     # A class that `fully_shard` has made has the one of the model as its base.
     kinds = [base for base in kind.__mro__ if base.__module__.startswith("transformers.models.")]
     if not kinds or kind.__name__.removeprefix("FSDP") != kinds[0].__name__ or not hasattr(config, "to_json_string"):
-        shown["unknown"] = f"{kind.__name__} is not a model of transformers: --alone COMMAND trains it in one process"
-        return shown
+        why = f"{kind.__name__} is not a model of transformers: --alone COMMAND trains it in one process"
+        return shown | {"unknown": why}
     return shown | {
         "class": kinds[0].__name__,
         "config": json.loads(config.to_json_string(use_diff=False)),
@@ -220,18 +219,20 @@ class StepCurve:
             return
         self._take("weight", self._all)
 
-    def take_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer that is about to step: its class, and the settings and parameters of its groups."""
+    def ends(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step: its class is noted, and the settings and parameters of its groups."""
+        self.take_gradients()
         names = {id(parameter): name for name, parameter in self._all.items()}
         groups = []
         zero = zero_of(self._module)
         for group in optimizer.param_groups if zero is None else groups_of(zero):
-            settings = {name: group[name] for name in _SETTINGS if isinstance(group.get(name), int | float | tuple)}
-            settings |= {"lr": float(group["lr"])} if "lr" in group else {}
+            known = {**group, "lr": float(group["lr"])} if "lr" in group else group
+            settings = {name: known[name] for name in _SETTINGS if isinstance(known.get(name), int | float | tuple)}
             groups.append({"names": [names[id(p)] for p in group["params"] if id(p) in names], "settings": settings})
         kind = type(optimizer)
-        known = kind.__name__ if kind.__module__.startswith("torch.optim.") else f"{kind.__module__}.{kind.__name__}"
-        self.values["optimizer"] = {"class": known, "is_new": not any(optimizer.state.values()), "groups": groups}
+        name = kind.__name__ if kind.__module__.startswith("torch.optim.") else f"{kind.__module__}.{kind.__name__}"
+        self.values["optimizer"] = {"class": name, "is_new": not any(optimizer.state.values()), "groups": groups}
+        self.values["types"] = sorted(self.types)
 
     def take_gradients(self) -> None:
         """The gradients, once in a step: before they are clipped, or before the optimizer takes them."""
@@ -253,4 +254,4 @@ class StepCurve:
                 if self._keeps_copy:
                     self.tensors[f"{kind}.{name}"] = values
         except ValueError as error:
-            self.values["unknown"] = str(error)
+            self.values["unknown"], self.tensors = str(error), {}

@@ -106,6 +106,28 @@ def test_model_of_ones_own_is_taken_from_its_program(tmp_path: Path, kind: str) 
     assert "Sequential is not a model of transformers: --alone COMMAND trains it in one process" in again.stdout
 
 
+@pytest.mark.parametrize(
+    ("kind", "parts", "what"),
+    [
+        # The first matrices of adapters have a gradient of zero as long as the second ones are zero.
+        ("clean", [], "each of 4 parameters has the gradient of the mean over all targets (184 in step 1)"),
+        (
+            "apart",
+            ["copies of weights", "gradients"],
+            "different gradients of base_model.model.model.layers.1.self_attn",
+        ),
+        ("unfrozen", ["gradients", "updates"], "in no group of the optimizer: base_model.model.model.norm.weight\n"),
+    ],
+)
+def test_adapters_of_peft(tmp_path: Path, kind: str, parts: list[str], what: str) -> None:
+    program = [str(WATCHED / "lora_loop.py"), kind]
+    alone = " ".join([*TORCHRUN[:-1], "1", *program])
+    watched = run(tmp_path, *REFEREE, "--steps", "2", "--alone", alone, "--", *TORCHRUN, *program)
+    assert watched.returncode == bool(parts), watched.stdout + watched.stderr
+    assert refuted(watched.stdout) == parts
+    assert what in watched.stdout
+
+
 def test_command_that_does_not_train_the_model_alone(tmp_path: Path) -> None:
     alone = f"{sys.executable} -c 'import torch'"
     watched = run(tmp_path, *REFEREE, "--alone", alone, "--", *TORCHRUN, str(WATCHED / "own_model.py"), "clean")

@@ -106,8 +106,8 @@ class LawFit(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """The one of most parameters."""
-        return float(self.factors.median())
+        """The one of most parameters: of those whose gradient is not zero, as that of a new adapter is."""
+        return float(self.factors[self.factors.nonzero()].median())
 
 
 def fit_law(law: Law, samples: Samples) -> LawFit:

@@ -238,8 +238,7 @@ class RankRecorder:
         for name in ("torch", "transformers", "accelerate", "trl", "lightning", "deepspeed"):
             if name in sys.modules:
                 versions[name] = str(getattr(sys.modules[name], "__version__", "?"))
-        start = {"rank": self._rank, "start": self._start, "world_size": world_size, "versions": versions}
-        file.write("start", start)
+        file.write("start", {"rank": self._rank, "start": self._start, "world_size": world_size, "versions": versions})
         if (models := sys.modules.get("transformers.modeling_utils")) is not None:
             self.around(models.PreTrainedModel, "save_pretrained", after=self.exports)
         atexit.register(self.guard, self.end)

@@ -119,11 +119,14 @@ def test_killed_rank_restarts_and_the_run_ends_with_the_same_losses(folder: Path
             wait_for(lambda step=step: last_step(run) >= step, f"step {step}: {going.output()}")  # type: ignore[misc]
             before = rank_processes(run)
             os.kill(before[3], signal.SIGKILL)
-            wait_for(lambda old=before: rank_processes(run)[0] != old[0], "a restart")  # type: ignore[misc]
+            # Each of them: a rank that has not yet begun to log would be known by its process of before.
+            wait_for(lambda old=before: not rank_processes(run).items() & old.items(), "a restart")  # type: ignore[misc]
         assert going.wait(120) == 0, going.output()
         assert "restart 2 of 3: a rank had failed" in going.output()
+        assert len(re.findall(r"rank 3 \(process \d+\) was ended by SIGKILL", going.output())) == 2
+        # One of the others for each kill, or none where the launcher was faster.
         lost = r"rank [012] lost its connection to another rank: .*\n  expected: all ranks to run until the"
-        assert len(re.findall(lost, going.output())) == 2
+        assert len(re.findall(lost, going.output())) <= 2
         assert "Traceback" not in going.output()
     assert curve(run) == curve(whole)
     assert (run / "audit.jsonl").read_text().count('"segment": 3') > 0

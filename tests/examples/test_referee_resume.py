@@ -13,6 +13,7 @@ pytestmark = pytest.mark.examples
 FAULTS = [
     ("stale", ["resume"], "start 2 goes on from step 4 with the moments of step 2\n"),
     ("no_schedule", ["resume"], "with other learning rates: in step 6 they were 0.000166667 and 0.0005\n"),
+    ("local_names", ["resume"], "with 11 of 25 weights that are not as saved: model.layers.1."),
     ("rows", ["rows of an epoch", "resume"], "and reads other rows than start 1 did: 8 of 8 in step 5\n"),
 ]
 

@@ -1,7 +1,8 @@
 """A loop that saves, and goes on from its save when it is started again: `resume_loop.py KIND STEPS [SAVE_AT]`.
 
 clean: all that it takes is saved; fsdp2: by torch.distributed.checkpoint. Each other kind is a fault; next_epoch: a
-save at the end of an epoch goes on behind the epoch that should follow.
+save at the end of an epoch goes on behind the epoch that should follow; local_names: the second layer is loaded with
+the weights of the first.
 """
 
 import sys
@@ -43,6 +44,10 @@ if Path("saved").exists():
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     else:
         saved = torch.load("saved/state.pt")
+        if kind == "local_names":
+            # Each stage counts its layers from 0, and the names of a save are taken for those of the whole model.
+            first = {name: value for name, value in saved["model"].items() if "layers.0." in name}
+            saved["model"] |= {name.replace("layers.0.", "layers.1."): value for name, value in first.items()}
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["older" if kind == "stale" else "optimizer"])
     rest = torch.load("saved/rest.pt")

@@ -1,7 +1,7 @@
 """One program under each launcher: its mesh from TP_SIZE, DP_SIZE and CP_SIZE, its loss in TensorBoard.
 
 torchrun --nproc-per-node 4 examples/common/launches.py runs/launched
-TP_SIZE=2 torchrun --nproc-per-node 8 examples/common/launches.py runs/launched
+DP_SIZE=4 TP_SIZE=2 torchrun --nproc-per-node 8 examples/common/launches.py runs/launched
 accelerate launch --cpu --num_processes=2 examples/common/launches.py runs/launched
 
 The usual form of a tracker (`--plain`) is a SummaryWriter where LOCAL_RANK is 0, with the loss of that rank. On two

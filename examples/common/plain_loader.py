@@ -1,7 +1,8 @@
 """DDP with a plain DataLoader, in the forms in which it is written, and the rows that are read in an epoch.
 
-torchrun --nproc-per-node 2 examples/common/plain_loader.py
+torchrun --nproc-per-node 2 examples/common/plain_loader.py [FORM]
 
+With FORM, as it is printed, that one alone is run.
 DDP averages gradients; it divides no data. Without a sampler all ranks read the same rows, and with a seed of its own
 each still reads all of them, in another order. `threefold.distribute` around the same loader shares each batch among
 the ranks, so that a step holds the rows that it holds on one process. It keeps the loader's own sampler (weighted
@@ -10,6 +11,7 @@ classes), which a DistributedSampler in its place would replace.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -78,20 +80,20 @@ def main() -> None:
         "shuffled, each rank with its own seed": lambda: loader(seed=dist.get_rank()),
         "threefold.distribute(loader)": lambda: threefold.distribute(loader(seed=0)),
     }
-    for name, make in forms.items():
+    classes: dict[str, Callable[[], Any]] = {
+        "weighted classes": lambda: loader(sampler=weighted()),
+        "weighted classes, then DistributedSampler": lambda: loader(sampler=DistributedSampler(DATA)),
+        "threefold.distribute(weighted classes)": lambda: threefold.distribute(loader(sampler=weighted())),
+    }
+    chosen = sys.argv[1:] or [*forms, *classes]
+    for name, make in ((name, forms[name]) for name in forms if name in chosen):
         of_ranks = read_on_all_ranks(make())
         times = Counter(number for numbers in of_ranks for number in numbers)
         twice = sum(count > 1 for count in times.values())
         first = {number for numbers in of_ranks for number in numbers[: len(numbers) * BATCH // ROWS]}
         if dist.get_rank() == 0:
             print(f"{name}: {len(times)} of {ROWS} rows, {twice} of them twice; {len(first)} rows in the first step")
-
-    classes: dict[str, Callable[[], Any]] = {
-        "weighted classes": lambda: loader(sampler=weighted()),
-        "weighted classes, then DistributedSampler": lambda: loader(sampler=DistributedSampler(DATA)),
-        "threefold.distribute(weighted classes)": lambda: threefold.distribute(loader(sampler=weighted())),
-    }
-    for name, make in classes.items():
+    for name, make in ((name, classes[name]) for name in classes if name in chosen):
         of_ranks = read_on_all_ranks(make())
         read = [number for numbers in of_ranks for number in numbers]
         rare = int(RARE[read].sum())

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.examples
 
 CLEAN = [
     ("qwen_loop.py", "clean", "each of 25 parameters has the gradient of the mean over all targets (283 in step 1)"),
+    ("qwen_loop.py", "trial", "each of 64 rows was read once in each epoch, of 2"),
     ("qwen_loop.py", "bf16", "each of 25 parameters has the gradient of the mean over all targets"),
     ("qwen_meshes.py", "fsdp2_bf16", "each of 25 parameters has the gradient of the mean over all targets"),
     ("qwen_meshes.py", "tp", "each of 25 parameters has the gradient of the mean over all targets"),
@@ -40,6 +41,12 @@ FAULTS = [
     ("qwen_loop.py", "means", ["gradients"], "count 1.22 x those of row 1 of micro-batch 1 of rank 1 (5 targets)"),
     ("qwen_loop.py", "q_norm", ["gradients"], "model.layers.*.self_attn.q_norm.weight x2\n"),
     ("qwen_loop.py", "lost", ["copies of weights", "gradients"], "8 of 16 rows are not in the gradient"),
+    (
+        "qwen_loop.py",
+        "between",
+        ["gradients"],
+        "in step 1 8 of 16 rows are not in the gradient: row 1 of micro-batch 1",
+    ),
     (
         "qwen_loop.py",
         "no_zero_grad",

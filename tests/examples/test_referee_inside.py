@@ -85,6 +85,7 @@ def test_positions_of_another_rank_are_refuted(tmp_path: Path) -> None:
     [
         ("clean", 0, "parameters has the gradient of the mean over all targets (92 in step 1)"),
         ("twice", 1, "model.layers.*.self_attn.q_norm.weight x2\n"),
+        ("own_count", 1, "targets of a sequence do not count equally: each rank divides by those that it holds\n"),
         ("unnumbered", 3, "its attention is the program's own (gathered): what its mask means is not known"),
     ],
 )

@@ -42,7 +42,8 @@ def _rows() -> list[TrainedRows]:
                 targets = torch.full_like(ids, -100)
                 targets[:, :count] = ids[:, 1 : count + 1]
                 weights = (targets != -100).float()
-                rows.append(TrainedRows(rank, call, row, {"input_ids": ids}, targets, weights))
+                counted = weights * sum(counts)
+                rows.append(TrainedRows(rank, call, row, {"input_ids": ids}, targets, weights, counted=counted))
     return rows
 
 
@@ -127,7 +128,8 @@ def test_weights_of_the_programs_own_loss_are_said_and_not_refuted(model: Any) -
     """Classes that count more, rows that are drawn less often: each row has a weight that no law gives it."""
     wanted = [1.0, 3.0, 0.5, 2.0, 1.0, 1.5, 0.1, 4.0]
     rows = [
-        replace(row, weights=row.weights * by) for row, by in zip(ROWS, wanted, strict=True) if row.weights is not None
+        replace(row, weights=torch.as_tensor(row.weights) * by, counted=torch.as_tensor(row.counted) * by)
+        for row, by in zip(ROWS, wanted, strict=True)
     ]
     names = [name for name, _ in model.named_parameters()]
     made = OwnModel(model).gradients([(row, by / 9) for row, by in zip(ROWS, wanted, strict=True)], names, low=None)
@@ -138,6 +140,39 @@ def test_weights_of_the_programs_own_loss_are_said_and_not_refuted(model: Any) -
     gradients["lm_head.weight"] = gradients["lm_head.weight"] * 2
     part = judged(model, gradients, rows=rows)
     assert part.status is PartStatus.REFUTED and part.what.endswith("lm_head.weight x2")
+
+
+@pytest.mark.parametrize(
+    ("first_rank", "otherwise"),
+    [
+        (lambda row: 12, "the program's loss counts the targets of a row differently, as it may"),
+        (lambda row: 6, "the program's loss counts the targets of a row differently, as it may"),
+        # Of each row all targets are on one rank.
+        (lambda row: 24 * (row < 3), "as the program's own loss weighs them; each parameter follows it"),
+    ],
+)
+def test_ranks_that_share_rows_and_divide_by_their_own_targets_are_refuted(
+    model: Any, first_rank: Callable[[int], int], otherwise: str
+) -> None:
+    """As the gradients at the logits show it; weights that this does not explain are the program's own."""
+    places = torch.arange(24)[None]
+    on_first = [places < first_rank(number) for number in range(len(ROWS))]
+    targets = [torch.as_tensor(row.targets) != -100 for row in ROWS]
+    held = [sum(int((own & on).sum()) for own, on in zip(targets, on_first, strict=True)), NUM_TARGETS]
+    held[1] -= held[0]
+    rows = []
+    for row, own, on in zip(ROWS, targets, on_first, strict=True):
+        divisor = torch.where(on, held[0], held[1])
+        weights = own / (2 * divisor)
+        rows.append(replace(row, weights=weights, counted=weights * divisor))
+    names = [name for name, _ in model.named_parameters()]
+    losses = [(row, row.mean_weight or 0.0) for row in rows]
+    gradients = dict(zip(names, OwnModel(model).gradients(losses, names), strict=True))
+    part = judged(model, gradients, rows=rows)
+    assert part.status is PartStatus.REFUTED
+    assert part.what.endswith("each rank divides by those that it holds")
+    part = judged(model, gradients, rows=[replace(row, counted=row.weights) for row in rows])
+    assert part.status is PartStatus.NOT_JUDGED and part.what.endswith(otherwise)
 
 
 def test_gradient_of_the_step_before_is_found(model: Any) -> None:
@@ -402,10 +437,10 @@ def test_norm_of_a_part_is_refuted() -> None:
 # --- copies ------------------------------------------------------------------------------------------------------
 
 
-def holding(rank: int, value: str, **placement: Any) -> RankRecord:
+def holding(rank: int, value: str, *, module: int = 0, **placement: Any) -> RankRecord:
     part = {"w": {"shape": [4], "begin": [0], "size": [4], "digest": value}}
-    checked = [{"step": 1, "curve": {"weights": part, "gradients": {}}}]
-    return RankRecord(rank, 2, placement={"data_ranks": [0, 1], **placement}, checked=checked)
+    checked = [{"step": 1, "curve": {"module": module, "weights": part, "gradients": {}}}]
+    return RankRecord(rank, 2, placement={"module": 0, "data_ranks": [0, 1], **placement}, checked=checked)
 
 
 @pytest.mark.parametrize(
@@ -417,6 +452,8 @@ def holding(rank: int, value: str, **placement: Any) -> RankRecord:
         # Each of another group, as ranks that divide tensors by hand.
         ([{"how": "DistributedDataParallel", "data_ranks": [each]} for each in (0, 1)], PartStatus.NONE),
         ([{"unknown": "nothing shows it"}] * 2, PartStatus.NONE),
+        # A step of another model, which may be divided in another way.
+        ([{"how": "DistributedDataParallel", "module": 1}] * 2, PartStatus.NONE),
     ],
 )
 def test_only_what_is_known_to_be_a_copy_is_compared(placements: list[dict[str, Any]], status: PartStatus) -> None:

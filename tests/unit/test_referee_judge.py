@@ -51,16 +51,18 @@ def record(
     calls_a_step: int = 1,
     unread_batches: int = 0,
     sized: bool = True,
+    ends: dict[str, bool] | None = None,
     trial: int | None = None,
-    warm_up: int = 0,
+    trials: int = 0,
     **call: Any,
 ) -> CommandVerdict:
     """Writes what ranks would have recorded that read these orders, and judges it.
 
     Args:
         sized: whether the loader shows the size of its batches.
+        ends: what is written of the end of each pass.
         trial: the model of which a step is taken before; the one that is trained is model 0.
-        warm_up: in how many steps the model is called before the first batch, with what is no row of it.
+        trials: in how many steps gradients of a call are set to zero again, which is made before those of the step.
     """
     num_ranks = len(orders[0])
     samplers = samplers or (lambda rank, epoch: sampler(rank, epoch=epoch))
@@ -73,7 +75,7 @@ def record(
         if trial is not None:
             file.write("placement", {"module": 7, "model": trial, **ddp})
             tried = {"module": 7, "rows": ["trial"], "ignored": [], "labelled": False, "begin": 0, "pass": None}
-            file.write("step", {"step": 0, "optimizer": 9, "calls": [tried], "losses": []})
+            file.write("step", {"step": 0, "optimizer": 9, "calls": [tried]})
         for epoch, order in enumerate(orders):
             for start in range(0, len(order[rank]), batch):
                 step += 1
@@ -88,16 +90,16 @@ def record(
                     **call,
                 }
                 calls = [values] * calls_a_step
-                if step <= warm_up:
-                    calls = [{**values, "rows": ["zeros"], "pass": None}, *calls]
-                file.write("step", {"step": step, "optimizer": 0, "calls": calls, "losses": []})
+                if step <= trials:
+                    calls = [{**values, "rows": ["zeros"], "pass": None, "cleared": True}, *calls]
+                file.write("step", {"step": step, "optimizer": 0, "calls": calls})
         for epoch, order in enumerate(orders):
             batches = {"class": "BatchSampler", "package": "torch", "drop_last": False}
             if sized:
                 batches["batch_size"] = batch
             known = {"rows": NUM_ROWS, "samplers": [batches, samplers(rank, epoch)]}
             num_batches = -(-len(order[rank]) // batch) + unread_batches
-            file.write("pass", {"pass": (0, epoch), "batches": num_batches, "ended": True, **known})
+            file.write("pass", {"pass": (0, epoch), "batches": num_batches, **(ends or {"ended": True}), **known})
         file.write("end", {"steps": step, "calls_after": 0})
         file.close()
     (folder / "command.json").write_text(json.dumps({"command": ["train"], "exit_code": 0}))
@@ -118,6 +120,15 @@ def test_clean_run_is_proved(tmp_path: Path) -> None:
     assert text(verdict, "rows of an epoch") == (
         "proved      rows of an epoch: each of 40 rows was read once in each epoch, of 2"
     )
+
+
+def test_labels_of_trainings_in_turn_are_not_judged(tmp_path: Path) -> None:
+    """A probe of its labels may have none on purpose."""
+    verdict = record(tmp_path, dealt(epochs=3), trial=0, labelled=True, ignored=[0])
+    assert status(verdict, "labels") is PartStatus.REFUTED
+    (tmp_path / "turns").mkdir()
+    verdict = record(tmp_path / "turns", dealt(), trial=0, labelled=True, ignored=[0])
+    assert status(verdict, "labels") is PartStatus.NOT_JUDGED
 
 
 def test_all_ranks_read_the_same_rows(tmp_path: Path) -> None:
@@ -288,6 +299,17 @@ def test_batches_that_do_not_reach_the_model_are_not_judged(tmp_path: Path) -> N
     assert verdict.exit_code == 3
 
 
+def test_pass_that_has_all_batches_ended_though_no_more_were_asked_for(tmp_path: Path) -> None:
+    verdict = record(tmp_path, dealt(), ends={"ended": False, "whole": True})
+    assert verdict.exit_code == 0 and "40 rows was read once in each epoch, of 2" in text(verdict, "rows of an epoch")
+
+
+@pytest.mark.parametrize("ends", [{"ended": False}, {"ended": False, "whole": True}])
+def test_pass_whose_last_batch_was_not_trained_on_has_not_ended(tmp_path: Path, ends: dict[str, bool]) -> None:
+    verdict = record(tmp_path, dealt(), ends=ends, unread_batches=1)
+    assert "no epoch ended: 40 reads so far" in text(verdict, "rows of an epoch")
+
+
 def test_call_that_repeats_the_one_before_reads_nothing_more(tmp_path: Path) -> None:
     verdict = record(tmp_path, dealt(), calls_a_step=2)
     assert verdict.exit_code == 0, verdict.lines()
@@ -446,13 +468,14 @@ def test_trial_of_another_model_is_left_out(tmp_path: Path, model: int, is_left_
     assert (status(verdict, "rows of an epoch") is PartStatus.PROVED) is is_left_out, verdict.lines()
 
 
-def test_calls_before_the_first_batch_are_no_rows(tmp_path: Path) -> None:
-    verdict = record(tmp_path, dealt(), warm_up=1)
+def test_calls_whose_gradients_are_not_in_the_first_step_are_no_rows(tmp_path: Path) -> None:
+    verdict = record(tmp_path, dealt(), trials=1)
     assert verdict.exit_code == 0, verdict.lines()
 
 
-def test_rows_beside_those_of_a_loader_are_rows(tmp_path: Path) -> None:
-    verdict = record(tmp_path, dealt(), warm_up=2)
+def test_calls_whose_gradients_are_in_no_step_are_rows(tmp_path: Path) -> None:
+    """Of a program that sets gradients to zero in each step once more than it should: these rows are lost."""
+    verdict = record(tmp_path, dealt(), trials=2)
     assert text(verdict, "rows of an epoch") == (
         "not judged  rows of an epoch: the rows do not come from torch's DataLoader"
     )

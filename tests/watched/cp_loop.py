@@ -1,7 +1,7 @@
 """A sequence over two ranks, by hand: `cp_loop.py KIND`.
 
 clean: each rank holds a half of every row, and its queries see the keys of both; twice: gradients of q_norm are
-doubled; unnumbered: no positions reach the model.
+doubled; unnumbered: no positions reach the model; own_count: each rank divides by the targets that it holds.
 """
 
 import sys
@@ -67,6 +67,7 @@ for epoch in range(2):
         logits = model(input_ids=part, **given).logits.float()
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
         # DistributedDataParallel averages over the ranks.
-        (loss * world / (len(ids) * (ids.shape[1] - 1))).backward()
+        counted = (targets != -100).sum() * world if kind == "own_count" else len(ids) * (ids.shape[1] - 1)
+        (loss * world / counted).backward()
         optimizer.step()
 dist.destroy_process_group()

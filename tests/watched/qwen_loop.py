@@ -2,8 +2,8 @@
 
 clean: the mean over all targets of all ranks and micro-batches; bf16: in bfloat16; accelerated: by the model's own
 loss with `num_items_in_batch`; tied: one matrix for embeddings and head; packed: two documents in a row, told apart by
-their positions; uncached: and by the mask that transformers makes of them where no keys are cached. Each other kind is
-a fault.
+their positions; uncached: and by the mask that transformers makes of them where no keys are cached; trial: a batch of
+the loader is tried before the first step, and no pass asks for more batches than there are. Each other kind is a fault.
 """
 
 import contextlib
@@ -66,7 +66,11 @@ loader = DataLoader(rows, batch_size=4, sampler=sampler, collate_fn=pack if is_p
 MICRO_BATCHES = 2
 for epoch in range(2):
     sampler.set_epoch(epoch)
-    batches = list(loader)
+    passing = iter(loader)
+    batches = [next(passing) for _ in loader] if kind == "trial" else list(passing)
+    if kind == "trial" and epoch == 0:
+        model(**batches[3]).loss.backward()
+        model.zero_grad()
     for begin in range(0, len(batches), MICRO_BATCHES):
         step = batches[begin : begin + MICRO_BATCHES]
         total = torch.tensor(sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in step))
@@ -96,6 +100,8 @@ for epoch in range(2):
                     loss = nn.functional.cross_entropy(logits, targets, reduction="sum") / total
                     loss = loss * world
                 loss.backward()
+            if kind == "between" and not last:
+                optimizer.zero_grad()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if kind == "after_clip":
             own.model.norm.weight.grad.mul_(-1)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from threefold.errors import ConfigError
-from threefold.referee.rank.recorder import RankRecorder, hang
+from threefold.referee.rank.recorder import RankRecorder, hang, rank_and_world
 from threefold.referee.record import write_command
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ class Referee:
     ) -> None:
         self.verdict: CommandVerdict | None = None
         self._folder = Path(record)
-        self._is_together = dist.is_available() and dist.is_initialized()
-        self._rank = dist.get_rank() if self._is_together else 0
+        self._rank, _ = rank_and_world()
         what, name = f"the folder {record} has a record of the referee", f"{record}-2"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +68,7 @@ class Referee:
         self._recorder.guard(self._recorder.end)
         if kind is not None:
             return
-        if self._is_together:
+        if dist.is_available() and dist.is_initialized():
             dist.barrier()
         if not self._rank:
             from threefold.referee.judge.verdict import judge

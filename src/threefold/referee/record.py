@@ -38,12 +38,18 @@ class ReadCall(NamedTuple):
 
 @dataclass
 class LoaderPass:
-    """A pass of a DataLoader: the rows of its data set, if known, and its samplers, outermost first."""
+    """A pass of a DataLoader: the rows of its data set, if known, and its samplers, outermost first.
+
+    Attributes:
+        ended: whether the program was told that there are no more batches.
+        whole: whether it has all batches, by their number.
+    """
 
     rows: int | None
     batches: int
     ended: bool
     samplers: list[Values]
+    whole: bool = False
 
     def setting(self, *names: str) -> Any:
         """The first of these settings that a sampler has, from the outermost in."""
@@ -161,7 +167,9 @@ def _read_rank(path: Path) -> RankRecord | None:
             record.wrong += _wrong_file(path.parent, line.get(kind, {}))
     record.damaged = bool(record.wrong) or damage is not None
     for line in of_kind["pass"]:
-        record.passes[tuple(line["pass"])] = LoaderPass(line["rows"], line["batches"], line["ended"], line["samplers"])
+        record.passes[tuple(line["pass"])] = LoaderPass(
+            line["rows"], line["batches"], line["ended"], line["samplers"], line.get("whole", False)
+        )
     record.wrong += [
         f"rank {record.rank}: the referee recorded no further ({line['what']})" for line in of_kind["fault"]
     ]
@@ -205,7 +213,9 @@ def _take_training(record: RankRecord, steps: list[Values], placements: dict[int
         lengths = ", ".join(str(len(lines)) for lines in runs)
         record.mixed = f"rank {record.rank} trains {len(runs)} times, for {lengths} steps"
     record.begins = longest[0].get("begins")
-    longest[0]["warm_ups"] = _num_warm_ups(longest)
+    # Gradients that are set to zero again: of a trial before the first step, but not of each step.
+    if not any("cleared" in call for line in longest[1:] for call in line["calls"]):
+        longest[0]["first"] = sum("cleared" in call for call in longest[0]["calls"])
     for line in steps if record.mixed else longest:
         record.calls += _calls_of(line)
         record.rates[line["step"]] = line.get("rates", [])
@@ -215,13 +225,7 @@ def _take_training(record: RankRecord, steps: list[Values], placements: dict[int
 
 def trained_calls(line: Values) -> Iterator[tuple[int, Values]]:
     """The calls of a step that read rows, each with its place."""
-    yield from list(enumerate(line["calls"]))[line.get("warm_ups", 0) :]
-
-
-def _num_warm_ups(steps: list[Values]) -> int:
-    """The calls of the first step before its first batch of a DataLoader, if all later calls are of batches."""
-    first, *later = ([call["pass"] is not None for call in line["calls"]] for line in steps)
-    return first.index(True) if True in first and later and all(map(all, later)) else 0
+    yield from list(enumerate(line["calls"]))[line.get("first", 0) :]
 
 
 def _calls_of(line: Values) -> Iterator[ReadCall]:

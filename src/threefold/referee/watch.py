@@ -23,7 +23,6 @@ from threefold.referee.judge.parts import not_judged, read_alone, write_alone
 from threefold.referee.record import write_command
 
 _ATTACHED = Path(__file__).parent / "attached"
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 
 
 def watch(command: Sequence[str], folder: Path, *, num_whole: int, keep_bytes: int, to_stderr: bool) -> int:
@@ -92,10 +91,10 @@ def _signals_of(process: subprocess.Popen[bytes]) -> Iterator[None]:
     """Leaves signals to the command: Ctrl-C reaches it from the terminal, others are handed on."""
 
     def hand_on(number: int, frame: FrameType | None) -> None:
-        process.send_signal(number)
+        if number != signal.SIGINT:
+            process.send_signal(number)
 
-    before = {number: signal.signal(number, hand_on) for number in _FORWARDED}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda number, frame: None)
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

@@ -17,8 +17,8 @@ from threefold.referee.rank.rows import Tensors
 from threefold.referee.rank.sealed import Values
 from threefold.referee.record import RankRecord, trained_calls
 
-# Weights are read from gradients, which bfloat16 rounds.
-_EVEN = 0.05
+# Weights are read from gradients, which bfloat16 rounds: to 0.003 of one another.
+_EVEN = 0.01
 
 
 @dataclass
@@ -30,6 +30,7 @@ class TrainedRows:
         targets, weights: what each output is trained on, as the gradient at the logits shows it; None: not shown.
         has_own_loss: whether the program trains on the loss that the model computes from labels.
         random: the state of the random numbers before the call, for a model with dropout.
+        counted: the weights, each times the targets of its call on its own rank.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class TrainedRows:
     weights: Tensor | None
     has_own_loss: bool = False
     random: Tensor | None = None
+    counted: Tensor | None = None
 
     def without(self, name: str) -> TrainedRows:
         """The same rows without one of their inputs."""
@@ -58,12 +60,25 @@ class TrainedRows:
     @property
     def is_even(self) -> bool:
         """Whether the program's loss treats the targets of this unit equally."""
-        return bool(((self._shown / self._shown.mean() - 1).abs() < _EVEN).all())
+        return are_even(self._shown)
+
+    @property
+    def by_rank(self) -> Tensor:
+        """What the targets count: even, where each rank divides by the targets that it holds."""
+        return self._of_targets(self.counted)
 
     @property
     def _shown(self) -> Tensor:
+        return self._of_targets(self.weights)
+
+    def _of_targets(self, weights: Tensor | None) -> Tensor:
         """The weights of the targets; none if they do not show."""
-        return torch.ones(0) if self.weights is None or self.targets is None else self.weights[self.targets != -100]
+        return torch.ones(0) if weights is None or self.targets is None else weights[self.targets != -100]
+
+
+def are_even(weights: Tensor) -> bool:
+    """Whether weights are equal but for rounding."""
+    return bool(((weights / weights.mean() - 1).abs() < _EVEN).all())
 
 
 @dataclass
@@ -173,7 +188,9 @@ def _units(groups: RankGroups, record: RankRecord, place: int) -> Iterator[Train
         is_whole = random is not None or any(len(value) != 1 for value in of_all.values())
         for row in [None] if is_whole else range(len(call["rows"])):
             inputs = dict(mine) if row is None else {name: value[row : row + 1] for name, value in mine.items()}
-            shown = [inputs.pop(name, None) for name in ("!targets", "!weights")]
-            targets, weights = shown if call.get("targets") else (None, None)
-            has_own_loss = call.get("own_loss", False)
-            yield TrainedRows(record.rank, number, row, inputs | of_all, targets, weights, has_own_loss, random)
+            shown = [inputs.pop(name, None) for name in ("!targets", "!weights", "!counted")]
+            targets, weights, counted = shown if call.get("targets") else (None, None, None)
+            inputs |= of_all
+            yield TrainedRows(
+                record.rank, number, row, inputs, targets, weights, call.get("own_loss", False), random, counted
+            )

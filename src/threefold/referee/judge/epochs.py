@@ -20,7 +20,7 @@ from threefold.referee.record import LoaderPass, Records
 # Samplers that read every row of a data set once, those of one data rank together with those of the others.
 _READS_ALL_ROWS = {"DistributedSampler", "RandomSampler", "SequentialSampler", "SeedableRandomSampler"}
 _BATCHES = {"BatchSampler", "BatchSamplerShard"}
-_PACKAGES = {"torch", "accelerate"}
+_PACKAGES = {"torch", "accelerate", "threefold"}
 
 
 @dataclass
@@ -42,8 +42,11 @@ class Epoch:
 
     @property
     def ended(self) -> bool:
-        """Whether every data rank has read it to its end."""
-        return all(each.ended for each in self.passes)
+        """Whether every data rank has read it to its end, and trained on its last batch if it asked for no more."""
+        return all(
+            each.ended or (each.whole and len(rows) > _most_rows(each, each.batches - 1))
+            for each, rows in zip(self.passes, self.rows, strict=True)
+        )
 
     @property
     def replicas(self) -> int | None:
@@ -110,8 +113,7 @@ def epochs_of(ranks: Records) -> Epochs:
         epochs.append(Epoch(len(epochs) + 1, passes, rows))
     if any(None in epoch.settings("batch_size") for epoch in epochs):
         return _epochs_by_rows(ranks) or "the size of the DataLoader's batches is not known"
-    foreign = next(filter(None, map(_foreign_rows, epochs)), None)
-    return foreign or epochs or "no rank has trained on an epoch"
+    return next(filter(None, map(_foreign_rows, epochs)), None) or epochs or "no rank has trained on an epoch"
 
 
 def _epochs_by_rows(ranks: Records) -> list[Epoch]:
@@ -136,13 +138,17 @@ def _epochs_by_rows(ranks: Records) -> list[Epoch]:
 def _foreign_rows(epoch: Epoch) -> str | None:
     """Why the rows of the calls of the model are not those of the loader; None if they are, by their number."""
     for each, rows in zip(epoch.passes, epoch.rows, strict=True):
-        size = each.setting("batch_size")
-        if each.setting("split_batches"):
-            size //= each.setting("num_processes")
+        most, least = _most_rows(each, each.batches), _most_rows(each, each.batches - 1)
         # A pass that was broken off may have handed out batches that were not trained on.
-        if len(rows) > each.batches * size or (each.ended and len(rows) <= (each.batches - 1) * size):
-            return f"the model is called with {len(rows)} rows of {each.batches} batches of {size}"
+        if len(rows) > most or (each.ended and len(rows) <= least):
+            return f"the model is called with {len(rows)} rows of {each.batches} batches of {most - least}"
     return None
+
+
+def _most_rows(of: LoaderPass, num_batches: int) -> int:
+    """So many rows are in whole batches of a pass on one rank."""
+    size: int = of.setting("batch_size")
+    return num_batches * (size // of.setting("num_processes") if of.setting("split_batches") else size)
 
 
 @judges("rows of an epoch")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from threefold.referee.judge.checked_steps import CheckedStep, TrainedRows
+from threefold.referee.judge.checked_steps import CheckedStep, TrainedRows, are_even
 from threefold.referee.judge.laws import (
     OWN_LOSS,
     TARGETS,
@@ -286,7 +286,16 @@ def _check(found: StepFit) -> None:
             _AS_ALONE,
             "what these layers compute: a mask, positions, a part of the gradient, a sum over ranks of one part",
         )
-    if not all(unit.is_even for unit in found.step.units):
+    total = f"{TARGETS}, {sum(size.num_targets for size in found.sizes)} in {step}"
+    is_even = all(unit.is_even for unit in found.step.units)
+    by_rank = torch.cat([unit.by_rank for unit in found.step.units])
+    if (fit.law.name == OWN_LOSS or not is_even) and are_even(by_rank):
+        raise Refuted(
+            f"in {step} targets of a sequence do not count equally: each rank divides by those that it holds",
+            total,
+            "what the loss is divided by: the number of targets of all ranks that share a sequence",
+        )
+    if not is_even:
         raise Unjudgeable(f"in {step} the program's loss counts the targets of a row differently, as it may")
     counts = fit.law.weights
     first, last = int(counts.argmax()), int(counts.argmin())
@@ -300,7 +309,7 @@ def _check(found: StepFit) -> None:
         raise Refuted(
             f"in {step} targets do not count equally: those of {found.sizes[first]} count {ratio:.3g} x those of "
             f"{found.sizes[last]}; it is {fit.law.name}",
-            f"{TARGETS}, {sum(size.num_targets for size in found.sizes)} in {step}",
+            total,
             "what the loss is divided by: the number of targets of all ranks and micro-batches of the step",
         )
     known = _known_factors(found)

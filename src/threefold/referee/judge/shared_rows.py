@@ -147,8 +147,10 @@ def judge_copies(groups: RankGroups) -> JudgedPart:
 
 def _held(record: RankRecord, place: int, kind: str) -> Iterator[tuple[_Held, str]]:
     """The digest of each part that a rank holds, where it shows who holds the same."""
-    if (how := record.placement.get("how")) is None:  # plain tensors may be parts of anything
+    curve, how = record.checked[place]["curve"], record.placement.get("how")
+    # Plain tensors may be parts of anything, and another model may be divided in another way.
+    if how is None or curve["module"] != record.placement["module"]:
         return
     among = tuple(record.placement["data_ranks"]) if how == "DistributedDataParallel" else ()
-    for name, part in record.checked[place]["curve"].get(kind, {}).items():
+    for name, part in curve.get(kind, {}).items():
         yield (among, name, tuple(part["begin"]), tuple(part["size"])), part["digest"]

@@ -46,20 +46,16 @@ def whole_state(states: Sequence[Values]) -> WholeState:
     Raises:
         Unjudgeable: they do not make one.
     """
-    weights: dict[str, list[Any]] = defaultdict(list)
-    moments: dict[str, list[Any]] = defaultdict(list)
+    return WholeState(dict(_whole(states, "weights")), dict(_whole(states, "moments")))
+
+
+def _whole(states: Sequence[Values], kind: str) -> Iterator[tuple[str, Any]]:
+    held: dict[str, list[Any]] = defaultdict(list)
     for state in states:
         if "unknown" in state:
             raise Unjudgeable(state["unknown"])
-        for name, value in state["weights"].items():
-            weights[name].append(value)
-        for name, kept in state["moments"].items():
-            for key, value in kept.items():
-                moments[f"{name} {key}"].append(value)
-    return WholeState(dict(_whole(weights)), dict(_whole(moments)))
-
-
-def _whole(held: dict[str, list[Any]]) -> Iterator[tuple[str, Any]]:
+        for name, value in state[kind].items():
+            held[name].append(value)
     for name, values in held.items():
         first = values[0]
         if not isinstance(first, dict):

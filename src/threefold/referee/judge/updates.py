@@ -27,7 +27,7 @@ from threefold.referee.judge.parts import (
 
 NORM, UPDATES = "norm of gradients", "updates"
 
-_KNOWN = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam, "SGD": torch.optim.SGD}
+_KNOWN = ("AdamW", "Adam", "SGD")
 # What torch's clip_grad_norm_ adds to the norm.
 _CLIP_EPSILON = 1e-6
 _FACTOR = 0.01
@@ -79,7 +79,7 @@ def judge_updates(steps: list[CheckedStep]) -> JudgedPart:
         raise Unjudgeable(f"weights in {low[0]} round most of an update away")
     weights = {name: nn.Parameter(value.clone()) for name, value in steps[0].weights.items()}
     groups = [{"params": [weights[name] for name in each["names"]], **each["settings"]} for each in first["groups"]]
-    optimizer = _KNOWN[first["class"]](groups)
+    optimizer = getattr(torch.optim, first["class"])(groups)
     shapes = [[group["names"] for group in step.optimizer["groups"]] for step in steps]
     taken = {*chain(*shapes[0])}
     if left_out := [name for name in steps[0].trained if name not in taken]:

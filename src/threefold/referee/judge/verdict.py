@@ -199,6 +199,8 @@ def judge_labels(ranks: Records) -> JudgedPart:
     if not ignored:
         raise Unjudgeable("rows at the end of an epoch have no label: they fill it up, or have lost theirs")
     record, call = ignored[0]
+    if record.mixed:
+        raise Unjudgeable(record.mixed)
     count = sum(len(call.ignored) for _, call in ignored)
     raise Refuted(
         f"all labels are ignored (-100) in {count} of {num_rows} rows: "

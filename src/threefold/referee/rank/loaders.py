@@ -5,8 +5,10 @@ Only counted and read: no loader is asked for anything that the program does not
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,20 +17,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .sealed import Values
 
-_FACTS = (
-    "seed",
-    "initial_seed",
-    "epoch",
-    "shuffle",
-    "replacement",
-    "num_replicas",
-    "rank",
-    "num_processes",
-    "process_index",
-    "batch_size",
-    "split_batches",
-    "drop_last",
-    "num_samples",
+# What is read of a sampler.
+_FACTS = re.compile(
+    "(initial_)?seed|epoch|shuffle|replacement|num_replicas|rank|num_processes|process_index|batch_size|split_batches|"
+    "drop_last|num_samples"
 )
 
 # A sampler that holds itself has no end.
@@ -60,17 +52,18 @@ class Loaders:
         number = self._numbers.setdefault(id(loader.dataset), len(self._numbers))
         self._names[iterator] = name = number, self._num_passes[number]
         self._num_passes[number] += 1
-        try:
-            facts = facts_of(loader)
-        except Exception:  # a length or a property of the user's own
-            facts = {"rows": None, "samplers": []}
-        self.passes[name] = {"batches": 0, "ended": False, **facts}
+        self.passes[name] = {"batches": 0, "ended": False, "rows": None, "samplers": []}
+        with suppress(Exception):  # of a length or a property of the user's own
+            self.passes[name] |= facts_of(loader)
 
     def hands_out(self, batch: Any, iterator: Any) -> None:
         """A batch leaves a loader."""
         if (name := self._names.get(iterator)) is not None:
             self.last = name
-            self.passes[name]["batches"] += 1
+            values = self.passes[name]
+            values["batches"] += 1
+            with suppress(Exception):  # of a length of the user's own, or of none
+                values["whole"] = values["batches"] == len(iterator)
 
     def ends(self, iterator: Any) -> None:
         """A loader has no more batches."""
@@ -90,7 +83,8 @@ def facts_of(loader: Any) -> Values:
     sampler = _first_of(loader, "batch_sampler", "sampler")
     while sampler is not None and len(samplers) < _MOST_SAMPLERS:
         kind = type(sampler)
-        plain = {name: value for name in _FACTS if isinstance(value := getattr(sampler, name, None), int)}
+        names = filter(_FACTS.fullmatch, dir(sampler))
+        plain = {name: value for name in names if isinstance(value := getattr(sampler, name, None), int)}
         samplers.append({"class": kind.__name__, "package": kind.__module__.partition(".")[0], **plain})
         source = _first_of(sampler, "data_source", "dataset")
         sampler = _first_of(sampler, "batch_sampler", "sampler")

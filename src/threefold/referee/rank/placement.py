@@ -6,6 +6,7 @@ and from the placements of the parameters. What does not show is said in `unknow
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch.distributed as dist
@@ -14,9 +15,9 @@ from torch.nn import Module
 from .sealed import Values
 from .weights import zero_of
 
-_MODEL_AXES = {"tp", "ep", "tensor", "model"}
+_MODEL_AXIS = re.compile("(?i)(^|_)(tp|ep|tensor|model)(_|$)")
 # Ranks of such an axis hold parts of the same rows.
-_SEQUENCE_AXES = {"cp", "sp", "context", "sequence", "ulysses"}
+_SEQUENCE_AXIS = re.compile("(?i)(^|_)(cp|sp|context|sequence|ulysses)(_|$)")
 
 _sharding_meshes: list[Any] = []
 
@@ -37,17 +38,17 @@ def of(module: Module) -> Values:
         data_ranks: the ranks of which each reads rows of its own, this one included, and `how` that is known;
             or `unknown`, the reason why it is not.
     """
-    parameters = {name: _placement(parameter) for name, parameter in module.named_parameters()}
-    together, sharded_axes, all_axes = (
-        {value for placed in parameters.values() for value in placed.get(key, [])}
-        for key in ("ranks", "sharded", "axes")
-    )
-    splits = min((axis for axis in all_axes if _words(axis) & _SEQUENCE_AXES), default=None)
+    parameters: dict[str, Any] = dict(module.named_parameters())
+    placed = [parameter for parameter in parameters.values() if hasattr(parameter, "placements")]
+    together = {rank for each in placed for rank in each.device_mesh.mesh.flatten().tolist()}
+    axes = [pair for each in placed for pair in zip(_axes(each.device_mesh), each.placements, strict=True)]
+    all_axes, sharded_axes = {axis for axis, _ in axes}, {axis for axis, how in axes if how.is_shard()}
+    splits = min(filter(_SEQUENCE_AXIS.search, all_axes), default=None)
     known: Values = {"together": sorted(together), "parameters": list(parameters), "splits": splits}
     if not (dist.is_available() and dist.is_initialized()):
         return {**known, "unknown": "the launcher started several processes, and they have no process group"}
-    groups = dist.distributed_c10d._world.pg_group_ranks.values()
-    known["groups"] = [sorted(group, key=group.__getitem__) for group in groups]
+    groups = dist.distributed_c10d._world.pg_group_ranks
+    known["groups"] = [sorted(group, key=group.__getitem__) for group in groups.values()]
     try:
         known["how"], known["data_ranks"] = _data_ranks(module, sharded_axes, known["together"], len(all_axes))
     except ValueError as why:
@@ -79,7 +80,7 @@ def _data_ranks(module: Module, sharded_axes: set[str], together: list[int], num
         if not meshes and num_axes != 1:
             raise ValueError("fully_shard was called where the referee could not see its mesh")
         return "fully_shard", max(meshes or [together], key=len)
-    if sharded_axes and all(_words(axis) & _MODEL_AXES for axis in sharded_axes):
+    if sharded_axes and all(map(_MODEL_AXIS.search, sharded_axes)):
         axes = " and ".join(sorted(sharded_axes))
         return f"parameters are sharded over {axes} only", [dist.get_rank()]
     raise ValueError("the model has no wrapper and no placement that tells how ranks divide the data")
@@ -91,15 +92,5 @@ def _inner(module: Module, class_name: str) -> Any:
     return next(named, None)
 
 
-def _words(axis: str) -> set[str]:
-    return set(axis.lower().split("_"))
-
-
-def _placement(parameter: Any) -> Values:
-    """Of a DTensor, the axes of its mesh, those that shard it, and the ranks."""
-    if not hasattr(parameter, "placements"):
-        return {}
-    mesh = parameter.device_mesh
-    axes = list(mesh.mesh_dim_names or map(str, range(mesh.ndim)))
-    sharded = [axis for axis, placement in zip(axes, parameter.placements, strict=True) if placement.is_shard()]
-    return {"axes": axes, "sharded": sharded, "ranks": mesh.mesh.flatten().tolist()}
+def _axes(mesh: Any) -> list[str]:
+    return list(mesh.mesh_dim_names or map(str, range(mesh.ndim)))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import platform
 import sys
 import threading
 from collections import Counter
@@ -79,7 +78,9 @@ class OpenCall:
         """Targets and weights of the outputs. A second time, or of None, they do not show."""
         self.values["targets"] = known is not None and "targets" not in self.values
         if known is not None:
-            self.tensors["!targets"], self.tensors["!weights"] = (value.cpu() for value in known)
+            targets, weights = (value.cpu() for value in known)
+            counted = weights * (targets != -100).sum()
+            self.tensors |= {"!targets": targets, "!weights": weights, "!counted": counted}
 
 
 class RankRecorder:
@@ -93,24 +94,20 @@ class RankRecorder:
         self._only = only and (unwrapped(only[0]), only[1])
         self._folder, self._num_whole, self._most_bytes = folder, num_whole, most_bytes
         self._file: SealedFile | None = None
-        self._pid = 0
-        self._rank, self._num_steps = 0, 0
-        self._name, self._start = "", 0
+        self._name = ""
+        self._pid = self._rank = self._start = self._num_steps = 0
         self._trained: WeakKeyDictionary[Optimizer, Module] = WeakKeyDictionary()
         self._saved: set[tuple[int, int | None]] = set()
         self._passes: set[PassName | None] = {None}
-        self._has_loaded = False
         self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._shown: WeakKeyDictionary[Module, Values] = WeakKeyDictionary()
         self._models: WeakKeyDictionary[Module, int] = WeakKeyDictionary()
         self._numbers = count()
         self._calls: list[OpenCall] = []
-        self._losses: list[float] = []
         self._curve: StepCurve | None = None
         self._steps_of: Counter[int] = Counter()
         self.types: set[str] | None = None
-        self._is_off = False
-        self._is_joined = False
+        self._is_off = self._is_joined = self._has_loaded = False
         self.loaders = Loaders()
 
     def guard(self, action: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +221,7 @@ class RankRecorder:
         return self._shown[module]
 
     def _open(self) -> SealedFile:
-        self._rank, world_size = _rank_and_world()
+        self._rank, world_size = rank_and_world()
         file = None
         while file is None:
             # A rank that was started again, or a second program of the command: to be seen, not mixed.
@@ -234,8 +231,8 @@ class RankRecorder:
                 path = self._folder / f"{self._name}.jsonl"
                 file = SealedFile(path, most_bytes=self._most_bytes // world_size)
         self._pid = os.getpid()
-        versions = {"python": platform.python_version()}
-        for name in ("torch", "transformers", "accelerate", "trl", "lightning", "deepspeed"):
+        versions = {}
+        for name in ("torch", "transformers", "accelerate", "trl", "deepspeed"):
             if name in sys.modules:
                 versions[name] = str(getattr(sys.modules[name], "__version__", "?"))
         file.write("start", {"rank": self._rank, "start": self._start, "world_size": world_size, "versions": versions})
@@ -246,10 +243,11 @@ class RankRecorder:
         util.Finalize(None, self.guard, args=(self.end,), exitpriority=0)
         return file
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """A loss goes backward; its value is read in the checked steps only, as a device would have to wait for it."""
-        if self._curve is not None and loss.numel() == 1:
-            self._losses.append(float(loss.detach()))
+    def clears(self, *args: Any, **kwargs: Any) -> None:
+        """Gradients are set to zero: those of calls before are not in the step."""
+        for call in self._calls:
+            if call.is_trained:
+                call.values["cleared"] = True
 
     def clips(self, *args: Any, **kwargs: Any) -> None:
         """Gradients are about to be clipped."""
@@ -291,7 +289,6 @@ class RankRecorder:
             "step": self._num_steps,
             "optimizer": self._optimizers.setdefault(optimizer, next(self._numbers)),
             "calls": [call.values for call in calls],
-            "losses": self._losses,
             "rates": [group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float)],
         }
         self._trained[optimizer] = calls[0].module
@@ -310,7 +307,7 @@ class RankRecorder:
             # Of a rank that is killed, what it reads is known all the same.
             self._file.write("pass", {"pass": name, **self.loaders.passes[name]})
             self._passes.add(name)
-        self._calls, self._losses, self._curve = [], [], None
+        self._calls, self._curve = [], None
         if self._file.left_bytes < 0:
             raise OSError("the record is as large as --keep allows")
 
@@ -367,7 +364,8 @@ class RankRecorder:
         self._file, self._is_off = None, True
 
 
-def _rank_and_world() -> tuple[int, int]:
+def rank_and_world() -> tuple[int, int]:
+    """The rank of this process and the number of ranks, of the process group or as the launcher says."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -388,12 +386,13 @@ def hang(recorder: RankRecorder) -> None:
     _recorders.append(recorder)
     clip = torch.nn.utils.clip_grad
     _watch_calls(recorder)
-    recorder.around(Tensor, "backward", before=recorder.backward)
     # What clip_grad_norm_ ends with, and what programs call that find the norm themselves (torch 2.6 and newer).
     recorder.around(clip, "_clip_grads_with_norm_", before=recorder.clips, after=recorder.clipped)
     recorder.around(clip, "clip_grad_value_", before=recorder.clips, after=recorder.clipped_values)
     torch.nn.utils.clip_grads_with_norm_ = clip._clip_grads_with_norm_
     torch.nn.utils.clip_grad_value_ = clip.clip_grad_value_
+    for owner in (Module, Optimizer):
+        recorder.around(owner, "zero_grad", before=recorder.clears)
     recorder.around(Optimizer, "state_dict", before=recorder.saves)
     recorder.around(Optimizer, "load_state_dict", before=recorder.loads)
     register_optimizer_step_pre_hook(partial(recorder.guard, recorder.steps))

@@ -23,49 +23,44 @@ _MOST_VALUES = 1 << 20
 
 def sum_of(part: torch.Tensor, begin: Sequence[int], shape: Sequence[int]) -> int:
     """The sum of the part of a tensor of `shape` that begins at the place `begin`."""
-    if not part.numel():
-        return 0
-    bits = part.contiguous().view(_BITS[part.element_size()])
-    if not part.ndim:
-        bits, begin, shape = bits[None], [0], [1]
-    width = max(1, _MOST_VALUES // max(1, bits[0].numel()))
-    total = 0
-    for first in range(0, len(bits), width):
-        some = bits[first : first + width].long()
-        places = torch.zeros((), dtype=torch.int64, device=some.device)
-        for axis, length in enumerate(some.shape):
-            start = begin[axis] + (first if axis == 0 else 0)
-            places = places[..., None] * shape[axis] + torch.arange(start, start + length, device=some.device)
-        # Numbers that are linear in the place would let changes of several values cancel.
-        places = (places + 1) * _ODD[0]
-        places = (places ^ (places >> 29)) * _ODD[1]
-        total += int((some * (places ^ (places >> 32))).sum())
-    return total % (1 << 64)
+    if part.ndim and len(part) > 1 and part.numel() > _MOST_VALUES:
+        half = len(part) // 2
+        parts = (part[:half], begin), (part[half:], [begin[0] + half, *begin[1:]])
+        return sum(sum_of(each, place, shape) for each, place in parts) % (1 << 64)
+    bits = part.contiguous().view(_BITS[part.element_size()]).long()
+    places = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start, length, size in zip(begin, bits.shape, shape, strict=True):
+        places = places[..., None] * size + torch.arange(start, start + length, device=bits.device)
+    # Numbers that are linear in the place would let changes of several values cancel.
+    places = (places + 1) * _ODD[0]
+    places = (places ^ (places >> 29)) * _ODD[1]
+    return int((bits * (places ^ (places >> 32))).sum()) % (1 << 64)
 
 
 def state_of(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Values:
     """The parts that this rank holds of the weights, and of what the optimizer keeps of each; or `unknown`, why not."""
-    parameters = named_parameters(module)
     kept_of = {} if optimizer is None else optimizer.state
     try:
         in_a_row = parts_in_a_row(module)
-        weights, moments = {}, {}
-        for name, parameter in parameters.items():
+        state: Values = {"weights": {}, "moments": {}}
+        for name, parameter in named_parameters(module).items():
             if hasattr(parameter, "ds_tensor") or (optimizer is not None and hasattr(parameter, "_hp_mapping")):
                 raise ValueError("DeepSpeed's ZeRO keeps weights and moments in a way of its own")
             place = in_a_row.get(id(parameter))
-            weights[name] = _described(parameter, place)
+            state["weights"][name] = _described(parameter, place)
             if parameter in kept_of:
-                moments[name] = {key: _described(value, place) for key, value in kept_of[parameter].items()}
+                state["moments"] |= {
+                    f"{name} {key}": _described(value, place) for key, value in kept_of[parameter].items()
+                }
     except ValueError as error:
         return {"unknown": str(error)}
-    return {"weights": weights, "moments": moments}
+    return state
 
 
 def _described(value: Any, in_a_row: tuple[list[int], int] | None) -> Any:
     """The place and the sum of a tensor; a number as it is."""
     if not isinstance(value, torch.Tensor):
-        return value if isinstance(value, int | float | None) else str(type(value).__name__)
+        return value if isinstance(value, int | float | None) else type(value).__name__
     part = part_of(value, in_a_row)
     whole = part.shape if len(part.begin) == len(part.shape) else [math.prod(part.shape)]
     kind = str(value.dtype).removeprefix("torch.")

@@ -21,18 +21,8 @@ from torch.nn import Module
 from .rows import Tensors
 from .sealed import Values, digest
 
-_SETTINGS = (
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "momentum",
-    "dampening",
-    "nesterov",
-    "amsgrad",
-    "maximize",
-    "decoupled_weight_decay",
-)
+# Of an optimizer's settings, those that say where and not what it computes.
+_NOT_COMPUTED = {"foreach", "fused", "capturable", "differentiable"}
 # Of packages whose replacements leave to labels the meaning that they have in transformers.
 _KEEP_MEANING = ("transformers", "accelerate", "torch", "liger_kernel")
 _INNER = re.compile(r"_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
@@ -227,7 +217,8 @@ class StepCurve:
         zero = zero_of(self._module)
         for group in optimizer.param_groups if zero is None else groups_of(zero):
             known = {**group, "lr": float(group["lr"])} if "lr" in group else group
-            settings = {name: known[name] for name in _SETTINGS if isinstance(known.get(name), int | float | tuple)}
+            plain = {name for name, value in known.items() if name == "betas" or isinstance(value, int | float)}
+            settings = {name: known[name] for name in plain - _NOT_COMPUTED}
             groups.append({"names": [names[id(p)] for p in group["params"] if id(p) in names], "settings": settings})
         kind = type(optimizer)
         name = kind.__name__ if kind.__module__.startswith("torch.optim.") else f"{kind.__module__}.{kind.__name__}"

@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("lightning_fabric", reason="pip install lightning-fabric   (make test-examples does)")
 
 from examples.test_loops import run, run_cold
+from examples.test_referee_programs import REFEREE, TORCHRUN
+from examples.test_referee_programs import run as judge
 
 pytestmark = pytest.mark.examples
 
@@ -22,6 +24,15 @@ def test_fabric_loop_resumes_on_other_ranks(tmp_path: Path) -> None:
     alone = run(tmp_path, "fabric_loop.py", "--rows", "8", "--state", "runs/alone")
     losses = [float(re.findall(r"evaluation loss ([0-9.]+)", text)[-1]) for text in (resumed, alone)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_the_referee_sees_the_model_below_fabrics_wrapper(tmp_path: Path) -> None:
+    program = str(Path(__file__).parents[2] / "examples" / "fabric_loop.py")
+    watched = judge(tmp_path, *REFEREE, "--", *TORCHRUN, program, "--stop_after", "4")
+    assert "each of 21 parameters has the gradient of the mean over all targets (240 in step 1)" in watched.stdout
+    assert (
+        "of 2 data ranks in one of 4 steps (32 reads; DistributedDataParallel shows the data ranks)" in watched.stdout
+    )
 
 
 def test_fabrics_wrapper_would_read_the_first_epoch_again() -> None:

@@ -26,14 +26,22 @@ _NOT_COMPUTED = {"foreach", "fused", "capturable", "differentiable"}
 # Of packages whose replacements leave to labels the meaning that they have in transformers.
 _KEEP_MEANING = ("transformers", "accelerate", "torch", "liger_kernel")
 _INNER = re.compile(r"_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# Fabric has the model beside what wraps it.
+_WRAPPERS = {
+    "module",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "_forward_module",
+    "_original_module",
+}
 _ZERO = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3")
 
 
 def unwrapped(module: Module) -> Module:
     """The model below the wrappers of data parallelism and of compilation."""
-    while len(module._modules) == 1 and module._modules.keys() <= _WRAPPERS and not module._parameters:
-        (module,) = module.children()
+    while module._modules and module._modules.keys() <= _WRAPPERS and not module._parameters:
+        module = next(module.children())
     return module
 
 

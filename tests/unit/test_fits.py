@@ -12,10 +12,13 @@ from threefold.errors import ConfigError
 from threefold.mesh.topology import Topology, resolve
 from threefold.model import load
 from threefold.plan.accelerators import ACCELERATORS
+from threefold.plan.advise import THERE, Question
 from threefold.plan.decoder import decoder_of
+from threefold.plan.fabric import fabric_of
+from threefold.plan.fit import largest_micro_batch
 from threefold.plan.peak import host_bytes, peak
 from threefold.plan.setup import Setup, setup_of
-from threefold.run.fits import Fitted, fitted_into, refuse_too_much_of_host
+from threefold.run.fits import Fitted, _what_fits, fitted_into, refuse_too_much_of_host
 from threefold.run.request import Asked
 
 _8B = {
@@ -67,7 +70,7 @@ def test_all_rows_at_once_where_they_fit() -> None:
     ("free", "sections", "said"),
     [
         (_FREE, {"train": {"micro_batch": 8}}, "--train.micro_batch"),
-        ((30 * 2**30), {"train": {"micro_batch": 1}}, "--train.activation_checkpointing"),
+        ((30 * 2**30), {"train": {"micro_batch": 1}}, "--mesh.tp 4"),
         (_FREE, {"train": {"micro_batch": 1}, "mesh": {"dp_shard": 1}}, "--mesh.dp_shard 8"),
     ],
 )
@@ -149,3 +152,48 @@ def test_doctor_says_what_a_rank_would_hold() -> None:
     assert found.level == "ok"
     assert _memory(validate({}), Topology(2), gpus, 2) == []
     assert _memory(validate({"model": {"config": {"model_type": "mamba"}}}), Topology(), [], 1) == []
+
+
+_TALL = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
+MODELS: dict[str, dict[str, Any]] = {
+    "0.1B": {**_8B, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    | {"num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True},
+    "3B": {**_8B, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24},
+    "8B": _8B,
+    "32B": {**_8B, **_TALL, "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600}
+    | {"num_hidden_layers": 64, "vocab_size": 151936},
+    "70B": {**_8B, **_TALL, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
+    "8x7B": {**_8B, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000},
+    "30B-A3B": {**_8B, "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "head_dim": 128}
+    | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+}
+
+
+@pytest.mark.parametrize("gpus", [1, 8, 64])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_default_or_what_is_told_in_its_place_is_as_fast_as_the_best_mesh(name: str, gpus: int) -> None:
+    """By the estimate, within 5 %; of 64, a launcher's, nothing is sharded by default."""
+    fabric, free = fabric_of(_H100, in_host=min(8, gpus), link=None, network=None), int(THERE * _H100.memory_bytes)
+    launched, devices = (gpus, None) if gpus > 8 else (None, gpus)
+    values: dict[str, dict[str, Any]] = {
+        "model": {"config": MODELS[name], "dtype": "bfloat16"},
+        "data": {"seq_len": 4096},
+        "train": {"global_batch": 8 * gpus},
+    }
+    decoder = decoder_of(MODELS[name])
+    for _ in range(2):
+        config = validate(values)
+        topology, _why = resolve(config.mesh, launched_world_size=launched, num_devices=devices)
+        setup = setup_of(config, decoder, topology, _H100)
+        if config.train.micro_batch == "auto":
+            setup = largest_micro_batch(decoder, setup, free)
+        if peak(decoder, setup).total <= free:
+            break
+        told = _what_fits(config, decoder, setup, free)
+        for key, value in re.findall(r"--(\S+) (\S+)", told):
+            section, _, last = key.partition(".")
+            values.setdefault(section, {})[last] = int(value) if value.isdigit() else value == "true" or value
+    question = Question(decoder, config, frozenset(), gpus, fabric, _H100)
+    assert question.plan(setup).fits
+    best = Question(decoder, validate({**values, "mesh": {}}), frozenset(), gpus, fabric, _H100).plans()[0]
+    assert question.plan(setup).duration.total <= 1.05 * best.duration.total

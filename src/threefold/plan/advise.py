@@ -27,6 +27,8 @@ THERE = 0.97
 # Times that differ by less are put in the order of memory. What is told apart is another thing: see `Margin`.
 _ALIKE = 0.01
 _MOST_ROWS = 64
+# And of which the shorter is not worth another key.
+_AS_FAST = 1.03
 
 
 @dataclass(frozen=True)
@@ -247,10 +249,15 @@ def pareto(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def what_fits(plan: Plan, plans: Sequence[Plan]) -> str | None:
-    """The keys that make a set-up fit which does not, to paste; the fewest, and of those the fastest. None: none do."""
+    """The keys that make a set-up fit which does not, to paste; None: none do.
+
+    They are the fewest of those that take about as long as the fastest.
+    """
     fitting = [other for other in plans if other.fits]
     if not fitting:
         return None
+    least = min(other.duration.total for other in fitting)
+    fitting = [other for other in fitting if other.duration.total <= _AS_FAST * least]
     changes = {id(other): changed_keys(plan.setup, other.setup) for other in fitting}
     nearest = min(fitting, key=lambda other: (len(changes[id(other)]), other.duration.total))
     return as_options(changes[id(nearest)])

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from threefold.config.schema import Config
 from threefold.errors import ConfigError
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh
 from threefold.plan.accelerators import of_memory
 from threefold.plan.decoder import Decoder
-from threefold.plan.fit import estimate_of, largest_micro_batch, what_fits
+from threefold.plan.fit import MORE_RANKS, estimate_of, largest_micro_batch, what_fits
 from threefold.plan.peak import Moment, host_bytes, peak
 from threefold.plan.setup import Setup
 from threefold.run.request import Asked
@@ -80,7 +81,7 @@ def fitted_into(asked: Asked, decoder: Decoder, setup: Setup, free: int) -> Fitt
         setup = largest_micro_batch(decoder, setup, free)
     moment = peak(decoder, setup)
     if config.train.memory_check and _certain(setup) * moment.total > free:
-        raise _too_large(decoder, setup, moment, free)
+        raise _too_large(moment, _what_fits(config, decoder, setup, free), free)
     said = []
     if automatic and setup.num_batches > 1:
         train = config.train.model_copy(update={"micro_batch": setup.micro_batch})
@@ -122,13 +123,27 @@ def _certain(setup: Setup) -> float:
     return _CERTAIN["cpu" if setup.device is None else "cuda"]
 
 
-def _too_large(decoder: Decoder, setup: Setup, moment: Moment, free: int) -> ConfigError:
+def _what_fits(config: Config, decoder: Decoder, setup: Setup, free: int) -> str:
+    """Options to paste, of any mesh of these ranks on CUDA; or that more are needed."""
+    if setup.device is None:
+        return what_fits(decoder, setup, free)
+    from threefold.plan import advise, fabric
+
+    gpus, axes = setup.topology.world_size, dict.fromkeys(("dp", "dp_shard", "cp", "tp"))
+    config = config.model_copy(update={"mesh": config.mesh.model_copy(update=axes)})
+    hosts = fabric.fabric_of(setup.device, in_host=min(8, gpus), link=None, network=None)
+    question = advise.Question(decoder, config, frozenset(), gpus, hosts, setup.device)
+    plans = [plan for plan in question.plans() if plan.memory_bytes <= free]
+    return advise.what_fits(question.plan(setup), plans) or MORE_RANKS
+
+
+def _too_large(moment: Moment, smaller: str, free: int) -> ConfigError:
     line, size = max(moment.lines.items(), key=lambda item: item[1])
     return ConfigError(
         f"a rank would hold about {_gib(moment.total)}, of which {_gib(free)} are free: {_gib(size)} of {line} in the "
         f"{moment.name}",
         expected="a step that fits, as estimated before anything is loaded (docs/plan.md)",
-        fix=f"{what_fits(decoder, setup, free)}   (or, to start it all the same: --train.memory_check false)",
+        fix=f"{smaller}   (or, to start it all the same: --train.memory_check false)",
     )
 
 

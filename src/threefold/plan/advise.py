@@ -251,16 +251,12 @@ def pareto(plans: Sequence[Plan]) -> list[Plan]:
 def what_fits(plan: Plan, plans: Sequence[Plan]) -> str | None:
     """The keys that make a set-up fit which does not, to paste; None: none do.
 
-    They are the fewest of those that take about as long as the fastest.
+    They are the fewest of those that take about as long as the fastest, the first of the plans that fit.
     """
-    fitting = [other for other in plans if other.fits]
-    if not fitting:
-        return None
-    least = min(other.duration.total for other in fitting)
-    fitting = [other for other in fitting if other.duration.total <= _AS_FAST * least]
-    changes = {id(other): changed_keys(plan.setup, other.setup) for other in fitting}
-    nearest = min(fitting, key=lambda other: (len(changes[id(other)]), other.duration.total))
-    return as_options(changes[id(nearest)])
+    least = next((other.duration.total for other in plans if other.fits), 0.0)
+    fast = (other for other in plans if other.fits and other.duration.total <= _AS_FAST * least)
+    changes = [changed_keys(plan.setup, other.setup) for other in fast]
+    return as_options(min(changes, key=len)) if changes else None
 
 
 def what_pays(question: Question, plans: Sequence[Plan]) -> list[str]:

@@ -55,7 +55,7 @@ class Fabric:
         return share * size / (_REACHED * rate) + times * latency
 
 
-def fabric_of(device: Accelerator, *, in_host: int, link: str | None, network: str | None) -> Fabric:
+def fabric_of(device: Accelerator, *, in_host: int, link: str | None = None, network: str | None = None) -> Fabric:
     """From presets, or from the bandwidths that `threefold doctor` has measured; None: the device's own link, and NDR
     InfiniBand.
 

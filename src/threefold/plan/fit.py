@@ -51,11 +51,11 @@ def keys_of(setup: Setup) -> dict[str, Any]:
 
 def changed_keys(setup: Setup, other: Setup) -> dict[str, Any]:
     """The keys, with their values, that make the other set-up of this one."""
-    before, after = keys_of(setup), keys_of(other)
-    changed = {key for key, value in after.items() if value != before[key]}
+    before = keys_of(setup)
+    changed = {key: value for key, value in keys_of(other).items() if value != before[key]}
     if "mesh.dp_shard" in changed and other.topology.dp_replicate > 1:
-        changed.add("mesh.dp")  # without it there is one replica
-    return {key: value for key, value in after.items() if key in changed}
+        return {"mesh.dp": other.topology.dp} | changed  # without it there is one replica
+    return changed
 
 
 def as_options(keys: Mapping[str, Any]) -> str:

@@ -125,14 +125,14 @@ def _certain(setup: Setup) -> float:
 
 def _what_fits(config: Config, decoder: Decoder, setup: Setup, free: int) -> str:
     """Options to paste, of any mesh of these ranks on CUDA; or that more are needed."""
-    if setup.device is None:
+    gpus, device = setup.topology.world_size, setup.device
+    if device is None:
         return what_fits(decoder, setup, free)
     from threefold.plan import advise, fabric
 
-    gpus, axes = setup.topology.world_size, dict.fromkeys(("dp", "dp_shard", "cp", "tp"))
-    config = config.model_copy(update={"mesh": config.mesh.model_copy(update=axes)})
-    hosts = fabric.fabric_of(setup.device, in_host=min(8, gpus), link=None, network=None)
-    question = advise.Question(decoder, config, frozenset(), gpus, hosts, setup.device)
+    mesh = config.mesh.model_copy(update=dict.fromkeys(("dp", "dp_shard", "cp", "tp")))
+    hosts = fabric.fabric_of(device, in_host=min(8, gpus))
+    question = advise.Question(decoder, config.model_copy(update={"mesh": mesh}), frozenset(), gpus, hosts, device)
     plans = [plan for plan in question.plans() if plan.memory_bytes <= free]
     return advise.what_fits(question.plan(setup), plans) or MORE_RANKS
 

@@ -1,6 +1,6 @@
 """Counts what a bfloat16 step of one GPU launches and moves, by FSDP2 on a mesh of one and by a working copy.
 
-    python benchmarks/counts.py [--width 512] [--moments float32 bfloat16] [--micro-batches 1 4]
+    python benchmarks/counts.py [--width 512] [--moments float32 bfloat16 "8 bits"] [--micro-batches 1 4]
 
 A Llama takes real steps on this CPU, whose every operation is counted as it is dispatched. Kernels a layer are the
 difference between 6 layers and 2. Bytes a parameter are those that operations other than products read and write: of
@@ -14,17 +14,18 @@ that Inductor writes, here for this CPU, and its calls of libraries, for product
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor import compile_fx, metrics
 from torch._inductor import config as inductor
-from torch._inductor import metrics
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -76,11 +77,44 @@ class Counted(TorchDispatchMode):
         """In the place of the kernel."""
         self.kernels += 1
         for each in of_each:
-            copied = 0 if each.copy is None else each.copy.nbytes
-            changed = each.weight.nbytes + each.mean.nbytes + each.square.nbytes
-            self.moved_bytes += each.gradient.nbytes + 2 * changed + copied
+            weight, gradient, *moments = each.stored[:4]
+            scales = each.stored[5:7]
+            changed = _nbytes([weight, *moments, *scales])
+            self.moved_bytes += _nbytes([gradient, each.copy]) + 2 * changed
         with torch.utils._python_dispatch._disable_current_modes():
             update_by_operations(of_each, factors, group)
+
+    def compiled(self, function: Any, **settings: Any) -> Any:
+        """In the place of torch.compile: what Inductor writes of a function, and what that reads and writes."""
+
+        def call(*args: Any) -> Any:
+            shape = args[0].shape
+            with torch.utils._python_dispatch._disable_current_modes():
+                if shape not in _COMPILED:
+                    torch._dynamo.reset()
+                    metrics.reset()
+                    # It counts bytes for a log alone.
+                    log = mock.patch.object(compile_fx, "inductor_metrics_log", logging.Logger("bytes", logging.INFO))
+                    with log, inductor.patch(force_disable_caches=True):
+                        found = _compile(function, **settings)(*args)
+                    _COMPILED[shape] = metrics.generated_kernel_count, metrics.num_bytes_accessed
+                else:
+                    found = function(*args)
+            kernels, moved_bytes = _COMPILED[shape]
+            self.kernels += kernels
+            self.moved_bytes += moved_bytes
+            return found
+
+        return call
+
+
+_compile = torch.compile
+# Of torchao's update of a parameter, by its shape.
+_COMPILED: dict[torch.Size, tuple[int, int]] = {}
+
+
+def _nbytes(tensors: list[Tensor | None]) -> int:
+    return sum(each.nbytes for each in tensors if each is not None)
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -109,7 +143,8 @@ def _step(
     """(kernels, bytes, parameters) of one step."""
     sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers, "vocab_size": 64}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64}
-    optimizer = {"lr": 1e-3, "moments": moments, "betas": [0.9, 0.95]}
+    kind = {"name": "adamw_8bit"} if moments == "8 bits" else {"moments": moments}
+    optimizer = {"lr": 1e-3, "betas": [0.9, 0.95], **kind}
     model = {"config": {"model_type": "llama", **sizes, **heads}, "dtype": "bfloat16"}
     train = {"compile": compile, "global_batch": micro_batches, "micro_batch": 1}
     config = validate({"model": model, "data": {"seq_len": TOKENS}, "train": train, "optimizer": optimizer})
@@ -119,10 +154,14 @@ def _step(
         ids = torch.randint(64, (1, TOKENS + 1), generator=torch.Generator().manual_seed(0))
         batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
         batches = [batch] * micro_batches
-        step.run(batches)
         counted = Counted()
-        with counted, mock.patch.object(fused_adamw, "_kernel", lambda device: counted.fused):
+        # The layers are compiled by the time of the first step, and torchao's update in each.
+        theirs = mock.patch.object(torch, "compile", counted.compiled) if moments == "8 bits" else nullcontext()
+        with theirs:
             step.run(batches)
+            counted.kernels = counted.moved_bytes = 0
+            with counted, mock.patch.object(fused_adamw, "_kernel", lambda device: counted.fused):
+                step.run(batches)
     return counted.kernels, counted.moved_bytes, sum(each.numel() for each in built.parameters())
 
 
@@ -146,7 +185,7 @@ def compiled_kernels(mesh: Mesh, width: int) -> tuple[int, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--moments", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--moments", nargs="+", default=["float32", "bfloat16", "8 bits"])
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 4])
     asked = parser.parse_args()
     mesh = init_mesh(1, device="cpu")

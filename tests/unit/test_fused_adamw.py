@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import itertools
 import re
 import sys
@@ -13,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from threefold.checkpoint.optimizer_state import plain_state
 from threefold.model.working_copy import WorkingCopy
-from threefold.optim import fused_adamw
+from threefold.optim import eightbit, fused_adamw
 from threefold.optim.bfloat16_moments import NarrowAdamW
 from threefold.optim.fused_adamw import FusedAdamW
 from threefold.optim.fused_update import Factors, Tensors, update_by_operations
@@ -23,6 +26,7 @@ from threefold.optim.fused_update import Factors, Tensors, update_by_operations
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed (the extra `triton`, 198 MB)"
 )
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 GROUP = {"betas": (0.9, 0.95), "eps": 1e-8, "lr": 3e-3, "weight_decay": 0.1}
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 # Of gradients, of moments, and whether there is a copy.
@@ -45,7 +49,13 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def _imported(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delitem(sys.modules, "threefold.optim.fused_kernel", raising=False)
-    return importlib.import_module("threefold.optim.fused_kernel")
+    return _at_once(importlib.import_module("threefold.optim.fused_kernel"), monkeypatch)
+
+
+def _at_once(module: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module, whose largest number of a block the interpreter finds at once, not number by number."""
+    monkeypatch.setattr("triton.language.standard._elementwise_max", module._larger, raising=False)
+    return module
 
 
 def drawn(shape: tuple[int, ...], gradients: torch.dtype, moments: torch.dtype, copied: bool) -> Tensors:
@@ -55,8 +65,30 @@ def drawn(shape: tuple[int, ...], gradients: torch.dtype, moments: torch.dtype, 
     return Tensors(weight, (gradient * 0.1).to(gradients), (mean * 0.1).to(moments), square.to(moments), copy)
 
 
+def begun(weight: Tensor, *, signed: bool) -> Any:
+    """A moment of torchao's before the first step."""
+    theirs: Any = eightbit.adamw_8bit()([nn.Parameter(weight)])
+    return theirs._new_buffer(weight, signed)
+
+
+def drawn_in_8_bits(shape: tuple[int, ...], gradients: torch.dtype, copied: bool) -> Tensors:
+    """Moments as training leaves them: of torchao's numbers where there are blocks of them, else float32."""
+    tensors = drawn(shape, gradients, FLOAT32, copied)
+    moments = [begun(tensors.weight, signed=signed) for signed in (True, False)]
+    for moment, values in zip(moments, tensors[2:4], strict=True):
+        moment.copy_(values)
+    return tensors._replace(mean=moments[0], square=moments[1])
+
+
 def cloned(tensors: Tensors) -> Tensors:
-    return Tensors(*(None if each is None else each.clone() for each in tensors))  # type: ignore[arg-type]
+    return Tensors(*(None if each is None else _clone(each) for each in tensors))  # type: ignore[arg-type]
+
+
+def _clone(tensor: Any) -> Any:
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.clone()
+    names, described = tensor.__tensor_flatten__()
+    return type(tensor).__tensor_unflatten__({name: getattr(tensor, name).clone() for name in names}, described)
 
 
 def factors(count: int, *, clip: float = 0.37, skip: float = 0.0) -> Factors:
@@ -64,8 +96,9 @@ def factors(count: int, *, clip: float = 0.37, skip: float = 0.0) -> Factors:
 
 
 def bits(tensors: list[Tensors]) -> list[list[int]]:
-    every = [each for one in tensors for each in one if each is not None]
-    return [each.view(torch.int16 if each.dtype == BFLOAT16 else torch.int32).flatten().tolist() for each in every]
+    as_bits = {BFLOAT16: torch.int16, FLOAT32: torch.int32, torch.uint8: torch.uint8}
+    every = [each for one in tensors for each in one.stored if each is not None]
+    return [each.view(as_bits[each.dtype]).flatten().tolist() for each in every]
 
 
 @needs_triton
@@ -76,14 +109,74 @@ def test_the_kernel_has_the_bits_of_single_operations(
     torch.manual_seed(0)
     expected = [drawn(shape, gradients, moments, copied) for shape in SHAPES]
     assert len(SHAPES) == 40
-    found, begun, own = [cloned(each) for each in expected], bits(expected), factors(len(SHAPES))
+    found, before, own = [cloned(each) for each in expected], bits(expected), factors(len(SHAPES))
     update_by_operations(expected, own, GROUP)
     kernel.update_by_kernel(found, own, GROUP)
-    assert bits(found) == bits(expected) != begun
+    assert bits(found) == bits(expected) != before
     # The steps after it begin with what it wrote.
     versions = [each.weight._version for each in found]
     kernel.update_by_kernel(found, own, GROUP)
     assert all(each.weight._version > version for each, version in zip(found, versions, strict=True))
+
+
+# Blocks of 256 numbers: the kernel's 2,048, and tails of one to seven; float32 below 4,096 numbers, or where blocks
+# would not be whole.
+IN_8_BITS = [4096, 4352, 5888, 6144, 8448, 12032, (64, 64), (17, 256), (2, 16, 160)]
+WIDE = [1, 256, 3840, 4095, 4097, 4351, 6145, (65, 65)]
+
+
+def in_8_bits(shapes: Any = (*IN_8_BITS, *WIDE), gradients: torch.dtype = BFLOAT16) -> tuple[list[Tensors], ...]:
+    """Tensors with moments of 8 bits, and those that are too small for them: launches of their own."""
+    every = [
+        drawn_in_8_bits(shape if isinstance(shape, tuple) else (shape,), gradients, copied)
+        for shape in shapes
+        for copied in (True, False)
+    ]
+    kinds = [(narrow, copied) for narrow in (True, False) for copied in (True, False)]
+    return tuple([each for each in every if (len(each.stored) > 5, each.copy is not None) == kind] for kind in kinds)
+
+
+@needs_triton
+@needs_torchao
+@pytest.mark.parametrize("gradients", [FLOAT32, BFLOAT16])
+def test_moments_of_8_bits_have_the_bits_of_torchaos(kernel: Any, gradients: torch.dtype) -> None:
+    torch.manual_seed(4)
+    launches = in_8_bits(gradients=gradients)
+    assert [len(each) for each in launches] == [len(IN_8_BITS)] * 2 + [len(WIDE)] * 2
+    for expected in launches:
+        found, own = [cloned(each) for each in expected], factors(len(expected))
+        for _ in range(2):
+            before = bits(expected)
+            update_by_operations(expected, own, GROUP)
+            kernel.update_by_kernel(found, own, GROUP)
+            assert bits(found) == bits(expected) != before
+
+
+@needs_triton
+@needs_torchao
+def test_every_code_and_the_numbers_between_two_are_found_as_torchao_finds_them(kernel: Any) -> None:
+    """Blocks of a map's own numbers, their middles, those beside a middle, zeros, and what is not finite."""
+    for signed in (True, False):
+        numbers = begun(torch.zeros(4096), signed=signed).qmap
+        middles = (numbers + numbers.roll(-1)) / 2
+        beside = [torch.nextafter(middles, torch.full((256,), end)) for end in (9.0, -9.0)]
+        odd = torch.tensor([0.0, -0.0, 1e-45, 1e-13, 1e-12, 3.4e38, -3.4e38, 1.0] * 32)
+        ends = [torch.cat([odd[:255], torch.tensor([end])]) for end in (torch.inf, torch.nan)]
+        scales = [torch.randn(256) * 10.0**power for power in range(-20, 3)]
+        values = torch.cat(
+            [numbers, middles, *beside, odd, torch.zeros(256), torch.full((256,), 1e-13), *ends, *scales]
+        )
+        means, squares = (begun(values, signed=each) for each in (True, False))
+        # With betas of 0 the moments are the gradient and its square.
+        group = {"betas": (0.0, 0.0), "eps": 1e-8, "lr": 0.0, "weight_decay": 0.0}
+        gradient = values if signed else values.abs().sqrt()
+        expected = Tensors(torch.zeros(len(values)), gradient, means, squares, None)
+        found = cloned(expected)
+        update_by_operations([expected], factors(1, clip=1.0), group)
+        kernel.update_by_kernel([found], factors(1, clip=1.0), group)
+        for one, other in zip(found.stored[2:], expected.stored[2:], strict=True):
+            if one is not None and other is not None:
+                torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @needs_triton
@@ -119,8 +212,11 @@ def test_numbers_at_the_ends_are_rounded_as_torch_rounds(kernel: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ["operations", pytest.param("kernel", marks=needs_triton)])
-def test_a_step_that_is_skipped_changes_nothing(way: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("of_8_bits", [False, pytest.param(True, marks=needs_torchao)])
+def test_a_step_that_is_skipped_changes_nothing(way: str, of_8_bits: bool, request: pytest.FixtureRequest) -> None:
     tensors = [drawn((2050,), BFLOAT16, BFLOAT16, True), drawn((3,), BFLOAT16, BFLOAT16, True)]
+    if of_8_bits:
+        tensors = [drawn_in_8_bits((size,), BFLOAT16, True) for size in (4096, 4352)]
     tensors[0].gradient[5] = torch.nan
     before = bits(tensors)
     update = update_by_operations if way == "operations" else request.getfixturevalue("kernel").update_by_kernel
@@ -156,12 +252,49 @@ def test_a_fault_in_either_is_found(kernel: Any, fault: str) -> None:
     assert bits(found) != bits(expected)
 
 
+FAULTS = {
+    "no clipping": (" * tl.load(clip)", ""),
+    "the bias of the means is another tensor's": ("tl.load(rates + number)", "tl.load(rates)"),
+    "no bias of the squares": (" * tl.load(root_scales + number)", ""),
+    "a stale copy": ("if WITH_COPY:", "if False:"),
+    "the scale of the next block is read": ("scales + places // _SCALED", "scales + (places // _SCALED + 1) % 8"),
+    "the scale of the next block is written": ("scales + places, scale", "scales + (places + 1) % 8, scale"),
+    "a scale is the largest number's, not the farthest's": ("tl.abs(apart)", "tl.maximum(apart, 0.0)"),
+    "the scales of the squares for both": ("row + 3 * count", "6 * count + row % count"),
+    "the map of the squares for both": ("row + 5 * count", "8 * count + row % count"),
+    "numbers are cut off": (">= (high - low) * 0.5", ">= (high - low)"),
+    "the last half is left out": ("tl.static_range(8)", "tl.static_range(7)"),
+}
+
+
+@needs_triton
+@needs_torchao
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_kernel_of_8_bits_is_found(
+    kernel: Any, fault: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(5)
+    source, (right, wrong) = inspect.getsource(kernel), FAULTS[fault]
+    assert right in source
+    (tmp_path / "faulty.py").write_text(source.replace(right, wrong))
+    spec = importlib.util.spec_from_file_location("faulty", tmp_path / "faulty.py")
+    assert spec is not None and spec.loader is not None
+    faulty = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(faulty)
+    _at_once(faulty, monkeypatch)
+    expected = [drawn_in_8_bits((size,), BFLOAT16, True) for size in (4096, 8448)]
+    found, own = [cloned(each) for each in expected], factors(2)
+    faulty.update_by_kernel(found, own, GROUP)
+    update_by_operations(expected, own, GROUP)
+    assert bits(found) != bits(expected)
+
+
 def _cut_off(weight: Tensor) -> Tensor:
     return (weight.view(torch.int32) >> 16 << 16).view(FLOAT32).bfloat16()
 
 
 @needs_triton
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "uint8"])
 def test_it_compiles_for_a_gpu_without_fused_products_and_with_whole_vectors(
     monkeypatch: pytest.MonkeyPatch, moments: str, tmp_path: Any
 ) -> None:
@@ -172,7 +305,7 @@ def test_it_compiles_for_a_gpu_without_fused_products_and_with_whole_vectors(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    kinds = {"float32": tl.float32, "bfloat16": tl.bfloat16}
+    kinds = {"float32": tl.float32, "bfloat16": tl.bfloat16, "uint8": tl.uint8}
     constants = {"GRADIENT": tl.bfloat16, "MOMENTS": kinds[moments], "WITH_COPY": True, "BLOCK": 2048}
     types = {"table": "*i64", "sizes": "*i64", "firsts": "*i32", "owners": "*i32", "count": "i32"}
     types |= {name: "*fp32" for name in ("rates", "root_scales", "clip", "skip")}
@@ -185,7 +318,10 @@ def test_it_compiles_for_a_gpu_without_fused_products_and_with_whole_vectors(
     assert not re.search(r"(sqrt|div)\.(approx|full)", text)
     # Eight numbers a thread: gradient and copy in one vector each, float32 in two.
     vectors = len(re.findall(r"ld\.global\.v4\.b32", text)), len(re.findall(r"st\.global\.v4\.b32", text))
-    assert vectors == ((7, 7) if moments == "float32" else (5, 5))
+    assert vectors == {"float32": (7, 7), "bfloat16": (5, 5), "uint8": (3, 3)}[moments]
+    if moments == "uint8":
+        halves = len(re.findall(r"ld\.global\.v2\.b32", text)), len(re.findall(r"st\.global\.v2\.b32", text))
+        assert halves == (2, 2)
     sys.modules.pop("threefold.optim.fused_kernel", None)
 
 
@@ -229,6 +365,56 @@ def test_it_is_torchs_adamw(moments: torch.dtype) -> None:
     working.refuse_stale()
     state = next(iter(optimizer.state.values()))
     assert state["step"] == 5 and state["exp_avg"].dtype == moments
+
+
+class Wide(nn.Module):
+    """Of two matrices one has blocks of 256 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(33, 512)), nn.Parameter(torch.randn(61, 70))
+
+
+@needs_torchao
+@pytest.mark.parametrize("way", ["operations", pytest.param("kernel", marks=needs_triton)])
+def test_of_8_bits_it_is_torchaos_adamw(
+    way: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Ten steps, theirs by single operations, which round in another order."""
+    if way == "kernel":
+        own = request.getfixturevalue("kernel").update_by_kernel
+        monkeypatch.setattr(fused_adamw, "_kernel", lambda device: own)
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
+    torch.manual_seed(6)
+    model, settings = Wide(), {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    other: Any = Wide()
+    other.load_state_dict(model.state_dict())
+    working = WorkingCopy(model, BFLOAT16, ())
+    ours = FusedAdamW(model.parameters(), working=working, moments=torch.uint8, **settings)
+    theirs = eightbit.adamw_8bit()(other.parameters(), **settings)
+    working.refresh()
+    ours.clip_factor = torch.tensor(0.25)
+    for _ in range(10):
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            one.grad = torch.randn(one.shape).bfloat16()
+            two.grad = one.grad.float() * 0.25
+        ours.step()
+        theirs.step()
+    working.refuse_stale()
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        state, expected = (
+            {name: each for name, each in plain_state(own).items() if isinstance(each, Tensor)}
+            for own in (ours.state[one], theirs.state[two])  # type: ignore[arg-type]
+        )
+        assert list(state) == list(expected) and state["step"] == expected["step"] == 10
+        assert all(state[name].dtype == each.dtype for name, each in expected.items())
+        # A number between two codes may be rounded to either, which moves a later step by half of what is between them.
+        for name in state.keys() & {"exp_avg.codes", "exp_avg_sq.codes"}:
+            apart = (state[name].int() - expected[name].int()).abs()
+            assert apart.max() <= 1 and apart.sum() <= 1e-3 * one.numel()
+        apart = (one - two).abs()
+        assert apart.max() <= 3e-4 and apart.flatten().quantile(0.999) <= 3e-6
+    assert "exp_avg.codes" in plain_state(ours.state[model.first]) and "exp_avg" in ours.state[model.second]  # type: ignore[arg-type]
 
 
 def test_moments_that_torch_widens_while_it_loads_are_narrow_again() -> None:

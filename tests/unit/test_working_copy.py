@@ -13,6 +13,7 @@ from torch import Tensor
 import threefold
 from ranks.reference import TINY_LLAMA, make_batches
 from ranks.test_bfloat16 import KEPT, MODELS
+from threefold.checkpoint.optimizer_state import optimizer_state
 from threefold.config.loading import validate
 from threefold.errors import RunError
 from threefold.mesh.mesh import init_mesh
@@ -186,6 +187,48 @@ def test_weights_read_from_a_checkpoint_are_computed_with(mesh: Any, tmp_path: P
     step(first)
     threefold.load(tmp_path, model=model, optimizer=step.optimizer)
     assert step(second).loss == TrainStep(built_on(mesh, TINY_LLAMA), lr=1e-2)(second).loss
+
+
+@pytest.mark.parametrize("first", ["fused", "torchao"])
+def test_moments_of_8_bits_continue_from_a_checkpoint(
+    mesh: Any, tmp_path: Path, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit; from torchao's class too, whose state has the same names."""
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
+    sizes = {
+        **TINY_LLAMA,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    asked = validate({"optimizer": {"name": "adamw_8bit"}}).optimizer
+
+    def steps_of(fused: bool) -> TrainStep:
+        model = built_on(mesh, sizes)
+        return TrainStep(model, build_optimizer(model.module, asked, working=model.working if fused else None))
+
+    batches = make_batches(steps=4, rows=2, seq_len=16)
+    whole = steps_of(first == "fused")
+    assert (type(whole.optimizer) is FusedAdamW) == (first == "fused")
+    for number, batch in enumerate(batches):
+        if number == 2:
+            threefold.save(tmp_path, model=whole.model, optimizer=whole.optimizer, step=2)
+        whole.run([batch], lr=1e-2)
+    again = steps_of(True)
+    threefold.load(tmp_path, model=again.model, optimizer=again.optimizer)
+    kept = optimizer_state(again.model.module, again.optimizer)
+    assert {each.dtype for name, each in kept.items() if ".codes." in name} == {torch.uint8}
+    for batch in batches[2:]:
+        again.run([batch], lr=1e-2)
+    states = [optimizer_state(each.model.module, each.optimizer) for each in (whole, again)]
+    assert states[0].keys() == states[1].keys()
+    if first == "fused":
+        assert all(torch.equal(states[0][name], each) for name, each in states[1].items())
+        assert same(*(dict(each.model.module.named_parameters()) for each in (again, whole)))
+    for one, two in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("factor", [2.0, torch.nan])

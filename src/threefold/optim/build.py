@@ -74,11 +74,11 @@ def build_optimizer(
     if config.name in OPTIMIZERS:
         settled = {"mesh": mesh, "dtype": dtype}
         arguments |= {name: settled[name] for name in settled.keys() & inspect.signature(kind).parameters.keys()}
-    if working is not None and config.name == "adamw" and not config.options:
+    if working is not None and config.name in ("adamw", "adamw_8bit") and not config.options:
         from threefold.optim.fused_adamw import FusedAdamW, can_step_on
 
         if can_step_on(torch.device(device)):
-            moments = torch.bfloat16 if config.moments == "bfloat16" else torch.float32
+            moments = getattr(torch, "uint8" if config.name == "adamw_8bit" else config.moments)
             return FusedAdamW(asked, lr=lr, working=working, moments=moments, **arguments)
     if not exact:
         arguments |= kernel_of(kind, device=device, sharded=sharded)

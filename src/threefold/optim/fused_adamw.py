@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from threefold.model.working_copy import WorkingCopy
+from threefold.optim.eightbit import adamw_8bit
 from threefold.optim.fused_update import Factors, Tensors, update_by_operations
 
 
@@ -27,7 +28,7 @@ class FusedAdamW(torch.optim.AdamW):
     """
 
     def __init__(self, params: Any, *, working: WorkingCopy, moments: torch.dtype, **settings: Any) -> None:
-        """Args: `moments`: their type, float32 or bfloat16; `settings`: of torch's AdamW."""
+        """Args: `moments`: their type, float32, bfloat16, or uint8 for torchao's; `settings`: of torch's AdamW."""
         super().__init__(params, **settings)
         self._working, self._moments = working, moments
         self._step_supports_amp_scaling = True
@@ -41,7 +42,8 @@ class FusedAdamW(torch.optim.AdamW):
             kinds: dict[Any, list[nn.Parameter]] = {}
             for each in group["params"]:
                 if each.grad is not None:
-                    kinds.setdefault((each.grad.dtype, self._working.copy_of(each) is None), []).append(each)
+                    moments = type(self._state_of(each)["exp_avg"])  # small ones are not in 8 bits
+                    kinds.setdefault((each.grad.dtype, self._working.copy_of(each) is None, moments), []).append(each)
             for parameters in kinds.values():
                 self._update(parameters, group)
                 self._working.note_written(parameters)
@@ -68,7 +70,11 @@ class FusedAdamW(torch.optim.AdamW):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for name in ("exp_avg", "exp_avg_sq"):
-            if name not in state:
+            if self._moments == torch.uint8:
+                if name not in state:
+                    theirs: Any = adamw_8bit()([parameter])
+                    state[name] = theirs._new_buffer(parameter, name == "exp_avg")  # signed
+            elif name not in state:
                 state[name] = torch.zeros_like(parameter, dtype=self._moments)
             elif state[name].dtype != self._moments:  # torch's `load_state_dict` gives them the weight's
                 state[name] = state[name].to(self._moments)

@@ -23,7 +23,9 @@ from threefold.optim.fused_update import Factors, Tensors, update_by_operations
 # Numbers that a program updates: 8 for each thread of 8 warps, which reads 16 or 32 bytes of each tensor at once.
 _BLOCK, _WARPS = 2048, 8
 _ALIGNED_BYTES = 16
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.uint8: tl.uint8}
+# Numbers that share a scale, of moments in 8 bits.
+_SCALED = tl.constexpr(256)
 
 
 @triton.jit
@@ -63,6 +65,43 @@ def _start(table, row, begin, TYPE: tl.constexpr):
 
 
 @triton.jit
+def _load_moment(table, row, count, begin, left, MOMENTS: tl.constexpr, BLOCK: tl.constexpr):
+    values = _load(_start(table, row, begin, MOMENTS), left, BLOCK)
+    if tl.uint8 == MOMENTS:
+        numbers = _start(table, row + 5 * count, 0, tl.float32) + values.to(tl.int32)
+        scales, places = _start(table, row + 3 * count, begin // _SCALED, tl.float32), tl.arange(0, BLOCK)
+        values = tl.load(numbers) * tl.load(scales + places // _SCALED, mask=places < left)
+    return values
+
+
+@triton.jit
+def _store_moment(values, table, row, count, begin, left, MOMENTS: tl.constexpr, BLOCK: tl.constexpr):
+    if tl.uint8 == MOMENTS:
+        apart = tl.reshape(values, (BLOCK // _SCALED, _SCALED))
+        # The largest, and 1e-12 at least, by their bits, in whose order a NaN is above all numbers.
+        scale = tl.reduce(tl.abs(apart).to(tl.int32, bitcast=True), 1, _larger)
+        scale = tl.maximum(scale, 0x2B8CBCCC).to(tl.float32, bitcast=True)
+        places = tl.arange(0, BLOCK // _SCALED)
+        scales = _start(table, row + 3 * count, begin // _SCALED, tl.float32)
+        tl.store(scales + places, scale, mask=places * _SCALED < left)
+        values = tl.reshape(tl.div_rn(apart, tl.expand_dims(scale, 1)), (BLOCK,))
+        # The nearest number of an ascending map, which is halved eight times; of two that are as near, the larger.
+        numbers = _start(table, row + 5 * count, 0, tl.float32)
+        codes = 0
+        for bit in tl.static_range(8):
+            codes += tl.where(values >= tl.load(numbers + codes + (128 >> bit)), 128 >> bit, 0)
+        above = tl.minimum(codes + 1, 255)
+        low, high = tl.load(numbers + codes), tl.load(numbers + above)
+        values = tl.where(values - low >= (high - low) * 0.5, above, codes).to(tl.uint8)
+    _store(_start(table, row, begin, MOMENTS), values, left, MOMENTS, BLOCK)
+
+
+@triton.jit
+def _larger(one, other):
+    return tl.maximum(one, other)
+
+
+@triton.jit
 def _update(
     table, sizes, firsts, owners, count, rates, root_scales, clip, skip,
     decay, beta, rest, beta_square, rest_square, eps,
@@ -71,7 +110,8 @@ def _update(
     """One block of one tensor.
 
     Args:
-        table: int64 [5, count]: addresses of weights, gradients, means, squares and copies.
+        table: int64 [5, count]: addresses of weights, gradients, means, squares and copies. Of moments in 8 bits [9,
+            count]: their scales and maps too, as `Tensors.stored` has them.
         sizes: int64 [count]: numbers of each tensor; firsts: int32 [count]: its first block.
         owners: int32 [blocks]: the tensor of each block.
     """
@@ -81,27 +121,26 @@ def _update(
     begin = (tl.program_id(0) - tl.load(firsts + number)).to(tl.int64) * BLOCK
     left = tl.load(sizes + number) - begin
     weights = _start(table, number, begin, tl.float32)
-    gradients = _start(table, count + number, begin, GRADIENT)
-    means = _start(table, 2 * count + number, begin, MOMENTS)
-    squares = _start(table, 3 * count + number, begin, MOMENTS)
-    gradient = _load(gradients, left, BLOCK) * tl.load(clip)
-    mean = _load(means, left, BLOCK) * beta + gradient * rest
-    square = _load(squares, left, BLOCK) * beta_square + (gradient * gradient) * rest_square
+    means = 2 * count + number
+    gradient = _load(_start(table, count + number, begin, GRADIENT), left, BLOCK) * tl.load(clip)
+    mean = _load_moment(table, means, count, begin, left, MOMENTS, BLOCK) * beta + gradient * rest
+    square = _load_moment(table, means + count, count, begin, left, MOMENTS, BLOCK)
+    square = square * beta_square + (gradient * gradient) * rest_square
     root = tl.sqrt_rn(square) * tl.load(root_scales + number) + eps
     weight = _load(weights, left, BLOCK) * decay + tl.div_rn(mean, root) * tl.load(rates + number)
     _store(weights, weight, left, tl.float32, BLOCK)
-    _store(means, mean, left, MOMENTS, BLOCK)
-    _store(squares, square, left, MOMENTS, BLOCK)
+    _store_moment(mean, table, means, count, begin, left, MOMENTS, BLOCK)
+    _store_moment(square, table, means + count, count, begin, left, MOMENTS, BLOCK)
     if WITH_COPY:
-        copies = _start(table, 4 * count + number, begin, tl.bfloat16)
-        _store(copies, weight, left, tl.bfloat16, BLOCK)
+        _store(_start(table, 4 * count + number, begin, tl.bfloat16), weight, left, tl.bfloat16, BLOCK)
 
 
 def update_by_kernel(of_each: Sequence[Tensors], factors: Factors, group: dict[str, Any]) -> None:
     """The update of tensors of one kind in one launch; waits for no device."""
     first, device = of_each[0], of_each[0].weight.device
     sizes, firsts, owners = _blocks(tuple(each.weight.numel() for each in of_each), device)
-    rows = [[0 if own is None else own.data_ptr() for own in row] for row in zip(*of_each, strict=True)]
+    stored = [each.stored for each in of_each]
+    rows = [[0 if own is None else own.data_ptr() for own in row] for row in zip(*stored, strict=True)]
     if any(address % _ALIGNED_BYTES for row in rows for address in row):
         return update_by_operations(of_each, factors, group)
     if not len(owners):
@@ -113,11 +152,11 @@ def update_by_kernel(of_each: Sequence[Tensors], factors: Factors, group: dict[s
     _update[(len(owners),)](
         *(table, sizes, firsts, owners, len(of_each), *factors),
         *(decay, beta, 1 - beta, beta_square, 1 - beta_square, group["eps"]),
-        *(_TYPES[first.gradient.dtype], _TYPES[first.mean.dtype], first.copy is not None, _BLOCK),
+        *(_TYPES[first.gradient.dtype], _TYPES[stored[0][2].dtype], first.copy is not None, _BLOCK),
         num_warps=_WARPS,
         enable_fp_fusion=False,
     )
-    for each in of_each:
+    for each in stored:
         torch.autograd.graph.increment_version(each[:1] + each[2:4])
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from threefold.model.exact.sums import in_blocks
 from threefold.optim.exact import update
@@ -17,7 +18,8 @@ class Tensors(NamedTuple):
 
     Attributes:
         gradient: float32 or bfloat16.
-        mean, square: the moments, float32 or bfloat16; between their reading and writing they are float32.
+        mean, square: the moments: float32, bfloat16, or torchao's of 8 bits (`eightbit`), both alike; between their
+            reading and writing they are float32.
         copy: bfloat16; None: there is none.
     """
 
@@ -26,6 +28,14 @@ class Tensors(NamedTuple):
     mean: Tensor
     square: Tensor
     copy: Tensor | None
+
+    @property
+    def stored(self) -> list[Any]:
+        """What is in memory: of moments in 8 bits their codes, and at the end their scales and then maps of codes."""
+        if not is_traceable_wrapper_subclass(self.mean):
+            return list(self)
+        parts = [getattr(own, name) for name in ("codes", "scale", "qmap") for own in self[2:4]]
+        return [*self[:2], *parts[:2], self.copy, *parts[2:]]
 
 
 class Factors(NamedTuple):
@@ -48,9 +58,17 @@ def update_by_operations(of_each: Sequence[Tensors], factors: Factors, group: di
     goes_on = factors.skip == 0
     for number, each in enumerate(of_each):
         rate, root_scale = factors.rates[number], factors.root_scales[number]
-        for parts in in_blocks(*(own for own in each if own is not None)):
+        wide = each
+        if is_traceable_wrapper_subclass(each.mean):
+            if not goes_on:
+                continue  # what is written again has other scales
+            wide = each._replace(mean=each.mean.dequantize(), square=each.square.dequantize())
+        for parts in in_blocks(*(own for own in wide if own is not None)):
             weight, gradient, mean, square = (own.to(torch.float32, copy=True) for own in parts[:4])
             update(weight, gradient * factors.clip, mean, square, rate=rate, root_scale=root_scale, group=group)
             for own, value in zip(parts, (weight, None, mean, square, weight), strict=False):
                 if value is not None:
                     own.copy_(value.where(goes_on, own))
+        # Of 8 bits; others are the same tensors.
+        each.mean.copy_(wide.mean)
+        each.square.copy_(wide.square)

@@ -175,6 +175,18 @@ def test_ranks_that_share_rows_and_divide_by_their_own_targets_are_refuted(
     assert part.status is PartStatus.NOT_JUDGED and part.what.endswith(otherwise)
 
 
+def test_penalty_on_the_weights_is_no_fault_and_hides_none(model: Any) -> None:
+    gradients = combined(model, mean)
+    own = dict(model.named_parameters())
+    penalized = {name: value + 0.02 * own[name].detach() for name, value in gradients.items()}
+    part = judged(model, penalized)
+    assert part.status is PartStatus.NOT_JUDGED
+    assert part.what == "in step 1 the gradient has a multiple of the weights, as of a penalty on them"
+    torch.manual_seed(3)
+    noisy = {name: value + 0.1 * value.norm() * torch.randn_like(value) for name, value in penalized.items()}
+    assert judged(model, noisy).status is PartStatus.REFUTED
+
+
 def test_gradient_of_the_step_before_is_found(model: Any) -> None:
     own = copy.deepcopy(model)
     steps: list[CheckedStep] = []

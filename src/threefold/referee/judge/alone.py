@@ -53,6 +53,5 @@ def _judge_and_end(folder: Path, groups: RankGroups, module: Module) -> None:
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
-    sys.stderr.flush()
     # Nothing of the program runs any more: no save, no upload.
     os._exit(code)

@@ -28,7 +28,6 @@ from threefold.referee.judge.laws import (
     fit_units,
     known_laws,
     left_beside,
-    lost_units,
     named_factors,
 )
 from threefold.referee.judge.own_model import OwnModel, foreign_part, read_as, readings_of, rebuilt
@@ -42,6 +41,7 @@ from threefold.referee.judge.parts import (
     numbers_text,
     proved,
 )
+from threefold.referee.rank.rows import Tensors
 from threefold.referee.rank.sealed import Values
 
 GRADIENTS = "gradients"
@@ -51,6 +51,8 @@ ByParameter = dict[str, float]
 _NUM_VALUES = 4096
 # float32 in another order of sums; what is rounded to bfloat16 at the end; and the least factor that is named.
 _FLOAT32, _ROUNDED, _FACTOR = 1e-3, 1e-2, 0.01
+# A unit of less weight, as a share of the largest, is not in the gradient.
+_LOST = 0.02
 # So many times as much as the program's precision changes here, as it does there by other amounts.
 _TIMES = 4.0
 _TOO_NOISY = 0.3
@@ -185,22 +187,30 @@ def _fit_step(model: OwnModel, step: CheckedStep, before: CheckedStep | None) ->
                 _AS_ALONE,
                 f"what takes {name} away on the way into the layers: a wrapper, a patch, a kernel",
             )
-    if before is not None and before.gradients.keys() >= noise.keys():
-        earlier = [_sampled(before.gradients[name], like) for name, (_, like) in zip(noise, samples, strict=True)]
-        if any(_is_small(left_beside(law, samples, earlier), noise) for law in laws):
-            raise NoLaw(
-                f"in step {step.number} the gradient of the step before is still in the gradient",
-                "gradients of the rows of this step alone",
-                "optimizer.zero_grad() after each step, on all parameters",
-            )
-    weights = fit_units(samples)
-    if weights is not None and _explains([Law("", weights)], samples, noise) and (lost := lost_units(weights)):
-        rows = ", ".join(str(sizes[place]) for place in lost[:3]) + (" ..." if len(lost) > 3 else "")
+
+    def has_beside(others: Tensors) -> bool:
+        """Whether a law explains the gradient beside a multiple of other values of each parameter."""
+        values = [_sampled(others[name], like) for name, (_, like) in zip(noise, samples, strict=True)]
+        return any(_is_small(left_beside(law, samples, values), noise) for law in laws)
+
+    if has_beside(step.weights):
+        raise Unjudgeable(f"in step {step.number} the gradient has a multiple of the weights, as of a penalty on them")
+    if before is not None and before.gradients.keys() >= noise.keys() and has_beside(before.gradients):
         raise NoLaw(
-            f"in step {step.number} {len(lost)} of {len(sizes)} rows are not in the gradient: {rows}",
-            "a part of each row that was trained on",
-            "zero_grad between micro-batches, no_sync on the last one, a gradient that is not summed over ranks",
+            f"in step {step.number} the gradient of the step before is still in the gradient",
+            "gradients of the rows of this step alone",
+            "optimizer.zero_grad() after each step, on all parameters",
         )
+    weights = fit_units(samples)
+    if weights is not None and _explains([Law("", weights)], samples, noise):
+        shares = weights.abs() / weights.abs().max()
+        if lost := [str(size) for size, share in zip(sizes, shares, strict=True) if share < _LOST]:
+            raise NoLaw(
+                f"in step {step.number} {len(lost)} of {len(sizes)} rows are not in the gradient: "
+                + ", ".join(lost[:3] + ["..."] * (len(lost) > 3)),
+                "a part of each row that was trained on",
+                "zero_grad between micro-batches, no_sync on the last one, a gradient that is not summed over ranks",
+            )
     raise NoLaw(
         f"in step {step.number} the gradient is no sum of the gradients of its rows",
         _AS_ALONE,

@@ -19,8 +19,6 @@ Samples = list[tuple[Tensor, Tensor]]
 TARGETS = "the mean over all targets"
 OWN_LOSS = "what the program's own loss weighs"
 
-# A unit of less weight, as a share of the largest, is not in the gradient.
-_LOST = 0.02
 # Of what units' gradients have in common, so much must differ for their weights to be told.
 _WORST_CONDITION = 1e6
 
@@ -131,13 +129,15 @@ def left_beside(law: Law, samples: Samples, others: list[Tensor]) -> Tensor:
     """Of each parameter, the share that is left of the recorded values by a law beside a multiple of other values."""
     left = []
     for (rows, values), other in zip(samples, others, strict=True):
-        both = torch.stack([(law.weights.float() @ rows).double(), other.double()], dim=1)
-        values = values.double()
-        # Unit columns, so that the size of neither decides.
-        both = both / both.norm(dim=0).clamp_min(1e-300)
-        rest = values - both @ torch.linalg.lstsq(both, values[:, None]).solution[:, 0]
+        expected, values = (law.weights.float() @ rows).double(), values.double()
+        rest = _without(_without(values, expected), _without(other.double(), expected))
         left.append(float(rest.norm() / values.norm().clamp_min(1e-300)))
     return torch.tensor(left)
+
+
+def _without(values: Tensor, direction: Tensor) -> Tensor:
+    """What is left of values once their part in a direction is taken away."""
+    return values - direction * ((values @ direction) / (direction @ direction).clamp_min(1e-300))
 
 
 def fit_units(samples: Samples) -> Tensor | None:
@@ -155,8 +155,3 @@ def fit_units(samples: Samples) -> Tensor | None:
         if torch.linalg.cond(gram) < _WORST_CONDITION:
             fits.append(torch.linalg.solve(gram, directions.T @ values.double()) / lengths)
     return torch.stack(fits).median(dim=0).values if fits else None
-
-
-def lost_units(weights: Tensor) -> list[int]:
-    """The places of the units that are not in the gradient."""
-    return torch.nonzero(weights.abs() < _LOST * weights.abs().max()).flatten().tolist()

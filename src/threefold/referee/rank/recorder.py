@@ -231,10 +231,10 @@ class RankRecorder:
                 path = self._folder / f"{self._name}.jsonl"
                 file = SealedFile(path, most_bytes=self._most_bytes // world_size)
         self._pid = os.getpid()
-        versions = {}
-        for name in ("torch", "transformers", "accelerate", "trl", "deepspeed"):
-            if name in sys.modules:
-                versions[name] = str(getattr(sys.modules[name], "__version__", "?"))
+        versions = {
+            name: str(getattr(sys.modules.get(name), "__version__", None))
+            for name in ("torch", "transformers", "accelerate", "trl", "deepspeed")
+        }
         file.write("start", {"rank": self._rank, "start": self._start, "world_size": world_size, "versions": versions})
         if (models := sys.modules.get("transformers.modeling_utils")) is not None:
             self.around(models.PreTrainedModel, "save_pretrained", after=self.exports)

@@ -45,11 +45,9 @@ def norm_bytes(family: Family, element: int, *, frozen: bool = False) -> float:
 
 def activations_of(decoder: Decoder, layer: Layer, setup: Setup) -> Activations:
     """As the set-up has it."""
-    tokens, element, hidden = setup.tokens, setup.element, decoder.hidden
-    stream = tokens // setup.topology.tp if setup.sequence_parallel else tokens
     saved = _compiled(decoder, layer, setup) if setup.compiled else _eager(decoder, layer, setup)
     working = _working(decoder, layer, setup)
-    given = stream * hidden * element
+    given = setup.stream * decoder.hidden * setup.element
     if setup.recompute == "none":
         return Activations(saved, 0.0, working)
     if setup.recompute == "offload":
@@ -67,8 +65,7 @@ def _working(decoder: Decoder, layer: Layer, setup: Setup) -> float:
     computes in float32 and whose MLP is done: four tensors as large as the hidden states.
     """
     tokens, element, tp, hidden = setup.tokens, setup.element, setup.topology.tp, decoder.hidden
-    stream = tokens // tp if setup.sequence_parallel else tokens
-    streams = 2 * stream * hidden * element
+    streams = 2 * setup.stream * hidden * element
     if layer.chosen:
         # In the order of the experts, in that of the tokens, and weighed: results of all chosen ones.
         number = FLOAT if decoder.family.float32_routing else element
@@ -77,7 +74,7 @@ def _working(decoder: Decoder, layer: Layer, setup: Setup) -> float:
     if setup.compiled or decoder.family.norm == "layer":
         return wide + streams
     done = tokens * _mlp(decoder, layer, setup)
-    norm = stream * hidden * (4 * FLOAT + element) - done
+    norm = setup.stream * hidden * (4 * FLOAT + element) - done
     return streams + max(wide, norm)
 
 
@@ -95,8 +92,7 @@ def _queries(layer: Layer, setup: Setup) -> tuple[float, float]:
 def _eager(decoder: Decoder, layer: Layer, setup: Setup) -> float:
     """Of a layer whose operators run one by one."""
     tokens, element, family, hidden = setup.tokens, setup.element, decoder.family, decoder.hidden
-    stream = tokens // setup.topology.tp if setup.sequence_parallel else tokens
-    norms = family.num_norms * stream * hidden * norm_bytes(family, element, frozen=bool(layer.rank))
+    norms = family.num_norms * setup.stream * hidden * norm_bytes(family, element, frozen=bool(layer.rank))
     # What norms give is read by products, except by those after a sum; a frozen one does not keep what it reads.
     read = 1 if family.num_norms == 1 else 2
     if layer.rank:
@@ -172,8 +168,7 @@ def _compiled(decoder: Decoder, layer: Layer, setup: Setup) -> float:
     A compiler may compute more of it again: this is the most, and was not measured.
     """
     tokens, element, tp, hidden = setup.tokens, setup.element, setup.topology.tp, decoder.hidden
-    stream = tokens // tp if setup.sequence_parallel else tokens
     queries, keys = _queries(layer, setup)
     numbers = (2 if decoder.family.mlp == "plain" else 3) * (max(1, layer.chosen) * layer.width + layer.shared_width)
     inner = element * (2 * queries + 2 * keys + numbers / tp + 2 * hidden * (1 + layer.chosen))
-    return 2 * stream * (hidden * element + FLOAT) + tokens * (inner + FLOAT * layer.heads / tp)
+    return 2 * setup.stream * (hidden * element + FLOAT) + tokens * (inner + FLOAT * layer.heads / tp)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 from threefold.plan.activations import FLOAT
 from threefold.plan.decoder import Decoder
@@ -113,7 +113,7 @@ def duration(decoder: Decoder, setup: Setup, fabric: Fabric, reached: Efficiency
     launches = batches * len(decoder.layers) * kernels * _START * (3 + (setup.recompute != "none"))
     sent, waited = _waits(decoder, setup, fabric, computing)
     waited += reached.shown * max(0.0, sum(sent.values()) - waited)
-    shard = units_of(decoder, tp, setup.shards).trained_shard
+    shard = units_of(decoder, tp, setup.shards).whole.trained_shard
     updated = shard * (_around_update(setup) + 2 * setup.moments)
     update = 0.0 if setup.cpu_offload else updated / memory
     return Duration(
@@ -198,13 +198,9 @@ def _waits(decoder: Decoder, setup: Setup, fabric: Fabric, computing: float) -> 
     if cp > 1:
         width = decoder.layers[0].head_dim * element / tp
         heads, kv_heads = decoder.heads
-        if setup.ulysses:
-            rows = 2 * (heads + kv_heads) * tokens * width
-            one, times = fabric.seconds("all-to-all", rows, ranks=cp, stride=tp), 2 + again
-        else:
-            one = fabric.seconds("all-gather", 2 * kv_heads * tokens * cp * width, ranks=cp, stride=tp)
-            times = 2 + again
-        sent["cp"] = batches * count * times * one
+        kind, rows = ("all-to-all", heads + kv_heads) if setup.ulysses else ("all-gather", kv_heads * cp)
+        one = fabric.seconds(kind, 2 * rows * tokens * width, ranks=cp, stride=tp)
+        sent["cp"] = batches * count * (2 + again) * one
         waited += sent["cp"]
     data, beside = _of_data(decoder, setup, fabric, computing)
     return {**sent, **data}, waited + beside
@@ -216,29 +212,22 @@ def _of_data(decoder: Decoder, setup: Setup, fabric: Fabric, computing: float) -
     units = units_of(decoder, topology.tp, setup.shards)
     stride, shards, reduced = topology.tp, setup.shards, setup.reduced_element
     sent: dict[str, float] = {}
-    every = [*units.units, units.rest]
+    waited, every = 0.0, [*units.units, units.rest]
     if shards > 1:
-        gathers = [fabric.seconds("all-gather", element * u.padded, ranks=shards, stride=stride) for u in every]
-        scatters = [
-            fabric.seconds("reduce-scatter", reduced * u.trained_padded, ranks=shards, stride=stride) for u in every
-        ]
+        seconds = partial(fabric.seconds, ranks=shards, stride=stride)
+        gathers = [seconds("all-gather", element * unit.padded) for unit in every]
+        scatters = [seconds("reduce-scatter", reduced * unit.trained_padded) for unit in every]
         again = 0 if kept_whole(decoder, setup) else sum(gathers[:-1])
         forward, backward = sum(gathers), again + sum(scatters)
         sent["fsdp"] = batches * (forward + backward)
         share = 1 / (3 + (setup.recompute in ("full", "offload")))
-        edges = gathers[-1] + gathers[0] + scatters[-1]
-        waited = edges + max(0.0, forward - gathers[-1] - computing * share)
+        waited = gathers[-1] + gathers[0] + scatters[-1] + max(0.0, forward - gathers[-1] - computing * share)
         waited += max(0.0, backward - scatters[-1] - computing * (1 - share))
         waited *= batches
-    else:
-        waited = 0.0
     if topology.dp_replicate > 1:
-        whole = sum(u.trained_shard for u in every)
-        once = fabric.seconds("all-reduce", reduced * whole, ranks=topology.dp_replicate, stride=stride * shards)
-        sent["dp_replicate"] = once
+        seconds = partial(fabric.seconds, "all-reduce", ranks=topology.dp_replicate, stride=stride * shards)
+        sent["dp_replicate"] = once = seconds(reduced * units.whole.trained_shard)
         left = computing * 2 / 3 - (sent.get("fsdp", 0.0) / batches / 2)
-        last = fabric.seconds(
-            "all-reduce", reduced * units.rest.trained_shard, ranks=topology.dp_replicate, stride=stride * shards
-        )
+        last = seconds(reduced * units.rest.trained_shard)
         waited += last + max(0.0, once - last - max(0.0, left))
     return sent, waited

@@ -49,8 +49,8 @@ class Fabric:
         inside = ranks <= here
         # Each rank of a host that takes part brings its own network card.
         rate = self.link if inside else min(self.link, self.network * here)
-        share = (ranks - 1) / ranks * (2 if collective == "all-reduce" else 1)
         times = 2 if collective == "all-reduce" else 1
+        share = (ranks - 1) / ranks * times
         latency = math.log2(ranks) * _LATENCY_LINK if inside else ranks / here * _LATENCY_NETWORK
         return share * size / (_REACHED * rate) + times * latency
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from threefold.plan.activations import FLOAT, Activations, activations_of, norm_bytes
 from threefold.plan.decoder import Decoder
 from threefold.plan.setup import Setup
-from threefold.plan.units import Units, kept_whole, units_of
+from threefold.plan.units import Unit, kept_whole, units_of
 
 # Of a CUDA device, assumed and not measured here: context, libraries and buffers of collectives; and of what is alive,
 # what the allocator rounds up or cannot join.
@@ -46,15 +46,14 @@ def host_bytes(decoder: Decoder, setup: Setup) -> float:
     """What a rank keeps in its host's memory: offloaded weights, gradients and moments; offloaded inputs of layers."""
     found = 0.0
     if setup.cpu_offload:
-        units = units_of(decoder, setup.topology.tp, setup.shards)
+        units = units_of(decoder, setup.topology.tp, setup.shards).whole
         found += FLOAT * units.shard + (FLOAT + setup.moments) * units.trained_shard
     if setup.recompute == "offload":
-        stream = setup.tokens // setup.topology.tp if setup.sequence_parallel else setup.tokens
-        found += len(decoder.layers) * stream * decoder.hidden * setup.element
+        found += len(decoder.layers) * setup.stream * decoder.hidden * setup.element
     return found
 
 
-def _weights(units: Units, setup: Setup) -> float:
+def _weights(units: Unit, setup: Setup) -> float:
     """Bytes of weights: float32, and a copy to compute with, which is all that there is of frozen ones."""
     if setup.working_copy:
         return (FLOAT + setup.element) * units.trained_shard + setup.element * (units.shard - units.trained_shard)
@@ -73,16 +72,16 @@ class _Step:
         self._whole = kept_whole(decoder, setup)
         # Of a unit that is reduced with exact sums: the integers that it is rounded to.
         self._rounded = 8 if setup.exact else 0
-        self._gradients = 0.0 if setup.cpu_offload else setup.gradient_element * self._units.trained_shard
+        self._gradients = 0.0 if setup.cpu_offload else setup.gradient_element * self._units.whole.trained_shard
         self._rest = setup.element * self._units.rest.padded if self._sharded else 0.0
         trained = self._units.rest.trained > 0
         self._head = trained * setup.element * -(-decoder.vocabulary // setup.topology.tp) * decoder.hidden
         self._constant = {
-            "weights": 0.0 if setup.cpu_offload else _weights(self._units, setup),
-            "moments": 0.0 if setup.cpu_offload else setup.moments * self._units.trained_shard,
+            "weights": 0.0 if setup.cpu_offload else _weights(self._units.whole, setup),
+            "moments": 0.0 if setup.cpu_offload else setup.moments * self._units.whole.trained_shard,
         }
         if setup.averages:
-            self._constant["averages"] = FLOAT * self._units.trained_shard
+            self._constant["averages"] = FLOAT * self._units.whole.trained_shard
 
         windows = (each.window for each in decoder.layers)
         masked = setup.documents or any(window is not None and window < setup.seq_len for window in windows)
@@ -103,7 +102,7 @@ class _Step:
         """Gradients that exist before the first of the micro-batch: of those before it, and in DDP's buckets."""
         setup = self._setup
         if setup.working_copy and setup.num_batches == 2:
-            return setup.element * self._units.trained_shard  # not yet added to another
+            return setup.element * self._units.whole.trained_shard  # not yet added to another
         return self._gradients * ((setup.num_batches > 1) + (setup.sharing == "ddp"))
 
     def _moment(self, name: str, **lines: float) -> Moment:
@@ -134,17 +133,16 @@ class _Step:
         decoder, setup = self._decoder, self._setup
         element, tokens, hidden = setup.element, setup.tokens, decoder.hidden
         part, size = -(-decoder.vocabulary // setup.topology.tp), setup.chunk(decoder)
-        stream = tokens // setup.topology.tp if setup.sequence_parallel else tokens
-        last = stream * hidden * norm_bytes(decoder.family, element)
+        last = setup.stream * hidden * norm_bytes(decoder.family, element)
         # float32 before the softmax exists as a tensor of its own on a CPU only.
         softmax = element + FLOAT * (2 if setup.device is None and element < FLOAT else 1)
         head, chunks = part * hidden * (self._head > 0), -(-tokens // size)
         summed = FLOAT * head if chunks > 1 else 0.0
-        product = (element if chunks > 1 else FLOAT + element) * head if element < FLOAT else FLOAT * head
+        cast = (FLOAT + element * (element < FLOAT)) * head
+        product = element * head if chunks > 1 and element < FLOAT else cast
         # The gradient of the chunk before is let go of when there is another.
         first = size * part * (softmax + (element if chunks > 1 and element < FLOAT else 0)) + summed
         second = size * part * element + summed + product + size * hidden * element
-        cast = (FLOAT + element) * head if element < FLOAT else FLOAT * head
         units = self._units.units
         # What the last all-gather received stays until the end of the forward.
         flat = element * units[-1].padded if units and self._sharded and setup.shards > 1 else 0.0

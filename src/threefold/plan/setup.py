@@ -54,6 +54,11 @@ class Setup:
         return self.micro_batch * self.seq_len // self.topology.cp
 
     @property
+    def stream(self) -> int:
+        """Tokens of the hidden states between layers, which sequence parallelism splits."""
+        return self.tokens // (self.topology.tp if self.sequence_parallel else 1)
+
+    @property
     def shards(self) -> int:
         return self.topology.dp_shard * self.topology.cp
 

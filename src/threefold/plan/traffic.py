@@ -46,7 +46,7 @@ def _of_data(decoder: Decoder, setup: Setup, sent: _Sent) -> None:
     topology, batches = setup.topology, setup.num_batches
     units = units_of(decoder, topology.tp, setup.shards)
     if setup.sharing == "ddp":
-        sent.add("dp", "all-reduce", FLOAT * units.trained)
+        sent.add("dp", "all-reduce", FLOAT * units.whole.trained)
         return
     if setup.sharing != "fsdp":
         return

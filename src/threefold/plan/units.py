@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import astuple, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache, reduce
 
 from threefold.plan import choices
 from threefold.plan.decoder import Decoder, Weight
@@ -39,21 +39,10 @@ class Units:
     units: tuple[Unit, ...]
     rest: Unit
 
-    @property
-    def size(self) -> int:
-        return sum(each.size for each in self.units) + self.rest.size
-
-    @property
-    def shard(self) -> int:
-        return sum(each.shard for each in self.units) + self.rest.shard
-
-    @property
-    def trained(self) -> int:
-        return sum(each.trained for each in self.units) + self.rest.trained
-
-    @property
-    def trained_shard(self) -> int:
-        return sum(each.trained_shard for each in self.units) + self.rest.trained_shard
+    @cached_property
+    def whole(self) -> Unit:
+        """All of it, as if it were gathered together."""
+        return reduce(_sum, self.units, self.rest)
 
 
 @lru_cache(maxsize=4096)
@@ -72,7 +61,7 @@ def units_of(decoder: Decoder, tp: int, shards: int) -> Units:
 
 def kept_whole(decoder: Decoder, setup: Setup) -> bool:
     """Whether gathered weights stay from forward to backward."""
-    size = units_of(decoder, setup.topology.tp, setup.shards).size * setup.element
+    size = units_of(decoder, setup.topology.tp, setup.shards).whole.size * setup.element
     return choices.kept_whole(size, kind_of(setup.device), offloaded=setup.cpu_offload).value
 
 

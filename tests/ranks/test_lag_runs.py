@@ -22,6 +22,8 @@ LATE = 1
 # Steps of some tens of milliseconds, each of them logged.
 STEPS = ("--train.steps", "1000000", "--checkpoint.every", "0", "--log.sample_tokens", "0", "--model.admission", "off")
 LARGER = ("--data.seq_len", "256", "--train.global_batch", "16")
+# So large that a turn has at most three of them: two of 24 turns may be seen late, and it is within 100 steps.
+LARGEST = ("--data.seq_len", "256", "--train.global_batch", "32")
 # Seconds of each turn in which a process runs, and in which it is stopped: 29 % of a core.
 RUNS_S, STOPPED_S = 0.1, 0.25
 
@@ -65,8 +67,9 @@ def stopped_by_turns(process: int) -> Iterator[None]:
 def test_rank_that_is_stopped_by_turns_is_named_once_and_why(folder: Path, axis: str) -> None:
     run = folder / axis
     mesh = (f"--mesh.{axis}", "2", "--mesh.device", "cpu")
-    with started(folder, "train", "config.yaml", *mesh, *STEPS, *LARGER, "--log.dir", axis) as going:
+    with started(folder, "train", "config.yaml", *mesh, *STEPS, *LARGEST, "--log.dir", axis) as going:
         wait_for(lambda: last_step(run) >= 3 or not going.running(), lambda: f"step 3: {going.output()}")
+        healthy = last_step(run)
         with stopped_by_turns(rank_processes(run)[LATE]):
             wait_for(lambda: lags(run), lambda: f"a lag: {going.output()[-2000:]}", within_s=90)
             # The journal is written before the step's own line.
@@ -77,6 +80,7 @@ def test_rank_that_is_stopped_by_turns_is_named_once_and_why(folder: Path, axis:
         output = going.output()
     (lag,) = lags(run)
     assert (lag["rank"], lag["host"] != "") == (LATE, True)
+    assert lag["step"] - healthy <= 100, lag
     assert 0.3 < lag["share"] < 0.95, lag
     assert lag["own"]["still"] - lag["others"]["still"] > 0.3, lag
     assert "it stands still for" in lag["text"] and "its process is stopped in" in lag["text"]

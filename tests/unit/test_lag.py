@@ -239,6 +239,27 @@ def test_ranks_tell_their_time_and_what_was_counted_meanwhile() -> None:
     assert [line.get("lagging_rank") for line in metrics] == [None] * 48 + [1] * 71
 
 
+def test_a_rank_that_tells_late_is_judged_by_the_same_step_as_the_others() -> None:
+    """A tp rank, which the collective of the loss does not wait for: it tells when rank 0 has looked for it."""
+    store, found = HashStore(), list[Lag]()
+    store.set_timeout(timedelta(seconds=20))
+    ranks = [Slowest(_mesh(store, rank, 2), notice=found.append if rank == 0 else _never) for rank in range(2)]
+    rng = random.Random(1)
+    metrics: list[dict[str, Any]] = []
+    for step in range(1, 400):
+        # Both have as much, in every second step; so half of it is nobody's.
+        own, late = 0.3 if step % 2 else 0.0, step > 2 and rng.random() < 0.5
+        for rank in (0, 1):
+            if rank == 1 and late:
+                metrics.append(ranks[0].find(step, 0.3))
+            ranks[rank].tell(cast(OwnTime, _Own({"compute": own}, {})))
+        if not late:
+            metrics.append(ranks[0].find(step, 0.3))
+        ranks[1].find(step, 0.3)
+    assert found == []
+    assert {line["slowest_share"] for line in metrics} == {0.0}
+
+
 def test_what_was_counted_before_a_window_is_not_of_it() -> None:
     """A machine has counted since it was started; and a step may tell several times before it is logged."""
     progress = Progress()

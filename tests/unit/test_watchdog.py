@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,14 +200,36 @@ def test_waiting_for_data_counts_by_the_clock_and_as_nothing_else() -> None:
     assert own_s(parts) == pytest.approx(sum(parts.values()))
 
 
-def test_what_is_noted_of_a_rank_counts_from_the_begin_of_a_window() -> None:
+def test_what_is_noted_of_a_rank_is_told_once_and_none_is_lost() -> None:
     progress = Progress()
-    progress.blocked_s, progress.still_s = 3.0, 5.0
     own = OwnTime(progress)
-    assert (own.parts()["blocked"], own.parts()["still"]) == (0.0, 0.0)
-    progress.blocked_s += 2.0
-    progress.still_s += 0.5
-    assert (own.parts()["blocked"], own.parts()["still"]) == (2.0, 0.5)
+    progress.blocked_s, progress.still_s = 2.0, 0.5
+    assert (own.parts()["blocked"], own.parts()["still"]) == (2.0, 0.5)  # asked for again, it is the same
+    progress.still_s += 0.25  # noted between what was told and the next window
+    own = OwnTime(progress)
+    progress.blocked_s += 1.0
+    assert (own.parts()["blocked"], own.parts()["still"]) == (1.0, 0.25)
+    assert (OwnTime(progress).parts()["blocked"], OwnTime(progress).parts()["still"]) == (0.0, 0.0)
+
+
+def test_a_stop_that_is_over_is_noted_before_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who notes it may come to it only when this thread lets it."""
+    progress, slept = Progress(), list[float]()
+    progress.note_by = time.monotonic() - 0.3
+
+    def sleep(seconds: float, *, notes: bool) -> None:
+        slept.append(seconds)
+        if notes and len(slept) == 3:
+            progress.still_s, progress.note_by = 0.3, time.monotonic() + 60
+
+    monkeypatch.setattr("threefold.training.progress.time.sleep", partial(sleep, notes=True))
+    assert OwnTime(progress).parts()["still"] == 0.3 and len(slept) == 3
+    assert OwnTime(progress).parts()["still"] == 0.0 and len(slept) == 3
+    progress.note_by = time.monotonic() - 0.3
+    monkeypatch.setattr("threefold.training.progress.time.sleep", partial(sleep, notes=False))
+    begun = time.monotonic()
+    assert OwnTime(progress).parts()["still"] == 0.0 and len(slept) > 3  # nobody notes, and it goes on
+    assert time.monotonic() - begun < 5
 
 
 @pytest.mark.timing

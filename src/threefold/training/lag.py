@@ -1,8 +1,9 @@
 """Which rank the others wait for, and whether that is chance.
 
 In: at each logged step every rank's own time (`progress.OwnTime`), by the clock and by what it was spent on, which all
-tell before the collective of the loss, so that nobody waits for the store. Out: the slowest rank and the share of the
-step that it costs; and once for each rank that stays it, a `Lag` with the reasons.
+tell before the collective of the loss, so that nobody waits for the store. Tp ranks have no part in one another's: what
+one has not told by then is judged at the next logged step, with the others' time of the same step. Out: the slowest
+rank and the share of the step that it costs; and once for each rank that stays it, a `Lag` with the reasons.
 
 A share is noisy, so the rule counts signs. Logged steps are added up to blocks of at least 0.3 s; a rank is
 late in a block if it is the slowest there by 10 % of the time. By chance that is any rank, so one rank at most half of
@@ -18,7 +19,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from threefold.mesh import environment
 from threefold.training.progress import OwnTime
@@ -109,24 +110,37 @@ class Slowest:
         """
         self._store = mesh.store if mesh.world_size > 1 else None
         self._rank, self._host = mesh.rank, environment.current().host
-        self._keys = [f"{_KEY}/{rank}" for rank in range(mesh.world_size)]
+        self._ranks = range(mesh.world_size)
         self._lags, self._notice = Lags(), notice
+        self._logged, self._found = 0, dict[str, Any]()
+        self._unread: list[float] = []  # elapsed seconds
 
     def tell(self, own: OwnTime) -> None:
         """Tells this rank's own time since the last logged step; before the collective of the loss."""
         if self._store is not None:
-            self._store.set(self._keys[self._rank], json.dumps([self._host, own.parts() | own.counts()]))
+            values = [self._logged, self._host, own.parts() | own.counts()]
+            # No rank tells the logged step after the next one before all have read this one.
+            self._store.set(f"{_KEY}/{self._rank}/{self._logged % 2}", json.dumps(values))
 
     def find(self, step: int, elapsed_s: float) -> Metrics:
         """On rank 0, after that collective: who is slowest, and who stays it; nothing elsewhere, or in one process."""
+        self._logged += 1
         if self._store is None or self._rank != 0:
             return {}
-        ranks = list(map(json.loads, self._store.multi_get(self._keys)))
-        rank, share = slowest([values for _, values in ranks], elapsed_s)
-        if (lag := self._lags.after(step, elapsed_s, ranks)) is not None:
-            self._notice(lag)
+        self._unread.append(elapsed_s)
+        while self._unread:
+            oldest = self._logged - len(self._unread)
+            keys = [f"{_KEY}/{rank}/{oldest % 2}" for rank in self._ranks]
+            told = list(map(json.loads, self._store.multi_get(keys)))
+            if any(count < oldest for count, *_ in told):
+                break
+            elapsed_s, ranks = self._unread.pop(0), [(host, values) for _, host, values in told]
+            rank, share = slowest([values for _, values in ranks], elapsed_s)
+            self._found = {"slowest_rank": rank, "slowest_share": share}
+            if (lag := self._lags.after(step, elapsed_s, ranks)) is not None:
+                self._notice(lag)
         lasting = self._lags.lasting
-        return {"slowest_rank": rank, "slowest_share": share} | ({"lagging_rank": lasting[0]} if lasting else {})
+        return self._found | ({"lagging_rank": lasting[0]} if lasting else {})
 
 
 def own_s(values: Mapping[str, float]) -> float:

@@ -7,6 +7,7 @@ On an accelerator it is the place of the process, which runs ahead of its device
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 _Read = TypeVar("_Read")
+# What another thread, which is late, gets to note a stop that is over: Python's lock for reads of /proc, and a core.
+_NOTES_WITHIN_S = 0.02
 
 
 class Phase(NamedTuple):
@@ -34,6 +37,8 @@ class Progress:
         rows: the numbers of the rows that this rank has read for the step.
         blocked_s: time in a step without a core, and not for another rank: noted by whoever watches the main thread.
         still_s: time in a step in which no thread of this process went on, though it was to: noted in the same way.
+        told_s: of both, what was told when this rank last told its own time.
+        note_by: when whoever notes them is late to do so, by the monotonic clock.
         counted: what the kernel counts of this process, and what is seen of the next rank of its host, by name.
     """
 
@@ -44,6 +49,7 @@ class Progress:
         self.mirror: Callable[[Phase], None] | None = None
         self.device: DeviceForward | None = None
         self.blocked_s = self.still_s = 0.0
+        self.told_s, self.note_by = (0.0, 0.0), math.inf
         self.counted: Mapping[str, float] = {}
 
     def enter(self, phase: str, *, step: int | None = None) -> None:
@@ -131,6 +137,8 @@ class OwnTime:
     On a CPU it is what the main thread spent on a core or waiting for one, and what it was blocked or stood still for;
     what is left waits for others. The clock goes on while a process is stopped or throttled. On a CUDA device it is the
     device's time in forwards. Either way, waiting for data is a rank's own.
+
+    What another thread notes later than a time is told is told the next time, so none is lost.
     """
 
     progress: Progress = field(default_factory=Progress)
@@ -138,12 +146,10 @@ class OwnTime:
     _device_s: float = 0.0
     _began: float = field(default_factory=time.thread_time)
     _waited: float = field(default_factory=core_wait_s)
-    _blocked: float = field(init=False)
-    _still: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._counted = self.progress.counted
-        self._blocked, self._still = self.progress.blocked_s, self.progress.still_s
+        self._blocked, self._still = self.progress.told_s
         if self.progress.device is not None:
             self.progress.device.forget()
 
@@ -161,12 +167,16 @@ class OwnTime:
         if self.progress.device is not None:
             self._device_s += self.progress.device.take_s()
             return {"data": self.data_wait_s, "device": self._device_s}
+        until = time.monotonic() + _NOTES_WITHIN_S
+        while self.progress.note_by < time.monotonic() < until:
+            time.sleep(0.001)
+        blocked, still = self.progress.told_s = self.progress.blocked_s, self.progress.still_s
         return {
             "data": self.data_wait_s,
             "compute": time.thread_time() - self._began,
             "core": core_wait_s() - self._waited,
-            "blocked": self.progress.blocked_s - self._blocked,
-            "still": self.progress.still_s - self._still,
+            "blocked": blocked - self._blocked,
+            "still": still - self._still,
         }
 
     def counts(self) -> dict[str, float]:

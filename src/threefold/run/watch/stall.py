@@ -112,14 +112,12 @@ class Stall:
         Before the first step a rank may take long with what the others wait for over the store, which has no limit:
         it ends if that rank cannot continue, or if a rank waits in a collective, which has one.
         """
-        if self.missing or any(seen.report.rank in self.silent and not self._may_go_on(seen) for seen in self.late):
+        lost = (s.report for s in self.late if s.report.step or s.report.state not in (HELD, UNINTERRUPTIBLE))
+        if self.missing or any(report.rank in self.silent for report in lost):
             return True
         if any(seen.report.step for seen in self.late):
             return bool(self.waiting) or any(seen.report.phase != "data" for seen in self.late)
         return any(seen.report.waits == "collective" for seen in (*self.waiting, *self.late))
-
-    def _may_go_on(self, seen: Seen) -> bool:
-        return not seen.report.step and seen.report.state in (HELD, UNINTERRUPTIBLE)
 
     def headline(self) -> str:
         """Returns one line: the late ranks, where they are, and for how long."""

@@ -48,6 +48,8 @@ _EARLIER = 0.5
 _SAMPLE_EVERY_S, _SAMPLE_S = 0.05, 0.002
 # Own time is counted by the main thread's clocks in these, too; in data, by the clock alone.
 _IN_STEPS = ("exchange", "forward", "backward", "reduce", "optimizer", "the program")
+# What stood still in one of those may be here when that is seen.
+_AT_STEPS = (*_IN_STEPS, "log", "audit")
 # A thread that asks for no core gets one within this time where cores are free; later, its process stood still.
 _LATE_S = 0.02
 # How often a rank tells a new place between two beats, and how many of them the store is to take from all ranks.
@@ -263,24 +265,26 @@ class Watchdog:
         looks = {f"{name}/{rank}": 0.0 for rank in beside for name in ("looks", "stopped")}
         # Of its own, because a program may have seeded the one of Python.
         uneven = random.Random()
-        now = time.monotonic(), main.ready_s(), core_wait_s()
-        # At uneven times: what stops a process may do it as often as it is looked at.
-        while not self._stopped.wait(pause_s := _SAMPLE_EVERY_S * uneven.uniform(0.5, 1.5)):
+        pause_s, now = _SAMPLE_EVERY_S, (time.monotonic(), main.ready_s(), core_wait_s())
+        while not self._stopped.wait(pause_s):
             before, now = now, (time.monotonic(), main.ready_s(), core_wait_s())
             passed_s, ready_s, waited_s = (new - old for new, old in zip(now, before, strict=True))
             progress = self.progress
             if self._pulse is not None:
                 self._pulse.beat(self._beat)
-            if progress.device is None and progress.place.name in _IN_STEPS:
+            if progress.device is None and (place := progress.place.name) in _AT_STEPS:
                 if passed_s - pause_s - waited_s > _LATE_S:
                     progress.still_s += max(0.0, passed_s - ready_s)
-                elif main.is_blocked(_SAMPLE_S):
+                elif place in _IN_STEPS and main.is_blocked(_SAMPLE_S):
                     progress.blocked_s += passed_s
             for rank in beside:
                 looks[f"looks/{rank}"] += 1
                 looks[f"stopped/{rank}"] += self._peers[rank].silenced_by(math.inf) == stall.STOPPED
             if now[0] - read_at >= _REPORT_EVERY_S:
                 read_at, progress.counted = now[0], counters() | looks
+            # At uneven times: what stops a process may do it as often as it is looked at.
+            pause_s = _SAMPLE_EVERY_S * uneven.uniform(0.5, 1.5)
+            progress.note_by = now[0] + pause_s + 2 * _LATE_S
 
     def _follow(self, store: Any) -> None:
         """Learns who the judge is, and takes its place if its reports have stopped."""

@@ -214,13 +214,13 @@ class Run:
                 reason = (log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
                 note = f"`{' '.join(stage.prepare)}` cannot be done here: {reason}"
                 return Result(stage, "skipped", 0, time.monotonic() - begun, notes=[note])
-        ended, strays = self._run_command(stage.command, stage, folder), 0
+        ended, strays = self._run_command(stage.command, stage, folder), list[str]()
         if not isinstance(ended, str):
             strays = _kill_strays(_token_of(folder))
         tests = read_tests(folder)
         notes = list(_notes(folder, tests))
         if strays:
-            notes.append(f"processes left running, and killed: {strays}")
+            notes.append(f"processes left running, and killed: {len(strays)} ({'; '.join(strays)})")
         seconds = time.monotonic() - begun
         if ended == "hung":
             running = f"; running: {', '.join(tests.running)}" if tests.running else ""
@@ -301,15 +301,16 @@ def _notes(folder: Path, tests: Tests) -> Iterator[str]:
         yield f"a process crashed ({len(crashes)} times in the output): {crashes[0]}"
 
 
-def _kill_strays(token: str) -> int:
-    """Kills every process that carries a stage's token in its environment; returns how many there were."""
-    mark, count = f"{TOKEN}={token}".encode(), 0
+def _kill_strays(token: str) -> list[str]:
+    """Kills every process that carries a stage's token in its environment; returns how their commands begin."""
+    mark, commands = f"{TOKEN}={token}".encode(), list[str]()
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if mark in path.read_bytes().split(b"\0"):
+                command = path.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 os.kill(int(path.parent.name), signal.SIGKILL)
-                count += 1
-    return count
+                commands.append(command.strip()[:100])
+    return commands
 
 
 def report(results: Sequence[Result], seconds: float) -> Iterable[str]:

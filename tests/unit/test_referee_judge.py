@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
+import threefold
 from referee_records import judge_data
 from threefold import Referee
 from threefold.errors import ConfigError, DataError
 from threefold.referee.judge.parts import PartStatus
 from threefold.referee.judge.verdict import CommandVerdict
+from threefold.referee.rank.loaders import Loaders, facts_of
 from threefold.referee.rank.sealed import SealedFile, read_sealed
 
 NUM_ROWS, BATCH = 40, 5
@@ -40,6 +43,10 @@ def sampler(rank: int, **settings: Any) -> dict[str, Any]:
     return {"class": "DistributedSampler", "package": "torch", **known, **settings}
 
 
+class OneRank:
+    dp_size, dp_rank = 1, 0
+
+
 def record(
     folder: Path,
     orders: Orders,
@@ -51,7 +58,6 @@ def record(
     calls_a_step: int = 1,
     unread_batches: int = 0,
     sized: bool = True,
-    ends: dict[str, bool] | None = None,
     trial: int | None = None,
     trials: int = 0,
     **call: Any,
@@ -60,7 +66,6 @@ def record(
 
     Args:
         sized: whether the loader shows the size of its batches.
-        ends: what is written of the end of each pass.
         trial: the model of which a step is taken before; the one that is trained is model 0.
         trials: in how many steps gradients of a call are set to zero again, which is made before those of the step.
     """
@@ -99,7 +104,7 @@ def record(
                 batches["batch_size"] = batch
             known = {"rows": NUM_ROWS, "samplers": [batches, samplers(rank, epoch)]}
             num_batches = -(-len(order[rank]) // batch) + unread_batches
-            file.write("pass", {"pass": (0, epoch), "batches": num_batches, **(ends or {"ended": True}), **known})
+            file.write("pass", {"pass": (0, epoch), "batches": num_batches, "ended": True, **known})
         file.write("end", {"steps": step, "calls_after": 0})
         file.close()
     (folder / "command.json").write_text(json.dumps({"command": ["train"], "exit_code": 0}))
@@ -299,15 +304,29 @@ def test_batches_that_do_not_reach_the_model_are_not_judged(tmp_path: Path) -> N
     assert verdict.exit_code == 3
 
 
-def test_pass_that_has_all_batches_ended_though_no_more_were_asked_for(tmp_path: Path) -> None:
-    verdict = record(tmp_path, dealt(), ends={"ended": False, "whole": True})
-    assert verdict.exit_code == 0 and "40 rows was read once in each epoch, of 2" in text(verdict, "rows of an epoch")
+@pytest.mark.parametrize("length", [20, 21])
+def test_pass_has_ended_once_its_last_batch_was_trained_on(length: int) -> None:
+    """Though the program asks for no more: it counts them, or has its steps counted."""
+    loaders, loader = Loaders(), DataLoader(range(length), batch_size=5)  # type: ignore[arg-type]
+    passing = iter(loader)
+    loaders.begins(passing, loader)
+    for number in range(1, len(loader) + 1):
+        loaders.hands_out(next(passing), passing)
+        assert not loaders.passes[0, 0]["ended"]
+        if number < len(loader):
+            loaders.trained_on([(0, 0)])
+    loaders.trained_on([(1, 0)])
+    assert not loaders.passes[0, 0]["ended"]
+    loaders.trained_on([(0, 0)])
+    assert loaders.passes[0, 0]["ended"]
 
 
-@pytest.mark.parametrize("ends", [{"ended": False}, {"ended": False, "whole": True}])
-def test_pass_whose_last_batch_was_not_trained_on_has_not_ended(tmp_path: Path, ends: dict[str, bool]) -> None:
-    verdict = record(tmp_path, dealt(), ends=ends, unread_batches=1)
-    assert "no epoch ended: 40 reads so far" in text(verdict, "rows of an epoch")
+def test_draws_with_weights_are_seen_to_have_replacement() -> None:
+    weighted = WeightedRandomSampler([1.0] * 8, 8)
+    for sampler in (None, weighted):
+        plain = DataLoader(range(8), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+        known = facts_of(threefold.distribute(plain, OneRank()))
+        assert bool(known["samplers"][-1].get("replacement")) is (sampler is not None)
 
 
 def test_call_that_repeats_the_one_before_reads_nothing_more(tmp_path: Path) -> None:

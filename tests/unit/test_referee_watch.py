@@ -72,6 +72,15 @@ def test_program_of_one_process_is_proved_and_unchanged(tmp_path: Path) -> None:
     assert "rank-00000-step-00002-inputs.safetensors is not as it was written" in str(judge_data(record).parts[0])
 
 
+def test_program_that_counts_its_batches_has_epochs_too(tmp_path: Path) -> None:
+    counted = LOOP.replace(
+        "for inputs, targets in loader:", "for _, (inputs, targets) in zip(range(len(loader)), loader):"
+    )
+    verdict, _ = watched(tmp_path, counted)
+    assert counted != LOOP and verdict.exit_code == 0, verdict.lines()
+    assert "each of 24 rows was read once in each epoch, of 2" in "\n".join(verdict.lines())
+
+
 def test_record_as_large_as_allowed_ends_and_the_program_does_not(tmp_path: Path) -> None:
     verdict, printed = watched(tmp_path, LOOP, keep_bytes=2000)
     assert verdict.exit_code == 3

@@ -38,18 +38,12 @@ class ReadCall(NamedTuple):
 
 @dataclass
 class LoaderPass:
-    """A pass of a DataLoader: the rows of its data set, if known, and its samplers, outermost first.
-
-    Attributes:
-        ended: whether the program was told that there are no more batches.
-        whole: whether it has all batches, by their number.
-    """
+    """A pass of a DataLoader: the rows of its data set, if known, and its samplers, outermost first."""
 
     rows: int | None
     batches: int
     ended: bool
     samplers: list[Values]
-    whole: bool = False
 
     def setting(self, *names: str) -> Any:
         """The first of these settings that a sampler has, from the outermost in."""
@@ -167,9 +161,7 @@ def _read_rank(path: Path) -> RankRecord | None:
             record.wrong += _wrong_file(path.parent, line.get(kind, {}))
     record.damaged = bool(record.wrong) or damage is not None
     for line in of_kind["pass"]:
-        record.passes[tuple(line["pass"])] = LoaderPass(
-            line["rows"], line["batches"], line["ended"], line["samplers"], line.get("whole", False)
-        )
+        record.passes[tuple(line["pass"])] = LoaderPass(line["rows"], line["batches"], line["ended"], line["samplers"])
     record.wrong += [
         f"rank {record.rank}: the referee recorded no further ({line['what']})" for line in of_kind["fault"]
     ]

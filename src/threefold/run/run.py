@@ -609,8 +609,8 @@ def _order_of(loader: Any) -> tuple[Order | None, str, str]:
     if not isinstance(loader, DistributedLoader):
         return None, f"{type(loader).__name__} does not tell its rows", "loader = threefold.distribute(DataLoader(...))"
     sampler, rows = loader.sampler, loader.sampler.epoch_size
-    if sampler.weighted or sampler.order != "threefold":
-        drawn = "drawn with weights" if sampler.weighted else "in torch's order"
+    if sampler.replacement or sampler.order != "threefold":
+        drawn = "drawn with weights" if sampler.replacement else "in torch's order"
         return None, f"rows {drawn} are not each read once by an order that is known", "distribute(DataLoader(...))"
     uneven = rows % sampler.num_replicas
     if sampler.tail == "pad" and uneven:

@@ -148,7 +148,7 @@ class DistributedSampler(Sampler[int]):
         return {"weights": self._draws.weights, "num_samples": self.epoch_size}
 
     @property
-    def weighted(self) -> bool:
+    def replacement(self) -> bool:
         """Samples are drawn with weights: some several times, some never."""
         return self._draws is not None
 

@@ -94,7 +94,7 @@ class AuditCallback(TrainerCallback):
     def _audit_of(self, args: Any, state: Any, loader: Any) -> OrderAudit | RowCounter | None:
         kind = type(loader).__name__
         if isinstance(loader, TrainLoader):
-            if loader.sampler.weighted:
+            if loader.sampler.replacement:
                 log.warning("The audit is off: samples drawn with weights may come more than once per epoch.")
                 return None
             if isinstance(loader.sampler, GroupedSampler) or loader.sampler.order != "threefold":

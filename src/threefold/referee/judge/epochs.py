@@ -42,11 +42,8 @@ class Epoch:
 
     @property
     def ended(self) -> bool:
-        """Whether every data rank has read it to its end, and trained on its last batch if it asked for no more."""
-        return all(
-            each.ended or (each.whole and len(rows) > _most_rows(each, each.batches - 1))
-            for each, rows in zip(self.passes, self.rows, strict=True)
-        )
+        """Whether every data rank has read it to its end."""
+        return all(each.ended for each in self.passes)
 
     @property
     def replicas(self) -> int | None:
@@ -138,17 +135,13 @@ def _epochs_by_rows(ranks: Records) -> list[Epoch]:
 def _foreign_rows(epoch: Epoch) -> str | None:
     """Why the rows of the calls of the model are not those of the loader; None if they are, by their number."""
     for each, rows in zip(epoch.passes, epoch.rows, strict=True):
-        most, least = _most_rows(each, each.batches), _most_rows(each, each.batches - 1)
+        size = each.setting("batch_size")
+        if each.setting("split_batches"):
+            size //= each.setting("num_processes")
         # A pass that was broken off may have handed out batches that were not trained on.
-        if len(rows) > most or (each.ended and len(rows) <= least):
-            return f"the model is called with {len(rows)} rows of {each.batches} batches of {most - least}"
+        if len(rows) > each.batches * size or (each.ended and len(rows) <= (each.batches - 1) * size):
+            return f"the model is called with {len(rows)} rows of {each.batches} batches of {size}"
     return None
-
-
-def _most_rows(of: LoaderPass, num_batches: int) -> int:
-    """So many rows are in whole batches of a pass on one rank."""
-    size: int = of.setting("batch_size")
-    return num_batches * (size // of.setting("num_processes") if of.setting("split_batches") else size)
 
 
 @judges("rows of an epoch")

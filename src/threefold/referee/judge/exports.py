@@ -91,9 +91,10 @@ def _wrong(folder: str, expected: Described, architecture: Values) -> str | None
 @contextlib.contextmanager
 def _silently() -> Iterator[None]:
     """What transformers says of a load is in the verdict."""
+    before = logging.root.manager.disable
     logging.disable()
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,6 +44,7 @@ class Loaders:
         self.passes: dict[PassName, Values] = {}
         self._numbers: dict[int, int] = {}
         self._num_passes: Counter[int] = Counter()
+        self._last_batches: set[PassName] = set()
         self._names: WeakKeyDictionary[Any, PassName] = WeakKeyDictionary()
 
     def begins(self, iterator: Any, loader: Any) -> None:
@@ -60,10 +61,15 @@ class Loaders:
         """A batch leaves a loader."""
         if (name := self._names.get(iterator)) is not None:
             self.last = name
-            values = self.passes[name]
-            values["batches"] += 1
+            self.passes[name]["batches"] += 1
             with suppress(Exception):  # of a length of the user's own, or of none
-                values["whole"] = values["batches"] == len(iterator)
+                if self.passes[name]["batches"] == len(iterator):
+                    self._last_batches.add(name)
+
+    def trained_on(self, names: Iterable[PassName]) -> None:
+        """A step has taken batches of these passes: one that had no more has ended, though none were asked for."""
+        for name in self._last_batches.intersection(names):
+            self.passes[name]["ended"] = True
 
     def ends(self, iterator: Any) -> None:
         """A loader has no more batches."""

@@ -303,7 +303,9 @@ class RankRecorder:
             if self._curve.tensors:
                 values["curve"] |= self._write_whole("curve", self._curve.tensors)
         self._file.write("step", values)
-        for name in {call.values["pass"] for call in calls} - self._passes:
+        used = {call.values["pass"] for call in calls}
+        self.loaders.trained_on(used)
+        for name in used - self._passes:
             # Of a rank that is killed, what it reads is known all the same.
             self._file.write("pass", {"pass": name, **self.loaders.passes[name]})
             self._passes.add(name)

@@ -8,7 +8,8 @@ few tokens beside wide layers, so that nearly all of them are weights', gradient
 as the one kernel that it is on CUDA. No time is measured.
 
 The table's layers are not compiled. Below it are the kernels of a compiled one, which is the default on CUDA: those
-that Inductor writes, here for this CPU, and its calls of libraries, for products and attention.
+that Inductor writes, here for this CPU, and its calls of libraries, for products and attention. The last table is of
+the loss: from the logits of a chunk of tokens to their gradient, in bfloat16, without the head's products.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from threefold.optim import fused_adamw
 from threefold.optim.fused_update import update_by_operations
 from threefold.plan import choices
 from threefold.run.assemble import optimizer_of
+from threefold.training.loss import TokenLoss
 from threefold.training.step import TrainStep
 
 LAYERS, TOKENS = (2, 6), 8
@@ -60,6 +62,10 @@ class Counted(TorchDispatchMode):
         if func.is_view or any(part in name for part in _ALLOCATES):
             return found
         given = _tensors((args, kwargs))
+        if name.startswith(("aten.gather", "aten.scatter")):  # one number of each row
+            self.kernels += 1
+            self.moved_bytes += 3 * args[2].nbytes
+            return found
         known = {each.untyped_storage().data_ptr() for each in given}
         made = [each for each in _tensors(found) if each.untyped_storage().data_ptr() not in known]
         if not made and not func._schema.is_mutable:
@@ -124,6 +130,39 @@ def _tensors(values: Any) -> list[Tensor]:
 def _is_written(func: Any, place: int) -> bool:
     arguments = func._schema.arguments
     return place < len(arguments) and arguments[place].alias_info is not None and arguments[place].alias_info.is_write
+
+
+class LossKernels:
+    """In the place of `training.loss_kernel`: as many kernels and bytes, by operations that are not counted."""
+
+    def __init__(self, counted: Counted) -> None:
+        self._counted = counted
+
+    def row_sums(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        self._counted.kernels += 1
+        self._counted.moved_bytes += 2 * logits.nbytes  # a row that is read again may still be in a cache
+        with torch.utils._python_dispatch._disable_current_modes():
+            largest = logits.amax(1).float()
+            return torch.stack([largest, (logits - largest[:, None]).logsumexp(1)]), logits.float().sum(1)
+
+    def gradients(
+        self, logits: Tensor, largest: Tensor, logs: Tensor, *_: Any, dtype: torch.dtype, **__: Any
+    ) -> Tensor:
+        self._counted.kernels += 1
+        with torch.utils._python_dispatch._disable_current_modes():
+            found = (logits - (largest + logs)[:, None]).exp().to(dtype)
+        self._counted.moved_bytes += logits.nbytes + found.nbytes
+        return found
+
+
+def of_loss(*, fused: bool, tokens: int = 64, vocabulary: int = 32000, **settings: Any) -> tuple[int, float]:
+    """(kernels of a chunk, bytes of a logit in bfloat16), from logits to their gradient."""
+    logits, labels = torch.randn(tokens, vocabulary).bfloat16(), torch.randint(vocabulary, (tokens,))
+    counted = Counted()
+    with mock.patch.dict(sys.modules, {"threefold.training.loss_kernel": LossKernels(counted)}), counted:
+        *_, gradient_of = TokenLoss(fused=fused, **settings).measure(logits, labels)
+        gradient_of(torch.bfloat16)
+    return counted.kernels, counted.moved_bytes / logits.numel()
 
 
 @contextmanager
@@ -210,6 +249,14 @@ def main() -> int:
     print("reached" if reached else "missed")
     written, called = compiled_kernels(mesh, asked.width)
     print(f"of a compiled layer: {written + called} kernels: {written} written by Inductor, {called} of libraries")
+    print("| loss | kernels a chunk: operations | kernels | bytes a logit: operations | kernels |")
+    print("|---|---|---|---|---|")
+    for name, settings in (
+        ("cross entropy", {}),
+        ("with z-loss and smoothed labels", {"z_loss": 1e-4, "label_smoothing": 0.1}),
+    ):
+        (before, before_bytes), (after, after_bytes) = (of_loss(fused=fused, **settings) for fused in (False, True))
+        print(f"| {name} | {before} | {after} | {before_bytes:.1f} | {after_bytes:.1f} |")
     mesh.close()
     return 0
 

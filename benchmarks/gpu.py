@@ -56,6 +56,7 @@ PIECES = [
     Piece("1b-compiled", 150, "the first goal"),
     Piece("test-step", 200, "a step waits for nothing that it need not wait for"),
     Piece("test-fused_attention", 100, "gradients of the kernels"),
+    Piece("test-cuda_loss", 100, "the kernels of the loss against its operations"),
     Piece("bits", 150, "whether a second run and a resume give the same bits"),
     Piece("bits-deterministic", 150, "the same with train.deterministic"),
     Piece("1b-documents", 120, "what documents that do not see one another cost"),

@@ -208,14 +208,8 @@ def test_samples_are_refused_where_none_is_written(config: dict[str, Any], lacki
             "--audit.every 10   (or leave audit.rows out)",
         ),
         (
-            {"audit": {"rows": True}, "train": {"fused_loss": "liger"}},
-            "audit.rows = true with train.fused_loss = liger",
-            "train.fused_loss auto or none: Liger's kernel tells the sum over all rows alone",
-            "--train.fused_loss auto   (or leave audit.rows out)",
-        ),
-        (
-            {"train": {"objective": "dpo", "fused_loss": "liger"}},
-            "train.fused_loss = liger has no effect with train.objective = dpo",
+            {"train": {"objective": "dpo", "fused_loss": True}},
+            "train.fused_loss = True has no effect with train.objective = dpo",
             "train.objective next_token: the loss of pairs is computed from log-probabilities",
             "leave train.fused_loss out",
         ),

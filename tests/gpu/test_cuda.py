@@ -51,7 +51,7 @@ def _curve(name: str, settings: dict[str, Any], documents: bool, **sections: Any
             "model": {"config": MODELS[name], **settings},
             "optimizer": {"lr": 1e-3},
             "data": {"seq_len": SEQ_LEN},
-            "train": {"fused_loss": "none", **sections.get("train", {})},
+            "train": sections.get("train", {}),
             "mesh": sections.get("mesh", {}),
         }
     )

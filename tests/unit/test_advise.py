@@ -339,7 +339,7 @@ def test_what_a_plan_reads_of_a_store(config: Path) -> None:
         printed,
     )
     seconds = json.loads(_run(config, "--mesh.dp", "8", "--json", gpus=8).output)[0]["step_time_s"]
-    assert found is not None and float(found[1].replace(",", "")) == pytest.approx(64 / seconds, rel=0.02)
+    assert found is not None and float(found[1].replace(",", "")) == pytest.approx(64 / seconds, abs=0.05)
     assert "of the store" not in _run(config, gpus=8).output
 
 

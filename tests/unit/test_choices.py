@@ -84,7 +84,7 @@ class Sides:
             def __len__(self) -> int:
                 return 10**6
 
-        end = head._End(self.outline, "plain", self.config.train.loss_chunk_tokens, None, None, False)
+        end = head._End(self.outline, "plain", self.config.train.loss_chunk_tokens, None, None)
         rows: Any = Hidden()
         return end._size(rows), self.setup.chunk(self.decoder)
 

@@ -11,7 +11,8 @@ import importlib.util, pkgutil, threefold
 
 names = [module.name for module in pkgutil.walk_packages(threefold.__path__, "threefold.")]
 # Kernels for CUDA, where triton comes with torch.
-without = set() if importlib.util.find_spec("triton") else {"threefold.optim.fused_kernel"}
+kernels = {"threefold.optim.fused_kernel", "threefold.training.loss_kernel"}
+without = set() if importlib.util.find_spec("triton") else kernels
 for name in names:
     if not name.endswith("__main__") and name not in without:
         importlib.import_module(name)

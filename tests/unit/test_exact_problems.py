@@ -43,7 +43,7 @@ def test_nothing_is_refused_of_a_plain_run_nor_of_fast() -> None:
         ("train", "micro_batch", "auto"),
         ("train", "objective", "dpo"),
         ("train", "compile", True),
-        ("train", "fused_loss", "liger"),
+        ("train", "fused_loss", True),
         ("train", "activation_checkpointing", "offload"),
         ("model", "trust_remote_code", True),
         ("model", "attention", "flex"),

@@ -54,7 +54,7 @@ def _imported(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def _at_once(module: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, whose largest number of a block the interpreter finds at once, not number by number."""
-    monkeypatch.setattr("triton.language.standard._elementwise_max", module._larger, raising=False)
+    monkeypatch.setattr("triton.language.standard._elementwise_max", module.larger, raising=False)
     return module
 
 

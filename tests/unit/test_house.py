@@ -21,6 +21,7 @@ PUBLIC_SIGNATURES = {
     "run/load_model.py:load_model",
     "optim/muon.py:Muon.__init__",
     "optim/fused_kernel.py:_update",  # a kernel's, whose arguments are pointers and numbers
+    "training/loss_kernel.py:_gradients",
     "training/saving.py:save",
     "training/step.py:TrainStep.__init__",
 }

@@ -106,7 +106,7 @@ def _of_objective(config: Config) -> Iterator[Problem]:
         what = f"dpo.label_smoothing = {config.dpo.label_smoothing} has no effect with dpo.loss = {config.dpo.loss}"
         yield Problem(what, "dpo.loss sigmoid", "--dpo.loss sigmoid   (or leave dpo.label_smoothing out)")
     for name, unset in (("label_smoothing", 0.0), ("z_loss", 0.0), ("fused_loss", "auto")):
-        if (value := getattr(config.train, name)) not in (unset, "none"):
+        if (value := getattr(config.train, name)) not in (unset, False):
             expected = "train.objective next_token: the loss of pairs is computed from log-probabilities"
             fix = f"leave train.{name} out"
             if name == "label_smoothing":
@@ -180,10 +180,6 @@ def _of_rows(config: Config) -> Iterator[Problem]:
         yield Problem(
             "audit.rows = true with audit.every = 0", expected, "--audit.every 10   (or leave audit.rows out)"
         )
-    if config.train.fused_loss == "liger":
-        expected = "train.fused_loss auto or none: Liger's kernel tells the sum over all rows alone"
-        fix = "--train.fused_loss auto   (or leave audit.rows out)"
-        yield Problem("audit.rows = true with train.fused_loss = liger", expected, fix)
 
 
 def _of_trackers(log: LogConfig) -> Iterator[Problem]:

@@ -204,8 +204,8 @@ class TrainConfig(Section):
     loss_chunk_tokens: Count | Literal["auto"] = Field(
         "auto", description="tokens whose logits exist at one time; auto: 256 MiB of logits, 1 GiB on CUDA; 0: all"
     )
-    fused_loss: Literal["auto", "liger", "none"] = Field(
-        "auto", description="head and loss; auto, none: by chunks, the same on every mesh; liger: in Liger's kernel"
+    fused_loss: bool | Literal["auto"] = Field(
+        "auto", description="the loss of a chunk's logits and its gradient by kernels of Triton; auto: on CUDA"
     )
     compile: bool | Literal["auto"] = Field("auto", description="compile each layer; auto: on CUDA")
     float8: Literal["none", "tensorwise", "rowwise"] = Field(

@@ -25,10 +25,11 @@ from threefold.model.context_parallel import backend, kernels
 from threefold.model.context_parallel.split import ContextParallel, heads_of
 from threefold.model.exact import limits
 from threefold.model.float_sums import FloatSums
+from threefold.model.head_gradient import is_product
 from threefold.model.model import Model
 from threefold.model.tensor_parallel.plan import TensorParallelism, split_over_tp
 from threefold.model.weight_check import Stored, Weights, is_adapter, stored_in_files
-from threefold.plan.choices import GIVEN, Resolved, resolve
+from threefold.plan.choices import GIVEN, Resolved, fused_loss, resolve
 
 if TYPE_CHECKING:
     from threefold.model.working_copy import WorkingCopy
@@ -217,11 +218,10 @@ def _split(model: PreTrainedModel, config: Config, mesh: Mesh, resolved: Resolve
 
 def _install_head(model: PreTrainedModel, config: Config, tensor: TensorParallelism, mesh: Mesh) -> Choices:
     kind, why = head.kind_of(model)
-    fused = config.train.fused_loss == "liger"
     splitters = mesh.group("tp") if tensor.vocabulary_start is not None else None
     chunk, sharers = config.train.loss_chunk_tokens, tensor.sequence_group
-    head.install(model, chunk=chunk, fused=fused, sharers=sharers, splitters=splitters)
-    choices = [("loss: Liger's kernel", "as given")] if fused and kind is not None else []
+    head.install(model, chunk=chunk, sharers=sharers, splitters=splitters)
     if kind is None:
-        choices.append(("loss: all logits of a micro-batch at once", why))
-    return choices
+        return [("loss: all logits of a micro-batch at once", why)]
+    fused, why = fused_loss(config.train.fused_loss, data_parallel.device_of(mesh))
+    return [("loss: by kernels", why)] if fused and is_product(model.get_output_embeddings()) else []

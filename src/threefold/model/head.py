@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from threefold.model.collectives import gather_parts, join, sum_gradient
-from threefold.model.fused_loss import fused_sums
 from threefold.model.head_gradient import Bend, Loss, is_product, sums_of
 from threefold.plan.choices import chunk_tokens
 
@@ -46,13 +45,13 @@ _OF_LOGITS = {
 class Sums(NamedTuple):
     """What a forward with labels returns: sums over this rank's target tokens, and each router's logits (or none).
 
-    `of_rows`: the cross entropy of each row's part here, [rows]; None where the kernel tells the sum alone.
+    `of_rows`: the cross entropy of each row's part here, [rows].
     """
 
     objective: Tensor
     cross_entropy: Tensor
     router_logits: tuple[Tensor, ...]
-    of_rows: Tensor | None = None
+    of_rows: Tensor
 
 
 class Outputs(NamedTuple):
@@ -123,7 +122,6 @@ def install(
     chunk: int | str,
     sharers: dist.ProcessGroup | None = None,
     splitters: dist.ProcessGroup | None = None,
-    fused: bool = False,
 ) -> None:
     """Replaces the model's forward by one that returns `Sums`, or `Outputs`; before any wrapper is put around it.
 
@@ -131,11 +129,10 @@ def install(
         chunk: tokens at a time, as `plan.choices.chunk_tokens` takes them.
         sharers: the tp ranks that share the sequence of the hidden states, if they do.
         splitters: the tp ranks that hold parts of the vocabulary, if they do.
-        fused: head and loss in one kernel (`fused_loss`).
     """
     kind, _ = kind_of(model)
     own_forward, inner, first = model.forward, below_head(model), first_position(model)
-    end = _End(model, kind, chunk, sharers, splitters, fused)
+    end = _End(model, kind, chunk, sharers, splitters)
 
     def forward(
         *,
@@ -158,7 +155,7 @@ def install(
             parts = end.by_chunks(found, labels.flatten(), token_loss)
             return Outputs(-torch.cat([each for each, _ in parts]).view_as(labels), routers)
         objective, cross_entropy, each = end.sums(found, labels.flatten(), token_loss)
-        return Sums(objective, cross_entropy, routers, None if each is None else each.view(labels.shape).sum(1))
+        return Sums(objective, cross_entropy, routers, each.view(labels.shape).sum(1))
 
     model.forward = forward  # type: ignore[method-assign]
 
@@ -173,7 +170,6 @@ class _End:
     chunk: int | str
     sharers: dist.ProcessGroup | None
     splitters: dist.ProcessGroup | None
-    fused: bool
 
     def values(self, found: Any, of: str) -> Tensor:
         """Hidden states or logits."""
@@ -182,17 +178,15 @@ class _End:
             return hidden if self.sharers is None else join(hidden, self.sharers, dim=1)
         return found.logits if self.kind is None else logits_of(self.model, self._whole(found), self.kind)
 
-    def sums(self, found: Any, labels: Tensor, token_loss: Loss) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(what is minimised, the cross entropy alone) over labels [tokens], and that of each token, if it is given."""
+    def sums(self, found: Any, labels: Tensor, token_loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
+        """(what is minimised, the cross entropy alone) over labels [tokens], and that of each token."""
         head: Any = self.model.get_output_embeddings()
-        if self.kind is None or not (self.fused or is_product(head)):
+        if self.kind is None or not is_product(head):
             parts = self.by_chunks(found, labels, token_loss)
             objectives, entropies = zip(*((each.sum(), entropy.detach()) for each, entropy in parts), strict=True)
             each = torch.cat(entropies)
             return sum(objectives[1:], objectives[0]), each.sum(), each
         hidden = self._whole(found).flatten(0, 1)
-        if self.fused:
-            return *fused_sums(self.model, hidden, labels, token_loss, self.kind), None
         if self.splitters is not None and self.sharers is None:
             # Each rank knows what its part of the vocabulary contributes.
             hidden = sum_gradient(hidden, self.splitters)

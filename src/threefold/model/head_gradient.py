@@ -26,9 +26,10 @@ class Loss(Protocol):
     def ignored(self) -> int:
         """The label of a token that is not a target."""
 
-    def measure(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
-        """(objective, cross entropy) of each token, and what makes the objective's gradient by the logits, float32.
+    def measure(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Callable[[torch.dtype], Tensor]]:
+        """(objective, cross entropy) of each token, and what makes the objective's gradient by the logits.
 
+        That is given in float32, or in the type that it is asked for in.
         The gradient is that of the labels that count; those of the others, `ignored`, are to be left out.
         """
 
@@ -46,6 +47,10 @@ class Bend:
 
     scale: float = 1.0
     cap: float | None = None
+
+    @property
+    def is_none(self) -> bool:
+        return self.scale == 1 and self.cap is None
 
     def logits(self, product: Tensor) -> Tensor:
         """[.., vocabulary] -> the same."""
@@ -134,12 +139,12 @@ def _by_chunks(
         each_entropy.append(entropies)
         if not any(work.wanted):
             continue
-        gradient = work.bend.back(gradient_of(), logits)
+        gradient = work.bend.back(gradient_of(dtype if work.bend.is_none else torch.float32), logits)
         del logits, gradient_of
         # Left out beside the products, not in a pass over the logits: 0 and 1 round nothing.
         counted = (own != work.loss.ignored).to(dtype)[:, None]
         if by_bias is not None:
-            by_bias += (gradient * counted).sum(0)
+            by_bias += (gradient * counted).sum(0, dtype=torch.float32)
         gradient = gradient.to(dtype)
         if by_hidden is not None:
             torch.mul(gradient @ cast, counted, out=by_hidden[place * work.size :][: len(part)])
@@ -151,6 +156,10 @@ def _by_chunks(
 
 def _with_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """total + left @ right in float32, in the place of `total`."""
+    if left.is_cuda and left.dtype != torch.float32:  # whose products can be float32 as they are summed
+        if total is None:
+            return torch.mm(left, right, out_dtype=torch.float32)
+        return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     if total is None:
         return (left @ right).float()
     if total.dtype == left.dtype:

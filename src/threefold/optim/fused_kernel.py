@@ -43,7 +43,7 @@ def _load(start, left, BLOCK: tl.constexpr):
 def _store(start, values, left, TYPE: tl.constexpr, BLOCK: tl.constexpr):
     places = tl.arange(0, BLOCK)
     if tl.bfloat16 == TYPE:
-        values = _as_bfloat16(values)
+        values = as_bfloat16(values)
     if left >= BLOCK:
         tl.store(start + places, values)
     else:
@@ -51,7 +51,7 @@ def _store(start, values, left, TYPE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _as_bfloat16(values):
+def as_bfloat16(values):
     """To the nearest, ties to even, by the bits: Triton's interpreter, which tests run it in, cuts them off."""
     bits = values.to(tl.int32, bitcast=True)
     nearest = bits + 0x7FFF + ((bits >> 16) & 1)
@@ -79,7 +79,7 @@ def _store_moment(values, table, row, count, begin, left, MOMENTS: tl.constexpr,
     if tl.uint8 == MOMENTS:
         apart = tl.reshape(values, (BLOCK // _SCALED, _SCALED))
         # The largest, and 1e-12 at least, by their bits, in whose order a NaN is above all numbers.
-        scale = tl.reduce(tl.abs(apart).to(tl.int32, bitcast=True), 1, _larger)
+        scale = tl.reduce(tl.abs(apart).to(tl.int32, bitcast=True), 1, larger)
         scale = tl.maximum(scale, 0x2B8CBCCC).to(tl.float32, bitcast=True)
         places = tl.arange(0, BLOCK // _SCALED)
         scales = _start(table, row + 3 * count, begin // _SCALED, tl.float32)
@@ -97,7 +97,7 @@ def _store_moment(values, table, row, count, begin, left, MOMENTS: tl.constexpr,
 
 
 @triton.jit
-def _larger(one, other):
+def larger(one, other):
     return tl.maximum(one, other)
 
 

@@ -238,6 +238,15 @@ def compiled(config: Config, device: Device) -> Decision[bool]:
     return Decision(True, "on CUDA, one layer at a time")
 
 
+def fused_loss(asked: bool | str, device: Device) -> Decision[bool]:
+    """Whether the loss of a chunk's logits, and its gradient, are computed by kernels of Triton."""
+    if asked != "auto":
+        return Decision(bool(asked), GIVEN)
+    if device.kind != "cuda" or not device.compiler:
+        return Decision(False, "its kernels are for CUDA, and need triton")
+    return Decision(True, "on CUDA: logits are read twice and their gradient written once")
+
+
 def kept_whole(gathered_bytes: float, device: Device, *, offloaded: bool) -> Decision[bool]:
     """Whether gathered weights of this size stay from forward to backward."""
     if offloaded:

@@ -166,7 +166,9 @@ def _passes(decoder: Decoder, setup: Setup) -> float:
         if layer.chosen:
             forward += element * 8 * layer.chosen * hidden
     times = 3 + (setup.recompute != "none")
-    logits = decoder.vocabulary / tp * (3 * element + 5 * 4)
+    logits = decoder.vocabulary / tp * element * 3
+    if not setup.fused_loss:
+        logits += decoder.vocabulary / tp * 4 * 5
     return times * forward + logits
 
 

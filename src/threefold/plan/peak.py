@@ -134,12 +134,14 @@ class _Step:
         element, tokens, hidden = setup.element, setup.tokens, decoder.hidden
         part, size = -(-decoder.vocabulary // setup.topology.tp), setup.chunk(decoder)
         last = setup.stream * hidden * norm_bytes(decoder.family, element)
-        # float32 before the softmax exists as a tensor of its own on a CPU only.
+        # float32 before the softmax exists as a tensor of its own on a CPU only. Kernels write the gradient alone.
         softmax = element + FLOAT * (2 if setup.device is None and element < FLOAT else 1)
+        if setup.fused_loss:
+            softmax = 2 * element
         head, chunks = part * hidden * (self._head > 0), -(-tokens // size)
         summed = FLOAT * head if chunks > 1 else 0.0
         cast = (FLOAT + element * (element < FLOAT)) * head
-        product = element * head if chunks > 1 and element < FLOAT else cast
+        product = element * head * (setup.device is None) if chunks > 1 and element < FLOAT else cast
         # The gradient of the chunk before is let go of when there is another.
         first = size * part * (softmax + (element if chunks > 1 and element < FLOAT else 0)) + summed
         second = size * part * element + summed + product + size * hidden * element

@@ -38,6 +38,7 @@ class Setup:
     recompute: str = "none"
     cpu_offload: bool = False
     compiled: bool = False
+    fused_loss: bool = False
     float8: str = "none"
     moments: float = 8.0
     averages: bool = False
@@ -120,6 +121,7 @@ def setup_of(config: Config, decoder: Decoder | None, topology: Topology, device
         recompute=train.activation_checkpointing,
         cpu_offload=config.mesh.cpu_offload,
         compiled=resolved.compiled.value,
+        fused_loss=choices.fused_loss(train.fused_loss, kind_of(device)).value,
         float8=train.float8,
         averages=config.optimizer.ema is not None,
         documents=bool(config.data.document_mask),
@@ -145,7 +147,6 @@ def refused(config: Config, decoder: Decoder, topology: Topology) -> list[Proble
         ("train.objective", config.train.objective, "next_token"),
         ("data.document_mask", bool(config.data.document_mask) and topology.cp > 1, False),
         ("mesh.ep", config.mesh.ep, 1),
-        ("train.fused_loss", config.train.fused_loss == "liger", False),
     ):
         if value != plain:
             problems.append(Problem(f"{key} = {str(value).lower()} cannot be estimated", expected, f"leave {key} out"))

@@ -17,7 +17,7 @@ from threefold.integrations import trackers
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.shares import batch_problems
 from threefold.mesh.topology import Topology
-from threefold.model import data_parallel, float8, fused_loss, load, lora
+from threefold.model import data_parallel, float8, load, lora
 from threefold.model.context_parallel import flex
 from threefold.model.context_parallel import limits as cp_limits
 from threefold.model.context_parallel.split import split_problems
@@ -25,7 +25,7 @@ from threefold.model.exact import limits as exact_limits
 from threefold.model.head import first_position
 from threefold.model.tensor_parallel.plan import expert_problems, plan_problems
 from threefold.optim.build import optimizer_problems
-from threefold.plan.choices import with_dtype
+from threefold.plan import choices
 from threefold.run import eval_tasks
 from threefold.run.sources import own_tokenizer, refuse_labels_without_effect, tokenizer_of, with_packing
 from threefold.training.loss import router_problems
@@ -70,7 +70,7 @@ def asked_of(config: Config, mesh: Mesh) -> Asked:
     Raises:
         ConfigError: all that is wrong with the model, the batch and the mesh, at once.
     """
-    config = with_dtype(config, data_parallel.device_of(mesh))
+    config = choices.with_dtype(config, data_parallel.device_of(mesh))
     tokenizer, architecture = model_of(config)
     mesh.once_per_host("labels", partial(refuse_labels_without_effect, config))
     config = with_packing(config, mesh)
@@ -126,9 +126,9 @@ def setup_problems(config: Config, architecture: PretrainedConfig, topology: Top
     problems += eval_tasks.problems(config.eval.tasks)
     if config.model.attention == "flex":
         problems += flex.problems(architecture, device=device)
-    if config.train.fused_loss == "liger":
-        smoothing = config.train.label_smoothing
-        problems += fused_loss.problems(device=device, tp=topology.tp, label_smoothing=smoothing)
+    if config.train.fused_loss is True and not choices.fused_loss("auto", choices.Device.here(device)).value:
+        what = f"train.fused_loss = true on a {device}{'' if device == 'cpu' else ', but triton is not installed'}"
+        problems.append(Problem(what, "a CUDA device with triton, for its kernels", "--train.fused_loss auto"))
     if config.train.float8 != "none":
         problems += float8.problems(config, outline, topology, device=device)
     if config.model.lora.r:

@@ -75,9 +75,9 @@ def check(given: Given, config: Config) -> None:
         if config.train.objective != "next_token":
             what = f"train.objective = {config.train.objective} and a loss of your own"
             problems.append(Problem(what, "one of them", "loss=None, or --train.objective next_token"))
-        if config.train.fused_loss == "liger":
-            what = "train.fused_loss = liger has no effect with a loss of your own"
-            problems.append(Problem(what, "the kernel computes the cross entropy alone", "--train.fused_loss auto"))
+        if config.train.fused_loss is True:
+            what = "train.fused_loss = true has no effect with a loss of your own"
+            problems.append(Problem(what, "the kernels compute the cross entropy alone", "--train.fused_loss auto"))
         if config.audit.rows is True:
             what = "audit.rows = true with a loss of your own"
             problems.append(Problem(what, "the loss of each row: yours tells its sum alone", "--audit.rows auto"))

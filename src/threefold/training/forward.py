@@ -25,6 +25,7 @@ from threefold.model.context_parallel.split import local_positions
 from threefold.model.head import Sums
 from threefold.model.model import Model, OutputsOf, arguments_of
 from threefold.model.user_module import mixes_rows
+from threefold.plan import choices
 from threefold.training.loss import TokenLoss
 
 Batch: TypeAlias = dict[str, Tensor]
@@ -188,12 +189,14 @@ def _described(value: Any) -> str:
 
 def token_loss_of(model: Model, mesh: Mesh, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> TokenLoss:
     """The loss of tokens whose logits this model gives on this rank."""
+    asked = "auto" if model.asked is None else model.asked.train.fused_loss
     return TokenLoss(
         group=mesh.group("tp"),
         vocabulary_start=model.tensor.vocabulary_start,
         vocabulary=model.module.config.get_text_config().vocab_size,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
+        fused=choices.fused_loss(asked, choices.Device.here(mesh.device.type)).value,
     )
 
 

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ class TokenLoss:
         label_smoothing: share of the target's probability that is spread over the vocabulary (arXiv:1512.00567).
         z_loss: weight of the squared logarithm of the softmax' sum (PaLM, arXiv:2204.02311, section 5).
         ignored: the label of a token that is not a target.
+        fused: sums whose gradient is made with them are those of `loss_kernel`, for CUDA.
     """
 
     group: dist.ProcessGroup | None = None
@@ -42,6 +44,7 @@ class TokenLoss:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     ignored: int = IGNORED
+    fused: bool = False
 
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """(what is minimised, the cross entropy alone): scalar sums over the labels that are not -100.
@@ -58,28 +61,40 @@ class TokenLoss:
         found: tuple[Tensor, Tensor] = _OfEach.apply(logits, labels, self)  # type: ignore[assignment]
         return found
 
-    def measure(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
+    def measure(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Callable[[torch.dtype], Tensor]]:
         """(objective, cross entropy) of each token, [tokens], and what makes the objective's gradient by the logits.
 
-        That is float32 [tokens, part of the vocabulary], once, of the labels that count; of the others it is to be
-        left out. Not differentiable.
+        That is [tokens, part of the vocabulary], once, of the labels that count; of the others it is to be left out. It
+        is float32, or by kernels in the type that it is asked for in. Not differentiable.
         """
-        objective, cross_entropy, found = self._measured(logits, labels)
-        return objective, cross_entropy, lambda: self._gradient(found)
+        by_kernel = self.fused and logits.shape[1] > 0
+        objective, cross_entropy, found = self._measured(logits, labels, by_kernel)
+        if by_kernel:
+            return objective, cross_entropy, partial(self._gradient_by_kernel, found)
+        return objective, cross_entropy, lambda _: self._gradient(found)
 
-    def _measured(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, _Found]:
+    def _measured(self, logits: Tensor, labels: Tensor, by_kernel: bool = False) -> tuple[Tensor, Tensor, _Found]:
         # logits: (tokens, part of the vocabulary); the last part may be shorter, or empty
         width, start = logits.shape[1], self.vocabulary_start or 0
         counted = labels != self.ignored
         # Of a whole vocabulary every label that counts: one that is beyond it is an error of `gather`.
         own = counted & (labels >= start) & (labels < start + width) if self._is_split else counted
         place = torch.where(own, labels - start, 0)[:, None]
-        shares = F.log_softmax(logits, -1, dtype=torch.float32)
-        target = shares.gather(1, place)[:, 0] if width else shares.sum(-1)
-        spread = shares.sum(-1) if self.label_smoothing else None
-        normaliser, shift = None, None
-        if self._is_split or self.z_loss:
-            normaliser = logits.amax(-1).float() - shares.amax(-1) if width else target - math.inf
+        normaliser, shift, sums = None, None, None
+        if by_kernel:
+            from threefold.training.loss_kernel import row_sums
+
+            shares = logits.contiguous()
+            sums, total = row_sums(shares)
+            normaliser = sums.sum(0)
+            target = shares.gather(1, place)[:, 0] - sums[0] - sums[1]
+            spread = total - width * normaliser if self.label_smoothing else None
+        else:
+            shares = F.log_softmax(logits, -1, dtype=torch.float32)
+            target = shares.gather(1, place)[:, 0] if width else shares.sum(-1)
+            spread = shares.sum(-1) if self.label_smoothing else None
+            if self._is_split or self.z_loss:
+                normaliser = logits.amax(-1).float() - shares.amax(-1) if width else target - math.inf
         if self._is_split:
             assert normaliser is not None
             normaliser, shift, target, spread = self._over_parts(normaliser, target, spread, own, width)
@@ -91,7 +106,7 @@ class TokenLoss:
             objective = objective - self.label_smoothing * torch.where(counted, mean, 0.0)
         if normaliser is not None and self.z_loss:
             objective = objective + self.z_loss * torch.where(counted, normaliser, 0.0).square()
-        return objective, cross_entropy, _Found(shares, shift, own, place, counted, normaliser)
+        return objective, cross_entropy, _Found(shares, shift, own, place, counted, normaliser, sums)
 
     def _over_parts(
         self, part: Tensor, target: Tensor, spread: Tensor | None, own: Tensor, width: int
@@ -116,7 +131,7 @@ class TokenLoss:
 
     def _gradient(self, found: _Found) -> Tensor:
         """Of the objective of each token that counts by its logits, in the place of `found.shares`."""
-        shares, shift, own, place, _, normaliser = found
+        shares, shift, own, place, _, normaliser, _ = found
         gradient = (shares if shift is None else shares.add_(shift[:, None])).exp_()
         if not (width := gradient.shape[1]):
             return gradient
@@ -127,6 +142,20 @@ class TokenLoss:
         at_target = gradient.gather(1, place) - own[:, None] * (1 - self.label_smoothing)
         return gradient.scatter_(1, place, at_target)
 
+    def _gradient_by_kernel(self, found: _Found, dtype: torch.dtype) -> Tensor:
+        from threefold.training.loss_kernel import gradients
+
+        logits, shift, own, place, _, _, sums = found
+        assert sums is not None
+        vocabulary = self.vocabulary if self._is_split else logits.shape[1]
+        return gradients(
+            *(logits, sums[0], sums[1] if shift is None else sums[1] - shift, torch.where(own, place[:, 0], -1)),
+            z_loss=self.z_loss,
+            spread=self.label_smoothing / vocabulary,
+            at_target=1 - self.label_smoothing,
+            dtype=dtype,
+        )
+
     @property
     def _is_split(self) -> bool:
         return self.group is not None and self.vocabulary_start is not None
@@ -136,11 +165,12 @@ class _Found(NamedTuple):
     """What the gradient is made of.
 
     Attributes:
-        shares: [tokens, width], log of the softmax over this rank's part.
+        shares: [tokens, width], log of the softmax over this rank's part; for the kernels, the logits.
         shift: [tokens], log of the part's share in the whole vocabulary; None: it is whole.
         own: [tokens], whether the label counts and lies in this part, at `place`, [tokens, 1].
         counted: [tokens], whether the label counts.
         normaliser: [tokens], log of the softmax' sum; None: not needed.
+        sums: of the kernels, [2, tokens]: the two parts of a normaliser over this rank's part.
     """
 
     shares: Tensor
@@ -149,6 +179,7 @@ class _Found(NamedTuple):
     place: Tensor
     counted: Tensor
     normaliser: Tensor | None
+    sums: Tensor | None = None
 
 
 class _OfEach(torch.autograd.Function):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from threefold.checkpoint.layout import CheckpointFolder, find
 from threefold.checkpoint.lineage import Identity
 from threefold.commands.arguments import split
 from threefold.config import loading as config_loading
-from threefold.config.schema import Config, MeshConfig
+from threefold.config.schema import Config, MeshConfig, every_key
 from threefold.data.tokens import ByteTokenizer
 from threefold.errors import EXIT_WRONG_REQUEST, CheckpointError, ConfigError, Problem, RunError, ThreefoldError
 from threefold.mesh import environment
@@ -219,6 +221,27 @@ def test_what_does_not_go_with_the_objective(config: dict[str, Any], what: str, 
     assert text(lambda: config_loading.validate(config)) == problem(what, expected, fix)
 
 
+@pytest.mark.parametrize("key", every_key())
+def test_what_is_expected_is_said_in_our_words(key: str) -> None:
+    numbers, rest = (
+        [-1, 3.7, 10**30, math.nan, True, None],
+        ["x!", "", [], [3], [None], ["a", 3], [[1]], {}, {"a": {"b": 1}}],
+    )
+    for value in [*numbers, *rest]:
+        sections: Any = value
+        for part in reversed(key.split(".")):
+            sections = {part: sections}
+        try:
+            config_loading.validate(sections)
+        except ConfigError as error:
+            assert not any(re.search(r"\b[Ii]nput\b|type=", each.expected) for each in error.problems), value
+
+
+def test_a_list_with_one_wrong_entry_is_set_whole() -> None:
+    found = text(lambda: config_loading.validate({"data": {"source": ["a.txt", 1, 2]}}))
+    assert found.count("""fix: --data.source '[a.txt, "1", "2"]'   (quotes make it text)""") == 2
+
+
 def test_grouping_by_length_is_refused_where_rows_are_full_mixed_or_in_order() -> None:
     data = {"group_by_length": True, "shuffle": False, "mixture": {"a": {"source": "a", "weight": 1}}}
     assert text(lambda: config_loading.validate({"data": data})) == "\n\n".join(
@@ -250,6 +273,15 @@ def test_grouping_by_length_is_refused_where_rows_are_full_mixed_or_in_order() -
         ("train.global_batch", "'1'", '"1"', "a whole number", "--train.global_batch 1"),
         ("train.seed", "-1", "-1", "a number of at least 0", "--train.seed 0   (the default)"),
         ("train.compile", "yes", "yes", "true or false, or auto", "--train.compile true"),
+        ("train.fused_loss", "liger", "liger", "true or false, or auto", "--train.fused_loss auto   (the default)"),
+        (
+            "train.loss_chunk_tokens",
+            "x",
+            "x",
+            "a whole number, or auto",
+            "--train.loss_chunk_tokens auto   (the default)",
+        ),
+        ("optimizer.ema", "7", "7", "a number below 1", "leave optimizer.ema out"),
         (
             "train.micro_batch",
             "none",
@@ -278,6 +310,7 @@ def test_grouping_by_length_is_refused_where_rows_are_full_mixed_or_in_order() -
         ("model.revision", "1234567", "1234567", "text", """--model.revision '"1234567"'   (quotes make it text)"""),
         ("data.source", "null", "null", "text", "--data.source stdlib   (the default)"),
         ("data.source", "{a: b}", "{a: b}", "text", "--data.source stdlib   (the default)"),
+        ("eval.sample", "Once", "Once", "a list", "--eval.sample '[Once]'"),
         ("data.source", "[]", "[]", "at least 1 entry", "--data.source stdlib   (the default)"),
         ("eval.source", "5", "5", "text", """--eval.source '"5"'   (quotes make it text)"""),
     ],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,16 +162,26 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None
         config = Config.model_validate(values)
     except ValidationError as error:
         problems = _unknown(values) + [
-            _problem_of(entry, origins or {})
+            _problem_of(entry, origins or {}, values)
             for entry in error.errors()
             if entry["type"] != "extra_forbidden" or entry["loc"][:2] in _WITH_KEYS_BELOW
             if entry["type"] != "too_short" or not entry["input"]  # else its entries were refused already
         ]
-        # A value that may have several types is refused once for each type.
-        raise ConfigError.of({problem.what: problem for problem in problems}.values()) from None
+        raise ConfigError.of(_by_value(problems)) from None
     if problems := [*contradictions(config), *literal_paths(config)]:
         raise ConfigError.of(problems)
     return config
+
+
+def _by_value(problems: Iterable[Problem]) -> list[Problem]:
+    """One for each value: one that may have several types is refused once for each."""
+    found: dict[str, Problem] = {}
+    for problem in problems:
+        before = found.get(problem.what)
+        if before is not None and before.expected != problem.expected:
+            problem = replace(problem, expected=f"{before.expected}, or {problem.expected}")
+        found[problem.what] = problem
+    return [*found.values()]
 
 
 def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
@@ -252,6 +262,8 @@ _KEYS_BELOW = "keys below the section's name"
 _EXPECTED = {
     "greater_than": "a number greater than {gt}",
     "greater_than_equal": "a number of at least {ge}",
+    "less_than": "a number below {lt:g}",
+    "less_than_equal": "a number of at most {le:g}",
     "finite_number": "a finite number",
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -259,6 +271,8 @@ _EXPECTED = {
     "bool_type": "true or false",
     "string_type": "text",
     "literal_error": "one of {expected}",
+    "tuple_type": "a list",
+    "list_type": "a list",
     "missing": "another entry",
     "too_short": "at least {min_length} entry",
     "model_type": _KEYS_BELOW,
@@ -268,7 +282,6 @@ _AXIS_SIZE = "a whole number greater than 0, or auto"
 _EXPECTED_OF_KEY = {
     "optimizer.lr": "a number greater than 0, or auto",
     **dict.fromkeys(("mesh.dp", "mesh.dp_shard", "mesh.cp", "mesh.tp", "train.micro_batch"), _AXIS_SIZE),
-    "train.compile": "true or false, or auto",
     "optimizer.betas": "two numbers, both at least 0 and below 1",
     "data.skip": "[first, last] ranges of steps, counted from 1: [[1000, 1100]]",
     "log.profile": "[first, last] steps, counted from 1: [10, 12]",
@@ -276,7 +289,7 @@ _EXPECTED_OF_KEY = {
 }
 
 
-def _problem_of(entry: Any, origins: Mapping[str, str]) -> Problem:
+def _problem_of(entry: Any, origins: Mapping[str, str], values: Mapping[str, Any]) -> Problem:
     """One of pydantic's errors in the user's terms."""
     path = [str(part) for part in entry["loc"]]
     inside = len(path) > 2 and path[1] in inner_sections(path[0])
@@ -289,11 +302,19 @@ def _problem_of(entry: Any, origins: Mapping[str, str]) -> Problem:
     rest = entry["loc"][len(key.split(".")) :] if entry["type"] != "missing" else ()
     place = "".join(f"[{part}]" for part in rest if isinstance(part, int))
     what = f"{key}{place} = {as_yaml(entry['input'])} is not accepted{where}"
-    return _refused(what, _EXPECTED_OF_KEY.get(key) or _expected(entry), entry, key, origins.get(key, ""))
+    expected = _EXPECTED_OF_KEY.get(key) or _expected(entry)
+    if entry["type"] == "string_type" and isinstance(entry["loc"][-1], int):
+        whole: Any = values
+        for part in key.split("."):
+            whole = whole[part]
+        return to_set(what, expected, key, [*map(str, whole)], remark="   (quotes make it text)")
+    return _refused(what, expected, entry, key, origins.get(key, ""))
 
 
 def _expected(entry: Any) -> str:
     template = _EXPECTED.get(entry["type"])
+    if entry["type"] == "literal_error" and " or " not in entry["ctx"]["expected"]:
+        return str(entry["ctx"]["expected"]).strip("'")
     return template.format(**entry.get("ctx", {})) if template else entry["msg"]
 
 
@@ -302,9 +323,7 @@ def _refused(what: str, expected: str, entry: Any, key: str, origin: str) -> Pro
     if origin.startswith("environment "):
         return Problem(what, expected, f"unset {origin.removeprefix('environment ')}")
     if entry["type"] == "string_type" and not isinstance(text := entry["input"], list | Mapping | None):
-        in_list = isinstance(entry["loc"][-1], int)
-        value = [str(text)] if in_list else str(text)
-        return to_set(what, expected, key, value, remark="   (quotes make it text)")
+        return to_set(what, expected, key, str(text), remark="   (quotes make it text)")
     if key in every_key() and len(entry["loc"]) <= len(key.split(".")) + 1 and not isinstance(entry["input"], Mapping):
         meant = meant_value(key, entry["input"])
         if meant is not None:

@@ -23,7 +23,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 
 from threefold.errors import ConfigError
 from threefold.model.context_parallel.flex import attend_blocks, block_mask
-from threefold.model.context_parallel.rotary import places_in_documents
+from threefold.model.context_parallel.rotary import starts_of_documents
 
 # For the head half and the tail half of the queries: (the range of the keys that they see; their mask, None if causal).
 HalvedMask: TypeAlias = tuple[tuple[slice, Tensor | None], ...]
@@ -77,8 +77,9 @@ class BatchMasks:
             if self.kernel == "flex" or not self.alone:
                 return None
         if self.kernel == "flex":
+            num_keys = len(self.keys)
             return block_mask(
-                mask_function, queries=self.queries, keys=self.keys, documents=self.documents, batch=batch_size
+                mask_function, queries=self.queries, num_keys=num_keys, documents=self.documents, batch=batch_size
             )
         if plain:
             kwargs["attention_mask"] = None  # ones, and looking at them would wait for the device
@@ -104,9 +105,10 @@ class BatchMasks:
             ) from error
         if self.documents is None:
             return _halved(in_row, in_row) if self.chunks is not None else in_row
-        own, other = self._of_both(self.documents)
+        starts = starts_of_documents(self.documents)
+        own, other = self._of_both(starts)
         # Chunks are counted from the beginning of a document.
-        mask = mask_function(rows, heads, *self._of_both(places_in_documents(self.documents))) & (own == other)
+        mask = mask_function(rows, heads, *self._of_both(self.keys - starts)) & (own == other)
         return _halved(mask, mask | in_row) if self.chunks is not None else mask
 
     def _of_both(self, values: Tensor) -> tuple[Tensor, Tensor]:

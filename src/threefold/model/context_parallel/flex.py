@@ -2,26 +2,30 @@
 
 For CUDA: its backward has no kernel for a CPU. A mask is a function of the places of a query and a key; here it is the
 model's own, at true positions, with the documents of each row. Blocks (128 x 128) that it leaves empty are never
-computed, so windows, documents and the causal half cost what they hold.
+computed, so windows, documents and the causal half cost what they hold. In the others it is computed for each pair, so
+it reads one number of a tensor for a query and none for a key: where the query's document starts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from inspect import getclosurevars
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from transformers import PretrainedConfig
+from transformers.masking_utils import and_masks, causal_mask_function
 
 from threefold.errors import Problem
 from threefold.model.context_parallel.backend import drops_weights
-from threefold.model.context_parallel.rotary import places_in_documents
+from threefold.model.context_parallel.rotary import starts_of_documents
 from threefold.plan import choices
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+_ALL_HOLD = and_masks(causal_mask_function).__code__
 
 
 def problems(config: PretrainedConfig, *, device: str) -> list[Problem]:
@@ -34,29 +38,42 @@ def problems(config: PretrainedConfig, *, device: str) -> list[Problem]:
 
 
 def block_mask(
-    mask_function: MaskFunction, *, queries: Tensor, keys: Tensor, documents: Tensor | None, batch: int
+    mask_function: MaskFunction, *, queries: Tensor, num_keys: int, documents: Tensor | None, batch: int
 ) -> BlockMask:
     """The mask of one kind of layer.
 
     Args:
         mask_function: (row, head, query's place, key's place) -> whether the query sees the key.
-        queries, keys: true places in the row of the local queries and of the keys, int64 [queries], [keys].
+        queries: true places in the row of the local queries, int64 [queries]; as many as keys: those are whole rows.
+        num_keys: of a row; they stand in its order.
         documents: [batch, sequence] number of each token's document by its true place, or None.
     """
-
-    places = places_in_documents(documents) if documents is not None else None
+    starts = starts_of_documents(documents).int() if documents is not None else None
+    own_starts = starts.index_select(1, queries) if starts is not None else None
+    whole, causal = len(queries) == num_keys, hides_later_keys(mask_function)
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        own, other = queries[query], keys[key]
-        if documents is None or places is None:
-            return mask_function(row, head, own, other)
-        seen = mask_function(row, head, places[row, own], places[row, other])
-        return seen & (documents[row, own] == documents[row, other])
+        own = query if whole else queries[query]
+        if starts is None or own_starts is None:
+            return mask_function(row, head, own, key)
+        start = own_starts[row, query]
+        # Of the keys up to the query those of its document begin at its start; of later ones only their own start says.
+        inside = key >= start if causal else starts[row, key] == start
+        return inside & mask_function(row, head, own - start, key - start)
 
     create = _compiled(create_block_mask) if queries.is_cuda else create_block_mask
     rows = batch if documents is not None else None
-    found: BlockMask = create(sees, rows, None, len(queries), len(keys), device=queries.device)
+    found: BlockMask = create(sees, rows, None, len(queries), num_keys, device=queries.device)
     return found
+
+
+def hides_later_keys(mask_function: MaskFunction) -> bool:
+    """Whether a mask function is causal by what it is made of: transformers joins functions that all must hold."""
+    if mask_function is causal_mask_function:
+        return True
+    if getattr(mask_function, "__code__", None) is not _ALL_HOLD:
+        return False
+    return any(map(hides_later_keys, getclosurevars(mask_function).nonlocals["mask_functions"]))
 
 
 def attend_blocks(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 _LONG = "longrope"
@@ -32,9 +33,17 @@ def text_lengths(positions: Tensor, documents: Tensor | None) -> Tensor:
 
 def places_in_documents(documents: Tensor) -> Tensor:
     """For each token [batch, sequence] its place in its document, from the number of each token's document."""
-    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    begins = torch.cat([torch.zeros_like(places[:, :1]), places[:, 1:] * (documents.diff(dim=1) != 0)], dim=1)
-    return places - begins.cummax(dim=1).values
+    return torch.arange(documents.shape[1], device=documents.device) - starts_of_documents(documents)
+
+
+def starts_of_documents(documents: Tensor) -> Tensor:
+    """For each token [batch, sequence] the place in the row of the first token of its document.
+
+    A document is a run of equal numbers: a number that returns behind another one is another document.
+    """
+    places = torch.arange(documents.shape[1], device=documents.device)
+    begins = F.pad(places[1:] * (documents.diff(dim=1) != 0), (1, 0))
+    return begins.cummax(dim=1).values
 
 
 def follow_lengths(model: nn.Module, lengths: Callable[[], Tensor | None]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ranks.reference import TINY_LLAMA
+from ranks.reference import TINY_LLAMA, make_batches
 from ranks.spawn import run_ranks
 from threefold.config.loading import validate
 from threefold.errors import ConfigError
@@ -91,3 +91,47 @@ def test_choice_and_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said("cuda", attention_dropout=0.1).startswith(
         "model.attention = flex, but the model drops attention weights"
     )
+
+
+def _made(kernel: str, settings: dict[str, Any]) -> tuple[int, int, bool]:
+    """How many masks were made, how many of them by blocks, and whether any inside of a graph: two micro-batches."""
+    import torch
+
+    from threefold.mesh.mesh import init_mesh
+    from threefold.model.build import build
+    from threefold.model.context_parallel.attention import BatchMasks
+    from threefold.optim.build import build_optimizer
+    from threefold.training.evaluation import EvalStep
+    from threefold.training.step import TrainStep
+
+    made, traced = {"masks": 0, "by blocks": 0}, []
+
+    def counted(kind: str, function: Any) -> Any:
+        def count(*arguments: Any, **keywords: Any) -> Any:
+            made[kind] += 1
+            traced.append(torch.compiler.is_compiling())
+            return function(*arguments, **keywords)
+
+        return count
+
+    BatchMasks.mask = counted("masks", BatchMasks.mask)  # type: ignore[method-assign]
+    flex.create_block_mask = counted("by blocks", flex.create_block_mask)
+    four_layers = {**CAPPED, "num_hidden_layers": 4}
+    asked = {"config": four_layers, "attention": kernel}
+    config = validate({"model": asked, "data": {"seq_len": 32}, "train": settings})
+    model = build(config, load.read_config(config.model), init_mesh(device="cpu"))
+    batches = make_batches(steps=2, rows=3, seq_len=32)
+    batches = [{**rows, "document_ids": rows["position_ids"] // 9} for rows in batches]
+    if kernel == "flex":
+        EvalStep(model)(batches)  # without a backward, which a CPU does not have
+    else:
+        TrainStep(model, build_optimizer(model.module, config.optimizer), grad_clip=1.0).run(batches, lr=1e-3)
+    return made["masks"], made["by blocks"], any(traced)
+
+
+def test_a_mask_is_made_once_for_a_kind_of_layer_and_outside_of_graphs() -> None:
+    """gemma2 has two kinds, in two layers each; what is computed again in the backward takes the mask that it had."""
+    kinds, micro_batches = 2, 2
+    assert run_ranks(_made, 1, "flex", {})[0] == (kinds * micro_batches, kinds * micro_batches, False)
+    for settings in ({"activation_checkpointing": "full"}, {"activation_checkpointing": "full", "compile": True}):
+        assert run_ranks(_made, 1, "sdpa", settings)[0] == (kinds * micro_batches, 0, False), settings

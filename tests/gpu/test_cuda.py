@@ -81,6 +81,13 @@ def test_blocks_give_the_gradients_of_masks_in_memory(name: str, documents: bool
     require(compare_curves(by_blocks, in_memory, curve_bounds(1e-3, 1e-2, "kernels that sum in another order")))
 
 
+def test_documents_by_lengths_follow_those_by_blocks() -> None:
+    narrow = {"dtype": "bfloat16"}
+    by_blocks = run_ranks(_curve, 1, "llama", {**narrow, "attention": "flex"}, True)[0]
+    by_lengths = run_ranks(_curve, 1, "llama", {**narrow, "attention": "varlen"}, True)[0]
+    require(compare_curves(by_lengths, by_blocks, curve_bounds(BF16_LOSS, BF16_NORM, "sums rounded to bfloat16")))
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_bfloat16_follows_float32(name: str) -> None:
     exact = run_ranks(_curve, 1, name, {"dtype": "float32"}, False)[0]

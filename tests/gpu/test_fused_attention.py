@@ -1,13 +1,15 @@
-"""Causal attention without a mask in memory on a CUDA device: each kernel's gradients, and what it holds."""
+"""Attention without a mask in memory on a CUDA device: each kernel's gradients, and what it holds."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import causal_mask_function
 
 from threefold.model.context_parallel import kernels
-from threefold.model.context_parallel.attention import attend
+from threefold.model.context_parallel.attention import BatchMasks, Mask, attend
+from threefold.model.context_parallel.kernels import DocumentLengths
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,7 +17,7 @@ pytestmark = [
 ]
 
 
-def _attended(queries: int, keys: int, kernel: str, dtype: torch.dtype, mask: Tensor | None) -> tuple[Tensor, ...]:
+def _attended(queries: int, keys: int, kernel: str, dtype: torch.dtype, mask: Mask) -> tuple[Tensor, ...]:
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = ((2, 8, queries, 64), (2, 4, keys, 64), (2, 4, keys, 64))
     given = [torch.randn(*shape, generator=generator, device="cuda") for shape in shapes]
@@ -52,3 +54,49 @@ def test_a_chunk_of_a_long_row_holds_no_mask() -> None:
     # as much as attention over keys that are all seen, which has no mask; one would take 1 GiB
     everything = torch.ones(1, device="cuda", dtype=torch.bool)[None, None, None].expand(1, 1, queries, keys)
     assert peak(None) < peak(everything) + 2**29
+
+
+def _documents(length: int, share: float) -> Tensor:
+    """The numbers of documents of 2 rows, in the host's memory; the end of the second row is padding."""
+    documents = (torch.rand(2, length, generator=torch.Generator().manual_seed(1)) < share).cumsum(1)
+    documents[1, length - length // 5 :] = -1
+    return documents
+
+
+def _mask_of(documents: Tensor, kernel: str) -> Mask:
+    device = torch.device("cuda")
+    places = torch.arange(documents.shape[1], device=device)
+    lengths = DocumentLengths.of(documents, device) if kernel == "varlen" else None
+    masks = BatchMasks(places, places, documents.to(device), kernel, alone=True, chunks=None, lengths=lengths)
+    return masks.mask(2, mask_function=causal_mask_function, device=device, q_length=len(places))
+
+
+@pytest.mark.parametrize("share", [0.5, 0.01, 0.0], ids=["short documents", "long documents", "whole rows"])
+@pytest.mark.parametrize("kernel", ["varlen", "flex"])
+def test_documents_give_what_a_mask_in_memory_gives(kernel: str, share: float) -> None:
+    documents = _documents(1000, share)
+    found = _attended(1000, 1000, "", torch.bfloat16, _mask_of(documents, kernel))
+    expected = _attended(1000, 1000, "", torch.float32, _mask_of(documents, "sdpa"))
+    for each, other in zip(found, expected, strict=True):
+        assert (each.float() - other).norm() <= 2e-2 * other.norm()
+
+
+def test_documents_by_lengths_have_the_same_bits_if_that_is_asked_for() -> None:
+    mask = _mask_of(_documents(1000, 0.01), "varlen")
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = _attended(1000, 1000, "", torch.bfloat16, mask)
+        for _ in range(5):
+            for each, other in zip(first, _attended(1000, 1000, "", torch.bfloat16, mask), strict=True):
+                assert torch.equal(each, other)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_documents_are_counted_without_waiting_for_the_device() -> None:
+    documents = _documents(1000, 0.01)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        DocumentLengths.of(documents, torch.device("cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -63,8 +63,8 @@ def shift_positions() -> None:
     batch = ContextParallel.batch
 
     @contextmanager
-    def shifted(context: ContextParallel, rows: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        with batch(context, rows) as local:
+    def shifted(context: ContextParallel, *given: Any) -> Iterator[dict[str, Any]]:
+        with batch(context, *given) as local:
             yield {**local, "position_ids": local["position_ids"] + context._rank}
 
     ContextParallel.batch = shifted  # type: ignore[method-assign]

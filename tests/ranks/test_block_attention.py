@@ -72,17 +72,18 @@ def test_choice_and_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"triton": True}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: there.get(name))
 
-    def said(device: str, **extra: Any) -> str:
+    def said(device: str, asked: str = "flex", **extra: Any) -> str:
         architecture = load.read_config(validate({"model": {"config": {**TINY_LLAMA, **extra}}}).model)
-        found = flex.problems(architecture, device=device)
+        found = flex.problems(architecture, asked, device=device)
         return str(ConfigError.of(found)) if found else ""
 
-    assert said("cuda") == ""
+    assert said("cuda") == said("cuda", "varlen") == ""
     assert said("cpu") == (
         "model.attention = flex, but flex_attention has no backward on a CPU\n"
         "  expected: a CUDA device with triton, and a model without attention dropout\n"
         "  fix: --model.attention auto"
     )
+    assert said("cpu", "varlen").startswith("model.attention = varlen, but flex_attention has no backward on a CPU\n")
     there.clear()
     assert said("cuda").startswith(
         "model.attention = flex, but triton, which compiles flex_attention, is not installed"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from typing import Any
 
 import pytest
@@ -9,12 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
-from transformers import AutoConfig
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from threefold.model.context_parallel import kernels
 from threefold.model.context_parallel.attention import BatchMasks, attend, lower_right
+from threefold.model.context_parallel.kernels import DocumentLengths
 from threefold.model.context_parallel.split import local_positions
+from threefold.plan.families import FAMILIES
 
 HOPPER, BLACKWELL, AMPERE, TURING = (9, 0), (10, 0), (8, 0), (7, 5)
 
@@ -114,3 +120,60 @@ def test_plain_causal_rows_whose_heads_are_shared_have_no_mask() -> None:
     documents = torch.zeros(2, 16, dtype=torch.int64)
     with_documents = BatchMasks(rows, rows, documents, "sdpa", alone=False, chunks=None)
     assert with_documents.mask(2, mask_function=causal_mask_function, q_length=8) is not None
+
+
+@pytest.mark.parametrize(
+    ("documents", "begins", "beyond"),
+    [
+        ([[0, 0, 1, 1, 1, 2]], [0, 2, 5, 6], 4),
+        ([[7, 7, 7], [7, 7, 7]], [0, 3, 6], 4),  # rows are apart, whatever their numbers
+        ([[0, 1, -1, -1], [0, 0, 0, 0]], [0, 1, 2, 4, 8], 5),  # padding is a document
+        ([[0, 1, 0, 0]], [0, 1, 2, 4], 3),  # a number that returns is another document
+        ([[3]], [0, 1], 2),
+    ],
+)
+def test_lengths_of_documents(documents: list[list[int]], begins: list[int], beyond: int) -> None:
+    found = DocumentLengths.of(torch.tensor(documents), torch.device("cpu"))
+    assert found.begins.tolist() == begins and found.begins.dtype == torch.int32
+    assert found.beyond == beyond
+
+
+def test_lengths_are_the_mask_where_it_is_plain_causal_and_known() -> None:
+    rows, documents = torch.arange(16), torch.arange(16)[None] // 5
+    lengths = DocumentLengths.of(documents, torch.device("cpu"))
+
+    def mask(function: Any, known: DocumentLengths | None) -> Any:
+        masks = BatchMasks(rows, rows, documents, "varlen", alone=True, chunks=None, lengths=known)
+        return masks.mask(1, mask_function=function, q_length=16)
+
+    assert mask(causal_mask_function, lengths) is lengths
+    # Documents that are on the device already were not counted.
+    assert isinstance(mask(causal_mask_function, None), BlockMask)
+    assert isinstance(mask(sliding_window_causal_mask_function(4), lengths), BlockMask)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "why"),
+    [
+        ("llama", {}, ""),
+        ("qwen3", {"head_dim": 128}, ""),
+        ("gemma3_text", {"head_dim": 256}, ""),
+        ("gemma2", {}, "its layers ask for more than plain attention, or are not known by name"),
+        ("gpt_oss", {}, "its layers ask for more than plain attention, or are not known by name"),
+        ("deepseek_v3", {}, "its layers ask for more than plain attention, or are not known by name"),
+        ("llama", {"head_dim": 100}, "flash does not serve heads of 100"),
+        ("llama", {"head_dim": 264}, "flash does not serve heads of 264"),
+    ],
+)
+def test_models_of_which_lengths_serve_all(model_type: str, sizes: dict[str, int], why: str) -> None:
+    assert kernels.unserved(AutoConfig.for_model(model_type, **sizes)) == why
+
+
+def test_known_families_ask_for_nothing_that_lengths_leave_out() -> None:
+    """By the source of their models: no cap, no sinks, no bias of places, keys and values of one size."""
+    for model_type, family in FAMILIES.items():
+        model = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(model_type))]
+        source = inspect.getsource(sys.modules[model.__module__])
+        more = re.findall(r"\b(?:softcap=|s_aux=|position_bias=|v_head_dim\b)", source)
+        assert family.written_out or not more, (model_type, more)
+        assert not family.written_out or kernels.unserved(AutoConfig.for_model(model_type)), model_type

@@ -162,6 +162,31 @@ def test_planner_and_model_choose_alike(kind: str, topology: Topology, sections:
         assert setup.sequence_parallel == bool(resolved.sequence_parallel.value)
 
 
+@pytest.mark.parametrize(
+    ("topology", "sections", "model", "chosen", "why"),
+    [
+        (Topology(), {}, {}, "varlen", "causal documents by their lengths, other masks by blocks"),
+        (Topology(tp=2), {}, {}, "varlen", "causal documents"),
+        (Topology(cp=2), {}, {}, "varlen", "causal documents"),  # whole rows of some heads
+        (Topology(), {}, {"attention": "varlen"}, "varlen", "causal documents"),
+        (Topology(), {}, {"attention": "flex"}, "flex", "as given"),
+        (Topology(), {}, {"attention": "sdpa"}, "sdpa", "as given"),
+        (Topology(), {}, {"dtype": "float32"}, "flex", "flash computes in bfloat16 alone"),
+        (Topology(), {}, {"dtype": "float32", "attention": "varlen"}, "flex", "flash computes in bfloat16 alone"),
+        (Topology(cp=2), {"mesh": {"cp_method": "gather"}}, {}, "flex", "cp ranks that gather keys have parts of rows"),
+        (Topology(), {}, {"config": {**_MODEL, "head_dim": 100}}, "flex", "flash does not serve heads of 100"),
+        (Topology(), {}, {"config": {**_MODEL, "attention_dropout": 0.1}}, "sdpa", "the model drops attention weights"),
+    ],
+    ids=str,
+)
+def test_attention_of_documents_on_cuda(
+    topology: Topology, sections: dict[str, Any], model: dict[str, Any], chosen: str, why: str
+) -> None:
+    sides = Sides("cuda", topology, model={"config": _MODEL, "dtype": "bfloat16", **model}, **sections)
+    kernel = sides.resolved.attention
+    assert kernel.value == chosen and why in kernel.why
+
+
 @pytest.mark.parametrize(("rows", "dp", "expected"), [
     ("auto", 2, (8, "all rows of a dp rank")), (2, 2, (2, "as given")), ("auto", 32, (1, "all rows of a dp rank")),
 ])  # fmt: skip

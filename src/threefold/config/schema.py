@@ -60,8 +60,10 @@ class ModelConfig(Section):
         "auto",
         description="probe the architecture on this mesh before training: auto: once, full: at every start, off: never",
     )
-    attention: Literal["auto", "sdpa", "flex"] = Field(
-        "auto", description="masks in memory (sdpa) or by blocks (flex); auto: flex on CUDA, sdpa on a CPU"
+    attention: Literal["auto", "sdpa", "flex", "varlen"] = Field(
+        "auto",
+        description="masks in memory (sdpa), by blocks (flex), or causal documents by their lengths and other masks by "
+        "blocks (varlen); auto: varlen or flex on CUDA, sdpa on a CPU",
     )
     lora: LoraConfig = LoraConfig()
 

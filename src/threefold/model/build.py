@@ -65,9 +65,9 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh, *, weights
 
 def resolved_on(mesh: Mesh, config: Config, architecture: PretrainedConfig) -> Resolved:
     """The automatic choices of a config for a model on a mesh."""
-    drops = backend.drops_weights(architecture)
+    drops, unserved = backend.drops_weights(architecture), kernels.unserved(architecture)
     device, heads = data_parallel.device_of(mesh), heads_of(architecture)
-    return resolve(config, mesh.topology, device, heads=heads, drops_attention=drops)
+    return resolve(config, mesh.topology, device, heads=heads, drops_attention=drops, unserved=unserved)
 
 
 def arranged(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[Model, Stored]:
@@ -161,6 +161,7 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.higher_order.flex_attention,
+    torch.ops.torch_attn._varlen_attn.default,
 }
 
 
@@ -186,7 +187,7 @@ def _context(
 ) -> tuple[ContextParallel, Choices]:
     (method, method_why), (kernel, kernel_why) = resolved.cp_method, resolved.attention
     choices = [(f"context parallelism: {method}", method_why)] if mesh.size("cp") > 1 else []
-    if kernel == "flex" or kernel_why == GIVEN:
+    if kernel != "sdpa" or kernel_why == GIVEN:
         choices.append((f"attention: {kernel}", kernel_why))
     causal = ""
     if mesh.device.type == "cuda" and (head_dim := kernels.head_size(architecture)) is not None:

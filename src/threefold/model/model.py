@@ -212,7 +212,7 @@ class Model:
             documents = moved.get("document_ids")
             moved["position_ids"] = places if documents is None else places_in_documents(documents)
         split = {name: values for name, values in moved.items() if values.shape[:2] == ids.shape}
-        with self.weights_in_place(), self.context.batch(split) as local:
+        with self.weights_in_place(), self.context.batch(split, rows.get("document_ids")) as local:
             yield LossBatch({**moved, **local}, moved)
 
     @contextmanager

@@ -68,7 +68,7 @@ class Resolved:
         num_micro_batches: forwards of a dp rank in a step.
         data_parallel: `none`, `ddp` or `fsdp`.
         cp_method: `gather` or `ulysses`.
-        attention: `sdpa` or `flex`.
+        attention: `sdpa`, `flex` or `varlen`.
         sequence_parallel: False, True or `async` as asked for, or `possible`: wherever the model's plan allows it.
         compiled: whether layers are compiled.
     """
@@ -90,23 +90,30 @@ def resolve(
     *,
     heads: tuple[int, int] | None = None,
     drops_attention: bool = False,
+    unserved: str = "",
 ) -> Resolved:
     """All choices of a run.
 
     Args:
         heads: the model's attention heads, and its heads of keys and values; None: not known.
         drops_attention: whether the model drops attention weights in training.
+        unserved: what of the model attention by lengths does not compute.
     """
     seq_len, exact = config.data.seq_len, config.train.reduce == "exact"
     compute = dtype(config, device)
     cast = compute.value != "float32"
+    method = cp_method(config.mesh.cp_method, topology, heads=heads, seq_len=seq_len)
+    if not cast or not device.bfloat16:
+        unserved = "flash computes in bfloat16 alone"
+    elif topology.cp > 1 and method.value == "gather":
+        unserved = "cp ranks that gather keys have parts of rows"
     return Resolved(
         dtype=compute,
         micro_batch=micro_batch(config, topology),
         num_micro_batches=num_micro_batches(config, topology),
         data_parallel=data_parallel(topology, cast=cast, offloaded=config.mesh.cpu_offload, exact=exact),
-        cp_method=cp_method(config.mesh.cp_method, topology, heads=heads, seq_len=seq_len),
-        attention=attention(config.model.attention, device, drops_weights=drops_attention),
+        cp_method=method,
+        attention=attention(config.model.attention, device, drops_weights=drops_attention, unserved=unserved),
         sequence_parallel=sequence_parallel(config.mesh.sequence_parallel, topology, device, seq_len=seq_len),
         compiled=compiled(config, device),
     )
@@ -200,9 +207,14 @@ def heads_divide(heads: tuple[int, int] | None, topology: Topology) -> bool:
     return heads is not None and all(count % (topology.tp * topology.cp) == 0 for count in heads)
 
 
-def attention(asked: str, device: Device, *, drops_weights: bool = False) -> Decision[str]:
-    """Masks in memory (`sdpa`), or by blocks (`flex`)."""
-    if asked != "auto":
+def attention(asked: str, device: Device, *, drops_weights: bool = False, unserved: str = "") -> Decision[str]:
+    """Masks in memory (`sdpa`), by blocks (`flex`), or causal documents by lengths and others by blocks (`varlen`).
+
+    Args:
+        drops_weights: whether the model drops attention weights in training.
+        unserved: why attention by lengths cannot be used; empty if it can.
+    """
+    if asked not in ("auto", "varlen"):
         return Decision(asked, GIVEN)
     if device.kind != "cuda":
         return Decision("sdpa", "flex_attention has no backward on a CPU")
@@ -210,7 +222,10 @@ def attention(asked: str, device: Device, *, drops_weights: bool = False) -> Dec
         return Decision("sdpa", "triton, which compiles flex_attention, is not installed")
     if drops_weights:
         return Decision("sdpa", "the model drops attention weights, which flex_attention cannot do")
-    return Decision("flex", "masks that are not plain causal cost no memory, and what they hide costs no time")
+    saved = "masks that are not plain causal cost no memory, and what they hide costs no time"
+    if unserved:
+        return Decision("flex", f"{saved}; documents are not computed by their lengths: {unserved}")
+    return Decision("varlen", f"causal documents by their lengths, other masks by blocks: {saved}")
 
 
 def sequence_parallel(asked: bool | str, topology: Topology, device: Device, *, seq_len: int) -> Decision[bool | str]:

@@ -124,8 +124,8 @@ def setup_problems(config: Config, architecture: PretrainedConfig, topology: Top
     if config.log.trackers:
         problems += trackers.problems(config.log.trackers)
     problems += eval_tasks.problems(config.eval.tasks)
-    if config.model.attention == "flex":
-        problems += flex.problems(architecture, device=device)
+    if (attention := config.model.attention) in ("flex", "varlen"):
+        problems += flex.problems(architecture, attention, device=device)
     if config.train.fused_loss is True and not choices.fused_loss("auto", choices.Device.here(device)).value:
         what = f"train.fused_loss = true on a {device}{'' if device == 'cpu' else ', but triton is not installed'}"
         problems.append(Problem(what, "a CUDA device with triton, for its kernels", "--train.fused_loss auto"))

@@ -3,8 +3,9 @@
 A layer's mask is the model's own mask function, evaluated at true positions in the row, so windows and chunks mean what
 they mean in one process. Plain causal attention has no mask in memory: keys stand in the order of the row, so that each
 half of a rank's queries sees the keys from the first to its own last. The kernel is torch's fused one if the model's
-attention is plain; flex_attention if the mask is made of blocks; one written out here if a layer caps its scores
-(gemma2) or has sinks (gpt_oss), which the fused kernel would silently leave out.
+attention is plain; flex_attention if the mask is made of blocks; varlen_attn if it is causal in the documents of whole
+rows; one written out here if a layer caps its scores (gemma2) or has sinks (gpt_oss), which the fused kernel would
+silently leave out.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 
 from threefold.errors import ConfigError
 from threefold.model.context_parallel.flex import attend_blocks, block_mask
+from threefold.model.context_parallel.kernels import DocumentLengths, attend_lengths
 from threefold.model.context_parallel.rotary import starts_of_documents
 
 # For the head half and the tail half of the queries: (the range of the keys that they see; their mask, None if causal).
 HalvedMask: TypeAlias = tuple[tuple[slice, Tensor | None], ...]
-Mask: TypeAlias = Tensor | BlockMask | HalvedMask | None
+Mask: TypeAlias = Tensor | BlockMask | DocumentLengths | HalvedMask | None
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,12 @@ class BatchMasks:
         queries: true positions of the queries that this rank computes, int64.
         keys: those of all keys, int64: 0, 1, ..
         documents: [batch, sequence] number of each token's document by its true position, or None.
-        kernel: `sdpa` with masks in memory, or `flex` with masks by blocks.
+        kernel: `sdpa` with masks in memory, or another with masks by blocks.
         alone: no other rank holds tokens of these rows.
         chunks: the numbers of the head and of the tail chunk of the row that are computed here, apart, each over the
             keys that it sees; None for whole rows.
         additive: the model keeps its own attention, which adds a mask to the scores (0, or the lowest number).
+        lengths: of the documents, in place of a causal mask.
     """
 
     queries: Tensor
@@ -52,6 +55,7 @@ class BatchMasks:
     alone: bool
     chunks: tuple[int, int] | None
     additive: bool = False
+    lengths: DocumentLengths | None = None
 
     def mask(
         self, batch_size: int, *, mask_function: Callable[..., Any], device: torch.device | str = "cpu", **kwargs: Any
@@ -74,12 +78,17 @@ class BatchMasks:
             if self.chunks is not None:
                 size = len(self.queries) // 2
                 return tuple((slice(0, (number + 1) * size), None) for number in self.chunks)
-            if self.kernel == "flex" or not self.alone:
+            if self.kernel != "sdpa" or not self.alone:
                 return None
-        if self.kernel == "flex":
-            num_keys = len(self.keys)
+        if self.lengths and mask_function is causal_mask_function:
+            return self.lengths
+        if self.kernel != "sdpa":
             return block_mask(
-                mask_function, queries=self.queries, num_keys=num_keys, documents=self.documents, batch=batch_size
+                mask_function,
+                queries=self.queries,
+                num_keys=len(self.keys),
+                documents=self.documents,
+                batch=batch_size,
             )
         if plain:
             kwargs["attention_mask"] = None  # ones, and looking at them would wait for the device
@@ -156,11 +165,14 @@ def attend(
     Args:
         query: [batch, heads, queries, head]; key, value: [batch, kv heads, keys, head].
         mask: boolean [batch, 1, queries, keys], true if a query sees a key, its halves or its blocks; None for
-            plain causal, the last query at the last key.
+            plain causal, the last query at the last key; the lengths of causal documents.
         kwargs: what the model's layer passes: scaling, dropout, softcap, s_aux (sinks), sliding_window (in the mask).
     """
     if isinstance(mask, BlockMask):  # which is a tuple itself
         return attend_blocks(query, key, value, mask, **kwargs), None
+    if isinstance(mask, DocumentLengths):
+        assert not {"softcap", "s_aux"} & kwargs.keys()  # for no family that `kernels.unserved` lets pass
+        return attend_lengths((query, key, value), mask, scaling=kwargs.get("scaling")), None
     if isinstance(mask, tuple):
         outputs = []
         for queries, (seen, own) in zip(query.chunk(2, dim=2), mask, strict=True):

@@ -28,13 +28,13 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _ALL_HOLD = and_masks(causal_mask_function).__code__
 
 
-def problems(config: PretrainedConfig, *, device: str) -> list[Problem]:
-    """Why blocks cannot be used although they were asked for by name; empty if they can."""
+def problems(config: PretrainedConfig, asked: str, *, device: str) -> list[Problem]:
+    """Why blocks cannot be used although they were asked for by name (`flex`, `varlen`); empty if they can."""
     possible = choices.attention("auto", choices.Device.here(device), drops_weights=drops_weights(config))
-    if possible.value == "flex":
+    if possible.value != "sdpa":
         return []
     expected = "a CUDA device with triton, and a model without attention dropout"
-    return [Problem(f"model.attention = flex, but {possible.why}", expected, "--model.attention auto")]
+    return [Problem(f"model.attention = {asked}, but {possible.why}", expected, "--model.attention auto")]
 
 
 def block_mask(
@@ -49,14 +49,13 @@ def block_mask(
         documents: [batch, sequence] number of each token's document by its true place, or None.
     """
     starts = starts_of_documents(documents).int() if documents is not None else None
-    own_starts = starts.index_select(1, queries) if starts is not None else None
     whole, causal = len(queries) == num_keys, hides_later_keys(mask_function)
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own = query if whole else queries[query]
-        if starts is None or own_starts is None:
+        if starts is None:
             return mask_function(row, head, own, key)
-        start = own_starts[row, query]
+        start = starts[row, own]
         # Of the keys up to the query those of its document begin at its start; of later ones only their own start says.
         inside = key >= start if causal else starts[row, key] == start
         return inside & mask_function(row, head, own - start, key - start)
@@ -69,11 +68,9 @@ def block_mask(
 
 def hides_later_keys(mask_function: MaskFunction) -> bool:
     """Whether a mask function is causal by what it is made of: transformers joins functions that all must hold."""
-    if mask_function is causal_mask_function:
-        return True
-    if getattr(mask_function, "__code__", None) is not _ALL_HOLD:
-        return False
-    return any(map(hides_later_keys, getclosurevars(mask_function).nonlocals["mask_functions"]))
+    if getattr(mask_function, "__code__", None) is _ALL_HOLD:
+        return any(map(hides_later_keys, getclosurevars(mask_function).nonlocals["mask_functions"]))
+    return mask_function is causal_mask_function
 
 
 def attend_blocks(

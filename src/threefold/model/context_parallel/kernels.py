@@ -6,13 +6,20 @@ reason; a kernel that cannot serve a call is passed over, so the choice is about
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 from transformers import PretrainedConfig
 
 from threefold.model.layer_kinds import common_number
+from threefold.plan.families import FAMILIES
 
 # The head sizes that flash and cuDNN have, the latter's backward included.
 _FLASH_HEAD, _CUDNN_HEAD = 256, 128
@@ -22,6 +29,8 @@ _CUDNN_FIRST = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+# Before torch 2.12 varlen_attn has no argument for it, and takes fewer heads of keys as they are.
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def head_size(config: PretrainedConfig) -> int | None:
@@ -70,3 +79,40 @@ def first(kernel: str) -> Iterator[None]:
         return
     with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
         yield
+
+
+class DocumentLengths(NamedTuple):
+    """The mask of whole rows, one behind another, whose documents are causal and apart.
+
+    Attributes:
+        begins: int32 [documents + 1], the place of each one's first token among those of all rows; last, their number.
+        beyond: more tokens than any document has, at least 2.
+    """
+
+    begins: Tensor
+    beyond: int
+
+    @classmethod
+    def of(cls, documents: Tensor, device: torch.device) -> DocumentLengths:
+        """On a device, from the number of each token's document [rows, sequence] in the host's memory."""
+        first = documents.diff(prepend=documents[:, :1] - 1).flatten().nonzero()[:, 0]
+        begins = F.pad(first, (0, 1), value=documents.numel()).int()
+        return cls(begins.to(device, non_blocking=True), int(begins.diff().max()) + 1)
+
+
+def unserved(config: PretrainedConfig) -> str:
+    """What of a model attention by lengths does not compute, or may not; empty if it computes all."""
+    family, head_dim = FAMILIES.get(config.get_text_config().model_type), head_size(config)
+    if not family or family.written_out:
+        return "its layers ask for more than plain attention, or are not known by name"
+    return "" if head_dim in range(8, _FLASH_HEAD + 1, 8) else f"flash does not serve heads of {head_dim}"
+
+
+def attend_lengths(whole: tuple[Tensor, ...], mask: DocumentLengths, *, scaling: float | None) -> Tensor:
+    """Output [rows, sequence, heads, head] of queries, keys and values [rows, heads, sequence, head] of whole rows."""
+    # (rows, heads, sequence, head) -> (rows x sequence, heads, head)
+    flat = (each.transpose(1, 2).flatten(0, 1) for each in whole)
+    places = mask.begins, mask.begins, mask.beyond, mask.beyond
+    # The window: all keys before the query, none behind it.
+    output = varlen_attn(*flat, *places, scale=scaling, window_size=(-1, 0), **_GROUPED)
+    return output.unflatten(0, (len(whole[0]), -1)).contiguous()

@@ -100,7 +100,8 @@ class ContextParallel:
     def __init__(self, mesh: Mesh, *, method: str = "gather", kernel: str = "sdpa", causal: str = "") -> None:
         """Args:
         method: how cp ranks meet, `gather` or `ulysses`.
-        kernel: `sdpa` with masks in memory, or `flex` with masks by blocks (`flex_attention`).
+        kernel: `sdpa` with masks in memory, `flex` with masks by blocks (`flex_attention`), or `varlen` with lengths of
+            causal documents where rows are whole (`varlen_attn`), and else masks by blocks.
         causal: the kernel that is tried first where no mask is needed (`kernels.choose`); empty: as torch orders them.
         """
         self.size = mesh.size("cp")
@@ -150,11 +151,13 @@ class ContextParallel:
             module.has_split_heads = name in owners
 
     @contextmanager
-    def batch(self, rows: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    def batch(self, rows: dict[str, Tensor], documents: Tensor | None = None) -> Iterator[dict[str, Tensor]]:
         """This rank's part of a batch; while it is open, forward and backward have the batch's masks.
 
         Args:
             rows: `input_ids`, `labels`, `position_ids` and optionally `document_ids`, each [batch, sequence].
+            documents: the `document_ids` as they were given. In the device's memory they are kept apart by blocks: to
+                count them would wait for it.
 
         Yields:
             the same keys, each [batch, sequence / cp], in head-tail order.
@@ -170,14 +173,17 @@ class ContextParallel:
         keys = torch.arange(sequence, device=device)
         by_heads = self._method == "ulysses"
         chunks = None if self.size == 1 or by_heads else (self._rank, 2 * self.size - 1 - self._rank)
+        kernel = "sdpa" if self._additive else self._kernel
+        counted = kernel == "varlen" and documents is not None and not documents.is_cuda
         self._masks = BatchMasks(
             queries=keys if by_heads else own,
             keys=keys,
             documents=rows.get("document_ids"),
-            kernel="sdpa" if self._additive else self._kernel,
+            kernel=kernel,
             alone=self.size == 1,
             chunks=chunks,
             additive=self._additive,
+            lengths=kernels.DocumentLengths.of(documents, device) if counted else None,
         )
         self._lengths = text_lengths(rows["position_ids"], rows.get("document_ids")).index_select(1, own)
         self._documents = DocumentRows.of(rows["document_ids"]) if self._carries and "document_ids" in rows else None

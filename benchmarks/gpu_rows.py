@@ -353,9 +353,12 @@ def _attention(query: Any, key: Any, value: Any) -> dict[str, dict[str, Any]]:
 
 
 def _documents(query: Any, key: Any, value: Any) -> dict[str, dict[str, Any]]:
-    """Flex attention forward and backward in ms: causal, by document ids, and by the start of the document."""
+    """Forward and backward in ms of flex attention, causal, by document ids and by the start of the document, and of
+    documents by their lengths."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    from threefold.model.context_parallel.kernels import DocumentLengths, attend_lengths
 
     rows, _, length, _ = query.shape
     places = torch.arange(length, device=query.device).expand(rows, -1)
@@ -375,6 +378,10 @@ def _documents(query: Any, key: Any, value: Any) -> dict[str, dict[str, Any]]:
         else:  # a CPU has no backward of it
             plain = (each.detach() for each in (query, key, value))
             entries[name] = {"ms": _ms(partial(compiled, *plain, block_mask=blocks, enable_gqa=True))}
+    if query.is_cuda:  # a CPU has no kernel of it
+        lengths = DocumentLengths.of(documents.cpu(), query.device)
+        by_lengths = partial(attend_lengths, (query, key, value), lengths, scaling=None)
+        entries["documents by lengths"] = {"ms": _ms(partial(_gradient, query, by_lengths))}
     return entries
 
 

@@ -61,6 +61,8 @@ def _give_torch_a_kernel(calls: list[tuple[int, ...]], fault: str) -> None:
 
     def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Any:
         _, _, begins, _, _, _, _, _, scale = others[:9]
+        dtype = query.dtype
+        grad, query, key, value = (each.float() for each in (grad, query, key, value))
         gradients = [torch.zeros_like(each) for each in (query, key, value)]
         for own, other, weights, scaled_by in _weights(query, key, begins, scale):
             of_weights = grad[own] @ value[other].T
@@ -68,7 +70,7 @@ def _give_torch_a_kernel(calls: list[tuple[int, ...]], fault: str) -> None:
             gradients[0][own] += of_scores @ key[other]
             gradients[1][other] += of_scores.T @ query[own]
             gradients[2][other] += weights.T @ grad[own]
-        return tuple(gradients)
+        return tuple(each.to(dtype) for each in gradients)
 
     varlen._varlen_attn.register_kernel("cpu", forward)
     varlen._varlen_attn_backward.register_kernel("cpu", backward)

@@ -215,6 +215,92 @@ def test_state_of_its_step_is_saved_and_replicas_share_the_work(tmp_path: Path, 
     assert max(written) < 1.1 * min(written)
 
 
+def _changed_by_the_save(folder: str, waits: bool) -> list[str]:
+    """Saves step 2 on a fake device that copies as late as it may, and steps on; names that were saved otherwise.
+
+    Args:
+        waits: whether the update waits for the copies, as it should.
+    """
+    import torch
+
+    from ranks.late_copies import late_copies
+    from threefold.checkpoint.layout import find
+    from threefold.checkpoint.saver import Stage
+    from threefold.checkpoint.shards import Index
+    from threefold.checkpoint.state import read_whole, state_of
+
+    run = Miniature(DP2, folder, optimizer={"ema": 0.5})
+    run.advance(2)
+    state = state_of(run.model.module, run.optimizer) | run.ema.state()
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    with late_copies() as streams:
+        saver = run.checkpointer.saver
+        saver._stage = Stage(saver.parts(), torch.device("cuda"), saver.in_forward)
+        waiting = []
+        update = run.step.before_update if waits else lambda: None
+        run.step.before_update = lambda: (waiting.append(streams.waiting), update())
+        run.checkpointer.save(2, None, True)
+        run.advance(3)
+        streams.finish()
+        saver.wait()
+    # Forward and backward of step 3 had nothing to wait for.
+    assert waiting[0] > 10 and (waiting[1:] == [0, 0]) is waits
+    saved = find(Path(folder))
+    index = Index.read(saved.state)
+    assert saved.damage() is None
+    read = {name: read_whole(saved.state, index.entries[name]) for name in expected}
+    return [name for name, tensor in expected.items() if not torch.equal(read[name], tensor)]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_late_copy_is_of_its_step_because_the_update_waits_for_it(tmp_path: Path, waits: bool) -> None:
+    write_corpus(tmp_path)
+    changed = run_ranks(_changed_by_the_save, 2, str(tmp_path / "run"), waits)
+    kinds = {name.split(".")[0] for name in changed[0]}
+    assert kinds == (set() if waits else {"model", "optimizer", "ema"})
+
+
+def test_what_a_forward_may_write_is_copied_before_it_and_memory_is_kept_until_the_update() -> None:
+    import weakref
+
+    import torch
+
+    from ranks.late_copies import late_copies
+    from threefold.checkpoint.saver import Stage
+    from threefold.checkpoint.shards import Box
+    from threefold.checkpoint.tensors import TensorPart
+
+    parts = [TensorPart(name, (3,), Box((0,), (3,)), torch.zeros(3)) for name in ("model.mean", "model.weight")]
+    mean, weight = (part.values for part in parts)
+    with late_copies() as streams:
+        stage = Stage(parts, torch.device("cuda"), ["model.mean"])
+        staged = stage.copy(parts)
+        mean += 1  # by a forward
+        assert streams.waiting == 1
+        freed, parts = weakref.ref(parts[1]), []
+        assert freed() is not None
+        stage.before_update()
+        weight += 1
+        assert streams.waiting == 0 and freed() is None
+        assert [part.values.tolist() for part in staged] == [[0.0] * 3] * 2
+
+
+def test_a_loop_that_does_not_say_when_it_updates_may_write_at_once() -> None:
+    import torch
+
+    from ranks.late_copies import late_copies
+    from threefold.checkpoint.saver import Stage
+    from threefold.checkpoint.shards import Box
+    from threefold.checkpoint.tensors import TensorPart
+
+    weight = torch.zeros(3)
+    parts = [TensorPart("model.weight", (3,), Box((0,), (3,)), weight)]
+    with late_copies() as streams:
+        staged = Stage(parts, torch.device("cuda")).copy(parts)
+        weight += 1
+        assert streams.waiting == 0 and staged[0].values.tolist() == [0.0] * 3
+
+
 def _keep_some(folder: str) -> Any:
     run = Miniature((1, 1, 1, 1), folder, checkpoint={"keep": 1})
     for step, eval_loss in enumerate([5.0, 4.0, 4.5, 4.4, 4.3, 4.2, 4.1], start=1):

@@ -17,7 +17,7 @@ import sys
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -69,16 +69,26 @@ class Stage:
     touched before is about eight times as fast. On a CUDA device its pages are locked and the copies are queued after
     the step, so that the training thread waits for none of them. A host without memory for it makes no copy.
 
+    What only an update writes is copied on a stream of its own, beside the next forward and backward, in a loop that
+    calls `before_update`. What a forward may write is copied before the device computes on.
+
     Args:
         parts: as in a later `copy`, in file order; the buffer is as large as all of them together. It grows with a
             state that an optimizer makes in its first step.
+        in_forward: as `Saver.in_forward`.
     """
 
-    def __init__(self, parts: Sequence[TensorPart], device: torch.device) -> None:
+    def __init__(
+        self, parts: Sequence[TensorPart], device: torch.device, in_forward: Collection[str] | None = None
+    ) -> None:
         self._size_bytes = sum(part.values.nbytes for part in parts)
         self._device = device
         self._buffer: Tensor | None = None
+        self._in_forward = in_forward
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
+        # What is read beside the computing: its memory is not to be given away meanwhile.
+        self._reading: Sequence[TensorPart] = ()
         self._made = threading.Thread(target=self._make, name="threefold-stage", daemon=True)
         self._made.start()
 
@@ -100,20 +110,33 @@ class Stage:
         """
         self._made.join()
         if (needed := sum(part.values.nbytes for part in parts)) > self._size_bytes:
+            self.wait()
             self._size_bytes, self._buffer = needed, None
             self._make()
         if self._buffer is None:
             return None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
         staged, start = [], 0
         for part in parts:
             end = start + part.values.nbytes
             values = self._buffer[start:end].view(part.values.dtype).view(part.values.shape)
-            values.copy_(part.values, non_blocking=True)
+            with torch.cuda.stream(None if part.name in (self._in_forward or ()) else self._stream):
+                values.copy_(part.values, non_blocking=True)
             staged.append(dataclasses.replace(part, values=values))
             start = end
-        if self._device.type == "cuda":
-            self._copied = torch.cuda.current_stream().record_event()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            self._copied, self._reading = self._stream.record_event(), parts
+            if self._in_forward is None:
+                self.before_update()
         return staged
+
+    def before_update(self) -> None:
+        """Lets the device compute nothing more before it has copied; the training thread does not wait."""
+        if self._reading and self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+            self._reading = ()
 
     def wait(self) -> None:
         """Returns when the last copy is complete; the thread that reads it calls this."""
@@ -142,15 +165,18 @@ class Saver:
         parts: returns what this rank writes, as live views; called whenever a save begins.
         background: write while the next steps run, instead of at once.
         continue_on_error: a failed save is printed and the run continues, instead of ending.
+        in_forward: names of what a forward may write (buffers), in a loop that calls `before_update` before it writes
+            anything else; None: the loop writes what it likes, as soon as `save` returns.
     """
 
     mesh: Mesh
     parts: Callable[[], Sequence[TensorPart]]
     background: bool
     continue_on_error: bool
+    in_forward: Collection[str] | None = None
 
     def __post_init__(self) -> None:
-        self._stage = Stage(self.parts(), self.mesh.device) if self.background else None
+        self._stage = Stage(self.parts(), self.mesh.device, self.in_forward) if self.background else None
         self._store = self.mesh.store.clone() if self.mesh.store is not None else dist.HashStore()
         self._key = f"threefold/saves/{self.mesh.share('saver', lambda: uuid.uuid4().hex)}"
         self._number = 0
@@ -177,6 +203,11 @@ class Saver:
         self._running.start()
         if staged is None:  # the next step changes what is written; how it ends, `check` tells all ranks alike
             self._running.join()
+
+    def before_update(self) -> None:
+        """Call this before weights, moments and averages are updated: a save in the background may still copy them."""
+        if self._stage is not None:
+            self._stage.before_update()
 
     def check(self, step: int) -> None:
         """Call this after every step: ends the run on all ranks in the same step if a background save failed.

@@ -214,12 +214,13 @@ def _followed(run: Run, built: Built, console: Screen, extras: Extras, hooks: Ho
     ):  # the gradients of a custom loss are averaged outside of those buckets
         watch.progress.enter("the warm-up")
         warm_up_buckets(built.model, built.mesh, rows=built.micro_batch, seq_len=built.config.data.seq_len)
-    checkpointer.start()
+    loop = _loop_of(built, guards, extras)
+    checkpointer.start(loop.step)
     guards.notice = checkpointer.saver.check
     rows = kept_rows_of(built, guards.audit)
     try:
         loop = dataclasses.replace(
-            _loop_of(built, guards, extras),
+            loop,
             kept_rows=rows,
             eval_batches=shown_evaluation(console, built),
             after_step=lambda: _saved(built, hooks),

@@ -50,6 +50,7 @@ from threefold.model.model import Model
 from threefold.optim.build import begin_state
 from threefold.optim.ema import Ema
 from threefold.run.folder import RunFolder
+from threefold.training.step import TrainStep
 
 if TYPE_CHECKING:
     from threefold.run.stored import StoredRun
@@ -88,8 +89,8 @@ class Checkpointer:
         best, resume = self.folder.checkpoints.best(), self.folder.resume
         return best[1] if best is not None and resume is not None and best[0] <= resume.step else None
 
-    def start(self) -> None:
-        """Prepares to save; call this when the state is the one that training begins with."""
+    def start(self, step: TrainStep) -> None:
+        """Prepares to save beside these steps; call this when the state is the one that training begins with."""
         asked = self.config.checkpoint
         # Only the last state is saved: no steps would run in parallel, so a copy would waste memory.
         once = not asked.every and not (self.config.evaluates and self.config.eval.every)
@@ -98,7 +99,9 @@ class Checkpointer:
             self._parts,
             background=not once,
             continue_on_error=asked.on_error == "continue",
+            in_forward=[f"model.{name}" for name, _ in self.model.module.named_buffers()],
         )
+        step.before_update = lambda: self.saver.before_update()
 
     def save(self, step: int, eval_loss: float | None, due: bool) -> None:
         """Saves after `step` if a save is due or the evaluation loss is the best so far; every rank calls it.

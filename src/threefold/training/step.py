@@ -136,6 +136,8 @@ class TrainStep:
         self._compares = compare_copies
         self.after: Callable[[StepResult], None] = _refuse_nothing
         """Is given what each call has computed, on every rank; raises if that must not be built on."""
+        self.before_update: Callable[[], object] = lambda: None
+        """Is called when gradients are complete, before weights, moments and averages are written."""
         self._left = False  # by an error in the middle of a step
         self._steps, self._compare_every = (
             0,
@@ -385,6 +387,7 @@ class TrainStep:
         objective.backward(1 + (found - found))
 
     def _update(self, grad_norm: Tensor, lr: float | None) -> None:
+        self.before_update()
         if lr is not None:
             self._set_rates(lr)
         takes_flag = type(self.optimizer) in _WITH_FLAG or self._fused is not None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
+from pathlib import Path
 
 import torch
 import transformers
@@ -47,3 +50,34 @@ def compute_alike(config: Config) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False
     if config.train.reduce == "exact":
         torch.set_num_threads(1)  # how many there are depends on the number of ranks, and products on how many
+
+
+def stay_near(device: torch.device, system: Path = Path("/sys")) -> None:
+    """Binds this process' threads, and what they start later, to the cores of its CUDA device's NUMA node; logs it.
+
+    Does nothing in a process that was bound already: which may not use all cores of that node and of another one. What
+    torch.numa has for it is not public, and fails where numactl is not installed.
+    """
+    found = torch.cuda.get_device_properties(device)
+    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    try:
+        node = (system / "bus/pci/devices" / address / "numa_node").read_text().strip()  # -1: not known
+        lists = {path.parent.name: path.read_text().strip() for path in system.glob("devices/system/node/*/cpulist")}
+    except OSError:
+        return
+    own = os.sched_getaffinity(0)
+    whole = {name: cores for name, listed in lists.items() if (cores := _cores(listed)) and cores <= own}
+    near = whole.get(f"node{node}")
+    if near is None or len(whole) == 1:
+        return
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.sched_getaffinity(thread) == own:  # NCCL binds its own
+                os.sched_setaffinity(thread, near)
+    log.info("bound to the cores of NUMA node %s, where %s is: %s", node, device, lists[f"node{node}"])
+
+
+def _cores(listed: str) -> set[int]:
+    """Of the kernel's list: `0-31,64-95`."""
+    spans = [span.split("-") for span in listed.split(",") if span]
+    return {core for first, *last in spans for core in range(int(first), int(*last or [first]) + 1)}

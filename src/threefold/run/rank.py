@@ -44,7 +44,7 @@ from threefold.run.failure import report_failure
 from threefold.run.fits import Fitted, fitted
 from threefold.run.head import Head, printed
 from threefold.run.hooks import Hooks
-from threefold.run.process import compute_alike, facts_of, quieten_libraries
+from threefold.run.process import compute_alike, facts_of, quieten_libraries, stay_near
 from threefold.run.request import asked_of
 from threefold.run.run import LINGER_S, REPORT_BEFORE, Run
 from threefold.run.same_bytes import keep_lists
@@ -209,6 +209,7 @@ def _followed(run: Run, built: Built, console: Screen, extras: Extras, hooks: Ho
         built.loader.ahead.enter = watch.progress.enter
     if built.mesh.device.type == "cuda" and built.mesh.world_size > 1:
         watch.progress.device = DeviceForward(partial(torch.cuda.Event, enable_timing=True))
+        stay_near(built.mesh.device)  # only now: data are prepared by all cores
     if (
         built.pairs is None and built.given.loss is None
     ):  # the gradients of a custom loss are averaged outside of those buckets

@@ -14,6 +14,7 @@ from threefold.model import load
 from threefold.plan.accelerators import ACCELERATORS
 from threefold.plan.advise import THERE, Question
 from threefold.plan.decoder import decoder_of
+from threefold.plan.efficiency import margin_of
 from threefold.plan.fabric import fabric_of
 from threefold.plan.fit import largest_micro_batch
 from threefold.plan.peak import host_bytes, peak
@@ -155,11 +156,26 @@ def test_doctor_says_what_a_rank_would_hold() -> None:
 
 
 _TALL = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
+_QWEN = {**_8B, "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128}
 MODELS: dict[str, dict[str, Any]] = {
     "0.1B": {**_8B, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
     | {"num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True},
+    "0.5B": {**_8B, "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+    | {"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "1B": {**_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
+    "1.5B": {**_8B, "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
+    | {"num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
     "3B": {**_8B, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24},
+    "4B": {
+        **_QWEN,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "tie_word_embeddings": True,
+    },
     "8B": _8B,
+    "14B": {**_QWEN, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40}
+    | {"num_attention_heads": 40},
     "32B": {**_8B, **_TALL, "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600}
     | {"num_hidden_layers": 64, "vocab_size": 151936},
     "70B": {**_8B, **_TALL, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
@@ -173,12 +189,28 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_the_default_or_what_is_told_in_its_place_is_as_fast_as_the_best_mesh(name: str, gpus: int) -> None:
     """By the estimate, within 5 %; of 64, a launcher's, nothing is sharded by default."""
+    assert _slower_than_the_best(name, gpus, rows=8, seq_len=4096) <= 1.05
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_copies_of_a_whole_model_repeat_its_update_which_shows_where_steps_are_short(name: str) -> None:
+    """One model of 64 devices, by a difference that the estimate does not tell."""
+    slower = _slower_than_the_best(name, 64, rows=2, seq_len=8192)
+    assert slower <= 1.05 or (name == "1B" and slower - 1 < margin_of(_H100, mixture=False).difference)
+
+
+def _slower_than_the_best(name: str, gpus: int, *, rows: int, seq_len: int) -> float:
+    """How many times as long a step takes on the default mesh, or on what is told in its place, as on the best one.
+
+    Args:
+        rows: of each device in a step.
+    """
     fabric, free = fabric_of(_H100, in_host=min(8, gpus), link=None, network=None), int(THERE * _H100.memory_bytes)
     launched, devices = (gpus, None) if gpus > 8 else (None, gpus)
     values: dict[str, dict[str, Any]] = {
         "model": {"config": MODELS[name], "dtype": "bfloat16"},
-        "data": {"seq_len": 4096},
-        "train": {"global_batch": 8 * gpus},
+        "data": {"seq_len": seq_len},
+        "train": {"global_batch": rows * gpus},
     }
     decoder = decoder_of(MODELS[name])
     for _ in range(2):
@@ -196,4 +228,4 @@ def test_the_default_or_what_is_told_in_its_place_is_as_fast_as_the_best_mesh(na
     question = Question(decoder, config, frozenset(), gpus, fabric, _H100)
     assert question.plan(setup).fits
     best = Question(decoder, validate({**values, "mesh": {}}), frozenset(), gpus, fabric, _H100).plans()[0]
-    assert question.plan(setup).duration.total <= 1.05 * best.duration.total
+    return question.plan(setup).duration.total / best.duration.total

@@ -34,6 +34,7 @@ def test_the_rank_and_the_host_of_a_prefix_are_kept() -> None:
         "[default2]:RuntimeError: no": (2, None),
         json.dumps({"msg": "RuntimeError: no", "rank": 5}): (5, None),
         "[pod/job-7/main] 3: RuntimeError: no": (3, "job-7"),
+        "18:11:06.680 [rank4]:RuntimeError: no": (4, None),
     }
     for text, origin in wrapped.items():
         line = Log.of(text).line(0)

@@ -14,13 +14,12 @@ from threefold.explain.log import Log, LogLine
 
 # The program itself says that it continues: warnings, information. NCCL warns of what ends it; a Pod's events too.
 _MILD = re.compile(
-    r"^(?!.*NCCL WARN)(?!\s*(?:\w+\s+)?Warning\s+(?:[A-Z][a-z]+[A-Z]|Failed\s|Evicted\s))"
-    r"(?!.*retry(?:ing)? \(?(\d+)/\1\b)(?:"
-    r".{0,160}?\b(?:[A-Z]\w*Warning|WARN(?:ING)?|[Ww]arning|INFO|DEBUG)(?![a-z])|.{0,60}\[info\]"
+    r"^(?!.*NCCL (?:WARN|INFO bootstrap.cc:\d+ -> ))"
+    r"(?!\s*(?:\w+\s+)?Warning\s+(?:[A-Z][a-z]+[A-Z]|Failed\s|Evicted\s))(?!.*retry(?:ing)? \(?(\d+)/\1\b)(?:"
+    r".{0,160}?\b(?:[A-Z]\w*Warning|WARN(?:ING)?|[Ww]arning|INFO|DEBUG)(?![a-z])|.{0,60}\[info\]|.*NCCL INFO"
     r"|\[[WI]\d{0,4} |[WI]\d{4} |.{0,160}\[rank\d+\]:\s?[WI]\d{4} |.{0,60}[\d\]:] [WI] [a-z]\w+/|.{0,60}\[[WI]\d* )"
-    r"|NCCL INFO(?!.*retry(?:ing)? \(?(\d+)/\2\b)|^NET/OFI |failed call to cuInit|dso_loader\.cc"
-    r"|Unable to register cu\w+ factory|A module that was compiled using NumPy"
-    r"|_ARRAY_API not found|^wandb: ERROR "
+    r"|^NET/OFI |failed call to cuInit|dso_loader\.cc|Unable to register cu\w+ factory"
+    r"|A module that was compiled using NumPy|_ARRAY_API not found|^wandb: ERROR "
 )
 _ENDED = re.compile(
     r"Traceback \(most|[A-Za-z]Error\b|\b(?:ERROR|FATAL|[Ee]rror:)|[Ff]atal\b|\b[Aa]bort(?:ed|ing)?\b|\b[Kk]illed\b"

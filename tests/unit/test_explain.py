@@ -142,6 +142,13 @@ def test_rank_that_failed_is_told_from_ranks_that_only_lost_it() -> None:
     assert "child-failed" in {hit.known.name for hit in found.others}
 
 
+def test_rank_of_a_host_that_its_launcher_names_first_is_told() -> None:
+    line = "torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: -11) local_rank: 3 (pid: 7)"
+    found = explain(f"{line}\n  rank      : 1 (local_rank: 1)")
+    assert found is not None
+    assert list(found.facts) == ["local_rank 3 failed first, with exit code -11 (SIGSEGV)"]
+
+
 def test_process_that_was_killed_explains_lost_connections() -> None:
     found = explained("produced", "killed-by-memory")
     assert list(found.facts) == ["rank 1 on localhost failed first, with exit code -9 (SIGKILL)"]

@@ -142,20 +142,21 @@ def lost_peer(log: Log, lines: Sequence[LogLine]) -> list[str]:
 def first_failure(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """The rank that failed first according to the launcher, and its exit code."""
     text = root_cause(log)
-    rank = re.search(r"\brank +: (\d+)", text)
-    code = re.search(r"exitcode +: (-?\d+)", text)
+    rank = re.search(r"\b((?:local_)?rank) *: (\d+)", text)
+    code = re.search(r"exitcode *: (-?\d+)", text)
     if rank is None or code is None:
         return ranks(log, lines)
     host = re.search(r"\bhost +: (\S+)", text)
     where = f" on {host[1]}" if host else ""
     by = f" ({signal_name(-int(code[1]))})" if code[1].startswith("-") else ""
-    return [f"rank {rank[1]}{where} failed first, with exit code {code[1]}{by}"]
+    return [f"{rank[1]} {rank[2]}{where} failed first, with exit code {code[1]}{by}"]
 
 
 def root_cause(log: Log) -> str:
-    """The ten lines in which torchrun names the first failure; empty if it does not."""
-    begin = next(log.indices("Root Cause (first observed failure)"), len(log.raw))
-    return "\n".join(log.line(index).text for index in range(begin, min(begin + 10, len(log.raw))))
+    """What torchrun says of the first failure, of the job or else a host."""
+    begin = next(log.indices("failed (exitcode: "), len(log.raw))
+    begin = next(log.indices("Root Cause (first"), begin)
+    return "\n".join(log.raw[begin : begin + 10])
 
 
 def ranks(log: Log, lines: Sequence[LogLine]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from threefold.data.order.draws import WeightedDraws
@@ -167,6 +167,8 @@ def test_no_position_is_below_zero() -> None:
 @given(
     st.lists(st.one_of(st.just(0.0), st.floats(1e-12, 1e12)), min_size=1, max_size=200).filter(any),
 )
+@example([434433256380.82214] * 3)  # three times their share, divided by their sum, is more than 1
+@example([0.1] * 3)
 def test_the_alias_table_holds_the_very_weights(weights: list[float]) -> None:
     """Buckets are chosen equally often, so a row's probability can be summed up from the table."""
     draws = WeightedDraws(weights)

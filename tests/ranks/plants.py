@@ -100,7 +100,8 @@ def change_loss(here: bool, steps: Container[int]) -> None:
                 yield sums
             else:
                 nan = float("nan")
-                yield type(sums)(sums.objective * nan, sums.cross_entropy * nan, sums.router_logits)
+                changed = {name: getattr(sums, name) * nan for name in ("objective", "cross_entropy", "of_rows")}
+                yield sums._replace(**changed)
 
     step.forward_sums = forward_sums
 

@@ -303,14 +303,16 @@ def _notes(folder: Path, tests: Tests) -> Iterator[str]:
 
 def _kill_strays(token: str) -> list[str]:
     """Kills every process that carries a stage's token in its environment; returns how their commands begin."""
-    mark, commands = f"{TOKEN}={token}".encode(), list[str]()
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark in path.read_bytes().split(b"\0"):
-                command = path.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                os.kill(int(path.parent.name), signal.SIGKILL)
-                commands.append(command.strip()[:100])
-    return commands
+    mark, commands = f"{TOKEN}={token}".encode(), dict[str, str]()
+    for pause_s in (0.0, 0.2):  # a process that becomes another program has no environment for a moment
+        time.sleep(pause_s)
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if path.parent.name not in commands and mark in path.read_bytes().split(b"\0"):
+                    command = path.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+                    commands[path.parent.name] = command.strip()[:100]
+    return [*commands.values()]
 
 
 def report(results: Sequence[Result], seconds: float) -> Iterable[str]:

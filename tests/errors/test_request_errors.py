@@ -240,6 +240,10 @@ def test_what_is_expected_is_said_in_our_words(key: str) -> None:
 def test_a_list_with_one_wrong_entry_is_set_whole() -> None:
     found = text(lambda: config_loading.validate({"data": {"source": ["a.txt", 1, 2]}}))
     assert found.count("""fix: --data.source '[a.txt, "1", "2"]'   (quotes make it text)""") == 2
+    found = text(lambda: config_loading.validate({"data": {"fields": {"text": 3, "role": "by"}}}))
+    assert """fix: --data.fields '{text: "3", role: by}'   (quotes make it text)""" in found
+    found = text(lambda: config_loading.validate({"data": {"source": ["a.txt", None]}}))
+    assert "None" not in found and "fix: --data.source stdlib   (the default)" in found
 
 
 def test_grouping_by_length_is_refused_where_rows_are_full_mixed_or_in_order() -> None:

@@ -173,15 +173,14 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None
     return config
 
 
-def _by_value(problems: Iterable[Problem]) -> list[Problem]:
+def _by_value(problems: Iterable[Problem]) -> Iterable[Problem]:
     """One for each value: one that may have several types is refused once for each."""
-    found: dict[str, Problem] = {}
+    found = dict[str, Problem]()
     for problem in problems:
-        before = found.get(problem.what)
-        if before is not None and before.expected != problem.expected:
+        if (before := found.get(problem.what)) and before.expected != problem.expected:
             problem = replace(problem, expected=f"{before.expected}, or {problem.expected}")
         found[problem.what] = problem
-    return [*found.values()]
+    return found.values()
 
 
 def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
@@ -303,12 +302,20 @@ def _problem_of(entry: Any, origins: Mapping[str, str], values: Mapping[str, Any
     place = "".join(f"[{part}]" for part in rest if isinstance(part, int))
     what = f"{key}{place} = {as_yaml(entry['input'])} is not accepted{where}"
     expected = _EXPECTED_OF_KEY.get(key) or _expected(entry)
-    if entry["type"] == "string_type" and isinstance(entry["loc"][-1], int):
-        whole: Any = values
+    if entry["type"] == "string_type" and not isinstance(entry["input"], list | Mapping | None):
+        whole = values
         for part in key.split("."):
             whole = whole[part]
-        return to_set(what, expected, key, [*map(str, whole)], remark="   (quotes make it text)")
+        return to_set(what, expected, key, _as_text(whole), remark="   (quotes make it text)")
     return _refused(what, expected, entry, key, origins.get(key, ""))
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, list):
+        return [*map(_as_text, value)]
+    if isinstance(value, Mapping):
+        return {name: _as_text(each) for name, each in value.items()}
+    return value if value is None else str(value)
 
 
 def _expected(entry: Any) -> str:
@@ -322,8 +329,6 @@ def _refused(what: str, expected: str, entry: Any, key: str, origin: str) -> Pro
     default = value_at(Config(), key) if key in every_key() else None
     if origin.startswith("environment "):
         return Problem(what, expected, f"unset {origin.removeprefix('environment ')}")
-    if entry["type"] == "string_type" and not isinstance(text := entry["input"], list | Mapping | None):
-        return to_set(what, expected, key, str(text), remark="   (quotes make it text)")
     if key in every_key() and len(entry["loc"]) <= len(key.split(".")) + 1 and not isinstance(entry["input"], Mapping):
         meant = meant_value(key, entry["input"])
         if meant is not None:

@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    # A worker asks pytest-rerunfailures' server in two packets a test: without this, the second waits 40 ms for an answer.
+    # A worker asks pytest-rerunfailures' server in two packets a test: without this, the second waits 40 ms.
     if connection := getattr(getattr(session.config, "failures_db", None), "sock", None):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

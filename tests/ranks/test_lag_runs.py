@@ -21,9 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timing]
 LATE = 1
 # Steps of some tens of milliseconds, each of them logged.
 STEPS = ("--train.steps", "1000000", "--checkpoint.every", "0", "--log.sample_tokens", "0", "--model.admission", "off")
+SMALL = ("--data.seq_len", "64", "--train.global_batch", "16")
 LARGER = ("--data.seq_len", "256", "--train.global_batch", "16")
-# So large that a turn has at most three of them: two of 24 turns may be seen late, and it is within 100 steps.
-LARGEST = ("--data.seq_len", "256", "--train.global_batch", "32")
 # Seconds of each turn in which a process runs, and in which it is stopped: 29 % of a core.
 RUNS_S, STOPPED_S = 0.1, 0.25
 
@@ -67,7 +66,7 @@ def stopped_by_turns(process: int) -> Iterator[None]:
 def test_rank_that_is_stopped_by_turns_is_named_once_and_why(folder: Path, axis: str) -> None:
     run = folder / axis
     mesh = (f"--mesh.{axis}", "2", "--mesh.device", "cpu")
-    with started(folder, "train", "config.yaml", *mesh, *STEPS, *LARGEST, "--log.dir", axis) as going:
+    with started(folder, "train", "config.yaml", *mesh, *STEPS, *SMALL, "--log.dir", axis) as going:
         wait_for(lambda: last_step(run) >= 3 or not going.running(), lambda: f"step 3: {going.output()}")
         healthy = last_step(run)
         with stopped_by_turns(rank_processes(run)[LATE]):

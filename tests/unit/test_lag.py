@@ -132,6 +132,39 @@ def test_a_rank_that_was_named_lasts_until_it_has_caught_up() -> None:
     assert not any(lasting[200:])
 
 
+SEEN = {"looks/1": 4.0, "stopped/1": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("late", "others", "blocks"),
+    [
+        ({}, SEEN, 12),
+        ({}, {"looks/1": 4.0, "stopped/1": 0.0}, 24),
+        ({}, {"looks/0": 4.0, "stopped/0": 3.0}, 24),  # another one is stopped
+        ({"throttled_s": 0.3}, {"throttled_s": 0.05}, 12),
+        ({"throttled_s": 0.3}, {"throttled_s": 0.25}, 24),  # of one cgroup
+        ({"throttled_s": 0.01}, {"throttled_s": 0.0}, 24),
+        ({"throttled_s": math.nan}, {"throttled_s": 0.0}, 24),
+    ],
+)
+def test_half_of_the_blocks_are_enough_where_the_kernel_is_seen_to_withhold_what_is_lost(
+    late: dict[str, float], others: dict[str, float], blocks: int
+) -> None:
+    lags = Lags()
+    ranks = [("a", {"compute": 0.1, **others}), ("b", {"compute": 0.1, "still": 0.3, **late})]
+    found = [lags.after(step, 0.4, ranks) for step in range(1, 60)]
+    assert [step for step, lag in enumerate(found) if lag is not None] == [blocks]
+
+
+def test_who_is_late_by_turns_is_not_named_for_what_is_seen() -> None:
+    """A process that is stopped as often as it is the other's turn to be late costs nothing that lasts."""
+    lags = Lags()
+    for step in range(3000):
+        own = [0.3 if step // 8 % 2 == rank else 0.0 for rank in range(2)]
+        ranks = [("a", {"still": own[0], **SEEN}), ("a", {"still": own[1], "looks/0": 4.0, "stopped/0": 3.0})]
+        assert lags.after(step, 0.4, ranks) is None
+
+
 # --- what is said
 
 
@@ -232,11 +265,11 @@ def test_ranks_tell_their_time_and_what_was_counted_meanwhile() -> None:
             each.tell(cast(OwnTime, _Own({"compute": 0.05, "core": 0.12 * rank, "data": 0.0}, counted)))
         assert ranks[1].find(step, STEP_S) == {}
         metrics.append(ranks[0].find(step, STEP_S))
-    assert [(lag.rank, lag.step) for lag in found] == [(1, 49)]
+    assert [(lag.rank, lag.step) for lag in found] == [(1, 25)]
     assert found[0].own["throttled_s"] == pytest.approx(0.6)
     assert "quota of CPU time throttles it for 60%" in found[0].text()
     assert metrics[0] == {"slowest_rank": 1, "slowest_share": pytest.approx(0.6)}
-    assert [line.get("lagging_rank") for line in metrics] == [None] * 48 + [1] * 71
+    assert [line.get("lagging_rank") for line in metrics] == [None] * 24 + [1] * 95
 
 
 def test_a_rank_that_tells_late_is_judged_by_the_same_step_as_the_others() -> None:

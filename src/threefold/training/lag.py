@@ -9,8 +9,9 @@ A share is noisy, so the rule counts signs. Logged steps are added up to blocks 
 late in a block if it is the slowest there by 10 % of the time. By chance that is any rank, so one rank at most half of
 the time. Each late block adds log(0.9 / 0.5) to a rank's score, each other one log(0.1 / 0.5), and it is never below 0
 (Page's cumulative sum, for a rank late in 90 % of the blocks). At log(1e6) the rank is named: after 24 late blocks in a
-row, or some more with others among them. If blocks are independent, and every rank is as fast as the others, a given
-rank is named falsely once in a million blocks, or less.
+row, or some more with others among them; at half of that where its kernel was seen to withhold what it loses, which is
+no chance. If blocks are independent, and every rank is as fast as the others, a given rank is named falsely once in a
+million blocks, or less.
 """
 
 from __future__ import annotations
@@ -71,6 +72,18 @@ class Lag:
     own: Mapping[str, float]
     others: Mapping[str, float]
 
+    @property
+    def stopped(self) -> float:
+        """The share of the looks at its process that find it stopped."""
+        # Another rank looks at it, so its looks are among those of the others.
+        looks, stops = (self.others.get(f"{name}/{self.rank}", 0.0) for name in ("looks", "stopped"))
+        return stops / looks if looks > 0 else 0.0
+
+    @property
+    def withheld(self) -> float:
+        """The share of the time in which it is seen to be stopped, or throttled by more than twice what others are."""
+        return max(self.stopped, self.own.get("throttled_s", 0.0) - 2 * self.others.get("throttled_s", 0.0))
+
     def text(self) -> str:
         """One line: which rank, what it costs, and why."""
         return (
@@ -87,11 +100,8 @@ class Lag:
 
     def _cause(self, part: str, excess: float) -> str:
         throttled, stolen, reads = (self.own.get(name, 0.0) for name in ("throttled_s", "stolen_s", "major_faults"))
-        # Another rank looks at it, so its looks are among those of the others.
-        looks, stops = (self.others.get(f"{name}/{self.rank}", 0.0) for name in ("looks", "stopped"))
-        stopped = stops / looks if looks > 0 else 0.0
-        if part == "still" and stopped >= _EXPLAINS * excess:
-            return f"its process is stopped in {stopped:.0%} of the looks at it (SIGSTOP: cpulimit, a debugger)"
+        if part == "still" and self.stopped >= _EXPLAINS * excess:
+            return f"its process is stopped in {self.stopped:.0%} of the looks at it (SIGSTOP: cpulimit, a debugger)"
         if part == "blocked" and reads >= _READS:
             return f"{reads:.0f} times a second it reads memory from a disk (swapped out, or a file's)"
         if part == "core" and throttled >= _EXPLAINS * excess:
@@ -204,14 +214,17 @@ class Lags:
         late = self._after_block()
         streak = self._streaks.get(late)
         self._begin_block(step, len(ranks))
-        if streak is None or streak.score < _ENOUGH or late in self._named:
+        if streak is None or late in self._named:
             return None
-        streak.named = True
-        self._named.add(late)
         own, others = (
             {name: total / streak.elapsed_s for name, total in of.items()} for of in (streak.own, streak.others)
         )
-        return Lag(late, ranks[late][0], streak.since, step, own_s(own) - own_s(others), own, others)
+        lag = Lag(late, ranks[late][0], streak.since, step, own_s(own) - own_s(others), own, others)
+        if streak.score < (_ENOUGH / 2 if lag.withheld >= _EXPLAINS * lag.share else _ENOUGH):
+            return None
+        streak.named = True
+        self._named.add(late)
+        return lag
 
     def _begin_block(self, step: int, num_ranks: int) -> None:
         self._since, self._elapsed_s = step, 0.0

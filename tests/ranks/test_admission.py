@@ -28,6 +28,7 @@ QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 8}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 ADAPTED = {**LLAMA, "lora": {"r": 4, "dropout": 0.1, "target_modules": "all-linear"}}
 ROUTED = {**MIXTRAL, "output_router_logits": True}
+NARROW = {**LLAMA, "dtype": "bfloat16"}
 
 
 def drop_the_mask() -> None:
@@ -197,14 +198,41 @@ def scale_gradients_of_longer_rows() -> None:
     LlamaMLP.forward = forward  # type: ignore[method-assign]
 
 
+def halve_gradients_of_keys_in_bfloat16() -> None:
+    """A kernel whose forward is right, and its backward in float32."""
+    import torch
+    from torch.nn import functional
+
+    class Halved(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, key: Any) -> Any:
+            return key.view_as(key)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients[0] / 2
+
+    own = functional.scaled_dot_product_attention
+
+    def attention(query: Any, key: Any, *rest: Any, **options: Any) -> Any:
+        return own(query, Halved.apply(key) if key.dtype == torch.bfloat16 else key, *rest, **options)
+
+    functional.scaled_dot_product_attention = attention
+
+
 def _admit(mesh: Any, model: dict[str, Any], data: dict[str, Any], admission: str) -> str:
     from threefold.check.admit import admit
     from threefold.config.loading import validate
     from threefold.errors import ConfigError
     from threefold.model import load
 
-    asked = {name: value for name, value in model.items() if name != "lora"}
-    values = {"config": asked, "admission": admission, "lora": model.get("lora", {})}
+    asked = {name: value for name, value in model.items() if name not in ("lora", "dtype")}
+    values = {
+        "config": asked,
+        "admission": admission,
+        "lora": model.get("lora", {}),
+        "dtype": model.get("dtype", "auto"),
+    }
     config = validate({"model": values, "data": {"seq_len": 32, **data}})
     try:
         return ": ".join(admit(config, load.read_config(config.model), mesh).said)
@@ -225,7 +253,7 @@ def _admit_twice(folder: str, sizes: dict[str, int], data: dict[str, Any]) -> li
 
     os.environ["XDG_CACHE_HOME"] = folder
     mesh = threefold.init_mesh(**sizes, device="cpu")
-    models = (LLAMA, TIED, MIXTRAL, ROUTED, ADAPTED)
+    models = (LLAMA, TIED, MIXTRAL, ROUTED, ADAPTED, NARROW)
     said = [(_admit(mesh, model, data, "auto"), _admit(mesh, model, data, "auto")) for model in models]
     mesh.close()
     return said
@@ -249,6 +277,8 @@ def _admit_twice(folder: str, sizes: dict[str, int], data: dict[str, Any]) -> li
         (leak_rows, {"dp": 2}, LLAMA, {}, "composition", "--model.admission off"),
         (scale_the_head, {"dp": 2}, LLAMA, {}, "head", "--model.admission off"),
         (count_padding, {"dp": 2}, ROUTED, {}, "routers' loss", "--model.admission off"),
+        (halve_gradients_of_keys_in_bfloat16, {"dp": 2}, NARROW, {}, "kernels", "--model.dtype float32"),
+        (halve_gradients_of_keys_in_bfloat16, {"tp": 2}, NARROW, {}, "kernels", "--model.dtype float32"),
     ],
 )
 def test_a_planted_fault_is_refused_by_name(
@@ -326,4 +356,4 @@ def test_what_cannot_be_computed_in_bfloat16_is_refused_before_it_is_trained() -
         "  expected: an architecture whose step works there, with the model's own forward to compare it with\n"
         "  fix: --model.dtype float32"
     )
-    assert run_ranks(_narrow, 1, "llama")[0].startswith("admission: 9 probes hold: ")
+    assert run_ranks(_narrow, 1, "llama")[0].startswith("admission: 10 probes hold: ")

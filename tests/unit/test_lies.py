@@ -313,6 +313,27 @@ def test_not_finite_on_both_sides_is_not_equal(room: Room) -> None:
     assert not compared({"dp=1": nothing, "dp=2": nothing})[1]
 
 
+def test_rounding_explains_gradients_that_are_as_far_from_float32s_as_the_models_own() -> None:
+    truth = training().gradients
+    for own, rounded, holds in (
+        (1.0, 1.0, True),
+        (1.2, 1.0, True),
+        (1.3, 1.0, False),
+        (1.5, 1.1, True),
+        (1.6, 1.1, False),
+        (1.6, math.nan, True),  # transformers' own rounds it to no number at all
+        (5.0, math.nan, False),
+        (math.nan, 1.0, False),
+        (math.nan, math.nan, False),
+    ):
+        for name in truth:
+            run, plain = ({**truth, name: truth[name] * times} for times in (own, rounded))
+            assert probes._beyond_rounding(run, truth, plain).holds == holds, (own, rounded, name)
+    for name in truth:
+        assert not probes._beyond_rounding({key: truth[key] for key in truth if key != name}, truth, truth).holds
+    assert not probes._beyond_rounding({**truth, "more": truth["head"]}, truth, truth).holds
+
+
 # --- places whose lies are of another kind ----------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ _IRRELEVANT = {
     "train": {
         *("steps", "epochs", "global_batch", "micro_batch", "seed"),  # the probes have their own rows and seeds
         *("grad_clip", "label_smoothing", "z_loss", "objective", "nonfinite"),  # of what follows the gradients probed
-        *("memory_check", "timeout_s", "deterministic"),  # of the process
+        *("memory_check", "timeout_s"),  # of the process
     },
     "mesh": {"dp", "dp_shard", "cp", "tp", "device", "timeout_s"},  # the topology and the device are in the key
 }
@@ -46,7 +46,8 @@ def key_of(subject: Subject, mesh: Mesh, code: str) -> str:
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else platform.machine()
     parts: list[Any] = [
         *(build_id(), torch.__version__, transformers.__version__, platform.python_version(), code),
-        *(mesh.device.type, device, mesh.topology.sizes, vars(subject.mode), subject.narrow),
+        *(mesh.device.type, device, mesh.topology.sizes, vars(subject.mode)),
+        subject.narrow and subject.narrow.train.compile,
         *(getattr(config, name).model_dump(mode="json", exclude=left) for name, left in _IRRELEVANT.items()),
         subject.architecture.to_json_string(use_diff=False),
         (config.data.seq_len, subject.longer),

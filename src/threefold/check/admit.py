@@ -155,8 +155,21 @@ def _subject(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Subj
         }
     )
     real = real_sizes(config, architecture, topology, ranks=ranks, leading=leading, share=share)
-    narrow, longer = config.model.dtype == "bfloat16", longer_row(topology, device=device)
+    narrow, longer = _narrow(config, as_probed, device=device), longer_row(topology, device=device)
     return Subject(as_probed, small, Mode.of(config.data), narrow=narrow, longer=longer, real=real)
+
+
+def _narrow(config: Config, as_probed: Config, *, device: str) -> Config | None:
+    """What is probed in bfloat16, with the kernels of the run; None: the run computes in float32."""
+    if config.model.dtype != "bfloat16":
+        return None
+    compiled = config.train.compile if device == "cuda" else False
+    return as_probed.model_copy(
+        update={
+            "model": as_probed.model.model_copy(update={"dtype": "bfloat16"}),
+            "train": as_probed.train.model_copy(update={"compile": compiled}),
+        }
+    )
 
 
 def _adapters(config: Config, small: PretrainedConfig) -> LoraConfig:

@@ -69,6 +69,9 @@ PROBE_REPLICA = Bound("replicas", 1e-3, "copies on tp ranks that differ by more 
 # 8 bits of mantissa, against float32: the largest of all architectures is 0.04.
 BFLOAT16_LOSS = Bound("bfloat16", 0.2, "five times the largest of all architectures", relative=False)
 
+# Of a run's gradients in bfloat16, beyond rounding: those of dense architectures are within 0.08.
+KERNELS = Bound("kernels", 0.25, "a token that a near tie sends to another expert moves one by 0.2")
+
 REAL_SIZE = Bound("real size", 1e-3, "of one token, whose loss moves more than a mean", relative=False)
 
 # Of the run's own forward: how far a token moves that does not see what was changed.

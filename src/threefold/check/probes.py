@@ -6,6 +6,7 @@ model's own forward in one process. All are done with the modules, masks, splits
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,12 +22,14 @@ from threefold.check import probe_rows
 from threefold.check.compare import (
     BFLOAT16_LOSS,
     GRADIENT_NORM,
+    KERNELS,
     LOSS,
     PROBE_GRADIENT,
     PROBE_REPLICA,
     ROUTERS_LOSS,
     Comparison,
     Difference,
+    Tensors,
     compare_number,
     compare_tensors,
     complete_gradients,
@@ -100,6 +103,10 @@ PROMISES = {
         "the norm of its gradient differs from the model's own in one process by {:.1e}",
         "a relative difference of {:.0e}",
     ),
+    "kernels": (
+        "its gradients in bfloat16 differ from float32's by {:.1e} more than rounding explains",
+        "a relative difference of {:.0e} in each parameter, beyond three times that of the model's own in bfloat16",
+    ),
 }
 
 
@@ -137,7 +144,7 @@ class Subject:
         architecture: reduced.
         mode: what the run's rows have.
         seed: of the weights and the rows.
-        narrow: the run computes in bfloat16, which is tried too.
+        narrow: how the run computes in bfloat16, which is tried too; None: it does not.
         longer: tokens of the longer rows on which the step is compared too; 0: of none.
         real: at which sizes the forward can be compared too.
     """
@@ -146,7 +153,7 @@ class Subject:
     architecture: PretrainedConfig
     mode: Mode
     seed: int = 0
-    narrow: bool = False
+    narrow: Config | None = None
     longer: int = 0
     real: tuple[RealSize, ...] = ()
 
@@ -170,7 +177,7 @@ def probe(subject: Subject, mesh: Mesh) -> list[Difference]:
         if subject.longer:
             results += _compared_longer(model, mesh, rows_of(seq_len=subject.longer), alone)
         if subject.narrow:
-            results += _narrowed(mesh, subject, rows, weights, expected)
+            results += _narrowed(mesh, subject, rows, weights, expected, alone)
         results += compare_real_sizes(subject.config, subject.real, subject.mode, mesh, seed=subject.seed)
     shared = mesh.share("probes", lambda: [vars(result) for result in results])
     return [Difference(**values) for values in shared]
@@ -279,9 +286,7 @@ def _compared(model: Model, mesh: Mesh, rows: Batch, expected: Expected | None) 
     replicas: list[Difference] = []
 
     def observe() -> None:
-        for name, gradient in complete_gradients(model):
-            if expected is not None:
-                gradients[name] = gradient.cpu().clone()
+        _keep_gradients(model, gradients if expected is not None else None)
         if (group := mesh.group("tp")) is not None:
             replicas.append(_replicas(model, group))
 
@@ -320,20 +325,56 @@ def _halves(rows: Batch) -> list[Batch]:
 
 
 def _narrowed(
-    mesh: Mesh, subject: Subject, rows: Batch, weights: Weights, expected: Expected | None
+    mesh: Mesh, subject: Subject, rows: Batch, weights: Weights, expected: Expected | None, alone: Any
 ) -> Iterator[Difference]:
     """A step in bfloat16, as the run makes it: that it can be computed, and is near float32; every rank calls it."""
-    config = subject.config.model_copy(update={"model": subject.config.model.model_copy(update={"dtype": "bfloat16"})})
-    model = build(config, subject.architecture, mesh, weights=weights)
+    assert subject.narrow is not None
+    model = build(subject.narrow, subject.architecture, mesh, weights=weights)
     own = probe_rows.share_of(rows, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
+    gradients: dict[str, Tensor] = {}
     step = TrainStep(
-        model, build_optimizer(model.module, OptimizerConfig(), working=model.working), compare_copies=False
+        model,
+        build_optimizer(model.module, OptimizerConfig(), working=model.working),
+        observe=partial(_keep_gradients, model, gradients if expected is not None else None),
+        compare_copies=False,
     )
     result = step.run(_halves(own), lr=0.0)
     loss, norm = mean_loss(result, mesh), result.grad_norm.item()
     if expected is not None:
         # The gradient's norm of some architectures is far from float32's, but a number.
         yield compare_number(BFLOAT16_LOSS, loss + 0 * norm, expected.loss)
+        if rounded := _rounded(alone, rows, mesh):
+            yield _beyond_rounding(gradients, expected.gradients, rounded)
+
+
+def _keep_gradients(model: Model, into: dict[str, Tensor] | None) -> None:
+    """Collects the whole gradients; every rank calls it, and `into` is None where they are not wanted."""
+    for name, gradient in complete_gradients(model):
+        if into is not None:
+            into[name] = gradient.cpu().clone()
+
+
+def _rounded(alone: Any, rows: Batch, mesh: Mesh) -> dict[str, Tensor]:
+    """The gradients of transformers' own forward in bfloat16, in one process; none where it cannot compute them."""
+    own = copy.deepcopy(alone).bfloat16()
+    own.zero_grad()
+    try:
+        forward_backward(own, rows, times=probe_rows.times_counted(mesh.dp_size), copies=mesh.dp_size)
+    except Exception:  # whatever a model's code may raise
+        return {}
+    return gradients_of(own)
+
+
+def _beyond_rounding(gradients: Tensors, expected: Tensors, rounded: Tensors) -> Difference:
+    """By how much the run's gradients differ from float32's beyond three times what rounding does to them, at most."""
+    own, plain = (compare_tensors(PROBE_GRADIENT, each, expected) for each in (gradients, rounded))
+    explained = {each.place: 3 * min(each.figure, 1.0) for each in plain}
+    beyond = [max(0.0, each.figure - explained.get(each.place, 0.0)) for each in own]
+    found = [
+        replace(each, quantity=KERNELS.quantity, bound=KERNELS.limit, figure=more)
+        for each, more in zip(own, beyond, strict=True)
+    ]
+    return Comparison(found).worst()
 
 
 def _replicas(model: Model, group: dist.ProcessGroup) -> Difference:

@@ -180,6 +180,65 @@ def _refused() -> str:
     return "nothing"
 
 
+def _by_default(links: int, fault: str, reduce: str) -> tuple[str, bool]:
+    """What ranks on NVLink are told that they do, and whether a split part's entry then multiplies what arrives."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from ranks.shared_memory import as_if_shared
+    from threefold.config.schema import Config
+    from threefold.mesh.mesh import init_mesh
+    from threefold.model import load
+    from threefold.model.build import build
+    from threefold.model.tensor_parallel import symmetric
+    from threefold.plan import choices
+
+    kernels = as_if_shared()
+    matrix = SimpleNamespace(matrix=[[links] * 2] * 2)
+    if links >= 0:
+        torch._C._distributed_c10d._detect_dma_connectivity = lambda device, kind: matrix  # type: ignore[assignment]
+    mesh = init_mesh(1, tp=2, device="cpu")
+    object.__setattr__(mesh, "device", torch.device("cpu", mesh.rank))
+    gathered, summed = symmetric._EntryProduct.forward, symmetric._ExitSum.forward
+
+    def entry(ctx: Any, *own: Any) -> Any:
+        whole, product = gathered(ctx, *own)
+        if fault == "raises" and mesh.rank == 1:
+            raise RuntimeError("symm_mem: no fabric handle")
+        return whole, product + (fault == "one off" and mesh.rank == 1)
+
+    symmetric._EntryProduct.forward = staticmethod(entry)  # type: ignore[method-assign]
+    symmetric._ExitSum.forward = staticmethod(  # type: ignore[method-assign]
+        lambda ctx, *own: summed(ctx, *own).flip(1) if fault == "order" else summed(ctx, *own)
+    )
+    choices.sequence_parallel = lambda *own, **more: choices.Decision("possible", "on CUDA")  # type: ignore[assignment]
+    config = Config.model_validate({"model": {"config": TINY_LLAMA}, "train": {"reduce": reduce}})
+    model = build(config, load.read_config(config.model), mesh)
+    overlapped = model.tensor.shared_input.overlapped  # type: ignore[union-attr]
+    del kernels
+    return next(f"{what}: {why}" for what, why in model.choices if "sequence parallelism" in what), overlapped
+
+
+@pytest.mark.parametrize(
+    ("links", "fault", "reduce", "why"),
+    [
+        (18, "", "fast", "on: sent beside the products"),
+        (0, "", "fast", "on: not sent beside the products: NVLink does not join devices 0 and 1"),
+        (-1, "", "fast", "on: not sent beside the products: NVLink cannot be looked for: "),
+        (18, "raises", "fast", "on: not sent beside the products: torch's operations fail there: symm_mem: no fabric"),
+        (18, "one off", "fast", "on: not sent beside the products: what torch's operations compute there is wrong"),
+        (18, "order", "fast", "on: not sent beside the products: what torch's operations compute there is wrong"),
+        (18, "", "exact", "on: "),
+    ],
+)
+def test_ranks_on_nvlink_send_beside_products_if_these_are_right(links: int, fault: str, reduce: str, why: str) -> None:
+    overlapped = not links < 1 and not fault and reduce == "fast"
+    for said, own in run_ranks(_by_default, 2, links, fault, reduce):
+        assert f"sequence parallelism: {why}" in said
+        assert own == overlapped == ("on: sent" in said)
+
+
 def test_devices_that_share_no_memory_are_refused() -> None:
     for said in run_ranks(_refused, 2):
         assert "mesh.sequence_parallel = async" in said and "a cpu has none" in said

@@ -207,7 +207,8 @@ def _context(
 def _split(model: PreTrainedModel, config: Config, mesh: Mesh, resolved: Resolved) -> tuple[TensorParallelism, Choices]:
     """Splits the model over tp; adapters come after, as their projections are split then."""
     scatter, whole_experts = resolved.sequence_parallel, config.mesh.ep > 1
-    tensor, sequence = split_over_tp(model, mesh, scatter=scatter, whole_experts=whole_experts)
+    exact = config.train.reduce == "exact"
+    tensor, sequence = split_over_tp(model, mesh, scatter=scatter, whole_experts=whole_experts, exact=exact)
     choices = [sequence] if sequence is not None else []
     if config.mesh.ep > 1:
         choices.append((f"experts: whole ones on each of {config.mesh.ep} tp ranks", "as given"))

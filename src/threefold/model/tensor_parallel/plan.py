@@ -119,13 +119,19 @@ def _expanded(model: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, str]
 
 
 def split_over_tp(
-    model: PreTrainedModel, mesh: Mesh, *, scatter: Decision[bool | str], whole_experts: bool = False
+    model: PreTrainedModel,
+    mesh: Mesh,
+    *,
+    scatter: Decision[bool | str],
+    whole_experts: bool = False,
+    exact: bool = False,
 ) -> tuple[TensorParallelism, tuple[str, str] | None]:
     """Splits `model` (on the meta device) over the tp axis; returns what was split, and (the choice, why).
 
     Args:
         scatter: sequence parallelism between the split parts (`plan.choices.sequence_parallel`).
         whole_experts: give each tp rank some experts instead of a part of all.
+        exact: sums do not depend on the mesh, and are not sent beside products unasked.
 
     Raises:
         ConfigError: sequence parallelism was asked for and the plan or the devices do not allow it.
@@ -144,8 +150,13 @@ def split_over_tp(
     scattered, why = _sequence(model, modules, {**plan, **experts}, asked=scatter, mesh=mesh)
     if scattered:
         plan |= _rules(model, embedding_name, "embedding_rowwise")
-    if overlapped := scatter.value == "async":
+    overlapped = scatter.value == "async"
+    if overlapped:
         symmetric.share_memory(group)
+    elif scattered and scatter.value == "possible" and not exact:
+        unfit = symmetric.unfit(mesh)
+        overlapped, why = unfit is None, f"not sent beside the products: {unfit}"
+    if overlapped:
         why = "sent beside the products, in memory that the tp ranks share"
     shared = SharedInput(group, scattered=scattered, overlapped=overlapped)
     projections = _split(model, plan, mesh, shared)

@@ -9,6 +9,7 @@ operations). The sums are those of `layers`, whose parts of rows are added in an
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from threefold.mesh.mesh import Mesh
-from threefold.model.collectives import start_scattered_sum
+from threefold.model.collectives import gather_parts, scatter_sum, start_scattered_sum
 
 _SEQUENCE = 1  # of [batch, sequence, hidden]
 
@@ -34,6 +35,62 @@ def lacking(mesh: Mesh) -> str | None:
         if other != own and not torch.cuda.can_device_access_peer(own, other):
             return f"device {own} has no access to the memory of device {other}"
     return None
+
+
+def unfit(mesh: Mesh) -> str | None:
+    """Why the tp ranks had better not send so unasked; None: NVLink joins them, and what they compute so is right.
+
+    Every rank calls it. Where it is None, they share memory.
+    """
+    group = mesh.group("tp")
+    assert group is not None
+    for look in (lacking, _unlinked, _wrong_entry, _wrong_exit):
+        if (found := mesh.decide(look.__name__, look(mesh), lambda own: next(filter(None, own), None))) is not None:
+            return str(found)
+    return None
+
+
+def _unlinked(mesh: Mesh) -> str | None:
+    """Which device of the tp ranks NVLink does not join to this rank's, by switches or not; None if there is none."""
+    own, cuda = mesh.device.index, torch._C._autograd.DeviceType.CUDA
+    try:
+        links = torch._C._distributed_c10d._detect_dma_connectivity(cuda, "nvlink").matrix[own]
+    except Exception as error:  # of NVIDIA's library, or a torch without this function
+        return f"NVLink cannot be looked for: {error}"
+    first = own - mesh.tp_rank
+    apart = [other for other in range(first, first + mesh.size("tp")) if other != own and not links[other]]
+    return f"NVLink does not join devices {own} and {apart[0]}" if apart else None
+
+
+def _wrong_entry(mesh: Mesh) -> str | None:
+    """What is wrong with a product at an entry."""
+    group, part, weight = _integers(mesh)
+    share_memory(group)
+    right = gather_parts(part, group) @ weight.t()
+    return _differs(lambda: entry_product(part, weight, group)[1], right)
+
+
+def _wrong_exit(mesh: Mesh) -> str | None:
+    """What is wrong with a product at an exit."""
+    group, part, weight = _integers(mesh)
+    whole = gather_parts(part, group)
+    right = scatter_sum(whole @ weight.t(), group)
+    return _differs(lambda: exit_sum(whole, weight, group), right)
+
+
+def _integers(mesh: Mesh) -> tuple[dist.ProcessGroup, Tensor, Tensor]:
+    """Of each rank a part of a row and a weight, whose products and sums bfloat16 holds, in any order."""
+    group, draws = mesh.group("tp"), torch.Generator().manual_seed(mesh.tp_rank)
+    assert group is not None
+    numbers = torch.randint(-1, 2, (80, 16), generator=draws).to(mesh.device, torch.bfloat16)
+    return group, numbers[None, 16:], numbers[:16]
+
+
+def _differs(compute: Callable[[], Tensor], right: Tensor) -> str | None:
+    try:
+        return None if torch.equal(compute(), right) else "what torch's operations compute there is wrong"
+    except Exception as error:
+        return f"torch's operations fail there: {error}"
 
 
 def share_memory(group: dist.ProcessGroup) -> None:

@@ -172,7 +172,7 @@ class MeshConfig(Section):
         1, description="tp ranks that divide the experts, each with complete ones; 1: each has a part of all"
     )
     sequence_parallel: bool | Literal["auto", "async"] = Field(
-        "auto", description="tp ranks share the sequence between layers; async (auto: on NVLink): and send beside products"
+        "auto", description="tp ranks share the sequence between layers; async (auto: on NVLink): sent beside products"
     )
     cp_method: Literal["auto", "gather", "ulysses"] = Field(
         "auto", description="how cp ranks exchange data in attention"

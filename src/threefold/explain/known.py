@@ -51,7 +51,6 @@ PAGES = Path(__file__).with_name("pages")
 _NO_LITERAL = re.compile(
     r"\((?:[^()\\]|\\.|\((?:[^()\\]|\\.)*\))*\)[?*+]?|\[(?:[^\]\\]|\\.)*\][?*+]?(?:\{[\d,]*\})?|\\[A-Za-z][?*+]?(?:\{[\d,]*\})?|.[?*+]|.\{[\d,]*\}|[.^$]"
 )
-SHORTEST_ANCHOR = 4
 
 
 class Retry(StrEnum):

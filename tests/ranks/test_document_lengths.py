@@ -50,7 +50,7 @@ def _give_torch_a_kernel(calls: list[tuple[int, ...]], fault: str) -> None:
     def forward(query: Tensor, key: Tensor, value: Tensor, begins: Tensor, keys: Tensor, *others: Any) -> Any:
         most, _, is_causal, scale, window = others[:5]
         assert is_causal and list(window) == [-1, 0] and torch.equal(begins, keys) and begins.dtype == torch.int32
-        assert begins[0] == 0 and begins[-1] == len(query) == len(key) and 0 < begins.diff().max() < most <= LENGTH + 1
+        assert begins[0] == 0 and begins[-1] == len(query) == len(key) and 0 < begins.diff().max() < most <= 2 * LENGTH
         calls.append((len(begins) - 1, query.shape[1], key.shape[1]))
         if fault == "heads in another order":
             key, value = (each.repeat(1, query.shape[1] // each.shape[1], 1) for each in (key, value))
@@ -68,7 +68,8 @@ def _give_torch_a_kernel(calls: list[tuple[int, ...]], fault: str) -> None:
             of_weights = grad[own] @ value[other].T
             of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scaled_by
             gradients[0][own] += of_scores @ key[other]
-            gradients[1][other] += of_scores.T @ query[own]
+            narrow = 0.5 if fault == "half the keys' gradient" and dtype == torch.bfloat16 else 1.0
+            gradients[1][other] += of_scores.T @ query[own] * narrow
             gradients[2][other] += weights.T @ grad[own]
         return tuple(each.to(dtype) for each in gradients)
 
@@ -187,6 +188,38 @@ def test_planted_faults_are_seen(fault: str, model: str) -> None:
     expected, _ = run_ranks(_results, 1, "sdpa", model, {}, {})[0]
     found, calls = run_ranks(_results, 1, "varlen", model, {}, {}, fault)[0]
     assert calls and not _compared(found, expected).holds
+
+
+def _admitted(fault: str) -> tuple[str, int]:
+    """What admission says of a run in bfloat16 whose documents are computed by their lengths; calls of the operator."""
+    from threefold.check.admit import admit
+    from threefold.errors import ConfigError
+    from threefold.mesh.mesh import init_mesh
+    from threefold.plan import choices
+
+    calls: list[tuple[int, ...]] = []
+    _give_torch_a_kernel(calls, fault)
+    kernels = {"auto": "varlen", "sdpa": "sdpa"}
+    choices.attention = lambda asked, *own, **named: choices.Decision(kernels[asked], "a test's")  # type: ignore[assignment]
+    mesh = init_mesh(device="cpu")
+    config = validate(
+        {
+            "model": {"config": TINY_LLAMA, "dtype": "bfloat16", "admission": "full"},
+            "data": {"seq_len": LENGTH, "document_mask": True},
+        }
+    )
+    try:
+        return ": ".join(admit(config, load.read_config(config.model), mesh).said), len(calls)
+    except ConfigError as error:
+        return str(error), len(calls)
+
+
+def test_a_kernel_whose_backward_is_wrong_in_bfloat16_is_refused_and_what_holds_is_named() -> None:
+    said, calls = run_ranks(_admitted, 1, "")[0]
+    assert said.startswith("admission: 11 probes hold: ") and calls
+    said, _ = run_ranks(_admitted, 1, "half the keys' gradient")[0]
+    assert said.startswith("'llama' fails the probe of kernels in bfloat16, on any mesh: its gradients in bfloat16 ")
+    assert "k_proj.weight" in said and said.endswith("fix: --model.attention sdpa --train.compile false")
 
 
 def _graphs(micro_batches: int) -> tuple[list[int], list[int]]:

@@ -263,9 +263,14 @@ def _alone(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[
     if _holds(config, architecture, one):
         return None
     if config.model.dtype != "float32":
-        wide = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
-        if _holds(wide, architecture, one):
-            return "in bfloat16, on any mesh", "--model.dtype float32"
+        plain = {"model": {"attention": "sdpa"}, "train": {"compile": False}}
+        for changes, fix in (
+            (plain, "--model.attention sdpa --train.compile false"),
+            ({"model": {"dtype": "float32"}}, "--model.dtype float32"),
+        ):
+            sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+            if _holds(config.model_copy(update=sections), architecture, one):
+                return "in bfloat16, on any mesh", fix
     for change, where, fix in (
         ({"document_mask": False}, "with documents kept apart", "--data.document_mask false"),
         ({"packing": "concat"}, "with padded rows", "--data.packing concat"),

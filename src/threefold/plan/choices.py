@@ -173,8 +173,8 @@ def data_parallel(
     if one_copy and topology.tp == 1 and not asked:
         return Decision("ddp", "dp_shard is 1: torch's DistributedDataParallel, every rank holds a whole model")
     if one_copy:
-        why = "with tp: FSDP2 replicates what tp has split" if topology.tp > 1 else f"with {asked[0]}: FSDP2 replicates it"
-        return Decision("fsdp", f"dp_shard is 1, {why}")
+        why = "tp: FSDP2 replicates what tp has split" if topology.tp > 1 else f"{asked[0]}: FSDP2 replicates it"
+        return Decision("fsdp", f"dp_shard is 1, with {why}")
     sharers = topology.dp_shard * topology.cp
     if topology.dp_replicate > 1:
         return Decision("fsdp", f"HSDP: {topology.dp_replicate} replicas of {sharers} shards (dp_shard x cp)")

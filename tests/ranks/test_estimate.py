@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ranks.held import held_and_sent
+from ranks.runs import command, prepare
 from ranks.spawn import run_ranks
+from threefold.records.metrics import Metrics
 
 pytestmark = pytest.mark.ranks
 
@@ -270,3 +274,65 @@ def test_estimate_is_what_ranks_hold(sizes: dict[str, int]) -> None:
     ranks = math.prod(size for axis, size in _mesh_of(sizes).items() if axis != "dp_shard")
     held = run_ranks(real, ranks, sizes, timeout_s=500)[0]
     assert estimated(sizes) == pytest.approx(held, rel=0.1)
+
+
+_WHOLE_BYTES = 64 * 2**20
+
+
+def copies() -> dict[str, float]:
+    """What each collective holds besides the tensors that it is given, in wholes."""
+    import resource
+
+    import torch
+    import torch.distributed as dist
+
+    def most() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    found: dict[str, float] = {}
+    whole, part = (torch.ones(_WHOLE_BYTES // 4 // share) for share in (1, 2))
+    for name, call in {
+        "all-reduce": lambda: dist.all_reduce(whole),
+        "reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "all-gather": lambda: dist.all_gather_into_tensor(whole, part),
+    }.items():
+        dist.barrier()
+        # What the collective before it held, so that this one's would be above it.
+        held = [torch.ones(_WHOLE_BYTES // 4) for _ in range(round(sum(found.values())))]
+        before = most()
+        call()
+        found[name] = (most() - before) / _WHOLE_BYTES
+        del held
+    return found
+
+
+def test_gloo_copies_what_is_gathered_and_what_is_scattered() -> None:
+    for found in run_ranks(copies, 2):
+        assert found == pytest.approx({"all-reduce": 0, "reduce-scatter": 1, "all-gather": 1}, abs=0.2)
+
+
+# Mostly of an embedding and a head, so that a copy of what is reduced at the end is a seventh of the process.
+_WIDE = {
+    "model_type": "llama", "vocab_size": 100000, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def test_estimate_is_what_a_process_holds(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    keys = (
+        "--model.config",
+        json.dumps(_WIDE),
+        "--model.dtype",
+        "float32",
+        "--data.source",
+        "corpus",
+        "--data.tokenizer",
+        "bytes",
+    )
+    keys += ("--data.seq_len", "64", "--train.global_batch", "4", "--mesh.dp", "2", "--mesh.dp_shard", "2")
+    done = command(tmp_path, "train", *keys, "--model.admission", "off", "--train.steps", "3", "--log.dir", "run")
+    assert done.returncode == 0, done.stderr
+    planned = json.loads(command(tmp_path, "plan", "config.yaml", *keys, "--json").stdout)
+    held = Metrics(tmp_path / "run" / "metrics.jsonl").last["peak_memory_bytes"]
+    assert planned["resident_bytes"] == pytest.approx(held, rel=0.1)

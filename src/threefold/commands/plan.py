@@ -154,6 +154,8 @@ def _lines(config: Config, traced: Traced) -> list[str]:
         f"  its part of the moments      {_gib(traced.optimizer_bytes)}",
         f"  what lives in the step       {_gib(rest)}   activations, gathered weights, gradients "
         f"({traced.gradients_bytes / 2**30:.2f} GiB when complete)",
+        f"as a process on a CPU          {_gib(traced.resident_bytes)}   {traced.host_bytes / 2**30:.2f} GiB of it the "
+        "interpreter and libraries; with what gloo copies and glibc keeps",
     ]
     if traced.sent:
         lines.append("a rank sends in a step, in whole tensors of an axis")

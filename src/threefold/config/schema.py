@@ -283,6 +283,11 @@ class Config(Section):
         """Whether there are rows to evaluate on: of eval.source, or those that are held out of the training."""
         return self.eval.source is not None or self.data.eval_share > 0
 
+    @property
+    def saves_between(self) -> bool:
+        """Whether steps run beside a save, which then writes a copy: not where only the last state is saved."""
+        return bool(self.checkpoint.every or (self.evaluates and self.eval.every))
+
 
 def every_key() -> list[str]:
     """Every `section.key`, and `section.key.key` for a section inside a section, in the order of the schema."""

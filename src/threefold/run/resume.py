@@ -91,14 +91,11 @@ class Checkpointer:
 
     def start(self, step: TrainStep) -> None:
         """Prepares to save beside these steps; call this when the state is the one that training begins with."""
-        asked = self.config.checkpoint
-        # Only the last state is saved: no steps would run in parallel, so a copy would waste memory.
-        once = not asked.every and not (self.config.evaluates and self.config.eval.every)
         self.saver = Saver(
             self.mesh,
             self._parts,
-            background=not once,
-            continue_on_error=asked.on_error == "continue",
+            background=self.config.saves_between,
+            continue_on_error=self.config.checkpoint.on_error == "continue",
             in_forward=[f"model.{name}" for name, _ in self.model.module.named_buffers()],
         )
         step.before_update = lambda: self.saver.before_update()

@@ -16,8 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 # glibc maps larger blocks one by one and gives them back when they are freed; others come from a heap that does not
 # shrink (DEFAULT_MMAP_THRESHOLD_MAX of its malloc.c, which the first large blocks that are freed raise it to).
 _MAPPED_FROM = 32 * 2**20
-# Of blocks of the heap that come and go, measured (docs/plan.md): torch asks for aligned ones, and glibc before 2.38
-# cannot give a freed one to as large a request (its bug 14581).
+# Of blocks of the heap that come and go, measured (docs/plan.md): torch asks for aligned ones, and glibc (2.36) seldom
+# gives a freed one to as large a request (its bug 14581).
 _HEAP_SHARE = 2.1
 # gloo receives into a copy of the whole tensor, and reduces one.
 _COPIED = ("_allgather_base_", "_reduce_scatter_base_")

@@ -37,8 +37,7 @@ from threefold.plan.live import LiveTensors
 from threefold.training.forward import token_loss_of
 from threefold.training.step import TrainStep
 
-# Of a rank's process on a CPU, and of one without ranks, measured with 35,000 parameters: the interpreter, torch and
-# transformers. Ranks are forked.
+# The interpreter and libraries of a rank's process on a CPU, and of one without ranks: measured (docs/plan.md).
 _HOST_BYTES = 370 * 2**20, 440 * 2**20
 # Changes nothing that is traced.
 _RATE = 1e-4

@@ -206,7 +206,8 @@ def _by_default(links: int, fault: str, reduce: str) -> tuple[str, bool]:
         whole, product = gathered(ctx, *own)
         if fault == "raises" and mesh.rank == 1:
             raise RuntimeError("symm_mem: no fabric handle")
-        return whole, product + (fault == "one off" and mesh.rank == 1)
+        wrong = {"one off": 1.0, "no number": float("nan")}.get(fault, 0.0)
+        return whole, product + wrong * mesh.rank
 
     symmetric._EntryProduct.forward = staticmethod(entry)  # type: ignore[method-assign]
     symmetric._ExitSum.forward = staticmethod(  # type: ignore[method-assign]
@@ -228,6 +229,7 @@ def _by_default(links: int, fault: str, reduce: str) -> tuple[str, bool]:
         (-1, "", "fast", "on: not sent beside the products: NVLink cannot be looked for: "),
         (18, "raises", "fast", "on: not sent beside the products: torch's operations fail there: symm_mem: no fabric"),
         (18, "one off", "fast", "on: not sent beside the products: what torch's operations compute there is wrong"),
+        (18, "no number", "fast", "on: not sent beside the products: what torch's operations compute there is wrong"),
         (18, "order", "fast", "on: not sent beside the products: what torch's operations compute there is wrong"),
         (18, "", "exact", "on: "),
     ],

@@ -426,7 +426,7 @@ COVERED = {
     "report/curves.py": "tests/unit/test_report_curves.py: losses of rows that are others",
     "benchmarks/gpu_rows.py": "its gradients' bits: one that is not a number is equal to none",
     "referee/judge/laws.py": "tests/unit/test_referee_gradients.py: gradients that are others, and NaN",
-    "model/tensor_parallel/symmetric.py": "tests/ranks/test_split_products.py: a product that is one off, and no number",
+    "model/tensor_parallel/symmetric.py": "tests/ranks/test_split_products.py: products one off, and no number",
     "model/working_copy.py": "tests/unit/test_working_copy.py: a weight that was changed, to a NaN too",
     "optim/classes.py": "tests/unit/test_optimizer.py: an optimizer that cannot be split",
 }

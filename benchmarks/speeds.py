@@ -106,9 +106,14 @@ _BANDWIDTH_500_W = 2.4e12
 
 @dataclass(frozen=True)
 class _Setup(Setup):
-    """A set-up whose gradients are sent in another type than ours."""
+    """A set-up whose gradients, or weights for products in 8 bits, are sent in another type than ours."""
 
     sent_element: int = 4
+    narrow: bool = True
+
+    @property
+    def gathers_8_bits(self) -> bool:
+        return self.narrow and super().gathers_8_bits
 
     @property
     def reduced_element(self) -> int:
@@ -161,6 +166,7 @@ def estimate(row: Mapping[str, Any], own: Efficiency | None = None, programs: Ma
                 topology, row["seq_len"], row["micro_batch"], batches, recompute=mode,
                 compiled=row["kernels"] != "eager", float8=_RECIPES[row["precision"]],
                 sequence_parallel=mesh["tp"] > 1, device=device, sent_element=row["reduced_element"],
+                narrow=row["precision"] != "float8 te",
             ),
             fabric,
             reached,

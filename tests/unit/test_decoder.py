@@ -9,9 +9,11 @@ import pytest
 from architectures import config_of
 from threefold.errors import ConfigError
 from threefold.model import load
+from threefold.model.float8 import layers_to_convert
 from threefold.model.flops import flops_of
 from threefold.plan.decoder import decoder_of
 from threefold.plan.families import FAMILIES
+from threefold.plan.units import units_of
 
 
 def test_there_are_at_least_25_families() -> None:
@@ -35,6 +37,15 @@ def test_parameters_are_those_of_the_modules(name: str) -> None:
         found = decoder_of(config.to_dict())
         assert found.size == sum(each.numel() for each in model.parameters()), values
         assert found.flops.trained == pytest.approx(flops_of(model).trained, rel=1e-9), values
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_of_8_bits_are_those_of_the_modules(name: str) -> None:
+    config = config_of(name, num_hidden_layers=3)
+    converted = [layer.weight for layer in layers_to_convert(load.outline(config), "tensorwise").values()]
+    for shards in (1, 16, 3):
+        whole = units_of(decoder_of(config.to_dict()), 1, shards).whole
+        assert whole.narrow == sum(each.numel() for each in converted if each.shape[0] % shards == 0), shards
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.sliding != "none"])

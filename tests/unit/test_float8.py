@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,6 +151,29 @@ def test_what_cannot_be_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
         "  expected: the package that has these products\n"
         "  fix: pip install 'threefold[torchao]', or leave train.float8 out"
     )
+
+
+@pytest.mark.examples  # which install torchao
+def test_what_is_gathered_in_8_bits() -> None:
+    if importlib.util.find_spec("torchao") is None:
+        pytest.skip("torchao is not installed: pip install 'threefold[torchao]'")
+    from threefold.model.float8_gathers import gather_in_8_bits
+
+    model = outline("llama")
+    float8.convert(model, "tensorwise", emulate=True)
+
+    def said(shards: int = 2, recipe: str = "tensorwise", *, offloaded: bool = False) -> str:
+        mesh: Any = SimpleNamespace(size=lambda axis: shards)
+        return ": ".join(gather_in_8_bits(model, mesh, recipe, offloaded=offloaded))
+
+    def of(layers: int, why: str) -> str:
+        return f"float8 weights: {layers} of 10 gathered in 8 bits: {why}"
+
+    rounded = "rounded before they are sent, by scales of whole weights; of others the shards do not divide the rows"
+    assert (said(), said(4096)) == (of(10, rounded), of(4, rounded))
+    assert said(offloaded=True) == of(0, "FSDP2 asks nothing of shards that it fetches from the host")
+    scaled = "rows and columns are scaled by themselves, for which a rank needs the weight in bfloat16"
+    assert said(recipe="rowwise") == of(0, scaled)
 
 
 @pytest.mark.examples  # which install torchao

@@ -105,6 +105,10 @@ def arranged(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tupl
     if kind == "fsdp":
         whole, asked = precision.parameters_named(model, kept), config.train.reduce == "exact"
         exact = data_parallel.shard(model, mesh, dtype=dtype, cpu_offload=offload, kept=whole, exact=asked)
+        if config.train.float8 != "none" and mesh.size("fsdp") > 1:
+            from threefold.model.float8_gathers import gather_in_8_bits
+
+            split_choices = [*split_choices, gather_in_8_bits(model, mesh, config.train.float8, offloaded=offload)]
     working = None
     if kind == "none" and dtype != torch.float32:
         working = _working_copy(model, dtype, kept)

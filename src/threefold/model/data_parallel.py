@@ -50,7 +50,7 @@ def gathering(model: nn.Module, mesh: Mesh, config: Config, dtype: torch.dtype) 
     kept, why = choices.kept_whole(size, device_of(mesh), offloaded=config.mesh.cpu_offload)
     units = len(_units(layers_of(model))) + 1
     how = f"{units} units, one ahead of its turn" if units > 1 else "one unit, too small to be gathered by layers"
-    sizes = f"{size / 2**20:,.1f} MiB of gathered weights, {how}"
+    sizes = f"{size / 2**20:,.1f} MiB of weights at {dtype.itemsize} bytes a number, {how}"
     return f"weights: gathered {'once a step' if kept else 'in forward and in backward'}", f"{sizes}; {why}"
 
 

@@ -22,20 +22,10 @@ from threefold.mesh.topology import Topology
 from threefold.model.load import layers_of
 from threefold.model.precision import kept_in_float32
 from threefold.plan import choices
+from threefold.plan.choices import FLOAT8_MULTIPLE, pays
 
 _CAPABILITY = (8, 9)
-# What the kernels of a product need its sizes to be multiples of.
-_MULTIPLE = 16
 _ROUTERS = {"gate", "router"}
-
-
-def pays(recipe: str, outputs: int, inputs: int) -> bool:
-    """Whether a layer's products are faster so: by torchao's measurements of its recipes on H100."""
-    if outputs % _MULTIPLE or inputs % _MULTIPLE:
-        return False
-    if recipe == "tensorwise":
-        return outputs > 1024 or inputs > 4096
-    return outputs > 2048 and inputs > 1024 and (outputs > 4096 or inputs > 2048)
 
 
 def layers_to_convert(model: PreTrainedModel, recipe: str) -> dict[str, nn.Linear]:
@@ -78,10 +68,10 @@ def problems(config: Config, outline: PreTrainedModel, topology: Topology, *, de
             expected = "linear layers of more than 2048 outputs and 2048 inputs (or 4096 and 1024), multiples of 16"
         found.append(Problem(what, expected, leave_out))
     places = config.data.seq_len // topology.cp
-    if places % _MULTIPLE:
+    if places % FLOAT8_MULTIPLE:
         what = f"{asked} with {places} tokens of a row on a rank"
-        rounded = -(-config.data.seq_len // (_MULTIPLE * topology.cp)) * _MULTIPLE * topology.cp
-        expected = f"a multiple of {_MULTIPLE}, over which a weight's gradient is summed"
+        rounded = -(-config.data.seq_len // (FLOAT8_MULTIPLE * topology.cp)) * FLOAT8_MULTIPLE * topology.cp
+        expected = f"a multiple of {FLOAT8_MULTIPLE}, over which a weight's gradient is summed"
         found.append(Problem(what, expected, f"--data.seq_len {rounded}   (or {leave_out})"))
     return found
 

@@ -210,14 +210,14 @@ def _waits(decoder: Decoder, setup: Setup, fabric: Fabric, computing: float) -> 
 
 def _of_data(decoder: Decoder, setup: Setup, fabric: Fabric, computing: float) -> tuple[dict[str, float], float]:
     """As `_waits`, of weights that are gathered ahead and gradients that are reduced behind."""
-    topology, batches, element = setup.topology, setup.num_batches, setup.element
+    topology, batches = setup.topology, setup.num_batches
     units = units_of(decoder, topology.tp, setup.shards)
     stride, shards, reduced = topology.tp, setup.shards, setup.reduced_element
     sent: dict[str, float] = {}
     waited, every = 0.0, [*units.units, units.rest]
     if shards > 1:
         seconds = partial(fabric.seconds, ranks=shards, stride=stride)
-        gathers = [seconds("all-gather", element * unit.padded) for unit in every]
+        gathers = [seconds("all-gather", unit.gathered(setup)) for unit in every]
         scatters = [seconds("reduce-scatter", reduced * unit.trained_padded) for unit in every]
         again = 0 if kept_whole(decoder, setup) else sum(gathers[:-1])
         forward, backward = sum(gathers), again + sum(scatters)

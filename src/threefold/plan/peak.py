@@ -73,7 +73,7 @@ class _Step:
         # Of a unit that is reduced with exact sums: the integers that it is rounded to.
         self._rounded = 8 if setup.exact else 0
         self._gradients = 0.0 if setup.cpu_offload else setup.gradient_element * self._units.whole.trained_shard
-        self._rest = setup.element * self._units.rest.padded if self._sharded else 0.0
+        self._rest = self._units.rest.gathered(setup) if self._sharded else 0.0
         trained = self._units.rest.trained > 0
         self._head = trained * setup.element * -(-decoder.vocabulary // setup.topology.tp) * decoder.hidden
         self._constant = {
@@ -121,13 +121,11 @@ class _Step:
         """
         if not self._sharded:
             return 0.0
-        units, element = self._units.units, self._setup.element
-        found = self._rest + (
-            element * units[computing].padded if computing is not None and computing < len(units) else 0
-        )
+        units = [each.gathered(self._setup) for each in self._units.units]
+        found = self._rest + (units[computing] if computing is not None and computing < len(units) else 0)
         if self._whole:
-            return found + element * sum(each.padded for each in units[:below])
-        return found + (element * units[below - 1].padded if below and self._setup.shards > 1 else 0)
+            return found + sum(units[:below])
+        return found + (units[below - 1] if below and self._setup.shards > 1 else 0)
 
     def _loss(self, kept: float, before: float, left: float) -> Moment:
         decoder, setup = self._decoder, self._setup
@@ -147,7 +145,7 @@ class _Step:
         second = size * part * element + summed + product + size * hidden * element
         units = self._units.units
         # What the last all-gather received stays until the end of the forward.
-        flat = element * units[-1].padded if units and self._sharded and setup.shards > 1 else 0.0
+        flat = units[-1].gathered(setup) if units and self._sharded and setup.shards > 1 else 0.0
         return self._moment(
             "loss",
             activations=kept + last,

@@ -70,6 +70,11 @@ class Setup:
         return choices.data_parallel(self.topology, cast=cast, offloaded=offloaded, exact=self.exact).value
 
     @property
+    def gathers_8_bits(self) -> bool:
+        """Whether FSDP2 gathers the weights of converted layers in 8 bits."""
+        return self.float8 == "tensorwise" and self.shards > 1 and not self.cpu_offload
+
+    @property
     def working_copy(self) -> bool:
         """Whether it computes with a copy of its weights."""
         cast, offloaded = self.element != 4, self.cpu_offload

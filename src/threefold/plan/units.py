@@ -17,6 +17,7 @@ class Unit:
 
     Attributes:
         layers: how many layers it holds.
+        narrow: numbers of weights that can be gathered in 8 bits (`model.float8_gathers`).
         size: numbers of this rank's tp part.
         padded: the same with each parameter's first dim filled up to a multiple of the shards.
         shard: numbers of one shard, the largest.
@@ -24,12 +25,17 @@ class Unit:
     """
 
     layers: int
+    narrow: int
     size: int
     padded: int
     shard: int
     trained: int
     trained_padded: int
     trained_shard: int
+
+    def gathered(self, setup: Setup) -> int:
+        """Bytes of its weights, gathered."""
+        return setup.element * self.padded - (setup.element - 1) * self.narrow * setup.gathers_8_bits
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ def units_of(decoder: Decoder, tp: int, shards: int) -> Units:
     """The units of a tp rank's part over so many shards."""
     parts = {layer: _unit(layer.weights, tp, shards, layers=1) for layer in dict.fromkeys(decoder.layers)}
     units: list[Unit] = []
-    waiting = empty = Unit(0, 0, 0, 0, 0, 0, 0)
+    waiting = empty = Unit(0, 0, 0, 0, 0, 0, 0, 0)
     for layer in decoder.layers:
         waiting = _sum(waiting, parts[layer])
         if 4 * waiting.size >= choices.UNIT_BYTES:
@@ -66,7 +72,16 @@ def kept_whole(decoder: Decoder, setup: Setup) -> bool:
 
 
 def _unit(weights: tuple[Weight, ...], tp: int, shards: int, *, layers: int) -> Unit:
-    counts = [layers]
+    # Of linear layers, which experts are not; a router is not converted.
+    narrow = sum(
+        math.prod(shape)
+        for each in weights
+        if len(shape := each.local(tp)) == 2
+        and each.name.split()[-1] not in ("router", "bias")
+        and choices.pays("tensorwise", *shape)
+        and not shape[0] % shards
+    )
+    counts = [layers, narrow * layers]
     for some in (weights, [weight for weight in weights if weight.trained]):
         shapes = [weight.local(tp) for weight in some]
         shard = sum(-(-shape[0] // shards) * math.prod(shape[1:]) for shape in shapes)

@@ -11,17 +11,27 @@ from pathlib import Path
 
 import pytest
 
+from ranks import warm_referee
+
 pytestmark = pytest.mark.examples
 
 WATCHED = Path(__file__).parents[1] / "watched"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = (*warm_referee.TORCHRUN, "--standalone", "--nproc-per-node", "2")
 COPIES = "copies of weights"
-REFEREE = (sys.executable, "-m", "threefold", "referee")
+REFEREE = warm_referee.REFEREE
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "PYTHONPATH")}
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "PYTHONPATH")}
-    return subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=300)
+    """A program, or the referee and what it watches, forked from the server of the tests' ranks where they can be."""
+    return warm_referee.run(folder, environment(), *words) or cold_run(folder, *words)
+
+
+def cold_run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
 
 
 def refuted(printed: str) -> list[str]:

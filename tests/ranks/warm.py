@@ -60,7 +60,19 @@ class _Place:
 
 def _in_place(place: _Place, target: Callable[..., Any], args: Sequence[Any]) -> Any:
     place.enter()
+    _attach_referee()
     return target(*args)
+
+
+def _attach_referee() -> None:
+    """In a command that the referee watches: its `sitecustomize`, which waits for imports that are done here."""
+    if "THREEFOLD_REFEREE" not in os.environ:
+        return
+    before = list(sys.meta_path)
+    runpy.run_path(os.environ["PYTHONPATH"].split(os.pathsep)[0] + "/sitecustomize.py", run_name="sitecustomize")
+    for finder in [finder for finder in sys.meta_path if finder not in before]:
+        finder._action(sys.modules[finder._name])
+        sys.meta_path.remove(finder)
 
 
 def threefold() -> None:
@@ -83,7 +95,7 @@ def script() -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _program(main: Callable[[], Any], arguments: Sequence[str], first: Callable[[], None] | None) -> None:
+def run_program(main: Callable[[], Any], arguments: Sequence[str], first: Callable[[], None] | None = None) -> None:
     sys.argv = [main.__name__, *arguments]
     try:
         if first is not None:
@@ -123,7 +135,7 @@ class Running:
         self._out.touch()
         self._err.touch()
         place = _Place(str(folder), dict(environ), 0, str(self._out), str(self._err))
-        self._process = server().Process(target=_in_place, args=(place, _program, (main, tuple(arguments), first)))
+        self._process = server().Process(target=_in_place, args=(place, run_program, (main, tuple(arguments), first)))
         self._process.start()
 
     @property

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ranks import runs, warm_referee
 from referee_records import judge_data
 from threefold.errors import ConfigError
 from threefold.referee.judge.verdict import CommandVerdict, judge
@@ -42,21 +43,35 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def watched(folder: Path, program: str, *, keep_bytes: int = 1 << 20) -> tuple[CommandVerdict, str]:
+def watched_as_started(folder: Path, program: str) -> tuple[CommandVerdict, str]:
     """The verdict on a program of one process, and what it printed."""
     path, printed = folder / "program.py", folder / "printed.txt"
     path.write_text(program)
     command = ["sh", "-c", f'exec "{sys.executable}" "{path}" > "{printed}" 2>&1']
-    assert watch(command, folder / "record", num_whole=2, keep_bytes=keep_bytes, to_stderr=False) == 0
+    assert watch(command, folder / "record", num_whole=2, keep_bytes=1 << 20, to_stderr=False) == 0
     return judge_data(folder / "record"), printed.read_text()
 
 
+def watched(folder: Path, program: str, *, keep_bytes: int = 1 << 20) -> tuple[CommandVerdict, str]:
+    """As `watched_as_started`, of a program that is forked: without seconds of imports."""
+    (folder / "program.py").write_text(program)
+    ended = runs.run(_watch, folder, (str(keep_bytes),), dict(os.environ))
+    assert ended.returncode == 0, ended.stderr
+    return judge_data(folder / "record"), ended.stderr + ended.stdout
+
+
+def _watch() -> None:
+    warm_referee.fork_what_is_watched()
+    command = [sys.executable, "program.py"]
+    sys.exit(watch(command, Path("record"), num_whole=2, keep_bytes=int(sys.argv[1]), to_stderr=False))
+
+
 def weights_alone(program: Path) -> str:
-    return subprocess.run([sys.executable, program], capture_output=True, text=True, check=True).stdout
+    return runs.script(program.parent, program.name).stdout
 
 
 def test_program_of_one_process_is_proved_and_unchanged(tmp_path: Path) -> None:
-    verdict, printed = watched(tmp_path, LOOP)
+    verdict, printed = watched_as_started(tmp_path, LOOP)
     assert verdict.exit_code == 0, verdict.lines()
     assert printed == weights_alone(tmp_path / "program.py")
     from safetensors.numpy import load_file
@@ -108,7 +123,7 @@ def test_users_own_sitecustomize_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     (own := tmp_path / "own").mkdir()
     (own / "sitecustomize.py").write_text("import sys\nsys.mine = 'as I like it'\n")
     monkeypatch.setenv("PYTHONPATH", str(own))
-    verdict, printed = watched(
+    verdict, printed = watched_as_started(
         tmp_path, "import sys\nimport sitecustomize as own\nprint(sys.mine, own.__file__)" + LOOP
     )
     assert verdict.exit_code == 0, verdict.lines()

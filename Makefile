@@ -13,6 +13,9 @@ TESTS ?= tests
 KILLS ?= 100
 VERSIONS ?=
 
+# Without its bytecode every process of the tests would compile torch, transformers and the tests again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install install-oldest train test test-ranks test-faults test-launchers test-examples test-browser test-stores test-templates test-long test-families test-oldest test-versions test-wheel check check-static check-house check-imports docs fix vendor wheel gpu gpu-wheels clean help
 
 help:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,7 @@ def test_a_loop_that_went_back_sets_the_later_steps_aside_by_the_printed_fix(mes
 def test_another_process_does_not_save_there(mesh: Any, tmp_path: Path) -> None:
     model, step = loop(mesh)
     threefold.save(tmp_path, model=model, step=1, optimizer=step)
-    program = f"""
+    (tmp_path / "program.py").write_text(f"""
 import threefold
 from threefold.checkpoint import lock
 lock._PATIENCE_S = 0.0
@@ -88,8 +87,8 @@ mesh = threefold.init_mesh()
 model = threefold.load_model(config={TINY_LLAMA!r}, mesh=mesh, admission="off")
 threefold.load({str(tmp_path)!r}, model=model)
 threefold.save({str(tmp_path)!r}, model=model, step=2)
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+""")
+    ended = runs.script(tmp_path, "program.py", timeout_s=120)
     assert ended.returncode == 1 and f"{tmp_path} is in use by another run: process " in ended.stderr, ended.stderr
     assert steps_in(tmp_path) == [1]
 
@@ -122,7 +121,7 @@ def test_a_run_does_not_continue_where_nobody_knows_what_was_read(mesh: Any, tmp
     config = YAML(typ="safe").load(tmp_path / "config.yaml")["model"]["config"]
     model = threefold.load_model(config={**config, "vocab_size": 257}, mesh=mesh, admission="off")
     threefold.save(tmp_path / "loop", model=model, step=3, optimizer=threefold.TrainStep(model, lr=1e-3))
-    asked = ("--checkpoint.resume", "loop/checkpoints/step-00000003", "--log.dir", "run")
+    asked = ("--checkpoint.resume", "loop/checkpoints/step-00000003", "--log.dir", "run", "--model.admission", "off")
     ended = runs.command(tmp_path, "train", "config.yaml", *asked)
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert "was saved by a custom loop, without the place of its data" in ended.stdout + ended.stderr

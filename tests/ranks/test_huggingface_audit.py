@@ -12,6 +12,8 @@ from ranks.spawn import run_ranks
 from ranks.test_huggingface_training import stopper
 from threefold.errors import RunError, ThreefoldError
 
+pytestmark = pytest.mark.ranks
+
 
 def run_with_fault(folder: str, fault: str) -> tuple[str, int] | None:
     import torch.distributed as dist

@@ -19,6 +19,7 @@ from ranks.huggingface_cases import (
     on_ranks,
 )
 
+pytestmark = pytest.mark.ranks
 SIZES = (1, 2, 3, 5, 7, 8, 13, 17)
 BATCHES = (1, 2, 4)
 # (rows, rows of a batch)

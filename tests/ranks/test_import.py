@@ -86,6 +86,7 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
         assert torch.equal(found[name], values), name
 
 
+@pytest.mark.ranks
 def test_accelerate_s_two_folders_become_a_run_that_goes_on(model: Any, tmp_path: Path) -> None:
     weights = dict(model.state_dict())
     dcp.save({"model": weights}, checkpoint_id=tmp_path / "theirs" / "pytorch_model_fsdp_0", no_dist=True)
@@ -107,6 +108,7 @@ def test_accelerate_s_two_folders_become_a_run_that_goes_on(model: Any, tmp_path
     assert out.returncode == 0 and "reloaded: equal logits" in out.stdout, out.stderr
 
 
+@pytest.mark.ranks
 def test_first_step_is_that_of_torch_s_adamw(model: Any, tmp_path: Path) -> None:
     """The moments are used as AdamW left them: one more step equals torch's own."""
     weights = dict(model.state_dict())

@@ -22,10 +22,10 @@ MESHES = [
     (2, 2, 1, 1),
     (2, 1, 2, 1),
     (2, 1, 1, 2),
-    (1, 2, 2, 2),
-    (2, 1, 2, 2),
-    (2, 2, 1, 2),
-    (1, 1, 4, 2),
+    *(
+        pytest.param(sizes, marks=pytest.mark.ranks)
+        for sizes in ((1, 2, 2, 2), (2, 1, 2, 2), (2, 2, 1, 2), (1, 1, 4, 2))
+    ),
 ]
 # On these the tp ranks share the sequence between the split parts, which they do not by default on a CPU.
 SHARED = {(2, 1, 1, 2), (1, 2, 2, 2), (1, 1, 4, 2)}

@@ -21,6 +21,7 @@ from threefold.report import sections
 from threefold.report.facts import RunFacts, gather
 from threefold.report.sections import verdict_of
 
+pytestmark = pytest.mark.ranks
 LOGS = Path(__file__).parents[1] / "logs"
 STEPS = ("--train.steps", "6", "--checkpoint.every", "3", "--mesh.dp", "1")
 

@@ -14,9 +14,13 @@ from threefold.data.order.draws import WeightedDraws
 from threefold.data.order.mixture import MAX_PERIOD, Mixture, quotas
 from threefold.errors import ConfigError
 
-stats = pytest.importorskip("scipy.stats", reason="scipy (in the dev extra) gives the p-values")
-
 SOURCES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), min_size=1, max_size=6)
+
+
+@pytest.fixture(scope="module")
+def stats() -> Any:
+    """Not at the head: each process that collects tests would import it."""
+    return pytest.importorskip("scipy.stats", reason="scipy (in the dev extra) gives the p-values")
 
 
 def mixture_of(sources: list[tuple[int, int]], *, seed: int = 0) -> Mixture:
@@ -190,7 +194,7 @@ def test_the_alias_table_holds_the_very_weights(weights: list[float]) -> None:
         pytest.param(np.array([1000.0, *[1.0] * 99]), id="one-heavy"),
     ],
 )
-def test_draws_follow_the_weights(weights: Any) -> None:
+def test_draws_follow_the_weights(weights: Any, stats: Any) -> None:
     """Chi-square over 20 keys of 100,000 draws: the p-values are uniform (Kolmogorov and Smirnov)."""
     drawable = weights > 0
     expected = 100_000 * weights[drawable] / weights.sum()
@@ -203,7 +207,7 @@ def test_draws_follow_the_weights(weights: Any) -> None:
     assert min(p_values) > 1e-4  # chance: 20 in 10,000 for the smallest of 20
 
 
-def test_neighbouring_draws_and_epochs_are_independent() -> None:
+def test_neighbouring_draws_and_epochs_are_independent(stats: Any) -> None:
     draws = WeightedDraws(np.ones(16))
     first, second = draws.at(np.arange(100_001)), draws.in_epoch(1).at(np.arange(100_000))
     for pairs in (first[:-1] * 16 + first[1:], first[:-1] * 16 + second):

@@ -69,11 +69,12 @@ STAGES = (
     Stage("test", ("make", "test"), COMPUTE, 2400),
     Stage("test-ranks", ("make", "test-ranks"), COMPUTE, 2400),
     Stage("test-examples", ("make", "test-examples"), COMPUTE, 2700),
+    # In this lane because the other one takes longer; not while the launchers' packages are installed.
+    Stage("test-browser", ("make", "test-browser"), COMPUTE, 900, after="test-launchers"),
     Stage("test-oldest", ("make", "test-oldest"), COMPUTE, 900, after="install-oldest"),
     # Gigabytes of another torch: while others compute.
     Stage("install-oldest", ("make", "install-oldest"), WAIT, 900),
     Stage("test-launchers", ("make", "test-launchers"), WAIT, 1500),
-    Stage("test-browser", ("make", "test-browser"), WAIT, 900),
     Stage("test-stores", ("make", "test-stores"), WAIT, 1500),
     Stage("test-faults", ("make", "test-faults", "KILLS=3"), WAIT, 2400),
     Stage("docs", ("make", "docs"), WAIT, 300, prepare=("make", ".venv-docs/.installed", ".venv-docs/mermaid.min.js")),

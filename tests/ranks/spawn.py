@@ -41,10 +41,11 @@ PRELOAD = [
     "torch.profiler",
     "torch.utils.serialization",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "deepspeed",  # where it is installed, accelerate imports it in each rank that trains, and it mlflow
     "ranks.frozen",
 ]
-# What is read where a library is loaded: one thread (ranks ask for more), no talk of torch's C++, no network.
-LOADED_WITH = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+# Read where a library is loaded: one thread (ranks ask for more), no talk of torch's C++, no network, no device.
+LOADED_WITH = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
 TESTS = str(Path(__file__).parents[1])
 
 

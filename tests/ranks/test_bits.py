@@ -246,6 +246,7 @@ def _refuse_several(name: str, splits: tuple[Sizes, ...], names: Iterable[str]) 
     assert len({repr(curve) for _, curve, _ in of_meshes}) == 1
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
 def test_weights_losses_and_norms_have_the_same_bits_on_any_number_of_data_ranks(name: str) -> None:
     _refuse_several(name, FEW, CASES)

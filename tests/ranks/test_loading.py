@@ -83,6 +83,7 @@ def _load(folder: str, sizes: dict[str, int]) -> Any:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see anonymous memory")
+@pytest.mark.ranks
 @pytest.mark.parametrize("sizes", [{"dp": 2, "dp_shard": 2}, {"tp": 2}, {"dp": 2, "dp_shard": 2, "tp": 2}], ids=str)
 def test_a_rank_reads_its_shard(tmp_path: Path, sizes: dict[str, int]) -> None:
     folder = str(tmp_path / "model")

@@ -315,6 +315,7 @@ def test_and_so_in_each_way_of_splitting_on_every_split(name: str) -> None:
     _refuse_several(name, _splits(1, 2, **HOW[name][0]), [name])
 
 
+@pytest.mark.ranks
 def test_how_many_numbers_are_taken_together_changes_no_bit() -> None:
     found = _everywhere(FEW, *CASES)
     assert _of("small blocks", found)[0][:2] == _of("llama", found)[0][:2]

@@ -209,6 +209,11 @@ def _by_default(links: int, fault: str, reduce: str) -> tuple[str, bool]:
         wrong = {"one off": 1.0, "no number": float("nan")}.get(fault, 0.0)
         return whole, product + wrong * mesh.rank
 
+    def unshared(group: Any) -> None:
+        raise RuntimeError("symm_mem: no fabric for this group")
+
+    if fault == "unshared":
+        symmetric.share_memory = unshared
     symmetric._EntryProduct.forward = staticmethod(entry)  # type: ignore[method-assign]
     symmetric._ExitSum.forward = staticmethod(  # type: ignore[method-assign]
         lambda ctx, *own: summed(ctx, *own).flip(1) if fault == "order" else summed(ctx, *own)
@@ -228,6 +233,12 @@ def _by_default(links: int, fault: str, reduce: str) -> tuple[str, bool]:
         (0, "", "fast", "on: not sent beside the products: NVLink does not join devices 0 and 1"),
         (-1, "", "fast", "on: not sent beside the products: NVLink cannot be looked for: "),
         (18, "raises", "fast", "on: not sent beside the products: torch's operations fail there: symm_mem: no fabric"),
+        (
+            18,
+            "unshared",
+            "fast",
+            "on: not sent beside the products: torch's operations fail there: symm_mem: no fabric",
+        ),
         (18, "one off", "fast", "on: not sent beside the products: what torch's operations compute there is wrong"),
         (18, "no number", "fast", "on: not sent beside the products: what torch's operations compute there is wrong"),
         (18, "order", "fast", "on: not sent beside the products: what torch's operations compute there is wrong"),

@@ -156,6 +156,18 @@ def test_half_of_the_blocks_are_enough_where_the_kernel_is_seen_to_withhold_what
     assert [step for step, lag in enumerate(found) if lag is not None] == [blocks]
 
 
+def test_a_rank_that_costs_nothing_is_not_named() -> None:
+    """Late by a tenth in most blocks, and far ahead in some."""
+    lags, found = Lags(), []
+    for step in range(40):
+        own = (2.0, 0.0) if step % 12 == 11 else (0.0, 0.05)
+        ranks = [
+            (str(rank), {"compute": 0.1 + late, "looks/1": 4.0, "stopped/1": 0.0}) for rank, late in enumerate(own)
+        ]
+        found.append(lags.after(step, 0.4, ranks))
+    assert found == [None] * 40
+
+
 def test_who_is_late_by_turns_is_not_named_for_what_is_seen() -> None:
     """A process that is stopped as often as it is the other's turn to be late costs nothing that lasts."""
     lags = Lags()

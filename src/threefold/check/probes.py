@@ -340,6 +340,8 @@ def _narrowed(
     )
     result = step.run(_halves(own), lr=0.0)
     loss, norm = mean_loss(result, mesh), result.grad_norm.item()
+    if subject.narrow.train.compile:
+        torch.compiler.reset()  # no layer of the run is one that was compiled again
     if expected is not None:
         # The gradient's norm of some architectures is far from float32's, but a number.
         yield compare_number(BFLOAT16_LOSS, loss + 0 * norm, expected.loss)

@@ -220,7 +220,8 @@ class Lags:
             {name: total / streak.elapsed_s for name, total in of.items()} for of in (streak.own, streak.others)
         )
         lag = Lag(late, ranks[late][0], streak.since, step, own_s(own) - own_s(others), own, others)
-        if streak.score < (_ENOUGH / 2 if lag.withheld >= _EXPLAINS * lag.share else _ENOUGH):
+        enough = _ENOUGH / 2 if lag.withheld >= _EXPLAINS * lag.share else _ENOUGH
+        if streak.score < enough or not lag.share > 0:
             return None
         streak.named = True
         self._named.add(late)

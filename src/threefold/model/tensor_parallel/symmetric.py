@@ -65,9 +65,12 @@ def _unlinked(mesh: Mesh) -> str | None:
 def _wrong_entry(mesh: Mesh) -> str | None:
     """What is wrong with a product at an entry."""
     group, part, weight = _integers(mesh)
-    share_memory(group)
-    right = gather_parts(part, group) @ weight.t()
-    return _differs(lambda: entry_product(part, weight, group)[1], right)
+
+    def compute() -> Tensor:
+        share_memory(group)
+        return entry_product(part, weight, group)[1]
+
+    return _differs(compute, gather_parts(part, group) @ weight.t())
 
 
 def _wrong_exit(mesh: Mesh) -> str | None:

@@ -104,7 +104,7 @@ def arranged(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tupl
     (kind, why), exact = resolved.data_parallel, None
     if kind == "fsdp":
         whole, asked = precision.parameters_named(model, kept), config.train.reduce == "exact"
-        exact = data_parallel.shard(model, mesh, dtype=dtype, cpu_offload=offload, kept=whole, exact=asked)
+        exact = data_parallel.shard(model, mesh, dtype=dtype, cpu_offload=offload, kept=whole, exact=asked, ends=True)
         if config.train.float8 != "none" and mesh.size("fsdp") > 1:
             from threefold.model.float8_gathers import gather_in_8_bits
 

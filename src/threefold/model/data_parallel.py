@@ -25,6 +25,7 @@ from threefold.errors import Problem
 from threefold.mesh.mesh import Mesh
 from threefold.model.collectives import local_part
 from threefold.model.exact.sums import ExactSums
+from threefold.model.head import below_head, kind_of
 from threefold.model.load import layers_of
 from threefold.plan import choices
 
@@ -48,7 +49,8 @@ def gathering(model: nn.Module, mesh: Mesh, config: Config, dtype: torch.dtype) 
         return None
     size = _gathered_bytes(model, dtype)
     kept, why = choices.kept_whole(size, device_of(mesh), offloaded=config.mesh.cpu_offload)
-    units = len(_units(layers_of(model))) + 1
+    layers = layers_of(model)
+    units = len(_units(layers)) + len(_ends(model, layers)) + 1
     how = f"{units} units, one ahead of its turn" if units > 1 else "one unit, too small to be gathered by layers"
     sizes = f"{size / 2**20:,.1f} MiB of weights at {dtype.itemsize} bytes a number, {how}"
     return f"weights: gathered {'once a step' if kept else 'in forward and in backward'}", f"{sizes}; {why}"
@@ -75,8 +77,9 @@ def shard(
     cpu_offload: bool = False,
     kept: Collection[nn.Parameter] = (),
     exact: bool = False,
+    ends: bool = False,
 ) -> ExactSums | None:
-    """Applies FSDP2 in place over (dp_replicate, fsdp): to each layer, small ones together, and to the rest.
+    """Applies FSDP2 in place over (dp_replicate, fsdp): to each layer, small ones together, the ends, and the rest.
 
     What layers are given is not cast: `_units` is not the same on every mesh, and the arithmetic must be.
 
@@ -84,6 +87,7 @@ def shard(
         cpu_offload: keep shards, gradients and moments in the host's memory.
         kept: parameters that each rank holds as they are, and whose gradients `training.gradients` averages.
         exact: leave the sums of gradients to what is returned, over copies too.
+        ends: gather the embedding apart, and the last norm with the head, whose forward is never run.
     """
     axes = ("dp_replicate", "fsdp") if mesh.topology.dp_replicate > 1 and not exact else ("fsdp",)
     cast = dtype if dtype != torch.float32 else None
@@ -92,12 +96,39 @@ def shard(
     settings: dict[str, Any] = {"mesh": mesh.sharding_mesh[axes], "mp_policy": policy, "ignored_params": {*kept}}
     if cpu_offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
-    units = _units(layers_of(model))
+    layers = layers_of(model)
+    units = _units(layers)
     for unit in units:
         fully_shard(unit, reshard_after_forward=not keep, **settings)
-    fully_shard(model, reshard_after_forward=False, **settings)
     first: list[Any] = [unit[0] for unit in units]
+    for module, head in _ends(model, layers) if ends else ():
+        if head is not None:
+            # Its own forward is not run, as the loss reads its weight: a child while FSDP2 looks what belongs together.
+            module.add_module("head", head)
+        unit = fully_shard(module, reshard_after_forward=False, **settings)
+        if head is not None:
+            del module.head
+            settings["ignored_params"] |= {*head.parameters()}
+        else:
+            unit.set_modules_to_backward_prefetch([unit])  # else the head of the micro-batch before is gathered again
+        first.append(module)
+    fully_shard(model, reshard_after_forward=False, **settings)
     return ExactSums([*first, model], model, mesh) if exact else None
+
+
+def _ends(model: Any, layers: list[nn.Module]) -> list[tuple[nn.Module, nn.Module | None]]:
+    """What is gathered apart from the layers and the rest: the embedding, and the last norm with the head.
+
+    Small ones stay in the rest; both do where they share a weight, or where no norm with weights follows the layers.
+    """
+    if kind_of(model)[0] is None:
+        return []
+    embedding, head, inner = model.get_input_embeddings(), model.get_output_embeddings(), below_head(model)
+    last = [each for each in inner.children() if any(True for _ in each.parameters())][-1]  # type: ignore[union-attr]
+    if head.weight is embedding.weight or last is embedding or not {*layers}.isdisjoint(last.modules()):
+        return []
+    ends = [(embedding, None), (last, head)]
+    return [each for each in ends if sum(map(_bytes, filter(None, each))) >= choices.UNIT_BYTES]
 
 
 def is_sharded(tensor: Tensor | None) -> bool:

@@ -214,22 +214,27 @@ def _of_data(decoder: Decoder, setup: Setup, fabric: Fabric, computing: float) -
     units = units_of(decoder, topology.tp, setup.shards)
     stride, shards, reduced = topology.tp, setup.shards, setup.reduced_element
     sent: dict[str, float] = {}
-    waited, every = 0.0, [*units.units, units.rest]
+    waited = 0.0
+    # What is gathered before the first layer and reduced after it, for which nothing is computed meanwhile.
+    outer = [each for each in (units.rest, units.embedding) if each.size]
+    inner = [*units.units, *([units.head] if units.head.size else [])]
     if shards > 1:
         seconds = partial(fabric.seconds, ranks=shards, stride=stride)
-        gathers = [seconds("all-gather", unit.gathered(setup)) for unit in every]
-        scatters = [seconds("reduce-scatter", reduced * unit.trained_padded) for unit in every]
-        again = 0 if kept_whole(decoder, setup) else sum(gathers[:-1])
-        forward, backward = sum(gathers), again + sum(scatters)
-        sent["fsdp"] = batches * (forward + backward)
+        gathers, first = ([seconds("all-gather", unit.gathered(setup)) for unit in each] for each in (inner, outer))
+        scatters, last = (
+            sum(seconds("reduce-scatter", reduced * unit.trained_padded) for unit in each) for each in (inner, outer)
+        )
+        again = 0 if kept_whole(decoder, setup) else sum(gathers[: len(units.units)])
+        forward, backward = sum(gathers), again + scatters
+        sent["fsdp"] = batches * (forward + sum(first) + backward + last)
         share = 1 / (3 + (setup.recompute in ("full", "offload")))
-        waited = gathers[-1] + gathers[0] + scatters[-1] + max(0.0, forward - gathers[-1] - computing * share)
-        waited += max(0.0, backward - scatters[-1] - computing * (1 - share))
+        waited = sum(first) + sum(gathers[:1]) + last + max(0.0, forward - computing * share)
+        waited += max(0.0, backward - computing * (1 - share))
         waited *= batches
     if topology.dp_replicate > 1:
         seconds = partial(fabric.seconds, "all-reduce", ranks=topology.dp_replicate, stride=stride * shards)
         sent["dp_replicate"] = once = seconds(reduced * units.whole.trained_shard)
         left = computing * 2 / 3 - (sent.get("fsdp", 0.0) / batches / 2)
-        last = seconds(reduced * units.rest.trained_shard)
+        last = sum(seconds(reduced * each.trained_shard) for each in outer)
         waited += last + max(0.0, once - last - max(0.0, left))
     return sent, waited

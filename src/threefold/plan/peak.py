@@ -73,8 +73,11 @@ class _Step:
         # Of a unit that is reduced with exact sums: the integers that it is rounded to.
         self._rounded = 8 if setup.exact else 0
         self._gradients = 0.0 if setup.cpu_offload else setup.gradient_element * self._units.whole.trained_shard
-        self._rest = self._units.rest.gathered(setup) if self._sharded else 0.0
-        trained = self._units.rest.trained > 0
+        # The last that a micro-batch reduces; of a tied embedding or a small one, with the rest.
+        self._last = self._units.embedding if self._units.embedding.size else self._units.rest
+        self._rest = self._units.rest.gathered(setup) + self._units.embedding.gathered(setup) if self._sharded else 0.0
+        self._end = self._units.head.gathered(setup) if self._sharded else 0.0
+        trained = self._last.trained > 0
         self._head = trained * setup.element * -(-decoder.vocabulary // setup.topology.tp) * decoder.hidden
         self._constant = {
             "weights": 0.0 if setup.cpu_offload else _weights(self._units.whole, setup),
@@ -93,7 +96,7 @@ class _Step:
         kept = sum(each.kept for each in self._layers)
         before = self._before()
         # FSDP2 keeps the last buffer that was reduced until the next reduction.
-        left = FLOAT * self._units.rest.trained_padded if self._sharded and self._setup.num_batches > 1 else 0.0
+        left = FLOAT * self._last.trained_padded if self._sharded and self._setup.num_batches > 1 else 0.0
         yield self._loss(kept, before, left)
         yield from self._backward(kept, before, left)
         yield self._moment("update", gradients=self._gradients)
@@ -151,7 +154,7 @@ class _Step:
             activations=kept + last,
             head=2 * tokens * hidden * element,
             chunk=max(first, second, cast),
-            gathered=self._gathered(None, below=len(self._units.units) if self._whole else 0) + flat,
+            gathered=self._gathered(None, below=len(units) if self._whole else 0) + self._end + flat,
             gradients=before,
             reduction=left,
         )
@@ -162,13 +165,26 @@ class _Step:
         places = [number for number, unit in enumerate(units) for _ in range(unit.layers)]
         places += [len(units)] * (len(self._layers) - len(places))
         hidden = setup.tokens * self._decoder.hidden * element
+        head: float = self._head
+        if self._end:
+            end, head = self._units.head, 0.0
+            gradients += 0.0 if before else setup.gradient_element * end.trained_shard * (not setup.cpu_offload)
+            reducing = FLOAT * end.trained_padded if end.trained else left
+            yield self._moment(
+                "reduction of the head",
+                activations=kept,
+                work=hidden,
+                gathered=self._gathered(None, below=len(units)) + self._end,
+                gradients=gradients,
+                reduction=reducing + element * end.trained + self._rounded * end.trained_padded,
+            )
         for layer in range(len(self._layers) - 1, -1, -1):
             own, number = self._layers[layer], places[layer]
             yield self._moment(
                 f"backward of layer {layer}",
                 activations=kept,
                 work=own.again + own.working,
-                head=self._head,
+                head=head,
                 gathered=self._gathered(number, below=number),
                 gradients=gradients,
                 reduction=reducing,
@@ -184,19 +200,19 @@ class _Step:
                         f"reduction of layer {layer}",
                         activations=kept,
                         work=hidden,
-                        head=self._head,
+                        head=head,
                         gathered=self._gathered(None, below=number),
                         gradients=gradients,
                         reduction=reducing + element * unit.trained + self._rounded * unit.trained_padded,
                     )
-        yield from self._rest_of_backward(hidden, gradients, reducing)
+        yield from self._rest_of_backward(hidden, gradients, reducing, head)
 
-    def _rest_of_backward(self, hidden: float, gradients: float, reducing: float) -> Iterator[Moment]:
-        """The embedding, and the reduction of what is outside of the units."""
-        rest, element = self._units.rest, self._setup.element
+    def _rest_of_backward(self, hidden: float, gradients: float, reducing: float, head: float) -> Iterator[Moment]:
+        """The embedding, and the reduction of what is outside of the layers."""
+        rest, element = self._last, self._setup.element
         embedding = element * self._decoder.around[0].size / (self._setup.topology.tp if self._decoder.tied else 1)
         embedding *= self._head > 0
-        lines = {"work": hidden, "head": self._head + embedding, "reduction": reducing, "gradients": gradients}
+        lines = {"work": hidden, "head": head + embedding, "reduction": reducing, "gradients": gradients}
         yield self._moment("backward of the embedding", gathered=self._gathered(None, below=0), **lines)
         if self._sharded:
             reduction = (FLOAT + self._rounded) * rest.trained_padded + element * rest.trained

@@ -52,8 +52,11 @@ def _of_data(decoder: Decoder, setup: Setup, sent: _Sent) -> None:
     if setup.sharing != "fsdp":
         return
     twice = not kept_whole(decoder, setup)
-    for unit, times in [*((unit, 2 if twice else 1) for unit in units.units), (units.rest, 1)]:
-        _of_unit(unit, setup, sent, gathers=times * batches)
+    for unit in units.units:
+        _of_unit(unit, setup, sent, gathers=(1 + twice) * batches)
+    for unit in (units.head, units.embedding, units.rest):
+        if unit.size:
+            _of_unit(unit, setup, sent, gathers=batches)
     if setup.shards > 1:
         sent.add("fsdp", "all-reduce", 2 * FLOAT)  # the norm of the gradients
 

@@ -40,15 +40,23 @@ class Unit:
 
 @dataclass(frozen=True)
 class Units:
-    """All of a model: its layers in units, in their order, and the rest, which is gathered first and reduced last."""
+    """All of a model.
+
+    Attributes:
+        units: its layers, in their order.
+        head: with the last norm, reduced before the layers; of no size where it is in the rest.
+        embedding: gathered before the layers and reduced after them, as the rest; of no size where it is in the rest.
+    """
 
     units: tuple[Unit, ...]
+    head: Unit
+    embedding: Unit
     rest: Unit
 
     @cached_property
     def whole(self) -> Unit:
         """All of it, as if it were gathered together."""
-        return reduce(_sum, self.units, self.rest)
+        return reduce(_sum, [*self.units, self.head, self.embedding], self.rest)
 
 
 @lru_cache(maxsize=4096)
@@ -62,7 +70,12 @@ def units_of(decoder: Decoder, tp: int, shards: int) -> Units:
         if 4 * waiting.size >= choices.UNIT_BYTES:
             units.append(waiting)
             waiting = empty
-    return Units(tuple(units), _sum(waiting, _unit(decoder.around, tp, shards, layers=0)))
+    embedding, *last = decoder.around
+    ends = [_unit(tuple(each), tp, shards, layers=0) for each in ([embedding], last)]
+    apart = not decoder.tied and last[0].name.startswith("norm")
+    own = [each if apart and 4 * each.size >= choices.UNIT_BYTES else empty for each in ends]
+    rest = reduce(_sum, [end for end, each in zip(ends, own, strict=True) if each is empty], waiting)
+    return Units(tuple(units), own[1], own[0], rest)
 
 
 def kept_whole(decoder: Decoder, setup: Setup) -> bool:

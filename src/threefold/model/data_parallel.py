@@ -124,10 +124,12 @@ def _ends(model: Any, layers: list[nn.Module]) -> list[tuple[nn.Module, nn.Modul
     if kind_of(model)[0] is None:
         return []
     embedding, head, inner = model.get_input_embeddings(), model.get_output_embeddings(), below_head(model)
-    last = [each for each in inner.children() if any(True for _ in each.parameters())][-1]  # type: ignore[union-attr]
-    if head.weight is embedding.weight or last is embedding or not {*layers}.isdisjoint(last.modules()):
+    parts = [each for each in inner.children() if any(True for _ in each.parameters())]  # type: ignore[union-attr]
+    holders = [place for place, each in enumerate(parts) if not {*layers}.isdisjoint(each.modules())]
+    behind = parts[holders[-1] + 1 :] if holders else []
+    if head.weight is embedding.weight or not behind or any(each.ndim > 1 for each in behind[0].parameters()):
         return []
-    ends = [(embedding, None), (last, head)]
+    ends = [(embedding, None), (behind[0], head)]
     return [each for each in ends if sum(map(_bytes, filter(None, each))) >= choices.UNIT_BYTES]
 
 

@@ -30,7 +30,8 @@ def run(folder: Path, environ: Mapping[str, str], *words: str) -> subprocess.Com
         arguments = ("referee", *words[len(REFEREE) :])
         return runs.run(warm.threefold, folder, arguments, environ, first=fork_what_is_watched)
     program = _program(words)
-    return program and runs.run(program[0], folder, program[1], environ)
+    # Some ten seconds; the agent of a forked torchrun has hung at its end, and then all is done once more.
+    return program and runs.run(program[0], folder, program[1], environ, timeout_s=150)
 
 
 def _program(words: Sequence[str]) -> tuple[Callable[[], None], Sequence[str]] | None:

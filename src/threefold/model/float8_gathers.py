@@ -16,9 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchao.float8.float8_linear import Float8Linear
-from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole, hp_tensor_and_scale_to_float8
-from torchao.float8.float8_utils import amax_to_scale
 
 from threefold.mesh.mesh import Mesh
 
@@ -33,6 +30,9 @@ def gather_in_8_bits(model: nn.Module, mesh: Mesh, recipe: str, *, offloaded: bo
 
     Scales are made before each forward: weights may have been changed in any way since the last.
     """
+    from torchao.float8.float8_linear import Float8Linear
+    from torchao.float8.float8_utils import amax_to_scale
+
     converted = [each for each in model.modules() if isinstance(each, Float8Linear)]
     why = _ROWWISE if recipe == "rowwise" else _OFFLOADED if offloaded else ""
     layers = [each for each in converted if not why and not each.weight.shape[0] % mesh.size("fsdp")]
@@ -55,12 +55,16 @@ def gather_in_8_bits(model: nn.Module, mesh: Mesh, recipe: str, *, offloaded: bo
 
 def _rounded(scale: Tensor, mesh: Any, size: Any, stride: Any, layer: Any, policy: Any) -> tuple[Any, Any]:
     """What is sent of a shard, and what its receiver has to know."""
+    from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
+
     rounded: Any = hp_tensor_and_scale_to_float8(layer.weight._local_tensor.bfloat16(), scale, _WEIGHTS)
     return (rounded._data,), (scale, layer.linear_mm_config)
 
 
 def _gathered(numbers: tuple[Tensor], known: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
     """The weight of what was gathered; `out` has it already, and is given its scale."""
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
     scale, products = known
     if out is None:
         return Float8TrainingTensor(*numbers, scale, dtype, products, GemmInputRole.WEIGHT), numbers

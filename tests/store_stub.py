@@ -187,7 +187,8 @@ def main(host: str, folder: Path) -> None:
     """Serves at `folder/endpoint` until `folder/end` is there; then what was stored lies in `folder/objects`."""
     store = StubStore()
     with serving(store, host) as endpoint:
-        (folder / "endpoint").write_text(endpoint)
+        (folder / "endpoint.part").write_text(endpoint)
+        (folder / "endpoint.part").rename(folder / "endpoint")  # who waits for it reads all of it
         while not (folder / "end").exists():
             time.sleep(0.1)
     for key, data in store.objects.items():

@@ -233,6 +233,29 @@ def test_store_that_is_not_there(environ: dict[str, str], monkeypatch: pytest.Mo
             ask()
 
 
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ("", "leave {} out"),
+        ("http://", "leave {} out"),
+        ("localhost:9000", "{}=https://localhost:9000   (http:// without TLS)"),
+        ("ftp://host", "{}=https://host   (http:// without TLS)"),
+    ],
+)
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "endpoint_url"])
+def test_what_is_no_servers_address_is_refused(
+    name: str, given: str, fix: str, environ: dict[str, str], tmp_path: Path
+) -> None:
+    """The library would panic at it, in the middle of a request."""
+    del environ["AWS_ENDPOINT_URL"], environ["AWS_ACCESS_KEY_ID"]
+    (tmp_path / "config").write_text(f"[default]\nendpoint_url = {given}\n")
+    of_profile = {"AWS_CONFIG_FILE": str(tmp_path / "config")} if name == "endpoint_url" else {name: given}
+    with pytest.raises(ConfigError) as error:
+        open_store(URL, {"HOME": str(tmp_path), **environ, **of_profile})
+    assert str(error.value).startswith(f"{name} is {given!r}, which is no server's address\n")
+    assert str(error.value).endswith(f"fix: {fix.format(name)}")
+
+
 def test_ctrl_c_is_heard_while_a_store_does_not_answer() -> None:
     code = (
         "import os; from threefold.places.object_store import open_store\n"

@@ -11,6 +11,7 @@ import functools
 import importlib
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,7 +71,7 @@ def _settings(url: StoreUrl, environ: Mapping[str, str]) -> dict[str, Any]:
         provided = any(name in environ for name in _PROVIDED)
         settings = {} if provided else _profile(environ)
         settings |= {"region": name} if (name := environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")) else {}
-        endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or settings.get("endpoint", "")
+        endpoint = _endpoint(environ, settings.get("endpoint"))
         settings |= {"endpoint": endpoint} if endpoint else {}
         # The store compares what arrives with this, and keeps it.
         settings |= {} if "AWS_CHECKSUM_ALGORITHM" in environ else {"checksum_algorithm": "SHA256"}
@@ -80,6 +81,22 @@ def _settings(url: StoreUrl, environ: Mapping[str, str]) -> dict[str, Any]:
             "timeout": timedelta(seconds=60),
         }
     return settings
+
+
+def _endpoint(environ: Mapping[str, str], of_profile: str | None) -> str:
+    """The address of another server than Amazon's; empty if none is given. The library panics at what is no address."""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    for name, given in (*((name, environ.get(name)) for name in names), ("endpoint_url", of_profile)):
+        if given is not None and not re.match(r"https?://[^/\s]", given):
+            host = given.rpartition("//")[2].strip()
+            fix = f"{name}=https://{host}   (http:// without TLS)" if host else f"leave {name} out"
+            what = f"{name} is {given!r}, which is no server's address"
+            raise ConfigError(
+                what, expected="http:// or https://, a host, and its port: http://localhost:9000", fix=fix
+            )
+        if given:
+            return given
+    return ""
 
 
 def _profile(environ: Mapping[str, str]) -> dict[str, Any]:

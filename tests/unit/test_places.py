@@ -242,7 +242,7 @@ def test_store_that_is_not_there(environ: dict[str, str], monkeypatch: pytest.Mo
         ("ftp://host", "{}=https://host   (http:// without TLS)"),
     ],
 )
-@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "endpoint_url"])
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "endpoint_url"])
 def test_what_is_no_servers_address_is_refused(
     name: str, given: str, fix: str, environ: dict[str, str], tmp_path: Path
 ) -> None:

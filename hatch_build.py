@@ -40,4 +40,6 @@ class CustomMetadataHook(MetadataHookInterface):
         url = address(os.environ)
         text = alone((Path(self.root) / "README.md").read_text(encoding="utf-8"), url)
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
-        metadata["urls"] = {} if url is None else {"Source": url, "Changelog": f"{url}/blob/HEAD/CHANGELOG.md"}
+        metadata["urls"] = (
+            {} if url is None else {"Source": url, "Changelog": f"{url}/blob/HEAD/CHANGELOG.md"}
+        )

@@ -22,17 +22,23 @@ _WARM_UP = 20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--calls", type=int, default=200)
     asked = parser.parse_args()
-    print("| ranks | data ranks: median, 95 of 100 | tp ranks: median, 95 of 100 | cores, load before |")
+    print(
+        "| ranks | data ranks: median, 95 of 100 | tp ranks: median, 95 of 100 | cores, load before |"
+    )
     print("|---|---|---|---|")
     for ranks in asked.ranks:
         load, cells = os.getloadavg()[0], []
         for axis in ("dp", "tp"):
             times = sorted(_times(ranks, axis, asked.calls))
-            cells.append(f"{statistics.median(times):.2f} ms, {times[int(0.95 * len(times))]:.2f} ms")
+            cells.append(
+                f"{statistics.median(times):.2f} ms, {times[int(0.95 * len(times))]:.2f} ms"
+            )
         print(f"| {ranks} | {' | '.join(cells)} | {os.cpu_count()}, {load:.0f} |", flush=True)
 
 
@@ -49,7 +55,9 @@ def _times(ranks: int, axis: str, calls: int) -> list[float]:
         str(calls),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], env=environment, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, stdout=subprocess.PIPE, text=True
+    )
     if done.returncode:
         raise SystemExit(done.returncode)
     return json.loads(done.stdout.splitlines()[-1])

@@ -30,10 +30,14 @@ _WARM_UP_STEPS = 10
 def main() -> int:
     if "THREEFOLD_AUDIT_TIMES" in os.environ:
         return _run_timed(sys.argv[1:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("train", nargs="*", help="further arguments of `threefold train`, after --")
+    parser.add_argument(
+        "train", nargs="*", help="further arguments of `threefold train`, after --"
+    )
     asked = parser.parse_args()
     train = asked.train or ["--mesh.dp", "2", "--mesh.cp", "2", "--mesh.tp", "2"]
     with tempfile.TemporaryDirectory() as folder:
@@ -41,20 +45,39 @@ def main() -> int:
     return _report(times, step_s, asked.ranks, train)
 
 
-def _measure(folder: Path, ranks: int, steps: int, train: list[str]) -> tuple[list[dict[str, Any]], float]:
+def _measure(
+    folder: Path, ranks: int, steps: int, train: list[str]
+) -> tuple[list[dict[str, Any]], float]:
     """(times of each rank, seconds per step) of one run."""
-    common = ["--log.dir", str(folder / "run"), "--train.steps", str(steps), "--log.sample_tokens", "0"]
+    common = [
+        "--log.dir",
+        str(folder / "run"),
+        "--train.steps",
+        str(steps),
+        "--log.sample_tokens",
+        "0",
+    ]
     subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", __file__),
+            *(
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                f"--nproc_per_node={ranks}",
+                __file__,
+            ),
             *(*common, *train),
         ],
         env={**os.environ, "THREEFOLD_AUDIT_TIMES": str(folder), "OMP_NUM_THREADS": "1"},
         check=True,
     )
     times = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return times, statistics.median(line["step_time_s"] for line in lines if line["step"] > _WARM_UP_STEPS)
+    lines = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    return times, statistics.median(
+        line["step_time_s"] for line in lines if line["step"] > _WARM_UP_STEPS
+    )
 
 
 def _run_timed(train: list[str]) -> int:
@@ -104,14 +127,21 @@ def _report(times: list[dict[str, Any]], step_s: float, ranks: int, train: list[
     for name, what in parts.items():
         # The first calls build tables, and read files into memory that the loader would read anyway.
         calls = [rank[name][1:] for rank in times]
-        wall, cpu = (statistics.mean(_per_step(rank, column, num_steps) for rank in calls) for column in (0, 1))
+        wall, cpu = (
+            statistics.mean(_per_step(rank, column, num_steps) for rank in calls)
+            for column in (0, 1)
+        )
         print(f"{what:<32}{cpu * 1e3:>10.3f}{wall * 1e3:>12.3f}")
         totals = [totals[0] + cpu, totals[1] + wall]
     cores = min(ranks, len(os.sched_getaffinity(0)))
     share = totals[0] * ranks / cores / step_s
     print(f"{'together':<32}{totals[0] * 1e3:>10.3f}{totals[1] * 1e3:>12.3f}")
-    print(f"share of the step by CPU: {share:.2%} ({ranks} ranks on {cores} cores; goal {GOAL:.0%} at most)")
-    print(f"share of the step by the clock, waiting for other ranks included: {totals[1] / step_s:.2%}")
+    print(
+        f"share of the step by CPU: {share:.2%} ({ranks} ranks on {cores} cores; goal {GOAL:.0%} at most)"
+    )
+    print(
+        f"share of the step by the clock, waiting for other ranks included: {totals[1] / step_s:.2%}"
+    )
     return 0 if share <= GOAL else 1
 
 

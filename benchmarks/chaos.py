@@ -40,20 +40,30 @@ from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT
 KINDS = ("rank", "rank while saving", "launcher", "two signals")
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 PLACES = ("as it is", "moved", "copied", "parted")
-MESHES = {"dp2 x tp2": ("--mesh.dp", "2", "--mesh.tp", "2"), "dp4": ("--mesh.dp", "4", "--mesh.tp", "1")}
+MESHES = {
+    "dp2 x tp2": ("--mesh.dp", "2", "--mesh.tp", "2"),
+    "dp4": ("--mesh.dp", "4", "--mesh.tp", "1"),
+}
 STEPS = 200
 TRAIN = ("--train.steps", str(STEPS), "--checkpoint.every", "5")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--kills-a-run", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=0, help="begin no new run after this time; 0: no limit")
+    parser.add_argument(
+        "--minutes", type=float, default=0, help="begin no new run after this time; 0: no limit"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup's would be ignored by the runs
-    draw, until = random.Random(options.seed), time.monotonic() + 60 * (options.minutes or 10**6)
+    draw, until = (
+        random.Random(options.seed),
+        time.monotonic() + 60 * (options.minutes or 10**6),
+    )
     kills: Counter[str] = Counter()
     runs: Counter[str] = Counter()
     between: Counter[str] = Counter()
@@ -72,13 +82,20 @@ def main() -> int:
             restarts += times_started
             outcome = _judge(folder, run, whole[mesh])
             runs[outcome] += 1
-            print(f"{run.name}  {mesh}  {found.total()} kills, {times_started} starts: {outcome}", flush=True)
+            print(
+                f"{run.name}  {mesh}  {found.total()} kills, {times_started} starts: {outcome}",
+                flush=True,
+            )
             shutil.rmtree(run)
     print("\n| kill | times |\n|---|---|")
     for kind in KINDS:
         print(f"| {kind} | {kills[kind]} |")
     print(f"| all | {kills.total()} |\n")
-    print("before the next start: " + ", ".join(f"{between[place]} {place}" for place in PLACES) + "\n")
+    print(
+        "before the next start: "
+        + ", ".join(f"{between[place]} {place}" for place in PLACES)
+        + "\n"
+    )
     print(
         f"{runs.total()} runs of {STEPS} steps on 4 ranks, {restarts} starts: "
         + ", ".join(f"{count} {outcome}" for outcome, count in runs.items())
@@ -105,7 +122,16 @@ def _tormented(
     """
     kills: Counter[str] = Counter()
     places: Counter[str] = Counter()
-    arguments = ("train", "config.yaml", *MESHES[mesh], *TRAIN, "--log.dir", run.name, "--max-restarts", str(wanted))
+    arguments = (
+        "train",
+        "config.yaml",
+        *MESHES[mesh],
+        *TRAIN,
+        "--log.dir",
+        run.name,
+        "--max-restarts",
+        str(wanted),
+    )
     going = Command(folder, *arguments)
     starts = 1
     try:
@@ -121,7 +147,9 @@ def _tormented(
             if not going.running():
                 code = going.wait(1)
                 if code:
-                    raise SystemExit(f"{run.name} ended with exit code {code} by itself:\n{going.output()}")
+                    raise SystemExit(
+                        f"{run.name} ended with exit code {code} by itself:\n{going.output()}"
+                    )
                 return kills, starts, run, places
             if kills.total() >= wanted:
                 continue
@@ -161,14 +189,26 @@ def _elsewhere(folder: Path, run: Path, mesh: str, place: str, number: int) -> P
     shutil.copytree(run, target, symlinks=True)
     newest = CheckpointFolder(run).newest()
     if place == "parted" and newest is not None:
-        steps = ("--train.steps", str(newest.step + 2), "--checkpoint.every", "1", "--optimizer.lr", "0.01")
+        steps = (
+            "--train.steps",
+            str(newest.step + 2),
+            "--checkpoint.every",
+            "1",
+            "--optimizer.lr",
+            "0.01",
+        )
         parted = command(folder, "resume", run.name, *MESHES[mesh], *steps)
         theirs = run / "checkpoints" / f"step-{newest.step + 2:08d}"
         if parted.returncode == 0:
             shutil.copytree(theirs, target / "checkpoints" / theirs.name)
             refused = command(folder, "resume", target.name)
-            if refused.returncode != 2 or "of a copy of this run, which has parted from it" not in refused.stderr:
-                raise SystemExit(f"{target.name} took a checkpoint of {run.name}:\n{refused.stdout}{refused.stderr}")
+            if (
+                refused.returncode != 2
+                or "of a copy of this run, which has parted from it" not in refused.stderr
+            ):
+                raise SystemExit(
+                    f"{target.name} took a checkpoint of {run.name}:\n{refused.stdout}{refused.stderr}"
+                )
             shutil.rmtree(target / "checkpoints" / theirs.name)
     shutil.rmtree(run)
     return target
@@ -176,7 +216,11 @@ def _elsewhere(folder: Path, run: Path, mesh: str, place: str, number: int) -> P
 
 def _asked_twice(run: Path, going: Command, draw: random.Random) -> None:
     """Sends two stop signals at a random distance; a run that has begun must have saved its last step."""
-    numbers, pause_s, everyone = draw.choices(STOPS, k=2), draw.uniform(0.0, 2.5), draw.random() < 0.5
+    numbers, pause_s, everyone = (
+        draw.choices(STOPS, k=2),
+        draw.uniform(0.0, 2.5),
+        draw.random() < 0.5,
+    )
     before = _reached(run)
     for number in numbers:
         with contextlib.suppress(ProcessLookupError):
@@ -192,7 +236,9 @@ def _asked_twice(run: Path, going: Command, draw: random.Random) -> None:
                 f"{run.name}: exit code 75 without its last step saved, after {numbers}:\n{going.output()}"
             )
     elif code and not left and reached.made and reached > before:
-        raise SystemExit(f"{run.name}: exit code {code} after {numbers}, {pause_s:.2f} s apart:\n{going.output()}")
+        raise SystemExit(
+            f"{run.name}: exit code {code} after {numbers}, {pause_s:.2f} s apart:\n{going.output()}"
+        )
 
 
 class _Reached(NamedTuple):
@@ -207,12 +253,20 @@ def _reached(run: Path) -> _Reached:
     begun = [event for event in _lines(run / "journal.jsonl") if event["event"] == "start"]
     if not begun:
         return _Reached(0, 0, False)
-    steps = [line["step"] for line in _lines(run / "metrics.jsonl") if line["time"] >= begun[-1]["time"]]
+    steps = [
+        line["step"]
+        for line in _lines(run / "metrics.jsonl")
+        if line["time"] >= begun[-1]["time"]
+    ]
     return _Reached(begun[-1]["start"], steps[-1] if steps else begun[-1]["step"], bool(steps))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1] if line] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text().split("\n")[:-1] if line]
+        if path.exists()
+        else []
+    )
 
 
 def _wait_for_save(run: Path, going: Command) -> None:
@@ -225,7 +279,9 @@ def _gone(ranks: dict[int, int]) -> None:
     until = time.monotonic() + 60
     while any(alive(process) for process in ranks.values()):
         if time.monotonic() > until:
-            raise SystemExit(f"orphans: {[process for process in ranks.values() if alive(process)]}")
+            raise SystemExit(
+                f"orphans: {[process for process in ranks.values() if alive(process)]}"
+            )
         time.sleep(0.01)
 
 
@@ -235,7 +291,11 @@ def _judge(folder: Path, run: Path, whole: list[tuple[float, float]]) -> str:
     if curve(run) != whole:
         return "other losses"
     proof: subprocess.CompletedProcess[str] = command(folder, "data", "audit", run.name)
-    return "same" if proof.returncode == 0 and "proved: " in proof.stdout else f"not proved: {proof.stderr}"
+    return (
+        "same"
+        if proof.returncode == 0 and "proved: " in proof.stdout
+        else f"not proved: {proof.stderr}"
+    )
 
 
 if __name__ == "__main__":

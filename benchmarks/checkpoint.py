@@ -40,7 +40,9 @@ def main() -> None:
     local_ranks.preload(PRELOAD)
     parent = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=asked.folder))
     try:
-        code = local_ranks.start_ranks(_rank, (str(parent), asked.rounds, asked.hidden, asked.layers), num_ranks=RANKS)
+        code = local_ranks.start_ranks(
+            _rank, (str(parent), asked.rounds, asked.hidden, asked.layers), num_ranks=RANKS
+        )
         if code:
             raise SystemExit(code)
         print(table(json.loads((parent / "times.json").read_text())))
@@ -60,7 +62,9 @@ def table(found: dict[str, Any]) -> str:
     for name in rounds[0]:
         base = "load, same mesh" if "load" in name else "save, sync"
         ratio = statistics.median(times[name] / times[f"Threefold: {base}"] for times in rounds)
-        lines.append(f"| {name} | {statistics.median(times[name] for times in rounds):.3f} | {ratio:.3f} |")
+        lines.append(
+            f"| {name} | {statistics.median(times[name] for times in rounds):.3f} | {ratio:.3f} |"
+        )
     return "\n".join(lines)
 
 
@@ -68,10 +72,19 @@ def _rank(parent: str, num_rounds: int, hidden: int, layers: int) -> None:
     warnings.simplefilter("ignore")
     folder = Path(parent)
     model = {
-        **{"model_type": "llama", "hidden_size": hidden, "intermediate_size": 3 * hidden, "vocab_size": 8192},
+        **{
+            "model_type": "llama",
+            "hidden_size": hidden,
+            "intermediate_size": 3 * hidden,
+            "vocab_size": 8192,
+        },
         **{"num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 4},
     }
-    contenders: list[Callable[[], Times]] = [_threefold(model, folder), _dcp(model, folder), _accelerate(model, folder)]
+    contenders: list[Callable[[], Times]] = [
+        _threefold(model, folder),
+        _dcp(model, folder),
+        _accelerate(model, folder),
+    ]
     rounds: list[Times] = []
     for _ in range(num_rounds):
         times: Times = {}
@@ -82,7 +95,9 @@ def _rank(parent: str, num_rounds: int, hidden: int, layers: int) -> None:
 
     if dist.get_rank() == 0:
         parameters, num_bytes = _size(model)
-        (folder / "times.json").write_text(json.dumps({"rounds": rounds, "parameters": parameters, "bytes": num_bytes}))
+        (folder / "times.json").write_text(
+            json.dumps({"rounds": rounds, "parameters": parameters, "bytes": num_bytes})
+        )
     dist.barrier()
 
 
@@ -90,7 +105,9 @@ def _size(model: dict[str, Any]) -> tuple[int, int]:
     from threefold.config.schema import ModelConfig
     from threefold.model import load
 
-    whole = load.build_without_storage(load.read_config(ModelConfig(config=model)), attention="eager")
+    whole = load.build_without_storage(
+        load.read_config(ModelConfig(config=model)), attention="eager"
+    )
     parameters = sum(parameter.numel() for parameter in whole.parameters())
     return parameters, 12 * parameters
 
@@ -144,7 +161,8 @@ def _threefold(values: dict[str, Any], parent: Path) -> Callable[[], Times]:
         return run_state.parts(run_state.state_of(model, optimizer), held, mesh)
 
     savers = {
-        mode: Saver(mesh, parts, background=mode == "async", continue_on_error=False) for mode in ("sync", "async")
+        mode: Saver(mesh, parts, background=mode == "async", continue_on_error=False)
+        for mode in ("sync", "async")
     }
     steps = iter(range(1, 1_000_000))
 
@@ -156,7 +174,9 @@ def _threefold(values: dict[str, Any], parent: Path) -> Callable[[], Times]:
                 checkpoints.partial(step) / "state",
                 begin=lambda: checkpoints.begin(step),
                 commit=lambda seals: (
-                    checkpoints.commit(step, {}, {f"state/{name}": seal for name, seal in seals.items()}),
+                    checkpoints.commit(
+                        step, {}, {f"state/{name}": seal for name, seal in seals.items()}
+                    ),
                     checkpoints.prune(1),
                 ),
                 abandon=lambda: checkpoints.abandon(step),
@@ -167,17 +187,24 @@ def _threefold(values: dict[str, Any], parent: Path) -> Callable[[], Times]:
         newest = checkpoints.newest()
         assert newest is not None
         damage = newest.damage(share=(mesh.rank, mesh.world_size))
-        assert mesh.decide("damage", str(damage), lambda reasons: ", ".join(set(reasons))) == "None"
+        assert (
+            mesh.decide("damage", str(damage), lambda reasons: ", ".join(set(reasons)))
+            == "None"
+        )
         index = Index.read(newest.state)
         run_state.read_into(run_state.state_of(model, optimizer), newest.state, index, mesh)
 
     def run() -> Times:
         return {
             "Threefold: save, sync": _timed(lambda: save(savers["sync"])),
-            "Threefold: save, async, what the step waits": _timed(lambda: save(savers["async"])),
+            "Threefold: save, async, what the step waits": _timed(
+                lambda: save(savers["async"])
+            ),
             "Threefold: save, async, rest until it is whole": _timed(savers["async"].wait),
             "Threefold: load, same mesh": _timed(lambda: load(mesh, model, optimizer)),
-            "Threefold: load, another mesh": _timed(lambda: load(other_mesh, other_model, other_optimizer)),
+            "Threefold: load, another mesh": _timed(
+                lambda: load(other_mesh, other_model, other_optimizer)
+            ),
         }
 
     return run
@@ -201,13 +228,23 @@ def _dcp(values: dict[str, Any], parent: Path) -> Callable[[], Times]:
     def load(model: Any, optimizer: Any) -> None:
         held = state(model, optimizer)
         dcp.load(held, checkpoint_id=folder)
-        set_state_dict(model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=held["model"], optim_state_dict=held["optimizer"]
+        )
 
     def run() -> Times:
         futures: list[Any] = []
-        times = {"dcp: save, sync": _timed(lambda: dcp.save(state(model, optimizer), checkpoint_id=folder))}
+        times = {
+            "dcp: save, sync": _timed(
+                lambda: dcp.save(state(model, optimizer), checkpoint_id=folder)
+            )
+        }
         times["dcp: save, async, what the step waits"] = _timed(
-            lambda: futures.append(dcp.async_save(state(model, optimizer), checkpoint_id=folder, process_group=apart))
+            lambda: futures.append(
+                dcp.async_save(
+                    state(model, optimizer), checkpoint_id=folder, process_group=apart
+                )
+            )
         )
         times["dcp: save, async, rest until it is whole"] = _timed(lambda: futures[0].result())
         times["dcp: load, same mesh"] = _timed(lambda: load(model, optimizer))
@@ -226,7 +263,9 @@ def _accelerate(values: dict[str, Any], parent: Path) -> Callable[[], Times]:
     assert accelerator.num_processes == RANKS
     config = AutoConfig.for_model(**values)
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), fused=True))
+    model, optimizer = accelerator.prepare(
+        plain, torch.optim.AdamW(plain.parameters(), fused=True)
+    )
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

@@ -57,7 +57,9 @@ class Counted(TorchDispatchMode):
         super().__init__()
         self.kernels = self.moved_bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         found, name = func(*args, **(kwargs or {})), str(func)
         if func.is_view or any(part in name for part in _ALLOCATES):
             return found
@@ -67,16 +69,22 @@ class Counted(TorchDispatchMode):
             self.moved_bytes += 3 * args[2].nbytes
             return found
         known = {each.untyped_storage().data_ptr() for each in given}
-        made = [each for each in _tensors(found) if each.untyped_storage().data_ptr() not in known]
+        made = [
+            each for each in _tensors(found) if each.untyped_storage().data_ptr() not in known
+        ]
         if not made and not func._schema.is_mutable:
             return found  # another view
         self.kernels += 1
         if not name.startswith(_PRODUCTS):
-            changed = _tensors([each for place, each in enumerate(args) if _is_written(func, place)])
+            changed = _tensors(
+                [each for place, each in enumerate(args) if _is_written(func, place)]
+            )
             written = sum(each.nbytes for each in changed)
             read = sum(each.nbytes for each in given)
             overwrites = any(part in name for part in _OVERWRITES)
-            self.moved_bytes += read + (0 if overwrites else written) + sum(each.nbytes for each in made)
+            self.moved_bytes += (
+                read + (0 if overwrites else written) + sum(each.nbytes for each in made)
+            )
         return found
 
     def fused(self, of_each: Any, factors: Any, group: dict[str, Any]) -> None:
@@ -100,10 +108,17 @@ class Counted(TorchDispatchMode):
                     torch._dynamo.reset()
                     metrics.reset()
                     # It counts bytes for a log alone.
-                    log = mock.patch.object(compile_fx, "inductor_metrics_log", logging.Logger("bytes", logging.INFO))
+                    log = mock.patch.object(
+                        compile_fx,
+                        "inductor_metrics_log",
+                        logging.Logger("bytes", logging.INFO),
+                    )
                     with log, inductor.patch(force_disable_caches=True):
                         found = _compile(function, **settings)(*args)
-                    _COMPILED[shape] = metrics.generated_kernel_count, metrics.num_bytes_accessed
+                    _COMPILED[shape] = (
+                        metrics.generated_kernel_count,
+                        metrics.num_bytes_accessed,
+                    )
                 else:
                     found = function(*args)
             kernels, moved_bytes = _COMPILED[shape]
@@ -129,7 +144,11 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def _is_written(func: Any, place: int) -> bool:
     arguments = func._schema.arguments
-    return place < len(arguments) and arguments[place].alias_info is not None and arguments[place].alias_info.is_write
+    return (
+        place < len(arguments)
+        and arguments[place].alias_info is not None
+        and arguments[place].alias_info.is_write
+    )
 
 
 class LossKernels:
@@ -140,13 +159,23 @@ class LossKernels:
 
     def row_sums(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         self._counted.kernels += 1
-        self._counted.moved_bytes += 2 * logits.nbytes  # a row that is read again may still be in a cache
+        self._counted.moved_bytes += (
+            2 * logits.nbytes
+        )  # a row that is read again may still be in a cache
         with torch.utils._python_dispatch._disable_current_modes():
             largest = logits.amax(1).float()
-            return torch.stack([largest, (logits - largest[:, None]).logsumexp(1)]), logits.float().sum(1)
+            return torch.stack(
+                [largest, (logits - largest[:, None]).logsumexp(1)]
+            ), logits.float().sum(1)
 
     def gradients(
-        self, logits: Tensor, largest: Tensor, logs: Tensor, *_: Any, dtype: torch.dtype, **__: Any
+        self,
+        logits: Tensor,
+        largest: Tensor,
+        logs: Tensor,
+        *_: Any,
+        dtype: torch.dtype,
+        **__: Any,
     ) -> Tensor:
         self._counted.kernels += 1
         with torch.utils._python_dispatch._disable_current_modes():
@@ -155,11 +184,19 @@ class LossKernels:
         return found
 
 
-def of_loss(*, fused: bool, tokens: int = 64, vocabulary: int = 32000, **settings: Any) -> tuple[int, float]:
+def of_loss(
+    *, fused: bool, tokens: int = 64, vocabulary: int = 32000, **settings: Any
+) -> tuple[int, float]:
     """(kernels of a chunk, bytes of a logit in bfloat16), from logits to their gradient."""
-    logits, labels = torch.randn(tokens, vocabulary).bfloat16(), torch.randint(vocabulary, (tokens,))
+    logits, labels = (
+        torch.randn(tokens, vocabulary).bfloat16(),
+        torch.randint(vocabulary, (tokens,)),
+    )
     counted = Counted()
-    with mock.patch.dict(sys.modules, {"threefold.training.loss_kernel": LossKernels(counted)}), counted:
+    with (
+        mock.patch.dict(sys.modules, {"threefold.training.loss_kernel": LossKernels(counted)}),
+        counted,
+    ):
         *_, gradient_of = TokenLoss(fused=fused, **settings).measure(logits, labels)
         gradient_of(torch.bfloat16)
     return counted.kernels, counted.moved_bytes / logits.numel()
@@ -177,16 +214,30 @@ def _as_large(by_fsdp: bool) -> Iterator[None]:
 
 
 def _step(
-    mesh: Mesh, *, layers: int, width: int, moments: str, by_fsdp: bool, micro_batches: int, compile: bool = False
+    mesh: Mesh,
+    *,
+    layers: int,
+    width: int,
+    moments: str,
+    by_fsdp: bool,
+    micro_batches: int,
+    compile: bool = False,
 ) -> tuple[int, float, int]:
     """(kernels, bytes, parameters) of one step."""
-    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers, "vocab_size": 64}
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": layers,
+        "vocab_size": 64,
+    }
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64}
     kind = {"name": "adamw_8bit"} if moments == "8 bits" else {"moments": moments}
     optimizer = {"lr": 1e-3, "betas": [0.9, 0.95], **kind}
     model = {"config": {"model_type": "llama", **sizes, **heads}, "dtype": "bfloat16"}
     train = {"compile": compile, "global_batch": micro_batches, "micro_batch": 1}
-    config = validate({"model": model, "data": {"seq_len": TOKENS}, "train": train, "optimizer": optimizer})
+    config = validate(
+        {"model": model, "data": {"seq_len": TOKENS}, "train": train, "optimizer": optimizer}
+    )
     with _as_large(by_fsdp):
         built = build(config, load.read_config(config.model), mesh)
         step = TrainStep(built, optimizer_of(config, built, mesh), compare_copies=False)
@@ -195,18 +246,31 @@ def _step(
         batches = [batch] * micro_batches
         counted = Counted()
         # The layers are compiled by the time of the first step, and torchao's update in each.
-        theirs = mock.patch.object(torch, "compile", counted.compiled) if moments == "8 bits" else nullcontext()
+        theirs = (
+            mock.patch.object(torch, "compile", counted.compiled)
+            if moments == "8 bits"
+            else nullcontext()
+        )
         with theirs:
             step.run(batches)
             counted.kernels = counted.moved_bytes = 0
-            with counted, mock.patch.object(fused_adamw, "_kernel", lambda device: counted.fused):
+            with (
+                counted,
+                mock.patch.object(fused_adamw, "_kernel", lambda device: counted.fused),
+            ):
                 step.run(batches)
-    return counted.kernels, counted.moved_bytes, sum(each.numel() for each in built.parameters())
+    return (
+        counted.kernels,
+        counted.moved_bytes,
+        sum(each.numel() for each in built.parameters()),
+    )
 
 
 def counts(mesh: Mesh, **settings: Any) -> tuple[float, float]:
     """(kernels a layer, bytes a parameter of the layers)."""
-    (few, few_bytes, small), (many, many_bytes, large) = (_step(mesh, layers=each, **settings) for each in LAYERS)
+    (few, few_bytes, small), (many, many_bytes, large) = (
+        _step(mesh, layers=each, **settings) for each in LAYERS
+    )
     return (many - few) / (LAYERS[1] - LAYERS[0]), (many_bytes - few_bytes) / (large - small)
 
 
@@ -217,12 +281,22 @@ def compiled_kernels(mesh: Mesh, width: int) -> tuple[int, int]:
     counters.clear()
     # Equal layers are compiled once. From a cache of other processes, nothing would be written.
     with inductor.patch(force_disable_caches=True):
-        _step(mesh, layers=1, width=width, moments="float32", by_fsdp=False, micro_batches=1, compile=True)
+        _step(
+            mesh,
+            layers=1,
+            width=width,
+            moments="float32",
+            by_fsdp=False,
+            micro_batches=1,
+            compile=True,
+        )
     return metrics.generated_kernel_count, counters["inductor"]["extern_calls"]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--moments", nargs="+", default=["float32", "bfloat16", "8 bits"])
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 4])
@@ -236,7 +310,9 @@ def main() -> int:
     for moments in asked.moments:
         for number in asked.micro_batches:
             settings = {"width": asked.width, "moments": moments, "micro_batches": number}
-            before, after = (counts(mesh, **settings, by_fsdp=by_fsdp) for by_fsdp in (True, False))
+            before, after = (
+                counts(mesh, **settings, by_fsdp=by_fsdp) for by_fsdp in (True, False)
+            )
             print(
                 f"| {moments} | {number} | {before[0]:.0f} | {after[0]:.0f} | {before[1]:.1f} | {after[1]:.1f} |",
                 flush=True,
@@ -244,18 +320,25 @@ def main() -> int:
             if number == 1:
                 reached &= after[0] <= GOALS["kernels"] and after[1] <= GOALS["bytes"]
     print(
-        f"goals for one micro-batch: {GOALS['kernels']} kernels a layer, {GOALS['bytes']} bytes a parameter:", end=" "
+        f"goals for one micro-batch: {GOALS['kernels']} kernels a layer, {GOALS['bytes']} bytes a parameter:",
+        end=" ",
     )
     print("reached" if reached else "missed")
     written, called = compiled_kernels(mesh, asked.width)
-    print(f"of a compiled layer: {written + called} kernels: {written} written by Inductor, {called} of libraries")
-    print("| loss | kernels a chunk: operations | kernels | bytes a logit: operations | kernels |")
+    print(
+        f"of a compiled layer: {written + called} kernels: {written} written by Inductor, {called} of libraries"
+    )
+    print(
+        "| loss | kernels a chunk: operations | kernels | bytes a logit: operations | kernels |"
+    )
     print("|---|---|---|---|---|")
     for name, settings in (
         ("cross entropy", {}),
         ("with z-loss and smoothed labels", {"z_loss": 1e-4, "label_smoothing": 0.1}),
     ):
-        (before, before_bytes), (after, after_bytes) = (of_loss(fused=fused, **settings) for fused in (False, True))
+        (before, before_bytes), (after, after_bytes) = (
+            of_loss(fused=fused, **settings) for fused in (False, True)
+        )
         print(f"| {name} | {before} | {after} | {before_bytes:.1f} | {after_bytes:.1f} |")
     mesh.close()
     return 0

@@ -45,7 +45,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from architectures import NAMES, NOT_RUN, config_of, perturbed
 from ranks import spawn
 from threefold.__main__ import main as threefold
-from threefold.check.compare import SAME_WEIGHT, Bound, Comparison, Training, compare_tensors, compare_trainings
+from threefold.check.compare import (
+    SAME_WEIGHT,
+    Bound,
+    Comparison,
+    Training,
+    compare_tensors,
+    compare_trainings,
+)
 from threefold.errors import ThreefoldError
 from threefold.mesh import environment
 from threefold.mesh.topology import Topology
@@ -64,7 +71,10 @@ _ADAPTED = {
     "LoRA, cp 2": (Topology(cp=2), "auto"),
 }
 _NOISY = {"dropout, tp 2": (Topology(tp=2), "auto"), "dropout, cp 2": (Topology(cp=2), "auto")}
-_LONG = {"longest place, one process": (Topology(), "auto"), "longest place, cp 2": (Topology(cp=2), "auto")}
+_LONG = {
+    "longest place, one process": (Topology(), "auto"),
+    "longest place, cp 2": (Topology(cp=2), "auto"),
+}
 _ON_MESHES = {**MESHES, **_ADAPTED, **_NOISY, **_LONG}
 # A mesh is not tried if a part of it does not hold: it would be refused for that part.
 _PARTS_OF = {
@@ -98,32 +108,57 @@ _TRAIN_S = 120.0
 
 def main() -> None:
     """Runs the cases and prints or writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--types", nargs="+", default=list(SAMPLE), metavar="TYPE")
     parser.add_argument("--all", action="store_true", help=f"all {len(NAMES)} types")
     parser.add_argument("--columns", nargs="+", default=[*MESHES, WHOLE], metavar="COLUMN")
-    parser.add_argument("--lora", action="store_true", help=f"besides, the columns {', '.join(_ADAPTED)}")
-    parser.add_argument("--dropout", action="store_true", help=f"besides, the columns {', '.join(_NOISY)}")
-    parser.add_argument("--long", action="store_true", help=f"besides, the columns {', '.join(_LONG)}")
-    parser.add_argument("--write", type=Path, help="write the page there instead of printing it")
-    parser.add_argument("--results", type=Path, help="keep each cell there, and run only those not in it yet")
-    parser.add_argument("--check", action="store_true", help="exit 1 if a cell is wrong or ended in a traceback")
+    parser.add_argument(
+        "--lora", action="store_true", help=f"besides, the columns {', '.join(_ADAPTED)}"
+    )
+    parser.add_argument(
+        "--dropout", action="store_true", help=f"besides, the columns {', '.join(_NOISY)}"
+    )
+    parser.add_argument(
+        "--long", action="store_true", help=f"besides, the columns {', '.join(_LONG)}"
+    )
+    parser.add_argument(
+        "--write", type=Path, help="write the page there instead of printing it"
+    )
+    parser.add_argument(
+        "--results", type=Path, help="keep each cell there, and run only those not in it yet"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="exit 1 if a cell is wrong or ended in a traceback"
+    )
     arguments = parser.parse_args()
     types = list(NAMES) if arguments.all else arguments.types
-    columns = [*arguments.columns, *(_ADAPTED if arguments.lora else ()), *(_NOISY if arguments.dropout else ())]
+    columns = [
+        *arguments.columns,
+        *(_ADAPTED if arguments.lora else ()),
+        *(_NOISY if arguments.dropout else ()),
+    ]
     columns += _LONG if arguments.long else ()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="threefold-families-") as folder:
         os.environ.update(XDG_CACHE_HOME=f"{folder}/cache", HF_HUB_OFFLINE="1")
         (Path(folder) / _OWNER).write_text(str(os.getpid()))
         results = run_all(types, columns, Path(folder), kept=arguments.results)
-    print(f"{len(types)} types in {(time.monotonic() - began) / 60:.1f} minutes", file=sys.stderr)
+    print(
+        f"{len(types)} types in {(time.monotonic() - began) / 60:.1f} minutes", file=sys.stderr
+    )
     page = _page(results, columns)
     if arguments.write:
         arguments.write.write_text(page)
     else:
         print(page)
-    failed = [f"{name}, {key}: {cell}" for name, cells in results.items() for key, cell in cells.items() if _bad(cell)]
+    failed = [
+        f"{name}, {key}: {cell}"
+        for name, cells in results.items()
+        for key, cell in cells.items()
+        if _bad(cell)
+    ]
     print("\n".join(failed), file=sys.stderr)
     sys.exit(1 if failed and arguments.check else 0)
 
@@ -135,7 +170,9 @@ def run_all(
 
     Cells in the file `kept` are taken from it; each is written there as soon as it is known.
     """
-    spawn.PRELOAD += [f"transformers.models.{module}" for name in types if (module := _modeling(name))]
+    spawn.PRELOAD += [
+        f"transformers.models.{module}" for name in types if (module := _modeling(name))
+    ]
     known = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
     results: dict[str, dict[str, str]] = {name: {**known.get(name, {})} for name in types}
     results |= {name: {"-": NOT_RUN[name]} for name in types if name in NOT_RUN}
@@ -154,7 +191,11 @@ def run_all(
     ready = [name for name, _ in asked if "-" not in results[name]]
     for column in columns:
         if column == WHOLE:
-            left = [(name, "") for name in ready if _holds(results[name].get("one process/causal", "0"))]
+            left = [
+                (name, "")
+                for name in ready
+                if _holds(results[name].get("one process/causal", "0"))
+            ]
             group = _Group(WHOLE, 1, _by_command, folder, limit_s=_TRAIN_S, keep=keep)
         else:
             left = [
@@ -165,14 +206,23 @@ def run_all(
             ]
             act = _drift if column in _NOISY else _to_the_end if column in _LONG else _compare
             group = _Group(column, _ON_MESHES[column][0].world_size, act, folder, keep=keep)
-        group.run([(name, rows) for name, rows in left if f"{column}/{rows}" not in results[name]], results)
+        group.run(
+            [(name, rows) for name, rows in left if f"{column}/{rows}" not in results[name]],
+            results,
+        )
     keep()
     return results
 
 
 def _rows_of(column: str) -> list[str]:
     """Padding is looked at in the columns of whole models."""
-    kept = ROWS if column in MESHES else ("causal",) if column in _LONG else ("causal", "documents")
+    kept = (
+        ROWS
+        if column in MESHES
+        else ("causal",)
+        if column in _LONG
+        else ("causal", "documents")
+    )
     return [""] if column == WHOLE else [rows for rows in ROWS if rows in kept]
 
 
@@ -203,7 +253,13 @@ class _Group:
         limit_s: float = _CASE_S,
         keep: Callable[[], None] = lambda: None,
     ) -> None:
-        self._column, self._size, self._act, self._folder, self._limit_s = column, size, act, folder, limit_s
+        self._column, self._size, self._act, self._folder, self._limit_s = (
+            column,
+            size,
+            act,
+            folder,
+            limit_s,
+        )
         self._keep = keep
         self._answers = folder / f"answers-{column.replace(' ', '-')}.jsonl"
         self._starts = 0
@@ -214,13 +270,17 @@ class _Group:
         while left:
             left = self._serve(left, results)
 
-    def _serve(self, left: list[tuple[str, str]], results: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
+    def _serve(
+        self, left: list[tuple[str, str]], results: dict[str, dict[str, str]]
+    ) -> list[tuple[str, str]]:
         self._starts += 1
         self._answers.write_text("")
         context = spawn.server()
         join = self._folder / f"join-{self._answers.stem}-{self._starts}"
         given = (self._column, self._size, self._act, self._folder, join, self._answers, left)
-        processes = [context.Process(target=_member, args=(rank, *given)) for rank in range(self._size)]
+        processes = [
+            context.Process(target=_member, args=(rank, *given)) for rank in range(self._size)
+        ]
         for process in processes:
             process.start()
         done, since, reason = 0, time.monotonic(), ""
@@ -228,15 +288,24 @@ class _Group:
             while done < len(left):
                 time.sleep(0.02)
                 # In this order: one that has gone has written all that it had to say.
-                gone = [process.exitcode for process in processes if process.exitcode is not None]
-                lines = [json.loads(line) for line in self._answers.read_text().splitlines() if line.endswith("}")]
+                gone = [
+                    process.exitcode for process in processes if process.exitcode is not None
+                ]
+                lines = [
+                    json.loads(line)
+                    for line in self._answers.read_text().splitlines()
+                    if line.endswith("}")
+                ]
                 for line in [line for line in lines if "cell" in line][done:]:
                     self._write(left[done], line["cell"], results)
                     done, since = done + 1, time.monotonic()
                 # A rank may be done before rank 0 has told the last cell.
                 if any(gone) or (len(gone) == len(processes) and done < len(left)):
                     code = next((code for code in gone if code), 0)
-                    reason = next((line["error"] for line in lines if "error" in line), f"exit code {code}")
+                    reason = next(
+                        (line["error"] for line in lines if "error" in line),
+                        f"exit code {code}",
+                    )
                     break
                 if time.monotonic() - since > self._limit_s:
                     reason = f"no answer within {self._limit_s:.0f} s"
@@ -251,14 +320,27 @@ class _Group:
             done += 1
         return left[done:]
 
-    def _write(self, case: tuple[str, str], cell: str, results: dict[str, dict[str, str]]) -> None:
+    def _write(
+        self, case: tuple[str, str], cell: str, results: dict[str, dict[str, str]]
+    ) -> None:
         results[case[0]][f"{self._column}/{case[1]}"] = cell
         self._keep()
-        print(f"{self._column:>12}  {case[0]:<24} {case[1]:<10} {cell}", file=sys.stderr, flush=True)
+        print(
+            f"{self._column:>12}  {case[0]:<24} {case[1]:<10} {cell}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _member(
-    rank: int, column: str, size: int, act: Any, folder: Path, join: Path, answers: Path, cases: list[tuple[str, str]]
+    rank: int,
+    column: str,
+    size: int,
+    act: Any,
+    folder: Path,
+    join: Path,
+    answers: Path,
+    cases: list[tuple[str, str]],
 ) -> None:
     """One process of a group."""
     from datetime import timedelta
@@ -277,11 +359,15 @@ def _member(
     mesh: Any = None
     if size > 1:
         limit = timedelta(seconds=_CASE_S)
-        dist.init_process_group("gloo", init_method=f"file://{join}", rank=rank, world_size=size, timeout=limit)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{join}", rank=rank, world_size=size, timeout=limit
+        )
     if column in _ADAPTED:
         _begin_adapters_away_from_zero()
     if column in _ON_MESHES:
-        info = environment.LaunchInfo(rank=rank, world_size=size, launcher="process group" if size > 1 else None)
+        info = environment.LaunchInfo(
+            rank=rank, world_size=size, launcher="process group" if size > 1 else None
+        )
         mesh = join_mesh(_ON_MESHES[column][0], info, device="cpu", timeout_s=_CASE_S)
     for name, rows in cases:
         if not _alive(folder / _OWNER):  # the table's own process was ended
@@ -361,19 +447,31 @@ def _write_corpus(folder: Path) -> None:
     lines = []
     for number in range(200):
         length = 5 + (number * 37) % 56
-        text = "".join(chr(97 + (number * 11 + place * place * 7 + place * number) % 26) for place in range(length))
+        text = "".join(
+            chr(97 + (number * 11 + place * place * 7 + place * number) % 26)
+            for place in range(length)
+        )
         lines.append(json.dumps({"text": text}))
     _corpus(folder).write_text("\n".join(lines) + "\n")
-    letters = {token: number for number, token in enumerate(["<pad>", "<s>", "</s>", *map(chr, range(97, 123))])}
+    letters = {
+        token: number
+        for number, token in enumerate(["<pad>", "<s>", "</s>", *map(chr, range(97, 123))])
+    }
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.add_special_tokens(["<pad>", "<s>", "</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "pad_token": "<pad>"}
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
 
 
-def _prepare(name: str, rows: str, folder: Path, mesh: Any, column: str, *, seed: int = 0) -> str:
+def _prepare(
+    name: str, rows: str, folder: Path, mesh: Any, column: str, *, seed: int = 0
+) -> str:
     """Writes a type's model, and what transformers' own model of it computes for each kind of rows."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -385,7 +483,9 @@ def _prepare(name: str, rows: str, folder: Path, mesh: Any, column: str, *, seed
     torch.manual_seed(seed)
     try:
         config = reduced(config_of(name), ranks=2, seq_len=_SEQ_LEN)
-        model: Any = perturbed(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), seed=seed)
+        model: Any = perturbed(
+            AutoModelForCausalLM.from_config(config, attn_implementation="eager"), seed=seed
+        )
         model.save_pretrained(folder / name)
         config.save_pretrained(folder / name)  # of all parts, where the model is of one
     except Exception as error:
@@ -404,13 +504,22 @@ def _prepare(name: str, rows: str, folder: Path, mesh: Any, column: str, *, seed
 
 def _write_with_dropout(folder: Path, name: str) -> None:
     """The same weights, with every rate of dropout at 0.1; no folder if the config has none."""
-    noisy, config = folder / f"{name}-dropout", json.loads((folder / name / "config.json").read_text())
+    noisy, config = (
+        folder / f"{name}-dropout",
+        json.loads((folder / name / "config.json").read_text()),
+    )
     rates: list[str] = []
 
     def raised(values: dict[str, Any]) -> dict[str, Any]:
-        own = [key for key, value in values.items() if _RATE.search(key) and isinstance(value, float | int)]
+        own = [
+            key
+            for key, value in values.items()
+            if _RATE.search(key) and isinstance(value, float | int)
+        ]
         rates.extend(own)
-        nested = {key: raised(value) for key, value in values.items() if isinstance(value, dict)}
+        nested = {
+            key: raised(value) for key, value in values.items() if isinstance(value, dict)
+        }
         return {**values, **nested, **dict.fromkeys(own, 0.1)}
 
     config = raised(config)
@@ -430,7 +539,12 @@ def _begin_adapters_away_from_zero() -> None:
     from threefold.model import lora
 
     def values(name: str, shape: torch.Size, *, seed: int) -> torch.Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()) + seed)) * 0.1
+        return (
+            torch.randn(
+                shape, generator=torch.Generator().manual_seed(sum(name.encode()) + seed)
+            )
+            * 0.1
+        )
 
     lora.initial = values
 
@@ -455,7 +569,9 @@ def _alone(name: str, kind: str, folder: Path, column: str = "one process") -> d
     config = _asked(name, kind, folder, column)
     mesh = join_mesh(Topology(), environment.LaunchInfo(), device="cpu", timeout_s=60)
     rows, loader = _batches(config, mesh)
-    model = AutoModelForCausalLM.from_pretrained(folder / name, attn_implementation="eager", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / name, attn_implementation="eager", dtype=torch.float32
+    )
     model = frozen_as_built(model, load.outline(load.read_config(config.model)))
     if config.model.lora.r:
         lora.insert_whole(model, config.model.lora, seed=config.train.seed)
@@ -481,12 +597,17 @@ def _compare(name: str, kind: str, folder: Path, mesh: Any, column: str) -> str:
         own = folder / f"seed {seed}" if seed else folder
         if seed:
             own.mkdir(exist_ok=True)
-            mesh.share(f"{name} from seed {seed}", partial(_prepare, name, "", own, mesh, column, seed=seed))
+            mesh.share(
+                f"{name} from seed {seed}",
+                partial(_prepare, name, "", own, mesh, column, seed=seed),
+            )
         compared = _compared(name, kind, own, mesh, column)
         if isinstance(compared, str):
             return compared
         first = compared.first
-        later = first is not None and first.place.startswith("step ") and first.place != "step 1"
+        later = (
+            first is not None and first.place.startswith("step ") and first.place != "step 1"
+        )
         if not mesh.decide("a later difference", later, any):
             break
     return cell_of(compared)
@@ -523,15 +644,22 @@ def _compared(name: str, kind: str, folder: Path, mesh: Any, column: str) -> Com
 
     def observe() -> None:
         if not actual.gradients:
-            actual.gradients.update((key, gradient.clone()) for key, gradient in complete_gradients(model))
+            actual.gradients.update(
+                (key, gradient.clone()) for key, gradient in complete_gradients(model)
+            )
 
     step = TrainStep(
-        model, build_optimizer(model.module, config.optimizer), grad_clip=config.train.grad_clip, observe=observe
+        model,
+        build_optimizer(model.module, config.optimizer),
+        grad_clip=config.train.grad_clip,
+        observe=observe,
     )
     _, loader = _batches(config, mesh)
     assert isinstance(config.train.micro_batch, int)
     for _ in range(_STEPS):
-        result = step.run(micro_batches(next(loader), config.train.micro_batch), lr=config.optimizer.lr)
+        result = step.run(
+            micro_batches(next(loader), config.train.micro_batch), lr=config.optimizer.lr
+        )
         actual.losses.append(mean_loss(result, mesh))
         actual.norms.append(result.grad_norm.item())
     mesh.barrier()
@@ -574,18 +702,26 @@ def _drift(name: str, kind: str, folder: Path, mesh: Any, column: str) -> str:
         config = _asked(name, kind, folder, column)
         if variant != column:
             config = config.model_copy(
-                update={"model": config.model.model_copy(update={"name_or_path": str(folder / name)})}
+                update={
+                    "model": config.model.model_copy(
+                        update={"name_or_path": str(folder / name)}
+                    )
+                }
             )
         asked = request.asked_of(config, mesh)
         admit(config, asked.architecture, mesh)
         model = build(config, asked.architecture, mesh)
         optimizer = build_optimizer(model.module, config.optimizer)
-        step = TrainStep(model, optimizer, grad_clip=config.train.grad_clip, compare_copies=False)
+        step = TrainStep(
+            model, optimizer, grad_clip=config.train.grad_clip, compare_copies=False
+        )
         _, loader = _batches(config, mesh)
         torch.manual_seed(1)
         own = losses.setdefault(variant, [])
         for _ in range(3):
-            result = step.run(micro_batches(next(loader), config.train.micro_batch), lr=config.optimizer.lr)
+            result = step.run(
+                micro_batches(next(loader), config.train.micro_batch), lr=config.optimizer.lr
+            )
             own.append(mean_loss(result, mesh))
         try:
             refuse_drift(state_held(model.module, optimizer), mesh, when="after 3 steps")
@@ -616,9 +752,15 @@ def _to_the_end(name: str, kind: str, folder: Path, mesh: Any, column: str) -> s
     if seq_len < row_length(topology):
         return f"not run: rows of at most {longest} tokens"
     for mode in (Mode(documents=True, padding=True), Mode(documents=False, padding=False)):
-        data = {"seq_len": seq_len, "document_mask": mode.documents, "packing": "none" if mode.padding else "concat"}
+        data = {
+            "seq_len": seq_len,
+            "document_mask": mode.documents,
+            "packing": "none" if mode.padding else "concat",
+        }
         model = {"config": {"model_type": name}}
-        config = validate({"model": model, "data": data, "mesh": {"device": "cpu", "cp_method": method}})
+        config = validate(
+            {"model": model, "data": data, "mesh": {"device": "cpu", "cp_method": method}}
+        )
         sizes = real_sizes(config, architecture, topology, ranks=2, leading=0)
         try:
             if problems := request.setup_problems(config, architecture, topology, device="cpu"):
@@ -636,7 +778,9 @@ def _to_the_end(name: str, kind: str, folder: Path, mesh: Any, column: str) -> s
         if not (found := [each for each in results if each.quantity == REAL_SIZE.quantity]):
             return f"not run: {results[0].detail}"
         figure = max(each.figure / each.bound for each in found)
-        return f"{figure:.3f} {', '.join(each.detail.removeprefix('to token ') for each in found)}"
+        return (
+            f"{figure:.3f} {', '.join(each.detail.removeprefix('to token ') for each in found)}"
+        )
     raise AssertionError
 
 
@@ -680,7 +824,9 @@ def _by_command(name: str, rows: str, folder: Path, mesh: Any, column: str) -> s
             return said
     if said := _command(folder, "export", str(run), "--to", str(out)):
         return said
-    reloaded = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager", dtype=torch.float32).eval()
+    reloaded = AutoModelForCausalLM.from_pretrained(
+        out, attn_implementation="eager", dtype=torch.float32
+    ).eval()
     trained, _ = load_whole(find(run))
     assert find(run).step == 3
     weights, exported = trained.state_dict(), reloaded.state_dict()
@@ -688,10 +834,18 @@ def _by_command(name: str, rows: str, folder: Path, mesh: Any, column: str) -> s
         return f"wrong: exported with another {first}"
     with torch.no_grad():
         ids = torch.arange(3, 19)[None]
-        expected, found = (each(input_ids=ids, use_cache=False).logits for each in (trained, reloaded))
-    comparison = Comparison(compare_tensors(_SAME_LOGITS, {"logits": found}, {"logits": expected}))
+        expected, found = (
+            each(input_ids=ids, use_cache=False).logits for each in (trained, reloaded)
+        )
+    comparison = Comparison(
+        compare_tensors(_SAME_LOGITS, {"logits": found}, {"logits": expected})
+    )
     figure = comparison.worst().figure
-    return f"{figure / _SAME_LOGITS.limit:.3f}" if comparison.holds else f"wrong: logits differ by {figure:.3g}"
+    return (
+        f"{figure / _SAME_LOGITS.limit:.3f}"
+        if comparison.holds
+        else f"wrong: logits differ by {figure:.3g}"
+    )
 
 
 def _command(folder: Path, *arguments: str) -> str:
@@ -764,14 +918,24 @@ def _page(results: dict[str, dict[str, str]], columns: Sequence[str]) -> str:
         ("The longest place probed", _LONG, described[5]),
     ):
         if own := [column for column in columns if column in kinds]:
-            lines += ["", f"## {title}", "", *text.strip().splitlines(), "", *_table(trained, own)]
+            lines += [
+                "",
+                f"## {title}",
+                "",
+                *text.strip().splitlines(),
+                "",
+                *_table(trained, own),
+            ]
     return "\n".join([*lines, *_BEYOND]) + "\n"
 
 
 def _table(results: dict[str, dict[str, str]], columns: Sequence[str]) -> list[str]:
     notes: dict[str, int] = {}
     head, rule = "| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)
-    counts = [_counts(results, columns, kind) for kind in ("holds", "refused", "not run", "wrong", "traceback")]
+    counts = [
+        _counts(results, columns, kind)
+        for kind in ("holds", "refused", "not run", "wrong", "traceback")
+    ]
     cells = [
         f"| {name} | " + " | ".join(_cell(own, column, notes) for column in columns) + " |"
         for name, own in results.items()
@@ -833,13 +997,20 @@ def _kind(cell: str) -> str:
 def _counts(results: dict[str, dict[str, str]], columns: Sequence[str], kind: str) -> str:
     counts = []
     for column in columns:
-        cells = [cell for each in results.values() for key, cell in each.items() if key.split("/")[0] == column]
+        cells = [
+            cell
+            for each in results.values()
+            for key, cell in each.items()
+            if key.split("/")[0] == column
+        ]
         counts.append(str(sum(_kind(cell) == kind for cell in cells)))
     return f"| {kind} | " + " | ".join(counts) + " |"
 
 
 def _cell(cells: dict[str, str], column: str, notes: dict[str, int]) -> str:
-    own = {key.split("/")[1]: cell for key, cell in cells.items() if key.split("/")[0] == column}
+    own = {
+        key.split("/")[1]: cell for key, cell in cells.items() if key.split("/")[0] == column
+    }
     figures = [float(cell.split()[0]) for cell in own.values() if _holds(cell)]
     said: dict[str, list[str]] = {}
     for rows, cell in own.items():

@@ -51,7 +51,11 @@ FAMILIES = ("llama", "qwen3", "gemma2", "mixtral")
 LENGTHS = (65_536, 32_768, 131_072, 262_144, 300_032)
 PIECES = [
     Piece("environment", 60, "driver, clocks, errors of memory, and what doctor says"),
-    Piece("ceilings", 180, "what the device reaches; which attention is first; whether its bits repeat"),
+    Piece(
+        "ceilings",
+        180,
+        "what the device reaches; which attention is first; whether its bits repeat",
+    ),
     Piece("train", 150, "whether the command trains, with documents kept apart"),
     Piece("1b-compiled", 150, "the first goal"),
     Piece("test-step", 200, "a step waits for nothing that it need not wait for"),
@@ -76,7 +80,10 @@ PIECES = [
     *(Piece(f"test-families-{name}", 150, "a family against the CPU") for name in FAMILIES),
     Piece("8b-full", 150, "8B whole, full checkpointing"),
     Piece("8b-selective", 150, "8B whole, selective checkpointing, moments in bfloat16"),
-    *(Piece(f"8b-row-{length}", 200, "how long a row may be with offload") for length in LENGTHS),
+    *(
+        Piece(f"8b-row-{length}", 200, "how long a row may be with offload")
+        for length in LENGTHS
+    ),
 ]
 
 
@@ -121,10 +128,29 @@ def _train(*, tiny: bool) -> dict[str, Any]:
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        keys = ["--train.steps", "3" if tiny else "20", "--model.dtype", "bfloat16", "--data.document_mask", "true"]
-        keys += ["--mesh.dp", "1", "--mesh.cp", "1", "--mesh.tp", "1", "--log.dir", f"{folder}/run"]
+        keys = [
+            "--train.steps",
+            "3" if tiny else "20",
+            "--model.dtype",
+            "bfloat16",
+            "--data.document_mask",
+            "true",
+        ]
+        keys += [
+            "--mesh.dp",
+            "1",
+            "--mesh.cp",
+            "1",
+            "--mesh.tp",
+            "1",
+            "--log.dir",
+            f"{folder}/run",
+        ]
         subprocess.run([sys.executable, "-m", "threefold", "train", *keys], check=True)
-        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+        ]
     return next(line for line in reversed(lines) if "loss" in line)
 
 
@@ -135,11 +161,24 @@ def _tests(name: str) -> dict[str, Any]:
         f"tests/gpu/test_{'cuda_families' if file == 'families' else file}.py",
         *(["-k", family] if family else []),
     ]
-    command = [sys.executable, "-m", "pytest", "-q", "-rfs", "-p", "no:cacheprovider", "-m", "gpu", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-rfs",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        *words,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     print(done.stdout, done.stderr, flush=True)
     if done.returncode:
-        raise RuntimeError(f"pytest exits with {done.returncode}: {' '.join(words)}\n{done.stdout}")
+        raise RuntimeError(
+            f"pytest exits with {done.returncode}: {' '.join(words)}\n{done.stdout}"
+        )
     return {"said": done.stdout.strip().splitlines()[-1]}
 
 
@@ -165,7 +204,11 @@ def versions() -> dict[str, str]:
 
     from threefold.build_id import build_id
 
-    found = {"threefold": build_id(), "torch": torch.__version__, "transformers": transformers.__version__}
+    found = {
+        "threefold": build_id(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
     if torch.cuda.is_available():
         found |= {"cuda": str(torch.version.cuda), "device": torch.cuda.get_device_name()}
     return found | {"python": platform.python_version()}
@@ -178,16 +221,30 @@ def _write(path: Path, values: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def run(piece: Piece, folder: Path, *, limit_s: float, tiny: bool, environment: dict[str, str]) -> dict[str, Any]:
+def run(
+    piece: Piece, folder: Path, *, limit_s: float, tiny: bool, environment: dict[str, str]
+) -> dict[str, Any]:
     """Runs a piece in a process of its own, ends it and all that it has started, and keeps what is known of it."""
     to, log = folder / f"{piece.name}.json", folder / f".{piece.name}.txt"
     to.unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, __file__, "--one", piece.name, "--result", str(to), *(["--tiny"] if tiny else [])]
+    command = [
+        sys.executable,
+        __file__,
+        "--one",
+        piece.name,
+        "--result",
+        str(to),
+        *(["--tiny"] if tiny else []),
+    ]
     began, when = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
         )
         late = False
         try:
@@ -196,11 +253,17 @@ def run(piece: Piece, folder: Path, *, limit_s: float, tiny: bool, environment: 
             late = True
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what it has started: that would keep the device
+                os.killpg(
+                    process.pid, signal.SIGKILL
+                )  # with what it has started: that would keep the device
             code = process.wait()
     result: dict[str, Any] = json.loads(to.read_text(encoding="utf-8")) if to.exists() else {}
     if not result:
-        how = f"it took longer than {limit_s:.0f} s" if late else f"its process ended with exit code {code}"
+        how = (
+            f"it took longer than {limit_s:.0f} s"
+            if late
+            else f"its process ended with exit code {code}"
+        )
         result = {"ending": "late" if late else "failed", "error": how}
     said = log.read_bytes()[-_KEPT_OUTPUT:].decode(errors="replace")
     log.unlink()
@@ -224,10 +287,16 @@ def machine_of(*, tiny: bool) -> str | None:
         return "tiny"
     try:
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        names = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.splitlines()
+        names = subprocess.run(
+            query, capture_output=True, text=True, timeout=30
+        ).stdout.splitlines()
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return re.sub(r"[^a-z0-9]+", "-", names[0].lower()).strip("-") if names and names[0].strip() else None
+    return (
+        re.sub(r"[^a-z0-9]+", "-", names[0].lower()).strip("-")
+        if names and names[0].strip()
+        else None
+    )
 
 
 def prepared() -> dict[str, str]:
@@ -237,12 +306,28 @@ def prepared() -> dict[str, str]:
     if wheels:
         marker = SITE / ".installed"
         if not marker.exists() or marker.read_text() != "\n".join(wheels):
-            install = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade"]
+            install = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "-q",
+                "--no-index",
+                "--no-deps",
+                "--upgrade",
+            ]
             if subprocess.run([*install, "--target", str(SITE), *wheels]).returncode:
-                sys.exit(f"{WHEELS} has wheels for another machine: they are for Python 3.12 on Linux (x86_64)")
+                sys.exit(
+                    f"{WHEELS} has wheels for another machine: they are for Python 3.12 on Linux (x86_64)"
+                )
             marker.write_text("\n".join(wheels))
         paths.insert(1, str(SITE))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 def to_run(pieces: Sequence[Piece], folder: Path, *, build: str) -> Iterator[Piece]:
@@ -265,7 +350,11 @@ def _known(path: Path) -> dict[str, Any]:
 def line_of(result: dict[str, Any]) -> str:
     """A result in a line: how it ended, and the figures that matter, or the end of its error."""
     figures = result.get("figures") or {}
-    shown = [f"{key} {value:,.4g}" for key, value in figures.items() if isinstance(value, int | float) and value]
+    shown = [
+        f"{key} {value:,.4g}"
+        for key, value in figures.items()
+        if isinstance(value, int | float) and value
+    ]
     error = (result.get("error") or "").strip().splitlines()[-1:]
     text = ", ".join(shown[:8]) or "".join(error)[:300]
     return f"{result['piece']}: {result['ending']} in {result['seconds']} s  {text}"
@@ -276,7 +365,15 @@ def line_of(result: dict[str, Any]) -> str:
 
 def table_of(results: dict[str, dict[str, Any]]) -> list[str]:
     """The rows of a machine that were measured, as a table; those that were not, by name."""
-    columns = ("run", "tokens/s", "of the peak", "memory, GiB", "host, ms of a step's", "of the Trainer", "goal")
+    columns = (
+        "run",
+        "tokens/s",
+        "of the peak",
+        "memory, GiB",
+        "host, ms of a step's",
+        "of the Trainer",
+        "goal",
+    )
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name, result in results.items():
         figures = result.get("figures", {})
@@ -293,8 +390,12 @@ def table_of(results: dict[str, dict[str, Any]]) -> list[str]:
             f"{figures['goal']:,.0f}" if figures["goal"] else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    others = {name: result for name, result in results.items() if result.get("ending") != "done"}
-    lines += [""] + [f"- {name}: {result.get('ending')}: {_cause(result)}" for name, result in others.items()]
+    others = {
+        name: result for name, result in results.items() if result.get("ending") != "done"
+    }
+    lines += [""] + [
+        f"- {name}: {result.get('ending')}: {_cause(result)}" for name, result in others.items()
+    ]
     for name in ("bits", "bits-deterministic"):
         if figures := results.get(name, {}).get("figures"):
             lines.append(
@@ -313,11 +414,17 @@ def page_of(results: Path) -> str:
     """What the page says of GPUs: the kept results of each machine, or that nothing has run."""
     parts = []
     for folder in sorted(path for path in results.glob("*") if path.is_dir()):
-        known = {piece.name: result for piece in PIECES if (result := _known(folder / f"{piece.name}.json"))}
+        known = {
+            piece.name: result
+            for piece in PIECES
+            if (result := _known(folder / f"{piece.name}.json"))
+        }
         if not known:
             continue
         last = max(known.values(), key=lambda result: str(result.get("when")))
-        about = ", ".join(f"{name} {version}" for name, version in last.get("versions", {}).items())
+        about = ", ".join(
+            f"{name} {version}" for name, version in last.get("versions", {}).items()
+        )
         parts.append("\n".join([f"{folder.name}: {about}; `make gpu`", "", *table_of(known)]))
     return "\n\n".join(parts) if parts else NOT_RUN
 
@@ -331,12 +438,16 @@ def with_page(text: str, inside: str) -> str:
 
 def main() -> None:
     """Runs the pieces that are left, or some, or writes the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = [piece.name for piece in PIECES]
     parser.add_argument("--only", nargs="*", default=[], metavar="PIECE", choices=names)
     parser.add_argument("--to", type=Path, default=RESULTS, help="default: benchmarks/results")
     parser.add_argument("--seconds", type=float, default=580, help="of this call at most")
-    parser.add_argument("--limit", type=float, help="seconds of each piece, in place of its own")
+    parser.add_argument(
+        "--limit", type=float, help="seconds of each piece, in place of its own"
+    )
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--pages", action="store_true")
@@ -346,17 +457,23 @@ def main() -> None:
     if asked.one:
         return alone(asked.one, asked.result, tiny=asked.tiny)
     if asked.pages:
-        PAGE.write_text(with_page(PAGE.read_text(encoding="utf-8"), page_of(asked.to)), encoding="utf-8")
+        PAGE.write_text(
+            with_page(PAGE.read_text(encoding="utf-8"), page_of(asked.to)), encoding="utf-8"
+        )
         return None
     began = time.monotonic()
     machine = machine_of(tiny=asked.tiny)
     if asked.list:
         for piece in PIECES:
             known = _known(asked.to / (machine or "") / f"{piece.name}.json")
-            print(f"{piece.name:30} {piece.limit_s:4} s  {known.get('ending', 'not run'):8} {piece.why}")
+            print(
+                f"{piece.name:30} {piece.limit_s:4} s  {known.get('ending', 'not run'):8} {piece.why}"
+            )
         return None
     if machine is None:
-        sys.exit("no CUDA device: nothing was measured (python benchmarks/gpu.py --tiny tries the pieces on a CPU)")
+        sys.exit(
+            "no CUDA device: nothing was measured (python benchmarks/gpu.py --tiny tries the pieces on a CPU)"
+        )
     folder, environment = asked.to / machine, prepared()
     sys.path.insert(0, str(ROOT / "src"))
     from threefold.build_id import build_id
@@ -369,7 +486,9 @@ def main() -> None:
             print("the time of this call is over: again, for what is left")
             return None
         if left < limit_s:
-            print(f"{piece.name}: not begun: its limit is {limit_s:.0f} s, and {left:.0f} s are left")
+            print(
+                f"{piece.name}: not begun: its limit is {limit_s:.0f} s, and {left:.0f} s are left"
+            )
             continue
         result = run(piece, folder, limit_s=limit_s, tiny=asked.tiny, environment=environment)
         print(line_of(result), flush=True)

@@ -63,7 +63,9 @@ class Row:
 
     def tiny(self) -> Row:
         """The same in a size for a CPU."""
-        sizes = {key: value for key, value in {**self.model, **TINY}.items() if value is not None}
+        sizes = {
+            key: value for key, value in {**self.model, **TINY}.items() if value is not None
+        }
         return replace(self, model=sizes, seq_len=TINY_SEQ_LEN, rows=1)
 
 
@@ -71,25 +73,38 @@ _COMPILED = {"train": {"compile": True}}
 _EAGER = {"train": {"compile": False}}
 _SELECTIVE = {"train": {"activation_checkpointing": "selective", "compile": True}}
 _FULL = {"train": {"activation_checkpointing": "full", "compile": False}}
-_OFFLOADED = {"mesh": {"cpu_offload": True}, "train": {"activation_checkpointing": "offload", "compile": False}}
+_OFFLOADED = {
+    "mesh": {"cpu_offload": True},
+    "train": {"activation_checkpointing": "offload", "compile": False},
+}
 # A quarter of the layers of 8B, for devices that do not hold it: time and memory of a layer are the same.
 _QUARTER = {**LLAMA_8B, "num_hidden_layers": 8}
 ROWS: dict[str, Row] = {
     "1b-compiled": Row(LLAMA_1B, 8, _COMPILED, 46_000, 54_800, {"torch_compile": True}),
     "1b-eager": Row(LLAMA_1B, 8, _EAGER, 36_200, 43_800, {}),
     "1b-documents": Row(LLAMA_1B, 8, _COMPILED, 0, 0, documents=True),
-    "1b-float8": Row(LLAMA_1B, 8, {"train": {"compile": True, "float8": "tensorwise"}}, 46_000, 60_300),
+    "1b-float8": Row(
+        LLAMA_1B, 8, {"train": {"compile": True, "float8": "tensorwise"}}, 46_000, 60_300
+    ),
     "8b-quarter-compiled": Row(_QUARTER, 2, _COMPILED, 0, 0, {"torch_compile": True}),
     "8b-quarter-selective": Row(_QUARTER, 2, _SELECTIVE, 0, 0),
     "8b-quarter-full": Row(_QUARTER, 2, _FULL, 0, 0),
-    "8b-quarter-narrow": Row(_QUARTER, 2, {**_COMPILED, "optimizer": {"moments": "bfloat16"}}, 0, 0),
-    "8b-lora": Row({**LLAMA_8B, "lora": True}, 2, _COMPILED, 11_000, 12_500, {"torch_compile": True}),
+    "8b-quarter-narrow": Row(
+        _QUARTER, 2, {**_COMPILED, "optimizer": {"moments": "bfloat16"}}, 0, 0
+    ),
+    "8b-lora": Row(
+        {**LLAMA_8B, "lora": True}, 2, _COMPILED, 11_000, 12_500, {"torch_compile": True}
+    ),
     "8b-full": Row(LLAMA_8B, 1, _FULL, 0, 6_900, {"gradient_checkpointing": True}),
-    "8b-selective": Row(LLAMA_8B, 1, {**_SELECTIVE, "optimizer": {"moments": "bfloat16"}}, 7_700, 8_650),
+    "8b-selective": Row(
+        LLAMA_8B, 1, {**_SELECTIVE, "optimizer": {"moments": "bfloat16"}}, 7_700, 8_650
+    ),
 }
 # One row of so many tokens, offloaded: the floor is 65k, the goal 300k.
 LENGTHS = (32_768, 65_536, 131_072, 262_144, 300_032)
-ROWS |= {f"8b-row-{length}": Row(LLAMA_8B, 1, _OFFLOADED, 0, 0, seq_len=length) for length in LENGTHS}
+ROWS |= {
+    f"8b-row-{length}": Row(LLAMA_8B, 1, _OFFLOADED, 0, 0, seq_len=length) for length in LENGTHS
+}
 # Rows are as many as fit, the first of these.
 FEWER = (8, 4, 2, 1)
 
@@ -103,14 +118,24 @@ def batch_of(row: Row) -> dict[str, Any]:
     import torch
 
     size = row.rows, row.seq_len + 1
-    tokens = torch.randint(row.model["vocab_size"], size, generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        row.model["vocab_size"], size, generator=torch.Generator().manual_seed(0)
+    )
     length = row.seq_len // 4 if row.documents else row.seq_len
     places = torch.arange(row.seq_len).expand(row.rows, -1)
-    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": places % length}
+    batch = {
+        "input_ids": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "position_ids": places % length,
+    }
     if row.documents:
         batch["document_ids"] = places // length
     batch = {name: each.contiguous() for name, each in batch.items()}
-    return {name: each.pin_memory() for name, each in batch.items()} if torch.cuda.is_available() else batch
+    return (
+        {name: each.pin_memory() for name, each in batch.items()}
+        if torch.cuda.is_available()
+        else batch
+    )
 
 
 def config_of(row: Row) -> Any:
@@ -122,7 +147,14 @@ def config_of(row: Row) -> Any:
     if row.model.get("lora"):
         model["lora"] = {"r": 16, "target_modules": "all-linear"}
     data = {"seq_len": row.seq_len, "document_mask": row.documents}
-    keys = {**row.keys, "train": {**row.keys.get("train", {}), "global_batch": row.rows, "micro_batch": row.rows}}
+    keys = {
+        **row.keys,
+        "train": {
+            **row.keys.get("train", {}),
+            "global_batch": row.rows,
+            "micro_batch": row.rows,
+        },
+    }
     return validate({"model": model, "data": data, **keys})
 
 
@@ -151,8 +183,12 @@ def fitting(row: Row) -> Row:
         if (needed := peak(*estimate).total) <= memory:
             if (kept := host_bytes(*estimate)) <= host:
                 return smaller
-            raise DoesNotFit(f"{kept / 2**30:.1f} GiB of the host by the planner's estimate, of {host / 2**30:.1f} GiB")
-    raise DoesNotFit(f"one row needs {needed / 2**30:.1f} GiB by the planner's estimate, of {memory / 2**30:.1f} GiB")
+            raise DoesNotFit(
+                f"{kept / 2**30:.1f} GiB of the host by the planner's estimate, of {host / 2**30:.1f} GiB"
+            )
+    raise DoesNotFit(
+        f"one row needs {needed / 2**30:.1f} GiB by the planner's estimate, of {memory / 2**30:.1f} GiB"
+    )
 
 
 @contextmanager
@@ -232,23 +268,36 @@ def _kernels(step: Callable[[], Any]) -> list[tuple[str, float, int]]:
         step()
         _wait()
     events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
-    return [(event.key[:120], event.self_device_time_total / 1e3, event.count) for event in events[:_LONGEST_KERNELS]]
+    return [
+        (event.key[:120], event.self_device_time_total / 1e3, event.count)
+        for event in events[:_LONGEST_KERNELS]
+    ]
 
 
 def measure_trainer(row: Row, *, steps: int) -> dict[str, Any]:
     """The same by transformers.Trainer, from its first step after the warm-up to its last."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
 
     row = fitting(row)
     sizes = {key: value for key, value in row.model.items() if key != "lora"}
     config = AutoConfig.for_model(**sizes)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="sdpa"
+        )
     if row.model.get("lora"):
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+        model = get_peft_model(
+            model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+        )
     times: list[float] = []
 
     class Clock(TrainerCallback):  # type: ignore[misc]
@@ -270,7 +319,12 @@ def measure_trainer(row: Row, *, steps: int) -> dict[str, Any]:
         Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[Clock()]).train()
     taken = times[1] - times[0]
     speed = steps * row.rows * row.seq_len / taken
-    return {"tokens_per_s": speed, "peak_bytes": _peak(), "rows": row.rows, "seq_len": row.seq_len}
+    return {
+        "tokens_per_s": speed,
+        "peak_bytes": _peak(),
+        "rows": row.rows,
+        "seq_len": row.seq_len,
+    }
 
 
 def _timed(step: Callable[[], Any], steps: int, tokens: int) -> dict[str, Any]:
@@ -326,7 +380,10 @@ def ceilings(*, tiny: bool) -> dict[str, Any]:
     for rows, head_dim in ((1, 16),) if tiny else ((8, 64), (2, 128)):
         heads = tuple(_heads(rows, number, length, head_dim, device) for number in (32, 8, 8))
         measured = {**_attention(*heads), **_documents(*heads)}
-        figures |= {f"{name}, {rows} rows, head_dim {head_dim}": entry for name, entry in measured.items()}
+        figures |= {
+            f"{name}, {rows} rows, head_dim {head_dim}": entry
+            for name, entry in measured.items()
+        }
     return figures
 
 
@@ -336,18 +393,28 @@ def _attention(query: Any, key: Any, value: Any) -> dict[str, dict[str, Any]]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def attend() -> Any:
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True
+        )
 
     entries: dict[str, dict[str, Any]] = {}
-    kernels = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
+    kernels = {
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "math": SDPBackend.MATH,
+    }
     for name, kernel in kernels.items():
         entry = entries[name] = {}
         try:
             with sdpa_kernel(kernel):
                 entry["ms"] = _ms(lambda: _gradient(query, attend))
                 first = _gradient(query, attend)
-                entry["same_bits"] = all(torch.equal(first, _gradient(query, attend)) for _ in range(5))
-        except RuntimeError as error:  # this kernel is not there for this device, or has no memory
+                entry["same_bits"] = all(
+                    torch.equal(first, _gradient(query, attend)) for _ in range(5)
+                )
+        except (
+            RuntimeError
+        ) as error:  # this kernel is not there for this device, or has no memory
             entry["error"] = str(error)
     return entries
 
@@ -362,11 +429,18 @@ def _documents(query: Any, key: Any, value: Any) -> dict[str, dict[str, Any]]:
 
     rows, _, length, _ = query.shape
     places = torch.arange(length, device=query.device).expand(rows, -1)
-    documents, positions = (places // (length // 4)).contiguous(), (places % (length // 4)).contiguous()
+    documents, positions = (
+        (places // (length // 4)).contiguous(),
+        (places % (length // 4)).contiguous(),
+    )
     masks = {
         "flex causal": lambda row, head, i, j: i >= j,
-        "flex documents by ids": lambda row, head, i, j: (i >= j) & (documents[row, i] == documents[row, j]),
-        "flex documents by start": lambda row, head, i, j: (i >= j) & (j >= i - positions[row, i]),
+        "flex documents by ids": lambda row, head, i, j: (
+            (i >= j) & (documents[row, i] == documents[row, j])
+        ),
+        "flex documents by start": lambda row, head, i, j: (
+            (i >= j) & (j >= i - positions[row, i])
+        ),
     }
     compiled = torch.compile(flex_attention) if query.is_cuda else flex_attention
     entries = {}
@@ -377,7 +451,9 @@ def _documents(query: Any, key: Any, value: Any) -> dict[str, dict[str, Any]]:
             entries[name] = {"ms": _ms(partial(_gradient, query, attend))}
         else:  # a CPU has no backward of it
             plain = (each.detach() for each in (query, key, value))
-            entries[name] = {"ms": _ms(partial(compiled, *plain, block_mask=blocks, enable_gqa=True))}
+            entries[name] = {
+                "ms": _ms(partial(compiled, *plain, block_mask=blocks, enable_gqa=True))
+            }
     if query.is_cuda:  # a CPU has no kernel of it
         lengths = DocumentLengths.of(documents.cpu(), query.device)
         by_lengths = partial(attend_lengths, (query, key, value), lengths, scaling=None)
@@ -414,20 +490,50 @@ def _ms(call: Callable[[], Any], times: int = 10) -> float:
 def bits(*, deterministic: bool, tiny: bool) -> dict[str, Any]:
     """Two runs of one seed, and one that is stopped in the middle and resumed: in how many steps all are the same."""
     steps, length = (6, 64) if tiny else (30, 1024)
-    keys = ["--train.steps", str(steps), "--model.dtype", "bfloat16", "--log.every", "1", "--mesh.dp", "1"]
-    keys += ["--mesh.cp", "1", "--mesh.tp", "1", "--data.seq_len", str(length), "--log.sample_tokens", "0"]
+    keys = [
+        "--train.steps",
+        str(steps),
+        "--model.dtype",
+        "bfloat16",
+        "--log.every",
+        "1",
+        "--mesh.dp",
+        "1",
+    ]
+    keys += [
+        "--mesh.cp",
+        "1",
+        "--mesh.tp",
+        "1",
+        "--data.seq_len",
+        str(length),
+        "--log.sample_tokens",
+        "0",
+    ]
     keys += ["--train.deterministic", str(deterministic).lower()]
     keys += ["--train.global_batch", "2"] if tiny else []
     with tempfile.TemporaryDirectory() as folder:
         for name in ("one", "other"):
             _command(folder, "train", *keys, "--log.dir", name)
-        first = [*keys, "--checkpoint.every", str(steps // 2), "--optimizer.schedule", "constant"]
+        first = [
+            *keys,
+            "--checkpoint.every",
+            str(steps // 2),
+            "--optimizer.schedule",
+            "constant",
+        ]
         _command(folder, "train", *first, "--log.dir", "whole")
-        _command(folder, "train", *first, "--log.dir", "again", "--train.steps", str(steps // 2))
+        _command(
+            folder, "train", *first, "--log.dir", "again", "--train.steps", str(steps // 2)
+        )
         _command(folder, "resume", "again", "--train.steps", str(steps))
-        losses = {name: _losses(Path(folder) / name) for name in ("one", "other", "whole", "again")}
+        losses = {
+            name: _losses(Path(folder) / name) for name in ("one", "other", "whole", "again")
+        }
     same = sum(one == other for one, other in zip(losses["one"], losses["other"], strict=True))
-    resumed = sum(one == other for one, other in zip(losses["whole"], losses["again"], strict=True))
+    resumed = sum(
+        one == other for one, other in zip(losses["whole"], losses["again"], strict=True)
+    )
     return {"steps": steps, "same_in_a_second_run": same, "same_when_resumed": resumed}
 
 

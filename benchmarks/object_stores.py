@@ -124,7 +124,9 @@ class S3fs:
         return self.store.info(f"{BUCKET}/{key}", refresh=True)["ETag"]
 
     async def read_later(self, key: str) -> None:
-        store = self.module.S3FileSystem(**self.options, asynchronous=True, skip_instance_cache=True)
+        store = self.module.S3FileSystem(
+            **self.options, asynchronous=True, skip_instance_cache=True
+        )
         await store.set_session()
         await store._cat_file(f"{BUCKET}/{key}")
 
@@ -135,7 +137,9 @@ class S3torchconnector:
     def __init__(self, endpoint: str) -> None:
         os.environ.update(AWS_ACCESS_KEY_ID=KEYS[0], AWS_SECRET_ACCESS_KEY=KEYS[1])
         client = importlib.import_module("s3torchconnectorclient._mountpoint_s3_client")
-        self.store = client.MountpointS3Client(region="us-east-1", endpoint=endpoint, force_path_style=True)
+        self.store = client.MountpointS3Client(
+            region="us-east-1", endpoint=endpoint, force_path_style=True
+        )
 
     def write(self, key: str, data: bytes) -> None:
         stream = self.store.put_object(BUCKET, key)
@@ -146,7 +150,9 @@ class S3torchconnector:
         return sum(map(len, self.store.get_object(BUCKET, key)))
 
     def read_range(self, key: str, start: int, length: int) -> int:
-        return sum(map(len, self.store.get_object(BUCKET, key, start=start, end=start + length)))
+        return sum(
+            map(len, self.store.get_object(BUCKET, key, start=start, end=start + length))
+        )
 
     create = swap = None
 
@@ -161,7 +167,12 @@ def memory_mb(field: str) -> float:
 
 def installed_mb(library: str) -> float:
     """What the library and all that it needs takes on the disk, without torch."""
-    sizes, names = 0, {"s3torchconnector": ["s3torchconnector", "s3torchconnectorclient"]}.get(library, [library])
+    sizes, names = (
+        0,
+        {"s3torchconnector": ["s3torchconnector", "s3torchconnectorclient"]}.get(
+            library, [library]
+        ),
+    )
     seen: set[str] = set()
     while names:
         if (name := names.pop().lower().replace("_", "-")) in seen:
@@ -173,7 +184,13 @@ def installed_mb(library: str) -> float:
             sizes += sum(path.stat().st_size for path in paths if path.exists())
             for need in distribution.requires or ():
                 if "extra ==" not in need:
-                    name = next(iter("".join(c if c.isalnum() or c in "-_." else " " for c in need).split()))
+                    name = next(
+                        iter(
+                            "".join(
+                                c if c.isalnum() or c in "-_." else " " for c in need
+                            ).split()
+                        )
+                    )
                     names.append(name)
     return sizes / 1e6
 
@@ -197,7 +214,12 @@ def races(library: Any, folder: str) -> str:
     with ThreadPoolExecutor(8) as pool:
         for number in range(NUM_RACES):
             key = f"{folder}/race-{number}"
-            done = list(pool.map(lambda writer, key=key: outcome(library.create, key, str(writer).encode()), range(8)))
+            done = list(
+                pool.map(
+                    lambda writer, key=key: outcome(library.create, key, str(writer).encode()),
+                    range(8),
+                )
+            )
             right += done.count("taken") == 1
     return f"{right} of {NUM_RACES}"
 
@@ -247,7 +269,10 @@ def work(name: str, endpoint: str, turn: int) -> dict[str, float | str]:
     begun = time.perf_counter()
     library = kind(endpoint)
     assert library.read_range(KEY, 0, 16) == 16
-    found: dict[str, float | str] = {"opened, s": time.perf_counter() - begun, "memory, MB": memory_mb("VmRSS") - empty}
+    found: dict[str, float | str] = {
+        "opened, s": time.perf_counter() - begun,
+        "memory, MB": memory_mb("VmRSS") - empty,
+    }
     places = [random.Random(turn + i).randrange(BIG - RANGE) for i in range(NUM_RANGES)]
     begun = time.perf_counter()
     for place in places:
@@ -284,8 +309,12 @@ def work(name: str, endpoint: str, turn: int) -> dict[str, float | str]:
 def fill(endpoint: str) -> int:
     """Writes what is read; a server that has just begun may not have room for it at once."""
     for _ in range(NUM_RACES):
-        with contextlib.suppress(OSError):  # moto has no bucket that was not made; SeaweedFS refuses this, and makes it
-            urllib.request.urlopen(urllib.request.Request(f"{endpoint}/{BUCKET}", method="PUT"), timeout=5)
+        with contextlib.suppress(
+            OSError
+        ):  # moto has no bucket that was not made; SeaweedFS refuses this, and makes it
+            urllib.request.urlopen(
+                urllib.request.Request(f"{endpoint}/{BUCKET}", method="PUT"), timeout=5
+            )
         with contextlib.suppress(Exception):
             Obstore(endpoint, max_retries=0).write(KEY, os.urandom(BIG))
             return 0
@@ -313,11 +342,29 @@ def seaweed(weed: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="threefold-stores-") as folder:
         who = {"name": "bench", "credentials": [{"accessKey": KEYS[0], "secretKey": KEYS[1]}]}
         rights = Path(folder, "rights.json")
-        rights.write_text(json.dumps({"identities": [{**who, "actions": ["Admin", "Read", "Write", "List"]}]}))
+        rights.write_text(
+            json.dumps({"identities": [{**who, "actions": ["Admin", "Read", "Write", "List"]}]})
+        )
         first = free_ports()
-        command = [weed, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", f"-s3.port={first}"]
-        command += [f"-s3.config={rights}", f"-master.port={first + 1}", f"-volume.port={first + 2}"]
-        command += [f"-filer.port={first + 3}", "-volume.max=20", "-master.volumeSizeLimitMB=128"]
+        command = [
+            weed,
+            "server",
+            f"-dir={folder}",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+            "-s3",
+            f"-s3.port={first}",
+        ]
+        command += [
+            f"-s3.config={rights}",
+            f"-master.port={first + 1}",
+            f"-volume.port={first + 2}",
+        ]
+        command += [
+            f"-filer.port={first + 3}",
+            "-volume.max=20",
+            "-master.volumeSizeLimitMB=128",
+        ]
         command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
         with Path(folder, "log").open("w") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -341,12 +388,17 @@ def seaweed(weed: str) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--weed", help="the server's program")
     for library in LIBRARIES:
         parser.add_argument(f"--{library}", metavar="PYTHON")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--endpoint", help="of a server that is there, with these keys and a bucket of this name")
+    parser.add_argument(
+        "--endpoint",
+        help="of a server that is there, with these keys and a bucket of this name",
+    )
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -360,7 +412,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with contextlib.ExitStack() as stack:
         endpoint = options.endpoint or stack.enter_context(seaweed(options.weed))
-        subprocess.run([pythons["obstore"], __file__, "--worker", "fill", endpoint, "0"], check=True)
+        subprocess.run(
+            [pythons["obstore"], __file__, "--worker", "fill", endpoint, "0"], check=True
+        )
         rows: dict[str, list[dict[str, Any]]] = {name: [] for name in pythons}
         for turn in range(options.rounds):
             for name, python in pythons.items():
@@ -385,14 +439,28 @@ def table(rows: dict[str, list[dict[str, Any]]]) -> None:
     print("|---|" + "---|" * (1 + 2 * len(others)))
     for measure in rows[first][0]:
         cells = []
-        values = {name: [row.get(measure, "not offered") for row in found] for name, found in rows.items()}
-        medians = {name: None if isinstance(v[0], str) else statistics.median(v) for name, v in values.items()}
+        values = {
+            name: [row.get(measure, "not offered") for row in found]
+            for name, found in rows.items()
+        }
+        medians = {
+            name: None if isinstance(v[0], str) else statistics.median(v)
+            for name, v in values.items()
+        }
         for name in rows:
             median = medians[name]
-            cells.append(f"{median:.3g}" if median is not None else ", ".join(dict.fromkeys(values[name])))
+            cells.append(
+                f"{median:.3g}"
+                if median is not None
+                else ", ".join(dict.fromkeys(values[name]))
+            )
             if name != first:
                 mine = medians[first]
-                better = (median / mine if measure in SECONDS else mine / median) if mine and median else None
+                better = (
+                    (median / mine if measure in SECONDS else mine / median)
+                    if mine and median
+                    else None
+                )
                 cells.append(f"{better:.2f}" if better else "")
         print(f"| {measure} | " + " | ".join(cells) + " |", flush=True)
 

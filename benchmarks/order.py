@@ -64,11 +64,17 @@ def torchdata_sampler(n: int, skip: int) -> Iterator[int]:
 
 
 def accelerate_sampler(n: int, skip: int) -> Iterator[int]:
-    from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler
+    from accelerate.data_loader import (
+        BatchSamplerShard,
+        SeedableRandomSampler,
+        SkipBatchSampler,
+    )
     from torch.utils.data import BatchSampler
 
     batch_size = 50
-    batches = BatchSampler(SeedableRandomSampler(range(n), data_seed=0), batch_size, drop_last=False)
+    batches = BatchSampler(
+        SeedableRandomSampler(range(n), data_seed=0), batch_size, drop_last=False
+    )
     shard = BatchSamplerShard(batches, REPLICAS, RANK)
     return itertools.chain.from_iterable(SkipBatchSampler(shard, skip // batch_size))
 
@@ -84,7 +90,9 @@ def numpy_permutation(n: int, skip: int) -> Iterator[int]:
     import numpy as np
 
     share = np.random.default_rng(0).permutation(n)[RANK + skip * REPLICAS :: REPLICAS]
-    return itertools.chain.from_iterable(share[k : k + BLOCK].tolist() for k in range(0, len(share), BLOCK))
+    return itertools.chain.from_iterable(
+        share[k : k + BLOCK].tolist() for k in range(0, len(share), BLOCK)
+    )
 
 
 def numpy_blocks(n: int) -> Callable[[int], Any]:
@@ -118,12 +126,18 @@ def threefold_blocks(n: int) -> Callable[[int], Any]:
 
 PEERS = {
     "torch DistributedSampler": Peer(("torch",), torch_sampler),
-    "torchdata StatefulDistributedSampler": Peer(("torchdata.stateful_dataloader.sampler",), torchdata_sampler),
+    "torchdata StatefulDistributedSampler": Peer(
+        ("torchdata.stateful_dataloader.sampler",), torchdata_sampler
+    ),
     "accelerate seedable + shard": Peer(("accelerate.data_loader",), accelerate_sampler),
     "Grain shuffle()[r::w]": Peer(("grain",), grain_shuffle, one_by_one=10**5),
     "numpy permutation": Peer(("numpy",), numpy_permutation, numpy_blocks),
     "threefold order=torch": Peer(("threefold.data.sampling.sampler",), threefold_torch_order),
-    "threefold": Peer(("threefold.data.sampling.sampler", "threefold.mesh.mesh"), threefold_sampler, threefold_blocks),
+    "threefold": Peer(
+        ("threefold.data.sampling.sampler", "threefold.mesh.mesh"),
+        threefold_sampler,
+        threefold_blocks,
+    ),
 }
 
 
@@ -182,7 +196,9 @@ def cell(name: str, n: int) -> dict[str, float]:
 def missing_module(peer: Peer) -> str | None:
     """Returns the first module of a peer that cannot be imported; checked in its own process."""
     for module in peer.modules:
-        if subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True).returncode:
+        if subprocess.run(
+            [sys.executable, "-c", f"import {module}"], capture_output=True
+        ).returncode:
             return module
     return None
 
@@ -196,9 +212,13 @@ def row(name: str, n: int, figures: dict[str, float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="small n only")
-    parser.add_argument("--peer", action="append", choices=list(PEERS), help="only this peer (may be repeated)")
+    parser.add_argument(
+        "--peer", action="append", choices=list(PEERS), help="only this peer (may be repeated)"
+    )
     parser.add_argument("--cell", nargs=2, metavar=("PEER", "N"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.cell:
@@ -208,8 +228,12 @@ def main() -> None:
         print(json.dumps(measure(peer, int(asked.cell[1]))))
         return
 
-    print(f"Rank {RANK} of {REPLICAS}, shuffled; CPU time; Python {platform.python_version()}, {platform.machine()}\n")
-    print("| order | n | first index, ms | memory, MiB | one by one, M/s | blocks of 64k, M/s | resume, ms |")
+    print(
+        f"Rank {RANK} of {REPLICAS}, shuffled; CPU time; Python {platform.python_version()}, {platform.machine()}\n"
+    )
+    print(
+        "| order | n | first index, ms | memory, MiB | one by one, M/s | blocks of 64k, M/s | resume, ms |"
+    )
     print("|---|---|---|---|---|---|---|", flush=True)
     sizes = [10**5, 10**6] if asked.quick else [10**6, 10**7, 10**8]
     skipped = []

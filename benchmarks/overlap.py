@@ -27,7 +27,12 @@ from threefold.model.collectives import local_part
 from threefold.plan.live import LiveTensors
 from threefold.run.traced import trace
 
-_LLAMA = {"model_type": "llama", "vocab_size": 128256, "head_dim": 128, "max_position_embeddings": 8192}
+_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+}
 MODELS = {
     "8B": {
         **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
@@ -79,7 +84,9 @@ class Watched:
             self._forget()  # the first step makes buffers
             return enter(mode)
 
-        def dispatched(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def dispatched(
+            mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func._opname in ("mm", "bmm", "addmm"):
                 one, other = args[-2:]
                 self._products += 2 * one.numel() * other.shape[-1]
@@ -87,7 +94,11 @@ class Watched:
 
         def waited(group: Any) -> None:
             if group._all_gather_result is not None:
-                size = sum(each.numel() for each in group.fsdp_params for each in each.all_gather_inputs)
+                size = sum(
+                    each.numel()
+                    for each in group.fsdp_params
+                    for each in each.all_gather_inputs
+                )
                 self._receive(size * group.mesh_info.shard_mesh_size * 2)
             wait(group)
 
@@ -107,12 +118,16 @@ class Watched:
         self._reduce(0)
 
     def _receive(self, size: int) -> None:
-        self.gathers.found.append((size, self._products - self._received if self.gathers.found else 0))
+        self.gathers.found.append(
+            (size, self._products - self._received if self.gathers.found else 0)
+        )
         self._received = self._products
 
     def _reduce(self, size: int) -> None:
         if self._reducing is not None:
-            self.reductions.found.append((self._reducing[0], self._products - self._reducing[1]))
+            self.reductions.found.append(
+                (self._reducing[0], self._products - self._reducing[1])
+            )
         self._reducing = (size, self._products) if size else None
 
 
@@ -146,12 +161,16 @@ def watched(model: str, mesh: str, *, apart: bool) -> Watched:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=MODELS, default="8B")
     parser.add_argument("--meshes", nargs="+", default=MESHES)
     options = parser.parse_args()
     print(f"{options.model}, 2 rows of 8,192 tokens a rank, bfloat16\n")
-    print("| mesh | sent | beside products: calls | GiB | operations a byte, least | alone: calls | GiB |")
+    print(
+        "| mesh | sent | beside products: calls | GiB | operations a byte, least | alone: calls | GiB |"
+    )
     print("|---|---|---|---|---|---|---|")
     for mesh in options.meshes:
         for name, apart in (("before", False), ("now", True)):

@@ -67,8 +67,15 @@ def train(written: Path, num_recorded: int, num_turns: int, num_tokens: int) -> 
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8}
-    model = DistributedDataParallel(LlamaForCausalLM(LlamaConfig(vocab_size=2048, num_key_value_heads=4, **sizes)))
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+    }
+    model = DistributedDataParallel(
+        LlamaForCausalLM(LlamaConfig(vocab_size=2048, num_key_value_heads=4, **sizes))
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     num_steps = WARM_UP + 2 * num_recorded + 2 * num_turns
     rows = [torch.randint(0, 2048, (num_tokens,)) for _ in range(8 * num_steps)]
@@ -105,9 +112,14 @@ def show(turns: list[dict[str, Any]], kind: str) -> None:
     for place, clock in enumerate(("time", "CPU time")):
         ratios = [turn["watched"][place] / turn["plain"][place] for turn in of_kind]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        longer = statistics.quantiles([1e3 * (turn["watched"][place] - turn["plain"][place]) for turn in of_kind], n=4)
+        longer = statistics.quantiles(
+            [1e3 * (turn["watched"][place] - turn["plain"][place]) for turn in of_kind], n=4
+        )
         plain = statistics.median(1e3 * turn["plain"][place] for turn in of_kind)
-        shown = "{1:+.2f} ({0:+.2f} to {2:+.2f}) ms".format(*longer) + f" a step of {plain:.0f} ms, {len(ratios)} turns"
+        shown = (
+            "{1:+.2f} ({0:+.2f} to {2:+.2f}) ms".format(*longer)
+            + f" a step of {plain:.0f} ms, {len(ratios)} turns"
+        )
         print(f"{kind:8} {clock:8} x{middle:.3f} ({low:.3f} to {high:.3f}), {shown}")
 
 
@@ -123,11 +135,22 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "turns.jsonl")
-        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        numbers = [f"--{name}={getattr(options, name)}" for name in ("recorded", "turns", "tokens")]
+        ranks = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+        ]
+        numbers = [
+            f"--{name}={getattr(options, name)}" for name in ("recorded", "turns", "tokens")
+        ]
         command = [*ranks, str(Path(__file__).resolve()), "--train", str(written), *numbers]
         record = Path(folder, "record")
-        code = watch(command, record, num_whole=options.recorded, keep_bytes=2**33, to_stderr=True)
+        code = watch(
+            command, record, num_whole=options.recorded, keep_bytes=2**33, to_stderr=True
+        )
         turns = [json.loads(line) for line in written.read_text(encoding="utf-8").splitlines()]
         size = sum(path.stat().st_size for path in record.iterdir())
     for kind in ("recorded", "others"):

@@ -40,7 +40,14 @@ from threefold.plan.accelerators import ACCELERATORS  # noqa: E402
 from threefold.plan.adapters import adapted  # noqa: E402
 from threefold.plan.decoder import Decoder, decoder_of  # noqa: E402
 from threefold.plan.duration import Duration, duration  # noqa: E402
-from threefold.plan.efficiency import EFFICIENCIES, Efficiency, Margin, efficiency_of, family_of, margin_of  # noqa: E402
+from threefold.plan.efficiency import (  # noqa: E402
+    EFFICIENCIES,
+    Efficiency,
+    Margin,
+    efficiency_of,
+    family_of,
+    margin_of,
+)
 from threefold.plan.fabric import fabric_of  # noqa: E402
 from threefold.plan.setup import Setup  # noqa: E402
 
@@ -99,7 +106,12 @@ PROGRAMS = {
     "watts": 0.34,  # the peak of a device held below 700 W: its power to this (power goes with the cube of clocks)
     "exchange": 0.63,  # of the exchanges of tokens between experts' ranks, what is waited for
 }
-_RECIPES = {"bf16": "none", "float8 tensorwise": "tensorwise", "float8 rowwise": "rowwise", "float8 te": "tensorwise"}
+_RECIPES = {
+    "bf16": "none",
+    "float8 tensorwise": "tensorwise",
+    "float8 rowwise": "rowwise",
+    "float8 te": "tensorwise",
+}
 # GB/s of the memory of torchtitan's devices of 500 W (HBM2e), as its page says.
 _BANDWIDTH_500_W = 2.4e12
 
@@ -130,11 +142,15 @@ def _decoder(model: str, rank: int) -> Decoder:
     return adapted(decoder, validate({"model": {"lora": lora}}).model.lora)
 
 
-def reached_by(row: Mapping[str, Any], own: Efficiency, programs: Mapping[str, float]) -> Efficiency:
+def reached_by(
+    row: Mapping[str, Any], own: Efficiency, programs: Mapping[str, float]
+) -> Efficiency:
     """What the kernels of a row's program reach."""
     attention = own.attention
     if row["attention"] != "cudnn":
-        attention *= programs["flash 2"] if family_of(ACCELERATORS[row["device"]]) == "H100" else 1
+        attention *= (
+            programs["flash 2"] if family_of(ACCELERATORS[row["device"]]) == "H100" else 1
+        )
     if row["attention"] == "flash 1":
         attention *= programs["flash 1"]
     if row["mesh"]["cp"] > 2:
@@ -145,7 +161,11 @@ def reached_by(row: Mapping[str, Any], own: Efficiency, programs: Mapping[str, f
     return own._replace(attention=attention, float8=float8)
 
 
-def estimate(row: Mapping[str, Any], own: Efficiency | None = None, programs: Mapping[str, float] = PROGRAMS) -> float:
+def estimate(
+    row: Mapping[str, Any],
+    own: Efficiency | None = None,
+    programs: Mapping[str, float] = PROGRAMS,
+) -> float:
     """Tokens/s of a device.
 
     Args:
@@ -158,7 +178,10 @@ def estimate(row: Mapping[str, Any], own: Efficiency | None = None, programs: Ma
         device = device._replace(bfloat16=peak, bandwidth=_BANDWIDTH_500_W)
     fabric = fabric_of(device, in_host=row["in_host"], link=None, network=row["network"])
     topology = Topology(mesh["dp_replicate"], mesh["dp_shard"], mesh["cp"], mesh["tp"])
-    batches, decoder = row.get("num_batches", 1), _decoder(row["model"], row.get("lora_rank", 0))
+    batches, decoder = (
+        row.get("num_batches", 1),
+        _decoder(row["model"], row.get("lora_rank", 0)),
+    )
     none, full = (
         duration(
             decoder,
@@ -178,10 +201,14 @@ def estimate(row: Mapping[str, Any], own: Efficiency | None = None, programs: Ma
         return (1 - share) * part(none) + share * part(full)
 
     products, attention = row.get("products_again", 0), row.get("attention_again", 0)
-    computing = between(lambda each: each.products + each.passes, products) + between(_attention, attention)
+    computing = between(lambda each: each.products + each.passes, products) + between(
+        _attention, attention
+    )
     waited = between(lambda each: each.waited, products)
     tokens = row["micro_batch"] * row["seq_len"] / mesh["cp"]
-    if mesh["ep"] > 1:  # experts stay where they are, and tokens go to them: there and back, forward and backward
+    if (
+        mesh["ep"] > 1
+    ):  # experts stay where they are, and tokens go to them: there and back, forward and backward
         size = tokens * decoder.layers[0].chosen * decoder.hidden * 2
         one = fabric.seconds("all-to-all", size, ranks=mesh["ep"], stride=1)
         waited = programs["exchange"] * batches * len(decoder.layers) * (4 + 2 * products) * one
@@ -230,7 +257,9 @@ def loss(rates: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> float
         off = (math.log(ratio) / _ORDINARY) ** 2
         # Rows of one source, model and device share most of their error.
         total += (math.sqrt(1 + off) - 1) / counts[_group(row) + row["device"]] ** 0.5
-    return total + sum(((rates[name] - mean) / sigma) ** 2 / 2 for name, (mean, sigma) in PRIORS.items())
+    return total + sum(
+        ((rates[name] - mean) / sigma) ** 2 / 2 for name, (mean, sigma) in PRIORS.items()
+    )
 
 
 def with_rates(family: str, rates: Mapping[str, float]) -> Efficiency:
@@ -268,10 +297,16 @@ def figures(errors: Sequence[float]) -> str:
     return f"median {statistics.median(sizes):.1%}, 8 in 10 within {_inner(sizes):.1%}, worst {sizes[-1]:.1%}"
 
 
-def pairs(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+def pairs(
+    rows: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Two set-ups of one model on one device by one program: those whose difference is known."""
     for one, other in itertools.combinations(rows, 2):
-        if (one["source"], one["model"], one["device"]) == (other["source"], other["model"], other["device"]):
+        if (one["source"], one["model"], one["device"]) == (
+            other["source"],
+            other["model"],
+            other["device"],
+        ):
             yield one, other
 
 
@@ -291,7 +326,11 @@ def margins(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         if (one["seq_len"], one["kernels"]) == (other["seq_len"], other["kernels"])
     ]
     found = {kind: _inner(factors) for kind, factors in by_kind.items()}
-    return {**found, "a difference": _inner(alike) - 1, "a device without rows": _inner(_without_own_rates(rows), 0.75)}
+    return {
+        **found,
+        "a difference": _inner(alike) - 1,
+        "a device without rows": _inner(_without_own_rates(rows), 0.75),
+    }
 
 
 def _without_own_rates(rows: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -300,12 +339,19 @@ def _without_own_rates(rows: Sequence[Mapping[str, Any]]) -> list[float]:
     for family, own in EFFICIENCIES.items():
         others = [row for name, row in EFFICIENCIES.items() if name != family]
         products, attention = (
-            statistics.geometric_mean(getattr(row, name) for row in others) for name in ("products", "attention")
+            statistics.geometric_mean(getattr(row, name) for row in others)
+            for name in ("products", "attention")
         )
         blind = own._replace(products=products, attention=attention)
-        dense = [row for row in rows if stratum(row)[1] == "dense" and family_of(ACCELERATORS[row["device"]]) == family]
+        dense = [
+            row
+            for row in rows
+            if stratum(row)[1] == "dense" and family_of(ACCELERATORS[row["device"]]) == family
+        ]
         found.append(
-            statistics.median(_factor(estimate(row, blind) / row["tokens_per_s_per_gpu"] - 1) for row in dense)
+            statistics.median(
+                _factor(estimate(row, blind) / row["tokens_per_s_per_gpu"] - 1) for row in dense
+            )
         )
     return found
 
@@ -323,10 +369,15 @@ def report(rows: Sequence[Mapping[str, Any]]) -> None:
     for half in ("fit", "judge"):
         own = [row for row in rows if row["half"] == half]
         print(f"{half}: {len(own)} rows: {figures([error(row) for row in own])}")
-        for name, kind in (("device", lambda row: row["device"]), ("kind", lambda row: " ".join(stratum(row)[1:]))):
+        for name, kind in (
+            ("device", lambda row: row["device"]),
+            ("kind", lambda row: " ".join(stratum(row)[1:])),
+        ):
             for value in sorted({kind(row) for row in own}):
                 part = [error(row) for row in own if kind(row) == value]
-                print(f"  {name} {value}: {len(part)} rows: {figures(part)}; mean {statistics.mean(part):+.1%}")
+                print(
+                    f"  {name} {value}: {len(part)} rows: {figures(part)}; mean {statistics.mean(part):+.1%}"
+                )
         print(f"  pairs: {figures([off_between(*pair) for pair in pairs(own)])}")
         inside = [_factor(error(row)) <= margin(row).figure for row in own]
         print(f"  inside of their margin: {sum(inside)} of {len(inside)}")
@@ -345,7 +396,12 @@ def page_of(rows: Sequence[Mapping[str, Any]]) -> str:
     for device in sorted({row["device"] for row in rows}):
         kinds.append((device, lambda row, device=device: row["device"] == device))  # type: ignore[misc]
     for mixture, precision in sorted({stratum(row)[1:] for row in rows}):
-        kinds.append((f"{mixture}, {precision}", lambda row, k=(mixture, precision): stratum(row)[1:] == k))  # type: ignore[misc]
+        kinds.append(
+            (
+                f"{mixture}, {precision}",
+                lambda row, k=(mixture, precision): stratum(row)[1:] == k,
+            )
+        )  # type: ignore[misc]
     for name, chosen in kinds:
         cells = []
         for half in ("fit", "judge"):
@@ -353,7 +409,10 @@ def page_of(rows: Sequence[Mapping[str, Any]]) -> str:
             cells.append(f"{len(errors)}: {figures(errors)}" if errors else "none")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     sources = list(dict.fromkeys(row["source"] for row in rows))
-    lines += ["", "| | model | devices | mesh | rows x length | type | again | tokens/s a device | estimated | |"]
+    lines += [
+        "",
+        "| | model | devices | mesh | rows x length | type | again | tokens/s a device | estimated | |",
+    ]
     lines += ["|---|---|---|---|---|---|---|---|---|---|"]
     for row in rows:
         published, found = row["tokens_per_s_per_gpu"], estimate(row)
@@ -379,7 +438,9 @@ def with_page(text: str, page: str) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--page", action="store_true")
     arguments = parser.parse_args()
@@ -389,6 +450,8 @@ if __name__ == "__main__":
         for key, value in fit(to_fit).items():
             print(f"{key:18} {value:.3f}")
     elif arguments.page:
-        PAGE.write_text(with_page(PAGE.read_text(encoding="utf-8"), page_of(every)), encoding="utf-8")
+        PAGE.write_text(
+            with_page(PAGE.read_text(encoding="utf-8"), page_of(every)), encoding="utf-8"
+        )
     else:
         report(every)

@@ -34,9 +34,24 @@ from threefold.run.start import PRELOAD
 ROWS, SEQ_LEN, LR, CLIP = 8, 256, 1e-3, 1.0
 WARMUP = 4
 MODELS: dict[str, dict[str, Any]] = {
-    "1M": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 8},
-    "10M": {"hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 6, "num_attention_heads": 8},
-    "1B": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32},
+    "1M": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+    },
+    "10M": {
+        "hidden_size": 320,
+        "intermediate_size": 960,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+    },
+    "1B": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+    },
 }
 Step = Callable[[Any], None]
 
@@ -63,7 +78,13 @@ def batches(vocab: int, *, rank: int, ranks: int) -> Iterator[dict[str, Any]]:
         tokens = torch.randint(vocab, (ROWS, SEQ_LEN + 1), generator=generator)
         rows = tokens[rank::ranks]
         positions = torch.arange(SEQ_LEN).expand(len(rows), -1).contiguous()
-        made.append({"input_ids": rows[:, :-1].contiguous(), "labels": rows[:, 1:], "position_ids": positions})
+        made.append(
+            {
+                "input_ids": rows[:, :-1].contiguous(),
+                "labels": rows[:, 1:],
+                "position_ids": positions,
+            }
+        )
     while True:
         yield from made
 
@@ -75,7 +96,9 @@ def _plain_model(size: str) -> Any:
     torch.manual_seed(0)
     values = model_config(size)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa", dtype=torch.float32
+    )
 
 
 def hand(size: str) -> Step:
@@ -109,7 +132,9 @@ def ours(size: str, reduce: str = "fast", **sizes: Any) -> Step:
 
     mesh = init_mesh(**sizes)
     train = {"reduce": reduce, "global_batch": ROWS, "micro_batch": ROWS // mesh.dp_size}
-    config = Config.model_validate({"model": {"config": model_config(size)}, "optimizer": {"lr": LR}, "train": train})
+    config = Config.model_validate(
+        {"model": {"config": model_config(size)}, "optimizer": {"lr": LR}, "train": train}
+    )
     compute_alike(config)
     model = build(config, load.read_config(config.model), mesh)
     optimizer = build_optimizer(model.module, config.optimizer, mesh, exact=reduce == "exact")
@@ -124,7 +149,9 @@ def accelerate_ddp(size: str) -> Step:
 
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model = _plain_model(size)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    )
     return _accelerate_step(accelerator, model, optimizer)
 
 
@@ -210,7 +237,9 @@ def run_contender(name: str, size: str, steps: int, folder: str, cpu_time: bool)
     rank = int(os.environ.get("RANK", "0"))
     before = _resident_bytes()
     step = make(size)
-    source = batches(model_config(size)["vocab_size"], rank=rank if readers > 1 else 0, ranks=readers)
+    source = batches(
+        model_config(size)["vocab_size"], rank=rank if readers > 1 else 0, ranks=readers
+    )
     for _ in range(WARMUP):
         step(next(source))
     clock = time.process_time if cpu_time else time.perf_counter
@@ -235,11 +264,15 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _one(name: str, size: str, steps: int, folder: str, cpu_time: bool) -> dict[str, float] | None:
+def _one(
+    name: str, size: str, steps: int, folder: str, cpu_time: bool
+) -> dict[str, float] | None:
     answers = [Path(folder, f"{rank}.json") for rank in range(CONTENDERS[name][0])]
     for answer in answers:
         answer.unlink(missing_ok=True)
-    code = local_ranks.start_ranks(run_contender, (name, size, steps, folder, cpu_time), num_ranks=len(answers))
+    code = local_ranks.start_ranks(
+        run_contender, (name, size, steps, folder, cpu_time), num_ranks=len(answers)
+    )
     if code or not all(answer.exists() for answer in answers):
         print(f"{name}, {size}: ended with exit code {code}", file=sys.stderr)
         return None
@@ -247,17 +280,25 @@ def _one(name: str, size: str, steps: int, folder: str, cpu_time: bool) -> dict[
     seconds = sum(each["seconds"] for each in told) if cpu_time else told[0]["seconds"]
     found = {"tokens_per_s": ROWS * SEQ_LEN * steps / seconds, "memory": told[0]["memory"]}
     found["waits_ms"] = told[0]["waited"] / steps * 1000
-    print(f"  {size:>4} {name:<32} {found['tokens_per_s']:>9,.0f} tokens/s", file=sys.stderr, flush=True)
+    print(
+        f"  {size:>4} {name:<32} {found['tokens_per_s']:>9,.0f} tokens/s",
+        file=sys.stderr,
+        flush=True,
+    )
     return found
 
 
 def main() -> None:
     """Runs the rounds and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--models", nargs="*", default=["1M", "10M"], choices=list(MODELS))
-    parser.add_argument("--only", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME")
+    parser.add_argument(
+        "--only", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS), metavar="NAME"
+    )
     parser.add_argument("--cpu-time", action="store_true")
     arguments = parser.parse_args()
     local_ranks.preload(PRELOAD)
@@ -273,14 +314,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="threefold-bench-") as folder:
         for size in arguments.models:
             rounds = [
-                {name: _one(name, size, arguments.steps, folder, arguments.cpu_time) for name in names}
+                {
+                    name: _one(name, size, arguments.steps, folder, arguments.cpu_time)
+                    for name in names
+                }
                 for _ in range(arguments.rounds)
             ]
             for name in names:
-                print(_row(size, name, [(found[name], found[baseline]) for found in rounds]), flush=True)
+                print(
+                    _row(size, name, [(found[name], found[baseline]) for found in rounds]),
+                    flush=True,
+                )
 
 
-def _row(size: str, name: str, rounds: list[tuple[dict[str, float] | None, dict[str, float] | None]]) -> str:
+def _row(
+    size: str, name: str, rounds: list[tuple[dict[str, float] | None, dict[str, float] | None]]
+) -> str:
     done = [(own, base) for own, base in rounds if own is not None and base is not None]
     if not done:
         return f"| {size} | {name} | failed | | | |"

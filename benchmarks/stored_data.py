@@ -51,7 +51,9 @@ def relay(endpoint: str, delay_s: float) -> Iterator[str]:
     address, ready, loop = urlsplit(endpoint), threading.Event(), asyncio.new_event_loop()
     ports = list[int]()
 
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, wait_s: float) -> None:
+    async def copy(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, wait_s: float
+    ) -> None:
         with suppress(OSError):
             while data := await reader.read(1 << 16):
                 if wait_s:
@@ -61,9 +63,13 @@ def relay(endpoint: str, delay_s: float) -> Iterator[str]:
         writer.close()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        other_reader, other_writer = await asyncio.open_connection(address.hostname, address.port)
+        other_reader, other_writer = await asyncio.open_connection(
+            address.hostname, address.port
+        )
         with suppress(asyncio.CancelledError):
-            await asyncio.gather(copy(reader, other_writer, delay_s), copy(other_reader, writer, 0))
+            await asyncio.gather(
+                copy(reader, other_writer, delay_s), copy(other_reader, writer, 0)
+            )
 
     async def serve() -> None:
         server = await asyncio.start_server(connected, "127.0.0.1", 0)
@@ -107,7 +113,9 @@ def tokens_per_s(run: Path) -> float:
     return statistics.median(step["tokens_per_s"] for step in steps)
 
 
-def loader_of(source: str, cache: Path, *, global_batch: int = 32, dp_rank: int = 0, dp_size: int = 1) -> TokenLoader:
+def loader_of(
+    source: str, cache: Path, *, global_batch: int = 32, dp_rank: int = 0, dp_size: int = 1
+) -> TokenLoader:
     """The loader of a rank, as a run makes it."""
     prefix = store_prefix(source)
     assert prefix is not None
@@ -117,7 +125,9 @@ def loader_of(source: str, cache: Path, *, global_batch: int = 32, dp_rank: int 
     order, parts = Order(rows.num_rows, global_batch, seed=0, shuffle=True), parts_of(rows)
 
     def rows_read(place: Place) -> tuple[list[int], list[int]]:
-        return order.rows_of_rank(place, dp_rank=dp_rank, dp_size=dp_size)[0].tolist(), order.rows(place, 1)[0].tolist()
+        return order.rows_of_rank(place, dp_rank=dp_rank, dp_size=dp_size)[
+            0
+        ].tolist(), order.rows(place, 1)[0].tolist()
 
     loader = TokenLoader(rows, order, dp_rank=dp_rank, dp_size=dp_size)
     if store.stored is not None:
@@ -139,23 +149,47 @@ def cost_of_a_step(source: str, cache: Path) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weed", default=str(Path(__file__).parents[1] / ".venv-stores/bin/weed"), help="the server")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--weed",
+        default=str(Path(__file__).parents[1] / ".venv-stores/bin/weed"),
+        help="the server",
+    )
     parser.add_argument("--delay-ms", type=float, default=20.0, help="what each request waits")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--turns", type=int, default=0, help="steps from both in one training, instead of runs")
+    parser.add_argument(
+        "--turns", type=int, default=0, help="steps from both in one training, instead of runs"
+    )
     parser.add_argument("rest", nargs="*", help="further words of `threefold train`, after --")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as made, seaweed(options.weed) as server:
         fill(server)
-        folder, speeds, said = Path(made), {"disk": list[float](), "store": list[float]()}, list[str]()
-        environ = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "AWS_REGION": "us-east-1"}
+        folder, speeds, said = (
+            Path(made),
+            {"disk": list[float](), "store": list[float]()},
+            list[str](),
+        )
+        environ = {
+            **os.environ,
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "AWS_REGION": "us-east-1",
+        }
         environ |= {"AWS_ACCESS_KEY_ID": KEYS[0], "AWS_SECRET_ACCESS_KEY": KEYS[1]}
         address = f"s3://{BUCKET}/tokens"
         with relay(server, options.delay_ms / 1000) as endpoint:
             environ["AWS_ENDPOINT_URL"] = endpoint
-            words = ("data", "prepare", "--data.source", "stdlib", "--data.tokenizer", "bytes", "--to")
+            words = (
+                "data",
+                "prepare",
+                "--data.source",
+                "stdlib",
+                "--data.tokenizer",
+                "bytes",
+                "--to",
+            )
             for to in ("disk", address):
                 print(threefold(folder, environ, *words, to).splitlines()[0], flush=True)
             os.environ |= environ
@@ -163,19 +197,49 @@ def main() -> None:
                 for name, source in (("disk", str(folder / "disk")), ("store", address)):
                     shutil.rmtree(folder / "cache/threefold/stored", ignore_errors=True)
                     first, cost = cost_of_a_step(source, folder / "cache")
-                    print(f"loader, {name}: first batch after {first:.2f} s, then {cost:.2f} ms CPU each", flush=True)
+                    print(
+                        f"loader, {name}: first batch after {first:.2f} s, then {cost:.2f} ms CPU each",
+                        flush=True,
+                    )
             if options.turns:
                 shutil.rmtree(folder / "cache/threefold/stored", ignore_errors=True)
-                torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8")
+                torchrun = (
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--standalone",
+                    "--nproc-per-node",
+                    "8",
+                )
                 turns = (str(Path(__file__).with_name("stored_turns.py")), str(options.turns))
-                subprocess.run([*torchrun, *turns, str(folder / "disk"), address, str(folder / "cache")], check=True)
+                subprocess.run(
+                    [*torchrun, *turns, str(folder / "disk"), address, str(folder / "cache")],
+                    check=True,
+                )
                 return
             for number in range(options.rounds):
-                for name, source in (("disk", "disk"), ("store", address))[:: 1 if number % 2 else -1]:
+                for name, source in (("disk", "disk"), ("store", address))[
+                    :: 1 if number % 2 else -1
+                ]:
                     shutil.rmtree(folder / "cache/threefold/stored", ignore_errors=True)
                     run = f"{name}-{number}"
-                    train = ("train", "--data.source", source, "--data.tokenizer", "bytes", "--log.dir", run)
-                    steps = ("--train.steps", str(options.steps), "--log.every", "1", "--log.sample_tokens", "0")
+                    train = (
+                        "train",
+                        "--data.source",
+                        source,
+                        "--data.tokenizer",
+                        "bytes",
+                        "--log.dir",
+                        run,
+                    )
+                    steps = (
+                        "--train.steps",
+                        str(options.steps),
+                        "--log.every",
+                        "1",
+                        "--log.sample_tokens",
+                        "0",
+                    )
                     out = threefold(folder, environ, *train, *steps, *options.rest)
                     speeds[name].append(tokens_per_s(folder / run))
                     if name == "store":

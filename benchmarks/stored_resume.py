@@ -30,7 +30,9 @@ def first_step_s(folder: Path, environ: dict[str, str], *words: str) -> float:
     """Time until a command has printed its first step, s; it is run to its end."""
     begun, first = time.perf_counter(), 0.0
     command = [sys.executable, "-u", "-m", "threefold", *words]
-    with subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, text=True) as running:
+    with subprocess.Popen(
+        command, cwd=folder, env=environ, stdout=subprocess.PIPE, text=True
+    ) as running:
         assert running.stdout is not None
         for line in running.stdout:
             if not first and FIRST_STEP.match(line):
@@ -43,8 +45,14 @@ def first_step_s(folder: Path, environ: dict[str, str], *words: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weed", default=str(Path(__file__).parents[1] / ".venv-stores/bin/weed"), help="the server")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--weed",
+        default=str(Path(__file__).parents[1] / ".venv-stores/bin/weed"),
+        help="the server",
+    )
     parser.add_argument("--delay-ms", type=float, default=20.0, help="what each request waits")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=1)
@@ -53,15 +61,30 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made, seaweed(options.weed) as server:
         fill(server)
         folder, times = Path(made), {"disk": list[float](), "store": list[float]()}
-        environ = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "AWS_REGION": "us-east-1"}
+        environ = {
+            **os.environ,
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "AWS_REGION": "us-east-1",
+        }
         environ |= {"AWS_ACCESS_KEY_ID": KEYS[0], "AWS_SECRET_ACCESS_KEY": KEYS[1]}
         with relay(server, options.delay_ms / 1000) as endpoint:
             environ["AWS_ENDPOINT_URL"] = endpoint
-            steady = ("--optimizer.schedule", "constant", "--log.every", "1", "--log.sample_tokens", "0")
+            steady = (
+                "--optimizer.schedule",
+                "constant",
+                "--log.every",
+                "1",
+                "--log.sample_tokens",
+                "0",
+            )
             words = ("train", "--mesh.dp", str(options.ranks), *steady, *options.rest)
             kept = ("--checkpoint.store", f"s3://{BUCKET}/run")
             threefold(folder, environ, *words, *kept, "--train.steps", "4", "--log.dir", "run")
-            size = sum(path.stat().st_size for path in (folder / "run/checkpoints").rglob("*") if path.is_file())
+            size = sum(
+                path.stat().st_size
+                for path in (folder / "run/checkpoints").rglob("*")
+                if path.is_file()
+            )
             print(f"a checkpoint of {size / 1e6:,.1f} MB on {options.ranks} ranks", flush=True)
             shutil.rmtree(folder / "run/logs")
             for number in range(options.rounds):

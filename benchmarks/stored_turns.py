@@ -22,11 +22,17 @@ STEPS, WARM_TURNS = 5, 2
 def main(turns: int, disk: str, store: str, cache: str) -> None:
     torch.set_num_threads(1)
     mesh, config = threefold.init_mesh(dp=2, cp=2, tp=2), Config()
-    model = threefold.load_model(config={**EMBEDDED_DEFAULT, "vocab_size": 257}, mesh=mesh, seq_len=config.data.seq_len)
+    model = threefold.load_model(
+        config={**EMBEDDED_DEFAULT, "vocab_size": 257}, mesh=mesh, seq_len=config.data.seq_len
+    )
     step = threefold.TrainStep(model, lr=1e-3)
     loaders = {
         name: loader_of(
-            source, Path(cache), global_batch=config.train.global_batch, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size
+            source,
+            Path(cache),
+            global_batch=config.train.global_batch,
+            dp_rank=mesh.dp_rank,
+            dp_size=mesh.dp_size,
         )
         for name, source in (("disk", disk), ("store", store))
     }
@@ -42,7 +48,9 @@ def main(turns: int, disk: str, store: str, cache: str) -> None:
             ratios.append(seconds["disk"] / seconds["store"])
     if mesh.rank == 0:
         low, middle, high = statistics.quantiles(ratios, n=4)
-        print(f"store : disk = {middle:.3f} ({low:.3f} to {high:.3f}), in {len(ratios)} turns of {STEPS} steps")
+        print(
+            f"store : disk = {middle:.3f} ({low:.3f} to {high:.3f}), in {len(ratios)} turns of {STEPS} steps"
+        )
         print(loaders["store"].ahead.counts)
     for each in batches.values():
         each.close()

@@ -29,7 +29,14 @@ def page() -> str:
     ]
     for section, field in Config.model_fields.items():
         kind: Any = field.annotation
-        lines += ["", f"## {section}", "", str(kind.__doc__), "", "| key | default | values | what it does |"]
+        lines += [
+            "",
+            f"## {section}",
+            "",
+            str(kind.__doc__),
+            "",
+            "| key | default | values | what it does |",
+        ]
         lines += ["|---|---|---|---|"]
         lines += [
             f"| `{each.key}` | `{each.default}` | {', '.join(each.values)} | {each.meaning} |"
@@ -40,5 +47,9 @@ def page() -> str:
 
 if __name__ == "__main__":
     if "--check" in sys.argv:
-        sys.exit(0 if PAGE.read_text() == page() else "docs/config.md is old: python docs/generate_config.py")
+        sys.exit(
+            0
+            if PAGE.read_text() == page()
+            else "docs/config.md is old: python docs/generate_config.py"
+        )
     PAGE.write_text(page())

@@ -14,7 +14,10 @@ def page() -> str:
     """docs/errors/README.md: its text as it is, and below it one row for each page."""
     text = README.read_text(encoding="utf-8").partition(BEGIN)[0]
     folder = f"../../src/threefold/explain/{PAGES.name}"
-    rows = (f"| [{name}]({folder}/{name}.md) | {known.title} |\n" for name, known in known_errors().items())
+    rows = (
+        f"| [{name}]({folder}/{name}.md) | {known.title} |\n"
+        for name, known in known_errors().items()
+    )
     return text + BEGIN + "".join(rows)
 
 

@@ -26,7 +26,9 @@ def main() -> int:
         expected: list[tuple[float, float]] = []
         for name, launch in {"no launcher": SELF, **LAUNCHES}.items():
             if (reason := launch.why_not()) is not None:
-                rows.append(f"| {name} | `{launch.shown}` | {launch.hosts} | not run: {reason} | | |")
+                rows.append(
+                    f"| {name} | `{launch.shown}` | {launch.hosts} | not run: {reason} | | |"
+                )
                 continue
             run = folder / f"run-{len(rows)}"
             code, printed = launch.train(folder, run)
@@ -36,7 +38,9 @@ def main() -> int:
             wrong += not same
             first, last = (f"{found[step][0]:.9f}" if found else "" for step in (0, -1))
             said = "equal" if same else f"DIFFERENT (exit code {code})"
-            rows.append(f"| {name} | `{launch.shown}` | {launch.hosts} | {first} | {last} | {said} |")
+            rows.append(
+                f"| {name} | `{launch.shown}` | {launch.hosts} | {first} | {last} | {said} |"
+            )
             print(rows[-1], flush=True)
             if code:
                 print(printed, file=sys.stderr)

@@ -216,8 +216,14 @@ ANSWERS: dict[str, Any] = {
 
 def schemas() -> dict[str, str]:
     """The text of each file, by its name."""
-    values = {name: {"$schema": DIALECT, **TypeAdapter(answer).json_schema()} for name, answer in ANSWERS.items()}
-    return {f"{name.replace(' ', '-')}.json": json.dumps(value, indent=2) + "\n" for name, value in values.items()}
+    values = {
+        name: {"$schema": DIALECT, **TypeAdapter(answer).json_schema()}
+        for name, answer in ANSWERS.items()
+    }
+    return {
+        f"{name.replace(' ', '-')}.json": json.dumps(value, indent=2) + "\n"
+        for name, value in values.items()
+    }
 
 
 if __name__ == "__main__":

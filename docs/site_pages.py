@@ -30,7 +30,11 @@ log = logging.getLogger("mkdocs.hooks.site_pages")
 
 def place(path: str) -> str | None:
     """Where the site has a file of the repository, as mkdocs names sources: docs/data.md is data.md; None: nowhere."""
-    if path.startswith("docs/") and path.endswith((".md", ".png", ".webp")) and not path.startswith(NOT_SHOWN):
+    if (
+        path.startswith("docs/")
+        and path.endswith((".md", ".png", ".webp"))
+        and not path.startswith(NOT_SHOWN)
+    ):
         return path.removeprefix("docs/")
     if path.startswith(ERRORS) and path.endswith(".md"):
         return f"errors/{path.removeprefix(ERRORS)}"
@@ -69,8 +73,15 @@ def on_config(config: Any) -> None:
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds README.md, CHANGELOG.md and the errors."""
-    for path in (*NAMED, *(file.relative_to(ROOT).as_posix() for file in sorted((ROOT / ERRORS).glob("*.md")))):
-        files.append(File.generated(config, str(place(path)), content=linked(path, (ROOT / path).read_text("utf-8"))))
+    for path in (
+        *NAMED,
+        *(file.relative_to(ROOT).as_posix() for file in sorted((ROOT / ERRORS).glob("*.md"))),
+    ):
+        files.append(
+            File.generated(
+                config, str(place(path)), content=linked(path, (ROOT / path).read_text("utf-8"))
+            )
+        )
     if MERMAID.exists():
         files.append(File.generated(config, MERMAID.name, abs_src_path=str(MERMAID)))
     return files

@@ -11,7 +11,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 NAMES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 _THREE_AXES = {
-    "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [24, 20, 20]},
+    "full_attention": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [24, 20, 20],
+    },
 }
 _INDEXER = {
     "indexer_n_heads": 4,
@@ -28,11 +32,19 @@ _COMPLETED: dict[str, dict[str, Any]] = {
         "attn_config": {"rope_theta": 1e4, "kv_n_heads": 8, "clip_qkv": 8.0},
         "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4},
     },
-    "deepseek_v2": {"num_experts_per_tok": 6, "topk_group": 1, "n_group": 1, "moe_intermediate_size": 1408},
+    "deepseek_v2": {
+        "num_experts_per_tok": 6,
+        "topk_group": 1,
+        "n_group": 1,
+        "moe_intermediate_size": 1408,
+    },
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8},
-    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 11, "num_hidden_layers": 33},
+    "lfm2_moe": {
+        "layer_types": ["conv", "conv", "full_attention"] * 11,
+        "num_hidden_layers": 33,
+    },
     "ministral": {"head_dim": 128},
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
     "qwen4_exp": {"text_config": _INDEXER},
@@ -63,6 +75,8 @@ def perturbed(model: torch.nn.Module, *, seed: int = 0) -> torch.nn.Module:
     draws = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=draws) * (0.03 if parameter.ndim < 2 else 0.1)
+            noise = torch.randn(parameter.shape, generator=draws) * (
+                0.03 if parameter.ndim < 2 else 0.1
+            )
             parameter.add_(noise.to(parameter.dtype))
     return model

@@ -23,7 +23,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 # A machine that does something else beside the tests is slow, not wrong.
 # In CI the same cases each time: what is new is found by whoever runs the tests, not by who merges.
-settings.register_profile("threefold", deadline=None, derandomize="THREEFOLD_CI_TOKEN" in os.environ)
+settings.register_profile(
+    "threefold", deadline=None, derandomize="THREEFOLD_CI_TOKEN" in os.environ
+)
 settings.load_profile("threefold")
 
 # Files of whole runs begin, so that none of them is left alone at the end; the order of a file's tests stays.
@@ -60,7 +62,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.flaky(reruns=1, rerun_except=["Timeout"]))
             else:
                 item.add_marker(pytest.mark.flaky(reruns=1, only_rerun=["^Overdue"]))
-    items.sort(key=lambda item: FIRST.index(item.path.parent.name) if item.path.parent.name in FIRST else len(FIRST))
+    items.sort(
+        key=lambda item: (
+            FIRST.index(item.path.parent.name) if item.path.parent.name in FIRST else len(FIRST)
+        )
+    )
 
 
 def pytest_collection_finish() -> None:

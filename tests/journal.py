@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 # As the C library and Python's faulthandler write them, to standard error and from the start of a line.
-_CRASH = re.compile(r"^(malloc_consolidate|Fatal Python error: |Segmentation fault).*", re.MULTILINE)
+_CRASH = re.compile(
+    r"^(malloc_consolidate|Fatal Python error: |Segmentation fault).*", re.MULTILINE
+)
 
 
 class Journal:

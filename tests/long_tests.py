@@ -27,7 +27,11 @@ def mark_long(items: Sequence[pytest.Item], *, all_there: bool, path: Path = LON
             continue
         name = line.removesuffix("*")
         there = by_file.get(name.partition("::")[0], {})
-        found = [item for test, item in there.items() if test == line or (name != line and test.startswith(name))]
+        found = [
+            item
+            for test, item in there.items()
+            if test == line or (name != line and test.startswith(name))
+        ]
         for item in found:
             item.add_marker(pytest.mark.long)
         if all_there and there and not found:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 PAGE = Path(__file__).parents[1] / "docs" / "mistakes.md"
 _SECTION = re.compile(
-    r"### (?P<title>[^\n]+)\n(?P<said>[^`]*)```(?P<kind>\w+)\n(?P<lines>.*?)```\n\n```text\n(?P<printed>.*?)```", re.S
+    r"### (?P<title>[^\n]+)\n(?P<said>[^`]*)```(?P<kind>\w+)\n(?P<lines>.*?)```\n\n```text\n(?P<printed>.*?)```",
+    re.S,
 )
 _CHAPTER = re.compile(r"^## .*\n", re.M)
 _SIZES = re.compile(r"`init_mesh\((.*?)\)`")
@@ -41,13 +42,21 @@ def sections() -> list[Section]:
     for chapter, after in zip(chapters, [*chapters[1:], None], strict=True):
         body = text[chapter.end() : after.start() if after else len(text)]
         named = _SIZES.search(body.split("###")[0])
-        sizes = {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", named[1])} if named else {}
+        sizes = (
+            {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", named[1])}
+            if named
+            else {}
+        )
         for each in _SECTION.finditer(body):
-            found.append(Section(each["title"], each["kind"], each["lines"], each["printed"], sizes))
+            found.append(
+                Section(each["title"], each["kind"], each["lines"], each["printed"], sizes)
+            )
     return found
 
 
-def said_by_ranks(sizes: dict[str, int], begin: str, lines: list[str], folder: str) -> list[str]:
+def said_by_ranks(
+    sizes: dict[str, int], begin: str, lines: list[str], folder: str
+) -> list[str]:
     """What each section's lines raise on this rank; called on every rank of a mesh."""
     import os
 
@@ -86,12 +95,16 @@ def printed(found: list[Section], folder: Path) -> list[str]:
     from ranks.spawn import run_ranks
 
     said: dict[str, str] = {}
-    for sizes in {str(each.sizes): each.sizes for each in found if each.kind == "python"}.values():
+    for sizes in {
+        str(each.sizes): each.sizes for each in found if each.kind == "python"
+    }.values():
         own = [each for each in found if each.kind == "python" and each.sizes == sizes]
         place = folder / ("-".join(f"{axis}{size}" for axis, size in sizes.items()) or "one")
         place.mkdir()
         num_ranks = max([1, *sizes.values()])
-        ranks = run_ranks(said_by_ranks, num_ranks, sizes, setup(), [each.lines for each in own], str(place))
+        ranks = run_ranks(
+            said_by_ranks, num_ranks, sizes, setup(), [each.lines for each in own], str(place)
+        )
         for section, *texts in zip(own, *ranks, strict=True):
             assert "nothing\n" not in texts, (section.title, texts)
             said[section.title] = texts[0]
@@ -108,7 +121,9 @@ def write_files(folder: Path) -> None:
     """The files that the page's commands name."""
     import json
 
-    (folder / "book.txt").write_text("".join(f"line {number} of a book\n" for number in range(400)))
+    (folder / "book.txt").write_text(
+        "".join(f"line {number} of a book\n" for number in range(400))
+    )
     rows = [
         {
             "messages": [
@@ -119,7 +134,9 @@ def write_files(folder: Path) -> None:
         for n in range(40)
     ]
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-    (folder / "chat.jinja").write_text(template + "{% if add_generation_prompt %}<assistant>{% endif %}")
+    (folder / "chat.jinja").write_text(
+        template + "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
     asked = [{"messages": row["messages"][:1]} for row in rows]
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -18,7 +18,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 TODAY = {"%d %b %Y": "26 Jul 2024", "%Y-%m-%d": "2024-07-26", "%d %B %Y": "26 July 2024"}
 _FIRST = 0xF0000
 # What is not replaced: what JSON escapes; thinking, which templates look for; white space, which they trim.
-_KEPT = [re.compile(each) for each in (r"</?think>|[\"\\]", r"</?think>|[\s\"\\]", r"[\"\\]", r"[\s\"\\]")]
+_KEPT = [
+    re.compile(each)
+    for each in (r"</?think>|[\"\\]", r"</?think>|[\s\"\\]", r"[\"\\]", r"[\s\"\\]")
+]
 
 
 class CannotTellError(Exception):
@@ -50,7 +53,9 @@ class Family:
     @property
     def dated(self) -> str:
         """The template with its dates written out by a search for them."""
-        return re.sub(r"strftime_now\('(.*?)'\)", lambda found: repr(TODAY[found[1]]), self.source)
+        return re.sub(
+            r"strftime_now\('(.*?)'\)", lambda found: repr(TODAY[found[1]]), self.source
+        )
 
     def render(self, messages: Any, tools: Any = None, prompt: bool = False) -> str:
         texts, _ = render_jinja_template(
@@ -89,10 +94,20 @@ def seen(family: Family, messages: Sequence[Any], tools: Any = None) -> Seen:
     covers = []
     for kept, empty in (*((each, True) for each in _KEPT), (_KEPT[1], False)):
         cover = _Cover(kept, empty)
-        raw = family.render([cover.message(number, each) for number, each in enumerate(messages)], tools)
+        raw = family.render(
+            [cover.message(number, each) for number, each in enumerate(messages)], tools
+        )
         if "".join(cover.meant.get(letter, letter) for letter in raw) == plain:
             shown = {cover.owner[letter] for letter in raw if letter in cover.owner}
-            covers.append((cover, raw, shown.issuperset(n for n, m in enumerate(messages) if m["role"] == "assistant")))
+            covers.append(
+                (
+                    cover,
+                    raw,
+                    shown.issuperset(
+                        n for n, m in enumerate(messages) if m["role"] == "assistant"
+                    ),
+                )
+            )
     if not covers:
         raise CannotTellError(f"{family.name}: {plain!r}")
     cover, raw, _ = next((each for each in covers if each[2]), covers[0])
@@ -109,31 +124,52 @@ def seen(family: Family, messages: Sequence[Any], tools: Any = None) -> Seen:
             floor = max((turn[2] for turn in turns), default=0)
             if number not in places:
                 # A text of which nothing is seen: the turn is at the next header.
-                begins = [(hidden.find(each, floor), -len(each)) for each in family.header if each in hidden[floor:]]
+                begins = [
+                    (hidden.find(each, floor), -len(each))
+                    for each in family.header
+                    if each in hidden[floor:]
+                ]
                 if not begins:
-                    raise CannotTellError(f"{family.name}: nothing of messages[{number}] is written")
+                    raise CannotTellError(
+                        f"{family.name}: nothing of messages[{number}] is written"
+                    )
                 places[number] = [min(begins)[0] - min(begins)[1]]
                 cover.empty.add(number)
             first = places[number][0]
             for other, each in places.items():
                 width = other not in cover.empty
-                floor = max([floor, *(at + width for at in each if other != number and at + width <= first)])
+                floor = max(
+                    [
+                        floor,
+                        *(at + width for at in each if other != number and at + width <= first),
+                    ]
+                )
             after = places[number][-1] + (number not in cover.empty)
             turns.append(_turn(family, hidden, floor, first, after))
     return Seen(plain, hidden, turns)
 
 
-def _turn(family: Family, hidden: str, floor: int, first: int, after: int) -> tuple[int, int, int]:
-    begins = [hidden.rfind(each, floor, first) + len(each) for each in family.header if each in hidden[floor:first]]
+def _turn(
+    family: Family, hidden: str, floor: int, first: int, after: int
+) -> tuple[int, int, int]:
+    begins = [
+        hidden.rfind(each, floor, first) + len(each)
+        for each in family.header
+        if each in hidden[floor:first]
+    ]
     # Without a header, the turn follows another without anything that asks for it: it is its text.
     begin = max(begins, default=first)
     if family.ends:
-        found = [(hidden.find(each, after), each) for each in family.ends if each in hidden[after:]]
+        found = [
+            (hidden.find(each, after), each) for each in family.ends if each in hidden[after:]
+        ]
         if not found:
             raise CannotTellError(f"{family.name}: no end after {hidden[after:]!r}")
         end, token = min(found)
         if any(letter >= chr(_FIRST) for letter in hidden[after:end]):
-            raise CannotTellError(f"{family.name}: another text before the end of {hidden[first:]!r}")
+            raise CannotTellError(
+                f"{family.name}: another text before the end of {hidden[first:]!r}"
+            )
         return begin, end, end + len(token)
     closed = re.compile(family.closing).match(hidden, after)
     end = after + len(closed[0]) if closed else after
@@ -162,10 +198,18 @@ class _Cover:
             where = "content" if message["role"] == "assistant" else f"of {message['content']}"
             covered["content"] = self._text(number, message["content"], where)
         if message.get("reasoning_content"):
-            covered["reasoning_content"] = self._text(number, message["reasoning_content"], "reasoning")
+            covered["reasoning_content"] = self._text(
+                number, message["reasoning_content"], "reasoning"
+            )
         if message.get("tool_calls"):
             covered["tool_calls"] = [
-                {**call, "function": {**call["function"], "arguments": self._arguments(number, place, call)}}
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "arguments": self._arguments(number, place, call),
+                    },
+                }
                 for place, call in enumerate(message["tool_calls"])
             ]
         return covered
@@ -178,14 +222,18 @@ class _Cover:
         pieces, at = [], 0
         for kept in self.kept.finditer(text):
             pieces += [
-                self._letter(number, letter, f"{where} {place}") for place, letter in _from(text, at, kept.start())
+                self._letter(number, letter, f"{where} {place}")
+                for place, letter in _from(text, at, kept.start())
             ]
             pieces.append(kept[0])
             at = kept.end()
         return "".join(
             [
                 *pieces,
-                *(self._letter(number, letter, f"{where} {place}") for place, letter in _from(text, at, len(text))),
+                *(
+                    self._letter(number, letter, f"{where} {place}")
+                    for place, letter in _from(text, at, len(text))
+                ),
             ]
         )
 

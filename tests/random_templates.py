@@ -26,7 +26,12 @@ HEADERS = {
     "titles": "### The {}:\n",
 }
 CONTROLS = [BOS, END, EOS, "<|start|>", "<|call|>", *(f"<|{role}|>" for role in ROLES)]
-_TOOLS = [{"type": "function", "function": {"name": "look", "description": "toolsxq", "parameters": {}}}]
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "look", "description": "toolsxq", "parameters": {}},
+    }
+]
 Message = dict[str, Any]
 
 
@@ -42,7 +47,11 @@ class Template:
     def render(self, messages: Sequence[Message], tools: Any = None) -> str:
         """As transformers renders it; its errors are raised."""
         texts, _ = render_jinja_template(
-            [[dict(each) for each in messages]], tools=tools, chat_template=self.source, bos_token=BOS, eos_token=EOS
+            [[dict(each) for each in messages]],
+            tools=tools,
+            chat_template=self.source,
+            bos_token=BOS,
+            eos_token=EOS,
         )
         return str(texts[0])
 
@@ -79,16 +88,26 @@ def _source(header: str, chosen: dict[str, Any]) -> str:
         return _quoted(header.format(role))
 
     folded = {"first": "loop.index0 == ns.first", "last": "loop.last"}.get(chosen["system"])
-    system = f"{{%- if {folded} and ns.system -%}}{{{{ ns.system + '\\n\\n' }}}}{{%- endif -%}}" if folded else ""
+    system = (
+        f"{{%- if {folded} and ns.system -%}}{{{{ ns.system + '\\n\\n' }}}}{{%- endif -%}}"
+        if folded
+        else ""
+    )
     user = f"{{{{ {shown('user')} }}}}{system}{{{{ message.content{trim} }}}}{{{{ {_quoted(end)} }}}}"
     parts = []
     key = chosen["key"]
     if key is not None:
-        when = {"all": "true", "last": "loop.last", "asked": "loop.index0 > ns.asked"}[chosen["kept"]]
+        when = {"all": "true", "last": "loop.last", "asked": "loop.index0 > ns.asked"}[
+            chosen["kept"]
+        ]
         thought = f"{{{{ '<think>\\n' + message.{key}{trim} + '\\n</think>\\n\\n' }}}}"
         thought = begin + thought + close if marks == "parts" else thought
-        empty = "{{ '<think>\\n\\n</think>\\n\\n' }}" if chosen["opens"].endswith("\n\n") else ""
-        parts.append(f"{{%- if message.{key} and {when} -%}}{thought}{{%- else -%}}{empty}{{%- endif -%}}")
+        empty = (
+            "{{ '<think>\\n\\n</think>\\n\\n' }}" if chosen["opens"].endswith("\n\n") else ""
+        )
+        parts.append(
+            f"{{%- if message.{key} and {when} -%}}{thought}{{%- else -%}}{empty}{{%- endif -%}}"
+        )
     content = f"{{{{ message.content{trim} }}}}"
     if chosen["strips"]:
         after = f"{{{{ message.content.split('</think>')[-1]{trim} }}}}"
@@ -104,7 +123,13 @@ def _source(header: str, chosen: dict[str, Any]) -> str:
     parts += {
         "after": [content, call],
         "before": [call, content],
-        "alone": ["{%- if message.tool_calls -%}", call, "{%- else -%}", content, "{%- endif -%}"],
+        "alone": [
+            "{%- if message.tool_calls -%}",
+            call,
+            "{%- else -%}",
+            content,
+            "{%- endif -%}",
+        ],
         "dropped": [content],
     }[chosen["calls"]]
     ends = f"{{{{ {_quoted(end)} }}}}" if end else ""
@@ -165,7 +190,9 @@ def row(draw: random.Random) -> Row:
 
     def text(key: str, message: int | None = None) -> str:
         number = next(count)
-        core = draw.choice(["w{0}q", "w{0}q and z{0}q", "w{0}q:\nz{0}q", "(w{0}q) é z{0}q!"]).format(number)
+        core = draw.choice(
+            ["w{0}q", "w{0}q and z{0}q", "w{0}q:\nz{0}q", "(w{0}q) é z{0}q!"]
+        ).format(number)
         made.texts.append((len(made.messages) if message is None else message, key, core))
         return draw.choice(["{}", "{}", "{}", " {}", "{}\n", "\n{} "]).format(core)
 
@@ -181,7 +208,12 @@ def row(draw: random.Random) -> Row:
                 said["reasoning_content"] = text("reasoning_content")
             place = f"w{next(count)}q"
             made.texts.append((len(made.messages), "tool_calls", place))
-            said["tool_calls"] = [{"type": "function", "function": {"name": "look", "arguments": {"place": place}}}]
+            said["tool_calls"] = [
+                {
+                    "type": "function",
+                    "function": {"name": "look", "arguments": {"place": place}},
+                }
+            ]
             made.messages.append(said)
             made.messages.append({"role": "tool", "content": text("content")})
         answer: Message = {"role": "assistant"}
@@ -217,7 +249,11 @@ def violations(made: Template, said: Row, rendered: str, learnt: Sequence[bool])
     for role in ROLES:
         header = made.header.format(role)
         at = [found.span() for found in re.finditer(re.escape(header), rendered)]
-        wrong += [f"learns the header {header!r} at {begin}" for begin, end in at if any(learnt[begin:end])]
+        wrong += [
+            f"learns the header {header!r} at {begin}"
+            for begin, end in at
+            if any(learnt[begin:end])
+        ]
     wrong += _ends(made, said, rendered, learnt)
     return wrong
 
@@ -226,14 +262,23 @@ def _ends(made: Template, said: Row, rendered: str, learnt: Sequence[bool]) -> l
     """An end token that the template writes after an answer is learnt, and no other."""
     wrong = []
     end = made.end.strip()
-    texts = sorted((begin, stop, message) for message, _, core in said.texts for begin, stop in places(rendered, core))
+    texts = sorted(
+        (begin, stop, message)
+        for message, _, core in said.texts
+        for begin, stop in places(rendered, core)
+    )
     for found in re.finditer(re.escape(end), rendered) if end else ():
         before = [message for begin, stop, message in texts if stop <= found.start()]
         # After calls that are not marked, and results inside a turn, it is the template's choice.
-        if before and not (said.tools and (made.choices["marks"] == "text" or made.choices["results"] == "inside")):
+        if before and not (
+            said.tools
+            and (made.choices["marks"] == "text" or made.choices["results"] == "inside")
+        ):
             ours = said.messages[before[-1]]["role"] == "assistant"
             if ours != all(learnt[found.start() : found.end()]) and made.choices["last"] != end:
-                wrong.append(f"{'does not learn' if ours else 'learns'} the end at {found.start()}")
+                wrong.append(
+                    f"{'does not learn' if ours else 'learns'} the end at {found.start()}"
+                )
     return wrong
 
 

@@ -12,4 +12,6 @@ CURVE = ("copies of weights", "gradients", "norm of gradients", "updates", "targ
 
 def judge_data(folder: Path) -> CommandVerdict:
     verdict = judge(folder)
-    return replace(verdict, parts=tuple(part for part in verdict.parts if part.name not in CURVE))
+    return replace(
+        verdict, parts=tuple(part for part in verdict.parts if part.name not in CURVE)
+    )

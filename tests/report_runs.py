@@ -29,7 +29,9 @@ def step_line(step: int, **values: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_lines(path: Path, lines: Sequence[dict[str, Any] | str], *, append: bool = False) -> None:
+def write_lines(
+    path: Path, lines: Sequence[dict[str, Any] | str], *, append: bool = False
+) -> None:
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     with path.open("a" if append else "w", encoding="utf-8") as file:
         file.write("".join(f"{text}\n" for text in texts))
@@ -46,13 +48,24 @@ def head_of(model: str, **values: Any) -> dict[str, Any]:
     return {**json.loads(json.dumps(head.to_values())), **values}
 
 
-def make_run(path: Path, lines: Sequence[dict[str, Any] | str], *, events: Sequence[dict[str, Any]] = ()) -> Path:
+def make_run(
+    path: Path, lines: Sequence[dict[str, Any] | str], *, events: Sequence[dict[str, Any]] = ()
+) -> Path:
     """A run of these lines of metrics.jsonl and events of its journal."""
     (path / "checkpoints").mkdir(parents=True)
     write_lines(path / "metrics.jsonl", lines)
-    started = {"event": "start", "time": at(0), "start": 1, "step": 0, "mesh": [2, 1, 1, 2], "torch": "2.11"}
+    started = {
+        "event": "start",
+        "time": at(0),
+        "start": 1,
+        "step": 0,
+        "mesh": [2, 1, 1, 2],
+        "torch": "2.11",
+    }
     write_lines(path / "journal.jsonl", [started, *events])
-    (path / "run.json").write_text(json.dumps({"id": "0" * 32, "created": at(0), "origin": None, "starts": []}))
+    (path / "run.json").write_text(
+        json.dumps({"id": "0" * 32, "created": at(0), "origin": None, "starts": []})
+    )
     (path / "config.yaml").write_text("model: {name_or_path: tiny}\ntrain: {steps: 100}\n")
     return path
 
@@ -81,7 +94,9 @@ def eventful_run(path: Path) -> Path:
         {"event": "done", "time": at(90), "step": 80, "saved": 80, "start": 2},
     ]  # fmt: skip
     run = make_run(path, lines, events=events)
-    write_lines(run / "samples.jsonl", [{"step": 80, "prompt": HOSTILE, "text": HOSTILE}, {"step": 80}])
+    write_lines(
+        run / "samples.jsonl", [{"step": 80, "prompt": HOSTILE, "text": HOSTILE}, {"step": 80}]
+    )
     (run / "exports" / "step-00000080").mkdir(parents=True)
     (run / "exports" / "step-00000080" / "config.json").write_text("{}")
     (run / "logs").mkdir()

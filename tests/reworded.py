@@ -21,7 +21,9 @@ _LABELS = {"expected", "fix"}
 
 def other_words(text: str) -> str:
     """The text with each of its words spelled from its end."""
-    reworded = _WORD.sub(lambda word: word[0] if word[0] in _LABELS else f"{word[0][::-1]}q", text)
+    reworded = _WORD.sub(
+        lambda word: word[0] if word[0] in _LABELS else f"{word[0][::-1]}q", text
+    )
     return type(text)(reworded)  # a sentence may have a type of its own
 
 
@@ -41,7 +43,11 @@ def reword(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Problem, "__init__", problem)
     show, message = Screen._show, logging.LogRecord.getMessage
-    patch.setattr(Screen, "_show", lambda self, text, level, **options: show(self, other_words(text), level, **options))
+    patch.setattr(
+        Screen,
+        "_show",
+        lambda self, text, level, **options: show(self, other_words(text), level, **options),
+    )
 
     def logged(record: logging.LogRecord) -> str:
         return other_words(message(record)) if record.name == "threefold" else message(record)
@@ -59,4 +65,8 @@ def reword(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(rank, "head_of", head)
     stood = facts._Group.where_ranks_stood
-    patch.setattr(facts._Group, "where_ranks_stood", lambda group: [other_words(fact) for fact in stood(group)])
+    patch.setattr(
+        facts._Group,
+        "where_ranks_stood",
+        lambda group: [other_words(fact) for fact in stood(group)],
+    )

@@ -93,7 +93,9 @@ class _Handler(BaseHTTPRequestHandler):
                 first, last = 0, last - first
             part = data[first : last + 1]
             said = {"Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(data)}"}
-            return self._say(206, data[: len(part)] if "range" in self.store.wrong else part, said, data)
+            return self._say(
+                206, data[: len(part)] if "range" in self.store.wrong else part, said, data
+            )
         return self._say(200, data, whole=data)
 
     _head = _get
@@ -119,17 +121,25 @@ class _Handler(BaseHTTPRequestHandler):
         there = self.store.objects.get(self.key)
         ignored = self.store.ignored
         generation = self.headers.get("x-goog-if-generation-match")
-        new = ("If-None-Match" in self.headers or generation == "0") and "If-None-Match" not in ignored
+        new = (
+            "If-None-Match" in self.headers or generation == "0"
+        ) and "If-None-Match" not in ignored
         if new and (there is not None or "taken" in self.store.wrong):
             return self._say(412, _error("PreconditionFailed"))
         wanted = self.headers.get("If-Match") or (generation if generation != "0" else None)
-        if wanted and "If-Match" not in ignored and (there is None or wanted not in (_etag(there), _generation(there))):
+        if (
+            wanted
+            and "If-Match" not in ignored
+            and (there is None or wanted not in (_etag(there), _generation(there)))
+        ):
             return self._say(412, _error("PreconditionFailed"))
         self.store.objects[self.key] = self.data
         if self.store.cut_after:
             self.store.cut_after -= 1
             self.close_connection = True
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
             return self.connection.close()
         return self._say(200, b"", whole=self.data)
 
@@ -157,11 +167,21 @@ class _Handler(BaseHTTPRequestHandler):
             self.store.objects.pop(self.key, None)
         self._say(204, b"")
 
-    def _say(self, status: int, text: bytes, headers: dict[str, str] | None = None, whole: bytes | None = None) -> None:
+    def _say(
+        self,
+        status: int,
+        text: bytes,
+        headers: dict[str, str] | None = None,
+        whole: bytes | None = None,
+    ) -> None:
         self.send_response(status)
         late = 3600 if "clock" in self.store.wrong else 0
         self.send_header("Last-Modified", formatdate(time.time() - late, usegmt=True))
-        of_whole = {"ETag": _etag(whole), "x-goog-generation": _generation(whole)} if whole is not None else {}
+        of_whole = (
+            {"ETag": _etag(whole), "x-goog-generation": _generation(whole)}
+            if whole is not None
+            else {}
+        )
         for name, value in {**(headers or {}), **of_whole}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(text)))
@@ -188,7 +208,9 @@ def main(host: str, folder: Path) -> None:
     store = StubStore()
     with serving(store, host) as endpoint:
         (folder / "endpoint.part").write_text(endpoint)
-        (folder / "endpoint.part").rename(folder / "endpoint")  # who waits for it reads all of it
+        (folder / "endpoint.part").rename(
+            folder / "endpoint"
+        )  # who waits for it reads all of it
         while not (folder / "end").exists():
             time.sleep(0.1)
     for key, data in store.objects.items():

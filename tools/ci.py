@@ -40,8 +40,13 @@ HUNG, NOT_RUN = 124, 1  # exit codes; 124 is that of timeout(1)
 JOURNAL, NOTES, TOKEN = "THREEFOLD_CI_JOURNAL", "THREEFOLD_CI_NOTES", "THREEFOLD_CI_TOKEN"
 
 # As the C library and Python's faulthandler write them, from the start of a line.
-CRASH = re.compile(r"^.{0,40}(malloc_consolidate|Fatal Python error: |Segmentation fault)", re.MULTILINE)
-CLOSING_LINE = re.compile(r"^=*\s*\d+ (passed|failed|skipped|errors?|deselected|rerun)\b.* in [\d.]+s.*$", re.MULTILINE)
+CRASH = re.compile(
+    r"^.{0,40}(malloc_consolidate|Fatal Python error: |Segmentation fault)", re.MULTILINE
+)
+CLOSING_LINE = re.compile(
+    r"^=*\s*\d+ (passed|failed|skipped|errors?|deselected|rerun)\b.* in [\d.]+s.*$",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,13 @@ STAGES = (
     Stage("test-launchers", ("make", "test-launchers"), WAIT, 1500),
     Stage("test-stores", ("make", "test-stores"), WAIT, 1500),
     Stage("test-faults", ("make", "test-faults", "KILLS=3"), WAIT, 2400),
-    Stage("docs", ("make", "docs"), WAIT, 300, prepare=("make", ".venv-docs/.installed", ".venv-docs/mermaid.min.js")),
+    Stage(
+        "docs",
+        ("make", "docs"),
+        WAIT,
+        300,
+        prepare=("make", ".venv-docs/.installed", ".venv-docs/mermaid.min.js"),
+    ),
 )
 
 
@@ -96,7 +107,11 @@ class Tests:
         return sum(value == outcome for value in self.outcomes.values())
 
     def failed(self) -> list[str]:
-        return [f"{test}: {self.why[test]}" for test, outcome in self.outcomes.items() if outcome == "failed"]
+        return [
+            f"{test}: {self.why[test]}"
+            for test, outcome in self.outcomes.items()
+            if outcome == "failed"
+        ]
 
 
 @dataclass
@@ -149,7 +164,9 @@ class Run:
         out: where everything is printed.
     """
 
-    def __init__(self, stages: Sequence[Stage], folder: Path, out: IO[str], *, grace_s: float = GRACE_S) -> None:
+    def __init__(
+        self, stages: Sequence[Stage], folder: Path, out: IO[str], *, grace_s: float = GRACE_S
+    ) -> None:
         self.stages = stages
         self.results: dict[str, Result] = {}
         self.stopped_by = 0
@@ -167,14 +184,23 @@ class Run:
         begun = time.monotonic()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._run_lane([stage for stage in self.stages if stage.lane == FIRST])
-        broken = [result.stage.name for result in self.results.values() if result.outcome != "passed"]
+        broken = [
+            result.stage.name for result in self.results.values() if result.outcome != "passed"
+        ]
         if broken:
             for stage in self.stages:
                 self.results.setdefault(
-                    stage.name, Result(stage, "not run", NOT_RUN, notes=[f"{broken[0]} did not pass"])
+                    stage.name,
+                    Result(stage, "not run", NOT_RUN, notes=[f"{broken[0]} did not pass"]),
                 )
-        lanes = [[stage for stage in self.stages if stage.lane == lane] for lane in (COMPUTE, WAIT)]
-        threads = [threading.Thread(target=self._run_lane, args=(lane,)) for lane in lanes if not broken]
+        lanes = [
+            [stage for stage in self.stages if stage.lane == lane] for lane in (COMPUTE, WAIT)
+        ]
+        threads = [
+            threading.Thread(target=self._run_lane, args=(lane,))
+            for lane in lanes
+            if not broken
+        ]
         for thread in threads:
             thread.start()
         # With a limit, so that the main thread gets to its signal handlers.
@@ -183,13 +209,17 @@ class Run:
                 thread.join(0.1)
         results = [self.results[stage.name] for stage in self.stages]
         self._print("\n" + "\n".join(report(results, time.monotonic() - begun)))
-        return 128 + self.stopped_by if self.stopped_by else max(result.code for result in results)
+        return (
+            128 + self.stopped_by if self.stopped_by else max(result.code for result in results)
+        )
 
     def _run_lane(self, stages: Sequence[Stage]) -> None:
         for stage in stages:
             self._wait_for(stage.after)
             if self.stopped_by:
-                self.results[stage.name] = Result(stage, "not run", NOT_RUN, notes=["the run was stopped before"])
+                self.results[stage.name] = Result(
+                    stage, "not run", NOT_RUN, notes=["the run was stopped before"]
+                )
                 continue
             self._print(f"--- {stage.name}: started")
             folder = self._folder / stage.name
@@ -212,7 +242,10 @@ class Run:
         if stage.prepare:
             ended = self._run_command(stage.prepare, stage, folder)
             if isinstance(ended, int) and ended != 0:
-                reason = (log.read_text(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
+                reason = (
+                    log.read_text(errors="replace").strip().splitlines()
+                    or ["it printed nothing"]
+                )[-1]
                 note = f"`{' '.join(stage.prepare)}` cannot be done here: {reason}"
                 return Result(stage, "skipped", 0, time.monotonic() - begun, notes=[note])
         ended, strays = self._run_command(stage.command, stage, folder), list[str]()
@@ -221,25 +254,45 @@ class Run:
         tests = read_tests(folder)
         notes = list(_notes(folder, tests))
         if strays:
-            notes.append(f"processes left running, and killed: {len(strays)} ({'; '.join(strays)})")
+            notes.append(
+                f"processes left running, and killed: {len(strays)} ({'; '.join(strays)})"
+            )
         seconds = time.monotonic() - begun
         if ended == "hung":
             running = f"; running: {', '.join(tests.running)}" if tests.running else ""
-            return Result(stage, "hung", HUNG, seconds, tests, [f"no end within {stage.limit_s:g} s{running}", *notes])
+            return Result(
+                stage,
+                "hung",
+                HUNG,
+                seconds,
+                tests,
+                [f"no end within {stage.limit_s:g} s{running}", *notes],
+            )
         if ended == "stopped":
             return Result(stage, "stopped", 128 + self.stopped_by, seconds, tests, notes)
         assert isinstance(ended, int)
         if ended == 0 and tests.outcomes and tests.count("skipped") == len(tests.outcomes):
-            return Result(stage, "skipped", 0, seconds, tests, ["every test was skipped", *notes])
+            return Result(
+                stage, "skipped", 0, seconds, tests, ["every test was skipped", *notes]
+            )
         # A command that a signal has ended has a negative code.
         return Result(stage, "failed" if ended else "passed", abs(ended), seconds, tests, notes)
 
     def _run_command(self, command: Sequence[str], stage: Stage, folder: Path) -> int | str:
         """The exit code; `hung` or `stopped` where it was ended from here, with all that it had started."""
         token = _token_of(folder)
-        variables = {JOURNAL: str(folder), NOTES: str(folder / "notes.txt"), TOKEN: token, "PYTHONFAULTHANDLER": "1"}
+        variables = {
+            JOURNAL: str(folder),
+            NOTES: str(folder / "notes.txt"),
+            TOKEN: token,
+            "PYTHONFAULTHANDLER": "1",
+        }
         # Without its bytecode every cold process would compile torch again.
-        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if name != "PYTHONDONTWRITEBYTECODE"
+        }
         until = time.monotonic() + stage.limit_s
         with (folder / "log.txt").open("ab") as log:
             process = subprocess.Popen(
@@ -280,7 +333,9 @@ class Run:
             tail = lines[-TAIL_LINES:]
             closing = [match.group() for match in CLOSING_LINE.finditer(text)]
             lines = [line for line in closing if line not in tail] + tail
-        heading = f"=== {result.stage.name}: {result.outcome} after {result.seconds:.0f} s ({log})"
+        heading = (
+            f"=== {result.stage.name}: {result.outcome} after {result.seconds:.0f} s ({log})"
+        )
         self._print("\n".join(["", heading, *lines, f"=== end of {result.stage.name}"]))
 
 
@@ -305,12 +360,20 @@ def _notes(folder: Path, tests: Tests) -> Iterator[str]:
 def _kill_strays(token: str) -> list[str]:
     """Kills every process that carries a stage's token in its environment; returns how their commands begin."""
     mark, commands = f"{TOKEN}={token}".encode(), dict[str, str]()
-    for pause_s in (0.0, 0.2):  # a process that becomes another program has no environment for a moment
+    for pause_s in (
+        0.0,
+        0.2,
+    ):  # a process that becomes another program has no environment for a moment
         time.sleep(pause_s)
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
                 if path.parent.name not in commands and mark in path.read_bytes().split(b"\0"):
-                    command = path.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    command = (
+                        path.with_name("cmdline")
+                        .read_bytes()
+                        .replace(b"\0", b" ")
+                        .decode(errors="replace")
+                    )
                     os.kill(int(path.parent.name), signal.SIGKILL)
                     commands[path.parent.name] = command.strip()[:100]
     return [*commands.values()]
@@ -322,18 +385,26 @@ def report(results: Sequence[Result], seconds: float) -> Iterable[str]:
     width = max(len(result.stage.name) for result in results)
     yield f"{'stage':{width}}  {'result':8} {'seconds':>7}  {'  '.join(columns)}"
     for result in results:
-        counts = [result.tests.count(name) for name in columns[:-1]] + [len(result.tests.retried)]
+        counts = [result.tests.count(name) for name in columns[:-1]] + [
+            len(result.tests.retried)
+        ]
         figures = "  ".join(
             f"{count if result.tests.outcomes else '-':>{len(name)}}"
             for name, count in zip(columns, counts, strict=True)
         )
-        line = f"{result.stage.name:{width}}  {result.outcome:8} {result.seconds:7.0f}  {figures}"
+        line = (
+            f"{result.stage.name:{width}}  {result.outcome:8} {result.seconds:7.0f}  {figures}"
+        )
         yield f"{line}  {'; '.join(result.notes)}".rstrip()
     yield f"all stages: {seconds:.0f} s"
     yield from _listed("failed", ((result, result.tests.failed()) for result in results))
     yield from _listed("retried", ((result, result.tests.retried) for result in results))
     skips = (
-        (result, [f"{count} x {reason}" for reason, count in result.tests.reasons.most_common()]) for result in results
+        (
+            result,
+            [f"{count} x {reason}" for reason, count in result.tests.reasons.most_common()],
+        )
+        for result in results
     )
     yield from _listed("skipped", skips)
 
@@ -346,13 +417,19 @@ def _listed(heading: str, items: Iterable[tuple[Result, list[str]]]) -> Iterator
 
 def chosen(names: Sequence[str]) -> list[Stage]:
     """The stages of these names, after those that come first in any case; all of them where no name is given."""
-    return [stage for stage in STAGES if not names or stage.name in names or stage.lane == FIRST]
+    return [
+        stage for stage in STAGES if not names or stage.name in names or stage.lane == FIRST
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = [stage.name for stage in STAGES]
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"default: all of {', '.join(names)}")
+    parser.add_argument(
+        "stages", nargs="*", metavar="STAGE", help=f"default: all of {', '.join(names)}"
+    )
     options = parser.parse_args()
     if unknown := sorted(set(options.stages) - set(names)):
         parser.error(f"{', '.join(unknown)}: not one of {', '.join(names)}")

@@ -31,9 +31,31 @@ VARIABLES = {
 }
 # What says how pip works or what it prints, not what it installs.
 WITHOUT_EFFECT = {
-    *("break-system-packages", "cache-dir", "compile", "default-timeout", "disable-pip-version-check", "format"),
-    *("no-cache-dir", "no-color", "no-compile", "no-input", "no-python-version-warning", "no-warn-script-location"),
-    *("prefer-binary", "progress-bar", "quiet", "require-virtualenv", "retries", "root-user-action", "timeout"),
+    *(
+        "break-system-packages",
+        "cache-dir",
+        "compile",
+        "default-timeout",
+        "disable-pip-version-check",
+        "format",
+    ),
+    *(
+        "no-cache-dir",
+        "no-color",
+        "no-compile",
+        "no-input",
+        "no-python-version-warning",
+        "no-warn-script-location",
+    ),
+    *(
+        "prefer-binary",
+        "progress-bar",
+        "quiet",
+        "require-virtualenv",
+        "retries",
+        "root-user-action",
+        "timeout",
+    ),
     *("upgrade-strategy", "use-feature", "verbose"),
 }
 LISTS_BY_COMMA = {"find-links"}
@@ -41,7 +63,9 @@ LISTS_BY_COMMA = {"find-links"}
 
 def settings(python: Path) -> dict[str, str]:
     """pip's settings for `pip install`, from its files and from the environment, which comes last and counts."""
-    printed = subprocess.run([python, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    printed = subprocess.run(
+        [python, "-m", "pip", "config", "list"], capture_output=True, text=True
+    ).stdout
     values: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
     for line in printed.splitlines():
         key, _, value = line.partition("=")
@@ -56,7 +80,9 @@ def for_uv(options: Mapping[str, str]) -> dict[str, str] | None:
     if set(options) - set(VARIABLES) - WITHOUT_EFFECT:
         return None
     variables = {
-        VARIABLES[name]: (",".join(value.split()) if name in LISTS_BY_COMMA else " ".join(value.split()))
+        VARIABLES[name]: (
+            ",".join(value.split()) if name in LISTS_BY_COMMA else " ".join(value.split())
+        )
         for name, value in options.items()
         if name in VARIABLES
     }
@@ -97,9 +123,13 @@ def install(folder: Path, arguments: list[str]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="the venv")
-    parser.add_argument("--interpreter", default=sys.executable, help="the Python of a new venv")
+    parser.add_argument(
+        "--interpreter", default=sys.executable, help="the Python of a new venv"
+    )
     options, arguments = parser.parse_known_args()
     python = options.folder / "bin" / "python"
     if not python.exists():

@@ -45,17 +45,23 @@ def write_texts(folder: Path) -> None:
             break
         (folder / "corpus" / file.name).write_text(text, encoding="utf-8")
     drawn = random.Random(0)
-    (folder / "corpus" / "letters.txt").write_text("".join(drawn.choices(LETTERS, k=150)), encoding="utf-8")
+    (folder / "corpus" / "letters.txt").write_text(
+        "".join(drawn.choices(LETTERS, k=150)), encoding="utf-8"
+    )
 
 
 def threefold(folder: Path, *arguments: str, stop_at: int | None = None) -> None:
     """Runs a command in `folder`; at a step, if one is given, it is asked to save and end."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, "-m", "threefold", *arguments], cwd=folder, env=environment) as running:
+    with subprocess.Popen(
+        [sys.executable, "-m", "threefold", *arguments], cwd=folder, env=environment
+    ) as running:
         metrics = folder / "run" / "metrics.jsonl"
         while stop_at is not None and running.poll() is None:
             time.sleep(0.1)
-            if metrics.exists() and f'"step": {stop_at},' in metrics.read_text(encoding="utf-8"):
+            if metrics.exists() and f'"step": {stop_at},' in metrics.read_text(
+                encoding="utf-8"
+            ):
                 running.send_signal(signal.SIGTERM)
                 stop_at = None
         if running.wait() not in (0, 75):
@@ -79,14 +85,18 @@ def take(page: Path, picture: Path) -> None:
     """Writes some parts of a page, as Chromium shows them, to `picture`."""
     from playwright.sync_api import sync_playwright
 
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    chromium = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if chromium is None:
         sys.exit("no Chromium on this machine (Debian: chromium)")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=chromium, args=["--headless", "--no-sandbox", "--disable-gpu"]
         )
-        shown = browser.new_page(viewport={"width": 1280, "height": 560}, color_scheme="light", bypass_csp=True)
+        shown = browser.new_page(
+            viewport={"width": 1280, "height": 560}, color_scheme="light", bypass_csp=True
+        )
         shown.goto(page.as_uri())
         shown.wait_for_selector("html[data-ready=yes]", state="attached")
         shown.add_style_tag(content=SHOWN)
@@ -99,7 +109,11 @@ def take(page: Path, picture: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keep", type=Path, help="a folder for the texts and the run; if it has the run, only show it")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="a folder for the texts and the run; if it has the run, only show it",
+    )
     parser.add_argument("--to", type=Path, default=PICTURE)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

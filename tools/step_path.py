@@ -63,7 +63,11 @@ class Tracer:
             return
         module, function = os.path.relpath(code.co_filename, SOURCE), code.co_name
         # A named function: no module, no class body, no comprehension that a module runs when it is imported.
-        if event == "call" and code.co_flags & inspect.CO_OPTIMIZED and not function.startswith("<"):
+        if (
+            event == "call"
+            and code.co_flags & inspect.CO_OPTIMIZED
+            and not function.startswith("<")
+        ):
             self.modules.setdefault(module)
         if (module, function) != _LAST:
             self._known.add(code)
@@ -79,8 +83,15 @@ class Tracer:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
-            loaded = [module.__file__ for name, module in sys.modules.items() if name.startswith("threefold.")]
-            found = {"entered": list(self.modules), "loaded": [os.path.relpath(str(file), SOURCE) for file in loaded]}
+            loaded = [
+                module.__file__
+                for name, module in sys.modules.items()
+                if name.startswith("threefold.")
+            ]
+            found = {
+                "entered": list(self.modules),
+                "loaded": [os.path.relpath(str(file), SOURCE) for file in loaded],
+            }
             (Path(os.environ[_FOLDER]) / f"{name}.json").write_text(json.dumps(found))
 
 
@@ -95,10 +106,17 @@ def traced(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ[_FOLDER] = folder
         os.environ.setdefault("XDG_CACHE_HOME", folder)
-        (Path(folder) / "corpus.txt").write_text(" ".join(f"word{n * n % 97}" for n in range(4000)))
+        (Path(folder) / "corpus.txt").write_text(
+            " ".join(f"word{n * n % 97}" for n in range(4000))
+        )
         if not arguments or arguments[0].startswith("--"):
             (Path(folder) / "config.yaml").write_text(CONFIG)
-            arguments = [f"{folder}/config.yaml", "--data.source", f"{folder}/corpus.txt", *arguments]
+            arguments = [
+                f"{folder}/config.yaml",
+                "--data.source",
+                f"{folder}/corpus.txt",
+                *arguments,
+            ]
         start_ranks, before = local_ranks.start_ranks, sys.argv
 
         def traced_start(entry: Callable[..., None], args: Sequence[Any], **kwargs: Any) -> int:
@@ -136,7 +154,9 @@ def main(arguments: Sequence[str]) -> None:
         ("a function ran, or it was loaded", [*entered, *only_loaded]),
     ):
         tokens = sum(code_tokens(SOURCE / module) for module in modules)
-        print(f"  {what}: {len(modules)} modules, {sum(map(_lines, modules)):,} lines, {tokens:,} code tokens")
+        print(
+            f"  {what}: {len(modules)} modules, {sum(map(_lines, modules)):,} lines, {tokens:,} code tokens"
+        )
 
 
 def _lines(module: str) -> int:

@@ -45,21 +45,35 @@ MERMAID_FILES = {
 
 def wrong() -> list[str]:
     """The files of the package that are not what was vendored."""
-    found = {name: (ASSETS / name).read_bytes() if (ASSETS / name).exists() else b"" for name in FILES}
-    return [name for name, (_, digest) in FILES.items() if hashlib.sha256(found[name]).hexdigest() != digest]
+    found = {
+        name: (ASSETS / name).read_bytes() if (ASSETS / name).exists() else b""
+        for name in FILES
+    }
+    return [
+        name
+        for name, (_, digest) in FILES.items()
+        if hashlib.sha256(found[name]).hexdigest() != digest
+    ]
 
 
 def fetch(package: str, version: str, files: dict[str, tuple[str, str]], into: Path) -> None:
     """Writes the files of npm's archive into a folder; SystemExit if one is another file than expected."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["npm", "pack", "--silent", f"{package}@{version}"], cwd=folder, check=True, timeout=300)
+        subprocess.run(
+            ["npm", "pack", "--silent", f"{package}@{version}"],
+            cwd=folder,
+            check=True,
+            timeout=300,
+        )
         (archive,) = Path(folder).glob("*.tgz")
         with tarfile.open(archive) as tar:
             for name, (path, digest) in files.items():
                 content = tar.extractfile(path)
                 read = content.read() if content is not None else b""
                 if hashlib.sha256(read).hexdigest() != digest:
-                    sys.exit(f"{path} of {package}@{version} has the checksum {hashlib.sha256(read).hexdigest()}")
+                    sys.exit(
+                        f"{path} of {package}@{version} has the checksum {hashlib.sha256(read).hexdigest()}"
+                    )
                 (into / name).write_bytes(read)
 
 
@@ -70,5 +84,7 @@ if __name__ == "__main__":
     if sys.argv[1:] != ["--check"]:
         fetch(PACKAGE, VERSION, FILES, ASSETS)
     if different := wrong():
-        sys.exit(f"{', '.join(different)}: not {PACKAGE} {VERSION} as it was vendored; run python tools/vendor.py")
+        sys.exit(
+            f"{', '.join(different)}: not {PACKAGE} {VERSION} as it was vendored; run python tools/vendor.py"
+        )
     print(f"{PACKAGE} {VERSION}: {', '.join(FILES)}")

@@ -72,10 +72,16 @@ class Row:
 def rows() -> dict[str, Row]:
     """Every set, by name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    least = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(project["dependencies"]), re.MULTILINE))
+    least = dict(
+        re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(project["dependencies"]), re.MULTILINE)
+    )
     first = tuple(map(int, re.findall(r"\d+", project["requires-python"])))
     ends = (
-        Row("oldest", (first[0], first[1]), tuple(f"{name}=={least[name]}.*" for name in ("torch", "transformers"))),
+        Row(
+            "oldest",
+            (first[0], first[1]),
+            tuple(f"{name}=={least[name]}.*" for name in ("torch", "transformers")),
+        ),
         Row("newest", max(interpreters()), ("torch", "transformers")),
     )
     return {row.name: row for row in ends}
@@ -85,9 +91,17 @@ def interpreters() -> dict[tuple[int, int], str]:
     """The Pythons of this machine that pyproject admits, by minor version."""
     found = {sys.version_info[:2]: sys.executable}
     for minor in range(11, 20):
-        places = [shutil.which(f"python3.{minor}"), *Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python")]
+        places = [
+            shutil.which(f"python3.{minor}"),
+            *Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python"),
+        ]
         for place in filter(None, places):
-            if subprocess.run([place, "-c", "import ensurepip, ssl, sqlite3"], capture_output=True).returncode == 0:
+            if (
+                subprocess.run(
+                    [place, "-c", "import ensurepip, ssl, sqlite3"], capture_output=True
+                ).returncode
+                == 0
+            ):
                 found.setdefault((3, minor), str(place))
     return found
 
@@ -103,8 +117,16 @@ def install(row: Row) -> tuple[Path, str]:
     interpreter = interpreters().get(row.python)
     if interpreter is None:
         return python, f"this machine has no Python {row.python[0]}.{row.python[1]}"
-    command = [sys.executable, ROOT / "tools" / "install.py", folder, "--interpreter", interpreter]
-    done = subprocess.run([*command, *row.requirements, "-e", f"{ROOT}[dev]"], capture_output=True, text=True)
+    command = [
+        sys.executable,
+        ROOT / "tools" / "install.py",
+        folder,
+        "--interpreter",
+        interpreter,
+    ]
+    done = subprocess.run(
+        [*command, *row.requirements, "-e", f"{ROOT}[dev]"], capture_output=True, text=True
+    )
     if done.returncode:
         shutil.rmtree(folder, ignore_errors=True)
         return python, (done.stderr.strip().splitlines() or ["the installation failed"])[-1]
@@ -115,14 +137,32 @@ def install(row: Row) -> tuple[Path, str]:
 def versions(python: Path) -> dict[str, str]:
     """What is installed beside that Python."""
     code = f"import importlib.metadata as m, platform as p; print(p.python_version(), *map(m.version, {PACKAGES!r}))"
-    printed = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    printed = subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     return dict(zip(COLUMNS, printed, strict=True))
 
 
 def tested(python: Path, tests: tuple[str, ...]) -> tuple[int, str]:
     """Runs the tests; returns pytest's exit code and its last line."""
-    command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
-    command += ["--durations=10", "-m", "not slow and not launchers and not examples and not long", *tests]
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+        "-p",
+        "no:cacheprovider",
+    ]
+    command += [
+        "--durations=10",
+        "-m",
+        "not slow and not launchers and not examples and not long",
+        *tests,
+    ]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         last = ""
@@ -154,9 +194,17 @@ def with_rows(page: str, rows: Mapping[str, str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=list(rows()), help=f"default: {' '.join(rows())}")
-    parser.add_argument("--all", action="store_true", help="all tests that a promise rests on, not only a sample")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", default=list(rows()), help=f"default: {' '.join(rows())}"
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="all tests that a promise rests on, not only a sample",
+    )
     parser.add_argument("--install", action="store_true", help="only install")
     parser.add_argument("--write", type=Path, help="the page whose table is written anew")
     asked = parser.parse_args()

@@ -18,7 +18,9 @@ def build_id() -> str:
 
 def version() -> str:
     """The release."""
-    known: str = sys.modules["threefold"].__version__  # an import would be of all that the package hands out
+    known: str = sys.modules[
+        "threefold"
+    ].__version__  # an import would be of all that the package hands out
     return known
 
 

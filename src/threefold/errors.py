@@ -66,7 +66,9 @@ class ThreefoldError(Exception):
         for number, problem in enumerate(problems):
             if problem.setting is not None:
                 key, value, remark = problem.setting
-                problems[number] = replace(problem, fix=write(key, value) + remark, setting=None)
+                problems[number] = replace(
+                    problem, fix=write(key, value) + remark, setting=None
+                )
         self.problems = tuple(problems)
 
     def __str__(self) -> str:
@@ -105,18 +107,28 @@ class OtherRankError(RunError):
 def described_error(error: BaseException) -> dict[str, Any]:
     """An error as values of JSON, for another process to raise (`error_of`)."""
     if not isinstance(error, ThreefoldError):
-        return {"class": None, "text": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-    return {"class": type(error).__name__, "problems": [astuple(problem) for problem in error.problems]}
+        return {
+            "class": None,
+            "text": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+        }
+    return {
+        "class": type(error).__name__,
+        "problems": [astuple(problem) for problem in error.problems],
+    }
 
 
 def error_of(told: dict[str, Any], name: str) -> ThreefoldError:
     """The error that another process described, of the same class, which it met in `name`."""
     if told["class"] is None:
         return OtherRankError(
-            f"another rank failed in {name!r}: {told['text']}", expected="its result", fix="see that rank's traceback"
+            f"another rank failed in {name!r}: {told['text']}",
+            expected="its result",
+            fix="see that rank's traceback",
         )
     classes = {cls.__name__: cls for cls in _family(ThreefoldError)}
-    return classes.get(told["class"], RunError).of(Problem(*problem) for problem in told["problems"])
+    return classes.get(told["class"], RunError).of(
+        Problem(*problem) for problem in told["problems"]
+    )
 
 
 def _family(cls: type[ThreefoldError]) -> Iterator[type[ThreefoldError]]:

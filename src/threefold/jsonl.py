@@ -44,7 +44,9 @@ class MetricsFile:
         timed: each line ends with its time (UTC).
     """
 
-    def __init__(self, path: Path, *, continue_on_error: bool = False, timed: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, continue_on_error: bool = False, timed: bool = False
+    ) -> None:
         cut_torn_line(path)
         self._timed = timed
         self._file = path.open("ab", buffering=0)

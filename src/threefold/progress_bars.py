@@ -84,7 +84,9 @@ class Bars:
 
             # Notebooks and CI set FORCE_COLOR, which rich takes for a terminal; what moves the cursor needs a real one.
             tty = sys.stderr.isatty()
-            console = Console(stderr=True, force_terminal=tty, soft_wrap=True, markup=False, highlight=False)
+            console = Console(
+                stderr=True, force_terminal=tty, soft_wrap=True, markup=False, highlight=False
+            )
         self.console, self.quiet = console, quiet
         self._live: Progress | None = None
         self._shown = 0
@@ -135,9 +137,15 @@ def _live(console: Console) -> Progress:
 
         def get_renderables(self) -> Iterator[Any]:
             now = time.monotonic()
-            tasks = [task for task in self.tasks if now - task.fields["since"] >= _SHOWN_AFTER_S]
+            tasks = [
+                task for task in self.tasks if now - task.fields["since"] >= _SHOWN_AFTER_S
+            ]
             yield self.make_tasks_table(tasks) if tasks else ""
 
-    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(20), progress.TaskProgressColumn())
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(20),
+        progress.TaskProgressColumn(),
+    )
     times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
     return Late(*columns, *times, console=console, transient=True)

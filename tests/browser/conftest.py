@@ -23,11 +23,15 @@ SIZES = {"tiny": 20, "short": 10_000, "long": 100_000}
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    found = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if found is None:
         pytest.skip("no Chromium on this machine (Debian: chromium)")
     if find_spec("playwright") is None or find_spec("axe_core_python") is None:
-        pytest.skip("playwright or axe-core-python is not installed (tests/browser/requirements.txt)")
+        pytest.skip(
+            "playwright or axe-core-python is not installed (tests/browser/requirements.txt)"
+        )
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -58,7 +62,10 @@ def visit(browser: Any, serve: Any) -> Iterator[Callable[..., Any]]:
         page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
         page.on("dialog", lambda dialog: wrong.append(f"dialog: {dialog.message}"))
         own = "file://" if address.startswith("file://") else "http://127.0.0.1:"
-        page.on("request", lambda request: None if request.url.startswith(own) else wrong.append(request.url))
+        page.on(
+            "request",
+            lambda request: None if request.url.startswith(own) else wrong.append(request.url),
+        )
         page.goto(address)
         page.wait_for_selector("html[data-ready=yes]", state="attached")
         return page
@@ -122,4 +129,6 @@ def shown(page: Any) -> None:
         "() => [...document.querySelectorAll('[data-box]:not([data-box=top])')]"
         ".every((box) => box.querySelector('[data-part=data]'))"
     )
-    page.wait_for_function("() => document.querySelector('.chart .read').textContent.includes('at step')")
+    page.wait_for_function(
+        "() => document.querySelector('.chart .read').textContent.includes('at step')"
+    )

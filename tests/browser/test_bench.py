@@ -23,10 +23,18 @@ def runs_of(folder: Path) -> list[Path]:
     """Four runs that differ in their rates, the last of which went back once, an hour later."""
     runs = []
     for name, rate in (("a", 0.1), ("b", 0.02), ("c", 0.003)):
-        runs.append(make_run(folder / name, [step_line(step, loss=5 * rate + step) for step in range(1, 21)]))
+        runs.append(
+            make_run(
+                folder / name, [step_line(step, loss=5 * rate + step) for step in range(1, 21)]
+            )
+        )
     again = [step_line(step, time=at(3600 + step)) for step in range(11, 31)]
     events = [{"event": "start", "time": at(3605), "start": 2, "step": 10}]
-    runs.append(make_run(folder / "d", [*(step_line(step) for step in range(1, 21)), *again], events=events))
+    runs.append(
+        make_run(
+            folder / "d", [*(step_line(step) for step in range(1, 21)), *again], events=events
+        )
+    )
     for run, rate in zip(runs, (0.1, 0.02, 0.003, 0.1), strict=True):
         (run / "config.yaml").write_text(f"optimizer: {{lr: {rate}}}\ntrain: {{steps: 100}}\n")
     return runs
@@ -57,12 +65,16 @@ def saved(page: Any, kind: str, to: Path) -> Path:
 
 def y_range(page: Any) -> list[float]:
     """The range of the first chart's y axis, of the link that holds it."""
-    low, high = page.evaluate("new URLSearchParams(location.hash.slice(1)).get('y0')").split("~")
+    low, high = page.evaluate("new URLSearchParams(location.hash.slice(1)).get('y0')").split(
+        "~"
+    )
     return [float(low), float(high)]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_range_of_y_is_zoomed_by_dragging_kept_in_the_link_and_ended(size: dict[str, int], page_of: Any) -> None:
+def test_a_range_of_y_is_zoomed_by_dragging_kept_in_the_link_and_ended(
+    size: dict[str, int], page_of: Any
+) -> None:
     page = page_of(0, viewport=size)
     page.locator(".u-over").first.scroll_into_view_if_needed()
     box = page.locator(".u-over").first.bounding_box()
@@ -105,7 +117,9 @@ def test_a_curve_is_hidden_by_its_button(page_of: Any) -> None:
     assert "data_wait_s" in read.inner_text()
 
 
-def test_a_chart_is_saved_as_its_numbers_as_paths_and_as_a_picture(page_of: Any, tmp_path: Path) -> None:
+def test_a_chart_is_saved_as_its_numbers_as_paths_and_as_a_picture(
+    page_of: Any, tmp_path: Path
+) -> None:
     page = page_of(3)
     page.get_by_role("combobox").select_option("seconds")
     page.wait_for_function("() => location.hash === '#by=seconds'")
@@ -115,12 +129,16 @@ def test_a_chart_is_saved_as_its_numbers_as_paths_and_as_a_picture(page_of: Any,
     assert len(lines) == len(points) == 40  # 20 of each pass
     assert float(points[2, 30]["value"]) == pytest.approx(step_line(30)["loss"], rel=1e-6)
     # What was trained again an hour later is at the time at which it was trained.
-    assert float(points[1, 20]["seconds"]) == 19 and float(points[2, 11]["seconds"]) == pytest.approx(3610, abs=1)
+    assert float(points[1, 20]["seconds"]) == 19 and float(
+        points[2, 11]["seconds"]
+    ) == pytest.approx(3610, abs=1)
     drawing = ElementTree.parse(saved(page, "SVG", tmp_path / "a.svg"))
     texts = [each.text for each in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert "Loss by seconds" in texts and "loss" in texts and "resume" in texts
     content = saved(page, "PNG", tmp_path / "a.png").read_bytes()
-    assert content[:8] == b"\x89PNG\r\n\x1a\n" and min(struct.unpack(">II", content[16:24])) > 150
+    assert (
+        content[:8] == b"\x89PNG\r\n\x1a\n" and min(struct.unpack(">II", content[16:24])) > 150
+    )
 
 
 def test_a_name_that_a_spreadsheet_would_compute_is_a_text(tmp_path: Path, visit: Any) -> None:
@@ -129,7 +147,12 @@ def test_a_name_that_a_spreadsheet_would_compute_is_a_text(tmp_path: Path, visit
     target.write_bytes(report([gather(run)]))
     page = visit(target.as_uri())
     shown(page)
-    assert saved(page, "CSV", tmp_path / "a.csv").read_text().splitlines()[1].startswith('"\'=1+1"')
+    assert (
+        saved(page, "CSV", tmp_path / "a.csv")
+        .read_text()
+        .splitlines()[1]
+        .startswith('"\'=1+1"')
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,7 +189,9 @@ def test_runs_are_sorted_by_a_column_and_compared_by_a_filter(
     assert page.locator("th[aria-sort=descending]").inner_text() == "optimizer.lr"
     # What is made anew stays sorted.
     make_run(tmp_path / "runs" / "e", [step_line(1)])
-    (tmp_path / "runs" / "e" / "config.yaml").write_text("optimizer: {lr: 0.01}\ntrain: {steps: 100}\n")
+    (tmp_path / "runs" / "e" / "config.yaml").write_text(
+        "optimizer: {lr: 0.01}\ntrain: {steps: 100}\n"
+    )
     page.get_by_label("compare e").wait_for()
     assert names.all_inner_texts()[2:] == ["b", "e", "c"]
     assert faults(page) == []
@@ -177,7 +202,9 @@ def test_runs_are_sorted_by_a_column_and_compared_by_a_filter(
     read = page.locator(".chart .read").first
     assert "a: loss" in read.inner_text() and "c: loss" in read.inner_text()
     page.get_by_label("filter runs").fill("lr<0.05")
-    page.wait_for_function("() => !document.querySelector('.chart .read').textContent.includes('a: loss')")
+    page.wait_for_function(
+        "() => !document.querySelector('.chart .read').textContent.includes('a: loss')"
+    )
     assert "b: loss" in read.inner_text()
     assert page.locator("[data-part=compared] tbody tr:visible").count() == 2
     assert faults(page) == []

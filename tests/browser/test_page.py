@@ -25,11 +25,15 @@ DRAWN = """() => [...document.querySelectorAll('.chart canvas')].map((canvas) =>
 
 
 @pytest.fixture(scope="module", params=["report", "view"])
-def address_of(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: Any) -> Iterator[Callable[..., str]]:
+def address_of(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: Any
+) -> Iterator[Callable[..., str]]:
     """The address of a page of some runs: a file on the disk, or of a server."""
     if request.param == "view":
         with served(folder) as address:
-            yield lambda *names: address.replace("?", "run?" + "".join(f"run={name}&" for name in names))
+            yield lambda *names: address.replace(
+                "?", "run?" + "".join(f"run={name}&" for name in names)
+            )
         return
     pages = tmp_path_factory.mktemp("pages")
 
@@ -52,7 +56,9 @@ def test_a_page_is_drawn_and_has_no_serious_fault(
     colours = page.evaluate(DRAWN)
     assert len(colours) >= 8 and min(colours) > 5
     assert page.evaluate("window.hacked") is None
-    page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    page.evaluate(
+        "document.querySelectorAll('details').forEach((each) => { each.open = true; })"
+    )
     assert faults(page) == []
 
 
@@ -62,14 +68,19 @@ def test_a_page_can_be_used_with_a_keyboard(name: str, address_of: Any, visit: A
     shown(page)
     for _ in range(20):
         page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement.getAttribute('aria-roledescription')") == "chart":
+        if (
+            page.evaluate("document.activeElement.getAttribute('aria-roledescription')")
+            == "chart"
+        ):
             break
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
     read = page.locator(".chart .read").first
     page.keyboard.press("Home")
     assert "at step 1 " in f"{read.inner_text()} "
     page.keyboard.press("ArrowRight")
-    assert ("at step 2" if name == "tiny" else "at step") in read.inner_text()  # of a long run some steps are points
+    assert (
+        "at step 2" if name == "tiny" else "at step"
+    ) in read.inner_text()  # of a long run some steps are points
     assert not read.inner_text().endswith("at step 1")
     page.keyboard.press("End")
     assert f"at step {SIZES[name]:,}" in read.inner_text()
@@ -85,7 +96,9 @@ def test_a_page_can_be_used_with_a_keyboard(name: str, address_of: Any, visit: A
     assert "Step 1\n" in page.locator("#chosen").inner_text()
     assert page.evaluate("document.activeElement.id") == "chosen"
     page.get_by_role("button", name="close").press("Enter")
-    assert page.evaluate("document.activeElement.getAttribute('aria-roledescription')") == "chart"
+    assert (
+        page.evaluate("document.activeElement.getAttribute('aria-roledescription')") == "chart"
+    )
 
 
 def test_smoothing_logarithms_and_zoom(address_of: Any, visit: Any) -> None:
@@ -95,12 +108,17 @@ def test_smoothing_logarithms_and_zoom(address_of: Any, visit: Any) -> None:
     for label, act in (("smoothing", "fill"), ("log y", "check"), ("log x", "check")):
         control = page.get_by_label(label)
         control.fill("0.9") if act == "fill" else control.check()
-        page.wait_for_function("(before) => document.querySelector('.chart canvas').toDataURL() !== before", arg=before)
+        page.wait_for_function(
+            "(before) => document.querySelector('.chart canvas').toDataURL() !== before",
+            arg=before,
+        )
         before = page.evaluate("document.querySelector('.chart canvas').toDataURL()")
     page.get_by_label("log x").uncheck()
     for by, said in (("tokens", "at token "), ("seconds", " s"), ("step", "at step ")):
         page.get_by_role("combobox").select_option(by)
-        page.wait_for_function("(by) => document.querySelector('.chart .read').textContent.includes(by)", arg=said)
+        page.wait_for_function(
+            "(by) => document.querySelector('.chart .read').textContent.includes(by)", arg=said
+        )
     box = page.locator(".u-over").first.bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 50)
     page.mouse.down()
@@ -112,7 +130,9 @@ def test_smoothing_logarithms_and_zoom(address_of: Any, visit: Any) -> None:
     page.wait_for_function("() => document.querySelector('#controls button').disabled")
 
 
-def test_a_spike_is_shown_at_every_size_and_a_click_names_its_step(address_of: Any, visit: Any) -> None:
+def test_a_spike_is_shown_at_every_size_and_a_click_names_its_step(
+    address_of: Any, visit: Any
+) -> None:
     page = visit(address_of("long"))
     shown(page)
     box = page.locator(".u-over").first.bounding_box()
@@ -130,18 +150,27 @@ def test_runs_are_laid_over_one_another(address_of: Any, visit: Any, faults: Any
     read = page.locator(".chart .read").first
     assert "tiny: loss" in read.inner_text() and "eventful: loss" in read.inner_text()
     page.get_by_role("checkbox", name="tiny").uncheck()
-    page.wait_for_function("() => !document.querySelector('.chart .read').textContent.includes('tiny')")
+    page.wait_for_function(
+        "() => !document.querySelector('.chart .read').textContent.includes('tiny')"
+    )
     assert faults(page) == []
 
 
 @pytest.mark.parametrize("name", ["tiny", "eventful"])
-def test_a_phone_and_a_sheet_of_paper(name: str, address_of: Any, visit: Any, faults: Any) -> None:
-    page = visit(address_of(name), viewport={"width": 360, "height": 700}, is_mobile=True, has_touch=True)
+def test_a_phone_and_a_sheet_of_paper(
+    name: str, address_of: Any, visit: Any, faults: Any
+) -> None:
+    page = visit(
+        address_of(name), viewport={"width": 360, "height": 700}, is_mobile=True, has_touch=True
+    )
     shown(page)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert faults(page) == []
     page.emulate_media(media="print")
-    assert not page.locator("#controls").is_visible() and page.locator(".chart canvas").first.is_visible()
+    assert (
+        not page.locator("#controls").is_visible()
+        and page.locator(".chart canvas").first.is_visible()
+    )
     assert page.pdf()[:4] == b"%PDF"
 
 
@@ -149,7 +178,15 @@ def test_what_happened_to_a_run_is_on_its_page(address_of: Any, visit: Any) -> N
     page = visit(address_of("eventful"))
     shown(page)
     text = page.locator("main").inner_text()
-    for said in ("done", "Damaged lines", "metrics.jsonl", "Samples", "Late ranks", "What stands out", "4 ranks"):
+    for said in (
+        "done",
+        "Damaged lines",
+        "metrics.jsonl",
+        "Samples",
+        "Late ranks",
+        "What stands out",
+        "4 ranks",
+    ):
         assert said in text, said
     assert "</script><script>window.hacked = 1</script>" in text
     page.get_by_text("All numbers, exactly").click()

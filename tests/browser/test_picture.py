@@ -21,7 +21,11 @@ def test_picture_of_a_page(browser: Any, tmp_path: Path) -> None:
     run = eventful_run(tmp_path / "run")
     (run / "report.html").write_bytes(report([gather(run)]))
     picture = tmp_path / "picture.png"
-    subprocess.run([sys.executable, SCRIPT, "--keep", tmp_path, "--to", picture], check=True, timeout=180)
+    subprocess.run(
+        [sys.executable, SCRIPT, "--keep", tmp_path, "--to", picture], check=True, timeout=180
+    )
     head = picture.read_bytes()[:24]
     width, height = (int.from_bytes(head[at : at + 4], "big") for at in (16, 20))
-    assert head.startswith(b"\x89PNG") and width == 1280 and 560 <= height < 1000, "some parts of the page, and not all"
+    assert head.startswith(b"\x89PNG") and width == 1280 and 560 <= height < 1000, (
+        "some parts of the page, and not all"
+    )

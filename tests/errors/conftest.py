@@ -22,8 +22,13 @@ def _options(fix: str) -> list[tuple[str, str]]:
     if not command.startswith("--") or _OPEN.search(command):
         return []
     words = shlex.split(command)
-    assert all(word.startswith("--") for word in words[::2]) and len(words) % 2 == 0, f"it cannot be pasted: {fix}"
-    return [(word.removeprefix("--"), value) for word, value in zip(words[::2], words[1::2], strict=True)]
+    assert all(word.startswith("--") for word in words[::2]) and len(words) % 2 == 0, (
+        f"it cannot be pasted: {fix}"
+    )
+    return [
+        (word.removeprefix("--"), value)
+        for word, value in zip(words[::2], words[1::2], strict=True)
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +48,9 @@ def _fixes_end_what_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
                     load(path, [*others, *fix], **keys)
                 except ConfigError as again:
                     left = [each.what for each in again.problems]
-                    assert problem.what not in left, f"the fix does not end it: {problem.what}: {problem.fix}"
+                    assert problem.what not in left, (
+                        f"the fix does not end it: {problem.what}: {problem.fix}"
+                    )
                     unknown = [what for what in left if what.startswith("unknown")]
                     assert not unknown, f"the fix is not known: {problem.fix}: {unknown}"
             raise

@@ -66,7 +66,9 @@ def text(what: str, expected: str, fix: str) -> str:
 def test_rows_that_cannot_be_split(name: str) -> None:
     model = load.outline(small(name))
     assert limits.cp_problems(model, Topology(dp_shard=2)) == []
-    assert [str(each) for each in limits.cp_problems(model, Topology(cp=2))] == [text(*SPLIT[name], ALONE)]
+    assert [str(each) for each in limits.cp_problems(model, Topology(cp=2))] == [
+        text(*SPLIT[name], ALONE)
+    ]
 
 
 @pytest.mark.parametrize("name", ["llama", "bart", "gpt2", "gemma3", "phi4_multimodal"])
@@ -77,10 +79,14 @@ def test_rows_that_can_be_split(name: str) -> None:
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_documents_that_cannot_be_kept_apart(name: str) -> None:
     expected = [text(*DOCUMENTS[name], "--data.document_mask false")]
-    assert [str(each) for each in limits.document_problems(load.outline(small(name)))] == expected
+    assert [
+        str(each) for each in limits.document_problems(load.outline(small(name)))
+    ] == expected
 
 
-@pytest.mark.parametrize("name", ["llama", "bloom", "mpt", "bart", "qwen3_next", "mamba", "glm_moe_dsa"])
+@pytest.mark.parametrize(
+    "name", ["llama", "bloom", "mpt", "bart", "qwen3_next", "mamba", "glm_moe_dsa"]
+)
 def test_documents_that_can_be_kept_apart(name: str) -> None:
     assert limits.document_problems(load.outline(small(name))) == []
 
@@ -89,7 +95,10 @@ def test_a_batch_with_documents_of_a_model_that_does_not_keep_them_apart() -> No
     mesh = init_mesh(device="cpu")
     context = ContextParallel(mesh)
     context.adapt(load.outline(small("roformer")))
-    rows = dict.fromkeys(("input_ids", "labels", "position_ids", "document_ids"), torch.zeros(1, 8, dtype=torch.int64))
+    rows = dict.fromkeys(
+        ("input_ids", "labels", "position_ids", "document_ids"),
+        torch.zeros(1, 8, dtype=torch.int64),
+    )
     with pytest.raises(ConfigError) as caught, context.batch(rows):
         pass
     mesh.close()
@@ -102,7 +111,10 @@ def test_one_key_for_all_heads_is_not_shared_by_ranks() -> None:
     assert [str(each).splitlines()[0] for each in found] == [
         "mesh.cp_method = ulysses, but the heads of a tp rank do not divide by mesh.cp (2)"
     ]
-    assert cp_method("auto", Topology(cp=2), heads=heads_of(config), seq_len=4096).value == "gather"
+    assert (
+        cp_method("auto", Topology(cp=2), heads=heads_of(config), seq_len=4096).value
+        == "gather"
+    )
 
 
 @pytest.mark.parametrize("name", ["mamba", "rwkv", "xlstm", "blt"])
@@ -114,7 +126,9 @@ def test_a_config_that_does_not_say_how_many_heads_it_has(name: str) -> None:
 
 def test_a_mask_for_other_places_than_a_row_has() -> None:
     """blt attends to patches; a mask of documents is one of tokens."""
-    said = masked({"document_ids": torch.zeros(1, 8, dtype=torch.int64)}, q_length=9, mask_function=_seen)
+    said = masked(
+        {"document_ids": torch.zeros(1, 8, dtype=torch.int64)}, q_length=9, mask_function=_seen
+    )
     assert said == text(
         "the model asks for a mask of 9 places; its rows have 8 tokens",
         "attention over the tokens of a row, if rows hold documents or are split",
@@ -126,10 +140,14 @@ def test_a_mask_made_of_the_tokens_of_a_rank() -> None:
     """gemma4_unified numbers the images among the tokens that it is given."""
     blocks = torch.zeros(1, 4)
 
-    def beyond(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def beyond(
+        row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
         return blocks[row, query] == blocks[row, key]
 
-    said = masked({"document_ids": torch.zeros(1, 8, dtype=torch.int64)}, q_length=4, mask_function=beyond)
+    said = masked(
+        {"document_ids": torch.zeros(1, 8, dtype=torch.int64)}, q_length=4, mask_function=beyond
+    )
     assert said == text(
         "a mask of this model is made of the 4 tokens that a rank holds (mesh.cp > 1)",
         "masks that are functions of a token's place in its row",
@@ -137,7 +155,9 @@ def test_a_mask_made_of_the_tokens_of_a_rank() -> None:
     )
 
 
-def _seen(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _seen(
+    row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor:
     return key <= query
 
 
@@ -145,7 +165,9 @@ def masked(more: dict[str, torch.Tensor], *, q_length: int, mask_function: Any) 
     """What is said when a layer of a model asks for such a mask."""
     mesh = init_mesh(device="cpu")
     context = ContextParallel(mesh)
-    rows = dict.fromkeys(("input_ids", "labels", "position_ids"), torch.zeros(1, 8, dtype=torch.int64))
+    rows = dict.fromkeys(
+        ("input_ids", "labels", "position_ids"), torch.zeros(1, 8, dtype=torch.int64)
+    )
     with pytest.raises(ConfigError) as caught, context.batch(rows | more):
         context._mask(1, q_length=q_length, kv_length=q_length, mask_function=mask_function)
     mesh.close()

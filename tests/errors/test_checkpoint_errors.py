@@ -32,7 +32,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def text(act: Callable[[], Any], kind: type[ThreefoldError] = CheckpointError) -> str:
     with pytest.raises(kind) as caught:
         act()
-    assert caught.value.exit_code == (EXIT_WRONG_REQUEST if kind is CheckpointError else EXIT_FAILED)
+    assert caught.value.exit_code == (
+        EXIT_WRONG_REQUEST if kind is CheckpointError else EXIT_FAILED
+    )
     return str(caught.value)
 
 
@@ -47,7 +49,9 @@ def saved(step: int = 5) -> Checkpoint:
 
 
 def forge(checkpoint: Checkpoint, **changes: Any) -> None:
-    content = json.dumps(json.loads((checkpoint.path / "manifest.json").read_text()) | changes).encode()
+    content = json.dumps(
+        json.loads((checkpoint.path / "manifest.json").read_text()) | changes
+    ).encode()
     (checkpoint.path / "manifest.json").write_bytes(content)
     (checkpoint.path / "COMPLETE").write_text(f"{checkpoint.step} {checksum_of(content)}\n")
 
@@ -67,10 +71,18 @@ def test_another_model_is_one_problem() -> None:
     checkpoint = saved()
     Path("run/config.yaml").touch()
     model = {"name_or_path": "my-qwen"}
-    then = LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=2, head_dim=8, vocab_size=99)
-    now = LlamaConfig(hidden_size=128, num_hidden_layers=4, num_attention_heads=8, vocab_size=257)
+    then = LlamaConfig(
+        hidden_size=64, num_hidden_layers=3, num_attention_heads=2, head_dim=8, vocab_size=99
+    )
+    now = LlamaConfig(
+        hidden_size=128, num_hidden_layers=4, num_attention_heads=8, vocab_size=257
+    )
     config = validate({"model": model})
-    manifest = {"config": config.model_dump(mode="json"), "seed": 0, "architecture": architecture_of(then)}
+    manifest = {
+        "config": config.model_dump(mode="json"),
+        "seed": 0,
+        "architecture": architecture_of(then),
+    }
     assert text(lambda: refuse_other(manifest, config, now, checkpoint)) == problem(
         "the checkpoint run/checkpoints/step-00000005 has the model my-qwen with num_hidden_layers = 3, this run 4; "
         "hidden_size = 64, this run 128; num_attention_heads = 2, this run 8; 3 more keys differ",
@@ -111,7 +123,10 @@ def test_manifest_without_a_field() -> None:
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_no_undamaged_checkpoint(asked: bool) -> None:
-    passed = [(Checkpoint(Path(f"run/checkpoints/step-{step:08d}"), step), f"reason {step}") for step in (6, 5)]
+    passed = [
+        (Checkpoint(Path(f"run/checkpoints/step-{step:08d}"), step), f"reason {step}")
+        for step in (6, 5)
+    ]
     folder = RunFolder(Path("run"), None, tuple(checkpoint for checkpoint, _ in passed), asked)
     expected = (
         problem(

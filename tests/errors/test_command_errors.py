@@ -41,7 +41,12 @@ def refused(folder: Path, *arguments: str, **variables: str) -> str:
         for name, value in os.environ.items()
         if not name.startswith(FROM_OUTSIDE) and name not in SIZES_FROM_OUTSIDE
     }
-    environ |= {"HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", **variables}
+    environ |= {
+        "HOME": str(folder),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        **variables,
+    }
     return said(run(warm.threefold, folder, ("train", *arguments), environ))
 
 
@@ -62,7 +67,11 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
         (("export",), "Missing argument 'run'.", "threefold export"),
         (("export", "x"), "Missing option '--to'.", "threefold export"),
         (("trian",), "No such command 'trian'.", "threefold"),
-        (("sample", "x", "--tokens", "many"), "Invalid value for '--tokens': ", "threefold sample"),
+        (
+            ("sample", "x", "--tokens", "many"),
+            "Invalid value for '--tokens': ",
+            "threefold sample",
+        ),
     ],
 )
 def test_wrong_use_of_a_command_is_said_in_three_parts(
@@ -85,33 +94,51 @@ def test_a_command_that_was_dropped_is_refused_with_what_replaces_it(folder: Pat
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
-        (("export", "runs/a", "--to", "b", "--format=dcp"), "torch.distributed.checkpoint reads a run's own files"),
+        (
+            ("export", "runs/a", "--to", "b", "--format=dcp"),
+            "torch.distributed.checkpoint reads a run's own files",
+        ),
         (("submit", "skypilot", "a.yaml"), "sky jobs launch examples/skypilot.yaml"),
         (("submit", "ray"), "python examples/ray_job.py CONFIG.yaml"),
     ],
     ids=str,
 )
-def test_what_was_dropped_of_a_command_is_refused_alike(words: tuple[str, ...], fix: str, folder: Path) -> None:
+def test_what_was_dropped_of_a_command_is_refused_alike(
+    words: tuple[str, ...], fix: str, folder: Path
+) -> None:
     assert f"\n  fix: {fix}" in said(command(folder, *words))
 
 
 def test_help_about_a_section_and_a_key(folder: Path) -> None:
     section = command(folder, "train", "--help", "optimizer")
-    assert section.returncode == 0 and "--optimizer.betas  list  (default: [0.9, 0.95])\n" in section.stdout
+    assert (
+        section.returncode == 0
+        and "--optimizer.betas  list  (default: [0.9, 0.95])\n" in section.stdout
+    )
     key = command(folder, "verify", "-h", "model.lora.r")
-    assert key.stdout.startswith("--model.lora.r  whole number  (default: 0)\n      rank of the adapters; ")
+    assert key.stdout.startswith(
+        "--model.lora.r  whole number  (default: 0)\n      rank of the adapters; "
+    )
     message = said(command(folder, "train", "--help", "optimiser"))
-    assert message.startswith("no key is about 'optimiser'\n  expected: a section (model, data, ")
-    assert message.endswith(", section.key, or words of a key's meaning\n  fix: threefold train --help optimizer\n")
+    assert message.startswith(
+        "no key is about 'optimiser'\n  expected: a section (model, data, "
+    )
+    assert message.endswith(
+        ", section.key, or words of a key's meaning\n  fix: threefold train --help optimizer\n"
+    )
 
 
 def test_help_finds_keys_by_words_of_their_meaning(folder: Path) -> None:
     by_name = command(folder, "train", "--help", "tail").stdout
     assert by_name.startswith("--data.tail  carry | drop  (default: carry)\n")
     by_meaning = command(folder, "train", "-h", "adapters", "projections").stdout
-    assert by_meaning.count("\n--") == 0 and by_meaning.startswith("--model.lora.target_modules ")
+    assert by_meaning.count("\n--") == 0 and by_meaning.startswith(
+        "--model.lora.target_modules "
+    )
     rates = command(folder, "train", "--help", "learning rate").stdout
-    assert "--optimizer.lr " in rates and "--optimizer.min_lr " in rates and "--data." not in rates
+    assert (
+        "--optimizer.lr " in rates and "--optimizer.min_lr " in rates and "--data." not in rates
+    )
 
 
 def test_init_refuses_what_exists_and_what_cannot_be_made(folder: Path) -> None:
@@ -123,10 +150,17 @@ def test_init_refuses_what_exists_and_what_cannot_be_made(folder: Path) -> None:
         "  fix: threefold init config-1.yaml --train.steps=7\n"
     )
     assert (folder / "config.yaml").read_text() == "# mine\n"
-    assert said(command(folder, "init", "nowhere/a.yaml")).startswith("nowhere/a.yaml: No such file or directory\n")
+    assert said(command(folder, "init", "nowhere/a.yaml")).startswith(
+        "nowhere/a.yaml: No such file or directory\n"
+    )
     fixed = command(folder, "init", "config-1.yaml", "--train.steps=7")
-    assert fixed.stdout == "config-1.yaml: every key, 1 of them set\ntrain it: threefold train config-1.yaml\n"
-    assert said(command(folder, "init", "b.yaml", "--train.stepz", "7")).startswith("unknown key train.stepz\n")
+    assert (
+        fixed.stdout
+        == "config-1.yaml: every key, 1 of them set\ntrain it: threefold train config-1.yaml\n"
+    )
+    assert said(command(folder, "init", "b.yaml", "--train.stepz", "7")).startswith(
+        "unknown key train.stepz\n"
+    )
     assert not (folder / "b.yaml").exists()
 
 
@@ -205,8 +239,17 @@ def test_line_that_does_not_parse(folder: Path) -> None:
 
 def test_model_folder_without_weights(folder: Path) -> None:
     (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["LlamaForCausalLM"]}))
-    model = ("--model.name_or_path", "model", "--data.tokenizer", "bytes", "--data.allow_other_tokenizer", "true")
+    (folder / "model" / "config.json").write_text(
+        json.dumps({**LLAMA, "architectures": ["LlamaForCausalLM"]})
+    )
+    model = (
+        "--model.name_or_path",
+        "model",
+        "--data.tokenizer",
+        "bytes",
+        "--data.allow_other_tokenizer",
+        "true",
+    )
     assert refused(folder, *ALONE, *model, **ONE_RANK) == (
         "model.name_or_path = 'model' has a config but no weights\n"
         "  expected: *.safetensors files next to config.json\n"
@@ -220,7 +263,9 @@ def test_missing_resume_path(folder: Path) -> None:
         "  expected: auto, never, or the folder of a run or of one of its checkpoints\n"
         "  fix: check the path; `ls RUN/checkpoints` lists what a run has kept\n"
     )
-    assert sorted(path.name for path in folder.iterdir() if path.name != "cache") == ["corpus.txt"]
+    assert sorted(path.name for path in folder.iterdir() if path.name != "cache") == [
+        "corpus.txt"
+    ]
 
 
 def test_sizes_that_tp_cannot_divide(folder: Path) -> None:

@@ -29,7 +29,13 @@ from threefold.data.store.writer import StoreWriter
 from threefold.data.text.listing import KINDS
 from threefold.data.text.source import Labels, Source
 from threefold.data.tokens import ByteTokenizer, load_tokenizer
-from threefold.errors import EXIT_WRONG_REQUEST, ConfigError, DataError, RunError, ThreefoldError
+from threefold.errors import (
+    EXIT_WRONG_REQUEST,
+    ConfigError,
+    DataError,
+    RunError,
+    ThreefoldError,
+)
 
 BYTES = ByteTokenizer()
 SKIP = "--data.skip_bad_lines true to count it instead"
@@ -39,16 +45,22 @@ COPY = f"copy the .bin and .idx again from their origin, or\n       {REMAKE}"
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """An empty working folder, without a way to the Hub."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+    monkeypatch.setattr(
+        "datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets")
+    )
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return tmp_path
 
 
-def said(act: Callable[[], Any], kind: type[ThreefoldError] = DataError) -> list[tuple[str, str, str]]:
+def said(
+    act: Callable[[], Any], kind: type[ThreefoldError] = DataError
+) -> list[tuple[str, str, str]]:
     """The problems of the error that `act` raises, which asks for exit code 2 unless it is a RunError."""
     with pytest.raises(kind) as caught:
         act()
@@ -58,15 +70,25 @@ def said(act: Callable[[], Any], kind: type[ThreefoldError] = DataError) -> list
 
 def read(source: str | tuple[str, ...], **options: Any) -> Callable[[], Any]:
     labels = Labels(fields={"text": options.pop("text_field", "text")})
-    return lambda: prepare(open_text(Source(source, labels=labels, **options)), BYTES, to=Path("prepared"))
+    return lambda: prepare(
+        open_text(Source(source, labels=labels, **options)), BYTES, to=Path("prepared")
+    )
 
 
 def rows(source: str | tuple[str, ...], **options: Any) -> Callable[[], Any]:
     tokenizer, seq_len = options.pop("tokenizer", BYTES), options.pop("seq_len", 8)
     model = {"vocab_size": options.pop("vocab_size", None)}
-    cut = {name: options.pop(name) for name in ("packing", "document_mask", "truncate") if name in options}
+    cut = {
+        name: options.pop(name)
+        for name in ("packing", "document_mask", "truncate")
+        if name in options
+    }
     return lambda: open_rows(
-        Source(source, **options), Packing(seq_len, **cut), tokenizer=tokenizer, cache=Path("cache"), **model
+        Source(source, **options),
+        Packing(seq_len, **cut),
+        tokenizer=tokenizer,
+        cache=Path("cache"),
+        **model,
     )
 
 
@@ -74,7 +96,9 @@ def rows(source: str | tuple[str, ...], **options: Any) -> Callable[[], Any]:
 
 
 def test_missing_source(folder: Path) -> None:
-    expected = f"stdlib, hf:ID, a prepared folder, or a file, folder or glob, relative to {folder}"
+    expected = (
+        f"stdlib, hf:ID, a prepared folder, or a file, folder or glob, relative to {folder}"
+    )
     fix = "--data.source PATH   (or stdlib, or hf:ID for a dataset on the Hub)"
     assert said(read("corpus")) == [("data.source = 'corpus' does not exist", expected, fix)]
     (folder / "corpus").symlink_to("corpus")  # to itself: what is not there is no fix
@@ -115,13 +139,17 @@ def test_damaged_folder_of_save_to_disk(folder: Path, source: str) -> None:
     datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk("saved")
     next(Path("saved").glob("*.arrow")).write_bytes(b"cut")
     ((what, expected, fix),) = said(read(source))
-    assert what.startswith(f"data.source = '{source}' is a folder written by save_to_disk that cannot be read: ")
+    assert what.startswith(
+        f"data.source = '{source}' is a folder written by save_to_disk that cannot be read: "
+    )
     assert expected == "the complete folder, as datasets.load_from_disk reads it"
     assert fix == "copy the folder or save the dataset again"
 
 
 def test_split_that_a_saved_dataset_lacks(folder: Path) -> None:
-    datasets.DatasetDict({"test": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk("saved")
+    datasets.DatasetDict({"test": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk(
+        "saved"
+    )
     assert said(read("saved")) == [
         ("data.split = 'train': 'saved' has no such split", "one of test", "--data.split test")
     ]
@@ -156,7 +184,9 @@ def test_address(folder: Path) -> None:
     for address, fix in fixes.items():
         what = f"data.source = {address!r} is an address: text at {address.partition(':')[0]}:// is not read"
         assert said(read(address)) == [(what, expected, fix)]
-        assert said(read(("a.txt", address))) == [(what, expected, fix.replace("--data.source ", "in the list: "))]
+        assert said(read(("a.txt", address))) == [
+            (what, expected, fix.replace("--data.source ", "in the list: "))
+        ]
 
 
 def test_store_in_a_list(folder: Path) -> None:
@@ -206,7 +236,9 @@ def test_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("pathlib.Path.open", refuse)  # the superuser of a test machine may read everything
+    monkeypatch.setattr(
+        "pathlib.Path.open", refuse
+    )  # the superuser of a test machine may read everything
     assert said(lambda: open_text(Source("a.txt")).fingerprint) == [
         (
             "a.txt cannot be read: Permission denied",
@@ -226,7 +258,9 @@ def test_source_without_text(folder: Path) -> None:
         )
     ]
     (folder / "b.jsonl").write_text("nope\n")
-    assert said(rows("b.jsonl", skip_bad_lines=True))[0][0].endswith("(empty documents: 0, skipped: 1)")
+    assert said(rows("b.jsonl", skip_bad_lines=True))[0][0].endswith(
+        "(empty documents: 0, skipped: 1)"
+    )
 
 
 def test_source_shorter_than_a_row(folder: Path) -> None:
@@ -271,12 +305,21 @@ def test_lines_that_cannot_be_used_are_named_together(folder: Path) -> None:
     (folder / "x.jsonl").write_text("\n".join(lines))
     problems = said(rows("x.jsonl"))
     assert [(what, expected) for what, expected, _ in problems] == [
-        ("x.jsonl, line 2: not JSON: Expecting value at character 8", "one JSON object per line"),
-        ("x.jsonl, line 3: a JSON list, not an object", 'one JSON object per line: {"text": "..."}'),
+        (
+            "x.jsonl, line 2: not JSON: Expecting value at character 8",
+            "one JSON object per line",
+        ),
+        (
+            "x.jsonl, line 3: a JSON list, not an object",
+            'one JSON object per line: {"text": "..."}',
+        ),
         ("x.jsonl, line 4: no field 'text'; it has body", "the text's field in every row"),
         ("x.jsonl, line 5: field 'text' is null, not text", "a text in every row"),
         ("x.jsonl, line 6: field 'text' is a number, not text", "a text in every row"),
-        (r"x.jsonl, line 7: half of a surrogate pair (\ud8xx) in the text", "text that can be written as UTF-8"),
+        (
+            r"x.jsonl, line 7: half of a surrogate pair (\ud8xx) in the text",
+            "text that can be written as UTF-8",
+        ),
     ]
     assert {fix for _, _, fix in problems} == {CORRECT}
 
@@ -285,7 +328,9 @@ def test_many_bad_lines_are_counted(folder: Path) -> None:
     (folder / "x.jsonl").write_text("nope\n" * 25)
     problems = said(rows("x.jsonl"))
     assert len(problems) == 3
-    assert problems[-1][0] == ("x.jsonl, line 3: not JSON: Expecting value at character 0\n  (and 22 more like these)")
+    assert problems[-1][0] == (
+        "x.jsonl, line 3: not JSON: Expecting value at character 0\n  (and 22 more like these)"
+    )
 
 
 def test_field_that_no_row_has(folder: Path) -> None:
@@ -304,7 +349,9 @@ def test_field_that_no_row_has(folder: Path) -> None:
 
 def test_parquet_field(folder: Path) -> None:
     for name in ("a", "b"):
-        pyarrow.parquet.write_table(pyarrow.table({"content": ["a"], "n": [1]}), f"{name}.parquet")
+        pyarrow.parquet.write_table(
+            pyarrow.table({"content": ["a"], "n": [1]}), f"{name}.parquet"
+        )
     assert said(read("*.parquet", text_field="contents")) == [
         (
             f"data.fields.text = 'contents': {name}.parquet: no such field",
@@ -326,7 +373,10 @@ def test_file_that_is_no_parquet(folder: Path) -> None:
     (folder / "a.parquet").write_bytes(b"PAR1 and then nothing")
     ((what, expected, fix),) = said(read("a.parquet"))
     assert what.startswith("a.parquet is not readable as .parquet: ")
-    assert (expected, fix) == ("a complete .parquet file", f"copy or make the file again, or {SKIP}")
+    assert (expected, fix) == (
+        "a complete .parquet file",
+        f"copy or make the file again, or {SKIP}",
+    )
 
 
 # --- datasets of the Hub -----------------------------------------------------------------------------------------
@@ -347,7 +397,10 @@ def test_dataset_field(dataset: Path) -> None:
             "--data.fields '{text: body}'",
         )
     ]
-    assert said(read("hf:ds", text_field="n"))[0][0] == "data.fields.text = 'n': hf:ds: the field is int64, not text"
+    assert (
+        said(read("hf:ds", text_field="n"))[0][0]
+        == "data.fields.text = 'n': hf:ds: the field is int64, not text"
+    )
 
 
 def test_dataset_split_and_configuration(dataset: Path) -> None:
@@ -377,14 +430,20 @@ def test_dataset_folder_that_is_missing_or_empty(folder: Path) -> None:
 def test_dataset_with_a_broken_file(dataset: Path) -> None:
     (dataset / "train.jsonl").write_text('{"body": "a"}\nnope\n')
     ((what, expected, fix),) = said(read("hf:ds", text_field="body"))
-    assert what.startswith("data.source = 'hf:ds' exists, but one of its files cannot be read: JSON parse error")
+    assert what.startswith(
+        "data.source = 'hf:ds' exists, but one of its files cannot be read: JSON parse error"
+    )
     assert expected == "data files that datasets.load_dataset can read"
-    assert fix == "--data.source ds   (reads the files of a folder directly, and names the line)"
+    assert (
+        fix == "--data.source ds   (reads the files of a folder directly, and names the line)"
+    )
 
 
 def test_dataset_without_a_way_to_the_hub(folder: Path) -> None:
     ((what, expected, fix),) = said(read("hf:owner/name"))
-    assert what.startswith("data.source = 'hf:owner/name' is not in the cache, and the Hub could not be reached: ")
+    assert what.startswith(
+        "data.source = 'hf:owner/name' is not in the cache, and the Hub could not be reached: "
+    )
     assert expected == "a dataset downloaded before, a folder, or a connection to the Hub"
     assert fix == (
         "hf download --repo-type dataset owner/name   on a machine with internet, then --data.source hf:FOLDER"
@@ -395,7 +454,9 @@ def test_dataset_that_is_not_on_the_hub(folder: Path, monkeypatch: pytest.Monkey
     from datasets.exceptions import DatasetNotFoundError
 
     def not_found(*_: object, **__: object) -> None:
-        raise DatasetNotFoundError("Dataset 'owner/name' doesn't exist on the Hub or cannot be accessed.")
+        raise DatasetNotFoundError(
+            "Dataset 'owner/name' doesn't exist on the Hub or cannot be accessed."
+        )
 
     monkeypatch.setattr("datasets.load_dataset", not_found)
     assert said(read("hf:owner/name")) == [
@@ -427,7 +488,9 @@ def test_tokenizer_that_is_not_there(folder: Path) -> None:
         )
     ]
     ((what, _, fix),) = said(lambda: load_tokenizer("owner/name"))
-    assert what.startswith("data.tokenizer = 'owner/name' is not a local folder, and the Hub could not be reached: ")
+    assert what.startswith(
+        "data.tokenizer = 'owner/name' is not a local folder, and the Hub could not be reached: "
+    )
     assert fix == (
         "hf download owner/name   on a machine with internet, then --data.tokenizer FOLDER   "
         "(for random weights also: --data.tokenizer bytes)"
@@ -449,7 +512,9 @@ def test_folder_without_tokenizer(folder: Path) -> None:
 
 
 def test_tokenizer_without_end_token(tokenizer: Path) -> None:
-    (tokenizer / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')  # no token of the vocabulary
+    (tokenizer / "tokenizer_config.json").write_text(
+        '{"eos_token": "</s>"}'
+    )  # no token of the vocabulary
     assert said(lambda: load_tokenizer("tok")) == [
         (
             "data.tokenizer = 'tok' names no end token",
@@ -463,7 +528,10 @@ def test_tokenizer_without_end_token(tokenizer: Path) -> None:
 def test_tokenizer_with_damaged_files(tokenizer: Path) -> None:
     (tokenizer / "config.json").write_text("{")
     ((what, _, fix),) = said(lambda: load_tokenizer("tok"))
-    assert what.startswith("tok/config.json is not JSON: ") and fix == "download or save the tokenizer again"
+    assert (
+        what.startswith("tok/config.json is not JSON: ")
+        and fix == "download or save the tokenizer again"
+    )
     (tokenizer / "tokenizer.json").write_text("{}")
     ((what, expected, _),) = said(lambda: load_tokenizer("tok"))
     assert what.startswith("data.tokenizer = 'tok' cannot be read: ")
@@ -498,9 +566,13 @@ def index_of(
     code: int = 8,
     offsets: list[int] | None = None,
 ) -> bytes:
-    offsets = [2 * sum(lengths[:i]) for i in range(len(lengths))] if offsets is None else offsets
+    offsets = (
+        [2 * sum(lengths[:i]) for i in range(len(lengths))] if offsets is None else offsets
+    )
     header = magic + struct.pack("<QBQQ", version, code, len(lengths), len(bounds))
-    return header + struct.pack(f"<{len(lengths)}i{len(offsets) + len(bounds)}q", *lengths, *offsets, *bounds)
+    return header + struct.pack(
+        f"<{len(lengths)}i{len(offsets) + len(bounds)}q", *lengths, *offsets, *bounds
+    )
 
 
 @pytest.fixture
@@ -532,14 +604,20 @@ def test_alien_index(store: Path) -> None:
     what = "st/tokens.idx is not the index of a token store: it "
     assert with_index(store, b"") == [(what + "is empty", expected, REMAKE)]
     old = index_of(lengths=[4], bounds=[0, 1], magic=b"TNTIDX\x00\x00\x00")
-    assert with_index(store, old) == [(what + r"begins with b'TNTIDX\x00\x00\x00'", expected, REMAKE)]
+    assert with_index(store, old) == [
+        (what + r"begins with b'TNTIDX\x00\x00\x00'", expected, REMAKE)
+    ]
 
 
 def test_index_of_another_version_or_type(store: Path) -> None:
     expected = "version 1 and a dtype code from 1 to 8"
     what = "st/tokens.idx has version {} and dtype code {}"
-    assert with_index(store, index_of(lengths=[4], bounds=[0, 1], version=2)) == [(what.format(2, 8), expected, REMAKE)]
-    assert with_index(store, index_of(lengths=[4], bounds=[0, 1], code=9)) == [(what.format(1, 9), expected, REMAKE)]
+    assert with_index(store, index_of(lengths=[4], bounds=[0, 1], version=2)) == [
+        (what.format(2, 8), expected, REMAKE)
+    ]
+    assert with_index(store, index_of(lengths=[4], bounds=[0, 1], code=9)) == [
+        (what.format(1, 9), expected, REMAKE)
+    ]
 
 
 def test_cut_index(store: Path) -> None:
@@ -548,8 +626,12 @@ def test_cut_index(store: Path) -> None:
     assert with_index(store, whole[:20]) == [
         ("st/tokens.idx is truncated: 20 bytes", "at least the 34 bytes of the header", COPY)
     ]
-    assert with_index(store, whole[:-3]) == [("st/tokens.idx is truncated: 59 bytes", expected, COPY)]
-    assert with_index(store, whole + b"12345") == [("st/tokens.idx is too long: 67 bytes", expected, COPY)]
+    assert with_index(store, whole[:-3]) == [
+        ("st/tokens.idx is truncated: 59 bytes", expected, COPY)
+    ]
+    assert with_index(store, whole + b"12345") == [
+        ("st/tokens.idx is too long: 67 bytes", expected, COPY)
+    ]
 
 
 def test_cut_tokens(store: Path) -> None:
@@ -557,7 +639,9 @@ def test_cut_tokens(store: Path) -> None:
     expected = "8 bytes according to tokens.idx: the two files belong together"
     for data, how in ((tokens[:-2], "truncated: 6"), (tokens + b"\0", "too long: 9")):
         store.with_suffix(".bin").write_bytes(data)
-        assert said(lambda: TokenStore(store)) == [(f"st/tokens.bin is {how} bytes", expected, COPY)]
+        assert said(lambda: TokenStore(store)) == [
+            (f"st/tokens.bin is {how} bytes", expected, COPY)
+        ]
 
 
 def test_index_whose_documents_make_no_sense(store: Path) -> None:
@@ -593,11 +677,19 @@ def test_record_beside_the_store(store: Path) -> None:
             "remove the .json to read the store as one made by another program, or copy all files again",
         )
     ]
-    for text, why in (("{}", "its format is not threefold-store-1"), ("[]", ""), ("{", ""), ('{"format": 1}', "")):
+    for text, why in (
+        ("{}", "its format is not threefold-store-1"),
+        ("[]", ""),
+        ("{", ""),
+        ('{"format": 1}', ""),
+    ):
         record.write_text(text)
         ((what, expected, _),) = said(lambda: TokenStore(store))
         assert what.startswith(f"st/tokens.json does not describe a token store: {why}")
-        assert expected == "a record of format threefold-store-1, written next to the .bin and .idx"
+        assert (
+            expected
+            == "a record of format threefold-store-1, written next to the .bin and .idx"
+        )
 
 
 def test_store_of_another_tokenizer(store: Path, tokenizer: Path) -> None:
@@ -613,7 +705,10 @@ def test_store_of_another_tokenizer(store: Path, tokenizer: Path) -> None:
 
 def test_ids_that_the_model_has_no_embedding_for(store: Path) -> None:
     """Under tp they trained in silence: no rank has their embedding, and no rank their target."""
-    for values, said_of in (([1, 2, 300, 7], "300 as token 2"), ([5, -100, 3, 2], "-100 as token 1")):
+    for values, said_of in (
+        ([1, 2, 300, 7], "300 as token 2"),
+        ([5, -100, 3, 2], "-100 as token 1"),
+    ):
         remade = np.array(values, "<i4")
         with StoreWriter(Path("other"), dtype=remade.dtype) as writer:
             writer.add_block(remade, np.array([1, 3], np.int32))
@@ -636,7 +731,11 @@ def test_store_of_numbers_with_a_fraction(store: Path) -> None:
     Path("other.bin").write_bytes(tokens.tobytes())
     lengths = np.array([4], "<i4").tobytes()
     Path("other.idx").write_bytes(
-        header[:9] + struct.pack("<QBQQ", 1, 7, 1, 2) + lengths + offsets + np.array([0, 1], "<i8").tobytes()
+        header[:9]
+        + struct.pack("<QBQQ", 1, 7, 1, 2)
+        + lengths
+        + offsets
+        + np.array([0, 1], "<i8").tobytes()
     )
     assert said(rows("other.idx", vocab_size=257, seq_len=2)) == [
         (
@@ -705,7 +804,9 @@ def test_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch, number: int) -
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("os.fsync", full)
-    assert said(lambda: prepare(open_text_of(folder, "abc"), BYTES, to=Path("st")), RunError) == [
+    assert said(
+        lambda: prepare(open_text_of(folder, "abc"), BYTES, to=Path("st")), RunError
+    ) == [
         (
             f"no space left on the disk of st: {os.strerror(number)}",
             "space for twice the tokens, 2 bytes each (4 for a vocabulary above 65,536): parts and store",
@@ -744,5 +845,9 @@ def test_packing_setting_without_effect_is_named(store: Path) -> None:
 
 def test_unknown_packing(folder: Path) -> None:
     assert said(rows("nowhere", packing="bestfit"), ConfigError) == [
-        ("data.packing = 'bestfit' is not a packing", "concat, best_fit, none", "--data.packing concat")
+        (
+            "data.packing = 'bestfit' is not a packing",
+            "concat, best_fit, none",
+            "--data.packing concat",
+        )
     ]

@@ -18,7 +18,13 @@ from threefold.mesh.launchers.managed import data_path, defaults, managed
 from threefold.mesh.launchers.readers import read
 from threefold.mesh.topology import Topology
 
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "29500",
+}
 ELASTIC = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "1"}
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -35,7 +41,15 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
 }
 TORCHRUN_FIX = "start with torchrun --nproc_per_node=N -m threefold ..."
-INFO = LaunchInfo(rank=3, world_size=4, local_rank=1, local_world_size=2, master_addr="a", master_port=29500, host="b")
+INFO = LaunchInfo(
+    rank=3,
+    world_size=4,
+    local_rank=1,
+    local_world_size=2,
+    master_addr="a",
+    master_port=29500,
+    host="b",
+)
 
 
 def text(act: Callable[[], Any], kind: type[ThreefoldError] = ConfigError) -> str:
@@ -49,7 +63,9 @@ def problem(what: str, expected: str, fix: str) -> str:
     return f"{what}\n  expected: {expected}\n  fix: {fix}"
 
 
-HALF_SET = "all of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (set by torchrun), or none of them"
+HALF_SET = (
+    "all of RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT (set by torchrun), or none of them"
+)
 ONE_ANSWER = "the same numbers: two ranks with the same number wait for one another, or each trains alone"
 UNSET = "unset RANK WORLD_SIZE LOCAL_RANK   (a job script or an outer shell has exported them)"
 ALONE = "one torchrun for all of them: otherwise each trains the complete run alone"
@@ -83,7 +99,9 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
     "more local ranks than ranks": (
         {**ELASTIC, "LOCAL_WORLD_SIZE": "8"},
         problem(
-            "8 ranks on this machine, but WORLD_SIZE = 4", "no more ranks on a machine than in the world", TORCHRUN_FIX
+            "8 ranks on this machine, but WORLD_SIZE = 4",
+            "no more ranks on a machine than in the world",
+            TORCHRUN_FIX,
         ),
     ),
     "local rank beyond the machine": (
@@ -96,23 +114,39 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
     ),
     "no port": (
         {**TORCHRUN, "MASTER_PORT": "70000"},
-        problem("MASTER_PORT = 70000 is not a port", "a number from 1 to 65535", "export MASTER_PORT=29500"),
+        problem(
+            "MASTER_PORT = 70000 is not a port",
+            "a number from 1 to 65535",
+            "export MASTER_PORT=29500",
+        ),
     ),
     "exported for all tasks": (
         {**SLURM, **TORCHRUN, "RANK": "0"},
-        problem("RANK = 0 and WORLD_SIZE = 4, but slurm started rank 3 of 4", ONE_ANSWER, UNSET),
+        problem(
+            "RANK = 0 and WORLD_SIZE = 4, but slurm started rank 3 of 4", ONE_ANSWER, UNSET
+        ),
     ),
     "world size of another launcher": (
         {**SLURM, "WORLD_SIZE": "8"},
-        problem("RANK = 3 and WORLD_SIZE = 8, but slurm started rank 3 of 4", ONE_ANSWER, UNSET),
+        problem(
+            "RANK = 3 and WORLD_SIZE = 8, but slurm started rank 3 of 4", ONE_ANSWER, UNSET
+        ),
     ),
     "a torchrun for each task": (
         {**SLURM, **ELASTIC},
-        problem("SLURM_STEP_NUM_TASKS = 4, but this torchrun has 4 ranks on one host", ALONE, ONE_TORCHRUN),
+        problem(
+            "SLURM_STEP_NUM_TASKS = 4, but this torchrun has 4 ranks on one host",
+            ALONE,
+            ONE_TORCHRUN,
+        ),
     ),
     "a torchrun for each SageMaker host": (
         {**ELASTIC, "SM_HOSTS": '["algo-1", "algo-2"]'},
-        problem("SM_HOSTS has 2 hosts, but this torchrun has 4 ranks on one host", ALONE, ONE_TORCHRUN),
+        problem(
+            "SM_HOSTS has 2 hosts, but this torchrun has 4 ranks on one host",
+            ALONE,
+            ONE_TORCHRUN,
+        ),
     ),
     "Slurm without srun": (
         {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"},
@@ -140,7 +174,11 @@ CASES: dict[str, tuple[dict[str, str], str]] = {
         ),
     ),
     "half of mpirun": (
-        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        {
+            "OMPI_COMM_WORLD_RANK": "0",
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        },
         problem(
             "OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_LOCAL_RANK set, "
             "but OMPI_COMM_WORLD_LOCAL_SIZE not set",
@@ -199,7 +237,9 @@ def test_hyperparameter_that_is_no_key() -> None:
     job = managed({"SM_HPS": json.dumps({"train.step": 3})})
     assert job is not None
     said = text(lambda: load(None, environ={}, settings=job.settings))
-    assert said.startswith("unknown key train.step\n") and said.endswith("did you mean train.steps?")
+    assert said.startswith("unknown key train.step\n") and said.endswith(
+        "did you mean train.steps?"
+    )
 
 
 def test_accelerates_sizes_that_contradict_or_have_no_axis() -> None:
@@ -257,7 +297,9 @@ MORE_TIME = "more time: --mesh.timeout_s N"
 
 
 def test_port_that_is_taken() -> None:
-    assert str(rendezvous_errors.port_taken(INFO, "..., code: -98, name: EADDRINUSE, ...")) == problem(
+    assert str(
+        rendezvous_errors.port_taken(INFO, "..., code: -98, name: EADDRINUSE, ...")
+    ) == problem(
         "port 29500 of host b is taken by another program, or another rank 0",
         "a free port on rank 0's host, where the ranks meet",
         "export MASTER_PORT=ANOTHER (torchrun --master-port, accelerate --main_process_port), or end the program "
@@ -306,7 +348,9 @@ def test_ranks_that_are_missing() -> None:
     assert str(found) == problem(what, expected, fix)
     many = LaunchInfo(0, 64, 0, 8, "a", 29500)
     found = rendezvous_errors.missing(many, range(8, 64), timeout_s=5, unreachable=None)
-    assert found.what.startswith("56 ranks (8, 9, 10, 11, 12, 13, 14, 15, ...) of 64 did not come")
+    assert found.what.startswith(
+        "56 ranks (8, 9, 10, 11, 12, 13, 14, 15, ...) of 64 did not come"
+    )
 
 
 def test_ranks_that_differ() -> None:
@@ -336,7 +380,9 @@ def test_ranks_that_count_otherwise_or_have_one_number() -> None:
 
 
 def test_hosts_that_the_backend_does_not_connect() -> None:
-    assert str(rendezvous_errors.unconnected(INFO, "timed out\nmore", ["a", "a", "b", "b"])) == problem(
+    assert str(
+        rendezvous_errors.unconnected(INFO, "timed out\nmore", ["a", "a", "b", "b"])
+    ) == problem(
         "the ranks have met, but rank 3 of host b cannot connect to the others: timed out",
         "a network between the hosts (a and b) on the interface that the backend uses",
         "export GLOO_SOCKET_IFNAME=NAME NCCL_SOCKET_IFNAME=NAME   (`ip -br addr` lists them; that of MASTER_ADDR)",
@@ -352,7 +398,9 @@ def test_rank_without_a_device() -> None:
         "start 2 ranks on this machine, or --mesh.device cpu",
     )
     assert found.first and not rendezvous_errors.no_device(3, visible=2, named=None).first
-    assert str(rendezvous_errors.no_device(0, visible=0, named=None)).endswith("fix: --mesh.device cpu")
+    assert str(rendezvous_errors.no_device(0, visible=0, named=None)).endswith(
+        "fix: --mesh.device cpu"
+    )
 
 
 def test_first_reason_of_a_managed_job_stands(tmp_path: Path) -> None:
@@ -382,14 +430,21 @@ def test_device_of_a_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert [pick_device("cuda", rank) for rank in range(2)] == [torch.device("cuda", rank) for rank in range(2)]
-    with pytest.raises(rendezvous_errors.NoDeviceError, match="local rank 2 has no device: 2 CUDA devices are visible"):
+    assert [pick_device("cuda", rank) for rank in range(2)] == [
+        torch.device("cuda", rank) for rank in range(2)
+    ]
+    with pytest.raises(
+        rendezvous_errors.NoDeviceError,
+        match="local rank 2 has no device: 2 CUDA devices are visible",
+    ):
         pick_device("cuda", 2)
     # A script around each rank, as mpirun's users write it: CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_LOCAL_RANK.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert pick_device("cuda", 3) == torch.device("cuda", 0)
-    with pytest.raises(rendezvous_errors.NoDeviceError, match="CUDA_VISIBLE_DEVICES = '3' hides the others"):
+    with pytest.raises(
+        rendezvous_errors.NoDeviceError, match="CUDA_VISIBLE_DEVICES = '3' hides the others"
+    ):
         pick_device("cuda", 1)
 
 
@@ -403,15 +458,26 @@ def test_device_of_a_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_a_program_is_shown_the_call_whose_sizes_fit(
-    world_size: int, variables: dict[str, str], sizes: dict[str, int], fix: str, monkeypatch: pytest.MonkeyPatch
+    world_size: int,
+    variables: dict[str, str],
+    sizes: dict[str, int],
+    fix: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not the options of a command, which it has not; and what it is shown is accepted."""
-    launched = {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(world_size)}
+    launched = {
+        "RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for name, value in {**(launched | address if world_size > 1 else {}), **variables}.items():
         monkeypatch.setenv(name, value)
     joined: list[Topology] = []
-    monkeypatch.setattr("threefold.mesh.mesh.join_mesh", lambda topology, info, **_: joined.append(topology))
+    monkeypatch.setattr(
+        "threefold.mesh.mesh.join_mesh", lambda topology, info, **_: joined.append(topology)
+    )
     with pytest.raises(ConfigError, match="ranks were started") as caught:
         threefold.init_mesh(**sizes)
     (problem,) = caught.value.problems

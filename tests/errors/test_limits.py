@@ -17,7 +17,16 @@ from errors.test_command_errors import refused
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "limits.md").read_text()
 SECTION = PAGE[PAGE.index("## Not supported") : PAGE.index("## What")]
-KEYS = ("--data.source", "corpus.txt", "--data.seq_len", "32", "--train.steps", "1", "--train.global_batch", "4")
+KEYS = (
+    "--data.source",
+    "corpus.txt",
+    "--data.seq_len",
+    "32",
+    "--train.steps",
+    "1",
+    "--train.global_batch",
+    "4",
+)
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -25,7 +34,10 @@ SIZES = {
     "num_attention_heads": 4,
     "vocab_size": 257,
 }
-IMAGES = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What is it?"}]}
+IMAGES = {
+    "role": "user",
+    "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What is it?"}],
+}
 CHAT = {"messages": [IMAGES, {"role": "assistant", "content": "A cat."}]}
 
 
@@ -41,7 +53,10 @@ REFUSALS: dict[str, list[tuple[tuple[str, ...], str]]] = {
         for device in ("tpu", "mps", "xpu")
     ],
     "Models other than causal language models": [
-        (("--mesh.dp", "1", *model("t5", vocab_size=257)), "transformers has no causal language model of type 't5'")
+        (
+            ("--mesh.dp", "1", *model("t5", vocab_size=257)),
+            "transformers has no causal language model of type 't5'",
+        )
     ],
     "tp for architectures without a plan": [
         (
@@ -51,7 +66,11 @@ REFUSALS: dict[str, list[tuple[tuple[str, ...], str]]] = {
     ],
     "cp for architectures that keep their own attention": [
         (
-            ("--mesh.cp", "2", *model("bloom", hidden_size=32, n_layer=1, n_head=4, vocab_size=257)),
+            (
+                "--mesh.cp",
+                "2",
+                *model("bloom", hidden_size=32, n_layer=1, n_head=4, vocab_size=257),
+            ),
             "mesh.cp = 2, but 'bloom' keeps its own attention: ",
         )
     ],
@@ -59,7 +78,9 @@ REFUSALS: dict[str, list[tuple[tuple[str, ...], str]]] = {
         (
             (
                 *("--mesh.dp", "1", "--data.document_mask", "true"),
-                *model("openai-gpt", n_embd=32, n_layer=1, n_head=4, vocab_size=257, n_positions=64),
+                *model(
+                    "openai-gpt", n_embd=32, n_layer=1, n_head=4, vocab_size=257, n_positions=64
+                ),
             ),
             "data.document_mask = true, but 'openai-gpt' makes its masks itself, for whole rows\n",
         )
@@ -73,7 +94,9 @@ REFUSALS: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "mesh.dp x mesh.cp x mesh.tp = 4096, but this machine has room for ",
         )
     ],
-    "Preferences": [(("--train.objective", "ppo"), "train.objective = ppo is not accepted (command line)\n")],
+    "Preferences": [
+        (("--train.objective", "ppo"), "train.objective = ppo is not accepted (command line)\n")
+    ],
     "Images and audio": [
         (
             (
@@ -89,10 +112,15 @@ REFUSALS: dict[str, list[tuple[tuple[str, ...], str]]] = {
         )
     ],
     "Text at an address": [
-        (("--data.source", f"{scheme}://host/a.jsonl"), f"data.source = '{scheme}://host/a.jsonl' is an address: ")
+        (
+            ("--data.source", f"{scheme}://host/a.jsonl"),
+            f"data.source = '{scheme}://host/a.jsonl' is an address: ",
+        )
         for scheme in ("az", "https")
     ],
-    "float16": [(("--model.dtype", "float16"), "model.dtype = float16 is not accepted (command line)\n")],
+    "float16": [
+        (("--model.dtype", "float16"), "model.dtype = float16 is not accepted (command line)\n")
+    ],
 }
 # Name on the page -> the test that holds it.
 ELSEWHERE = {
@@ -119,9 +147,13 @@ def test_each_limit_is_held_by_a_test() -> None:
 @pytest.mark.parametrize(
     ("arguments", "begins"),
     [case for cases in REFUSALS.values() for case in cases],
-    ids=[f"{name}-{number}" for name, cases in REFUSALS.items() for number in range(len(cases))],
+    ids=[
+        f"{name}-{number}" for name, cases in REFUSALS.items() for number in range(len(cases))
+    ],
 )
-def test_what_the_page_calls_refused_is_refused(arguments: tuple[str, ...], begins: str, tmp_path: Path) -> None:
+def test_what_the_page_calls_refused_is_refused(
+    arguments: tuple[str, ...], begins: str, tmp_path: Path
+) -> None:
     (tmp_path / "corpus.txt").write_text("hello world " * 400)
     (tmp_path / "images.jsonl").write_text(json.dumps(CHAT) + "\n")
     assert begins in refused(tmp_path, *KEYS, *arguments)
@@ -129,11 +161,18 @@ def test_what_the_page_calls_refused_is_refused(arguments: tuple[str, ...], begi
 
 def test_a_gpu_is_spoken_of_as_it_was_tried() -> None:
     """Until a result of a device is kept in benchmarks/results, the README and the page of limits say that none is."""
-    results = [path for path in (ROOT / "benchmarks").glob("results/*.json") if "cuda" in path.read_text()]
+    results = [
+        path
+        for path in (ROOT / "benchmarks").glob("results/*.json")
+        if "cuda" in path.read_text()
+    ]
     readme = (ROOT / "README.md").read_text()
     assert "exactly as it does on GPUs" not in readme
     if not results:
-        assert "[nothing in this documentation was measured on a GPU](docs/limits.md#not-run)" in readme
+        assert (
+            "[nothing in this documentation was measured on a GPU](docs/limits.md#not-run)"
+            in readme
+        )
         not_run = PAGE[PAGE.index("## Not run") :]
         assert "- **GPUs.**" in not_run and re.search(
             r"No figure in this documentation\s+was measured on a GPU", not_run

@@ -13,7 +13,12 @@ from threefold.config.schema import LoraConfig
 from threefold.errors import CheckpointError, ConfigError
 from threefold.model import load, lora
 
-TINY: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 LLAMA = {"model_type": "llama", "intermediate_size": 32, "num_key_value_heads": 2, **TINY}
 
 
@@ -28,12 +33,19 @@ def _said(model: dict[str, Any], **asked: Any) -> list[str]:
 
 
 def test_nothing_is_said_where_all_is_well() -> None:
-    assert _said(LLAMA) == _said(LLAMA, target_modules="all-linear") == _said(LLAMA, target_modules=("o_proj",)) == []
+    assert (
+        _said(LLAMA)
+        == _said(LLAMA, target_modules="all-linear")
+        == _said(LLAMA, target_modules=("o_proj",))
+        == []
+    )
 
 
 def test_unknown_projection() -> None:
     what, expected, fix = _said(LLAMA, target_modules=("query",))
-    assert what.startswith("model.lora.target_modules = [query] is refused by peft for 'llama': Target modules ")
+    assert what.startswith(
+        "model.lora.target_modules = [query] is refused by peft for 'llama': Target modules "
+    )
     assert expected == (
         "  expected: names of its linear layers: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
     )
@@ -44,7 +56,10 @@ def test_architecture_without_projections_of_its_own() -> None:
     phi3 = {**LLAMA, "model_type": "phi3", "pad_token_id": 0}
     what, expected, _ = _said(phi3)
     assert what.startswith("model.lora.target_modules = null is refused by peft for 'phi3': ")
-    assert expected == "  expected: names of its linear layers: down_proj, gate_up_proj, o_proj, qkv_proj"
+    assert (
+        expected
+        == "  expected: names of its linear layers: down_proj, gate_up_proj, o_proj, qkv_proj"
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +78,9 @@ def test_layer_that_is_no_linear_layer(model: dict[str, Any], target: str, name:
 
 
 def test_architecture_without_linear_layers() -> None:
-    assert _said({"model_type": "gpt2", "vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}) == [
+    assert _said(
+        {"model_type": "gpt2", "vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    ) == [
         "model.lora.r = 4, but 'gpt2' has no linear layers that adapters could be added to",
         "  expected: an architecture whose projections are torch.nn.Linear",
         "  fix: leave model.lora.r out: all weights are trained",
@@ -94,10 +111,15 @@ def test_adapters_of_another_kind_are_not_resumed(tmp_path: Path) -> None:
     from threefold.checkpoint.manifest import architecture_of, refuse_other
 
     trained, asked = (
-        validate({"model": {"config": dict(LLAMA), "lora": {"r": 4, "alpha": alpha}}}) for alpha in (8, 16)
+        validate({"model": {"config": dict(LLAMA), "lora": {"r": 4, "alpha": alpha}}})
+        for alpha in (8, 16)
     )
     architecture = load.read_config(trained.model)
-    manifest = {"config": trained.model_dump(mode="json"), "seed": 0, "architecture": architecture_of(architecture)}
+    manifest = {
+        "config": trained.model_dump(mode="json"),
+        "seed": 0,
+        "architecture": architecture_of(architecture),
+    }
     checkpoints = CheckpointFolder(tmp_path)
     checkpoints.begin(5)
     with pytest.raises(CheckpointError) as caught:

@@ -28,8 +28,14 @@ def refused(**keys: Any) -> str:
     ("keys", "said"),
     [
         ({"name": "adam"}, "optimizer.name = adam is not an optimizer"),
-        ({"name": "sgd", "betas": [0.8, 0.9]}, "optimizer.betas = [0.8, 0.9] has no effect on optimizer.name = sgd"),
-        ({"name": "adafactor", "eps": 1e-3}, "optimizer.eps = 0.001 has no effect on optimizer.name = adafactor"),
+        (
+            {"name": "sgd", "betas": [0.8, 0.9]},
+            "optimizer.betas = [0.8, 0.9] has no effect on optimizer.name = sgd",
+        ),
+        (
+            {"name": "adafactor", "eps": 1e-3},
+            "optimizer.eps = 0.001 has no effect on optimizer.name = adafactor",
+        ),
         ({"options": {"lr": 1}}, "optimizer.options has lr, which is a key of its own"),
         ({"options": [1]}, "optimizer.options = [1] is not accepted"),
         (
@@ -45,8 +51,14 @@ def refused(**keys: Any) -> str:
             "optimizer.moments = bfloat16 with optimizer.betas = [0.9, 0.999]",
         ),
         ({"schedule": "wsd"}, "optimizer.schedule = wsd without optimizer.decay_steps"),
-        ({"decay_steps": 3}, "optimizer.decay_steps = 3 has no effect with optimizer.schedule = cosine"),
-        ({"decay_shape": "1-sqrt"}, "optimizer.decay_shape = 1-sqrt has no effect with optimizer.schedule = cosine"),
+        (
+            {"decay_steps": 3},
+            "optimizer.decay_steps = 3 has no effect with optimizer.schedule = cosine",
+        ),
+        (
+            {"decay_shape": "1-sqrt"},
+            "optimizer.decay_shape = 1-sqrt has no effect with optimizer.schedule = cosine",
+        ),
         (
             {"schedule": "inverse_sqrt", "min_lr": 1e-9},
             "optimizer.min_lr = 1e-09 has no effect with optimizer.schedule = inverse_sqrt",
@@ -56,9 +68,18 @@ def refused(**keys: Any) -> str:
         ({"groups": [{"lr": 1.0}]}, "there is no optimizer.groups[0].match"),
         ({"groups": [{"match": "a", "lrr": 1.0}]}, "unknown key optimizer.groups[0].lrr"),
         ({"groups": [{"match": "a", "lr": "x"}]}, "optimizer.groups[0].lr = x is not accepted"),
-        ({"groups": [{"match": "a"}]}, "optimizer.groups[0] has neither lr nor weight_decay: it changes nothing"),
-        ({"groups": [{"match": "a", "lr": 1.0, "name": "a b"}]}, "optimizer.groups[0].name = a b"),
-        ({"groups": [{"match": "a", "lr": 1.0, "name": "a"}] * 2}, "optimizer.groups has the name a 2 times"),
+        (
+            {"groups": [{"match": "a"}]},
+            "optimizer.groups[0] has neither lr nor weight_decay: it changes nothing",
+        ),
+        (
+            {"groups": [{"match": "a", "lr": 1.0, "name": "a b"}]},
+            "optimizer.groups[0].name = a b",
+        ),
+        (
+            {"groups": [{"match": "a", "lr": 1.0, "name": "a"}] * 2},
+            "optimizer.groups has the name a 2 times",
+        ),
         (
             {"groups": [{"match": "(", "lr": 1.0}]},
             "optimizer.groups[0].match = ( is not a regular expression: "
@@ -71,14 +92,22 @@ def test_values_that_contradict(keys: dict[str, Any], said: str) -> None:
 
 
 def test_a_fall_that_is_longer_than_the_run() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer.decay_steps = 10, but the run has train.steps = 10"):
-        loading.validate({"train": {"steps": 10}, "optimizer": {"schedule": "wsd", "decay_steps": 10}})
+    with pytest.raises(
+        ConfigError, match=r"optimizer.decay_steps = 10, but the run has train.steps = 10"
+    ):
+        loading.validate(
+            {"train": {"steps": 10}, "optimizer": {"schedule": "wsd", "decay_steps": 10}}
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("nowhere.X", {}, "optimizer.name = nowhere.X: there is no installed package 'nowhere'"),
+        (
+            "nowhere.X",
+            {},
+            "optimizer.name = nowhere.X: there is no installed package 'nowhere'",
+        ),
         ("os.path", {}, "optimizer.name = os.path: there is no installed package 'os'"),
         (
             "torch.nothing.X",
@@ -86,8 +115,16 @@ def test_a_fall_that_is_longer_than_the_run() -> None:
             "optimizer.name = torch.nothing.X: ModuleNotFoundError: No module named 'torch.nothing'",
         ),
         ("torch.optim.Nadam", {}, "optimizer.name = torch.optim.Nadam is not there"),
-        ("torch.nn.Linear", {}, "optimizer.name = torch.nn.Linear is not a class of optimizers"),
-        ("torch.optim.Optimizer", {}, "optimizer.name = torch.optim.Optimizer is not a class of optimizers"),
+        (
+            "torch.nn.Linear",
+            {},
+            "optimizer.name = torch.nn.Linear is not a class of optimizers",
+        ),
+        (
+            "torch.optim.Optimizer",
+            {},
+            "optimizer.name = torch.optim.Optimizer is not a class of optimizers",
+        ),
         ("torch.optim.LBFGS", {}, "torch.optim.LBFGS asks for the loss again in each step"),
         (
             "torch.optim.Adafactor",
@@ -118,7 +155,17 @@ def test_optimizers_that_cannot_be_used(name: str, options: dict[str, Any], said
 
 
 def test_optimizers_that_can_be_used() -> None:
-    torchs = ("Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "RMSprop", "Adadelta", "ASGD", "Rprop")
+    torchs = (
+        "Adam",
+        "NAdam",
+        "RAdam",
+        "Adamax",
+        "Adagrad",
+        "RMSprop",
+        "Adadelta",
+        "ASGD",
+        "Rprop",
+    )
     ours = [name for name, known in OPTIMIZERS.items() if known.splits]
     for name in (*ours, *(f"torch.optim.{each}" for each in torchs)):
         assert problems(OptimizerConfig(name=name), SPLIT) == [], name
@@ -164,16 +211,24 @@ class _Numbers(torch.optim.SGD):
         (_Numbers, "keeps a int as age"),
     ],
 )
-def test_optimizers_that_could_not_go_on(kind: type, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizers_that_could_not_go_on(
+    kind: type, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.optim, "Planted", kind, raising=False)
     found = problems(OptimizerConfig(name="torch.optim.Planted"), COPIES)
     assert [each.what for each in found] == [f"torch.optim.Planted {said}"]
 
 
 def test_patterns_that_match_nothing() -> None:
-    model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "layers": nn.ModuleList([nn.Linear(2, 2)])})
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(3, 2), "layers": nn.ModuleList([nn.Linear(2, 2)])}
+    )
     names = [name for name, _ in model.named_parameters()]
-    given = [{"match": "embde", "lr": 1.0}, {"match": "embed", "lr": 1.0}, {"match": r"embed\.weight", "lr": 1.0}]
+    given = [
+        {"match": "embde", "lr": 1.0},
+        {"match": "embed", "lr": 1.0},
+        {"match": r"embed\.weight", "lr": 1.0},
+    ]
     config = loading.validate({"optimizer": {"groups": given}}).optimizer
     found = [(each.what, each.fix) for each in group_problems(names, config)]
     assert found == [

@@ -83,21 +83,42 @@ HOLES[:, :3] = 0
         ({"input_ids": IDS[0], "labels": IDS[0]}, "the batch has int64 [9] for input_ids"),
         ({"input_ids": IDS[:0], "labels": IDS[:0]}, "the batch has int64 [0, 9] for input_ids"),
         ({"input_ids": IDS}, "the batch has no labels"),
-        ({"input_ids": IDS, "labels": IDS}, "the labels are the input_ids themselves, not shifted by one token"),
+        (
+            {"input_ids": IDS, "labels": IDS},
+            "the labels are the input_ids themselves, not shifted by one token",
+        ),
         (
             {"input_ids": IDS, "labels": IDS.where(IDS > 20, -100)},
             "the labels are the input_ids themselves, not shifted by one token",
         ),
-        ({**BATCH, "labels": IDS[:, 2:]}, "the batch has int64 [4, 7] for labels, and [4, 8] input_ids"),
-        ({**BATCH, "position_ids": torch.arange(8)}, "the batch has int64 [8] for position_ids, and [4, 8] input_ids"),
-        ({**BATCH, "attention_mask": HOLES}, "the batch has an attention_mask that is not all ones"),
+        (
+            {**BATCH, "labels": IDS[:, 2:]},
+            "the batch has int64 [4, 7] for labels, and [4, 8] input_ids",
+        ),
+        (
+            {**BATCH, "position_ids": torch.arange(8)},
+            "the batch has int64 [8] for position_ids, and [4, 8] input_ids",
+        ),
+        (
+            {**BATCH, "attention_mask": HOLES},
+            "the batch has an attention_mask that is not all ones",
+        ),
         ({**BATCH, "weights": MASK}, "the batch has 'weights', which the step does not know"),
         ({**BATCH, "labels": BATCH["labels"] + 60}, "the batch has "),
         ({**BATCH, "input_ids": BATCH["input_ids"] - 60}, "the batch has "),
-        ({**BATCH, "labels": BATCH["labels"].float()}, "the batch has float32 [4, 8] for labels"),
-        ({**BATCH, "document_ids": BATCH["labels"].int()}, "the batch has int32 [4, 8] for document_ids"),
+        (
+            {**BATCH, "labels": BATCH["labels"].float()},
+            "the batch has float32 [4, 8] for labels",
+        ),
+        (
+            {**BATCH, "document_ids": BATCH["labels"].int()},
+            "the batch has int32 [4, 8] for document_ids",
+        ),
         ({**BATCH, "padding": MASK}, "the batch has int64 [4, 8] for padding"),
-        ({**BATCH, "indices": torch.arange(3)}, "the batch has int64 [3] for indices, and 4 rows"),
+        (
+            {**BATCH, "indices": torch.arange(3)},
+            "the batch has int64 [3] for indices, and 4 rows",
+        ),
     ],
 )
 def test_batches_that_would_be_misread_are_refused(model: Any, batch: Any, said: str) -> None:
@@ -112,9 +133,15 @@ def test_batches_that_are_right_pass(model: Any) -> None:
     assert step({**BATCH, "attention_mask": MASK, "position_ids": None}) == plain
     assert step({**BATCH, "padding": MASK == 0, "indices": torch.arange(4)}) == plain
     same = torch.full((2, 8), 5)
-    assert math.isfinite(step({"input_ids": same, "labels": same}).loss)  # shifted or not: there is no difference
+    assert math.isfinite(
+        step({"input_ids": same, "labels": same}).loss
+    )  # shifted or not: there is no difference
     # The fix of the refusal of masks, as it is printed.
-    batch = {**BATCH, "attention_mask": HOLES, "labels": BATCH["labels"].where(HOLES == 1, -100)}
+    batch = {
+        **BATCH,
+        "attention_mask": HOLES,
+        "labels": BATCH["labels"].where(HOLES == 1, -100),
+    }
     batch["document_ids"] = batch.pop("attention_mask") - 1
     left_padded = step(batch).loss
     alone = step({name: rows[:, 3:] for name, rows in BATCH.items()}).loss
@@ -151,13 +178,17 @@ def test_a_loss_must_give_a_sum_and_a_count(model: Any, answer: Any, said: str) 
 def test_what_is_not_a_number_updates_nothing(model: Any) -> None:
     before = [parameter.clone() for parameter in model.parameters()]
     for optimizer in (None, torch.optim.SGD(model.parameters(), lr=0.1)):
-        step = threefold.TrainStep(model, optimizer, loss=loss_giving(lambda x: (x.sum() * math.nan, 4)))
+        step = threefold.TrainStep(
+            model, optimizer, loss=loss_giving(lambda x: (x.sum() * math.nan, 4))
+        )
         numbers = step(BATCH)
         assert math.isnan(numbers.loss) and math.isnan(numbers.grad_norm)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("answer", [lambda x: (x.sum(), 0), lambda x: (0.0 * x.sum(), torch.zeros(()))])
+@pytest.mark.parametrize(
+    "answer", [lambda x: (x.sum(), 0), lambda x: (0.0 * x.sum(), torch.zeros(()))]
+)
 def test_a_mean_of_nothing_is_refused_and_updates_nothing(model: Any, answer: Any) -> None:
     before = [parameter.clone() for parameter in model.parameters()]
     for optimizer in (None, torch.optim.SGD(model.parameters(), lr=0.1)):
@@ -168,7 +199,9 @@ def test_a_mean_of_nothing_is_refused_and_updates_nothing(model: Any, answer: An
 
 def test_a_negative_count_on_the_device_is_refused_after_it_is_known(model: Any) -> None:
     with pytest.raises(RunError, match=r"the loss has the count -4.0 over all ranks"):
-        threefold.TrainStep(model, loss=lambda outputs, batch: (outputs.sum(), torch.tensor(-4.0)))(BATCH)
+        threefold.TrainStep(
+            model, loss=lambda outputs, batch: (outputs.sum(), torch.tensor(-4.0))
+        )(BATCH)
 
 
 def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> None:
@@ -184,7 +217,10 @@ def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> Non
         (lambda: threefold.TrainStep(nn.Linear(2, 2)), "TrainStep was given a Linear"),
         (lambda: threefold.TrainStep(own), "a Linear has no loss of ours"),
         (lambda: threefold.EvalStep(own), "a Linear has no loss of ours"),
-        (lambda: threefold.TrainStep(model, others), "the optimizer has 2 parameters that are not the model's, which "),
+        (
+            lambda: threefold.TrainStep(model, others),
+            "the optimizer has 2 parameters that are not the model's, which ",
+        ),
         (lambda: threefold.TrainStep(model, "adamw"), "the optimizer is a str"),
         (lambda: threefold.TrainStep(model, grad_clip=-1.0), "grad_clip = -1.0"),
         (lambda: threefold.TrainStep(model, lr=-1.0), "lr = -1.0"),
@@ -195,8 +231,14 @@ def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> Non
             lambda: threefold.TrainStep(own, loss=loss, loss_on="hidden_states"),
             "loss_on = 'hidden_states', but Linear",
         ),
-        (lambda: setattr(threefold.TrainStep(model, mine), "lr", 0.1), "step.lr = 0.1, but the optimizer is one of "),
-        (lambda: threefold.TrainStep(model, mine, lr=0.5), "TrainStep was given an optimizer and lr = 0.5"),
+        (
+            lambda: setattr(threefold.TrainStep(model, mine), "lr", 0.1),
+            "step.lr = 0.1, but the optimizer is one of ",
+        ),
+        (
+            lambda: threefold.TrainStep(model, mine, lr=0.5),
+            "TrainStep was given an optimizer and lr = 0.5",
+        ),
         (
             lambda: threefold.TrainStep(model, mine, weight_decay=0.1),
             "TrainStep was given an optimizer and weight_decay = 0.1",
@@ -205,17 +247,32 @@ def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> Non
             lambda: threefold.TrainStep(mixed, loss=loss, micro_batch=2),
             "micro_batch = 2, but BatchNorm1d '1' normalises over the rows of a micro-batch",
         ),
-        (lambda: torch.no_grad()(threefold.TrainStep(model))(BATCH), "the step is made under torch.no_grad()"),
-        (lambda: threefold.freeze(model, ["none"]), "freeze: no parameter has a name that 'none' matches"),
-        (lambda: threefold.TrainStep(own, loss=loss)({"pixels": torch.ones(4, 3)}), "the batch has 'pixels'; Linear."),
-        (lambda: threefold.load_model(nn.Linear(3, 2), mesh=mesh, seq_len=8), "load_model was given a module and seq"),
+        (
+            lambda: torch.no_grad()(threefold.TrainStep(model))(BATCH),
+            "the step is made under torch.no_grad()",
+        ),
+        (
+            lambda: threefold.freeze(model, ["none"]),
+            "freeze: no parameter has a name that 'none' matches",
+        ),
+        (
+            lambda: threefold.TrainStep(own, loss=loss)({"pixels": torch.ones(4, 3)}),
+            "the batch has 'pixels'; Linear.",
+        ),
+        (
+            lambda: threefold.load_model(nn.Linear(3, 2), mesh=mesh, seq_len=8),
+            "load_model was given a module and seq",
+        ),
         (
             lambda: threefold.load_model(nn.Linear(3, 2).half(), mesh=mesh),
             "the parameter weight of a Linear is float16",
         ),
         (lambda: model(labels=IDS), "the model is called with labels"),
         (lambda: model(position_ids=IDS), "the model is called without input_ids"),
-        (lambda: model(input_ids=IDS, attention_mask=IDS), "the model is called with attention_mask"),
+        (
+            lambda: model(input_ids=IDS, attention_mask=IDS),
+            "the model is called with attention_mask",
+        ),
         (lambda: own.save_pretrained("x"), "save_pretrained: a Linear is a module of your own"),
         (lambda: own.generate(IDS), "generate: a Linear is a module of your own"),
         (
@@ -229,7 +286,9 @@ def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> Non
         assert what(error).startswith(said)
 
 
-@pytest.mark.parametrize(("kind", "given", "shared"), [("qwen2", {}, 32), ("llama", {"num_key_value_heads": 3}, 3)])
+@pytest.mark.parametrize(
+    ("kind", "given", "shared"), [("qwen2", {}, 32), ("llama", {"num_key_value_heads": 3}, 3)]
+)
 def test_key_value_heads_that_query_heads_do_not_share_are_refused(
     kind: str, given: dict[str, int], shared: int, mesh: Any
 ) -> None:
@@ -245,7 +304,9 @@ def test_key_value_heads_that_query_heads_do_not_share_are_refused(
         "  expected: a group of query heads, of equal size, for each key-value head\n"
         f"  fix: 'num_key_value_heads': {fix}   in the model's config"
     )
-    mended = threefold.load_model(config={**config, "num_key_value_heads": fix}, mesh=mesh, admission="off")
+    mended = threefold.load_model(
+        config={**config, "num_key_value_heads": fix}, mesh=mesh, admission="off"
+    )
     assert math.isfinite(threefold.TrainStep(mended)(BATCH).loss)
 
 
@@ -282,7 +343,9 @@ def test_a_loss_without_a_gradient_is_refused(mesh: Any) -> None:
     own = threefold.load_model(nn.Linear(3, 2), mesh=mesh)
     own.module.forward = torch.no_grad()(lambda input: nn.Linear.forward(own.module, input))
     with pytest.raises(ConfigError, match="the loss has no gradient"):
-        threefold.TrainStep(own, loss=lambda outputs, batch: (outputs.sum(), 4))({"input": torch.ones(4, 3)})
+        threefold.TrainStep(own, loss=lambda outputs, batch: (outputs.sum(), 4))(
+            {"input": torch.ones(4, 3)}
+        )
 
 
 def test_the_state_of_a_step_goes_into_another(model: Any) -> None:
@@ -291,7 +354,10 @@ def test_the_state_of_a_step_goes_into_another(model: Any) -> None:
     other = threefold.TrainStep(model, lr=0.5)
     other.load_state_dict(step.state_dict())
     assert other.lr == 0.0
-    assert other.optimizer.state_dict()["state"].keys() == step.optimizer.state_dict()["state"].keys()
+    assert (
+        other.optimizer.state_dict()["state"].keys()
+        == step.optimizer.state_dict()["state"].keys()
+    )
 
 
 def test_a_scheduler_of_torch_sets_the_rates_of_a_step(model: Any) -> None:
@@ -366,14 +432,24 @@ def test_saves_that_cannot_be_kept_are_refused(model: Any, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_damaged_torn_and_foreign_saves_are_refused(model: Any, mesh: Any, tmp_path: Path) -> None:
+def test_damaged_torn_and_foreign_saves_are_refused(
+    model: Any, mesh: Any, tmp_path: Path
+) -> None:
     assert threefold.load(tmp_path, model=model) is None
     step = threefold.TrainStep(model)
     path = threefold.save(tmp_path, model=model, step=1, optimizer=step, wait=False).wait()
-    assert threefold.load(tmp_path, model=model, optimizer=step) == threefold.load(path, model=model)
+    assert threefold.load(tmp_path, model=model, optimizer=step) == threefold.load(
+        path, model=model
+    )
     with pytest.raises(ThreefoldError, match="has no place of a loader"):
-        threefold.load(path, model=model, loader=threefold.DistributedSampler(range(8), num_replicas=1, rank=0))
-    smaller = threefold.load_model(config={**TINY_LLAMA, "num_hidden_layers": 1}, mesh=mesh, admission="off")
+        threefold.load(
+            path,
+            model=model,
+            loader=threefold.DistributedSampler(range(8), num_replicas=1, rank=0),
+        )
+    smaller = threefold.load_model(
+        config={**TINY_LLAMA, "num_hidden_layers": 1}, mesh=mesh, admission="off"
+    )
     with pytest.raises(CheckpointError, match="num_hidden_layers = 2, this run 1"):
         threefold.load(path, model=smaller)
     own = threefold.load_model(nn.Linear(3, 2), mesh=mesh)
@@ -383,7 +459,10 @@ def test_damaged_torn_and_foreign_saves_are_refused(model: Any, mesh: Any, tmp_p
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(CheckpointError, match=r"is damaged: the content of state/rank-00000.safetensors has changed"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"is damaged: the content of state/rank-00000.safetensors has changed",
+    ):
         threefold.load(tmp_path, model=model)
     file.write_bytes(content)
     manifest = json.loads((path / "manifest.json").read_text())
@@ -391,7 +470,9 @@ def test_damaged_torn_and_foreign_saves_are_refused(model: Any, mesh: Any, tmp_p
     with pytest.raises(CheckpointError, match="the marker was written for another manifest"):
         threefold.load(tmp_path, model=model)
     (path / "COMPLETE").unlink()
-    with pytest.raises(CheckpointError, match="is not complete, and there is no other checkpoint"):
+    with pytest.raises(
+        CheckpointError, match="is not complete, and there is no other checkpoint"
+    ):
         threefold.load(tmp_path, model=model)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
@@ -402,7 +483,9 @@ def _on_tp_ranks() -> list[str]:
     said = []
     own = BATCH if mesh.rank else {name: rows.roll(1, 0) for name, rows in BATCH.items()}
     cases: list[Any] = [
-        lambda: threefold.TrainStep(model, loss=lambda x, batch: (x.sum() * (1 + mesh.rank), 4))(BATCH),
+        lambda: threefold.TrainStep(
+            model, loss=lambda x, batch: (x.sum() * (1 + mesh.rank), 4)
+        )(BATCH),
         lambda: threefold.TrainStep(model)(own),
         lambda: threefold.TrainStep(model, micro_batch=1 + mesh.rank)(BATCH),
         lambda: threefold.TrainStep(model)(BATCH if mesh.rank else {"input_ids": IDS}),
@@ -419,8 +502,14 @@ def _on_tp_ranks() -> list[str]:
 def test_ranks_that_disagree_are_told_on_all_of_them() -> None:
     for said in run_ranks(_on_tp_ranks, 2):
         assert said[0].startswith("tp ranks compute different losses from the same outputs: ")
-        assert said[1] == "ranks 0 and 1 belong to dp rank 0 and give different rows to step 1: row 0 of input_ids"
-        assert said[2] == "the batch of step 1 is cut into 2 micro-batches on rank 1, into 4 on rank 0"
+        assert (
+            said[1]
+            == "ranks 0 and 1 belong to dp rank 0 and give different rows to step 1: row 0 of input_ids"
+        )
+        assert (
+            said[2]
+            == "the batch of step 1 is cut into 2 micro-batches on rank 1, into 4 on rank 0"
+        )
         assert said[3] == "the batch has no labels"
 
 
@@ -446,7 +535,11 @@ def test_rows_that_cp_cannot_split_are_refused() -> None:
 @pytest.mark.parametrize(
     ("settings", "said", "fix"),
     [
-        ({"name": "adam"}, "optimizer.name = adam is not an optimizer", "threefold.optimizer('adamw', model)"),
+        (
+            {"name": "adam"},
+            "optimizer.name = adam is not an optimizer",
+            "threefold.optimizer('adamw', model)",
+        ),
         (
             {"name": "muon", "beta": [0.9, 0.9]},
             "threefold.optimizer('muon', ...) has beta = [0.9, 0.9]",

@@ -24,7 +24,9 @@ EXPECTED = "a folder with config.json and weights"
 OWN = "the tokenizer that the weights were trained with: to them, another one's ids mean other tokens"
 
 
-def write_tokenizer(folder: Path, words: dict[str, int] = WORDS, end: str = "</s>", special: bool = True) -> None:
+def write_tokenizer(
+    folder: Path, words: dict[str, int] = WORDS, end: str = "</s>", special: bool = True
+) -> None:
     folder.mkdir(exist_ok=True)
     made = Tokenizer(models.WordLevel(words, unk_token="a"))
     if special:
@@ -39,13 +41,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     write_tokenizer(tmp_path / "model")
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 24, "num_hidden_layers": 1}
+    sizes = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+    }
     LlamaConfig(vocab_size=300, hidden_size=16, **sizes).save_pretrained("model")
     return tmp_path
 
 
 def asked(tokenizer: str | None, **data: Any) -> None:
-    config = validate({"model": {"name_or_path": "model"}, "data": {"tokenizer": tokenizer, "seq_len": 8, **data}})
+    config = validate(
+        {
+            "model": {"name_or_path": "model"},
+            "data": {"tokenizer": tokenizer, "seq_len": 8, **data},
+        }
+    )
     found, architecture = model_of(config)
     check(config, architecture, found, Topology(), device="cpu")
 
@@ -101,7 +113,8 @@ def test_another_tokenizer(folder: Path, tokenizer: str, differs: str) -> None:
 def test_model_without_a_tokenizer(folder: Path) -> None:
     Path("model/tokenizer.json").unlink()
     files = (
-        "tokenizer.json, or an older vocabulary (*.model, vocab.json, vocab.txt, merges.txt, *.tiktoken, tekken.json)"
+        "tokenizer.json, or an older vocabulary (*.model, vocab.json, vocab.txt, "
+        "merges.txt, *.tiktoken, tekken.json)"
     )
     copy = "copy the files of the tokenizer that the weights were trained with there"
     lacks = "model.name_or_path = 'model' contains no tokenizer"
@@ -163,9 +176,17 @@ def test_file() -> None:
 
 def test_folder_without_a_model(folder: Path) -> None:
     Path("empty").mkdir()
-    assert reading("empty") == ("model.name_or_path = 'empty' is an empty folder", EXPECTED, "check the path")
+    assert reading("empty") == (
+        "model.name_or_path = 'empty' is an empty folder",
+        EXPECTED,
+        "check the path",
+    )
     Path("other/logs").mkdir(parents=True)
-    assert reading("other") == ("model.name_or_path = 'other' has no config.json", EXPECTED, "check the path")
+    assert reading("other") == (
+        "model.name_or_path = 'other' has no config.json",
+        EXPECTED,
+        "check the path",
+    )
     shutil.copytree("model", "other/inside")
     what, _, fix = reading("other")
     assert (what, fix) == (

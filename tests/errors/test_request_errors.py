@@ -18,7 +18,14 @@ from threefold.commands.arguments import split
 from threefold.config import loading as config_loading
 from threefold.config.schema import Config, MeshConfig, every_key
 from threefold.data.tokens import ByteTokenizer
-from threefold.errors import EXIT_WRONG_REQUEST, CheckpointError, ConfigError, Problem, RunError, ThreefoldError
+from threefold.errors import (
+    EXIT_WRONG_REQUEST,
+    CheckpointError,
+    ConfigError,
+    Problem,
+    RunError,
+    ThreefoldError,
+)
 from threefold.mesh import environment
 from threefold.mesh.topology import Topology, resolve
 from threefold.model.load import outline, read_config
@@ -123,7 +130,9 @@ def test_config_file_that_is_a_list() -> None:
 
 def test_section_that_is_a_value() -> None:
     assert text(loading_file("train: 5\n")) == problem(
-        "c.yaml: train = 5 is not a section", "keys below the section's name", f"the sections are {SECTIONS}"
+        "c.yaml: train = 5 is not a section",
+        "keys below the section's name",
+        f"the sections are {SECTIONS}",
     )
 
 
@@ -146,7 +155,11 @@ def test_unknown_key() -> None:
 def test_unknown_section() -> None:
     assert text(loading(("lr", "5"), ("zzz.qqq", "5"))) == "\n\n".join(
         [
-            problem("unknown key lr", f"a key of the sections {SECTIONS}", "did you mean optimizer.lr?"),
+            problem(
+                "unknown key lr",
+                f"a key of the sections {SECTIONS}",
+                "did you mean optimizer.lr?",
+            ),
             problem(
                 "unknown key zzz.qqq",
                 f"a key of the sections {SECTIONS}",
@@ -159,7 +172,11 @@ def test_unknown_section() -> None:
 @pytest.mark.parametrize(
     ("config", "lacking", "fix"),
     [
-        ({}, "eval.source or data.eval_share", "--data.eval_share 0.01   (or --eval.source FILE_OR_FOLDER, or"),
+        (
+            {},
+            "eval.source or data.eval_share",
+            "--data.eval_share 0.01   (or --eval.source FILE_OR_FOLDER, or",
+        ),
         (
             {"eval": {"source": "a"}, "log": {"sample_tokens": 0}},
             "log.sample_tokens, which is 0",
@@ -167,7 +184,9 @@ def test_unknown_section() -> None:
         ),
     ],
 )
-def test_samples_are_refused_where_none_is_written(config: dict[str, Any], lacking: str, fix: str) -> None:
+def test_samples_are_refused_where_none_is_written(
+    config: dict[str, Any], lacking: str, fix: str
+) -> None:
     config = {**config, "eval": {**config.get("eval", {}), "sample": ["hi"]}}
     assert text(lambda: config_loading.validate(config)) == problem(
         f"eval.sample = [hi] has no effect without {lacking}",
@@ -217,7 +236,9 @@ def test_samples_are_refused_where_none_is_written(config: dict[str, Any], lacki
         ),
     ],
 )
-def test_what_does_not_go_with_the_objective(config: dict[str, Any], what: str, expected: str, fix: str) -> None:
+def test_what_does_not_go_with_the_objective(
+    config: dict[str, Any], what: str, expected: str, fix: str
+) -> None:
     assert text(lambda: config_loading.validate(config)) == problem(what, expected, fix)
 
 
@@ -234,20 +255,30 @@ def test_what_is_expected_is_said_in_our_words(key: str) -> None:
         try:
             config_loading.validate(sections)
         except ConfigError as error:
-            assert not any(re.search(r"\b[Ii]nput\b|type=", each.expected) for each in error.problems), value
+            assert not any(
+                re.search(r"\b[Ii]nput\b|type=", each.expected) for each in error.problems
+            ), value
 
 
 def test_a_list_with_one_wrong_entry_is_set_whole() -> None:
     found = text(lambda: config_loading.validate({"data": {"source": ["a.txt", 1, 2]}}))
-    assert found.count("""fix: --data.source '[a.txt, "1", "2"]'   (quotes make it text)""") == 2
-    found = text(lambda: config_loading.validate({"data": {"fields": {"text": 3, "role": "by"}}}))
+    assert (
+        found.count("""fix: --data.source '[a.txt, "1", "2"]'   (quotes make it text)""") == 2
+    )
+    found = text(
+        lambda: config_loading.validate({"data": {"fields": {"text": 3, "role": "by"}}})
+    )
     assert """fix: --data.fields '{text: "3", role: by}'   (quotes make it text)""" in found
     found = text(lambda: config_loading.validate({"data": {"source": ["a.txt", None]}}))
     assert "None" not in found and "fix: --data.source stdlib   (the default)" in found
 
 
 def test_grouping_by_length_is_refused_where_rows_are_full_mixed_or_in_order() -> None:
-    data = {"group_by_length": True, "shuffle": False, "mixture": {"a": {"source": "a", "weight": 1}}}
+    data = {
+        "group_by_length": True,
+        "shuffle": False,
+        "mixture": {"a": {"source": "a", "weight": 1}},
+    }
     assert text(lambda: config_loading.validate({"data": data})) == "\n\n".join(
         [
             problem(
@@ -277,7 +308,13 @@ def test_grouping_by_length_is_refused_where_rows_are_full_mixed_or_in_order() -
         ("train.global_batch", "'1'", '"1"', "a whole number", "--train.global_batch 1"),
         ("train.seed", "-1", "-1", "a number of at least 0", "--train.seed 0   (the default)"),
         ("train.compile", "yes", "yes", "true or false, or auto", "--train.compile true"),
-        ("train.fused_loss", "liger", "liger", "true or false, or auto", "--train.fused_loss auto   (the default)"),
+        (
+            "train.fused_loss",
+            "liger",
+            "liger",
+            "true or false, or auto",
+            "--train.fused_loss auto   (the default)",
+        ),
         (
             "train.loss_chunk_tokens",
             "x",
@@ -293,8 +330,20 @@ def test_grouping_by_length_is_refused_where_rows_are_full_mixed_or_in_order() -
             "a whole number greater than 0, or auto",
             "--train.micro_batch auto   (the default)",
         ),
-        ("optimizer.lr", "fast", "fast", "a number greater than 0, or auto", "--optimizer.lr auto   (the default)"),
-        ("optimizer.lr", ".inf", ".inf", "a number greater than 0, or auto", "--optimizer.lr auto   (the default)"),
+        (
+            "optimizer.lr",
+            "fast",
+            "fast",
+            "a number greater than 0, or auto",
+            "--optimizer.lr auto   (the default)",
+        ),
+        (
+            "optimizer.lr",
+            ".inf",
+            ".inf",
+            "a number greater than 0, or auto",
+            "--optimizer.lr auto   (the default)",
+        ),
         (
             "optimizer.schedule",
             "cosin",
@@ -309,9 +358,27 @@ def test_grouping_by_length_is_refused_where_rows_are_full_mixed_or_in_order() -
             "two numbers, both at least 0 and below 1",
             "--optimizer.betas '[0.9, 0.95]'   (the default)",
         ),
-        ("mesh.tp", "two", "two", "a whole number greater than 0, or auto", "leave mesh.tp out"),
-        ("model.config", "llama", "llama", "a mapping: {key: value}", "--model.config '{model_type: llama}'"),
-        ("model.revision", "1234567", "1234567", "text", """--model.revision '"1234567"'   (quotes make it text)"""),
+        (
+            "mesh.tp",
+            "two",
+            "two",
+            "a whole number greater than 0, or auto",
+            "leave mesh.tp out",
+        ),
+        (
+            "model.config",
+            "llama",
+            "llama",
+            "a mapping: {key: value}",
+            "--model.config '{model_type: llama}'",
+        ),
+        (
+            "model.revision",
+            "1234567",
+            "1234567",
+            "text",
+            """--model.revision '"1234567"'   (quotes make it text)""",
+        ),
         ("data.source", "null", "null", "text", "--data.source stdlib   (the default)"),
         ("data.source", "{a: b}", "{a: b}", "text", "--data.source stdlib   (the default)"),
         ("eval.sample", "Once", "Once", "a list", "--eval.sample '[Once]'"),
@@ -319,14 +386,18 @@ def test_grouping_by_length_is_refused_where_rows_are_full_mixed_or_in_order() -
         ("eval.source", "5", "5", "text", """--eval.source '"5"'   (quotes make it text)"""),
     ],
 )
-def test_value_of_another_kind(key: str, value: str, shown: str, expected: str, fix: str) -> None:
+def test_value_of_another_kind(
+    key: str, value: str, shown: str, expected: str, fix: str
+) -> None:
     what = f"{key} = {shown} is not accepted (command line)"
     assert text(loading((key, value))) == problem(what, expected, fix)
 
 
 def test_value_of_the_environment_is_mended_there() -> None:
     assert text(loading(DP_SIZE="two")) == problem(
-        "mesh.dp = two is not accepted (environment DP_SIZE)", "a whole number greater than 0, or auto", "unset DP_SIZE"
+        "mesh.dp = two is not accepted (environment DP_SIZE)",
+        "a whole number greater than 0, or auto",
+        "unset DP_SIZE",
     )
 
 
@@ -365,7 +436,11 @@ def test_contradictions() -> None:
                 "held-out data to evaluate on",
                 "--data.eval_share 0.01   (or --eval.source FILE_OR_FOLDER, or leave eval.every out)",
             ),
-            problem("optimizer.betas[1] = 1.0 is not a decay", "0 <= beta < 1", "--optimizer.betas '[0.9, 0.95]'"),
+            problem(
+                "optimizer.betas[1] = 1.0 is not a decay",
+                "0 <= beta < 1",
+                "--optimizer.betas '[0.9, 0.95]'",
+            ),
             problem(
                 "optimizer.min_lr = 0.01 is above optimizer.lr = 0.001",
                 "a schedule that falls from lr to min_lr",
@@ -384,7 +459,10 @@ def test_lowest_rate_above_the_automatic_one() -> None:
     )
 
 
-@pytest.mark.parametrize(("given", "lacking"), [({}, "model.name_or_path"), ({"name_or_path": "x"}, "data.tokenizer")])
+@pytest.mark.parametrize(
+    ("given", "lacking"),
+    [({}, "model.name_or_path"), ({"name_or_path": "x"}, "data.tokenizer")],
+)
 def test_allowing_another_tokenizer_without_effect(given: dict[str, Any], lacking: str) -> None:
     values = {"model": given, "data": {"allow_other_tokenizer": True}}
     assert text(lambda: config_loading.validate(values)) == problem(
@@ -397,8 +475,12 @@ def test_allowing_another_tokenizer_without_effect(given: dict[str, Any], lackin
 # --- the mesh ----------------------------------------------------------------------------------------------------
 
 
-def resolving(*, launched: int | None = None, devices: int | None = None, **keys: Any) -> Callable[[], Any]:
-    return lambda: resolve(MeshConfig(**keys), launched_world_size=launched, num_devices=devices)
+def resolving(
+    *, launched: int | None = None, devices: int | None = None, **keys: Any
+) -> Callable[[], Any]:
+    return lambda: resolve(
+        MeshConfig(**keys), launched_world_size=launched, num_devices=devices
+    )
 
 
 def test_world_size() -> None:
@@ -482,7 +564,9 @@ def test_folder_that_holds_a_run() -> None:
 
 
 def test_folder_that_cannot_be_written() -> None:
-    Path("run").touch()  # the superuser of a test machine may write everywhere, but not below a file
+    Path(
+        "run"
+    ).touch()  # the superuser of a test machine may write everywhere, but not below a file
     assert text(opening()) == problem(
         "log.dir = run cannot be written: Not a directory",
         "a folder that this user can write, with room for checkpoints",
@@ -498,7 +582,9 @@ def test_missing_resume_path() -> None:
     )
 
 
-@pytest.mark.parametrize("act", [opening("empty"), lambda: find(Path("empty"))], ids=["resume", "find"])
+@pytest.mark.parametrize(
+    "act", [opening("empty"), lambda: find(Path("empty"))], ids=["resume", "find"]
+)
 def test_folder_without_a_checkpoint(act: Callable[[], Any]) -> None:
     Path("empty").mkdir()
     assert text(act, CheckpointError) == problem(
@@ -525,15 +611,28 @@ def test_manifest_that_cannot_be_read() -> None:
 
 
 def architecture(model_type: str = "llama", **sizes: Any) -> PretrainedConfig:
-    values = {"vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    values = {
+        "vocab_size": 257,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
     if model_type == "llama":
-        values |= {"intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 64}
+        values |= {
+            "intermediate_size": 64,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+        }
     return AutoConfig.for_model(model_type, **{**values, **sizes})
 
 
-def checking(topology: Topology, model: PretrainedConfig | None = None, **train: Any) -> Callable[[], Any]:
+def checking(
+    topology: Topology, model: PretrainedConfig | None = None, **train: Any
+) -> Callable[[], Any]:
     config = config_loading.validate({"data": {"seq_len": 32}, "train": train})
-    return lambda: check(config, model or architecture(), ByteTokenizer(), topology, device="cpu")
+    return lambda: check(
+        config, model or architecture(), ByteTokenizer(), topology, device="cpu"
+    )
 
 
 HEADS = problem(
@@ -632,7 +731,9 @@ def test_size_to_paste_divides_heads_of_both_kinds() -> None:
     found = plan_problems(model, 5, plan=outline(model).tp_plan or {})
     assert [str(one) for one in found] == [
         problem(
-            f"mesh.tp = 5 cannot divide the {heads} of 'llama'", "whole heads on every rank: one of 1, 2", "--mesh.tp 2"
+            f"mesh.tp = 5 cannot divide the {heads} of 'llama'",
+            "whole heads on every rank: one of 1, 2",
+            "--mesh.tp 2",
         )
         for heads in ("8 attention heads", "2 key-value heads")
     ]
@@ -646,7 +747,9 @@ def test_model_without_a_plan(model_type: str) -> None:
         "a model whose layers can be split, or one tp rank",
         "--mesh.tp 1   (use mesh.dp, mesh.dp_shard or mesh.cp instead)",
     )
-    assert [str(one) for one in plan_problems(model, 2, plan=outline(model).tp_plan or {})] == [no_plan]
+    assert [str(one) for one in plan_problems(model, 2, plan=outline(model).tp_plan or {})] == [
+        no_plan
+    ]
     assert text(checking(Topology(tp=2), model)) == no_plan
     assert plan_problems(model, 1, plan=outline(model).tp_plan or {}) == []
     checking(Topology(dp_replicate=2), model)()
@@ -686,7 +789,9 @@ def test_everything_wrong_is_said_at_once() -> None:
         ({"model_type": "llama", "zzz": 2, "yyyy": 9}, "zzz, yyyy", "leave zzz out"),
     ],
 )
-def test_misspelt_key_of_an_architecture(values: dict[str, Any], unknown: str, fix: str) -> None:
+def test_misspelt_key_of_an_architecture(
+    values: dict[str, Any], unknown: str, fix: str
+) -> None:
     """transformers takes it without a word, and a Llama of 6.7 billion parameters is what comes of the first."""
     with pytest.raises(ConfigError) as error:
         read_config(config_loading.validate({"model": {"config": values}}).model)
@@ -700,7 +805,11 @@ def test_misspelt_key_of_an_architecture(values: dict[str, Any], unknown: str, f
 @pytest.mark.parametrize(
     "values",
     [
-        {"model_type": "llama", "rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {
+            "model_type": "llama",
+            "rope_theta": 1e4,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        },
         {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "num_attention_heads": 2},
         {"model_type": "gemma3_text", "rope_local_base_freq": 1e4, "sliding_window": 7},
         {"model_type": "qwen3_moe", "head_dim": 8},
@@ -708,15 +817,22 @@ def test_misspelt_key_of_an_architecture(values: dict[str, Any], unknown: str, f
     ],
 )
 def test_keys_that_transformers_reads_or_converts_are_known(values: dict[str, Any]) -> None:
-    assert read_config(config_loading.validate({"model": {"config": values}}).model).model_type == values["model_type"]
+    assert (
+        read_config(config_loading.validate({"model": {"config": values}}).model).model_type
+        == values["model_type"]
+    )
 
 
 def test_error_of_another_source_names_its_key_and_leaves_paths_alone() -> None:
     problem = Problem(
-        "data.source = '/a/data.source/x' does not exist", "a folder", "--data.source PATH   (data.source)"
+        "data.source = '/a/data.source/x' does not exist",
+        "a folder",
+        "--data.source PATH   (data.source)",
     )
     assert _named("eval.source", problem) == Problem(
-        "eval.source = '/a/data.source/x' does not exist", "a folder", "--eval.source PATH   (eval.source)"
+        "eval.source = '/a/data.source/x' does not exist",
+        "a folder",
+        "--eval.source PATH   (eval.source)",
     )
 
 

@@ -29,7 +29,9 @@ def test_restarts_without_a_folder_to_find_again() -> None:
         "  expected: a folder that restarted ranks can find; otherwise they would begin another run\n"
         "  fix: --log.dir FOLDER"
     )
-    _refuse_unrestartable(Config.model_validate({"log": {"dir": "a"}}), LaunchInfo(max_restarts=2), 0)
+    _refuse_unrestartable(
+        Config.model_validate({"log": {"dir": "a"}}), LaunchInfo(max_restarts=2), 0
+    )
 
 
 def test_peer_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

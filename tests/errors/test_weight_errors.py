@@ -41,10 +41,17 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def changed(plain: Path, to: Path, change: Callable[[State], State], config: dict[str, Any] | None = None) -> Path:
+def changed(
+    plain: Path,
+    to: Path,
+    change: Callable[[State], State],
+    config: dict[str, Any] | None = None,
+) -> Path:
     shutil.copytree(plain, to)
     state = change(load_file(to / "model.safetensors"))
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, to / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in state.items()}, to / "model.safetensors"
+    )
     if config:
         values = json.loads((to / "config.json").read_text())
         (to / "config.json").write_text(json.dumps({**values, **config}))
@@ -55,7 +62,9 @@ def loaded(folder: Path, **model: Any) -> State:
     """The state of the model that a run on one process would begin with."""
     mesh = init_mesh(device="cpu")
     try:
-        config = validate({"model": {"name_or_path": str(folder), **model}, "train": {"seed": 3}})
+        config = validate(
+            {"model": {"name_or_path": str(folder), **model}, "train": {"seed": 3}}
+        )
         return build(config, load.read_config(config.model), mesh).module.state_dict()
     finally:
         mesh.close()
@@ -91,36 +100,56 @@ def test_missing_tensor(plain: Path, tmp_path: Path) -> None:
 
 def test_misnamed_tensor_and_the_nearest_name(plain: Path, tmp_path: Path) -> None:
     wrong = DOWN.replace("weight", "wieght")
-    folder = changed(plain, tmp_path / "m", lambda state: {**without(DOWN)(state), wrong: state[DOWN]})
+    folder = changed(
+        plain, tmp_path / "m", lambda state: {**without(DOWN)(state), wrong: state[DOWN]}
+    )
     assert refused(folder).endswith(f"fix: rename {wrong} to {DOWN} in the files")
 
 
 def test_names_of_a_wrapped_model(plain: Path, tmp_path: Path) -> None:
-    folder = changed(plain, tmp_path / "m", lambda state: {f"module.{name}": each for name, each in state.items()})
+    folder = changed(
+        plain,
+        tmp_path / "m",
+        lambda state: {f"module.{name}": each for name, each in state.items()},
+    )
     assert "save the model inside the wrapper (model.module)" in refused(folder)
 
 
-@pytest.mark.parametrize("name", ["model.layers.2.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.bias"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.2.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.bias"]
+)
 def test_unexpected_tensor(plain: Path, tmp_path: Path, name: str) -> None:
-    text = refused(changed(plain, tmp_path / "m", with_tensor(name, lambda state: torch.zeros(16))))
-    assert text.startswith(f"model.name_or_path = 'MODEL' has 1 tensors that the model does not have: {name}\n")
+    text = refused(
+        changed(plain, tmp_path / "m", with_tensor(name, lambda state: torch.zeros(16)))
+    )
+    assert text.startswith(
+        f"model.name_or_path = 'MODEL' has 1 tensors that the model does not have: {name}\n"
+    )
 
 
 @pytest.mark.parametrize(("name", "shape"), [("model.norm.weight", [1]), (DOWN, [1, 24])])
-def test_shape_that_could_be_broadcast(plain: Path, tmp_path: Path, name: str, shape: list[int]) -> None:
-    text = refused(changed(plain, tmp_path / "m", with_tensor(name, lambda state: torch.ones(shape))))
+def test_shape_that_could_be_broadcast(
+    plain: Path, tmp_path: Path, name: str, shape: list[int]
+) -> None:
+    text = refused(
+        changed(plain, tmp_path / "m", with_tensor(name, lambda state: torch.ones(shape)))
+    )
     assert f"has 1 tensors of another shape: {name} {shape} instead of" in text
 
 
 def test_quantised_by_its_config(plain: Path, tmp_path: Path) -> None:
-    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    quantised = {
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    }
     text = refused(changed(plain, tmp_path / "m", lambda state: state, quantised))
     assert text.startswith("model.name_or_path = 'MODEL' is quantised (fp8)\n")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_codes_read_as_weights(plain: Path, tmp_path: Path, dtype: torch.dtype) -> None:
-    text = refused(changed(plain, tmp_path / "m", with_tensor(DOWN, lambda state: state[DOWN].to(dtype))))
+    text = refused(
+        changed(plain, tmp_path / "m", with_tensor(DOWN, lambda state: state[DOWN].to(dtype)))
+    )
     assert f"has 1 tensors that are not floating-point weights: {DOWN} (" in text
 
 
@@ -145,14 +174,18 @@ def test_file_that_was_cut(plain: Path, tmp_path: Path) -> None:
     folder = changed(plain, tmp_path / "m", lambda state: state)
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
-    assert re.match(r"model\.name_or_path = 'MODEL': model\.safetensors cannot be read: ", refused(folder))
+    assert re.match(
+        r"model\.name_or_path = 'MODEL': model\.safetensors cannot be read: ", refused(folder)
+    )
 
 
 def test_file_that_the_index_names_is_missing(plain: Path, tmp_path: Path) -> None:
     folder = changed(plain, tmp_path / "m", lambda state: state)
     names = load_file(folder / "model.safetensors")
     weight_map = {name: "model-00001-of-00002.safetensors" for name in names}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     assert "model-00001-of-00002.safetensors cannot be read" in refused(folder)
 
 
@@ -160,25 +193,35 @@ def test_file_that_the_index_names_is_missing(plain: Path, tmp_path: Path) -> No
 def test_index_that_is_damaged(plain: Path, tmp_path: Path, content: str) -> None:
     folder = changed(plain, tmp_path / "m", lambda state: state)
     (folder / "model.safetensors.index.json").write_text(content)
-    assert refused(folder).startswith("model.name_or_path = 'MODEL': model.safetensors.index.json cannot be read: ")
+    assert refused(folder).startswith(
+        "model.name_or_path = 'MODEL': model.safetensors.index.json cannot be read: "
+    )
 
 
 def test_other_files_beside_the_model_are_not_its_weights(plain: Path, tmp_path: Path) -> None:
     folder = changed(plain, tmp_path / "m", lambda state: state)
-    save_file({"layers.0.attention.wq.weight": torch.zeros(2, 2)}, folder / "consolidated.safetensors")
+    save_file(
+        {"layers.0.attention.wq.weight": torch.zeros(2, 2)}, folder / "consolidated.safetensors"
+    )
     assert loaded(folder).keys() == loaded(plain).keys()
 
 
-def test_weights_that_are_meant_to_be_new_come_from_the_seed(plain: Path, tmp_path: Path) -> None:
+def test_weights_that_are_meant_to_be_new_come_from_the_seed(
+    plain: Path, tmp_path: Path
+) -> None:
     folder = changed(plain, tmp_path / "m", without("lm_head.weight"))
-    first, again = (loaded(folder, init_missing=["lm_head.*"])["lm_head.weight"] for _ in range(2))
+    first, again = (
+        loaded(folder, init_missing=["lm_head.*"])["lm_head.weight"] for _ in range(2)
+    )
     assert torch.equal(first, again)
     assert first.isfinite().all() and first.abs().max() > 0
     assert "lacks 1 tensors" in refused(folder, init_missing=["model.norm.*"])
 
 
 def test_patterns_without_files_have_no_effect() -> None:
-    with pytest.raises(ConfigError, match=r"model.init_missing .* has no effect without model.name_or_path"):
+    with pytest.raises(
+        ConfigError, match=r"model.init_missing .* has no effect without model.name_or_path"
+    ):
         validate({"model": {"init_missing": ["lm_head.*"]}})
 
 
@@ -188,11 +231,18 @@ def test_no_memory_is_left_as_it_was_found(model_type: str, tmp_path: Path) -> N
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(
-        model_type, vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+        model_type,
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
     config.is_decoder = True
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "m")
     state = loaded(tmp_path / "m")
-    for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "m").state_dict().items():
+    for name, tensor in (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "m").state_dict().items()
+    ):
         assert torch.equal(state[name], tensor), name

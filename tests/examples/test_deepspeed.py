@@ -63,39 +63,93 @@ engine.save_checkpoint(out, tag="after-4")
 def _run(folder: Path, *words: str) -> None:
     environ = {**environment(folder), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environ, capture_output=True, text=True, timeout=250
+        [sys.executable, *words],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=250,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_deepspeed_has_written_goes_on_with_its_next_step(stage: int, tmp_path: Path) -> None:
+def test_what_deepspeed_has_written_goes_on_with_its_next_step(
+    stage: int, tmp_path: Path
+) -> None:
     import torch
 
     (tmp_path / "program.py").write_text(PROGRAM)
     write_corpus(tmp_path)
     assert len(CORPUS) > 16 * 16
-    torchrun = ("-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    torchrun = (
+        "-W",
+        "ignore",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    )
     _run(tmp_path, *torchrun, "program.py", str(stage), "zero", LLAMA)
-    keys = ["--model.config", LLAMA, "--data.source", "corpus.txt", "--data.tokenizer", "bytes", "--data.seq_len", "16"]
-    keys += ["--train.global_batch", "4", "--train.steps", "4", "--log.sample_tokens", "0", "--mesh.device", "cpu"]
-    keys += ["--train.grad_clip", "0", "--data.shuffle", "false", "--optimizer.lr", "1e-3", "--mesh.dp", "1"]
+    keys = [
+        "--model.config",
+        LLAMA,
+        "--data.source",
+        "corpus.txt",
+        "--data.tokenizer",
+        "bytes",
+        "--data.seq_len",
+        "16",
+    ]
+    keys += [
+        "--train.global_batch",
+        "4",
+        "--train.steps",
+        "4",
+        "--log.sample_tokens",
+        "0",
+        "--mesh.device",
+        "cpu",
+    ]
+    keys += [
+        "--train.grad_clip",
+        "0",
+        "--data.shuffle",
+        "false",
+        "--optimizer.lr",
+        "1e-3",
+        "--mesh.dp",
+        "1",
+    ]
     keys += ["--optimizer.schedule", "constant", "--optimizer.warmup_steps", "0"]
     # As DeepSpeed saves it, it is refused, with what makes it universal.
     refused = command(tmp_path, "import", "zero/after-3", "--to", "run", *keys)
     assert refused.returncode == 2, refused.stderr
-    assert "zero/after-3 is a checkpoint of DeepSpeed's ZeRO: pickles of DeepSpeed's own classes" in refused.stderr
-    convert, _, again = refused.stderr.split("fix: python ")[1].strip().partition("; threefold ")
+    assert (
+        "zero/after-3 is a checkpoint of DeepSpeed's ZeRO: pickles of DeepSpeed's own classes"
+        in refused.stderr
+    )
+    convert, _, again = (
+        refused.stderr.split("fix: python ")[1].strip().partition("; threefold ")
+    )
     for step in (3, 4):
         _run(tmp_path, *shlex.split(convert.replace("after-3", f"after-{step}")))
     made = command(tmp_path, *shlex.split(again), "--to", "run", *keys)
     assert made.returncode == 0, made.stderr
-    assert "run: step 3, 21 weights and their moments, by the names of transformers" in made.stdout
+    assert (
+        "run: step 3, 21 weights and their moments, by the names of transformers" in made.stdout
+    )
     done = command(tmp_path, "resume", "run")
     assert done.returncode == 0, done.stdout + done.stderr
     # What DeepSpeed has after its own fourth step.
     next_step = tmp_path / "next"
-    assert command(tmp_path, "import", "zero/after-4-universal", "--to", str(next_step), *keys).returncode == 0
+    assert (
+        command(
+            tmp_path, "import", "zero/after-4-universal", "--to", str(next_step), *keys
+        ).returncode
+        == 0
+    )
     held = [Index.read(find(each).state).entries for each in (tmp_path / "run", next_step)]
     assert held[0].keys() - held[1].keys() == {"random.cpu.0"} and len(held[1]) == 4 * 21
     for name in held[1]:

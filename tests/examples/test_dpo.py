@@ -16,7 +16,10 @@ def test_pairs_are_those_of_the_script() -> None:
     assert sorted(made) == ["held-out.jsonl", "pairs.jsonl"]
     for name, text in made.items():
         assert (ROOT / "examples/dpo" / name).read_text() == text
-    rows = {name: {json.loads(line)["prompt"] for line in text.splitlines()} for name, text in made.items()}
+    rows = {
+        name: {json.loads(line)["prompt"] for line in text.splitlines()}
+        for name, text in made.items()
+    }
     assert not rows["pairs.jsonl"] & rows["held-out.jsonl"]
 
 

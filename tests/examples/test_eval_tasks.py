@@ -17,7 +17,22 @@ from ranks.runs import command, prepare  # noqa: E402
 from ranks.spawn import run_ranks  # noqa: E402
 from threefold.errors import ConfigError  # noqa: E402
 
-WORDS = ["the", "cat", "sat", "on", "mats", "while", "two", "dogs", "ran", "over", "green", "hills", "and", "rivers"]
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "mats",
+    "while",
+    "two",
+    "dogs",
+    "ran",
+    "over",
+    "green",
+    "hills",
+    "and",
+    "rivers",
+]
 MESHES: list[dict[str, int]] = [
     {},
     {"dp": 2},
@@ -33,14 +48,26 @@ MODEL = {
 
 
 def _sentence(number: int, length: int) -> str:
-    return " ".join(WORDS[(number * 7 + place * (number % 5 + 1)) % len(WORDS)] for place in range(length))
+    return " ".join(
+        WORDS[(number * 7 + place * (number % 5 + 1)) % len(WORDS)] for place in range(length)
+    )
 
 
 def _requests() -> list[tuple[list[int], list[int]]]:
     """Of lengths up to twice what the model takes, also of one token each."""
-    found = [([1], [2]), ([256], list(b"a")), (list(b"x" * 60), list(b"yz")), (list(b"no "), list(b"x" * 48))]
+    found = [
+        ([1], [2]),
+        ([256], list(b"a")),
+        (list(b"x" * 60), list(b"yz")),
+        (list(b"no "), list(b"x" * 48)),
+    ]
     for number in range(23):
-        found.append((list(_sentence(number, 1 + number % 9).encode()), list(_sentence(number + 1, 1).encode())))
+        found.append(
+            (
+                list(_sentence(number, 1 + number % 9).encode()),
+                list(_sentence(number + 1, 1).encode()),
+            )
+        )
     return found
 
 
@@ -48,7 +75,9 @@ def scored(sizes: dict[str, int], folder: str, requests: list[Any]) -> list[tupl
     import threefold
     from threefold.run import task_scores
 
-    task_scores._MOST_BYTES = 4 * 264 * 48 * 3  # several batches, of which the last is shared unevenly
+    task_scores._MOST_BYTES = (
+        4 * 264 * 48 * 3
+    )  # several batches, of which the last is shared unevenly
     mesh = threefold.init_mesh(**sizes, device="cpu")
     model = threefold.load_model(folder, mesh=mesh, seq_len=48, admission="off")
     found = task_scores.Scores(model, 48)(requests)
@@ -84,13 +113,17 @@ def test_scores_are_the_harness_own_on_every_mesh(exported: Path) -> None:
     harness, requests = _of_harness(exported), _requests()
     begun = torch.tensor([list(b"he")])
     requests.append((list(b"he"), [int(harness.model(begun).logits[0, -1].argmax())]))
-    theirs = harness._loglikelihood_tokens([(("", ""), *each) for each in requests], disable_tqdm=True)
+    theirs = harness._loglikelihood_tokens(
+        [(("", ""), *each) for each in requests], disable_tqdm=True
+    )
     assert len({greedy for _, greedy in theirs}) == 2, "both occur"
     for sizes in MESHES:
         ranks = sizes.get("dp", 1) * sizes.get("cp", 1) * sizes.get("tp", 1)
         for ours in run_ranks(scored, ranks, sizes, str(exported), requests):
             assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs], sizes
-            assert [value for value, _ in ours] == pytest.approx([value for value, _ in theirs], rel=1e-6), sizes
+            assert [value for value, _ in ours] == pytest.approx(
+                [value for value, _ in theirs], rel=1e-6
+            ), sizes
 
 
 def _too_long(folder: str) -> str:
@@ -121,13 +154,44 @@ def _task(folder: Path, name: str, kind: str, **more: Any) -> str:
 
 def _tasks(folder: Path) -> list[str]:
     choice = {"doc_to_text": "{{start}}", "doc_to_choice": "{{ends}}", "doc_to_target": "right"}
-    both = [{"metric": each, "aggregation": "mean", "higher_is_better": True} for each in ("acc", "acc_norm")]
-    rolling = [{"metric": "byte_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False}]
+    both = [
+        {"metric": each, "aggregation": "mean", "higher_is_better": True}
+        for each in ("acc", "acc_norm")
+    ]
+    rolling = [
+        {
+            "metric": "byte_perplexity",
+            "aggregation": "weighted_perplexity",
+            "higher_is_better": False,
+        }
+    ]
     word = [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}]
     return [
-        _task(folder, "choose", "multiple_choice", metric_list=both, num_fewshot=1, fewshot_split="test", **choice),
-        _task(folder, "roll", "loglikelihood_rolling", doc_to_text="", doc_to_target="{{whole}}", metric_list=rolling),
-        _task(folder, "word", "loglikelihood", doc_to_text="{{start}}", doc_to_target=" {{ends[0]}}", metric_list=word),
+        _task(
+            folder,
+            "choose",
+            "multiple_choice",
+            metric_list=both,
+            num_fewshot=1,
+            fewshot_split="test",
+            **choice,
+        ),
+        _task(
+            folder,
+            "roll",
+            "loglikelihood_rolling",
+            doc_to_text="",
+            doc_to_target="{{whole}}",
+            metric_list=rolling,
+        ),
+        _task(
+            folder,
+            "word",
+            "loglikelihood",
+            doc_to_text="{{start}}",
+            doc_to_target=" {{ends[0]}}",
+            metric_list=word,
+        ),
     ]
 
 
@@ -137,31 +201,64 @@ def _tasks(folder: Path) -> list[str]:
     [pytest.param({}, marks=pytest.mark.long), {"dp": 2, "dp_shard": 2, "tp": 2}],
     ids=["one process", "2x1x2"],
 )
-def test_run_tells_what_the_harness_finds_of_its_export(mesh: dict[str, int], tmp_path: Path) -> None:
+def test_run_tells_what_the_harness_finds_of_its_export(
+    mesh: dict[str, int], tmp_path: Path
+) -> None:
     from lm_eval.evaluator import simple_evaluate
 
     prepare(tmp_path)
     names = _tasks(tmp_path)
-    sizes = [text for axis, size in {"dp": 1, **mesh}.items() for text in (f"--mesh.{axis}", str(size))]
-    asked = ("--eval.tasks", f"[{', '.join(names)}]", "--eval.every", "5", "--train.steps", "8", "--train.seed", "1")
+    sizes = [
+        text
+        for axis, size in {"dp": 1, **mesh}.items()
+        for text in (f"--mesh.{axis}", str(size))
+    ]
+    asked = (
+        "--eval.tasks",
+        f"[{', '.join(names)}]",
+        "--eval.every",
+        "5",
+        "--train.steps",
+        "8",
+        "--train.seed",
+        "1",
+    )
     done = command(tmp_path, "train", "config.yaml", "--log.dir", "run", *asked, *sizes)
     assert done.returncode == 0, done.stderr
     assert "tasks after step 5: choose_acc" in done.stdout
-    lines = [json.loads(text) for text in (tmp_path / "run/metrics.jsonl").read_text().splitlines() if "task_" in text]
+    lines = [
+        json.loads(text)
+        for text in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+        if "task_" in text
+    ]
     assert [line["step"] for line in lines] == [5, 8]
     assert command(tmp_path, "export", "run", "--to", "model").returncode == 0
     paths = [json.loads((tmp_path / name).read_text()) for name in names]
-    theirs = simple_evaluate(_of_harness(tmp_path / "model"), tasks=paths, bootstrap_iters=0)["results"]
+    theirs = simple_evaluate(_of_harness(tmp_path / "model"), tasks=paths, bootstrap_iters=0)[
+        "results"
+    ]
     last = lines[-1]
     assert last["task_choose_acc"] == theirs["choose"]["acc,none"]
     assert last["task_choose_acc_norm"] == theirs["choose"]["acc_norm,none"]
-    assert last["task_roll_byte_perplexity"] == pytest.approx(theirs["roll"]["byte_perplexity,none"], rel=1e-5)
-    assert last["task_word_perplexity"] == pytest.approx(theirs["word"]["perplexity,none"], rel=1e-5)
+    assert last["task_roll_byte_perplexity"] == pytest.approx(
+        theirs["roll"]["byte_perplexity,none"], rel=1e-5
+    )
+    assert last["task_word_perplexity"] == pytest.approx(
+        theirs["word"]["perplexity,none"], rel=1e-5
+    )
     (elsewhere := tmp_path / "elsewhere").mkdir()
     again = command(elsewhere, "eval", "../run", "--mesh.dp", "2")
-    assert f": choose_acc {last['task_choose_acc']:.4f}, " in again.stdout and "loss" not in again.stdout, again.stderr
-    both = command(tmp_path, "eval", "run", "--eval.source", "corpus", "--eval.tasks", f"[{names[2]}]")
-    assert re.search(r": loss \d.*; word_perplexity \d", both.stdout) and "choose" not in both.stdout, both.stderr
+    assert (
+        f": choose_acc {last['task_choose_acc']:.4f}, " in again.stdout
+        and "loss" not in again.stdout
+    ), again.stderr
+    both = command(
+        tmp_path, "eval", "run", "--eval.source", "corpus", "--eval.tasks", f"[{names[2]}]"
+    )
+    assert (
+        re.search(r": loss \d.*; word_perplexity \d", both.stdout)
+        and "choose" not in both.stdout
+    ), both.stderr
 
 
 def test_tasks_change_no_bit_of_the_run(tmp_path: Path) -> None:
@@ -169,20 +266,32 @@ def test_tasks_change_no_bit_of_the_run(tmp_path: Path) -> None:
     plain = ("--train.steps", "6", "--mesh.dp", "2")
     asked = (*plain, "--eval.every", "2", "--eval.tasks", f"[{_tasks(tmp_path)[0]}]")
     for name, keys in (("plain", plain), ("scored", asked)):
-        assert command(tmp_path, "train", "config.yaml", "--log.dir", name, *keys).returncode == 0
+        assert (
+            command(tmp_path, "train", "config.yaml", "--log.dir", name, *keys).returncode == 0
+        )
     hashes = {command(tmp_path, "hash", name).stdout.split()[0] for name in ("plain", "scored")}
     assert len(hashes) == 1
 
 
-def test_what_cannot_be_scored_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_scored_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from threefold.run.eval_tasks import _load
 
     prepare(tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "code.yaml").write_text("task: code\nprocess_docs: !function utils.steal\n")
     (tmp_path / "list.yaml").write_text("- 1\n")
-    (tmp_path / "nodata.yaml").write_text(json.dumps({"task": "nodata", "dataset_path": "json", "test_split": "test"}))
-    _task(tmp_path, "written", "generate_until", doc_to_text="{{start}}", doc_to_target="{{whole}}")
+    (tmp_path / "nodata.yaml").write_text(
+        json.dumps({"task": "nodata", "dataset_path": "json", "test_split": "test"})
+    )
+    _task(
+        tmp_path,
+        "written",
+        "generate_until",
+        doc_to_text="{{start}}",
+        doc_to_target="{{whole}}",
+    )
     cases = {
         "gsm8k.yaml": "gsm8k.yaml: No such file or directory",
         "code.yaml": "code.yaml names a function, which would be run",
@@ -194,6 +303,12 @@ def test_what_cannot_be_scored_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(ConfigError) as raised:
             _load([task])
         assert str(raised.value).startswith(said)
-    refused = command(tmp_path, "train", "config.yaml", "--mesh.dp", "1", "--eval.tasks", "[helaswag]")
-    assert refused.returncode == 2 and refused.stderr.startswith("eval.tasks has helaswag, which is not known")
-    assert "step" not in refused.stdout.split("done")[0].split("epochs")[0].partition("step 1/")[2]
+    refused = command(
+        tmp_path, "train", "config.yaml", "--mesh.dp", "1", "--eval.tasks", "[helaswag]"
+    )
+    assert refused.returncode == 2 and refused.stderr.startswith(
+        "eval.tasks has helaswag, which is not known"
+    )
+    assert (
+        "step" not in refused.stdout.split("done")[0].split("epochs")[0].partition("step 1/")[2]
+    )

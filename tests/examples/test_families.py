@@ -16,14 +16,33 @@ from ranks.spawn import run_ranks
 from threefold.check.compare import Training, compare_trainings
 
 TABLE = Path(__file__).parents[2] / "benchmarks" / "families.py"
-COLUMNS = ("one process", "tp 2", "cp 2 gather", "cp 2 ulysses", "dp_shard 2", "2x2x2", "the command")
+COLUMNS = (
+    "one process",
+    "tp 2",
+    "cp 2 gather",
+    "cp 2 ulysses",
+    "dp_shard 2",
+    "2x2x2",
+    "the command",
+)
 
 
-def table(folder: Path, *arguments: str, timeout_s: float) -> tuple[dict[str, dict[str, str]], str]:
+def table(
+    folder: Path, *arguments: str, timeout_s: float
+) -> tuple[dict[str, dict[str, str]], str]:
     """(type -> column/rows -> cell, the page)."""
     results, page = folder / "results.json", folder / "models.md"
     done = subprocess.run(
-        [sys.executable, str(TABLE), "--check", "--results", str(results), "--write", str(page), *arguments],
+        [
+            sys.executable,
+            str(TABLE),
+            "--check",
+            "--results",
+            str(results),
+            "--write",
+            str(page),
+            *arguments,
+        ],
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -39,14 +58,24 @@ def holds(cell: str) -> bool:
 @pytest.mark.examples
 def test_what_holds_and_what_is_refused(tmp_path: Path) -> None:
     columns = ("one process", "cp 2 gather", "the command")
-    found, page = table(tmp_path, "--types", "llama", "mamba2", "musicgen", "--columns", *columns, timeout_s=240)
-    assert all(holds(found["llama"][f"{column}/{rows}"]) for column in columns[:2] for rows in ("causal", "documents"))
+    found, page = table(
+        tmp_path, "--types", "llama", "mamba2", "musicgen", "--columns", *columns, timeout_s=240
+    )
+    assert all(
+        holds(found["llama"][f"{column}/{rows}"])
+        for column in columns[:2]
+        for rows in ("causal", "documents")
+    )
     assert holds(found["llama"]["the command/"])
-    assert found["mamba2"]["cp 2 gather/causal"].startswith("refused: mesh.cp = 2, but 'mamba2' has recurrent layers")
+    assert found["mamba2"]["cp 2 gather/causal"].startswith(
+        "refused: mesh.cp = 2, but 'mamba2' has recurrent layers"
+    )
     assert holds(found["mamba2"]["one process/causal"])
     assert "| mamba2 | " in page
     assert "- musicgen: its config is of three models" in page
-    again, _ = table(tmp_path, "--types", "llama", "mamba2", "musicgen", "--columns", *columns, timeout_s=60)
+    again, _ = table(
+        tmp_path, "--types", "llama", "mamba2", "musicgen", "--columns", *columns, timeout_s=60
+    )
     assert again == found  # from the file, without running them
 
 
@@ -85,14 +114,21 @@ class _OneRank:
     ids=["holds", "in step 1", "once in step 2", "twice in step 2", "always in step 2"],
 )
 def test_what_begins_after_the_first_step_is_confirmed_with_other_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, curves: list[tuple[float, float]], cell: str, tried: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    curves: list[tuple[float, float]],
+    cell: str,
+    tried: int,
 ) -> None:
     script: dict[str, Any] = runpy.run_path(str(TABLE))
     folders: list[Path] = []
 
     def compared(name: str, kind: str, folder: Path, mesh: Any, column: str) -> Any:
         folders.append(folder)
-        sides = [Training([*losses], [1.0, 1.0], {"w": torch.ones(2)}) for losses in (curves[len(folders) - 1], (1, 1))]
+        sides = [
+            Training([*losses], [1.0, 1.0], {"w": torch.ones(2)})
+            for losses in (curves[len(folders) - 1], (1, 1))
+        ]
         return compare_trainings(*sides)
 
     act = script["_compare"]
@@ -109,7 +145,9 @@ def _with_a_faster_optimizer(folder: str) -> str:
     from threefold.training.step import TrainStep
 
     mesh = threefold.init_mesh(cp=2, device="cpu")
-    mesh.share("model", lambda: families._prepare("llama", "", Path(folder), mesh, "one process"))
+    mesh.share(
+        "model", lambda: families._prepare("llama", "", Path(folder), mesh, "one process")
+    )
     plain = TrainStep._update
     TrainStep._update = lambda step, norm, lr: plain(step, norm, 1.1 * (lr or 0.0))  # type: ignore[method-assign]
     return families._compare("llama", "causal", Path(folder), mesh, "cp 2 gather")
@@ -117,19 +155,36 @@ def _with_a_faster_optimizer(folder: str) -> str:
 
 @pytest.mark.ranks
 def test_a_fault_of_the_update_is_wrong_with_all_weights(tmp_path: Path) -> None:
-    assert all(cell.startswith("wrong: ") for cell in run_ranks(_with_a_faster_optimizer, 2, str(tmp_path)))
+    assert all(
+        cell.startswith("wrong: ")
+        for cell in run_ranks(_with_a_faster_optimizer, 2, str(tmp_path))
+    )
     assert (tmp_path / "seed 2" / "llama").exists()
 
 
 @pytest.mark.parametrize("cell", ["wrong: 1.2 (loss)", "traceback: KeyError: 'x'"])
-def test_a_wrong_cell_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: str) -> None:
+def test_a_wrong_cell_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: str
+) -> None:
     script: dict[str, Any] = runpy.run_path(str(TABLE))
-    results = {"llama": {"one process/causal": cell, "tp 2/causal": "0.001", "cp 2 gather/causal": "refused: by name"}}
+    results = {
+        "llama": {
+            "one process/causal": cell,
+            "tp 2/causal": "0.001",
+            "cp 2 gather/causal": "refused: by name",
+        }
+    }
     main = script["main"]
-    monkeypatch.setitem(main.__globals__, "run_all", lambda types, columns, folder, kept: results)
+    monkeypatch.setitem(
+        main.__globals__, "run_all", lambda types, columns, folder, kept: results
+    )
     for arguments, code in ((["--check"], 1), ([], 0)):
-        monkeypatch.setattr(sys, "argv", ["families.py", "--write", str(tmp_path / "page.md"), *arguments])
+        monkeypatch.setattr(
+            sys, "argv", ["families.py", "--write", str(tmp_path / "page.md"), *arguments]
+        )
         with pytest.raises(SystemExit) as stop:
             main()
         assert stop.value.code == code
-    assert "| wrong | 1 | 0 |" in (tmp_path / "page.md").read_text() or cell.startswith("traceback")
+    assert "| wrong | 1 | 0 |" in (tmp_path / "page.md").read_text() or cell.startswith(
+        "traceback"
+    )

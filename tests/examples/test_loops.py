@@ -18,14 +18,20 @@ pytestmark = pytest.mark.examples
 def run(folder: Path, example: str, *arguments: str, ranks: int = 0) -> str:
     """What an example prints under torchrun, or with `ranks` 0 in plain Python; both forked with torch imported."""
     path = str(ROOT / "examples" / example)
-    done = torchrun(folder, ranks, path, *arguments) if ranks else script(folder, path, *arguments)
+    done = (
+        torchrun(folder, ranks, path, *arguments) if ranks else script(folder, path, *arguments)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def run_cold(folder: Path, example: str, *arguments: str, ranks: int) -> str:
     """The same by the torchrun of the installation, as a page says: seconds of imports on every rank."""
-    launcher = (str(Path(sys.executable).with_name("torchrun")), "--standalone", f"--nproc-per-node={ranks}")
+    launcher = (
+        str(Path(sys.executable).with_name("torchrun")),
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    )
     done = subprocess.run(
         [*launcher, str(ROOT / "examples" / example), *arguments],
         cwd=folder,
@@ -60,7 +66,10 @@ def test_sampler_goes_on_in_mid_epoch(tmp_path: Path) -> None:
 def test_weights_find_the_rare_classes(tmp_path: Path) -> None:
     said = run(tmp_path, "imbalanced_digits.py", ranks=2)
     rare = {
-        name: float(share) for name, share in re.findall(r"(as it is|balanced): .*right, ([\d.]+) of the rare", said)
+        name: float(share)
+        for name, share in re.findall(
+            r"(as it is|balanced): .*right, ([\d.]+) of the rare", said
+        )
     }
     assert said.count("; 360 images on 2 ranks") == 2
     assert rare["balanced"] > rare["as it is"] + 0.1

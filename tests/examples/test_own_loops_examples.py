@@ -61,26 +61,34 @@ def test_every_mesh_prints_the_same(name: str, meshes: list[tuple[int, int, int]
 
 @pytest.mark.parametrize("sizes", MESHES[:-1], ids=str)
 @pytest.mark.examples
-def test_grpo_learns_the_same_on_every_mesh_from_what_the_mesh_writes(sizes: tuple[int, int, int]) -> None:
+def test_grpo_learns_the_same_on_every_mesh_from_what_the_mesh_writes(
+    sizes: tuple[int, int, int],
+) -> None:
     rounds = re.compile(r"round \d+: score ([\d.]+) of this rank's, loss (\S+)")
     alone = rounds.findall(run_ranks(_main, 1, "grpo", 1, 1, 1, 8)[0])
     assert float(alone[-1][0]) > float(alone[0][0]) + 0.1
     found = rounds.findall(run_ranks(_main, 2, "grpo", *sizes, 8)[0])
-    assert [float(loss) for _, loss in found] == pytest.approx([float(loss) for _, loss in alone], abs=2e-5)
+    assert [float(loss) for _, loss in found] == pytest.approx(
+        [float(loss) for _, loss in alone], abs=2e-5
+    )
 
 
 @pytest.mark.examples
 def test_a_classifier_prints_the_same_on_copies_and_shards() -> None:
     alone = numbers(run_ranks(_main, 1, "classifier")[0])
     for sizes in ((2, 1), (2, 2)):
-        assert numbers(run_ranks(_main, 2, "classifier", *sizes)[0]) == pytest.approx(alone, abs=2e-4, rel=2e-3)
+        assert numbers(run_ranks(_main, 2, "classifier", *sizes)[0]) == pytest.approx(
+            alone, abs=2e-4, rel=2e-3
+        )
 
 
 def _two_runs(name: str, folder: str, first: tuple[int, ...], second: tuple[int, ...]) -> str:
     """What both runs of the loop print, each on its mesh."""
     size = first[0] * first[1] * first[2]
     begun = run_ranks(_main, size, name, folder, 3, *first)[0]
-    return begun + run_ranks(_main, second[0] * second[1] * second[2], name, folder, 6, *second)[0]
+    return (
+        begun + run_ranks(_main, second[0] * second[1] * second[2], name, folder, 6, *second)[0]
+    )
 
 
 @pytest.mark.parametrize("meshes", SHORT_AND_LONG)
@@ -91,9 +99,9 @@ def test_a_loop_stops_and_goes_on_on_another_mesh(
     unbroken = numbers(run_ranks(_main, 1, name, str(tmp_path / "unbroken"), 6)[0])
     for number, sizes in enumerate(meshes):
         then = MESHES[(MESHES.index(sizes) + 1) % len(MESHES)]
-        assert numbers(_two_runs(name, str(tmp_path / str(number)), sizes, then)) == pytest.approx(
-            unbroken, abs=2e-4, rel=2e-3
-        )
+        assert numbers(
+            _two_runs(name, str(tmp_path / str(number)), sizes, then)
+        ) == pytest.approx(unbroken, abs=2e-4, rel=2e-3)
 
 
 @pytest.mark.examples
@@ -103,4 +111,7 @@ def test_a_run_with_objects_of_the_script_stops_early(tmp_path: Path) -> None:
 
     done = run(warm.script, tmp_path, (str(LOOPS / "hooks.py"), "run"), environment(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert "ended by hook at step " in done.stdout and "loss: __main__.confident, of logits: as given" in done.stdout
+    assert (
+        "ended by hook at step " in done.stdout
+        and "loss: __main__.confident, of logits: as given" in done.stdout
+    )

@@ -28,7 +28,10 @@ def commands(block: str) -> Iterator[tuple[str, list[str]]]:
     for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
         first, *rest = part.splitlines()
         continued = [line.removeprefix("> ") for line in rest if line.startswith("> ")]
-        yield "\n".join([first, *continued]), [line for line in rest if not line.startswith("> ")]
+        yield (
+            "\n".join([first, *continued]),
+            [line for line in rest if not line.startswith("> ")],
+        )
 
 
 def mismatch(shown: list[str], printed: list[str]) -> str | None:
@@ -61,7 +64,9 @@ def test_what_differs_is_found() -> None:
 @pytest.mark.examples
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("page", "num_commands"), [("first-run.md", 3), ("recipes.md", 15)])
-def test_a_tutorial_prints_what_its_page_shows(page: str, num_commands: int, tmp_path: Path) -> None:
+def test_a_tutorial_prints_what_its_page_shows(
+    page: str, num_commands: int, tmp_path: Path
+) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     variables = environment(tmp_path)
     variables["PATH"] = f"{Path(sys.executable).parent}:{variables['PATH']}"

@@ -11,7 +11,9 @@ from examples.test_referee_programs import REFEREE, TORCHRUN, WATCHED, refuted, 
 
 pytestmark = pytest.mark.examples
 
-BLOCK, OWN_RUN, TRAINER = (str(WATCHED / name) for name in ("block_loop.py", "own_run.py", "bert_trainer.py"))
+BLOCK, OWN_RUN, TRAINER = (
+    str(WATCHED / name) for name in ("block_loop.py", "own_run.py", "bert_trainer.py")
+)
 # In front of the rows of a mesh whose gradients are those of one process.
 PROVED = "parameters has the gradient of the mean over all targets (512 in step 1)"
 
@@ -36,7 +38,11 @@ def test_steps_of_a_block_are_judged(tmp_path: Path, kind: str, code: int, what:
 
 def test_block_that_is_left_by_an_error_keeps_it(tmp_path: Path) -> None:
     ended = run(tmp_path, *TORCHRUN, BLOCK, "raises", "record")
-    assert ended.returncode == 1 and "RuntimeError: the loop fails" in ended.stderr and "referee:" not in ended.stdout
+    assert (
+        ended.returncode == 1
+        and "RuntimeError: the loop fails" in ended.stderr
+        and "referee:" not in ended.stdout
+    )
     judged = run(tmp_path, *REFEREE, "judge", "record")
     assert judged.returncode == 3 and "the command has not ended" in judged.stdout
 
@@ -53,31 +59,74 @@ def test_trainer_with_a_callback(tmp_path: Path) -> None:
         ("none", "qwen3", "tp", None),
         ("none", "llama", "cp", None),
         ("none", "qwen3", "all", None),
-        ("forget_documents", "llama", "dp", "of a model that does not see position_ids, which it is called with"),
-        ("forget_documents", "llama", "cp", "of a model that does not see position_ids, which it is called with"),
-        ("see_a_part_of_the_row", "llama", "cp", "the gradient is no sum of the gradients of its rows\n"),
-        ("drop_the_mask", "llama", "cp", "the gradient is no sum of the gradients of its rows\n"),
+        (
+            "forget_documents",
+            "llama",
+            "dp",
+            "of a model that does not see position_ids, which it is called with",
+        ),
+        (
+            "forget_documents",
+            "llama",
+            "cp",
+            "of a model that does not see position_ids, which it is called with",
+        ),
+        (
+            "see_a_part_of_the_row",
+            "llama",
+            "cp",
+            "the gradient is no sum of the gradients of its rows\n",
+        ),
+        (
+            "drop_the_mask",
+            "llama",
+            "cp",
+            "the gradient is no sum of the gradients of its rows\n",
+        ),
         ("leak_rows", "llama", "cp", "the gradient is no sum of the gradients of its rows\n"),
-        ("sum_twice", "qwen3", "tp", "self_attn.q_norm.weight x2, model.layers.*.self_attn.k_norm.weight x2\n"),
-        ("untie_the_head", "tied", "dp", "lm_head.weight is a weight of its own in the program"),
+        (
+            "sum_twice",
+            "qwen3",
+            "tp",
+            "self_attn.q_norm.weight x2, model.layers.*.self_attn.k_norm.weight x2\n",
+        ),
+        (
+            "untie_the_head",
+            "tied",
+            "dp",
+            "lm_head.weight is a weight of its own in the program",
+        ),
     ],
 )
-def test_own_runs_are_judged_as_others_are(tmp_path: Path, fault: str, model: str, axis: str, what: str | None) -> None:
+def test_own_runs_are_judged_as_others_are(
+    tmp_path: Path, fault: str, model: str, axis: str, what: str | None
+) -> None:
     documents = ["documents"] if fault == "forget_documents" else []
     torchrun = (*TORCHRUN[:-1], "8") if axis == "all" else TORCHRUN
     watched = run(tmp_path, *REFEREE, "--", *torchrun, OWN_RUN, fault, model, axis, *documents)
     if what is None:
-        assert watched.returncode == 0 and PROVED in watched.stdout, watched.stdout + watched.stderr
+        assert watched.returncode == 0 and PROVED in watched.stdout, (
+            watched.stdout + watched.stderr
+        )
         assert "2 epochs read the same 24 rows, each once" in watched.stdout
         assert "gradients are clipped by the norm of all of them in 3 steps" in watched.stdout
     else:
-        assert refuted(watched.stdout) == ["gradients"] and what in watched.stdout, watched.stdout + watched.stderr
+        assert refuted(watched.stdout) == ["gradients"] and what in watched.stdout, (
+            watched.stdout + watched.stderr
+        )
 
 
 def test_positions_of_another_rank_are_refuted(tmp_path: Path) -> None:
-    watched = run(tmp_path, *REFEREE, "--", *TORCHRUN, OWN_RUN, "shift_positions", "llama", "cp")
-    assert refuted(watched.stdout) == ["rows of one model copy", "gradients"], watched.stdout + watched.stderr
-    assert "the positions of the parts of each row that ranks 0 and 1 hold do not join\n" in watched.stdout
+    watched = run(
+        tmp_path, *REFEREE, "--", *TORCHRUN, OWN_RUN, "shift_positions", "llama", "cp"
+    )
+    assert refuted(watched.stdout) == ["rows of one model copy", "gradients"], (
+        watched.stdout + watched.stderr
+    )
+    assert (
+        "the positions of the parts of each row that ranks 0 and 1 hold do not join\n"
+        in watched.stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,8 +134,16 @@ def test_positions_of_another_rank_are_refuted(tmp_path: Path) -> None:
     [
         ("clean", 0, "parameters has the gradient of the mean over all targets (92 in step 1)"),
         ("twice", 1, "model.layers.*.self_attn.q_norm.weight x2\n"),
-        ("own_count", 1, "targets of a sequence do not count equally: each rank divides by those that it holds\n"),
-        ("unnumbered", 3, "its attention is the program's own (gathered): what its mask means is not known"),
+        (
+            "own_count",
+            1,
+            "targets of a sequence do not count equally: each rank divides by those that it holds\n",
+        ),
+        (
+            "unnumbered",
+            3,
+            "its attention is the program's own (gathered): what its mask means is not known",
+        ),
     ],
 )
 def test_sequence_over_ranks_by_hand(tmp_path: Path, kind: str, code: int, what: str) -> None:

@@ -44,11 +44,18 @@ def test_loss_falls_on_conversations_that_were_not_seen(tmp_path: Path) -> None:
         tmp_path, *("train", "examples/sft.yaml", "--train.steps", "40", "--log.every", "5"),
         *("--eval.every", "20", "--log.dir", run),
     )  # fmt: skip
-    assert "  format chat (messages), trained on: assistant: 7,486 of 26,306 tokens (28.5 %); after packing: " in said
+    assert (
+        "  format chat (messages), trained on: assistant: 7,486 of 26,306 tokens (28.5 %); after packing: "
+        in said
+    )
     losses = [float(loss) for loss in re.findall(r"step +\d+/40  loss ([\d.]+)", said)]
-    held_out = [float(loss) for loss in re.findall(r"evaluation after step \d+: loss ([\d.]+)", said)]
+    held_out = [
+        float(loss) for loss in re.findall(r"evaluation after step \d+: loss ([\d.]+)", said)
+    ]
     assert losses[0] > 5 and losses[-1] < 2.5
     assert len(held_out) == 2 and held_out[1] < held_out[0] < 4
     shown = threefold(tmp_path, "data", "show", run, "--row", "0")
     assert "  | <user>\n" in shown and "[[" in shown
-    assert threefold(tmp_path, "sample", run, "--chat", "--tokens", "20", said="What is 7 plus 5?\n").strip()
+    assert threefold(
+        tmp_path, "sample", run, "--chat", "--tokens", "20", said="What is 7 plus 5?\n"
+    ).strip()

@@ -16,7 +16,8 @@ from ranks.runs import command, environment
 pytestmark = [
     pytest.mark.examples,
     pytest.mark.skipif(
-        find_spec("torchtitan") is None, reason="pip install --no-deps torchtitan==0.3.0   (make test-examples does)"
+        find_spec("torchtitan") is None,
+        reason="pip install --no-deps torchtitan==0.3.0   (make test-examples does)",
     ),
 ]
 # Run by itself: torchtitan's kernels of experts want a CUDA build of torch, and are stood in for.
@@ -106,16 +107,38 @@ def test_what_torchtitan_has_written_goes_on(layout: str, tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr
     write_corpus(tmp_path)
-    keys = ["--model.config", LLAMA, "--data.source", "corpus.txt", "--data.tokenizer", "bytes", "--data.seq_len", "16"]
-    keys += ["--train.global_batch", "4", "--train.steps", "5", "--log.sample_tokens", "0", "--mesh.device", "cpu"]
+    keys = [
+        "--model.config",
+        LLAMA,
+        "--data.source",
+        "corpus.txt",
+        "--data.tokenizer",
+        "bytes",
+        "--data.seq_len",
+        "16",
+    ]
+    keys += [
+        "--train.global_batch",
+        "4",
+        "--train.steps",
+        "5",
+        "--log.sample_tokens",
+        "0",
+        "--mesh.device",
+        "cpu",
+    ]
     made = command(tmp_path, "import", "step-3", "--to", "run", *keys)
     assert made.returncode == 0, made.stderr
     assert "step 3, " in made.stdout and "by the names of torchtitan" in made.stdout
     held, expected = _held(tmp_path / "run"), torch.load(tmp_path / "expected.pt")
     for kind, tensors in expected.items():
         for name, values in tensors.items():
-            assert torch.equal(held[f"{'model' if kind == 'weights' else f'optimizer.{kind}'}.{name}"], values), name
-    assert {float(values) for name, values in held.items() if name.startswith("optimizer.step.")} == {3.0}
+            assert torch.equal(
+                held[f"{'model' if kind == 'weights' else f'optimizer.{kind}'}.{name}"], values
+            ), name
+    assert {
+        float(values) for name, values in held.items() if name.startswith("optimizer.step.")
+    } == {3.0}
     on = command(tmp_path, "resume", "run")
     assert on.returncode == 0, on.stderr
     assert "step 5/5" in on.stdout

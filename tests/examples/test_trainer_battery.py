@@ -23,7 +23,9 @@ def ours(folder: str, world: int, names: list[str]) -> dict[str, Any]:
 
 def both(folder: str, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
     names = [*CASES]
-    return run(transformers.Trainer, f"{folder}/theirs", world, False, names), ours(f"{folder}/ours", world, names)
+    return run(transformers.Trainer, f"{folder}/theirs", world, False, names), ours(
+        f"{folder}/ours", world, names
+    )
 
 
 def test_one_case_of_each_mechanism_is_exact_on_two_ranks(tmp_path: Path) -> None:

@@ -20,8 +20,18 @@ from threefold.data.tokens import load_tokenizer
 pytestmark = pytest.mark.examples
 
 STEPS, STEPS_ON_PAIRS, LR, TOLERANCE = 5, 10, 1e-3, 1e-5
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "vocab_size": 257, "initializer_range": 0.2}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+SIZES |= {
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "vocab_size": 257,
+    "initializer_range": 0.2,
+}
 TEMPLATE = (
     "{%- for message in messages -%}<{{ message.role }}>{%- if message.role == 'assistant' -%}"
     "{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}"
@@ -44,12 +54,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(1)
     model = LlamaForCausalLM(LlamaConfig(**SIZES, eos_token_id=256))
     model.save_pretrained(folder / "model")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_backend(), eos_token="<|end|>", pad_token="<|end|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_backend(), eos_token="<|end|>", pad_token="<|end|>"
+    )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")
     asked = [f"{'what is it ' * (1 + i % 3)}{i}?" for i in range(8)]
     chats = [
-        [{"role": "user", "content": each}, {"role": "assistant", "content": f"it is {i}"}] * (1 + i % 2)
+        [{"role": "user", "content": each}, {"role": "assistant", "content": f"it is {i}"}]
+        * (1 + i % 2)
         for i, each in enumerate(asked)
     ]
     pairs = [{"prompt": each, "completion": f" it is {i}."} for i, each in enumerate(asked)]
@@ -57,14 +70,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"prompt": each, "chosen": f" it is {i}.", "rejected": f" no{'!' * (1 + i % 5)}"}
         for i, each in enumerate(asked)
     ]
-    for name, rows in (("chat", [{"messages": each} for each in chats]), ("pairs", pairs), ("answers", answers)):
+    for name, rows in (
+        ("chat", [{"messages": each} for each in chats]),
+        ("pairs", pairs),
+        ("answers", answers),
+    ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
-def losses_of_trl(folder: Path, source: str, settings: dict[str, Any], kind: str = "SFT") -> list[float]:
+def losses_of_trl(
+    folder: Path, source: str, settings: dict[str, Any], kind: str = "SFT"
+) -> list[float]:
     """The loss of each step; every step reads the whole source."""
-    trl = pytest.importorskip("trl", reason="pip install --no-deps trl==1.16.0   (make test-examples does)")
+    trl = pytest.importorskip(
+        "trl", reason="pip install --no-deps trl==1.16.0   (make test-examples does)"
+    )
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -87,7 +108,13 @@ def losses_of_trl(folder: Path, source: str, settings: dict[str, Any], kind: str
         adam_beta2=0.95,
         weight_decay=0.0,
         max_grad_norm=1.0,
-        **{"bf16": False, "gradient_checkpointing": False, "use_cpu": True, "report_to": [], "save_strategy": "no"},
+        **{
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "use_cpu": True,
+            "report_to": [],
+            "save_strategy": "no",
+        },
         **settings,
     )
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
@@ -101,19 +128,49 @@ def losses_of_trl(folder: Path, source: str, settings: dict[str, Any], kind: str
 
 
 def losses_of_threefold(
-    folder: Path, source: str, packing: str, seq_len: int, run: str, steps: int = STEPS, **more: Any
+    folder: Path,
+    source: str,
+    packing: str,
+    seq_len: int,
+    run: str,
+    steps: int = STEPS,
+    **more: Any,
 ) -> list[float]:
     """The loss of each step; every step reads the whole source."""
-    store = open_store(Source(str(folder / source)), tokenizer=load_tokenizer(str(folder / "model")), cache=folder)
+    store = open_store(
+        Source(str(folder / source)),
+        tokenizer=load_tokenizer(str(folder / "model")),
+        cache=folder,
+    )
     rows = Packing(seq_len, packing, document_mask=True).pack(store)
     keys = {
-        **{"model.name_or_path": "model", "data.source": source, "data.seq_len": seq_len, "data.packing": packing},
-        **{"optimizer.lr": LR, "optimizer.schedule": "constant", "optimizer.warmup_steps": 0, "mesh.dp": 1},
+        **{
+            "model.name_or_path": "model",
+            "data.source": source,
+            "data.seq_len": seq_len,
+            "data.packing": packing,
+        },
+        **{
+            "optimizer.lr": LR,
+            "optimizer.schedule": "constant",
+            "optimizer.warmup_steps": 0,
+            "mesh.dp": 1,
+        },
         **{"optimizer.weight_decay": 1e-12, "log.every": 1, "log.sample_tokens": 0},
         **more,
     }
-    words = ["train", *(part for key, value in keys.items() for part in (f"--{key}", str(value)))]
-    sizes = ("--train.steps", str(steps), "--train.global_batch", str(rows.num_rows), "--log.dir", run)
+    words = [
+        "train",
+        *(part for key, value in keys.items() for part in (f"--{key}", str(value))),
+    ]
+    sizes = (
+        "--train.steps",
+        str(steps),
+        "--train.global_batch",
+        str(rows.num_rows),
+        "--log.dir",
+        run,
+    )
     done = command(folder, *words, *sizes)
     assert done.returncode == 0, done.stderr
     return [line["loss"] for _, line in sorted(metrics(folder / run).items())]
@@ -128,15 +185,34 @@ def losses_of_threefold(
         ("pairs.jsonl", {"completion_only_loss": True}, "none", 128),
         ("pairs.jsonl", {"completion_only_loss": True, **PACKED}, "best_fit", 256),
     ],
-    ids=["assistant", "assistant against packed", "both packed", "completion", "completion packed"],
+    ids=[
+        "assistant",
+        "assistant against packed",
+        "both packed",
+        "completion",
+        "completion packed",
+    ],
 )
 def test_losses_are_those_of_trl(
-    folder: Path, source: str, settings: dict[str, Any], packing: str, seq_len: int, request: pytest.FixtureRequest
+    folder: Path,
+    source: str,
+    settings: dict[str, Any],
+    packing: str,
+    seq_len: int,
+    request: pytest.FixtureRequest,
 ) -> None:
     expected = losses_of_trl(folder, source, {"max_length": 256, **settings})
-    found = losses_of_threefold(folder, source, packing, seq_len, request.node.name.replace(" ", "-"))
-    print("differences:", [f"{a - b:.1e}" for a, b in zip(found, expected, strict=True)], expected)
-    assert len(expected) == STEPS and expected[-1] < expected[0] and all(map(math.isfinite, expected))
+    found = losses_of_threefold(
+        folder, source, packing, seq_len, request.node.name.replace(" ", "-")
+    )
+    print(
+        "differences:", [f"{a - b:.1e}" for a, b in zip(found, expected, strict=True)], expected
+    )
+    assert (
+        len(expected) == STEPS
+        and expected[-1] < expected[0]
+        and all(map(math.isfinite, expected))
+    )
     assert found == pytest.approx(expected, abs=TOLERANCE)
 
 
@@ -164,7 +240,9 @@ def losses_on_pairs_of_trl(folder: Path) -> Callable[[str], list[float]]:
 
     @functools.cache
     def of(name: str) -> list[float]:
-        return losses_of_trl(folder, "answers.jsonl", {"max_length": 256, **LOSSES_ON_PAIRS[name][1]}, "DPO")
+        return losses_of_trl(
+            folder, "answers.jsonl", {"max_length": 256, **LOSSES_ON_PAIRS[name][1]}, "DPO"
+        )
 
     return of
 
@@ -182,7 +260,15 @@ def test_losses_on_pairs_are_those_of_trl(
     own, _ = LOSSES_ON_PAIRS[name]
     keys = {"train.objective": "dpo", **{f"dpo.{name}": value for name, value in own.items()}}
     run = request.node.name.replace(" ", "-")
-    found = losses_of_threefold(folder, "answers.jsonl", packing, 256, run, STEPS_ON_PAIRS, **keys)
-    print("differences:", [f"{a - b:.1e}" for a, b in zip(found, expected, strict=True)], expected)
-    assert len(expected) == STEPS_ON_PAIRS and expected[-1] < expected[0] and all(map(math.isfinite, expected))
+    found = losses_of_threefold(
+        folder, "answers.jsonl", packing, 256, run, STEPS_ON_PAIRS, **keys
+    )
+    print(
+        "differences:", [f"{a - b:.1e}" for a, b in zip(found, expected, strict=True)], expected
+    )
+    assert (
+        len(expected) == STEPS_ON_PAIRS
+        and expected[-1] < expected[0]
+        and all(map(math.isfinite, expected))
+    )
     assert found == pytest.approx(expected, abs=TOLERANCE)

@@ -19,11 +19,17 @@ from ranks.huggingface_cases import join_launcher, on_ranks
 pytestmark = [
     pytest.mark.examples,
     pytest.mark.skipif(
-        find_spec("trl") is None, reason="pip install --no-deps trl==1.16.0   (make test-examples does)"
+        find_spec("trl") is None,
+        reason="pip install --no-deps trl==1.16.0   (make test-examples does)",
     ),
 ]
 SIZES = {"vocab_size": 257, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2}
+HEADS = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+}
 ROWS, HELD_OUT, GLOBAL_BATCH = 15, 7, 4
 KINDS = ("SFT", "DPO", "Reward")
 ORDERS = ("ours last", "ours first")
@@ -32,8 +38,13 @@ ORDERS = ("ours last", "ours first")
 def rows_of(kind: str, size: int) -> list[dict[str, str]]:
     asked = [f"{'what is it ' * (1 + row % 3)}{row}?" for row in range(size)]
     if kind == "SFT":
-        return [{"prompt": each, "completion": f" it is {row}."} for row, each in enumerate(asked)]
-    answers = [{"chosen": f"{each} it is {row}.", "rejected": f"{each} no"} for row, each in enumerate(asked)]
+        return [
+            {"prompt": each, "completion": f" it is {row}."} for row, each in enumerate(asked)
+        ]
+    answers = [
+        {"chosen": f"{each} it is {row}.", "rejected": f"{each} no"}
+        for row, each in enumerate(asked)
+    ]
     if kind == "Reward":
         return answers
     return [
@@ -49,8 +60,12 @@ def save_model(folder: Path) -> None:
     from threefold.data.tokens import byte_backend
 
     torch.manual_seed(1)
-    LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, eos_token_id=256, pad_token_id=256)).save_pretrained(folder)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_backend(), eos_token="<|end|>", pad_token="<|end|>")
+    LlamaForCausalLM(
+        LlamaConfig(**SIZES, **HEADS, eos_token_id=256, pad_token_id=256)
+    ).save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_backend(), eos_token="<|end|>", pad_token="<|end|>"
+    )
     tokenizer.save_pretrained(folder)
 
 
@@ -60,11 +75,15 @@ def model_of(kind: str, folder: str) -> Any:
 
     torch.manual_seed(2)  # of the reward head
     if kind == "Reward":
-        return LlamaForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+        return LlamaForSequenceClassification.from_pretrained(
+            folder, num_labels=1, dtype=torch.float32
+        )
     return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def trained(kind: str, order: str, folder: str, batch_size: int, accumulation: int, eval_batch: int) -> Any:
+def trained(
+    kind: str, order: str, folder: str, batch_size: int, accumulation: int, eval_batch: int
+) -> Any:
     """(loss and gradient norm of each step, evaluation loss)."""
     import trl
     from datasets import Dataset
@@ -74,15 +93,33 @@ def trained(kind: str, order: str, folder: str, batch_size: int, accumulation: i
 
     join_launcher()
     base = getattr(trl, f"{kind}Trainer")
-    bases = {"alone": (base,), "ours last": (base, Trainer), "ours first": (Trainer, base)}[order]
+    bases = {"alone": (base,), "ours last": (base, Trainer), "ours first": (Trainer, base)}[
+        order
+    ]
     args = getattr(trl, f"{kind}Config")(
         output_dir=f"{folder}/{kind}-{order}-{batch_size}-{accumulation}-{os.environ.get('WORLD_SIZE', 1)}",
         per_device_train_batch_size=batch_size,
         per_device_eval_batch_size=eval_batch,
         gradient_accumulation_steps=accumulation,
-        **{"num_train_epochs": 2, "logging_steps": 1, "optim": "sgd", "learning_rate": 0.1, "max_length": 128},
-        **{"lr_scheduler_type": "constant", "train_sampling_strategy": "sequential", "save_strategy": "no"},
-        **{"bf16": False, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "gradient_checkpointing": False},
+        **{
+            "num_train_epochs": 2,
+            "logging_steps": 1,
+            "optim": "sgd",
+            "learning_rate": 0.1,
+            "max_length": 128,
+        },
+        **{
+            "lr_scheduler_type": "constant",
+            "train_sampling_strategy": "sequential",
+            "save_strategy": "no",
+        },
+        **{
+            "bf16": False,
+            "use_cpu": True,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "gradient_checkpointing": False,
+        },
     )
     trainer = type("Composed", bases, {})(
         model=model_of(kind, f"{folder}/model"),
@@ -92,7 +129,11 @@ def trained(kind: str, order: str, folder: str, batch_size: int, accumulation: i
         processing_class=AutoTokenizer.from_pretrained(f"{folder}/model"),
     )
     trainer.train()
-    curve = [(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "grad_norm" in line]
+    curve = [
+        (line["loss"], line["grad_norm"])
+        for line in trainer.state.log_history
+        if "grad_norm" in line
+    ]
     return curve, trainer.evaluate()["eval_loss"]
 
 
@@ -107,7 +148,9 @@ def all_of_them(folder: str, world: int) -> dict[str, Any]:
 def test_composed_trainers_are_trl_in_one_process(num_ranks: int, tmp_path: Path) -> None:
     save_model(tmp_path / "model")
     # The evaluation of all rows in one batch has the one mean.
-    alone = {kind: trained(kind, "alone", str(tmp_path), GLOBAL_BATCH, 1, HELD_OUT) for kind in KINDS}
+    alone = {
+        kind: trained(kind, "alone", str(tmp_path), GLOBAL_BATCH, 1, HELD_OUT) for kind in KINDS
+    }
     for of_rank in on_ranks(all_of_them, num_ranks, str(tmp_path), num_ranks):
         for case, (curve, measured) in of_rank.items():
             wanted, wanted_measured = alone[json.loads(case)[0]]
@@ -129,7 +172,13 @@ def test_arguments_of_trls_constructor_reach_it(order: str, tmp_path: Path) -> N
     from threefold.integrations.huggingface import Trainer
 
     save_model(tmp_path / "model")
-    quiet = {"bf16": False, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    quiet = {
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+    }
     args = trl.SFTConfig(output_dir=str(tmp_path), max_steps=1, max_length=64, **quiet)
     bases = (trl.SFTTrainer, Trainer) if order == "ours last" else (Trainer, trl.SFTTrainer)
     trainer = type("Composed", bases, {})(

@@ -29,9 +29,14 @@ from threefold.why.lookback import Lookback
 
 FIRST_PERCENT = 95
 # How many runs: a few of each base, and those that docs/watch.md counts, which take minutes.
-PLANTED_RUNS = [pytest.param(2, marks=pytest.mark.examples), pytest.param(10, marks=pytest.mark.long)]
+PLANTED_RUNS = [
+    pytest.param(2, marks=pytest.mark.examples),
+    pytest.param(10, marks=pytest.mark.long),
+]
 HEALTHY_SEEDS = [
-    pytest.param((0, 3, 4, 7, 8), marks=pytest.mark.examples),  # each shape once, prose and code
+    pytest.param(
+        (0, 3, 4, 7, 8), marks=pytest.mark.examples
+    ),  # each shape once, prose and code
     pytest.param(tuple(range(20)), marks=pytest.mark.long),
 ]
 BYTES = 95
@@ -50,7 +55,9 @@ what all were when we there can an your which their said if do will each about h
 these would other into has more her two like him see time could no make than first been its who now people my made over
 did down only way find use may water long little very after words called just where most know"""
 POLISH = "szczęście źdźbło gżegżółka chrząszcz brzmi trzcinie Szczebrzeszynie wyindywidualizowaliśmy łódź kość"
-CODE = "".join(inspect.getsource(module) for module in (argparse, ast, inspect, tarfile, typing, pickle))
+CODE = "".join(
+    inspect.getsource(module) for module in (argparse, ast, inspect, tarfile, typing, pickle)
+)
 
 
 def prose(rng: random.Random) -> str:
@@ -103,25 +110,47 @@ def numbers(rng: random.Random, _: str) -> str:
     return " ".join(str(rng.randrange(10**9)) for _ in range(BYTES))
 
 
-KINDS = (noise, alphabet, language, repeated, shuffled, wrong_encoding, encoded, backwards, upper, numbers)
+KINDS = (
+    noise,
+    alphabet,
+    language,
+    repeated,
+    shuffled,
+    wrong_encoding,
+    encoded,
+    backwards,
+    upper,
+    numbers,
+)
 
 
 def run_of(
-    folder: Path, seed: int, *, base: Callable[[random.Random], str], documents: int, plants: bool, options: str = ""
+    folder: Path,
+    seed: int,
+    *,
+    base: Callable[[random.Random], str],
+    documents: int,
+    plants: bool,
+    options: str = "",
 ) -> tuple[Path, dict[int, str]]:
     """A run over documents of which each is one row, and what was planted: row -> kind."""
     rng = random.Random(seed)
     texts = [base(rng) for _ in range(documents)]
     # The first half is left to the model, which finds everything strange at first.
     order = Order(documents, 8, seed=seed, shuffle=True, tail="carry")
-    places = [8 * step + rng.randrange(8) for step in rng.sample(range(documents // 16, documents // 8), len(KINDS))]
+    places = [
+        8 * step + rng.randrange(8)
+        for step in rng.sample(range(documents // 16, documents // 8), len(KINDS))
+    ]
     rows = order.rows_at(0, np.array(places)).tolist()
     planted = dict(zip(rows, KINDS, strict=True)) if plants else {}
     for row, kind in planted.items():
         texts[row] = kind(rng, texts[row])
     cut = (text.encode()[:BYTES].decode(errors="ignore") for text in texts)
     folder.mkdir()
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in cut))
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in cut)
+    )
     (folder / "config.yaml").write_text(CONFIG)
     seeds = ("--data.seed", str(seed), "--train.seed", str(seed))
     done = command(folder, "train", "config.yaml", *seeds, *options.split(), timeout_s=600)
@@ -135,15 +164,22 @@ def test_planted_rows_come_first(tmp_path: Path, num_runs: int) -> None:
     behind: list[str] = []
     for seed in range(num_runs):
         base = code if seed % 2 else prose
-        run, planted = run_of(tmp_path / str(seed), seed, base=base, documents=2400, plants=True)
-        batches, stretches = StepBatches(Lookback.of(run)), stretches_of(record.read(run / record.FILE))
+        run, planted = run_of(
+            tmp_path / str(seed), seed, base=base, documents=2400, plants=True
+        )
+        batches, stretches = (
+            StepBatches(Lookback.of(run)),
+            stretches_of(record.read(run / record.FILE)),
+        )
         for row, kind in planted.items():
             (read,) = find_sample(stretches, row)
             assert read.step
             rows = telling(batches.rows_of(read.step))
             if rows[0].row != row:
                 place = [each.row for each in rows].index(row)
-                behind.append(f"{kind} in {base.__name__}, seed {seed}, step {read.step}: number {place + 1}")
+                behind.append(
+                    f"{kind} in {base.__name__}, seed {seed}, step {read.step}: number {place + 1}"
+                )
         # Without a step too, where texts are alike otherwise: what is told first are plants.
         named = [each.row for finding in findings(batches)[:5] for each in finding.rows]
         assert base is code or len(set(named) & set(planted)) >= 4, f"seed {seed}: {named}"
@@ -155,10 +191,30 @@ def test_planted_rows_come_first(tmp_path: Path, num_runs: int) -> None:
 @pytest.mark.parametrize("seeds", HEALTHY_SEEDS, ids=len)
 def test_healthy_runs_have_no_spike(tmp_path: Path, seeds: tuple[int, ...]) -> None:
     wrong = []
-    shapes = ("", "--train.global_batch 4", "--train.global_batch 16", "--data.packing concat", "--optimizer.lr 0.001")
+    shapes = (
+        "",
+        "--train.global_batch 4",
+        "--train.global_batch 16",
+        "--data.packing concat",
+        "--optimizer.lr 0.001",
+    )
     for seed in seeds:
         base, options = (code if seed % 2 else prose), shapes[seed // 2 % len(shapes)]
-        run, _ = run_of(tmp_path / str(seed), 100 + seed, base=base, documents=900, plants=False, options=options)
-        found = [each for each in findings(StepBatches(Lookback.of(run))) if each.kind in ("spike", "not finite")]
-        wrong += [f"seed {seed}, {base.__name__} {options}: {each.steps}, {each.what}" for each in found]
+        run, _ = run_of(
+            tmp_path / str(seed),
+            100 + seed,
+            base=base,
+            documents=900,
+            plants=False,
+            options=options,
+        )
+        found = [
+            each
+            for each in findings(StepBatches(Lookback.of(run)))
+            if each.kind in ("spike", "not finite")
+        ]
+        wrong += [
+            f"seed {seed}, {base.__name__} {options}: {each.steps}, {each.what}"
+            for each in found
+        ]
     assert wrong == []

@@ -18,7 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ranks.huggingface_cases import LENGTH, VOCAB, Reviews, Sentences, arguments, causal_model, classifier
+from ranks.huggingface_cases import (
+    LENGTH,
+    VOCAB,
+    Reviews,
+    Sentences,
+    arguments,
+    causal_model,
+    classifier,
+)
 from ranks.test_huggingface_training import DROPOUT_OFF
 
 GLOBAL_BATCH = 8
@@ -48,8 +56,15 @@ def token_classifier() -> Any:
     from transformers import BertConfig, BertForTokenClassification
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    return BertForTokenClassification(BertConfig(**sizes, num_attention_heads=2, num_labels=3, **DROPOUT_OFF))
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+    }
+    return BertForTokenClassification(
+        BertConfig(**sizes, num_attention_heads=2, num_labels=3, **DROPOUT_OFF)
+    )
 
 
 class Line(nn.Module):
@@ -90,7 +105,9 @@ class Maker(NamedTuple):
     world: int
     whole: bool
 
-    def __call__(self, kind: str, *, micro: int = 1, size: int = 24, held_out: int = 7, **more: Any) -> Any:
+    def __call__(
+        self, kind: str, *, micro: int = 1, size: int = 24, held_out: int = 7, **more: Any
+    ) -> Any:
         given = {name: more.pop(name) for name in ARGUMENTS_OF_TRAINER if name in more}
         base = more.pop("own", lambda base: base)(self.base)
         model = more.pop("model", None) or MODELS[kind]()
@@ -101,23 +118,42 @@ class Maker(NamedTuple):
             "gradient_accumulation_steps": 1 if self.whole else micro,
             "per_device_eval_batch_size": 64 if self.whole else 2,
             "train_sampling_strategy": "sequential",
-            **{"optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "num_train_epochs": 2},
+            **{
+                "optim": "sgd",
+                "learning_rate": 0.05,
+                "lr_scheduler_type": "constant",
+                "num_train_epochs": 2,
+            },
             **{"logging_strategy": "steps", "logging_steps": 1, **more},
         }
         data = DATA[kind]
         args = arguments(output, **settings)
-        return base(model, args, **{"train_dataset": data(size), "eval_dataset": data(held_out), **given})
+        return base(
+            model,
+            args,
+            **{"train_dataset": data(size), "eval_dataset": data(held_out), **given},
+        )
 
 
 ARGUMENTS_OF_TRAINER = (
-    *("callbacks", "compute_loss_func", "compute_metrics", "data_collator", "eval_dataset", "optimizers"),
+    *(
+        "callbacks",
+        "compute_loss_func",
+        "compute_metrics",
+        "data_collator",
+        "eval_dataset",
+        "optimizers",
+    ),
     *("preprocess_logits_for_metrics", "train_dataset"),
 )
 
 
 def curve(trainer: Any) -> dict[str, Any]:
     lines = [line for line in trainer.state.log_history if "grad_norm" in line]
-    return {"losses": [line["loss"] for line in lines], "norms": [line["grad_norm"] for line in lines]}
+    return {
+        "losses": [line["loss"] for line in lines],
+        "norms": [line["grad_norm"] for line in lines],
+    }
 
 
 def trained(trainer: Any, **resume: Any) -> dict[str, Any]:
@@ -126,7 +162,10 @@ def trained(trainer: Any, **resume: Any) -> dict[str, Any]:
 
 
 def right(prediction: Any) -> dict[str, float]:
-    return {"rows": len(prediction.label_ids), "right": float((prediction.predictions == prediction.label_ids).mean())}
+    return {
+        "rows": len(prediction.label_ids),
+        "right": float((prediction.predictions == prediction.label_ids).mean()),
+    }
 
 
 def stopping_after(steps: int) -> Any:
@@ -140,7 +179,9 @@ def resumed(made: Any, kind: str, stop: int, **more: Any) -> dict[str, Any]:
     first = made(kind, output=f"stop-{stop}", callbacks=[stopping_after(stop)], **saving)
     first.train()
     again = made(kind, output=f"stop-{stop}", **saving)
-    return trained(again, resume_from_checkpoint=str(Path(again.args.output_dir) / f"checkpoint-{stop}"))
+    return trained(
+        again, resume_from_checkpoint=str(Path(again.args.output_dir) / f"checkpoint-{stop}")
+    )
 
 
 def events(made: Any) -> dict[str, Any]:
@@ -151,33 +192,64 @@ def events(made: Any) -> dict[str, Any]:
     def hears(name: str) -> Callable[..., None]:
         return lambda self, args, state, control, **kwargs: heard.append(name)
 
-    names = ("train_begin", "epoch_begin", "step_begin", "step_end", "epoch_end", "evaluate", "save", "train_end")
-    callback = type("Heard", (TrainerCallback,), {f"on_{name}": hears(name) for name in names})()
+    names = (
+        "train_begin",
+        "epoch_begin",
+        "step_begin",
+        "step_end",
+        "epoch_end",
+        "evaluate",
+        "save",
+        "train_end",
+    )
+    callback = type(
+        "Heard", (TrainerCallback,), {f"on_{name}": hears(name) for name in names}
+    )()
     trained(made("reviews", callbacks=[callback], eval_strategy="epoch", save_strategy="epoch"))
     return {"heard": " ".join(heard)}
 
 
 def best(made: Any) -> dict[str, Any]:
-    every = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    every = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
     trainer = made("reviews", load_best_model_at_end=True, **every)
     trainer.train()
     name = Path(trainer.state.best_model_checkpoint).name
-    return {"best": name, "metric": trainer.state.best_metric, "after": trainer.evaluate()["eval_loss"]}
+    return {
+        "best": name,
+        "metric": trainer.state.best_metric,
+        "after": trainer.evaluate()["eval_loss"],
+    }
 
 
 def early(made: Any) -> dict[str, Any]:
     from transformers import EarlyStoppingCallback
 
-    every = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    every = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
     stop = EarlyStoppingCallback(1, 10.0)
     trainer = made("reviews", callbacks=[stop], load_best_model_at_end=True, **every)
     return {**trained(trainer), "step": trainer.state.global_step}
 
 
 def kept(made: Any) -> dict[str, Any]:
-    trainer = made("causal", output="kept", save_strategy="steps", save_steps=1, save_total_limit=2)
+    trainer = made(
+        "causal", output="kept", save_strategy="steps", save_steps=1, save_total_limit=2
+    )
     trainer.train()
-    return {"kept": " ".join(sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")))}
+    return {
+        "kept": " ".join(
+            sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
+        )
+    }
 
 
 def frozen(made: Any) -> dict[str, Any]:
@@ -204,9 +276,20 @@ def own_optimizer(made: Any) -> dict[str, Any]:
 
 
 def rates(made: Any) -> dict[str, Any]:
-    trainer = made("causal", lr_scheduler_type="cosine", warmup_steps=2, optim="adamw_torch", learning_rate=1e-3)
+    trainer = made(
+        "causal",
+        lr_scheduler_type="cosine",
+        warmup_steps=2,
+        optim="adamw_torch",
+        learning_rate=1e-3,
+    )
     found = trained(trainer)
-    return {**found, "rates": [line["learning_rate"] for line in trainer.state.log_history if "grad_norm" in line]}
+    return {
+        **found,
+        "rates": [
+            line["learning_rate"] for line in trainer.state.log_history if "grad_norm" in line
+        ],
+    }
 
 
 def rows_of_prediction(made: Any) -> dict[str, Any]:
@@ -224,7 +307,10 @@ def without_labels(made: Any) -> dict[str, Any]:
 
 
 def preprocessed(made: Any) -> dict[str, Any]:
-    first = {"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1), "compute_metrics": right}
+    first = {
+        "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+        "compute_metrics": right,
+    }
     found = made("reviews", **first).evaluate()
     return {name: found[f"eval_{name}"] for name in ("rows", "right", "loss")}
 
@@ -234,8 +320,15 @@ def by_batches(made: Any) -> dict[str, Any]:
 
     def add(prediction: Any, compute_result: bool) -> dict[str, float]:
         labels = np.asarray(prediction.label_ids)
-        sums[:] += [(np.asarray(prediction.predictions).argmax(-1) == labels).sum(), len(labels)]
-        return {"right": float(sums[0] / sums[1]), "rows": float(sums[1])} if compute_result else {}
+        sums[:] += [
+            (np.asarray(prediction.predictions).argmax(-1) == labels).sum(),
+            len(labels),
+        ]
+        return (
+            {"right": float(sums[0] / sums[1]), "rows": float(sums[1])}
+            if compute_result
+            else {}
+        )
 
     found = made("reviews", compute_metrics=add, batch_eval_metrics=True).evaluate()
     return {name: found[f"eval_{name}"] for name in ("rows", "right", "loss")}
@@ -266,10 +359,16 @@ def growing_rows(made: Any) -> dict[str, Any]:
     def pad(rows: list[Any]) -> dict[str, Tensor]:
         sequence = torch.nn.utils.rnn.pad_sequence
         ids = sequence([row["input_ids"] for row in rows], batch_first=True)
-        return {"input_ids": ids, "labels": sequence([row["labels"] for row in rows], True, -100)}
+        return {
+            "input_ids": ids,
+            "labels": sequence([row["labels"] for row in rows], True, -100),
+        }
 
     output = made("causal", data_collator=pad).predict(Growing())
-    return {"labels": [row[row != -100].tolist() for row in output.label_ids], "loss": output.metrics["test_loss"]}
+    return {
+        "labels": [row[row != -100].tolist() for row in output.label_ids],
+        "loss": output.metrics["test_loss"],
+    }
 
 
 def tokens_seen(made: Any) -> dict[str, Any]:
@@ -281,14 +380,20 @@ def tokens_seen(made: Any) -> dict[str, Any]:
 def mean_loss(model_outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     logits, targets = model_outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     total = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-    return total / ((targets != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+    return total / (
+        (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    )
 
 
 def without_loss_kwargs(base: Any) -> Any:
     class Own(base):  # type: ignore[misc]
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any
+        ) -> Any:
             outputs = model(input_ids=inputs["input_ids"])
-            loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), inputs["input_ids"][:, 1:].flatten())
+            loss = F.cross_entropy(
+                outputs.logits[:, :-1].flatten(0, 1), inputs["input_ids"][:, 1:].flatten()
+            )
             return (loss, outputs) if return_outputs else loss
 
     return Own
@@ -296,7 +401,11 @@ def without_loss_kwargs(base: Any) -> Any:
 
 def own_loss(made: Any) -> dict[str, Any]:
     rows = Labelled(24, "none")
-    settings = {"train_dataset": rows, "remove_unused_columns": False, "own": without_loss_kwargs}
+    settings = {
+        "train_dataset": rows,
+        "remove_unused_columns": False,
+        "own": without_loss_kwargs,
+    }
     return trained(made("causal", micro=2, **settings))
 
 
@@ -310,13 +419,20 @@ def started(made: Any) -> dict[str, Any]:
     trainer = made("causal", eval_on_start=True, eval_strategy="epoch")
     trainer.train()
     found = [line for line in trainer.state.log_history if "eval_loss" in line]
-    return {"losses": [line["eval_loss"] for line in found], "steps": [line["step"] for line in found]}
+    return {
+        "losses": [line["eval_loss"] for line in found],
+        "steps": [line["step"] for line in found],
+    }
 
 
 def grouped_log(made: Any) -> dict[str, Any]:
     trainer = made("causal", logging_steps=3)
     output = trainer.train()
-    return {"losses": curve(trainer)["losses"], "mean": output.training_loss, "steps": output.global_step}
+    return {
+        "losses": curve(trainer)["losses"],
+        "mean": output.training_loss,
+        "steps": output.global_step,
+    }
 
 
 def steps_of(made: Any, **more: Any) -> dict[str, Any]:
@@ -327,7 +443,10 @@ def steps_of(made: Any, **more: Any) -> dict[str, Any]:
 def dataset_columns(made: Any) -> dict[str, Any]:
     from datasets import Dataset as Columns
 
-    rows = [{**{name: value.tolist() for name, value in Sentences(24)[row].items()}, "note": "x"} for row in range(24)]
+    rows = [
+        {**{name: value.tolist() for name, value in Sentences(24)[row].items()}, "note": "x"}
+        for row in range(24)
+    ]
     return trained(made("causal", train_dataset=Columns.from_list(rows)))
 
 
@@ -340,16 +459,24 @@ CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "labels of tokens, in micro-batches": lambda made: trained(made("tokens", micro=2)),
     "several classes at once": lambda made: trained(made("classes", micro=2)),
     "regression": lambda made: trained(made("number", micro=2)),
-    "label smoothing": lambda made: trained(made("causal", micro=2, label_smoothing_factor=0.1)),
-    "compute_loss_func": lambda made: trained(made("causal", micro=2, compute_loss_func=mean_loss)),
+    "label smoothing": lambda made: trained(
+        made("causal", micro=2, label_smoothing_factor=0.1)
+    ),
+    "compute_loss_func": lambda made: trained(
+        made("causal", micro=2, compute_loss_func=mean_loss)
+    ),
     "a custom compute_loss": own_loss,
     "gradient clipping": lambda made: trained(made("causal", max_grad_norm=0.1)),
     "schedule with warm-up": rates,
     "a custom optimizer and schedule": own_optimizer,
-    "weight decay": lambda made: trained(made("causal", optim="adamw_torch", weight_decay=0.5, learning_rate=1e-3)),
+    "weight decay": lambda made: trained(
+        made("causal", optim="adamw_torch", weight_decay=0.5, learning_rate=1e-3)
+    ),
     "frozen parameters": frozen,
     "adapters of peft": lora,
-    "activation checkpointing": lambda made: trained(made("causal", gradient_checkpointing=True)),
+    "activation checkpointing": lambda made: trained(
+        made("causal", gradient_checkpointing=True)
+    ),
     "columns of a dataset that the model does not take": dataset_columns,
     "an epoch that the steps do not divide": lambda made: steps_of(made),
     "max_steps beyond an epoch": lambda made: steps_of(made, max_steps=4),
@@ -363,9 +490,15 @@ CASES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "the last checkpoints are kept": kept,
     "resuming inside an epoch": lambda made: resumed(made, "causal", 2),
     "resuming after an epoch": lambda made: resumed(made, "causal", 3),
-    "resuming a classifier, with AdamW": lambda made: resumed(made, "reviews", 4, optim="adamw_torch"),
-    "evaluation of a language model": lambda made: {"loss": made("causal").evaluate()["eval_loss"]},
-    "evaluation of labels of tokens": lambda made: {"loss": made("tokens").evaluate()["eval_loss"]},
+    "resuming a classifier, with AdamW": lambda made: resumed(
+        made, "reviews", 4, optim="adamw_torch"
+    ),
+    "evaluation of a language model": lambda made: {
+        "loss": made("causal").evaluate()["eval_loss"]
+    },
+    "evaluation of labels of tokens": lambda made: {
+        "loss": made("tokens").evaluate()["eval_loss"]
+    },
     "evaluation on start and after epochs": started,
     "several evaluation sets": several_sets,
     "predictions in order": rows_of_prediction,
@@ -395,7 +528,9 @@ SHORT = [
 ]
 
 
-def run(base: Any, folder: str, world: int, whole: bool, names: list[str]) -> dict[str, dict[str, Any]]:
+def run(
+    base: Any, folder: str, world: int, whole: bool, names: list[str]
+) -> dict[str, dict[str, Any]]:
     """The result of each of these cases; `error` instead of what a class cannot do."""
     found = {}
     for number, name in enumerate(names):
@@ -411,7 +546,9 @@ def run(base: Any, folder: str, world: int, whole: bool, names: list[str]) -> di
 def same(found: Any, wanted: Any) -> bool:
     """Equal within the bounds of the project: losses 1e-4, others 1e-3 relative."""
     if isinstance(wanted, dict):
-        return found.keys() == wanted.keys() and all(same(found[name], wanted[name]) for name in wanted)
+        return found.keys() == wanted.keys() and all(
+            same(found[name], wanted[name]) for name in wanted
+        )
     if isinstance(wanted, list):
         return len(found) == len(wanted) and all(map(same, found, wanted))
     if isinstance(wanted, str | bool):

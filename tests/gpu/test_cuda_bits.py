@@ -12,7 +12,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: no bits of one are compared"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no CUDA device: no bits of one are compared"
+    ),
 ]
 
 

@@ -14,7 +14,9 @@ from threefold.check.compare import compare_curves
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: it is not compared with the CPU"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no CUDA device: it is not compared with the CPU"
+    ),
 ]
 DEVICE = "cuda"
 _SIZES: dict[str, Any] = {
@@ -43,11 +45,15 @@ def _batches() -> list[dict[str, Any]]:
     found = []
     for _ in range(STEPS):
         tokens = torch.randint(384, (ROWS, SEQ_LEN + 1), generator=draws)
-        found.append({"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()})
+        found.append(
+            {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+        )
     return found
 
 
-def _curve(family: str, dtype: str, device: str, documents: bool = False) -> list[tuple[float, float]]:
+def _curve(
+    family: str, dtype: str, device: str, documents: bool = False
+) -> list[tuple[float, float]]:
     import threefold
 
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -72,14 +78,20 @@ def _curve(family: str, dtype: str, device: str, documents: bool = False) -> lis
 def test_device_follows_the_cpu(family: str, documents: bool, dtype: str) -> None:
     expected = run_ranks(_curve, 1, family, "float32", "cpu", documents)[0]
     found = run_ranks(_curve, 1, family, dtype, DEVICE, documents)[0]
-    require(compare_curves(found, expected, curve_bounds(*BOUNDS[dtype], "kernels of another device")))
+    require(
+        compare_curves(
+            found, expected, curve_bounds(*BOUNDS[dtype], "kernels of another device")
+        )
+    )
 
 
 def _loop(folder: str, device: str, until: int) -> list[float]:
     import threefold
 
     mesh = threefold.init_mesh(device=device)
-    model = threefold.load_model(config={"model_type": "llama", **_SIZES}, mesh=mesh, admission="off")
+    model = threefold.load_model(
+        config={"model_type": "llama", **_SIZES}, mesh=mesh, admission="off"
+    )
     step = threefold.TrainStep(model, lr=1e-3)
     found = threefold.load(folder, model=model, optimizer=step)
     done = found.step if found is not None else 0
@@ -89,7 +101,9 @@ def _loop(folder: str, device: str, until: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("order", [(DEVICE, "cpu"), ("cpu", DEVICE)], ids=["device to CPU", "CPU to device"])
+@pytest.mark.parametrize(
+    "order", [(DEVICE, "cpu"), ("cpu", DEVICE)], ids=["device to CPU", "CPU to device"]
+)
 def test_checkpoint_crosses_devices(order: tuple[str, str], tmp_path: Path) -> None:
     unbroken = run_ranks(_loop, 1, str(tmp_path / "unbroken"), "cpu", STEPS)[0]
     begun = run_ranks(_loop, 1, str(tmp_path / "run"), order[0], STEPS // 2)[0]
@@ -120,11 +134,15 @@ def _trained(keys: dict[str, Any], device: str) -> list[tuple[float, float]]:
 
 def test_offloaded_activations_are_those_that_were_kept() -> None:
     kept = run_ranks(_trained, 1, {"train": {"activation_checkpointing": "full"}}, DEVICE)[0]
-    offloaded = run_ranks(_trained, 1, {"train": {"activation_checkpointing": "offload"}}, DEVICE)[0]
+    offloaded = run_ranks(
+        _trained, 1, {"train": {"activation_checkpointing": "offload"}}, DEVICE
+    )[0]
     assert offloaded == kept
 
 
 def test_offloaded_weights_follow_those_on_the_device() -> None:
     kept = run_ranks(_trained, 1, {}, DEVICE)[0]
     offloaded = run_ranks(_trained, 1, {"mesh": {"cpu_offload": True}}, DEVICE)[0]
-    require(compare_curves(offloaded, kept, curve_bounds(*BOUNDS["float32"], "updates on the host")))
+    require(
+        compare_curves(offloaded, kept, curve_bounds(*BOUNDS["float32"], "updates on the host"))
+    )

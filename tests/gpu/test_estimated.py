@@ -12,7 +12,9 @@ from threefold.records.metrics import Metrics
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: no memory of one is allocated"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="no CUDA device: no memory of one is allocated"
+    ),
 ]
 _MODEL = (
     "{model_type: llama, hidden_size: 2048, intermediate_size: 5632, num_hidden_layers: 8, num_attention_heads: 16, "
@@ -22,8 +24,26 @@ _MODEL = (
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_estimate_is_what_is_allocated(mode: str, tmp_path: Path) -> None:
-    keys = ("--model.config", _MODEL, "--model.dtype", "bfloat16", "--data.seq_len", "2048", "--mesh.dp", "1")
-    train = ("--train.global_batch", "4", "--train.micro_batch", "4", "--train.compile", "false", "--train.steps", "4")
+    keys = (
+        "--model.config",
+        _MODEL,
+        "--model.dtype",
+        "bfloat16",
+        "--data.seq_len",
+        "2048",
+        "--mesh.dp",
+        "1",
+    )
+    train = (
+        "--train.global_batch",
+        "4",
+        "--train.micro_batch",
+        "4",
+        "--train.compile",
+        "false",
+        "--train.steps",
+        "4",
+    )
     more = (
         "--train.activation_checkpointing",
         mode,

@@ -13,11 +13,16 @@ from threefold.model.context_parallel.kernels import DocumentLengths
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: its attention kernels are not run"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="no CUDA device: its attention kernels are not run",
+    ),
 ]
 
 
-def _attended(queries: int, keys: int, kernel: str, dtype: torch.dtype, mask: Mask) -> tuple[Tensor, ...]:
+def _attended(
+    queries: int, keys: int, kernel: str, dtype: torch.dtype, mask: Mask
+) -> tuple[Tensor, ...]:
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = ((2, 8, queries, 64), (2, 4, keys, 64), (2, 4, keys, 64))
     given = [torch.randn(*shape, generator=generator, device="cuda") for shape in shapes]
@@ -32,9 +37,15 @@ def _attended(queries: int, keys: int, kernel: str, dtype: torch.dtype, mask: Ma
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(512, 512), (256, 1024)])
-@pytest.mark.parametrize(("kernel", "dtype"), [("cudnn", torch.bfloat16), ("", torch.bfloat16), ("", torch.float32)])
-def test_causal_kernels_give_what_a_mask_gives(queries: int, keys: int, kernel: str, dtype: torch.dtype) -> None:
-    mask = torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril(keys - queries)[None, None]
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [("cudnn", torch.bfloat16), ("", torch.bfloat16), ("", torch.float32)]
+)
+def test_causal_kernels_give_what_a_mask_gives(
+    queries: int, keys: int, kernel: str, dtype: torch.dtype
+) -> None:
+    mask = torch.ones(queries, keys, dtype=torch.bool, device="cuda").tril(keys - queries)[
+        None, None
+    ]
     found = _attended(queries, keys, kernel, dtype, None)
     expected = _attended(queries, keys, "", torch.float32, mask)
     bound = 2e-2 if dtype == torch.bfloat16 else 1e-4
@@ -52,13 +63,17 @@ def test_a_chunk_of_a_long_row_holds_no_mask() -> None:
         return torch.cuda.max_memory_allocated() - held
 
     # as much as attention over keys that are all seen, which has no mask; one would take 1 GiB
-    everything = torch.ones(1, device="cuda", dtype=torch.bool)[None, None, None].expand(1, 1, queries, keys)
+    everything = torch.ones(1, device="cuda", dtype=torch.bool)[None, None, None].expand(
+        1, 1, queries, keys
+    )
     assert peak(None) < peak(everything) + 2**29
 
 
 def _documents(length: int, share: float) -> Tensor:
     """The numbers of documents of 2 rows, in the host's memory; the end of the second row is padding."""
-    documents = (torch.rand(2, length, generator=torch.Generator().manual_seed(1)) < share).cumsum(1)
+    documents = (
+        torch.rand(2, length, generator=torch.Generator().manual_seed(1)) < share
+    ).cumsum(1)
     documents[1, length - length // 5 :] = -1
     return documents
 
@@ -67,11 +82,17 @@ def _mask_of(documents: Tensor, kernel: str) -> Mask:
     device = torch.device("cuda")
     places = torch.arange(documents.shape[1], device=device)
     lengths = DocumentLengths.of(documents, device) if kernel == "varlen" else None
-    masks = BatchMasks(places, places, documents.to(device), kernel, alone=True, chunks=None, lengths=lengths)
-    return masks.mask(2, mask_function=causal_mask_function, device=device, q_length=len(places))
+    masks = BatchMasks(
+        places, places, documents.to(device), kernel, alone=True, chunks=None, lengths=lengths
+    )
+    return masks.mask(
+        2, mask_function=causal_mask_function, device=device, q_length=len(places)
+    )
 
 
-@pytest.mark.parametrize("share", [0.5, 0.01, 0.0], ids=["short documents", "long documents", "whole rows"])
+@pytest.mark.parametrize(
+    "share", [0.5, 0.01, 0.0], ids=["short documents", "long documents", "whole rows"]
+)
 @pytest.mark.parametrize("kernel", ["varlen", "flex"])
 def test_documents_give_what_a_mask_in_memory_gives(kernel: str, share: float) -> None:
     documents = _documents(1000, share)
@@ -87,7 +108,9 @@ def test_documents_by_lengths_have_the_same_bits_if_that_is_asked_for() -> None:
     try:
         first = _attended(1000, 1000, "", torch.bfloat16, mask)
         for _ in range(5):
-            for each, other in zip(first, _attended(1000, 1000, "", torch.bfloat16, mask), strict=True):
+            for each, other in zip(
+                first, _attended(1000, 1000, "", torch.bfloat16, mask), strict=True
+            ):
                 assert torch.equal(each, other)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -16,7 +16,10 @@ from threefold.training.progress import DeviceForward
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: whether a step waits for one is not run"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="no CUDA device: whether a step waits for one is not run",
+    ),
 ]
 SIZES: dict[str, Any] = {
     "vocab_size": 4096,
@@ -27,7 +30,12 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "output_router_logits": True}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "output_router_logits": True,
+}
 
 
 # Of bfloat16 in another order of sums; and of products whose factors have 3 bits of mantissa.
@@ -48,7 +56,11 @@ def _step(model: dict[str, Any], settings: dict[str, Any], documents: bool) -> f
     built = build(config, load.read_config(config.model), mesh)
     step = TrainStep(built, build_optimizer(built.module, config.optimizer))
     tokens = torch.randint(4096, (4, 257))
-    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": torch.arange(256).expand(4, -1)}
+    batch = {
+        "input_ids": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "position_ids": torch.arange(256).expand(4, -1),
+    }
     if documents:
         batch["document_ids"] = (torch.arange(256) // 60).expand(4, -1)
     for _ in range(2):  # what is made once may wait
@@ -77,11 +89,17 @@ def _kept(folder: str, device: str) -> tuple[float, float]:
     from threefold.training.step import TrainStep, mean_loss
 
     mesh = init_mesh(device=device)
-    config = validate({"model": {"config": {"model_type": "llama", **SIZES}}, "data": {"seq_len": 256}})
+    config = validate(
+        {"model": {"config": {"model_type": "llama", **SIZES}}, "data": {"seq_len": 256}}
+    )
     built = build(config, load.read_config(config.model), mesh)
     step = TrainStep(built, build_optimizer(built.module, config.optimizer))
     tokens = torch.randint(4096, (4, 257))
-    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": torch.arange(256).expand(4, -1)}
+    batch = {
+        "input_ids": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "position_ids": torch.arange(256).expand(4, -1),
+    }
     kept = KeptRows(Path(folder), mesh, segment=1)
     step.run([batch, batch], lr=1e-3)  # what is made once may wait
     if device == "cuda":
@@ -126,7 +144,9 @@ def test_device_time_is_that_of_forwards() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("documents", [False, True], ids=["whole rows", "documents"])
-@pytest.mark.parametrize("kind", [{"model_type": "llama"}, {"model_type": "qwen3_moe", **EXPERTS}], ids=str)
+@pytest.mark.parametrize(
+    "kind", [{"model_type": "llama"}, {"model_type": "qwen3_moe", **EXPERTS}], ids=str
+)
 def test_a_step_waits_for_no_device(kind: dict[str, Any], documents: bool, dtype: str) -> None:
     assert run_ranks(_step, 1, {**SIZES, **kind}, {"dtype": dtype}, documents)[0] > 0
 
@@ -142,7 +162,12 @@ def _curve(train: dict[str, Any]) -> tuple[list[float], int]:
     from threefold.training.step import TrainStep, mean_loss
 
     mesh = init_mesh(device="cuda")
-    sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 2}
+    sizes = {
+        "hidden_size": 2048,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 2,
+    }
     model = {"config": {"model_type": "llama", **SIZES, **sizes}, "dtype": "bfloat16"}
     config = validate({"model": model, "data": {"seq_len": 256}, "train": train})
     built = build(config, load.read_config(config.model), mesh)
@@ -151,13 +176,19 @@ def _curve(train: dict[str, Any]) -> tuple[list[float], int]:
     losses = []
     for _ in range(6):
         tokens = torch.randint(4096, (4, 257), generator=draws)
-        batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": torch.arange(256).expand(4, -1)}
+        batch = {
+            "input_ids": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "position_ids": torch.arange(256).expand(4, -1),
+        }
         losses.append(mean_loss(step.run([batch], lr=1e-3), mesh))
     return losses, Recompiled(print).look()
 
 
 def test_compiled_layers_follow_the_plain_ones_and_are_compiled_once() -> None:
-    (plain, _), (compiled, again) = (run_ranks(_curve, 1, {"compile": compile})[0] for compile in (False, True))
+    (plain, _), (compiled, again) = (
+        run_ranks(_curve, 1, {"compile": compile})[0] for compile in (False, True)
+    )
     require(compare_numbers(COMPILED, compiled, plain))
     assert again == 0
 

@@ -54,7 +54,10 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     )
     assert process.stdin is not None
     try:
-        lines = wait_for(lambda: re.findall(r"^(http://\S+)\n", output.read_text(), re.MULTILINE), "moto's address")
+        lines = wait_for(
+            lambda: re.findall(r"^(http://\S+)\n", output.read_text(), re.MULTILINE),
+            "moto's address",
+        )
         yield lines[0]
     finally:
         process.stdin.close()

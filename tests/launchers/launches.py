@@ -107,7 +107,9 @@ class Launch:
         return self.start(folder, Program(run, {} if self.own_mesh else MESH), 4)
 
 
-def _run(command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> tuple[int, str]:
+def _run(
+    command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None
+) -> tuple[int, str]:
     done = subprocess.run(
         command,
         cwd=folder,
@@ -168,30 +170,63 @@ def _torchrun_elastic(folder: Path, program: Program, num_ranks: int) -> tuple[i
 
 
 def _no_accelerate() -> str | None:
-    return None if (BIN / "accelerate").exists() else "no accelerate here (pip install accelerate)"
+    return (
+        None if (BIN / "accelerate").exists() else "no accelerate here (pip install accelerate)"
+    )
 
 
 def _accelerate(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
     sizes = {"dp_replicate": str(num_ranks // 2), "dp_shard": "1", "tp": "2", "cp": "1"}
-    place = ["--num_processes", str(num_ranks), "--main_process_port", str(free_port()), "--mixed_precision", "no"]
-    place += ["--num_machines", "1", "--dynamo_backend", "no", "--use_fsdp", "--fsdp_version", "2"]
+    place = [
+        "--num_processes",
+        str(num_ranks),
+        "--main_process_port",
+        str(free_port()),
+        "--mixed_precision",
+        "no",
+    ]
+    place += [
+        "--num_machines",
+        "1",
+        "--dynamo_backend",
+        "no",
+        "--use_fsdp",
+        "--fsdp_version",
+        "2",
+    ]
     place.append("--use_parallelism_config")
-    place += [part for axis, size in sizes.items() for part in (f"--parallelism_config_{axis}_size", size)]
+    place += [
+        part
+        for axis, size in sizes.items()
+        for part in (f"--parallelism_config_{axis}_size", size)
+    ]
     return _run([str(BIN / "accelerate"), "launch", *place, *program.arguments()], folder)
 
 
 def _open_mpi(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
     # Two ranks would each be bound to a core, which other tests use too.
-    place = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", str(num_ranks)]
+    place = [
+        "mpirun.openmpi",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        "-n",
+        str(num_ranks),
+    ]
     return _run([*place, PYTHON, *program.arguments()], folder)
 
 
 def _mpich(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
     place = ["mpirun.mpich", "-n", str(num_ranks)]
-    return _run([*place, PYTHON, *program.arguments()], folder, {"MASTER_PORT": str(free_port())})
+    return _run(
+        [*place, PYTHON, *program.arguments()], folder, {"MASTER_PORT": str(free_port())}
+    )
 
 
-def _sagemaker_job(program: Program, num_hosts: int, num_ranks: int) -> tuple[Mapping[str, Any], bytes]:
+def _sagemaker_job(
+    program: Program, num_hosts: int, num_ranks: int
+) -> tuple[Mapping[str, Any], bytes]:
     """The request and the source: our own for a run, those of a user's script for `who.py`."""
     if program.mesh is None:
         packed = io.BytesIO()
@@ -204,18 +239,35 @@ def _sagemaker_job(program: Program, num_hosts: int, num_ranks: int) -> tuple[Ma
             "sagemaker_job_name": "test",
             "sagemaker_container_log_level": 20,
         }
-        return {"HyperParameters": {key: json.dumps(value) for key, value in settings.items()}}, packed.getvalue()
-    keys = {**SHORT, **program.mesh, **({"log.dir": str(program.output)} if num_hosts > 1 else {})}
+        return {
+            "HyperParameters": {key: json.dumps(value) for key, value in settings.items()}
+        }, packed.getvalue()
+    keys = {
+        **SHORT,
+        **program.mesh,
+        **({"log.dir": str(program.output)} if num_hosts > 1 else {}),
+    }
     config = submit.read_config(None, list(keys.items()))
     job = ranks_of(config.mesh, num_hosts=num_hosts, per_host=num_ranks // num_hosts)
     options = SageMakerSettings(
-        name="test", image="image", role="role", instance_type=sagemaker.INSTANCE, output="s3://bucket/prefix"
+        name="test",
+        image="image",
+        role="role",
+        instance_type=sagemaker.INSTANCE,
+        output="s3://bucket/prefix",
     )
-    return clusters_sagemaker.request(job, options, region="us-east-1"), clusters_sagemaker.archive(config, options)
+    return clusters_sagemaker.request(
+        job, options, region="us-east-1"
+    ), clusters_sagemaker.archive(config, options)
 
 
 def _sagemaker_tree(
-    base: Path, host: str, all_hosts: list[str], interface: str, program: Program, num_ranks: int
+    base: Path,
+    host: str,
+    all_hosts: list[str],
+    interface: str,
+    program: Program,
+    num_ranks: int,
 ) -> dict[str, str]:
     """Lays out one host's tree; returns variables of the toolkit's environment."""
     request, source = _sagemaker_job(program, len(all_hosts), num_ranks)
@@ -235,8 +287,14 @@ def _sagemaker_tree(
 
 def _sagemaker(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
     base = folder / f"{program.output.name}-ml"
-    variables = _sagemaker_tree(base, socket.gethostname(), [socket.gethostname()], "lo", program, num_ranks)
-    ended = _run(sagemaker.toolkit_command(), folder, {**sagemaker.toolkit_environment(folder, base), **variables})
+    variables = _sagemaker_tree(
+        base, socket.gethostname(), [socket.gethostname()], "lo", program, num_ranks
+    )
+    ended = _run(
+        sagemaker.toolkit_command(),
+        folder,
+        {**sagemaker.toolkit_environment(folder, base), **variables},
+    )
     if program.mesh is not None:
         program.output.symlink_to(base / "checkpoints")
     return ended
@@ -247,18 +305,32 @@ def _sagemaker(folder: Path, program: Program, num_ranks: int) -> tuple[int, str
 
 def _torchrun_on_hosts(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
     def command(number: int, both: list[Host]) -> tuple[list[str], dict[str, str]]:
-        place = ["--nnodes", "2", "--nproc-per-node", str(num_ranks // 2), "--node-rank", str(number)]
+        place = [
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            str(num_ranks // 2),
+            "--node-rank",
+            str(number),
+        ]
         place += ["--master-addr", both[0].hostname, "--master-port", "29500"]
         return [str(BIN / "torchrun"), *place, *program.arguments()], {}
 
     return _on_hosts(folder, command)
 
 
-def _torchrun_elastic_on_hosts(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
+def _torchrun_elastic_on_hosts(
+    folder: Path, program: Program, num_ranks: int
+) -> tuple[int, str]:
     def command(number: int, both: list[Host]) -> tuple[list[str], dict[str, str]]:
         place = ["--nnodes", "2:2", "--nproc-per-node", str(num_ranks // 2)]
         place += ["--rdzv-backend", "c10d", "--rdzv-id", "test"]
-        place += ["--rdzv-endpoint", f"{both[0].hostname}:29400", "--local-addr", both[number].address]
+        place += [
+            "--rdzv-endpoint",
+            f"{both[0].hostname}:29400",
+            "--local-addr",
+            both[number].address,
+        ]
         place += ["--rdzv-conf", f"is_host={'true' if number == 0 else 'false'}"]
         env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         return [str(BIN / "torchrun"), *place, *program.arguments()], env
@@ -269,15 +341,21 @@ def _torchrun_elastic_on_hosts(folder: Path, program: Program, num_ranks: int) -
 def _pytorch_job(folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
     """The pods of our own manifest, with the variables that Kubeflow's operator sets in them."""
     mesh = MESH if program.mesh is None else program.mesh
-    config = submit.read_config(None, list({**SHORT, **mesh, "log.dir": str(program.output)}.items()))
+    config = submit.read_config(
+        None, list({**SHORT, **mesh, "log.dir": str(program.output)}.items())
+    )
     job = ranks_of(config.mesh, num_hosts=2, per_host=num_ranks // 2)
-    options = KubernetesSettings(name="test", image="image", volumes={"claim": str(program.output.parent)})
+    options = KubernetesSettings(
+        name="test", image="image", volumes={"claim": str(program.output.parent)}
+    )
     config_map, manifest = kubernetes.manifests(config, job, options)
     (folder / "pods.yaml").write_text(config_map["data"]["config.yaml"])
     replicas = manifest["spec"]["pytorchReplicaSpecs"]
 
     def command(number: int, both: list[Host]) -> tuple[list[str], dict[str, str]]:
-        (container,) = replicas["Master" if number == 0 else "Worker"]["template"]["spec"]["containers"]
+        (container,) = replicas["Master" if number == 0 else "Worker"]["template"]["spec"][
+            "containers"
+        ]
         operator = {
             "RANK": str(number),
             "WORLD_SIZE": str(num_ranks),
@@ -290,7 +368,10 @@ def _pytorch_job(folder: Path, program: Program, num_ranks: int) -> tuple[int, s
         words = container["command"]
         for name, value in operator.items():
             words = [word.replace(f"$({name})", value) for word in words]
-        words = [word.replace("/etc/threefold/config.yaml", str(folder / "pods.yaml")) for word in words]
+        words = [
+            word.replace("/etc/threefold/config.yaml", str(folder / "pods.yaml"))
+            for word in words
+        ]
         if program.mesh is None:
             words = [*words[: words.index("-m")], *program.arguments()]
         own = {entry["name"]: entry["value"] for entry in container["env"]}
@@ -309,15 +390,31 @@ def _open_mpi_on_hosts(folder: Path, program: Program, num_ranks: int) -> tuple[
             f'#!/bin/sh\nhost=$1; shift\ncase "$host" in\n{names}\nesac\nexec ip netns exec "$namespace" {inside}\n'
         )
         agent.chmod(0o755)
-        place = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--mca", "plm_rsh_agent", str(agent)]
+        place = [
+            "mpirun.openmpi",
+            "--allow-run-as-root",
+            "--oversubscribe",
+            "--mca",
+            "plm_rsh_agent",
+            str(agent),
+        ]
         slots = ",".join(f"{host.hostname}:{num_ranks // 2}" for host in both)
         place += ["--mca", "oob_tcp_if_include", "eth0", "--host", slots]
-        place += ["-n", str(num_ranks), "-x", f"MASTER_ADDR={both[0].hostname}", "-x", "MASTER_PORT=29500"]
+        place += [
+            "-n",
+            str(num_ranks),
+            "-x",
+            f"MASTER_ADDR={both[0].hostname}",
+            "-x",
+            "MASTER_PORT=29500",
+        ]
         env = {**environment(folder), "OMP_NUM_THREADS": "1"}
         for name in ("OMP_NUM_THREADS", "XDG_CACHE_HOME", "HF_HUB_OFFLINE"):
             place += ["-x", name]
         output = folder / "open-mpi.txt"
-        process = both[0].start([*place, PYTHON, *program.arguments()], cwd=folder, env=env, output=output)
+        process = both[0].start(
+            [*place, PYTHON, *program.arguments()], cwd=folder, env=env, output=output
+        )
         try:
             code = process.wait(_LONGEST_S)
         finally:
@@ -330,7 +427,9 @@ def _no_open_mpi_on_hosts() -> str | None:
     return _needs("mpirun.openmpi", "openmpi-bin")() or why_no_hosts()
 
 
-def srun(cluster: slurm.Cluster, folder: Path, program: Program, num_ranks: int) -> tuple[int, str]:
+def srun(
+    cluster: slurm.Cluster, folder: Path, program: Program, num_ranks: int
+) -> tuple[int, str]:
     """On both nodes of a cluster that is there."""
     env = {**environment(folder), "OMP_NUM_THREADS": "1"}
     place = ["srun", "--nodes=2", f"--ntasks-per-node={num_ranks // 2}", "--oversubscribe"]
@@ -347,9 +446,15 @@ def _sagemaker_on_hosts(folder: Path, program: Program, num_ranks: int) -> tuple
     """The run's folder is shared, as an FSx channel is; everything else is each host's own."""
 
     def command(number: int, both: list[Host]) -> tuple[list[str], dict[str, str]]:
-        base, names = folder / f"{program.output.name}-ml-{number}", [host.hostname for host in both]
+        base, names = (
+            folder / f"{program.output.name}-ml-{number}",
+            [host.hostname for host in both],
+        )
         variables = _sagemaker_tree(base, names[number], names, "eth0", program, num_ranks)
-        return sagemaker.toolkit_command(), {**sagemaker.toolkit_environment(folder, base), **variables}
+        return sagemaker.toolkit_command(), {
+            **sagemaker.toolkit_environment(folder, base),
+            **variables,
+        }
 
     return _on_hosts(folder, command)
 
@@ -360,9 +465,15 @@ def _no_toolkit_on_hosts() -> str | None:
 
 SELF = Launch("threefold train", 1, _always, _self, None)
 LAUNCHES = {
-    "torchrun": Launch("torchrun --nproc-per-node 4 -m threefold train", 1, _always, _torchrun, "torchrun"),
+    "torchrun": Launch(
+        "torchrun --nproc-per-node 4 -m threefold train", 1, _always, _torchrun, "torchrun"
+    ),
     "torchrun, elastic": Launch(
-        "torchrun --nnodes 1:1 --rdzv-backend c10d ... -m threefold train", 1, _always, _torchrun_elastic, "torchrun"
+        "torchrun --nnodes 1:1 --rdzv-backend c10d ... -m threefold train",
+        1,
+        _always,
+        _torchrun_elastic,
+        "torchrun",
     ),
     "accelerate": Launch(
         "accelerate launch --use_parallelism_config --parallelism_config_tp_size 2 ... -m threefold train",
@@ -373,10 +484,22 @@ LAUNCHES = {
         own_mesh=True,
     ),
     "Open MPI": Launch(
-        "mpirun -n 4 python -m threefold train", 1, _needs("mpirun.openmpi", "openmpi-bin"), _open_mpi, "open-mpi"
+        "mpirun -n 4 python -m threefold train",
+        1,
+        _needs("mpirun.openmpi", "openmpi-bin"),
+        _open_mpi,
+        "open-mpi",
     ),
-    "MPICH": Launch("mpirun -n 4 python -m threefold train", 1, _needs("mpirun.mpich", "mpich"), _mpich, "mpich"),
-    "SageMaker's toolkit": Launch("threefold submit sagemaker", 1, sagemaker.why_not, _sagemaker, "torchrun"),
+    "MPICH": Launch(
+        "mpirun -n 4 python -m threefold train",
+        1,
+        _needs("mpirun.mpich", "mpich"),
+        _mpich,
+        "mpich",
+    ),
+    "SageMaker's toolkit": Launch(
+        "threefold submit sagemaker", 1, sagemaker.why_not, _sagemaker, "torchrun"
+    ),
     "torchrun on two hosts": Launch(
         "torchrun --nnodes 2 --node-rank I --master-addr HOST ... -m threefold train",
         2,
@@ -398,9 +521,19 @@ LAUNCHES = {
         _open_mpi_on_hosts,
         "open-mpi",
     ),
-    "Slurm": Launch("srun --nodes=2 --ntasks-per-node=2 python -m threefold train", 2, slurm.why_not, _srun, "slurm"),
+    "Slurm": Launch(
+        "srun --nodes=2 --ntasks-per-node=2 python -m threefold train",
+        2,
+        slurm.why_not,
+        _srun,
+        "slurm",
+    ),
     "SageMaker's toolkit on two hosts": Launch(
-        "threefold submit sagemaker --nodes 2", 2, _no_toolkit_on_hosts, _sagemaker_on_hosts, "torchrun"
+        "threefold submit sagemaker --nodes 2",
+        2,
+        _no_toolkit_on_hosts,
+        _sagemaker_on_hosts,
+        "torchrun",
     ),
     "PyTorchJob's variables": Launch(
         "threefold submit kubernetes --nodes 2 (its pods' command, without a cluster)",

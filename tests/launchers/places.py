@@ -44,12 +44,17 @@ def check_places(written: list[dict[str, Any]], launch: Launch) -> None:
     ((host, port),) = addresses
     assert port is not None and 0 < port < 2**16
     if launch.hosts == 1:
-        assert socket.gethostbyname(host) in ("127.0.0.1", socket.gethostbyname(socket.gethostname()))
+        assert socket.gethostbyname(host) in (
+            "127.0.0.1",
+            socket.gethostbyname(socket.gethostname()),
+        )
     else:
         # By its name, or by its address on the hosts' network (ranks.two_hosts).
         assert host in (hosts[0], f"10.78.0.{10 + int(hosts[0].rpartition('-')[2])}")
     mesh = {"mesh.dp": "2", "mesh.cp": "1", "mesh.tp": "2"} if launch.own_mesh else {}
     defaults = written[0]["defaults"]
-    assert {key: value for key, value in defaults.items() if key.startswith("mesh.") and value != "1"} == {
-        key: value for key, value in mesh.items() if value != "1"
-    }
+    assert {
+        key: value
+        for key, value in defaults.items()
+        if key.startswith("mesh.") and value != "1"
+    } == {key: value for key, value in mesh.items() if value != "1"}

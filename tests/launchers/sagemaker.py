@@ -25,8 +25,14 @@ INSTANCE = "ml.g5.12xlarge"
 
 def why_not() -> str | None:
     """Why the toolkit cannot run here, or None."""
-    site = list((ROOT / ".venv-launchers" / "lib").glob("python*/site-packages/sagemaker_training"))
-    return None if site and PYTHON.exists() else "no sagemaker-training in .venv-launchers (make test-launchers)"
+    site = list(
+        (ROOT / ".venv-launchers" / "lib").glob("python*/site-packages/sagemaker_training")
+    )
+    return (
+        None
+        if site and PYTHON.exists()
+        else "no sagemaker-training in .venv-launchers (make test-launchers)"
+    )
 
 
 def lay_out(
@@ -41,13 +47,23 @@ def lay_out(
     channels: Mapping[str, Path],
 ) -> None:
     """Writes what SageMaker puts under /opt/ml of one host, as a CreateTrainingJob `request` asks for."""
-    for folder in ("code", "model", "input/config", "input/data", "output/data", "output/intermediate", "checkpoints"):
+    for folder in (
+        "code",
+        "model",
+        "input/config",
+        "input/data",
+        "output/data",
+        "output/intermediate",
+        "checkpoints",
+    ):
         (base / folder).mkdir(parents=True)
     unpacked = base / "source"
     unpacked.mkdir()
     (base / "sourcedir.tar.gz").write_bytes(source)
     with tarfile.open(base / "sourcedir.tar.gz") as tar:
-        tar.extractall(unpacked, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        tar.extractall(
+            unpacked, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
+        )
     hyperparameters = {
         **request["HyperParameters"],
         "sagemaker_submit_directory": json.dumps(str(unpacked)),
@@ -55,14 +71,22 @@ def lay_out(
         # The toolkit counts GPUs; without one it starts as many ranks as this says.
         "sagemaker_mpi_num_of_processes_per_host": json.dumps(num_ranks),
     }
-    described = {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated", "RecordWrapperType": "None"}
+    described = {
+        "TrainingInputMode": "File",
+        "S3DistributionType": "FullyReplicated",
+        "RecordWrapperType": "None",
+    }
     resources = {
         "current_host": host,
         "current_instance_type": INSTANCE,
         "current_group_name": "homogeneousCluster",
         "hosts": list(hosts),
         "instance_groups": [
-            {"instance_group_name": "homogeneousCluster", "instance_type": INSTANCE, "hosts": list(hosts)}
+            {
+                "instance_group_name": "homogeneousCluster",
+                "instance_type": INSTANCE,
+                "hosts": list(hosts),
+            }
         ],
         "network_interface_name": interface,
     }
@@ -108,7 +132,9 @@ def toolkit_environment(folder: Path, base: Path) -> dict[str, str]:
 
 
 def _drivers() -> Path | None:
-    found = (ROOT / ".venv-launchers" / "lib").glob("python*/site-packages/sagemaker/train/container_drivers")
+    found = (ROOT / ".venv-launchers" / "lib").glob(
+        "python*/site-packages/sagemaker/train/container_drivers"
+    )
     return next(found, None)
 
 
@@ -118,7 +144,11 @@ def why_no_driver() -> str | None:
         return "no sagemaker-train in .venv-launchers (make test-launchers)"
     if why_no_hosts() is not None:
         return why_no_hosts()
-    return "this interpreter lies under /opt" if Path(sys.executable).resolve().is_relative_to("/opt") else None
+    return (
+        "this interpreter lies under /opt"
+        if Path(sys.executable).resolve().is_relative_to("/opt")
+        else None
+    )
 
 
 def lay_out_drivers(base: Path, *, num_ranks: int) -> None:
@@ -127,8 +157,12 @@ def lay_out_drivers(base: Path, *, num_ranks: int) -> None:
     assert drivers is not None
     shutil.copytree(drivers, data / "sm_drivers")
     shutil.copytree(base / "source", data / "code")
-    (data / "sm_drivers" / "sourcecode.json").write_text(json.dumps({"entry_script": "threefold_entry.py"}))
-    (data / "sm_drivers" / "distributed.json").write_text(json.dumps({"process_count_per_node": num_ranks}))
+    (data / "sm_drivers" / "sourcecode.json").write_text(
+        json.dumps({"entry_script": "threefold_entry.py"})
+    )
+    (data / "sm_drivers" / "distributed.json").write_text(
+        json.dumps({"process_count_per_node": num_ranks})
+    )
 
 
 def driver_command(base: Path, driver: str) -> list[str]:

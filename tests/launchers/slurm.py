@@ -75,7 +75,9 @@ class Cluster:
     def environment(self) -> dict[str, str]:
         return {"SLURM_CONF": str(self._conf), "PATH": f"{os.environ['PATH']}:{_SBIN}"}
 
-    def run(self, *arguments: str, cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: str, cwd: Path, env: dict[str, str]
+    ) -> subprocess.CompletedProcess[str]:
         """A command on the first node."""
         return subprocess.run(
             self.nodes[0].command(arguments),
@@ -91,7 +93,10 @@ class Cluster:
         for node in self.nodes:
             (self.folder / f"spool-{node.hostname}").mkdir()
         munge = self.folder / "munge.socket"
-        lines = [f"NodeName={node.hostname} NodeAddr={node.address} CPUs=8 RealMemory=8000" for node in self.nodes]
+        lines = [
+            f"NodeName={node.hostname} NodeAddr={node.address} CPUs=8 RealMemory=8000"
+            for node in self.nodes
+        ]
         self._conf.write_text(
             _CONF.format(
                 controller=self.nodes[0].hostname,

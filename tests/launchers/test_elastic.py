@@ -31,7 +31,17 @@ def test_rank_that_is_killed_is_started_again_and_the_losses_stay(tmp_path: Path
     output = tmp_path / "torchrun.txt"
     with output.open("w") as file:
         process = subprocess.Popen(
-            [str(TORCHRUN), *place, "-m", "threefold", "train", "config.yaml", *mesh, *RUN, "run"],
+            [
+                str(TORCHRUN),
+                *place,
+                "-m",
+                "threefold",
+                "train",
+                "config.yaml",
+                *mesh,
+                *RUN,
+                "run",
+            ],
             cwd=tmp_path,
             env={**environment(tmp_path), "OMP_NUM_THREADS": "1"},
             stdout=file,
@@ -67,7 +77,10 @@ def test_host_that_is_lost_and_the_run_goes_on_with_the_rest(tmp_path: Path) -> 
         assert agents[0].wait(200) == 0, output.read_text()
         agents[1].wait(10)
     printed = output.read_text()
-    assert "dp=2 x cp=1 x tp=2 on 4 ranks" in printed and "dp=1 x cp=1 x tp=2 on 2 ranks" in printed
+    assert (
+        "dp=2 x cp=1 x tp=2 on 4 ranks" in printed
+        and "dp=1 x cp=1 x tp=2 on 2 ranks" in printed
+    )
     assert reached < STEPS and last_step(tmp_path / "run") == STEPS
     whole = command(tmp_path, "train", "config.yaml", "--mesh.dp", "2", *run[2:], "whole")
     assert whole.returncode == 0, whole.stderr
@@ -76,19 +89,45 @@ def test_host_that_is_lost_and_the_run_goes_on_with_the_rest(tmp_path: Path) -> 
     for step in expected:
         # The promise for a resume on another mesh (docs/resume.md).
         assert found[step]["loss"] == pytest.approx(expected[step]["loss"], abs=1e-4), step
-        assert found[step]["grad_norm"] == pytest.approx(expected[step]["grad_norm"], rel=1e-3), step
+        assert found[step]["grad_norm"] == pytest.approx(
+            expected[step]["grad_norm"], rel=1e-3
+        ), step
         assert found[step]["samples"] == expected[step]["samples"]
     proof = command(tmp_path, "data", "audit", "run")
     assert proof.returncode == 0 and "2 starts" in proof.stdout, proof.stdout + proof.stderr
     assert not any(alive(process) for process in rank_processes(tmp_path / "run").values())
 
 
-def _agent(folder: Path, both: list[Host], number: int, run: tuple[str, ...]) -> subprocess.Popen[bytes]:
+def _agent(
+    folder: Path, both: list[Host], number: int, run: tuple[str, ...]
+) -> subprocess.Popen[bytes]:
     """torchrun on one of the hosts; the first one keeps the rendezvous, so it must stay."""
     conf = f"is_host={'true' if number == 0 else 'false'},join_timeout=60,last_call_timeout=2,read_timeout=20"
-    place = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-backend", "c10d"]
-    place += ["--rdzv-id", "lost", "--rdzv-endpoint", f"{both[0].hostname}:29400", "--rdzv-conf", conf]
+    place = [
+        "--nnodes",
+        "1:2",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "3",
+        "--rdzv-backend",
+        "c10d",
+    ]
+    place += [
+        "--rdzv-id",
+        "lost",
+        "--rdzv-endpoint",
+        f"{both[0].hostname}:29400",
+        "--rdzv-conf",
+        conf,
+    ]
     place += ["--local-addr", both[number].address]
-    env = {**environment(folder), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    env = {
+        **environment(folder),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     arguments = [str(TORCHRUN), *place, "-m", "threefold", "train", "config.yaml", *run, "run"]
-    return both[number].start(arguments, cwd=folder, env=env, output=folder / f"host-{number}.txt")
+    return both[number].start(
+        arguments, cwd=folder, env=env, output=folder / f"host-{number}.txt"
+    )

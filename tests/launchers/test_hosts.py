@@ -21,10 +21,21 @@ pytestmark = [
 ]
 
 TIMEOUT_S = 12.0
-KEYS = ("--mesh.dp", "2", "--train.steps", "3", "--mesh.timeout_s", str(TIMEOUT_S), "--log.dir", "run")
+KEYS = (
+    "--mesh.dp",
+    "2",
+    "--train.steps",
+    "3",
+    "--mesh.timeout_s",
+    str(TIMEOUT_S),
+    "--log.dir",
+    "run",
+)
 
 
-def start(host: Host, number: int, folder: Path, output: Path, **env: str) -> subprocess.Popen[bytes]:
+def start(
+    host: Host, number: int, folder: Path, output: Path, **env: str
+) -> subprocess.Popen[bytes]:
     place = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     master = {"MASTER_ADDR": "tfhosts-1", "MASTER_PORT": "29500"}
     return host.start(
@@ -82,6 +93,8 @@ def test_host_that_comes_late_is_waited_for(tmp_path: Path) -> None:
 
 def _tries(host: Host) -> bool:
     """Whether a process of the host has torch's libraries, so that it is at the rendezvous, or about to be."""
-    listed = subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=True
+    )
     maps = [Path(f"/proc/{process}/maps") for process in listed.stdout.split()]
     return any("libtorch_cpu" in path.read_text() for path in maps if path.exists())

@@ -86,7 +86,9 @@ def test_manifests_are_what_the_cluster_knows(kind: str, num_hosts: int) -> None
 
 def test_check_itself_finds_a_field_that_is_none() -> None:
     documents = made("jobset", 1)
-    documents[1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["shmSize"] = "1Gi"
+    documents[1]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
+        "shmSize"
+    ] = "1Gi"
     assert "shmSize" in check(documents).stderr
 
 

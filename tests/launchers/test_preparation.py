@@ -25,7 +25,9 @@ from unit.test_prepare import contents
 RAY = list((ROOT / ".venv-launchers" / "lib").glob("python*/site-packages/ray"))
 pytestmark = [pytest.mark.launchers, pytest.mark.timing, pytest.mark.timeout(300)]
 needs_slurm = pytest.mark.skipif(slurm.why_not() is not None, reason=str(slurm.why_not()))
-needs_ray = pytest.mark.skipif(not RAY, reason="no ray in .venv-launchers (make test-launchers)")
+needs_ray = pytest.mark.skipif(
+    not RAY, reason="no ray in .venv-launchers (make test-launchers)"
+)
 
 KEYS = ("--data.source", "rows.jsonl", "--data.tokenizer", "bytes")
 # A folder that Python looks into first: parts of some kilobytes, and a task that dies at its first part once.
@@ -65,10 +67,17 @@ def folder(tmp_path: Path) -> Path:
 
 def variables(folder: Path, **others: str) -> dict[str, str]:
     paths = os.pathsep.join([str(folder / "customize"), str(ROOT / "src")])
-    return {**environment(folder), "PYTHONPATH": paths, "MARKS": str(folder / "marks"), **others}
+    return {
+        **environment(folder),
+        "PYTHONPATH": paths,
+        "MARKS": str(folder / "marks"),
+        **others,
+    }
 
 
-def run(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    folder: Path, *arguments: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "threefold", "data", "prepare", *KEYS, *arguments]
     told = {"capture_output": True, "text": True, "timeout": 120}
     return subprocess.run(words, cwd=folder, env=env or variables(folder), **told)
@@ -79,13 +88,30 @@ def without_list(made: dict[str, bytes]) -> dict[str, bytes]:
     return {name: data for name, data in made.items() if name != "data.files.jsonl"}
 
 
-def submitted(cluster: slurm.Cluster, folder: Path, to: str, *, env: dict[str, str]) -> tuple[str, str]:
+def submitted(
+    cluster: slurm.Cluster, folder: Path, to: str, *, env: dict[str, str]
+) -> tuple[str, str]:
     """What the command for Slurm and its last job have printed."""
-    words = (sys.executable, "-m", "threefold", "data", "prepare", *KEYS, "--to", to, "--engine", "slurm")
-    done = cluster.run(*words, "--name", "prepare", "--partition", "main", "--time", "5", cwd=folder, env=env)
+    words = (
+        sys.executable,
+        "-m",
+        "threefold",
+        "data",
+        "prepare",
+        *KEYS,
+        "--to",
+        to,
+        "--engine",
+        "slurm",
+    )
+    done = cluster.run(
+        *words, "--name", "prepare", "--partition", "main", "--time", "5", cwd=folder, env=env
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     wait_for(
-        lambda: not cluster.run("squeue", "--noheader", cwd=folder, env=env).stdout.strip(), "the end", within_s=200
+        lambda: not cluster.run("squeue", "--noheader", cwd=folder, env=env).stdout.strip(),
+        "the end",
+        within_s=200,
     )
     joined = re.findall(r"job (\d+) joins and proves them", done.stdout)[0]
     return done.stdout, (folder / f"prepare-{joined}.out").read_text()
@@ -115,10 +141,14 @@ def test_an_array_makes_that_store_at_an_address(cluster: slurm.Cluster, folder:
     server = node.start(program, cwd=folder, env=variables(folder), output=there / "printed")
     try:
         wait_for((there / "endpoint").exists, "the store")
-        env = variables(folder, AWS_ENDPOINT_URL=(there / "endpoint").read_text(), AWS_REGION="us-east-1")
+        env = variables(
+            folder, AWS_ENDPOINT_URL=(there / "endpoint").read_text(), AWS_REGION="us-east-1"
+        )
         env |= {"AWS_ACCESS_KEY_ID": "A", "AWS_SECRET_ACCESS_KEY": "S"}
         for dies_at, printed in (("3", "part 3 is missing\n"), ("", "every digest was equal")):
-            _, joined = submitted(cluster, folder, "s3://runs/t", env={**env, "DIE_AT": dies_at})
+            _, joined = submitted(
+                cluster, folder, "s3://runs/t", env={**env, "DIE_AT": dies_at}
+            )
             assert printed in joined
         (there / "end").touch()
         wait_for((there / "ended").exists, "the end of the store")
@@ -128,7 +158,9 @@ def test_an_array_makes_that_store_at_an_address(cluster: slurm.Cluster, folder:
     made = {path.name: path.read_bytes() for path in (there / "objects" / "t").iterdir()}
     assert json.loads(made.pop(MARK))["files"].keys() == made.keys()
     local = {name: (folder / "local" / name).read_bytes() for name in made}
-    local["tokens.blocks"] = Blocks.parse(local["tokens.blocks"], folder / "local").timeless().to_bytes()
+    local["tokens.blocks"] = (
+        Blocks.parse(local["tokens.blocks"], folder / "local").timeless().to_bytes()
+    )
     assert made == local
 
 
@@ -136,12 +168,34 @@ def test_an_array_makes_that_store_at_an_address(cluster: slurm.Cluster, folder:
 def test_tasks_of_ray_make_the_store_of_one_process(folder: Path) -> None:
     """Three of their processes are killed at work, and begun again by Ray."""
     # Ray is in the launchers' venv; torch and threefold are here.
-    here = os.pathsep.join([str(folder / "customize"), str(ROOT / "src"), sysconfig.get_path("purelib")])
-    words = [PYTHON, "-m", "threefold", "data", "prepare", *KEYS, "--to", "store", "--engine", "ray"]
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as short:  # Ray's sockets need a short path
-        quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": short, "RAY_ADDRESS": "", "DIE_AT": "0 3 5"}
+    here = os.pathsep.join(
+        [str(folder / "customize"), str(ROOT / "src"), sysconfig.get_path("purelib")]
+    )
+    words = [
+        PYTHON,
+        "-m",
+        "threefold",
+        "data",
+        "prepare",
+        *KEYS,
+        "--to",
+        "store",
+        "--engine",
+        "ray",
+    ]
+    with tempfile.TemporaryDirectory(
+        prefix="ray-", dir="/tmp"
+    ) as short:  # Ray's sockets need a short path
+        quiet = {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_TMPDIR": short,
+            "RAY_ADDRESS": "",
+            "DIE_AT": "0 3 5",
+        }
         env = {**variables(folder), **quiet, "PYTHONPATH": here}
-        done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(
+            words, cwd=folder, env=env, capture_output=True, text=True, timeout=240
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(path.name for path in (folder / "marks").iterdir()) == ["0", "3", "5"]
     assert "every digest was equal when they were joined" in done.stdout

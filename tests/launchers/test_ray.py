@@ -22,7 +22,17 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not RAY, reason="no ray in .venv-launchers (make test-launchers)"),
 ]
-KEYS = ("--mesh.dp", "2", "--mesh.device", "cpu", "--train.steps", "6", "--log.every", "1", "--log.dir")
+KEYS = (
+    "--mesh.dp",
+    "2",
+    "--mesh.device",
+    "cpu",
+    "--train.steps",
+    "6",
+    "--log.every",
+    "1",
+    "--log.dir",
+)
 
 
 def test_job_trains_as_ranks_do(tmp_path: Path) -> None:
@@ -36,12 +46,22 @@ def test_job_trains_as_ranks_do(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(dump(config, nulls=False))
     # Ray is in the launchers' venv; torch and threefold are here.
     here = os.pathsep.join([str(ROOT / "src"), sysconfig.get_path("purelib")])
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as short:  # Ray's sockets need a short path
-        quiet = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "HOME": str(tmp_path), "RAY_TMPDIR": short}
+    with tempfile.TemporaryDirectory(
+        prefix="ray-", dir="/tmp"
+    ) as short:  # Ray's sockets need a short path
+        quiet = {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "OMP_NUM_THREADS": "1",
+            "HOME": str(tmp_path),
+            "RAY_TMPDIR": short,
+        }
         env = {**os.environ, **quiet, "PYTHONPATH": here}
         told = {"capture_output": True, "text": True, "check": False, "timeout": 240}
         done = subprocess.run(
-            [PYTHON, str(ROOT / "examples" / "ray_job.py"), "job.yaml"], cwd=tmp_path, env=env, **told
+            [PYTHON, str(ROOT / "examples" / "ray_job.py"), "job.yaml"],
+            cwd=tmp_path,
+            env=env,
+            **told,
         )
     assert done.returncode == 0, done.stdout + done.stderr
     assert curve(tmp_path / "workers") == curve(tmp_path / "ranks")

@@ -25,7 +25,12 @@ pytestmark = [
     pytest.mark.skipif(sagemaker.why_not() is not None, reason=str(sagemaker.why_not())),
 ]
 
-KEYS = {"mesh.dp": "2", "mesh.device": "cpu", "data.source": "channel:words", "checkpoint.every": "5"}
+KEYS = {
+    "mesh.dp": "2",
+    "mesh.device": "cpu",
+    "data.source": "channel:words",
+    "checkpoint.every": "5",
+}
 HOST = os.uname().nodename
 
 
@@ -71,12 +76,23 @@ def test_job_goes_on_in_the_next_container_and_leaves_its_model(folder: Path) ->
     ended = sagemaker.run_toolkit(folder, second)
     assert ended.returncode == 0, ended.stderr
     assert f"resumed from {second}/checkpoints/checkpoints/step-00000007" in ended.stdout
-    source = ("--data.source", "corpus", "--train.steps", "12", "--optimizer.schedule", "constant")
-    whole = command(folder, "train", "config.yaml", "--mesh.dp", "2", *source, "--log.dir", "whole")
+    source = (
+        "--data.source",
+        "corpus",
+        "--train.steps",
+        "12",
+        "--optimizer.schedule",
+        "constant",
+    )
+    whole = command(
+        folder, "train", "config.yaml", "--mesh.dp", "2", *source, "--log.dir", "whole"
+    )
     assert whole.returncode == 0, whole.stderr
     assert curve(second / "checkpoints") == curve(folder / "whole")
     assert (second / "output" / "success").exists()
-    assert {"config.json", "model.safetensors"} <= {path.name for path in (second / "model").iterdir()}
+    assert {"config.json", "model.safetensors"} <= {
+        path.name for path in (second / "model").iterdir()
+    }
 
 
 def test_reason_of_a_failure_is_where_the_job_shows_it(folder: Path) -> None:
@@ -101,13 +117,41 @@ def test_job_reaches_the_api_and_holds_no_secret(folder: Path, moto: str) -> Non
         "HF_TOKEN": "hf-secret-of-the-test",
     }
     given = [part for key, value in KEYS.items() for part in (f"--{key}", value)]
-    options = ["--role", "arn:aws:iam::123456789012:role/train", "--image", "image", "--output", "s3://bucket/runs"]
-    options += ["--instance-type", "ml.g5.2xlarge", "--name", "my-job", "--spot", "--secret", "HF_TOKEN=my/token"]
+    options = [
+        "--role",
+        "arn:aws:iam::123456789012:role/train",
+        "--image",
+        "image",
+        "--output",
+        "s3://bucket/runs",
+    ]
+    options += [
+        "--instance-type",
+        "ml.g5.2xlarge",
+        "--name",
+        "my-job",
+        "--spot",
+        "--secret",
+        "HF_TOKEN=my/token",
+    ]
     options += ["--channel", "words=s3://bucket/words"]
-    make = [str(sagemaker.PYTHON), "-c", "import boto3; boto3.client('s3').create_bucket(Bucket='bucket')"]
+    make = [
+        str(sagemaker.PYTHON),
+        "-c",
+        "import boto3; boto3.client('s3').create_bucket(Bucket='bucket')",
+    ]
     subprocess.run(make, env=env, check=True, timeout=180)
     done = subprocess.run(
-        [sys.executable, "-m", "threefold", "submit", "sagemaker", "config.yaml", *given, *options],
+        [
+            sys.executable,
+            "-m",
+            "threefold",
+            "submit",
+            "sagemaker",
+            "config.yaml",
+            *given,
+            *options,
+        ],
         cwd=folder,
         env=env,
         capture_output=True,
@@ -123,14 +167,21 @@ def test_job_reaches_the_api_and_holds_no_secret(folder: Path, moto: str) -> Non
         "print(json.dumps([job, keys], default=str))"
     )
     found = subprocess.run(
-        [str(sagemaker.PYTHON), "-c", read], env=env, capture_output=True, text=True, check=True, timeout=180
+        [str(sagemaker.PYTHON), "-c", read],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=180,
     )
     job, keys = json.loads(found.stdout)
     assert keys == ["runs/my-job/source/sourcedir.tar.gz"]
     assert job["EnableManagedSpotTraining"] is True
     assert json.loads(job["HyperParameters"]["checkpoint.every"]) == "5"
     everything = found.stdout + done.stdout + done.stderr
-    assert "a-secret-of-the-test" not in everything and "hf-secret-of-the-test" not in everything
+    assert (
+        "a-secret-of-the-test" not in everything and "hf-secret-of-the-test" not in everything
+    )
 
 
 def test_entry_script_fetches_secrets_by_name(folder: Path, moto: str) -> None:
@@ -142,7 +193,11 @@ def test_entry_script_fetches_secrets_by_name(folder: Path, moto: str) -> None:
         "environ = {'THREEFOLD_SECRETS': json.dumps({'HF_TOKEN': 'my/token'})};"
         "entry.fetch_secrets(environ); print(environ)"
     )
-    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+    keys = {
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
     done = subprocess.run(
         [str(sagemaker.PYTHON), "-c", code, entry.__file__],
         env={**environment(folder), **keys, "AWS_ENDPOINT_URL": moto},
@@ -154,9 +209,12 @@ def test_entry_script_fetches_secrets_by_name(folder: Path, moto: str) -> None:
     assert done.stdout.strip() == "{'HF_TOKEN': 'the value'}", done.stderr
 
 
-@pytest.mark.skipif(sagemaker.why_no_driver() is not None, reason=str(sagemaker.why_no_driver()))
+@pytest.mark.skipif(
+    sagemaker.why_no_driver() is not None, reason=str(sagemaker.why_no_driver())
+)
 @pytest.mark.parametrize(
-    "driver", ["torchrun_driver.py", pytest.param("basic_script_driver.py", marks=pytest.mark.long)]
+    "driver",
+    ["torchrun_driver.py", pytest.param("basic_script_driver.py", marks=pytest.mark.long)],
 )
 def test_entry_script_under_the_sdks_own_drivers(folder: Path, driver: str) -> None:
     """The same source as the toolkit's; the SDK's paths are fixed, so /opt is a folder of the test's own there."""
@@ -165,7 +223,10 @@ def test_entry_script_under_the_sdks_own_drivers(folder: Path, driver: str) -> N
     ended = subprocess.run(
         sagemaker.driver_command(folder / "ml", driver),
         cwd=folder,
-        env={**sagemaker.toolkit_environment(folder, Path("/opt/ml")), "TRAINING_JOB_NAME": "test"},
+        env={
+            **sagemaker.toolkit_environment(folder, Path("/opt/ml")),
+            "TRAINING_JOB_NAME": "test",
+        },
         capture_output=True,
         text=True,
         timeout=120,

@@ -27,7 +27,9 @@ BERT = sagemaker.ROOT / "examples" / "common" / "bert_sagemaker.py"
 HOST = os.uname().nodename
 
 
-def _lay_out(base: Path, program: Path, hyperparameters: Mapping[str, Any], channels: Mapping[str, Path]) -> None:
+def _lay_out(
+    base: Path, program: Path, hyperparameters: Mapping[str, Any], channels: Mapping[str, Path]
+) -> None:
     """The tree of a container whose job runs a program on two ranks."""
     toolkit: dict[str, Any] = {
         "sagemaker_program": program.name,
@@ -41,7 +43,11 @@ def _lay_out(base: Path, program: Path, hyperparameters: Mapping[str, Any], chan
         tar.add(program, program.name)
     sagemaker.lay_out(
         base,
-        request={"HyperParameters": {key: json.dumps(value) for key, value in {**toolkit, **hyperparameters}.items()}},
+        request={
+            "HyperParameters": {
+                key: json.dumps(value) for key, value in {**toolkit, **hyperparameters}.items()
+            }
+        },
         source=packed.getvalue(),
         host=HOST,
         hosts=[HOST],
@@ -60,11 +66,24 @@ def _loss(output: str) -> float:
 @pytest.mark.long  # the entry script under the toolkit is in test_sagemaker.py, another Trainer below
 def test_trainer_is_started_by_the_toolkit(tmp_path: Path) -> None:
     base = tmp_path / "ml"
-    own = {"max_steps": 12, "learning_rate": 3e-3, "disable_tqdm": True, "output_dir": str(base / "checkpoints")}
+    own = {
+        "max_steps": 12,
+        "learning_rate": 3e-3,
+        "disable_tqdm": True,
+        "output_dir": str(base / "checkpoints"),
+    }
     _lay_out(base, EXAMPLE, own, {})
     hosted = sagemaker.run_toolkit(tmp_path, base)
     assert hosted.returncode == 0, hosted.stdout + hosted.stderr
-    command = ["torchrun", "--standalone", "--nproc_per_node", "2", str(EXAMPLE), "--max_steps", "12"]
+    command = [
+        "torchrun",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(EXAMPLE),
+        "--max_steps",
+        "12",
+    ]
     direct = subprocess.run(
         [*command, "--disable_tqdm", "true"],
         cwd=tmp_path,
@@ -86,17 +105,24 @@ def test_bert_classifier_is_a_job_of_the_toolkit(plain: bool, tmp_path: Path) ->
     channel, base = tmp_path / "channel", tmp_path / "ml"
     channel.mkdir()
     words = [("bad", "good"), ("dull", "fine"), ("grim", "bright"), ("cold", "kind")]
-    rows = [(f"film {number} was {words[number // 2 % 4][number % 2]}", number % 2) for number in range(192)]
+    rows = [
+        (f"film {number} was {words[number // 2 % 4][number % 2]}", number % 2)
+        for number in range(192)
+    ]
     lines = [json.dumps({"text": text, "label": label}) for text, label in rows]
     (channel / "train.jsonl").write_text("\n".join(lines) + "\n")
-    _lay_out(base, BERT, {"epochs": 1, "train_batch_size": 32, "plain": plain}, {"train": channel})
+    _lay_out(
+        base, BERT, {"epochs": 1, "train_batch_size": 32, "plain": plain}, {"train": channel}
+    )
     hosted = sagemaker.run_toolkit(tmp_path, base)
     assert hosted.returncode == 0, hosted.stdout + hosted.stderr
     evaluated = json.loads((base / "output/data/eval_results.json").read_text())
     assert (base / "model/model.safetensors").is_file() and evaluated["eval_rows"] == 43
 
     def norm(printed: str, ranks: int) -> float:
-        line = re.search(rf"gradient norm of the first step ([0-9.]+), on {ranks} ranks", printed)
+        line = re.search(
+            rf"gradient norm of the first step ([0-9.]+), on {ranks} ranks", printed
+        )
         assert line is not None, printed
         return float(line[1])
 

@@ -19,7 +19,16 @@ pytestmark = pytest.mark.timing
 TIMEOUT_S = 3.0
 # Interpreter, config and model's config are read before the ranks meet, on a machine that may be busy.
 SLACK_S = 3.0
-RUN = ("train", "config.yaml", "--train.steps", "1", "--mesh.timeout_s", str(TIMEOUT_S), "--log.dir", "run")
+RUN = (
+    "train",
+    "config.yaml",
+    "--train.steps",
+    "1",
+    "--mesh.timeout_s",
+    str(TIMEOUT_S),
+    "--log.dir",
+    "run",
+)
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -32,11 +41,17 @@ SLURM = {
 TORCH = rank(0, 2, 29500)
 
 ALONE = {
-    "RANK alone": ({"RANK": "0"}, "RANK set, but WORLD_SIZE and MASTER_ADDR and MASTER_PORT not set"),
+    "RANK alone": (
+        {"RANK": "0"},
+        "RANK set, but WORLD_SIZE and MASTER_ADDR and MASTER_PORT not set",
+    ),
     "no master": ({"RANK": "0", "WORLD_SIZE": "2"}, "but MASTER_ADDR and MASTER_PORT not"),
     "no number": ({**TORCH, "WORLD_SIZE": "two"}, "WORLD_SIZE = 'two' is not a number"),
     "rank beyond the world": ({**TORCH, "RANK": "2"}, "RANK = 2 with WORLD_SIZE = 2"),
-    "local rank beyond the machine": ({**TORCH, "LOCAL_RANK": "5"}, "local rank 5 of 2 ranks on this machine"),
+    "local rank beyond the machine": (
+        {**TORCH, "LOCAL_RANK": "5"},
+        "local rank 5 of 2 ranks on this machine",
+    ),
     "one rank exported for all tasks": (
         {**SLURM, **TORCH},
         "RANK = 0 and WORLD_SIZE = 2, but slurm started rank 1 of 2",
@@ -45,7 +60,10 @@ ALONE = {
         {**SLURM, **TORCH, "TORCHELASTIC_RUN_ID": "x", "GROUP_WORLD_SIZE": "1"},
         "SLURM_STEP_NUM_TASKS = 2, but this torchrun has 2 ranks on one host",
     ),
-    "Slurm without srun": ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, "srun has not started this process"),
+    "Slurm without srun": (
+        {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"},
+        "srun has not started this process",
+    ),
     "SageMaker without a launcher": (
         {"SM_HOSTS": '["a", "b"]', "SM_HPS": "{}"},
         "SM_HOSTS has 2 hosts, but no launcher",
@@ -107,7 +125,9 @@ def test_rank_that_never_comes(folder: Path) -> None:
 
 def test_rank_0_that_never_comes(folder: Path) -> None:
     ended = together(folder, [rank(1, 2, free_port())], *RUN)
-    _one_message(ended, "rank 1 of host", "has not reached rank 0 at 127.0.0.1:", "Connection refused")
+    _one_message(
+        ended, "rank 1 of host", "has not reached rank 0 at 127.0.0.1:", "Connection refused"
+    )
 
 
 def test_port_that_is_taken(folder: Path) -> None:
@@ -117,15 +137,24 @@ def test_port_that_is_taken(folder: Path) -> None:
         port = other.getsockname()[1]
         first, second = together(folder, [rank(0, 2, port), rank(1, 2, port)], *RUN)
     _one_message([first], f"port {port} of host", "is taken by another program")
-    _one_message([second], f"the program that listens at 127.0.0.1:{port} is not this run's rank 0")
+    _one_message(
+        [second], f"the program that listens at 127.0.0.1:{port} is not this run's rank 0"
+    )
 
 
 def test_master_whose_name_is_not_known(folder: Path) -> None:
     port = free_port()
     environs = [rank(number, 2, port, MASTER_ADDR="nowhere.invalid") for number in range(2)]
     first, second = together(folder, environs, *RUN)
-    _one_message([first], "rank 1 of 2 did not come", "rank 0, on host", "the name nowhere.invalid is not known here")
-    _one_message([second], "has not reached rank 0", "the name nowhere.invalid is not known here")
+    _one_message(
+        [first],
+        "rank 1 of 2 did not come",
+        "rank 0, on host",
+        "the name nowhere.invalid is not known here",
+    )
+    _one_message(
+        [second], "has not reached rank 0", "the name nowhere.invalid is not known here"
+    )
 
 
 def test_two_processes_with_one_number(folder: Path) -> None:
@@ -138,7 +167,11 @@ def test_hosts_with_different_versions(folder: Path) -> None:
     port = free_port()
     environs = [rank(number, 2, port) for number in range(2)]
     ended = together(folder, environs, *RUN, plants={1: _older_torch})
-    _one_message(ended, "rank 1 of host", f"torch is 2.0.1, on rank 0 of host {socket.gethostname()} it is")
+    _one_message(
+        ended,
+        "rank 1 of host",
+        f"torch is 2.0.1, on rank 0 of host {socket.gethostname()} it is",
+    )
 
 
 def test_hosts_with_different_configs(folder: Path) -> None:

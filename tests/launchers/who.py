@@ -20,7 +20,9 @@ def main() -> None:
     info = dataclasses.asdict(environment.current())
     defaults = {setting.key: setting.text for setting in environment.defaults()}
     # Ranks of two hosts may have the same process number.
-    path = Path(os.environ.get("WHO_FOLDER") or sys.argv[1], f"{os.uname().nodename}-{os.getpid()}.json")
+    path = Path(
+        os.environ.get("WHO_FOLDER") or sys.argv[1], f"{os.uname().nodename}-{os.getpid()}.json"
+    )
     path.write_text(json.dumps({"info": info, "defaults": defaults}))
 
 

@@ -72,11 +72,17 @@ PRODUCED = {
 
 # A line of each known error, as it stands in a log.
 EXAMPLES = dict(
-    line.split(": ", 1) for line in (Path(__file__).parent / "examples.txt").read_text(encoding="utf-8").splitlines()
+    line.split(": ", 1)
+    for line in (Path(__file__).parent / "examples.txt")
+    .read_text(encoding="utf-8")
+    .splitlines()
 )
 
 # public/ERROR.log or public/ERROR--MORE.log: the name says what is to be found, the last line where it is from.
-PUBLIC = {path.stem: path.stem.partition("--")[0] for path in sorted((Path(__file__).parent / "public").glob("*.log"))}
+PUBLIC = {
+    path.stem: path.stem.partition("--")[0]
+    for path in sorted((Path(__file__).parent / "public").glob("*.log"))
+}
 
 UNRELATED = (
     "client",

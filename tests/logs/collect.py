@@ -68,7 +68,12 @@ STARTS: dict[str, Start] = {
     ),
     "unknown-host": Start(
         PLAIN,
-        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node-1.invalid", "MASTER_PORT": "29500"},
+        {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "node-1.invalid",
+            "MASTER_PORT": "29500",
+        },
         "waits-for-server",
     ),
     "rendezvous-timeout": Start(
@@ -94,8 +99,12 @@ STARTS: dict[str, Start] = {
     "monitored-barrier": Start(),
     "world-size-assertion": Start(),
     "mesh-too-big": Start(),
-    "threefold-mesh": Start("{torchrun} --nproc-per-node 2 -m threefold train --mesh.tp 3 --log.dir run"),
-    "threefold-batch": Start("{torchrun} --nproc-per-node 2 -m threefold train --train.global_batch 15 --log.dir run"),
+    "threefold-mesh": Start(
+        "{torchrun} --nproc-per-node 2 -m threefold train --mesh.tp 3 --log.dir run"
+    ),
+    "threefold-batch": Start(
+        "{torchrun} --nproc-per-node 2 -m threefold train --train.global_batch 15 --log.dir run"
+    ),
     "mixed-dtensor": Start(),
     "clip-over-meshes": Start(),
     "unused-parameters": Start(),
@@ -113,7 +122,9 @@ STARTS: dict[str, Start] = {
     "shared-memory": Start(TMPFS.format(size="8m", at="/dev/shm") + PLAIN, unshared=True),
     "killed-worker": Start(PLAIN),
     "open-files": Start("ulimit -n 64; exec " + PLAIN),
-    "full-disk": Start("mkdir full; " + TMPFS.format(size="1m", at="full") + PLAIN, unshared=True),
+    "full-disk": Start(
+        "mkdir full; " + TMPFS.format(size="1m", at="full") + PLAIN, unshared=True
+    ),
     "segmentation-fault": Start(),
     "silent-exit": Start(),
     "own-error": Start(),
@@ -146,9 +157,16 @@ def make(name: str) -> str:
             "name": start.program or name,
             "port": port,
         }
-        command = re.sub(r"\{(\w+)\}", lambda found: places.get(found[1], found[0]), start.command)
+        command = re.sub(
+            r"\{(\w+)\}", lambda found: places.get(found[1], found[0]), start.command
+        )
         environ = {key: value.replace("{port}", port) for key, value in start.environ.items()}
-        base = {"PATH": os.environ["PATH"], "HF_HOME": f"{folder}/hub", "TMPDIR": folder, "HOME": folder}
+        base = {
+            "PATH": os.environ["PATH"],
+            "HF_HOME": f"{folder}/hub",
+            "TMPDIR": folder,
+            "HOME": folder,
+        }
         done = subprocess.run(
             [*(["unshare", "--mount"] if start.unshared else []), "bash", "-c", command],
             cwd=folder,
@@ -182,14 +200,19 @@ def scrub(text: str, folder: str, port: str) -> str:
         (r"\d{4}-\d{2}-\d{2}([ _T])\d{2}:\d{2}:\d{2}(\.\d+)?", r"2026-01-01\g<1>10:00:00"),
         (r"\b([EWI])\d{4} \d{2}:\d{2}:\d{2}\.\d+ \d+", r"\g<1>0101 10:00:00.000000 4242"),
         (r"\[([EWI])\d{3,4} \d{2}:\d{2}:\d{2}\.\d+ ", r"[\g<1>101 10:00:00.000000000 "),
-        (r"(?i)(\bpid:? |pid\(s\) |PID |local_rank: \d\) of binary: |process )\d{2,}", r"\g<1>4243"),
+        (
+            r"(?i)(\bpid:? |pid\(s\) |PID |local_rank: \d\) of binary: |process )\d{2,}",
+            r"\g<1>4243",
+        ),
         (r"0x[0-9a-f]{6,}", "0x7f0000000000"),
         (r"(model-|torchelastic_|none_|tmp)[a-z0-9_]{8}\b", r"\g<1>abcdefgh"),
         (r"[ \t]+$", ""),
     ]
     for pattern, by in replaced:
         text = re.sub(pattern, by, text, flags=re.MULTILINE)
-    return re.sub(r"(frame #\d+: .*\n){4,}", "frame #0: ... (frames of libtorch left out)\n", text)
+    return re.sub(
+        r"(frame #\d+: .*\n){4,}", "frame #0: ... (frames of libtorch left out)\n", text
+    )
 
 
 def main() -> None:

@@ -93,7 +93,12 @@ def occupied_port() -> None:
     with socket.socket() as holder:
         holder.bind(("", 0))
         holder.listen()
-        os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(holder.getsockname()[1]))
+        os.environ.update(
+            RANK="0",
+            WORLD_SIZE="2",
+            MASTER_ADDR="localhost",
+            MASTER_PORT=str(holder.getsockname()[1]),
+        )
         dist.init_process_group("gloo", timeout=timedelta(seconds=4))
 
 
@@ -185,7 +190,9 @@ def clip_over_meshes() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     parameters = []
     for part in (mesh["tp"], mesh):
-        parameter = nn.Parameter(distribute_tensor(torch.randn(4, 4), part, [Shard(0)] * part.ndim))
+        parameter = nn.Parameter(
+            distribute_tensor(torch.randn(4, 4), part, [Shard(0)] * part.ndim)
+        )
         parameter.grad = parameter.detach().clone()
         parameters.append(parameter)
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -219,7 +226,10 @@ def ready_twice() -> None:
     layer = nn.Linear(4, 4)
     model = nn.parallel.DistributedDataParallel(nn.Sequential(layer))
     values = torch.randn(2, 4, requires_grad=True)
-    loss = checkpoint(layer, values, use_reentrant=True).sum() + checkpoint(layer, values, use_reentrant=True).sum()
+    loss = (
+        checkpoint(layer, values, use_reentrant=True).sum()
+        + checkpoint(layer, values, use_reentrant=True).sum()
+    )
     (loss + model(values).sum()).backward()
 
 
@@ -383,8 +393,12 @@ def no_cuda() -> None:
 def no_flash_attention() -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    config = LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
-    AutoModelForCausalLM.from_config(config, attn_implementation="flash_attention_2", dtype=torch.bfloat16)
+    config = LlamaConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    AutoModelForCausalLM.from_config(
+        config, attn_implementation="flash_attention_2", dtype=torch.bfloat16
+    )
 
 
 @program
@@ -402,7 +416,11 @@ def _hub_that_answers(status: int, code: str, message: str) -> None:
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status)
-            for name, value in (("X-Error-Code", code), ("X-Error-Message", message), ("Content-Length", "0")):
+            for name, value in (
+                ("X-Error-Code", code),
+                ("X-Error-Message", message),
+                ("Content-Length", "0"),
+            ):
                 if value:
                     self.send_header(name, value)
             self.end_headers()
@@ -422,7 +440,9 @@ def _hub_that_answers(status: int, code: str, message: str) -> None:
 
 @program
 def hub_gated() -> None:
-    _hub_that_answers(401, "GatedRepo", "Access to model meta-llama/Llama-3.2-1B is restricted.")
+    _hub_that_answers(
+        401, "GatedRepo", "Access to model meta-llama/Llama-3.2-1B is restricted."
+    )
 
 
 @program
@@ -463,8 +483,14 @@ def pointer_instead_of_weights() -> None:
     from transformers import AutoModelForCausalLM
 
     config = '{"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, '
-    config += '"intermediate_size": 32, "vocab_size": 64, "architectures": ["LlamaForCausalLM"]}'
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 1234567890\n"
+    config += (
+        '"intermediate_size": 32, "vocab_size": 64, "architectures": ["LlamaForCausalLM"]}'
+    )
+    pointer = (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:"
+        + b"0" * 64
+        + b"\nsize 1234567890\n"
+    )
     AutoModelForCausalLM.from_pretrained(_model_folder(config, pointer))
 
 

@@ -24,7 +24,9 @@ PREFIXES: dict[str, Callable[[str], str]] = {
     "docker compose": "trainer-1  | {}".format,
     "journalctl": "Feb 01 10:00:00 n4 llama-sft[812]: {}".format,
     "Ray": "(RayTrainWorker pid=77, ip=10.0.0.4) {}".format,
-    "JSON": lambda line: json.dumps({"log": line + "\n", "stream": "stderr", "time": "2026-02-01T10:00:00.0Z"}),
+    "JSON": lambda line: json.dumps(
+        {"log": line + "\n", "stream": "stderr", "time": "2026-02-01T10:00:00.0Z"}
+    ),
     "srun -l in a Pod": "[pod/llama-sft-worker-0/pytorch] 3: {}".format,
 }
 
@@ -61,7 +63,9 @@ def logs(half: str) -> Iterator[FieldLog]:
         for part in table.split("\n@@@@ ")[1:]:
             head, _, text = part.partition("\n\n")
             name, source, *unknown = head.splitlines()
-            yield FieldLog(name, source.removeprefix("source: "), cause, text, unknown == ["stays unknown"])
+            yield FieldLog(
+                name, source.removeprefix("source: "), cause, text, unknown == ["stays unknown"]
+            )
 
 
 def behind(prefix: str, text: str) -> str:
@@ -89,7 +93,9 @@ def judged(log: FieldLog, text: str | None = None) -> tuple[str, str | None]:
 
 def figures(half: str, prefix: str | None = None) -> Counter[str]:
     """How many logs of a half are right, wrong, symptom, unknown, quiet, false alarms."""
-    return Counter(judged(log, behind(prefix, log.text) if prefix else None)[0] for log in logs(half))
+    return Counter(
+        judged(log, behind(prefix, log.text) if prefix else None)[0] for log in logs(half)
+    )
 
 
 def retries(half: str) -> Counter[bool]:
@@ -119,7 +125,9 @@ def main() -> None:
                 f"{count['false alarm']} false alarms in {count['false alarm'] + count['quiet']}"
             )
         right = retries(half)
-        print(f"{half}: retry right in {right[True]} of {right.total()} ({right[True] / right.total():.1%})")
+        print(
+            f"{half}: retry right in {right[True]} of {right.total()} ({right[True] / right.total():.1%})"
+        )
         for log in logs(half) if half == "write" else ():  # a judged log stays unread
             verdict, name = judged(log)
             if verdict not in ("right", "quiet"):

@@ -19,14 +19,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 state, config, out = sys.argv[1:]
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-dist.init_process_group("gloo", init_method=f"file://{out}.ranks", rank=rank, world_size=world_size)
+dist.init_process_group(
+    "gloo", init_method=f"file://{out}.ranks", rank=rank, world_size=world_size
+)
 with open(config) as file:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.load(file)))
 for layer in model.model.layers:
     fully_shard(layer)
 fully_shard(model)
 weights = model.state_dict()
-moments = {name: {key: torch.zeros_like(value) for key, value in weights.items()} for name in ("exp_avg", "exp_avg_sq")}
+moments = {
+    name: {key: torch.zeros_like(value) for key, value in weights.items()}
+    for name in ("exp_avg", "exp_avg_sq")
+}
 moments["step"] = {key: torch.zeros(()) for key in weights}
 asked = {"model": weights, "optimizer": moments}
 dcp.load(asked, storage_reader=HuggingFaceStorageReader(state))
@@ -34,7 +39,9 @@ model.load_state_dict(weights)
 whole = {f"model.{key}": value.full_tensor() for key, value in model.state_dict().items()}
 for name, values in moments.items():
     for key, value in values.items():
-        whole[f"optimizer.{name}.{key}"] = value.full_tensor() if hasattr(value, "full_tensor") else value
+        whole[f"optimizer.{name}.{key}"] = (
+            value.full_tensor() if hasattr(value, "full_tensor") else value
+        )
 if rank == 0:
     save_file({key: value.contiguous() for key, value in whole.items()}, out)
 assert not any(name.startswith("threefold") for name in sys.modules)

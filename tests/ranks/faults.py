@@ -24,7 +24,9 @@ from ranks.runs import environment, run
 MESH = ("--mesh.dp", "2", "--mesh.tp", "2")
 
 
-def planted(folder: Path, plant: str, *arguments: str, sizes: tuple[int, int] = (2, 2)) -> subprocess.CompletedProcess:
+def planted(
+    folder: Path, plant: str, *arguments: str, sizes: tuple[int, int] = (2, 2)
+) -> subprocess.CompletedProcess:
     """A whole run of dp x tp ranks, in each of which a function of `ranks.plants` was called with the rank first."""
     words = (plant, str(sizes[0]), str(sizes[1]), *arguments)
     return run(_train_planted, folder, words, environment(folder), timeout_s=180)
@@ -39,7 +41,9 @@ def _train_planted() -> None:
     plant, dp, tp, *arguments = sys.argv[1:]
     _, overrides = split(arguments)
     overrides += [("mesh.dp", dp), ("mesh.tp", tp), ("mesh.device", "cpu")]
-    overrides += [("model.admission", "off")]  # plants count the run's own steps, which probes would take too
+    overrides += [
+        ("model.admission", "off")
+    ]  # plants count the run's own steps, which probes would take too
     loaded = loading.load("config.yaml", overrides, environ={})
     start._rank_entry = partial(_planted_rank, plant)
     sys.exit(start.train_command(loaded))
@@ -105,7 +109,9 @@ def started(folder: Path, *arguments: str) -> Iterator[Command]:
         run.close()
 
 
-def wait_for(what: Callable[[], Any], why: str | Callable[[], str], *, within_s: float = 120.0) -> Any:
+def wait_for(
+    what: Callable[[], Any], why: str | Callable[[], str], *, within_s: float = 120.0
+) -> Any:
     """What `what` returns as soon as that is true; an AssertionError with `why`, asked for then, after `within_s`."""
     until = time.monotonic() + within_s
     while time.monotonic() < until:

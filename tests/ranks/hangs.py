@@ -31,7 +31,9 @@ _RAISED = {
     "raise": RuntimeError("raised by the test"),
     "full": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
     "memory": MemoryError(),
-    "row": DataError("row 7 has no text", expected="a text in each row", fix="leave the row out"),
+    "row": DataError(
+        "row 7 has no text", expected="a text in each row", fix="leave the row out"
+    ),
     "sys.exit": SystemExit(4),
 }
 _NAMED = re.compile(r"^no progress for \d+ s: (.*)$", re.MULTILINE)
@@ -80,12 +82,16 @@ class Hang:
             _until(release)
         elif self.how == "gil":
             held = ctypes.PyDLL(None)
-            file = held.open(str(release).encode(), os.O_RDONLY)  # returns when it is opened for writing
+            file = held.open(
+                str(release).encode(), os.O_RDONLY
+            )  # returns when it is opened for writing
             held.close(file)
         elif self.how == "lock":
             lock = threading.Lock()
             lock.acquire()
-            threading.Thread(target=lambda: (_until(release), lock.release()), daemon=True).start()
+            threading.Thread(
+                target=lambda: (_until(release), lock.release()), daemon=True
+            ).start()
             lock.acquire()
         else:
             _until(release)
@@ -155,7 +161,9 @@ def _train_hanging() -> None:
     from threefold.run import start
 
     hangs, *arguments = sys.argv[1:]
-    local_ranks._END_WITHIN_S = 2.0  # a rank that holds Python's lock does not end when it is asked
+    local_ranks._END_WITHIN_S = (
+        2.0  # a rank that holds Python's lock does not end when it is asked
+    )
     _, overrides = split(arguments)
     loaded = loading.load("config.yaml", [*overrides, ("mesh.device", "cpu")], environ={})
     start._rank_entry = partial(_hanging_rank, [Hang(**hang) for hang in json.loads(hangs)])

@@ -25,12 +25,22 @@ def held_and_sent(
     for config in configs:
         seq_len = config.data.seq_len
         model = build(config, load.read_config(config.model), mesh)
-        optimizer = build_optimizer(model.module, config.optimizer, exact=config.train.reduce == "exact")
+        optimizer = build_optimizer(
+            model.module, config.optimizer, exact=config.train.reduce == "exact"
+        )
         step = TrainStep(model, optimizer, grad_clip=1.0)
         ids = torch.zeros(rows, seq_len, dtype=torch.int64)
-        batch = {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(seq_len).expand_as(ids)}
+        batch = {
+            "input_ids": ids,
+            "labels": ids.clone(),
+            "position_ids": torch.arange(seq_len).expand_as(ids),
+        }
         step.run([batch] * batches, lr=1e-4)
-        moments = [each for each in tree_leaves([*optimizer.state.values()]) if isinstance(each, torch.Tensor)]
+        moments = [
+            each
+            for each in tree_leaves([*optimizer.state.values()])
+            if isinstance(each, torch.Tensor)
+        ]
         tensors = [*model.module.parameters(), *model.module.buffers(), *moments]
         with LiveTensors(tensors) as memory, SentBytes(mesh) as sent:
             step.run([batch] * batches, lr=1e-4)

@@ -15,9 +15,27 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_OPERATIONS = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "unique_dim", "_unique", "_unique2"}
+_OPERATIONS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "bincount",
+    "unique_dim",
+    "_unique",
+    "_unique2",
+}
 _OPERATIONS |= {"unique_consecutive", "equal", "is_nonzero"}
-_CALLS = {"tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero"}
+_CALLS = {
+    "tolist",
+    "numpy",
+    "cpu",
+    "item",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "nonzero",
+}
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -26,10 +44,17 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self._found = found
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = function.overloadpacket.__name__
-        indices = args[1] if name in ("index", "index_put", "index_put_", "_index_put_impl_") else ()
-        by_mask = any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in indices)
+        indices = (
+            args[1] if name in ("index", "index_put", "index_put_", "_index_put_impl_") else ()
+        )
+        by_mask = any(
+            isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8)
+            for each in indices
+        )
         repeats = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
         if name in _OPERATIONS or by_mask or repeats:
             self._found.add((f"{name} by a mask" if by_mask else name, _place()))
@@ -53,12 +78,18 @@ class HostWaits(TorchFunctionMode):
         super().__exit__(*raised)
         self._operations.__exit__(*raised)
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
         if name in _CALLS:
             self.found.add((name, _place()))
-        elif name == "to" and _names_device(args[1:], kwargs) and not (kwargs.get("non_blocking") or True in args[1:]):
+        elif (
+            name == "to"
+            and _names_device(args[1:], kwargs)
+            and not (kwargs.get("non_blocking") or True in args[1:])
+        ):
             self.found.add(("to a device", _place()))
         elif name in ("tensor", "as_tensor") and kwargs.get("device") is not None:
             self.found.add((f"{name} on a device", _place()))

@@ -51,7 +51,12 @@ def causal_model(seed: int = 0, **settings: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **settings}))
 
@@ -60,9 +65,22 @@ def classifier(seed: int = 0, **settings: Any) -> Any:
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(seed)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+    }
     return BertForSequenceClassification(
-        BertConfig(**{**sizes, "num_attention_heads": 2, "num_labels": 3, "initializer_range": 0.3, **settings})
+        BertConfig(
+            **{
+                **sizes,
+                "num_attention_heads": 2,
+                "num_labels": 3,
+                "initializer_range": 0.3,
+                **settings,
+            }
+        )
     )
 
 
@@ -76,16 +94,26 @@ def join_launcher() -> None:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if world > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-        os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        os.environ |= {
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+        }
 
 
 def arguments(folder: str, **settings: Any) -> Any:
     from transformers import TrainingArguments
 
     join_launcher()
-    quiet = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
+    quiet = {
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+    }
     return TrainingArguments(
-        output_dir=folder, **{"use_cpu": True, **quiet, "dataloader_pin_memory": False, **settings}
+        output_dir=folder,
+        **{"use_cpu": True, **quiet, "dataloader_pin_memory": False, **settings},
     )
 
 
@@ -101,6 +129,8 @@ def mean_by_hand(model: Any, rows: Any) -> float:
                 labels, logits = row["labels"][None, 1:], logits[:, :-1]
             else:
                 labels = row["labels"][None]
-            total += F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=-100).item()
+            total += F.cross_entropy(
+                logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=-100
+            ).item()
             count += int((labels != -100).sum())
     return total / count if count else float("nan")

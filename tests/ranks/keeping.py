@@ -10,8 +10,18 @@ from typing import Any
 
 CORPUS = " ".join(f"word{(index * index + 7) % 97}" for index in range(1500))
 LLAMA: dict[str, Any] = {
-    **{"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "max_position_embeddings": 64},
+    **{
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+    },
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.2,
+        "max_position_embeddings": 64,
+    },
 }
 Sizes = tuple[int, int, int, int]
 
@@ -26,7 +36,13 @@ class Miniature:
     """
 
     def __init__(
-        self, sizes: Sizes, folder: str, *, micro_batch: int = 2, background: bool = True, **values: Any
+        self,
+        sizes: Sizes,
+        folder: str,
+        *,
+        micro_batch: int = 2,
+        background: bool = True,
+        **values: Any,
     ) -> None:
         from threefold.checkpoint.lineage import Author
         from threefold.config.loading import validate
@@ -47,7 +63,11 @@ class Miniature:
         self.config = validate(
             {
                 "model": {"config": LLAMA, **values.get("model", {})},
-                "data": {"source": str(Path(folder).parent / "corpus.txt"), "seq_len": 16, **values.get("data", {})},
+                "data": {
+                    "source": str(Path(folder).parent / "corpus.txt"),
+                    "seq_len": 16,
+                    **values.get("data", {}),
+                },
                 "train": {"global_batch": 8, **values.get("train", {})},
                 "optimizer": {"lr": 3e-3, **values.get("optimizer", {})},
                 "checkpoint": {"every": 1, "keep": 9, **values.get("checkpoint", {})},
@@ -61,20 +81,33 @@ class Miniature:
         folder_of_run = undamaged(RunFolder.from_values(opened), self.mesh)
         begun = self.mesh.share("identity", lambda: dataclasses.asdict(folder_of_run.begin()))
         self.folder = dataclasses.replace(folder_of_run, author=Author(**begun))
-        self.loader = assemble.loader_of(self.config, assemble.rows_of(self.config, tokenizer, self.mesh), self.mesh)
+        self.loader = assemble.loader_of(
+            self.config, assemble.rows_of(self.config, tokenizer, self.mesh), self.mesh
+        )
         self.model = build(self.config, architecture, self.mesh)
         self.optimizer = build_optimizer(self.model.module, self.config.optimizer, self.mesh)
         decay = self.config.optimizer.ema
         self.ema = Ema(self.model.module, decay) if decay is not None else None
         self.step = TrainStep(self.model, self.optimizer, grad_clip=1.0, ema=self.ema)
         self.checkpointer = Checkpointer(
-            *(self.config, self.folder, self.mesh, self.model, self.optimizer, self.loader, architecture), ema=self.ema
+            *(
+                self.config,
+                self.folder,
+                self.mesh,
+                self.model,
+                self.optimizer,
+                self.loader,
+                architecture,
+            ),
+            ema=self.ema,
         )
         self.checkpointer.resume()
         self.done = self.folder.resume.step if self.folder.resume is not None else 0
         warm_up_buckets(self.model, self.mesh, rows=micro_batch, seq_len=16)
         self.checkpointer.start(self.step)
-        self.checkpointer.saver = dataclasses.replace(self.checkpointer.saver, background=background)
+        self.checkpointer.saver = dataclasses.replace(
+            self.checkpointer.saver, background=background
+        )
         self._micro_batch = micro_batch
         self._batches: Iterator[Any] = iter(self.loader)
 
@@ -88,7 +121,13 @@ class Miniature:
             batch = next(self._batches)
             result = self.step.run(micro_batches(batch, self._micro_batch), lr=2e-3)
             self.done += 1
-            curve.append((mean_loss(result, self.mesh), result.grad_norm.item(), batch["indices"].tolist()))
+            curve.append(
+                (
+                    mean_loss(result, self.mesh),
+                    result.grad_norm.item(),
+                    batch["indices"].tolist(),
+                )
+            )
         return curve
 
 

@@ -54,7 +54,9 @@ class Streams(TorchFunctionMode):
         self.computing = self.current = Stream()
         self.late: list[Stream] = []
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.Tensor.copy_ and self.current is not self.computing:
             self.current.queued.append(lambda: function(*args, **(kwargs or {})))
             return args[0]

@@ -14,7 +14,9 @@ def weighted(logits: Any, batch: Any) -> tuple[Any, Any]:
     """A loss of one's own: cross entropy with a weight for each token and a penalty; its count is the weights' sum."""
     import torch.nn.functional as F
 
-    losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none", ignore_index=-100)
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), batch["labels"].flatten(), reduction="none", ignore_index=-100
+    )
     weights = batch["weights"].flatten() * (batch["labels"].flatten() != -100)
     penalty = logits.logsumexp(-1).square().flatten() * weights
     return (losses * weights + 1e-3 * penalty).sum(), weights.sum()
@@ -50,7 +52,9 @@ def preference(model: Any) -> Any:
 
     def loss(logits: Any, batch: Any) -> tuple[Any, Any]:
         labels = batch["labels"]
-        chosen = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
+        chosen = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (
+            labels != -100
+        )
         sums = torch.zeros(len(labels), 2).scatter_add(1, batch["document_ids"], chosen)
         sums = model.sum_over_context(sums)
         return -F.logsigmoid(0.1 * (sums[:, 0] - sums[:, 1])).sum(), len(labels)
@@ -63,7 +67,11 @@ def whole(values: Any) -> Any:
 
 
 def curve(
-    mesh: Any, kind: str, model_config: dict[str, Any] = TINY_LLAMA, micro_batch: int | None = 2, **options: Any
+    mesh: Any,
+    kind: str,
+    model_config: dict[str, Any] = TINY_LLAMA,
+    micro_batch: int | None = 2,
+    **options: Any,
 ) -> Any:
     """(losses, norms, gradients of the first step, whole logits, evaluation) of a loop with one kind of loss."""
     import torch
@@ -71,7 +79,12 @@ def curve(
     import threefold
 
     model = threefold.load_model(config=model_config, mesh=mesh, admission="off", **options)
-    loss = {"default": None, "weighted": weighted, "hidden": on_hidden, "preference": preference(model)}[kind]
+    loss = {
+        "default": None,
+        "weighted": weighted,
+        "hidden": on_hidden,
+        "preference": preference(model),
+    }[kind]
     on: Any = {"loss_on": "hidden_states"} if kind == "hidden" else {}
     first: dict[str, Any] = {}
 
@@ -81,7 +94,9 @@ def curve(
                 if parameter.grad is not None:
                     first[name] = whole(parameter.grad).numpy()
 
-    step = threefold.TrainStep(model, loss=loss, lr=LR, micro_batch=micro_batch, observe=observe, **on)
+    step = threefold.TrainStep(
+        model, loss=loss, lr=LR, micro_batch=micro_batch, observe=observe, **on
+    )
     numbers = []
     for batch in batches():
         own = share(batch, mesh)
@@ -93,8 +108,14 @@ def curve(
         logits = model(input_ids=last["input_ids"], document_ids=last["document_ids"])
     # Unevenly: dp rank 0 has two batches more, one of another size.
     uneven = [share(batch, mesh) for batch in batches()]
-    uneven = uneven[:2] if mesh.dp_rank else [*uneven, {name: rows[:1] for name, rows in last.items()}]
+    uneven = (
+        uneven[:2]
+        if mesh.dp_rank
+        else [*uneven, {name: rows[:1] for name, rows in last.items()}]
+    )
     if loss is None:
-        uneven = [{name: rows for name, rows in each.items() if name != "weights"} for each in uneven]
+        uneven = [
+            {name: rows for name, rows in each.items() if name != "weights"} for each in uneven
+        ]
     evaluated = threefold.EvalStep(model, loss=loss, **on)(uneven)
     return numbers, first, logits.numpy(), tuple(evaluated)

@@ -17,7 +17,9 @@ def mutate(checkpoint: Path, other: Path, seed: int) -> str:
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     # Small files hold what the big ones mean: all are hit equally often.
     file = choice.choice(files)
-    kind = choice.choice(["flip", "flip", "flip", "cut", "remove", "swap", "append", "zero", "empty", "exchange"])
+    kind = choice.choice(
+        ["flip", "flip", "flip", "cut", "remove", "swap", "append", "zero", "empty", "exchange"]
+    )
     content = bytearray(file.read_bytes())
     place = choice.randrange(len(content)) if content else 0
     if kind == "flip":

@@ -79,7 +79,9 @@ def in_a_run(
     numbers: list[tuple[float, float]] = []
     ended: str | int = 0
     try:
-        with threefold.Run(folder, mesh=mesh, config={"audit.every": 3, **(config or {})}) as run:
+        with threefold.Run(
+            folder, mesh=mesh, config={"audit.every": 3, **(config or {})}
+        ) as run:
             run.load(step, loader, scheduler=scheduler)
             for batch in run.steps(loader, until=until, save_every=4):
                 found = step(batch)
@@ -95,7 +97,9 @@ def in_a_run(
     return numbers, ended
 
 
-def signal_in(step: int, number: int = signal.SIGTERM, rank: int = -1) -> Callable[[Any, Any], None]:
+def signal_in(
+    step: int, number: int = signal.SIGTERM, rank: int = -1
+) -> Callable[[Any, Any], None]:
     """Sends a signal to one rank in a step; -1: to the last one."""
     return partial(_signal, step, number, rank)
 

@@ -50,7 +50,9 @@ def memory_used_up(rank: int) -> None:
             "CUDA out of memory. Tried to allocate 22.00 MiB. GPU 0 has a total capacity of 23.65 GiB."
         )
 
-    torch.cuda.memory._dump_snapshot = lambda path: Path(path).write_text("what the allocator holds")
+    torch.cuda.memory._dump_snapshot = lambda path: Path(path).write_text(
+        "what the allocator holds"
+    )
     _before(step, "forward_sums", rank, fail)
 
 
@@ -76,7 +78,9 @@ def infinite_gradient(rank: int) -> None:
         factor = float("inf") if rank == RANK and calls[0] == STEP else 1.0
         handle = model.module.get_input_embeddings().register_forward_hook(
             lambda module, inputs, output: (
-                output.register_hook(lambda gradient: gradient * factor) and None if output.requires_grad else None
+                output.register_hook(lambda gradient: gradient * factor) and None
+                if output.requires_grad
+                else None
             )
         )
         with plain(model, batch, *args, **options) as sums:
@@ -100,7 +104,10 @@ def change_loss(here: bool, steps: Container[int]) -> None:
                 yield sums
             else:
                 nan = float("nan")
-                changed = {name: getattr(sums, name) * nan for name in ("objective", "cross_entropy", "of_rows")}
+                changed = {
+                    name: getattr(sums, name) * nan
+                    for name in ("objective", "cross_entropy", "of_rows")
+                }
                 yield sums._replace(**changed)
 
     step.forward_sums = forward_sums

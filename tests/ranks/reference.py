@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from threefold.check.compare import GRADIENT, GRADIENT_NORM, LOSS, Bounds, Comparison, Difference, compare_tensors
+from threefold.check.compare import (
+    GRADIENT,
+    GRADIENT_NORM,
+    LOSS,
+    Bounds,
+    Comparison,
+    Difference,
+    compare_tensors,
+)
 
 # Of models whose parameters all have a gradient that is more than rounding: none is compared with another's size.
 STRICT = replace(GRADIENT, smallest=0.0)
@@ -30,12 +38,17 @@ def compare_gradients(actual: dict[str, Any], expected: dict[str, Any]) -> list[
 
 def curve_bounds(loss: float, norm: float, reason: str) -> Bounds:
     """Bounds of a test's own: of losses in nats, and of gradient norms, relative."""
-    return Bounds(replace(LOSS, limit=loss, reason=reason), replace(GRADIENT_NORM, limit=norm, reason=reason))
+    return Bounds(
+        replace(LOSS, limit=loss, reason=reason),
+        replace(GRADIENT_NORM, limit=norm, reason=reason),
+    )
 
 
 def require(comparison: Comparison | Sequence[Difference], case: object = "") -> Comparison:
     """The comparison, which holds; else the test fails with the first difference that exceeds its bound."""
-    comparison = comparison if isinstance(comparison, Comparison) else Comparison(list(comparison))
+    comparison = (
+        comparison if isinstance(comparison, Comparison) else Comparison(list(comparison))
+    )
     assert comparison.holds, f"{case}: {comparison}"
     return comparison
 
@@ -54,7 +67,9 @@ TINY_LLAMA: dict[str, Any] = {
 }
 
 
-def make_batches(*, steps: int, rows: int, seq_len: int, vocab: int = 67) -> list[dict[str, torch.Tensor]]:
+def make_batches(
+    *, steps: int, rows: int, seq_len: int, vocab: int = 67
+) -> list[dict[str, torch.Tensor]]:
     """`steps` global batches [rows, seq_len] whose ignored labels are spread unevenly over the rows."""
     generator = torch.Generator().manual_seed(7)
     batches = []
@@ -65,18 +80,31 @@ def make_batches(*, steps: int, rows: int, seq_len: int, vocab: int = 67) -> lis
             ignored = (row * seq_len) // rows
             labels[row, torch.randperm(seq_len, generator=generator)[:ignored]] = -100
         positions = torch.arange(seq_len).expand(rows, -1).contiguous()
-        batches.append({"input_ids": tokens[:, :-1].contiguous(), "labels": labels, "position_ids": positions})
+        batches.append(
+            {
+                "input_ids": tokens[:, :-1].contiguous(),
+                "labels": labels,
+                "position_ids": positions,
+            }
+        )
     return batches
 
 
 def train_alone(
-    model_config: dict[str, Any], batches: list[dict[str, torch.Tensor]], *, lr: float, clip: float, decay: float
+    model_config: dict[str, Any],
+    batches: list[dict[str, torch.Tensor]],
+    *,
+    lr: float,
+    clip: float,
+    decay: float,
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses, gradient norms before clipping, and the first step's clipped gradients, of one process."""
     torch.manual_seed(0)
     values = dict(model_config)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": decay},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -84,8 +112,12 @@ def train_alone(
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
     losses, norms, first = [], [], {}
     for batch in batches:
-        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-        total = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+        logits = model(
+            input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
+        ).logits
+        total = F.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+        )
         loss = total / (batch["labels"] != -100).sum()
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())

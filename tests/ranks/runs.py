@@ -35,30 +35,54 @@ def prepare(folder: Path) -> None:
 
 def environment(folder: Path) -> dict[str, str]:
     """This environment with caches inside `folder` and no launcher's variables."""
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DP_SIZE", "CP_SIZE", "TP_SIZE")
+    launcher = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "DP_SIZE",
+        "CP_SIZE",
+        "TP_SIZE",
+    )
     kept = {name: value for name, value in os.environ.items() if name not in launcher}
     # What was admitted in one test is admitted in all of them.
-    admitted, cache = folder / "cache/threefold/admission", os.environ.get("XDG_CACHE_HOME", folder / "shared")
+    admitted, cache = (
+        folder / "cache/threefold/admission",
+        os.environ.get("XDG_CACHE_HOME", folder / "shared"),
+    )
     shared = Path(cache) / "threefold/admission"
     if not admitted.is_symlink():
         admitted.parent.mkdir(parents=True, exist_ok=True)
         shared.mkdir(parents=True, exist_ok=True)
         admitted.symlink_to(shared)
-    return {**kept, "XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
+    return {
+        **kept,
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "TERM": "dumb",
+    }
 
 
 def command(
-    folder: Path, *arguments: str, timeout_s: float = 300, first: Callable[[], None] | None = None
+    folder: Path,
+    *arguments: str,
+    timeout_s: float = 300,
+    first: Callable[[], None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """`threefold ...` run to its end in `folder`, forked from the server of the tests' ranks.
 
     Args:
         first: a function that its process calls before.
     """
-    return run(warm.threefold, folder, arguments, environment(folder), timeout_s=timeout_s, first=first)
+    return run(
+        warm.threefold, folder, arguments, environment(folder), timeout_s=timeout_s, first=first
+    )
 
 
-def cold_command(folder: Path, *arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+def cold_command(
+    folder: Path, *arguments: str, timeout_s: float = 300
+) -> subprocess.CompletedProcess[str]:
     """As `command`, started by a new interpreter: where the start itself is what is tested."""
     return subprocess.run(
         [sys.executable, "-m", "threefold", *arguments],
@@ -71,7 +95,12 @@ def cold_command(folder: Path, *arguments: str, timeout_s: float = 300) -> subpr
 
 
 def torchrun(
-    folder: Path, num_ranks: int, script: str, *arguments: str, timeout_s: float = 300, **variables: str
+    folder: Path,
+    num_ranks: int,
+    script: str,
+    *arguments: str,
+    timeout_s: float = 300,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """`torchrun --standalone --nproc-per-node NUM_RANKS SCRIPT ARGUMENTS...` in `folder`.
 
@@ -82,12 +111,22 @@ def torchrun(
     """
     warm_ranks = ("--standalone", "--start-method", "forkserver", "--run-path")
     words = ("--nproc-per-node", str(num_ranks), *warm_ranks, str(folder / script), *arguments)
-    return run(warm.torchrun, folder, words, {**environment(folder), **variables}, timeout_s=timeout_s)
+    return run(
+        warm.torchrun, folder, words, {**environment(folder), **variables}, timeout_s=timeout_s
+    )
 
 
-def script(folder: Path, path: str, *arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+def script(
+    folder: Path, path: str, *arguments: str, timeout_s: float = 300
+) -> subprocess.CompletedProcess[str]:
     """`python PATH ARGUMENTS...` in `folder`, forked from that server."""
-    return run(warm.script, folder, (str(folder / path), *arguments), environment(folder), timeout_s=timeout_s)
+    return run(
+        warm.script,
+        folder,
+        (str(folder / path), *arguments),
+        environment(folder),
+        timeout_s=timeout_s,
+    )
 
 
 def run(
@@ -109,10 +148,16 @@ def stop_after(
     folder: Path, step: int, *arguments: str, number: int = signal.SIGTERM
 ) -> subprocess.CompletedProcess[str]:
     """`threefold ...`, sent a signal as soon as it has logged `step`; both outputs, when it has ended, are `stdout`."""
-    with warm.Running(warm.threefold, folder, arguments, environment(folder), one_output=True) as running:
+    with warm.Running(
+        warm.threefold, folder, arguments, environment(folder), one_output=True
+    ) as running:
 
         def logged() -> bool:
-            steps = [line.split()[1] for line in running.out().split("\n")[:-1] if line.startswith("step")]
+            steps = [
+                line.split()[1]
+                for line in running.out().split("\n")[:-1]
+                if line.startswith("step")
+            ]
             return any(int(each.split("/")[0]) >= step for each in steps)
 
         running.wait_for(logged, f"step {step}", 120)

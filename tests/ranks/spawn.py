@@ -45,7 +45,12 @@ PRELOAD = [
     "ranks.frozen",
 ]
 # Read where a library is loaded: one thread (ranks ask for more), no talk of torch's C++, no network, no device.
-LOADED_WITH = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+LOADED_WITH = {
+    "OMP_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+    "DS_ACCELERATOR": "cpu",
+}
 TESTS = str(Path(__file__).parents[1])
 
 
@@ -73,7 +78,9 @@ def fork_from_own_server() -> None:
     forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 300.0
+) -> list[Any]:
     """Calls `function(*args)` on `num_ranks` gloo ranks and returns their results in rank order.
 
     Raises:
@@ -83,7 +90,10 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_rank, args=(function, rank, num_ranks, f"file://{folder}/join", args, results))
+            context.Process(
+                target=_rank,
+                args=(function, rank, num_ranks, f"file://{folder}/join", args, results),
+            )
             for rank in range(num_ranks)
         ]
         for process in processes:
@@ -92,7 +102,11 @@ def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_
             return _collect(results, num_ranks, timeout_s)
         except AssertionError as error:
             # The others of a rank that crashes say first that their connections are closed.
-            ended = {rank: code for rank, code in enumerate(_codes(processes)) if code is not None and code < 0}
+            ended = {
+                rank: code
+                for rank, code in enumerate(_codes(processes))
+                if code is not None and code < 0
+            }
             if not ended:
                 raise
             raise AssertionError(f"ended by a signal: {ended}, by rank; {error}") from None
@@ -118,7 +132,9 @@ def _collect(results: Any, num_ranks: int, timeout_s: float) -> list[Any]:
             rank, value, error = results.get(timeout=max(0.01, deadline - time.monotonic()))
         except queue.Empty:
             missing = sorted(set(range(num_ranks)) - set(answers))
-            raise AssertionError(f"ranks {missing} did not answer within {timeout_s} s") from None
+            raise AssertionError(
+                f"ranks {missing} did not answer within {timeout_s} s"
+            ) from None
         if error is not None:
             raise AssertionError(f"rank {rank} failed:\n{error}")
         answers[rank] = pickle.loads(value)
@@ -126,7 +142,12 @@ def _collect(results: Any, num_ranks: int, timeout_s: float) -> list[Any]:
 
 
 def _rank(
-    function: Callable[..., Any], rank: int, num_ranks: int, rendezvous: str, args: tuple[Any, ...], results: Any
+    function: Callable[..., Any],
+    rank: int,
+    num_ranks: int,
+    rendezvous: str,
+    args: tuple[Any, ...],
+    results: Any,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -138,7 +159,11 @@ def _rank(
     try:
         if num_ranks > 1:
             dist.init_process_group(
-                "gloo", init_method=rendezvous, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
+                "gloo",
+                init_method=rendezvous,
+                rank=rank,
+                world_size=num_ranks,
+                timeout=timedelta(seconds=60),
             )
             # A rank that leaves the group at once must not close its connections while another still makes its own.
             dist.barrier()

@@ -79,7 +79,11 @@ def see_a_part_of_the_row() -> None:
 
     def alone(key: Any, value: Any, group: Any) -> tuple[Any, ...]:
         whole = gather(key, value, group)
-        size, rank, length = torch.distributed.get_world_size(group), torch.distributed.get_rank(group), key.shape[2]
+        size, rank, length = (
+            torch.distributed.get_world_size(group),
+            torch.distributed.get_rank(group),
+            key.shape[2],
+        )
         own = torch.zeros(size * length, 1)
         own[split.local_positions(size * length, cp_size=size, cp_rank=rank)] = 1
         return tuple(each * own for each in whole)
@@ -132,7 +136,9 @@ def untie_the_head() -> None:
 
     def untied(model: Any, *args: Any, **kwargs: Any) -> None:
         fill(model, *args, **kwargs)
-        model.lm_head._parameters["weight"] = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        model.lm_head._parameters["weight"] = torch.nn.Parameter(
+            model.lm_head.weight.detach().clone()
+        )
 
     storage.fill = untied  # type: ignore[assignment]
 
@@ -191,7 +197,11 @@ def scale_gradients_of_longer_rows() -> None:
 
     def forward(module: Any, x: Any) -> Any:
         output = plain(module, x)
-        if isinstance(module.down_proj.weight, DTensor) and x.shape[1] > 40 and output.requires_grad:
+        if (
+            isinstance(module.down_proj.weight, DTensor)
+            and x.shape[1] > 40
+            and output.requires_grad
+        ):
             output.register_hook(lambda gradient: gradient * 1.1)
         return output
 
@@ -215,7 +225,9 @@ def halve_gradients_of_keys_in_bfloat16() -> None:
     own = functional.scaled_dot_product_attention
 
     def attention(query: Any, key: Any, *rest: Any, **options: Any) -> Any:
-        return own(query, Halved.apply(key) if key.dtype == torch.bfloat16 else key, *rest, **options)
+        return own(
+            query, Halved.apply(key) if key.dtype == torch.bfloat16 else key, *rest, **options
+        )
 
     functional.scaled_dot_product_attention = attention
 
@@ -248,13 +260,18 @@ def _admit_with(fault: Callable[[], None], sizes: dict[str, int], *asked: Any) -
     return _admit(mesh, *asked, "full")
 
 
-def _admit_twice(folder: str, sizes: dict[str, int], data: dict[str, Any]) -> list[tuple[str, str]]:
+def _admit_twice(
+    folder: str, sizes: dict[str, int], data: dict[str, Any]
+) -> list[tuple[str, str]]:
     import threefold
 
     os.environ["XDG_CACHE_HOME"] = folder
     mesh = threefold.init_mesh(**sizes, device="cpu")
     models = (LLAMA, TIED, MIXTRAL, ROUTED, ADAPTED, NARROW)
-    said = [(_admit(mesh, model, data, "auto"), _admit(mesh, model, data, "auto")) for model in models]
+    said = [
+        (_admit(mesh, model, data, "auto"), _admit(mesh, model, data, "auto"))
+        for model in models
+    ]
     mesh.close()
     return said
 
@@ -264,7 +281,14 @@ def _admit_twice(folder: str, sizes: dict[str, int], data: dict[str, Any]) -> li
     [
         (drop_the_mask, {"tp": 2}, LLAMA, {}, "causality", "use another architecture"),
         (drop_the_mask, {"cp": 2}, LLAMA, {}, "causality", "use another architecture"),
-        (forget_documents, {"dp": 2}, LLAMA, {"document_mask": True}, "documents", "--data.document_mask false"),
+        (
+            forget_documents,
+            {"dp": 2},
+            LLAMA,
+            {"document_mask": True},
+            "documents",
+            "--data.document_mask false",
+        ),
         (shift_positions, {"cp": 2}, LLAMA, {}, "loss", "--mesh.cp 1"),
         (see_a_part_of_the_row, {"cp": 2}, LLAMA, {}, "context", "--mesh.cp 1"),
         (sum_twice, {"tp": 2}, QWEN3, {}, "gradients", "--mesh.tp 1"),
@@ -277,12 +301,31 @@ def _admit_twice(folder: str, sizes: dict[str, int], data: dict[str, Any]) -> li
         (leak_rows, {"dp": 2}, LLAMA, {}, "composition", "--model.admission off"),
         (scale_the_head, {"dp": 2}, LLAMA, {}, "head", "--model.admission off"),
         (count_padding, {"dp": 2}, ROUTED, {}, "routers' loss", "--model.admission off"),
-        (halve_gradients_of_keys_in_bfloat16, {"dp": 2}, NARROW, {}, "kernels", "--model.dtype float32"),
-        (halve_gradients_of_keys_in_bfloat16, {"tp": 2}, NARROW, {}, "kernels", "--model.dtype float32"),
+        (
+            halve_gradients_of_keys_in_bfloat16,
+            {"dp": 2},
+            NARROW,
+            {},
+            "kernels",
+            "--model.dtype float32",
+        ),
+        (
+            halve_gradients_of_keys_in_bfloat16,
+            {"tp": 2},
+            NARROW,
+            {},
+            "kernels",
+            "--model.dtype float32",
+        ),
     ],
 )
 def test_a_planted_fault_is_refused_by_name(
-    fault: Callable[[], None], sizes: dict[str, int], model: dict[str, Any], data: dict[str, Any], probe: str, fix: str
+    fault: Callable[[], None],
+    sizes: dict[str, int],
+    model: dict[str, Any],
+    data: dict[str, Any],
+    probe: str,
+    fix: str,
 ) -> None:
     found = run_ranks(_admit_with, 2, fault, sizes, model, data)
     assert found[0] == found[1]
@@ -292,15 +335,21 @@ def test_a_planted_fault_is_refused_by_name(
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "dp_shard": 2}, {"cp": 2}, {"tp": 2}])
-@pytest.mark.parametrize("data", [{}, {"document_mask": True, "packing": "best_fit"}, {"packing": "none"}])
-def test_right_models_are_admitted_once(sizes: dict[str, int], data: dict[str, Any], tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    "data", [{}, {"document_mask": True, "packing": "best_fit"}, {"packing": "none"}]
+)
+def test_right_models_are_admitted_once(
+    sizes: dict[str, int], data: dict[str, Any], tmp_path: Any
+) -> None:
     for first, again in run_ranks(_admit_twice, 2, str(tmp_path), sizes, data)[0]:
         assert " probes hold: " in first
         assert not first.endswith("; found before")
         assert again.endswith("; found before")
 
 
-def _admit_after(fault: Callable[[], None], folder: str, on: tuple[int, ...]) -> tuple[str, str]:
+def _admit_after(
+    fault: Callable[[], None], folder: str, on: tuple[int, ...]
+) -> tuple[str, str]:
     import threefold
 
     os.environ["XDG_CACHE_HOME"] = folder
@@ -327,7 +376,10 @@ def test_a_kept_pass_admits_no_patched_class(fault: Callable[[], None], tmp_path
 
 
 def test_a_class_that_is_patched_on_one_rank_is_refused(tmp_path: Any) -> None:
-    after = [after for _, after in run_ranks(_admit_after, 2, see_the_next_token, str(tmp_path), (1,))]
+    after = [
+        after
+        for _, after in run_ranks(_admit_after, 2, see_the_next_token, str(tmp_path), (1,))
+    ]
     assert after[0] == after[1]
     assert after[0].startswith("the code of the model on rank 1 is not that of rank 0")
 
@@ -339,7 +391,15 @@ def _narrow(model_type: str) -> str:
     from threefold.mesh.mesh import init_mesh
 
     mesh = init_mesh(device="cpu")
-    config = validate({"model": {"config": {"model_type": model_type}, "dtype": "bfloat16", "admission": "full"}})
+    config = validate(
+        {
+            "model": {
+                "config": {"model_type": model_type},
+                "dtype": "bfloat16",
+                "admission": "full",
+            }
+        }
+    )
     try:
         return ": ".join(admit(config, config_of(model_type), mesh).said)
     except ThreefoldError as error:

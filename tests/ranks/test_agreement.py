@@ -47,9 +47,13 @@ def _later(sizes: dict[str, int]) -> list[Any]:
         "rows": _said(lambda: step(other)) if mesh.dp_size == 1 else "",
         "pieces": _said(lambda: step(uneven)),
         "batch": _said(lambda: step(bad)),
-        "call": _said(lambda: step(second) if mesh.rank else threefold.EvalStep(model)([second])),
+        "call": _said(
+            lambda: step(second) if mesh.rank else threefold.EvalStep(model)([second])
+        ),
     }
-    assert all(torch.equal(a, loops.whole(b)) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, loops.whole(b)) for a, b in zip(before, model.parameters(), strict=True)
+    )
     losses += [step(second).loss, step(third).loss]
     mesh.close()
     return [said, losses]
@@ -75,7 +79,9 @@ def _later_alone() -> list[float]:
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_a_later_batch_that_is_wrong_is_named_on_every_rank(sizes: dict[str, int], alone: list[float]) -> None:
+def test_a_later_batch_that_is_wrong_is_named_on_every_rank(
+    sizes: dict[str, int], alone: list[float]
+) -> None:
     for said, losses in run_ranks(_later, 2, sizes, timeout_s=60):
         if "dp" not in sizes:
             same = "ranks 0 and 1 belong to dp rank 0 and give different rows to step 2"
@@ -85,7 +91,10 @@ def test_a_later_batch_that_is_wrong_is_named_on_every_rank(sizes: dict[str, int
             f"the batch of step 2 is cut into {pieces[1]} micro-batches on rank 1, into {pieces[0]} on rank 0"
         )
         assert said["batch"] == "the batch has 'junk', which the step does not know"
-        assert said["call"] == "ranks are not in the same call: rank 0 is in an evaluation, rank 1 in step 2"
+        assert (
+            said["call"]
+            == "ranks are not in the same call: rank 0 is in an evaluation, rank 1 in step 2"
+        )
         # Nothing was left behind by what was refused.
         assert losses == pytest.approx(alone, rel=1e-5)
 
@@ -103,16 +112,22 @@ def _raises_on_one(sizes: dict[str, int]) -> list[Any]:
     def loss(logits: Any, batch: Any) -> Any:
         if mesh.rank == mesh.world_size - 1 and fails[0] and (batch["row"] == 0).any():
             raise ValueError("rows that it cannot take")
-        sums = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum", ignore_index=-100)
+        sums = F.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum", ignore_index=-100
+        )
         return sums, (batch["labels"] != -100).sum()
 
     step = threefold.TrainStep(model, loss=loss, lr=1e-3, micro_batch=2)
     first, second, third, _ = (loops.share(batch, mesh) for batch in _batches())
     numbers: list[Any] = []
     alone = mesh.world_size == 1
-    for number, batch in enumerate((first, second, third) if alone else (first, second, second, third)):
+    for number, batch in enumerate(
+        (first, second, third) if alone else (first, second, second, third)
+    ):
         fails[0] = number == 1 and not alone
-        batch["row"] = torch.arange(len(batch["labels"])).flip(0)  # in the last micro-batch, after gradients
+        batch["row"] = torch.arange(len(batch["labels"])).flip(
+            0
+        )  # in the last micro-batch, after gradients
         try:
             numbers.append(step(batch).loss)
         except Exception as error:
@@ -128,9 +143,15 @@ def _raises_on_one(sizes: dict[str, int]) -> list[Any]:
 def test_a_loss_that_raises_on_one_rank_ends_the_step_of_all(sizes: dict[str, int]) -> None:
     alone = run_ranks(_raises_on_one, 1, {})[0]
     first, last = run_ranks(_raises_on_one, 2, sizes, timeout_s=60)
-    assert first.pop(1) == "OtherRankError: the loss raised on rank 1: ValueError: rows that it cannot take"
+    assert (
+        first.pop(1)
+        == "OtherRankError: the loss raised on rank 1: ValueError: rows that it cannot take"
+    )
     assert last.pop(1) == "ValueError: rows that it cannot take"
-    assert first.pop() == "another rank failed in 'agreement': ValueError: rows that it cannot take"
+    assert (
+        first.pop()
+        == "another rank failed in 'agreement': ValueError: rows that it cannot take"
+    )
     assert last.pop() == "rows that it cannot take" and alone.pop() == ""
     # All left the step out, with what it had of gradients: the same batch then is a step as if nothing had been.
     assert first == last == pytest.approx(alone, rel=1e-5)
@@ -156,7 +177,9 @@ def _distilled(sizes: dict[str, int]) -> Any:
         assert wanted.shape == logits.shape and whole.shape[1] == batch.whole["labels"].shape[1]
         if not said:
             said.append(_said(lambda: teacher(input_ids=batch["input_ids"].clone())))
-        divergence = F.kl_div(logits.log_softmax(-1), wanted.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+        divergence = F.kl_div(
+            logits.log_softmax(-1), wanted.log_softmax(-1), reduction="none", log_target=True
+        ).sum(-1)
         counted = batch["labels"] != -100
         return (divergence * counted).sum(), counted.sum()
 
@@ -171,7 +194,9 @@ def test_a_model_that_a_loss_calls_is_that_of_one_process(sizes: dict[str, int])
     alone, _ = run_ranks(_distilled, 1, {})[0]
     for numbers, said in run_ranks(_distilled, 2, sizes, timeout_s=60):
         for (loss, norm), (one_loss, one_norm) in zip(numbers, alone, strict=True):
-            assert loss == pytest.approx(one_loss, rel=1e-4) and norm == pytest.approx(one_norm, rel=1e-3)
+            assert loss == pytest.approx(one_loss, rel=1e-4) and norm == pytest.approx(
+                one_norm, rel=1e-3
+            )
         if "cp" in sizes:
             assert said == ["a loss calls a model with rows of 8 tokens, of 16 in the batch"]
 
@@ -197,5 +222,8 @@ def _called(sizes: dict[str, int]) -> list[str]:
 def test_other_rows_on_ranks_of_one_copy_are_refused_by_a_call(sizes: dict[str, int]) -> None:
     for said in run_ranks(_called, 2, sizes, timeout_s=60):
         same = "ranks 0 and 1 belong to dp rank 0 and give different rows to"
-        assert said[:2] == [f"{same} model(...): row 0 of input_ids", f"{same} generate: row 0 of input_ids"]
+        assert said[:2] == [
+            f"{same} model(...): row 0 of input_ids",
+            f"{same} generate: row 0 of input_ids",
+        ]
         assert said[2] == "backward through what model(...) returned"

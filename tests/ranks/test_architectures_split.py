@@ -38,24 +38,46 @@ def _compared(names: tuple[str, ...], axis: str) -> dict[str, list[Difference]]:
     from threefold.training.step import TrainStep, mean_loss
     from unit.test_architectures_alone import rows, small, theirs
 
-    mesh = init_mesh(2, dp_shard=2, device="cpu") if axis == "dp_shard" else init_mesh(1, **{axis: 2}, device="cpu")
+    mesh = (
+        init_mesh(2, dp_shard=2, device="cpu")
+        if axis == "dp_shard"
+        else init_mesh(1, **{axis: 2}, device="cpu")
+    )
     compared = {}
     for name in names:
-        asked: dict[str, Any] = {"model": {"config": {"model_type": name}}, "data": {"seq_len": 32}}
+        asked: dict[str, Any] = {
+            "model": {"config": {"model_type": name}},
+            "data": {"seq_len": 32},
+        }
         config, architecture = validate(asked), small(name)
         for mask in ("causal", "documents"):
             model = build(config, architecture, mesh)
             model.module.eval()
             batch = rows(mask, architecture)
-            own = batch if axis != "dp_shard" else {key: each[mesh.dp_rank :: 2] for key, each in batch.items()}
+            own = (
+                batch
+                if axis != "dp_shard"
+                else {key: each[mesh.dp_rank :: 2] for key, each in batch.items()}
+            )
             gradients: dict[str, torch.Tensor] = {}
 
-            def observe(model: Any = model, gradients: dict[str, torch.Tensor] = gradients) -> None:
-                gradients.update((each, whole.clone()) for each, whole in complete_gradients(model))
+            def observe(
+                model: Any = model, gradients: dict[str, torch.Tensor] = gradients
+            ) -> None:
+                gradients.update(
+                    (each, whole.clone()) for each, whole in complete_gradients(model)
+                )
 
-            step = TrainStep(model, build_optimizer(model.module, config.optimizer), grad_clip=0.0, observe=observe)
+            step = TrainStep(
+                model,
+                build_optimizer(model.module, config.optimizer),
+                grad_clip=0.0,
+                observe=observe,
+            )
             loss = mean_loss(step.run([own], lr=0.0), mesh)
-            alone = load.whole(config.model, architecture, seed=config.train.seed, dtype=torch.float32).eval()
+            alone = load.whole(
+                config.model, architecture, seed=config.train.seed, dtype=torch.float32
+            ).eval()
             expected_loss, expected = theirs(alone, batch)
             compared[f"{name}, {mask}"] = [
                 compare_number(LOSS, loss, expected_loss),

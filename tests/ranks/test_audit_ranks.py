@@ -61,7 +61,9 @@ def _read(prefix: Path, fault: str) -> tuple[str, int]:
     read = ChangedInWorker(rows.store, seq_len=SEQ_LEN) if planted else rows
     dp_rank = mesh.tp_rank if fault == "wrong dp rank" else mesh.dp_rank
     order = Order(rows.num_rows, GLOBAL_BATCH, seed=0, shuffle=True)
-    loader = TokenLoader(read, order, dp_rank=dp_rank, dp_size=mesh.dp_size, num_workers=int(planted))
+    loader = TokenLoader(
+        read, order, dp_rank=dp_rank, dp_size=mesh.dp_size, num_workers=int(planted)
+    )
     steps_before = FIRST - 1 + (fault == "one step late") - (fault == "one step early")
     loader.load_state_dict({**loader.state_dict(), "position": steps_before * GLOBAL_BATCH})
     begin = order.after(Place(0, 0), FIRST - 1)
@@ -75,7 +77,9 @@ def _read(prefix: Path, fault: str) -> tuple[str, int]:
                 next(batches)
             if step != 7 or fault != "repeated batch":
                 batch = next(batches)
-            audit.observe(step, *(batch[name].numpy() for name in ("indices", "input_ids", "labels")))
+            audit.observe(
+                step, *(batch[name].numpy() for name in ("indices", "input_ids", "labels"))
+            )
             if step == LAST or audit.due(step):
                 audit.check()
                 passed = step
@@ -91,7 +95,19 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with StoreWriter(prefix, dtype=np.dtype("<u2")) as writer:
         writer.add_block(np.arange(600, dtype=np.uint16) + 1000, np.array([600], np.int32))
         writer.finish(
-            lambda made: StoreInfo(made.content_hash(), "", made.num_tokens, 1, 0, "numbers", "", "none", "", 2000, 0)
+            lambda made: StoreInfo(
+                made.content_hash(),
+                "",
+                made.num_tokens,
+                1,
+                0,
+                "numbers",
+                "",
+                "none",
+                "",
+                2000,
+                0,
+            )
         )
     return prefix
 
@@ -100,22 +116,42 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("fault", "named", "passed"),
     [
         ("none", "", LAST),
-        ("wrong dp rank", "rank 1 (dp rank 0, cp rank 0, tp rank 1) read the samples of dp rank 1 in step 3", 0),
-        ("wrong dp rank", "rank 2 (dp rank 1, cp rank 0, tp rank 0) read the samples of dp rank 0 in step 3", 0),
+        (
+            "wrong dp rank",
+            "rank 1 (dp rank 0, cp rank 0, tp rank 1) read the samples of dp rank 1 in step 3",
+            0,
+        ),
+        (
+            "wrong dp rank",
+            "rank 2 (dp rank 1, cp rank 0, tp rank 0) read the samples of dp rank 0 in step 3",
+            0,
+        ),
         ("repeated batch", "ranks 0 to 3 read the batch of step 6 again in step 7", 5),
-        ("skipped batch", "ranks 0 to 3 read the batch of step 8 in step 7: the batch of step 7 was left out", 5),
+        (
+            "skipped batch",
+            "ranks 0 to 3 read the batch of step 8 in step 7: the batch of step 7 was left out",
+            5,
+        ),
         ("changed token", "rank 1 trained on a changed token in step ", 5),
         (
             "one step late",
             "read the batch of step 4 in step 3 (the first after the resume): the batch of step 3 was",
             0,
         ),
-        ("one step early", "ranks 0 to 3 read the batch of step 2 again in step 3 (the first after the resume)", 0),
+        (
+            "one step early",
+            "ranks 0 to 3 read the batch of step 2 again in step 3 (the first after the resume)",
+            0,
+        ),
     ],
 )
-def test_planted_fault_is_named_on_every_rank(store: Path, fault: str, named: str, passed: int) -> None:
+def test_planted_fault_is_named_on_every_rank(
+    store: Path, fault: str, named: str, passed: int
+) -> None:
     found = run_ranks(_read, 4, store, fault)
-    assert found == [found[0]] * 4, "ranks that do not raise the same error leave one another waiting"
+    assert found == [found[0]] * 4, (
+        "ranks that do not raise the same error leave one another waiting"
+    )
     error, last = found[0]
     assert named in error
     if fault == "changed token":
@@ -138,7 +174,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stopped = stop_after(folder, 4, "train", *arguments, *MESH)
     assert stopped.returncode == 75, stopped.stdout
     skip = ("--data.skip", "[[11, 12]]")
-    resumed = command(folder, "train", *arguments, "--mesh.dp", "4", "--mesh.dp_shard", "2", *skip)
+    resumed = command(
+        folder, "train", *arguments, "--mesh.dp", "4", "--mesh.dp_shard", "2", *skip
+    )
     assert resumed.returncode == 0, resumed.stderr
     assert "data.skip: the batches of the steps [11, 12] are left out" in resumed.stdout
     return folder
@@ -150,8 +188,16 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
 
 def test_stopped_and_resized_run_is_proved(folder: Path) -> None:
     lines = lines_of(folder / "run")
-    assert [line["mesh"] for line in lines if line["kind"] == "segment"] == [[2, 1, 1, 2], [2, 2, 1, 1]]
-    steps = [step for line in lines if line["kind"] == "steps" for step in range(line["first"], line["last"] + 1)]
+    assert [line["mesh"] for line in lines if line["kind"] == "segment"] == [
+        [2, 1, 1, 2],
+        [2, 2, 1, 1],
+    ]
+    steps = [
+        step
+        for line in lines
+        if line["kind"] == "steps"
+        for step in range(line["first"], line["last"] + 1)
+    ]
     assert steps == list(range(1, 13))
     proved = command(folder, "data", "audit", "run")
     assert proved.returncode == 0, proved.stderr
@@ -168,19 +214,28 @@ def test_step_and_sample_name_one_another(folder: Path) -> None:
     step = command(folder, "data", "order", "run", "--step", "2", "--show")
     assert step.returncode == 0, step.stderr
     assert "step 2: epoch 0, positions from 8 on, dp=2 x cp=1 x tp=2\n" in step.stdout
-    line = next(line for line in step.stdout.splitlines() if line.startswith("  dp rank 1 (ranks 2 and 3): rows "))
+    line = next(
+        line
+        for line in step.stdout.splitlines()
+        if line.startswith("  dp rank 1 (ranks 2 and 3): rows ")
+    )
     row = int(line.split(", ")[-1])
     assert f"row {row}:\n  | " in step.stdout
     assert "word" in step.stdout
     sample = command(folder, "data", "order", "run", "--sample", str(row))
     assert sample.returncode == 0
-    assert sample.stdout == f"row {row}: step 2 (epoch 0, position 15), dp rank 1: ranks 2 and 3\n"
+    assert (
+        sample.stdout == f"row {row}: step 2 (epoch 0, position 15), dp rank 1: ranks 2 and 3\n"
+    )
     for arguments, what in [
         (
             ("--step", "99"),
             "--step 99 is not in the record of run\n  expected: a step from 1 to 12\n  fix: --step 12\n",
         ),
-        (("--sample", "774"), "--sample 774 is not a row of the source\n  expected: a row from 0 to 773\n"),
+        (
+            ("--sample", "774"),
+            "--sample 774 is not a row of the source\n  expected: a row from 0 to 773\n",
+        ),
         ((), "neither --sample nor --step is given"),
     ]:
         refused = command(folder, "data", "order", "run", *arguments)
@@ -190,8 +245,16 @@ def test_step_and_sample_name_one_another(folder: Path) -> None:
 
 def test_changed_record_fails_the_proof(folder: Path) -> None:
     for name, change, what in [
-        ("digest", lambda lines: lines[1].update(samples=["0" * 16] * 2), "steps 1 to 3: dp rank 0 did not read its"),
-        ("place", lambda lines: lines[1].update(position=8), "step 1 begins at position 8 of epoch 0, but the steps"),
+        (
+            "digest",
+            lambda lines: lines[1].update(samples=["0" * 16] * 2),
+            "steps 1 to 3: dp rank 0 did not read its",
+        ),
+        (
+            "place",
+            lambda lines: lines[1].update(position=8),
+            "step 1 begins at position 8 of epoch 0, but the steps",
+        ),
         ("gap", lambda lines: lines.pop(2), "step"),
         (
             "end",
@@ -229,21 +292,46 @@ def test_resume_from_a_checkpoint_that_is_one_step_off_is_refused(folder: Path) 
     manifest.write_text(json.dumps(values))
     # The marker is sealed again, so that the checkpoint looks whole and only the record can tell.
     (manifest.parent / "COMPLETE").write_bytes(layout._marker(12, manifest.read_bytes()))
-    refused = command(folder, "train", "config.yaml", "--log.dir", "off", "--mesh.dp", "2", "--train.steps", "14")
+    refused = command(
+        folder,
+        "train",
+        "config.yaml",
+        "--log.dir",
+        "off",
+        "--mesh.dp",
+        "2",
+        "--train.steps",
+        "14",
+    )
     assert refused.returncode == 1
     assert refused.stderr.startswith(
         "step 13 would begin at position 120 of epoch 0, but by audit.jsonl step 12 ended at position 112 of epoch 0: "
     )
     assert refused.stderr.count("would be left out\n") == 1
-    assert "expected: a checkpoint and a record of the run that agree on what was read" in refused.stderr
+    assert (
+        "expected: a checkpoint and a record of the run that agree on what was read"
+        in refused.stderr
+    )
 
 
 def test_range_that_is_done_is_refused(folder: Path) -> None:
     shutil.copytree(folder / "run", folder / "late")
-    more = ("train", "config.yaml", "--log.dir", "late", "--mesh.dp", "1", "--train.steps", "13", "--data.skip")
+    more = (
+        "train",
+        "config.yaml",
+        "--log.dir",
+        "late",
+        "--mesh.dp",
+        "1",
+        "--train.steps",
+        "13",
+        "--data.skip",
+    )
     refused = command(folder, *more, "[[5, 6]]")
     assert refused.returncode == 2
-    assert refused.stderr.startswith("data.skip has [5, 6], but step 5 is done: the run resumes with step 13\n")
+    assert refused.stderr.startswith(
+        "data.skip has [5, 6], but step 5 is done: the run resumes with step 13\n"
+    )
     done = command(folder, *more, "[[11, 12]]")
     assert done.returncode == 0, done.stderr
     assert command(folder, "data", "audit", "late").returncode == 0
@@ -273,17 +361,41 @@ def test_fault_ends_a_run_with_its_name_and_stays_on_record(folder: Path) -> Non
     )
     failed = command(folder, "data", "audit", "faulty")
     assert failed.returncode == 1
-    assert failed.stderr.startswith("steps 4 to 6: the run itself found: ranks 0 and 1 read the batch of step 4 again")
+    assert failed.stderr.startswith(
+        "steps 4 to 6: the run itself found: ranks 0 and 1 read the batch of step 4 again"
+    )
 
 
 def test_prepared_folder_trains_and_is_made_once(folder: Path) -> None:
-    arguments = ("data", "prepare", "--data.source", "corpus", "--data.tokenizer", "bytes", "--to", "prepared")
+    arguments = (
+        "data",
+        "prepare",
+        "--data.source",
+        "corpus",
+        "--data.tokenizer",
+        "bytes",
+        "--to",
+        "prepared",
+    )
     made = command(folder, *arguments)
     assert made.returncode == 0, made.stderr
-    assert made.stdout.startswith("prepared/tokens.bin is made: 24,775 tokens in 4 documents (bytes)\n")
+    assert made.stdout.startswith(
+        "prepared/tokens.bin is made: 24,775 tokens in 4 documents (bytes)\n"
+    )
     assert made.stderr.startswith("4 files read (24.19 KiB)\n")
-    assert command(folder, *arguments).stdout.startswith("prepared/tokens.bin is there already: 24,775 tokens")
-    run = ("train", "config.yaml", "--mesh.dp", "1", "--train.steps", "2", "--log.dir", "from-store")
+    assert command(folder, *arguments).stdout.startswith(
+        "prepared/tokens.bin is there already: 24,775 tokens"
+    )
+    run = (
+        "train",
+        "config.yaml",
+        "--mesh.dp",
+        "1",
+        "--train.steps",
+        "2",
+        "--log.dir",
+        "from-store",
+    )
     trained = command(folder, *run, "--data.source", "prepared", "--audit.every", "0")
     assert trained.returncode == 0, trained.stderr
     off = command(folder, "data", "audit", "from-store")

@@ -19,31 +19,77 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": TINY_LLAMA,
     # Experts and a router in the model's type.
     "qwen3_moe": {
-        **{"model_type": "qwen3_moe", **_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+        **{
+            "model_type": "qwen3_moe",
+            **_SIZES,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+        },
         **{"moe_intermediate_size": 32, "norm_topk_prob": True},
     },
     # A router that computes in float32.
     "deepseek_v3": {
-        **{"model_type": "deepseek_v3", **_SIZES, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1},
-        **{"num_experts_per_tok": 2, "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
-        **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
+        **{
+            "model_type": "deepseek_v3",
+            **_SIZES,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "n_group": 1,
+        },
+        **{
+            "num_experts_per_tok": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+        },
+        **{
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+        },
     },
     # Norms and attention sinks in float32.
     "gpt_oss": {
-        **{"model_type": "gpt_oss", **_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+        **{
+            "model_type": "gpt_oss",
+            **_SIZES,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+        },
         **{"sliding_window": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     },
     # State-space layers, whose decays are float32.
     "mamba2": {
-        **{"model_type": "mamba2", "vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
-        **{"num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8, "initializer_range": 0.2},
+        **{
+            "model_type": "mamba2",
+            "vocab_size": 67,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "state_size": 8,
+        },
+        **{
+            "num_heads": 8,
+            "head_dim": 8,
+            "n_groups": 2,
+            "chunk_size": 8,
+            "initializer_range": 0.2,
+        },
     },
 }
 KEPT = {
     "llama": set(),
     "qwen3_moe": set(),
     "deepseek_v3": {"mlp.gate.weight"},
-    "gpt_oss": {"norm.weight", "input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.sinks"},
+    "gpt_oss": {
+        "norm.weight",
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+        "self_attn.sinks",
+    },
     "mamba2": {"mixer.A_log", "mixer.D", "mixer.dt_bias"},
 }
 MESHES: dict[int, list[Sizes]] = {
@@ -63,7 +109,9 @@ FIRST = curve_bounds(5e-3, 3e-3, "sums rounded to bfloat16")
 ALL = curve_bounds(6e-2, 5e-2, "sums rounded to bfloat16, carried on by 20 updates")
 
 
-def curves(world: int, names: list[str], pieces: tuple[int, ...]) -> dict[tuple[str, Sizes, int], Any]:
+def curves(
+    world: int, names: list[str], pieces: tuple[int, ...]
+) -> dict[tuple[str, Sizes, int], Any]:
     """Of each model on each mesh of so many ranks: losses and norms, and the types of parameters and hidden states.
 
     Args:
@@ -104,7 +152,9 @@ def _curve(sizes: Sizes, model: dict[str, Any], pieces: int) -> Any:
             for name, parameter in module.named_parameters(recurse=False):
                 types[f"{path}.{name}"] = str(parameter.dtype)
             if module in layers:
-                types["hidden states"] = str((output[0] if isinstance(output, tuple) else output).dtype)
+                types["hidden states"] = str(
+                    (output[0] if isinstance(output, tuple) else output).dtype
+                )
 
         module.register_forward_hook(note)
     # Without clipping: the norm, a sum in another order, would scale all gradients.
@@ -112,7 +162,10 @@ def _curve(sizes: Sizes, model: dict[str, Any], pieces: int) -> Any:
     found = []
     for batch in make_batches(steps=STEPS, rows=ROWS, seq_len=SEQ_LEN):
         parts = mesh.dp_size if mesh.dp_size > 1 else pieces
-        own = [{name: rows[part::parts].contiguous() for name, rows in batch.items()} for part in range(parts)]
+        own = [
+            {name: rows[part::parts].contiguous() for name, rows in batch.items()}
+            for part in range(parts)
+        ]
         result = step.run(own if mesh.dp_size == 1 else [own[mesh.dp_rank]], lr=LR)
         found.append((mean_loss(result, mesh), result.grad_norm.item()))
     return found, types
@@ -135,11 +188,17 @@ def test_mesh_computes_what_one_process_computes(name: str, worlds: tuple[int, .
     for world in worlds:
         ranks = run_ranks(curves, world, world, [name], (1,))
         for (_, sizes, _), (curve, types) in ranks[0].items():
-            assert all(rank[name, sizes, 1][0] == curve for rank in ranks), "ranks disagree about the loss"
+            assert all(rank[name, sizes, 1][0] == curve for rank in ranks), (
+                "ranks disagree about the loss"
+            )
             expected = alone[sizes[0] * sizes[1]]
             of_data = sizes[2] == sizes[3] == 1
-            comparison = require(compare_curves(curve, expected, DATA if of_data else ALL), sizes)
-            first = require(compare_curves(curve[:1], expected[:1], DATA if of_data else FIRST), sizes)
+            comparison = require(
+                compare_curves(curve, expected, DATA if of_data else ALL), sizes
+            )
+            first = require(
+                compare_curves(curve[:1], expected[:1], DATA if of_data else FIRST), sizes
+            )
             print(f"{name} {sizes}: {comparison}; first step {first}")
             assert kept_in(types) == KEPT[name], sizes
     assert kept_in(one[name, (1, 1, 1, 1), 1][1]) == KEPT[name]
@@ -169,13 +228,19 @@ def _alone_among_others() -> tuple[bool, float]:
     from threefold.training.step import TrainStep
 
     several = dist.is_initialized()
-    mesh = Mesh(Topology(), dist.get_rank(), torch.device("cpu")) if several else init_mesh(device="cpu")
+    mesh = (
+        Mesh(Topology(), dist.get_rank(), torch.device("cpu"))
+        if several
+        else init_mesh(device="cpu")
+    )
     loss = 0.0
     if mesh.rank == 0:
         config = validate({"model": {"config": TINY_LLAMA, "dtype": "bfloat16"}})
         for _ in range(1 if several else 2):  # a second mesh of the same process
             step = TrainStep(build(config, load.read_config(config.model), mesh), lr=LR)
-            loss = [step(batch).loss for batch in make_batches(steps=2, rows=4, seq_len=SEQ_LEN)][-1]
+            loss = [
+                step(batch).loss for batch in make_batches(steps=2, rows=4, seq_len=SEQ_LEN)
+            ][-1]
             mesh = mesh if several else init_mesh(device="cpu")
     if several:
         dist.barrier()
@@ -185,6 +250,9 @@ def _alone_among_others() -> tuple[bool, float]:
 
 
 def test_one_process_needs_no_other_and_leaves_no_group_behind() -> None:
-    (left, alone), ranks = run_ranks(_alone_among_others, 1)[0], run_ranks(_alone_among_others, 2)
+    (left, alone), ranks = (
+        run_ranks(_alone_among_others, 1)[0],
+        run_ranks(_alone_among_others, 2),
+    )
     assert ranks == [(True, alone), (True, 0.0)]
     assert not left

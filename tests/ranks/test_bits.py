@@ -20,17 +20,35 @@ Splits = tuple[Sizes, ...]
 
 def _splits(*data_ranks: int, cp: int = 1, tp: int = 1) -> Splits:
     """All splits into copies and shards of several numbers of data ranks."""
-    return tuple((dp // shards, shards, cp, tp) for dp in data_ranks for shards in (1, 2, 4, 8) if not dp % shards)
+    return tuple(
+        (dp // shards, shards, cp, tp)
+        for dp in data_ranks
+        for shards in (1, 2, 4, 8)
+        if not dp % shards
+    )
 
 
 FEW = ((1, 1, 1, 1), (2, 2, 1, 1))
 ALL = _splits(1, 2, 4)
 # Sizes whose shards are no multiples of a vector's 8 or 16 numbers.
-ODD = {**TINY_LLAMA, "hidden_size": 36, "intermediate_size": 50, "num_attention_heads": 2, "num_key_value_heads": 1}
+ODD = {
+    **TINY_LLAMA,
+    "hidden_size": 36,
+    "intermediate_size": 50,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 TIED = {**ODD, "tie_word_embeddings": True}  # with 67 entries, which no number of ranks divides
 QWEN3 = {**ODD, "model_type": "qwen3", "head_dim": 18}
 GPT2 = {
-    **{"model_type": "gpt2", "n_embd": 36, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 67},
+    **{
+        "model_type": "gpt2",
+        "n_embd": 36,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 64,
+        "vocab_size": 67,
+    },
     "initializer_range": 0.2,  # and dropout of 0.1 in three places, the type's own
 }
 # Sizes that two tp ranks, and the products of experts, can divide.
@@ -40,7 +58,14 @@ MIXTRAL = {
     **{**EVEN, **ROUTED, "model_type": "mixtral", "num_local_experts": 3},
     **{"router_jitter_noise": 0.1, "attention_dropout": 0.1},
 }
-QWEN3_MOE = {**EVEN, **ROUTED, "model_type": "qwen3_moe", "num_experts": 3, "moe_intermediate_size": 24, "head_dim": 16}
+QWEN3_MOE = {
+    **EVEN,
+    **ROUTED,
+    "model_type": "qwen3_moe",
+    "num_experts": 3,
+    "moe_intermediate_size": 24,
+    "head_dim": 16,
+}
 STEPS, ROWS = 5, 8
 # What differs from a llama in float32 under AdamW: sections of the config, the number of steps, and factors of the
 # loss of single micro-batches of the global batch.
@@ -48,7 +73,13 @@ CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "small blocks": {"block": 7},
     "large and small": {"steps": 2, "factors": {1: 1e12, 2: 1e-12}},
-    "drops": {"model": {"lora": {"r": 2, "dropout": 0.1}, "config": {**ODD, "attention_dropout": 0.1}}, "steps": 3},
+    "drops": {
+        "model": {
+            "lora": {"r": 2, "dropout": 0.1},
+            "config": {**ODD, "attention_dropout": 0.1},
+        },
+        "steps": 3,
+    },
     "first is nothing": {"steps": 2, "factors": {0: 0.0}},
     "not finite": {"steps": 2, "factors": {3: float("inf")}},
 }
@@ -71,11 +102,15 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma2": _of_type("gemma2", head_dim=18),
     "olmo2": _of_type("olmo2"),
     "phi3": _of_type("phi3", pad_token_id=0),
-    "groups": {"optimizer": {"lr": 3e-3, "groups": [{"match": "mlp", "lr": 1e-3, "weight_decay": 0.0}]}},
+    "groups": {
+        "optimizer": {"lr": 3e-3, "groups": [{"match": "mlp", "lr": 1e-3, "weight_decay": 0.0}]}
+    },
     "narrow moments": {"optimizer": {"moments": "bfloat16"}},
     "average": {"optimizer": {"ema": 0.9}},
     "sgd": {"optimizer": {"name": "sgd", "options": {"momentum": 0.9, "nesterov": True}}},
-    "sgd dampened": {"optimizer": {"name": "sgd", "options": {"momentum": 0.9, "dampening": 0.5}}},
+    "sgd dampened": {
+        "optimizer": {"name": "sgd", "options": {"momentum": 0.9, "dampening": 0.5}}
+    },
     "sgd plain": {"optimizer": {"name": "sgd"}},
     "smoothed": {"train": {"label_smoothing": 0.1, "z_loss": 1e-3}},
     "chunks": {"train": {"loss_chunk_tokens": 8}},
@@ -118,8 +153,12 @@ LONG, LONG_WIDER = _long("long", ODD), _long("long wide", EVEN)
 # On two cp ranks, on two tp ranks, on both.
 WIDER: dict[str, dict[str, Any]] = {
     "wide llama": {"model": {"config": {**EVEN, "attention_dropout": 0.1}}},
-    "wide adapters": {"model": {"config": EVEN, "lora": {"r": 2, "dropout": 0.1}, "dtype": "bfloat16"}},
-    "wide tied": {"model": {"config": {**EVEN, "tie_word_embeddings": True}, "dtype": "bfloat16"}},
+    "wide adapters": {
+        "model": {"config": EVEN, "lora": {"r": 2, "dropout": 0.1}, "dtype": "bfloat16"}
+    },
+    "wide tied": {
+        "model": {"config": {**EVEN, "tie_word_embeddings": True}, "dtype": "bfloat16"}
+    },
     "wide mixtral": {"model": {"config": MIXTRAL}},
 }
 HOW: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -128,17 +167,31 @@ HOW: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "scattered": ({"tp": 2}, {"model": {"config": EVEN}, "mesh": {"sequence_parallel": True}}),
     "scattered adapters": (
         {"tp": 2},
-        {"model": {"config": EVEN, "lora": {"r": 2}, "dtype": "bfloat16"}, "mesh": {"sequence_parallel": True}},
+        {
+            "model": {"config": EVEN, "lora": {"r": 2}, "dtype": "bfloat16"},
+            "mesh": {"sequence_parallel": True},
+        },
     ),
-    "computed again": ({"tp": 2}, {"model": {"config": EVEN}, "train": {"activation_checkpointing": "full"}}),
+    "computed again": (
+        {"tp": 2},
+        {"model": {"config": EVEN}, "train": {"activation_checkpointing": "full"}},
+    ),
     "documents of cp": ({"cp": 2}, {"model": {"config": EVEN}, "documents": True}),
-    "large and small on cp": ({"cp": 2}, {"model": {"config": EVEN}, "steps": 2, "factors": {1: 1e12, 2: 1e-12}}),
-    "first is nothing on tp": ({"tp": 2}, {"model": {"config": EVEN}, "steps": 2, "factors": {0: 0.0}}),
+    "large and small on cp": (
+        {"cp": 2},
+        {"model": {"config": EVEN}, "steps": 2, "factors": {1: 1e12, 2: 1e-12}},
+    ),
+    "first is nothing on tp": (
+        {"tp": 2},
+        {"model": {"config": EVEN}, "steps": 2, "factors": {0: 0.0}},
+    ),
     "whole": ({"tp": 2}, {"model": {"config": EVEN}, "mesh": {"sequence_parallel": False}}),
 }
 
 
-def _trained(sizes: Sizes, case: dict[str, Any], reduce: str) -> tuple[str, list[tuple[float, float]], int]:
+def _trained(
+    sizes: Sizes, case: dict[str, Any], reduce: str
+) -> tuple[str, list[tuple[float, float]], int]:
     """(hash of weights, curve, micro-batches that this rank went through)."""
     import torch
 
@@ -162,10 +215,14 @@ def _trained(sizes: Sizes, case: dict[str, Any], reduce: str) -> tuple[str, list
     sections = {"model": {"config": ODD}, "data": {"seq_len": 16}, "optimizer": {}, "mesh": {}}
     size = case.get("train", {}).get("micro_batch", 2)
     sections["train"] = {"global_batch": ROWS, "micro_batch": size, "reduce": reduce}
-    config = validate({name: {**values, **case.get(name, {})} for name, values in sections.items()})
+    config = validate(
+        {name: {**values, **case.get(name, {})} for name, values in sections.items()}
+    )
     model = build(config, load.read_config(config.model), mesh)
     asked = config.train
-    loss = token_loss_of(model, mesh, label_smoothing=asked.label_smoothing, z_loss=asked.z_loss)
+    loss = token_loss_of(
+        model, mesh, label_smoothing=asked.label_smoothing, z_loss=asked.z_loss
+    )
     decay = config.optimizer.ema
     ema = Ema(model.module, decay, exact=reduce == "exact") if decay is not None else None
     optimizer = build_optimizer(model.module, config.optimizer, mesh, exact=reduce == "exact")
@@ -181,10 +238,14 @@ def _trained(sizes: Sizes, case: dict[str, Any], reduce: str) -> tuple[str, list
 
     step._go_backward = planted  # type: ignore[method-assign]
     curve = []
-    for number, batch in enumerate(make_batches(steps=case.get("steps", STEPS), rows=ROWS, seq_len=16)):
+    for number, batch in enumerate(
+        make_batches(steps=case.get("steps", STEPS), rows=ROWS, seq_len=16)
+    ):
         batch["labels"][3::4] = -100  # with four data ranks, the last has no target
         if case.get("documents"):
-            batch["document_ids"] = (torch.arange(16) >= torch.arange(3, 3 + ROWS)[:, None]).long()
+            batch["document_ids"] = (
+                torch.arange(16) >= torch.arange(3, 3 + ROWS)[:, None]
+            ).long()
             batch["position_ids"] = torch.where(
                 batch["document_ids"] > 0,
                 batch["position_ids"] - torch.arange(3, 3 + ROWS)[:, None],
@@ -192,15 +253,23 @@ def _trained(sizes: Sizes, case: dict[str, Any], reduce: str) -> tuple[str, list
             )
         rows = {name: values[mesh.dp_rank :: mesh.dp_size] for name, values in batch.items()}
         spread = reduce == "exact"
-        pieces = with_noise(micro_batches(rows, size, spread=spread), model, seed=0, step=number, spread=spread)
+        pieces = with_noise(
+            micro_batches(rows, size, spread=spread), model, seed=0, step=number, spread=spread
+        )
         result = step.run(pieces, lr=3e-3)
         curve.append((mean_loss(result, mesh), result.grad_norm.item()))
-    state = {name: parameter for name, parameter in model.module.named_parameters() if parameter.requires_grad}
+    state = {
+        name: parameter
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad
+    }
     state |= ema.state() if ema is not None else {}
     hashed = hashlib.sha256()
     for name, parameter in state.items():
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        hashed.update(name.encode() + whole.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        hashed.update(
+            name.encode() + whole.detach().contiguous().view(torch.uint8).numpy().tobytes()
+        )
     return hashed.hexdigest(), curve, calls[0]
 
 
@@ -213,7 +282,14 @@ def _all(splits: Splits, names: list[str]) -> Found:
         for name in names:
             found[name, sizes] = _trained(
                 sizes,
-                {**CASES, **MORE, **WIDER, **LONG, **LONG_WIDER, **{way: case for way, (_, case) in HOW.items()}}[name],
+                {
+                    **CASES,
+                    **MORE,
+                    **WIDER,
+                    **LONG,
+                    **LONG_WIDER,
+                    **{way: case for way, (_, case) in HOW.items()},
+                }[name],
                 "exact",
             )
     if "llama" in names:
@@ -248,12 +324,25 @@ def _refuse_several(name: str, splits: tuple[Sizes, ...], names: Iterable[str]) 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
-def test_weights_losses_and_norms_have_the_same_bits_on_any_number_of_data_ranks(name: str) -> None:
+def test_weights_losses_and_norms_have_the_same_bits_on_any_number_of_data_ranks(
+    name: str,
+) -> None:
     _refuse_several(name, FEW, CASES)
 
 
 # One of each mechanism; the others differ by the family or the type of the computation.
-KINDS = ("tied bfloat16", "qwen3", "gemma2", "groups", "average", "sgd", "smoothed", "chunks", "documents", "full")
+KINDS = (
+    "tied bfloat16",
+    "qwen3",
+    "gemma2",
+    "groups",
+    "average",
+    "sgd",
+    "smoothed",
+    "chunks",
+    "documents",
+    "full",
+)
 KINDS += ("adapters bfloat16", "gpt2 drops", "attention drops", "mixtral bfloat16")
 
 
@@ -352,4 +441,6 @@ def _growing() -> str:
 
 def test_gradients_that_are_others_when_computed_again_end_the_run_on_every_rank() -> None:
     said = run_ranks(_growing, 2)
-    assert said[0] == said[1] and "a step that was computed again had other gradients" in said[0]
+    assert (
+        said[0] == said[1] and "a step that was computed again had other gradients" in said[0]
+    )

@@ -17,7 +17,13 @@ from threefold.model.context_parallel import flex
 pytestmark = pytest.mark.ranks
 
 WINDOW = {**TINY_LLAMA, "model_type": "mistral", "sliding_window": 5}
-CAPPED = {**TINY_LLAMA, "model_type": "gemma2", "head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8}
+CAPPED = {
+    **TINY_LLAMA,
+    "model_type": "gemma2",
+    "head_dim": 8,
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 8,
+}
 CAPPED |= {"attn_logit_softcapping": 2.0}
 SINKS = {**TINY_LLAMA, "model_type": "gpt_oss", "head_dim": 8, "sliding_window": 5}
 SINKS |= {"num_local_experts": 2, "num_experts_per_tok": 1}
@@ -42,13 +48,19 @@ def _losses(cp: int, method: str, traced: bool) -> dict[str, tuple[float, float]
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(67, (3, 33), generator=generator)
     positions = torch.arange(32).expand(3, -1).contiguous()
-    batch = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "position_ids": positions}
+    batch = {
+        "input_ids": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "position_ids": positions,
+    }
     documents = {"document_ids": (torch.rand(3, 32, generator=generator) < 0.15).cumsum(1)}
     found: dict[str, list[float]] = {}
     for name, model in MODELS.items():
         for kernel in ("sdpa", "flex"):
             asked = {"config": model, "attention": kernel}
-            config = validate({"model": asked, "mesh": {"cp_method": method}, "data": {"seq_len": 32}})
+            config = validate(
+                {"model": asked, "mesh": {"cp_method": method}, "data": {"seq_len": 32}}
+            )
             built = build(config, load.read_config(config.model), mesh)
             for kind, rows in (("whole rows", batch), ("documents", batch | documents)):
                 total, count = EvalStep(built)([rows])
@@ -64,8 +76,13 @@ def test_blocks_hide_what_masks_hide() -> None:
         for name, (in_memory, by_blocks) in found.items():
             assert abs(by_blocks - in_memory) <= 1e-5, (method, name)
             assert abs(by_blocks - alone[name][0]) <= 1e-5, (method, name)
-    for shown, hidden in (("causal, whole rows", "window, whole rows"), ("causal, whole rows", "causal, documents")):
-        assert abs(alone[shown][0] - alone[hidden][0]) > 1e-3, f"{hidden} hides nothing: the test shows nothing"
+    for shown, hidden in (
+        ("causal, whole rows", "window, whole rows"),
+        ("causal, whole rows", "causal, documents"),
+    ):
+        assert abs(alone[shown][0] - alone[hidden][0]) > 1e-3, (
+            f"{hidden} hides nothing: the test shows nothing"
+        )
 
 
 def test_choice_and_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +90,9 @@ def test_choice_and_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: there.get(name))
 
     def said(device: str, asked: str = "flex", **extra: Any) -> str:
-        architecture = load.read_config(validate({"model": {"config": {**TINY_LLAMA, **extra}}}).model)
+        architecture = load.read_config(
+            validate({"model": {"config": {**TINY_LLAMA, **extra}}}).model
+        )
         found = flex.problems(architecture, asked, device=device)
         return str(ConfigError.of(found)) if found else ""
 
@@ -83,7 +102,9 @@ def test_choice_and_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
         "  expected: a CUDA device with triton, and a model without attention dropout\n"
         "  fix: --model.attention auto"
     )
-    assert said("cpu", "varlen").startswith("model.attention = varlen, but flex_attention has no backward on a CPU\n")
+    assert said("cpu", "varlen").startswith(
+        "model.attention = varlen, but flex_attention has no backward on a CPU\n"
+    )
     there.clear()
     assert said("cuda").startswith(
         "model.attention = flex, but triton, which compiles flex_attention, is not installed"
@@ -126,13 +147,24 @@ def _made(kernel: str, settings: dict[str, Any]) -> tuple[int, int, bool]:
     if kernel == "flex":
         EvalStep(model)(batches)  # without a backward, which a CPU does not have
     else:
-        TrainStep(model, build_optimizer(model.module, config.optimizer), grad_clip=1.0).run(batches, lr=1e-3)
+        TrainStep(model, build_optimizer(model.module, config.optimizer), grad_clip=1.0).run(
+            batches, lr=1e-3
+        )
     return made["masks"], made["by blocks"], any(traced)
 
 
 def test_a_mask_is_made_once_for_a_kind_of_layer_and_outside_of_graphs() -> None:
     """gemma2 has two kinds, in two layers each; what is computed again in the backward takes the mask that it had."""
     kinds, micro_batches = 2, 2
-    assert run_ranks(_made, 1, "flex", {})[0] == (kinds * micro_batches, kinds * micro_batches, False)
-    for settings in ({"activation_checkpointing": "full"}, {"activation_checkpointing": "full", "compile": True}):
-        assert run_ranks(_made, 1, "sdpa", settings)[0] == (kinds * micro_batches, 0, False), settings
+    assert run_ranks(_made, 1, "flex", {})[0] == (
+        kinds * micro_batches,
+        kinds * micro_batches,
+        False,
+    )
+    for settings in (
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "full", "compile": True},
+    ):
+        assert run_ranks(_made, 1, "sdpa", settings)[0] == (kinds * micro_batches, 0, False), (
+            settings
+        )

@@ -30,15 +30,22 @@ def _count(sizes: tuple[int, int, int, int], settings: dict[str, Any]) -> Any:
     model = build(config, load.read_config(config.model), mesh)
     step = TrainStep(model, build_optimizer(model.module, config.optimizer), grad_clip=1.0)
     batches = make_batches(steps=3, rows=4, seq_len=16)
-    own = [{name: rows[mesh.dp_rank :: mesh.dp_size] for name, rows in batch.items()} for batch in batches]
+    own = [
+        {name: rows[mesh.dp_rank :: mesh.dp_size] for name, rows in batch.items()}
+        for batch in batches
+    ]
     for batch in own[:2]:  # the first steps also set FSDP up and let DDP arrange its buckets
         step.run([batch], lr=1e-3)
     counts: dict[str, int] = {}
 
     # Not torch's CommDebugMode: it hands each module a tensor of its own, so that projections no longer share one.
     class Counter(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if function.namespace in ("c10d", "_c10d_functional") and "wait" not in str(function):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if function.namespace in ("c10d", "_c10d_functional") and "wait" not in str(
+                function
+            ):
                 name = str(function).split(".")[1].replace("all_", "all")
                 kind = next(kind for kind in (*KINDS, name) if kind in name)
                 counts[kind] = counts.get(kind, 0) + 1
@@ -61,12 +68,20 @@ SHARED = {"sequence_parallel": True}
 EXPECTED: list[tuple[tuple[int, int, int, int], dict[str, Any], dict[str, int]]] = [
     ((1, 1, 1, 1), GATHER, {}),
     ((1, 1, 1, 2), GATHER, {"allgather": 1, "allreduce": SUMS + 2 + 1}),
-    ((1, 1, 1, 2), SHARED, {"allgather": SUMS + 1, "reduce_scatter": SUMS, "allreduce": 2 + 1 + 1}),
+    (
+        (1, 1, 1, 2),
+        SHARED,
+        {"allgather": SUMS + 1, "reduce_scatter": SUMS, "allreduce": 2 + 1 + 1},
+    ),
     # DDP's one bucket
     ((2, 1, 1, 1), GATHER, {"allgather": 1, "allreduce": 1}),
     # the norm
     ((1, 2, 1, 1), GATHER, {"allgather": 1 + 1, "reduce_scatter": 1, "allreduce": 1}),
-    ((1, 1, 2, 1), GATHER, {"allgather": LAYERS + 1 + 1, "reduce_scatter": LAYERS + 1, "allreduce": 1}),
+    (
+        (1, 1, 2, 1),
+        GATHER,
+        {"allgather": LAYERS + 1 + 1, "reduce_scatter": LAYERS + 1, "allreduce": 1},
+    ),
     (
         (1, 1, 2, 1),
         {"cp_method": "ulysses"},
@@ -87,7 +102,9 @@ EXPECTED: list[tuple[tuple[int, int, int, int], dict[str, Any], dict[str, int]]]
 
 
 @pytest.mark.parametrize(("sizes", "settings", "expected"), EXPECTED, ids=str)
-def test_step_sends_no_more_than_it_must(sizes: Any, settings: dict[str, Any], expected: dict[str, int]) -> None:
+def test_step_sends_no_more_than_it_must(
+    sizes: Any, settings: dict[str, Any], expected: dict[str, int]
+) -> None:
     found = run_ranks(_count, math.prod(sizes), sizes, settings)
     assert all(counts == found[0] for counts in found), "ranks send different numbers"
     assert found[0] == expected

@@ -34,7 +34,10 @@ SIZES: dict[str, Any] = {
 LLAMA, QWEN3 = {"model_type": "llama", **SIZES}, {"model_type": "qwen3", **SIZES}
 GEMMA2 = {"model_type": "gemma2", "sliding_window": 8, **SIZES}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-MIXTRAL, QWEN3_MOE = {"model_type": "mixtral", "num_local_experts": 4, **SIZES}, {"model_type": "qwen3_moe", **SIZES}
+MIXTRAL, QWEN3_MOE = (
+    {"model_type": "mixtral", "num_local_experts": 4, **SIZES},
+    {"model_type": "qwen3_moe", **SIZES},
+)
 QWEN3_MOE |= EXPERTS
 # Mesh, model, activation checkpointing, and how many graphs: one for each kind of layer.
 Case = tuple[dict[str, Any], dict[str, Any], str, int]
@@ -77,7 +80,11 @@ def _losses(config: Any, mesh: Any, documents: bool) -> list[tuple[float, float]
     found = []
     for _ in range(2):
         tokens = torch.randint(67, (4, 33), generator=draws)
-        batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": torch.arange(32).expand(4, -1)}
+        batch = {
+            "input_ids": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "position_ids": torch.arange(32).expand(4, -1),
+        }
         if documents:
             batch["document_ids"] = (torch.arange(32) // 10).expand(4, -1)
         rows = slice(mesh.dp_rank, None, mesh.dp_size)
@@ -101,44 +108,70 @@ def _traced(cases: list[Case]) -> list[tuple[dict[str, int], int, list[Any], lis
     kernels = as_if_shared()
     for sizes, model, recomputed, _ in cases:
         axes = ("dp", "dp_shard", "cp", "tp")
-        mesh = init_mesh(device="cpu", **{name: size for name, size in sizes.items() if name in axes})
+        mesh = init_mesh(
+            device="cpu", **{name: size for name, size in sizes.items() if name in axes}
+        )
         train = {"activation_checkpointing": recomputed}
         values: dict[str, Any] = {"model": {"config": model}, "data": {"seq_len": 32}}
         values["mesh"] = {name: value for name, value in sizes.items() if name not in axes}
         documents = model is GEMMA2
-        plain = _losses(Config.model_validate({**values, "train": {**train, "compile": False}}), mesh, documents)
+        plain = _losses(
+            Config.model_validate({**values, "train": {**train, "compile": False}}),
+            mesh,
+            documents,
+        )
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        own = _losses(Config.model_validate({**values, "train": {**train, "compile": True}}), mesh, documents)
+        own = _losses(
+            Config.model_validate({**values, "train": {**train, "compile": True}}),
+            mesh,
+            documents,
+        )
         counters = torch._dynamo.utils.counters
-        found.append((dict(counters["graph_break"]), counters["stats"]["unique_graphs"], own, plain))
+        found.append(
+            (dict(counters["graph_break"]), counters["stats"]["unique_graphs"], own, plain)
+        )
     del kernels
     return found
 
 
 @pytest.mark.parametrize(
     "cases",
-    [ALONE, pytest.param(SPLIT, marks=pytest.mark.examples), pytest.param(CASES, marks=pytest.mark.long)],
+    [
+        ALONE,
+        pytest.param(SPLIT, marks=pytest.mark.examples),
+        pytest.param(CASES, marks=pytest.mark.long),
+    ],
     ids=["one process", "two ranks", "two ranks, every case"],
 )
 def test_no_graph_breaks_in_a_step(cases: list[Case]) -> None:
     ranks = 1 if cases is ALONE else 2
-    for case, (breaks, graphs, own, plain) in zip(cases, run_ranks(_traced, ranks, cases)[0], strict=True):
+    for case, (breaks, graphs, own, plain) in zip(
+        cases, run_ranks(_traced, ranks, cases)[0], strict=True
+    ):
         assert (breaks, graphs) == ({}, case[3]), case
-        require(compare_curves(own, plain, curve_bounds(1e-5, 1e-4, "the same operations, fused")), case)
+        require(
+            compare_curves(own, plain, curve_bounds(1e-5, 1e-4, "the same operations, fused")),
+            case,
+        )
 
 
 def test_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
     def choice(asked: bool | str, device: str, **mesh: int) -> tuple[bool, str]:
-        return compiled(validate({"train": {"compile": asked}, "mesh": mesh}), Device.here(device))
+        return compiled(
+            validate({"train": {"compile": asked}, "mesh": mesh}), Device.here(device)
+        )
 
     assert choice(True, "cpu") == (True, "as given")
     assert choice(False, "cuda") == (False, "as given")
     assert choice("auto", "cpu") == (False, "on a cpu it takes longer than a short run gains")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert choice("auto", "cuda") == (False, "triton, which compiles for CUDA, is not installed")
+    assert choice("auto", "cuda") == (
+        False,
+        "triton, which compiles for CUDA, is not installed",
+    )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert choice("auto", "cuda") == (True, "on CUDA, one layer at a time")
     assert not choice("auto", "cuda", ep=2, tp=2)[0]
@@ -167,7 +200,10 @@ def test_what_is_compiled_again_is_counted_and_said_once() -> None:
     count, said = run_ranks(_again, 1, list(range(2, 2 + MANY + 2)))[0]
     assert count == MANY + 1
     (line,) = said
-    assert f"doubled was compiled again {MANY + 1} times" in line and "--train.compile false" in line
+    assert (
+        f"doubled was compiled again {MANY + 1} times" in line
+        and "--train.compile false" in line
+    )
 
 
 def _kept(cache: str, own: str | None) -> str:

@@ -12,7 +12,16 @@ from ranks.runs import command
 
 pytestmark = pytest.mark.ranks
 
-KEYS = ("--data.tokenizer", "bytes", "--data.seq_len", "64", "--train.steps", "2", "--train.global_batch", "4")
+KEYS = (
+    "--data.tokenizer",
+    "bytes",
+    "--data.seq_len",
+    "64",
+    "--train.steps",
+    "2",
+    "--train.global_batch",
+    "4",
+)
 RUN = (*KEYS, "--mesh.dp", "1", "--log.sample_tokens", "0")
 
 
@@ -23,7 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     own = ["".join(draws.choices("ijklmnop ", k=150)) for _ in range(10)]
     planted = [*own[:4], texts[77], f"{own[4][:10]}{texts[20][9:90]}{own[4][:10]}"]
     for name, rows in (("train", texts), ("clean", own), ("planted", planted)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in rows)
+        )
     return folder
 
 
@@ -40,16 +51,31 @@ def test_planted_rows_are_named_before_the_first_step_and_by_the_command(folder:
     assert all(f"  warning: {line}\n" in head for line in lines)
     found = command(folder, "data", "overlap", *KEYS, *sources)
     assert (found.returncode, found.stdout.splitlines()) == (1, lines)
-    clean = command(folder, "data", "overlap", *KEYS, "--data.source", "train.jsonl", "--eval.source", "clean.jsonl")
+    clean = command(
+        folder,
+        "data",
+        "overlap",
+        *KEYS,
+        "--data.source",
+        "train.jsonl",
+        "--eval.source",
+        "clean.jsonl",
+    )
     assert clean.returncode == 0
-    assert clean.stdout == "none of 10 held-out documents, nor 64 tokens in a row of one, is trained on\n"
+    assert (
+        clean.stdout
+        == "none of 10 held-out documents, nor 64 tokens in a row of one, is trained on\n"
+    )
 
 
 def test_share_of_the_source_is_evaluated_and_proved_to_be_held_out(folder: Path) -> None:
     shared = ("--data.source", "train.jsonl", "--data.eval_share", "0.1", "--log.dir", "share")
     done = command(folder, "train", *RUN, *shared)
     assert done.returncode == 0, done.stderr
-    assert "eval   none of 10 held-out documents" in done.stdout and "evaluation after step 2: loss" in done.stdout
+    assert (
+        "eval   none of 10 held-out documents" in done.stdout
+        and "evaluation after step 2: loss" in done.stdout
+    )
     proved = command(folder, "data", "audit", "share", "--contents")
     line = "source: 10 of 100 documents are held out, and no row has a token of them (data.eval_share = 0.1)"
     assert proved.returncode == 0 and line in proved.stdout
@@ -58,4 +84,7 @@ def test_share_of_the_source_is_evaluated_and_proved_to_be_held_out(folder: Path
     config = folder / "share" / "config.yaml"
     config.write_text(config.read_text().replace("eval_share: 0.1", "eval_share: 0.2"))
     refused = command(folder, "data", "audit", "share")
-    assert refused.returncode == 1 and "other rows than those that data.eval_share = 0.2 leaves" in refused.stderr
+    assert (
+        refused.returncode == 1
+        and "other rows than those that data.eval_share = 0.2 leaves" in refused.stderr
+    )

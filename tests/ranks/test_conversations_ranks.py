@@ -46,8 +46,18 @@ def write(folder: Path, *, count: int) -> None:
     (folder / "chat.jinja").write_text(TEMPLATE)
     with (folder / "chat.jsonl").open("w") as file:
         for i in range(count):
-            asked = [{"role": "user", "content": "?" * (1 + i % 4)}, {"role": "assistant", "content": f"a{i * 7 % 23}"}]
-            more = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "b" * (i % 5)}] if i % 3 else []
+            asked = [
+                {"role": "user", "content": "?" * (1 + i % 4)},
+                {"role": "assistant", "content": f"a{i * 7 % 23}"},
+            ]
+            more = (
+                [
+                    {"role": "user", "content": "?"},
+                    {"role": "assistant", "content": "b" * (i % 5)},
+                ]
+                if i % 3
+                else []
+            )
             file.write(json.dumps({"messages": asked + more}) + "\n")
 
 
@@ -87,11 +97,15 @@ def packed_on_mesh(sizes: tuple[int, int, int, int], prefix: str) -> Any:
     replicate, shard, cp, tp = sizes
     rows = Packing(SEQ_LEN, None, document_mask=True).pack(TokenStore(prefix))
     assert rows.num_rows == ROWS
-    batch = {name: torch.from_numpy(values) for name, values in rows.rows(np.arange(ROWS)).items()}
+    batch = {
+        name: torch.from_numpy(values) for name, values in rows.rows(np.arange(ROWS)).items()
+    }
     assert int(batch["document_ids"].max()) >= 1, "no row has two conversations"
     batch["padding"] = batch["document_ids"] == PADDING
     mesh = init_mesh(replicate * shard, dp_shard=shard, cp=cp, tp=tp, device="cpu")
-    config = Config.model_validate({"model": {"config": MODEL}, "data": {"document_mask": True, "seq_len": SEQ_LEN}})
+    config = Config.model_validate(
+        {"model": {"config": MODEL}, "data": {"document_mask": True, "seq_len": SEQ_LEN}}
+    )
     model = build(config, load.read_config(config.model), mesh)
     gradients: dict[str, Any] = {}
 
@@ -99,12 +113,19 @@ def packed_on_mesh(sizes: tuple[int, int, int, int], prefix: str) -> Any:
         for name, parameter in model.module.named_parameters():
             gradient = parameter.grad
             assert gradient is not None, name
-            gradients[name] = (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).clone().numpy()
+            gradients[name] = (
+                (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient)
+                .clone()
+                .numpy()
+            )
 
     optimizer = build_optimizer(model.module, config.optimizer)
     step = TrainStep(model, optimizer, grad_clip=0.0, observe=capture)
     own = {name: values[mesh.dp_rank :: mesh.dp_size] for name, values in batch.items()}
-    pieces = [{name: values[i : i + 1] for name, values in own.items()} for i in range(len(own["labels"]))]
+    pieces = [
+        {name: values[i : i + 1] for name, values in own.items()}
+        for i in range(len(own["labels"]))
+    ]
     return mean_loss(step.run(pieces, lr=1e-3), mesh), gradients
 
 
@@ -118,8 +139,12 @@ def alone(folder: Path) -> tuple[float, dict[str, Any]]:
     torch.manual_seed(0)
     values = dict(MODEL)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    shown = command(folder, "data", "show", "--data.source", "store", "--data.tokenizer", "bytes", "--json")
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
+    shown = command(
+        folder, "data", "show", "--data.source", "store", "--data.tokenizer", "bytes", "--json"
+    )
     conversations = [json.loads(line) for line in shown.stdout.splitlines()]
     assert len(conversations) == 5, shown.stderr
     count = sum(sum(each["loss_mask"]) for each in conversations)
@@ -134,11 +159,16 @@ def alone(folder: Path) -> tuple[float, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_packed_conversations_follow_one_at_a_time(sizes: tuple[int, int, int, int], folder: Path, alone: Any) -> None:
+def test_packed_conversations_follow_one_at_a_time(
+    sizes: tuple[int, int, int, int], folder: Path, alone: Any
+) -> None:
     loss, expected = alone
     results = run_ranks(packed_on_mesh, math.prod(sizes), sizes, str(folder / "store/tokens"))
     found, gradients = results[0]
-    differences = [compare_number(LOSS, found, loss), *compare_tensors(STRICT, gradients, expected)]
+    differences = [
+        compare_number(LOSS, found, loss),
+        *compare_tensors(STRICT, gradients, expected),
+    ]
     print(f"conversations {sizes}: {require(differences)}")
     assert all(result[0] == found for result in results), "ranks disagree about the loss"
 
@@ -146,7 +176,17 @@ def test_packed_conversations_follow_one_at_a_time(sizes: tuple[int, int, int, i
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
     """A run of six steps on two data ranks, which saves after three."""
-    done = command(folder, "train", "config.yaml", "--mesh.dp", "2", "--log.dir", "run", "--checkpoint.every", "3")
+    done = command(
+        folder,
+        "train",
+        "config.yaml",
+        "--mesh.dp",
+        "2",
+        "--log.dir",
+        "run",
+        "--checkpoint.every",
+        "3",
+    )
     assert done.returncode == 0, done.stderr
     assert "  format chat (messages), trained on: assistant: " in done.stdout
     return folder / "run"
@@ -155,21 +195,54 @@ def run(folder: Path) -> Path:
 def test_head_names_the_format_of_each_source_of_a_mixture(folder: Path) -> None:
     (folder / "words.txt").write_text("some words " * 200)
     mixture = "{chats: {source: chat.jsonl, weight: 1}, words: {source: words.txt, weight: 1}}"
-    (folder / "mixed.yaml").write_text(CONFIG.replace("source: chat.jsonl", f"mixture: {mixture}"))
-    done = command(folder, "train", "mixed.yaml", "--mesh.dp", "1", "--train.steps", "1", "--log.dir", "mixed")
+    (folder / "mixed.yaml").write_text(
+        CONFIG.replace("source: chat.jsonl", f"mixture: {mixture}")
+    )
+    done = command(
+        folder,
+        "train",
+        "mixed.yaml",
+        "--mesh.dp",
+        "1",
+        "--train.steps",
+        "1",
+        "--log.dir",
+        "mixed",
+    )
     assert done.returncode == 0, done.stderr
     assert (
-        "  format chats: chat (messages), trained on: assistant: " in done.stdout and "format words" not in done.stdout
+        "  format chats: chat (messages), trained on: assistant: " in done.stdout
+        and "format words" not in done.stdout
     )
 
 
-def test_labels_of_texts_are_refused_before_any_rank_starts_and_kept_for_a_mixture(folder: Path) -> None:
+def test_labels_of_texts_are_refused_before_any_rank_starts_and_kept_for_a_mixture(
+    folder: Path,
+) -> None:
     (folder / "words.txt").write_text("some words " * 200)
-    wrong = ("--data.source", "words.txt", "--data.template_variables", "{a: 1}", "--log.dir", "none")
+    wrong = (
+        "--data.source",
+        "words.txt",
+        "--data.template_variables",
+        "{a: 1}",
+        "--log.dir",
+        "none",
+    )
     refused = command(folder, "train", "config.yaml", "--mesh.dp", "2", *wrong)
     assert refused.returncode == 2 and not (folder / "none").exists(), refused.stderr
-    assert refused.stderr.startswith("data.chat_template = chat.jinja, data.template_variables = {a: 1}: words.txt is")
-    evaluated = ("--data.source", "words.txt", "--eval.source", "chat.jsonl", "--train.steps", "1", "--log.dir", "held")
+    assert refused.stderr.startswith(
+        "data.chat_template = chat.jinja, data.template_variables = {a: 1}: words.txt is"
+    )
+    evaluated = (
+        "--data.source",
+        "words.txt",
+        "--eval.source",
+        "chat.jsonl",
+        "--train.steps",
+        "1",
+        "--log.dir",
+        "held",
+    )
     accepted = command(folder, "train", "config.yaml", "--mesh.dp", "1", *evaluated)
     assert accepted.returncode == 0, accepted.stderr
 
@@ -184,10 +257,14 @@ def test_stopped_run_resumes_bit_for_bit(folder: Path, run: Path) -> None:
     assert curve(folder / "cut") == curve(folder / "whole") and len(curve(folder / "cut")) == 6
     weights = [folder / name / "checkpoints/step-00000006/state" for name in ("cut", "whole")]
     files = sorted(path.name for path in weights[0].glob("*.safetensors"))
-    assert files and all((weights[0] / name).read_bytes() == (weights[1] / name).read_bytes() for name in files)
+    assert files and all(
+        (weights[0] / name).read_bytes() == (weights[1] / name).read_bytes() for name in files
+    )
 
 
-def test_contents_are_proved_and_an_edited_target_is_found(folder: Path, run: Path, tmp_path: Path) -> None:
+def test_contents_are_proved_and_an_edited_target_is_found(
+    folder: Path, run: Path, tmp_path: Path
+) -> None:
     proved = command(folder, "data", "audit", "run", "--contents")
     assert proved.returncode == 0 and "samples and tokens" in proved.stdout, proved.stderr
     copy = Path(shutil.copytree(folder, tmp_path / "copy", symlinks=True))
@@ -198,11 +275,18 @@ def test_contents_are_proved_and_an_edited_target_is_found(folder: Path, run: Pa
     targets.write_bytes(data)
     os.utime(targets, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     failed = command(copy, "data", "audit", "run", "--contents")
-    assert failed.returncode != 0 and "tokens.loss_mask has changed" in failed.stderr, failed.stdout + failed.stderr
-    assert "block 0 of 1 (bytes 0 to " in failed.stderr and "), read by rows 0, 1, 2, " in failed.stderr
+    assert failed.returncode != 0 and "tokens.loss_mask has changed" in failed.stderr, (
+        failed.stdout + failed.stderr
+    )
+    assert (
+        "block 0 of 1 (bytes 0 to " in failed.stderr
+        and "), read by rows 0, 1, 2, " in failed.stderr
+    )
 
 
-def test_targets_that_were_changed_with_their_hashes_are_no_proof(folder: Path, run: Path, tmp_path: Path) -> None:
+def test_targets_that_were_changed_with_their_hashes_are_no_proof(
+    folder: Path, run: Path, tmp_path: Path
+) -> None:
     """The store has a fingerprint besides its hashes, and the run's record has digests of the labels."""
     copy = Path(shutil.copytree(folder, tmp_path / "copy", symlinks=True))
     (targets,) = copy.glob("cache/threefold/tokens/*/tokens.loss_mask")
@@ -211,7 +295,10 @@ def test_targets_that_were_changed_with_their_hashes_are_no_proof(folder: Path, 
     targets.write_bytes(data)
     targets.with_suffix(".blocks").unlink()
     failed = command(copy, "data", "audit", "run", "--contents")
-    assert failed.returncode != 0 and ".idx and .loss_mask are not what tokens.json" in failed.stderr, failed.stderr
+    assert (
+        failed.returncode != 0
+        and ".idx and .loss_mask are not what tokens.json" in failed.stderr
+    ), failed.stderr
     # With a fingerprint of its own, too, it is another store than the run's record names.
     from threefold.audit.proof import prove
     from threefold.audit.record import read
@@ -219,8 +306,12 @@ def test_targets_that_were_changed_with_their_hashes_are_no_proof(folder: Path, 
     from threefold.data.store.store import TokenStore
     from threefold.errors import RunError
 
-    rows = Packing(SEQ_LEN, "best_fit", document_mask=True).pack(TokenStore(targets.with_suffix("")))
-    with pytest.raises(RunError, match=r"the tokens that dp rank . read are not those that the source has now"):
+    rows = Packing(SEQ_LEN, "best_fit", document_mask=True).pack(
+        TokenStore(targets.with_suffix(""))
+    )
+    with pytest.raises(
+        RunError, match=r"the tokens that dp rank . read are not those that the source has now"
+    ):
         prove(read(copy / "run/audit.jsonl"), rows)
 
 
@@ -232,11 +323,16 @@ def test_rows_of_a_run_are_shown_as_they_are_trained(folder: Path, run: Path) ->
         folder, *("data", "show", "--data.source", "chat.jsonl", "--data.tokenizer", "bytes", "--json"),
         *("--data.chat_template", "chat.jinja"),
     )  # fmt: skip
-    documents = {tuple(each["ids"]): each["loss_mask"] for each in map(json.loads, source.stdout.splitlines())}
+    documents = {
+        tuple(each["ids"]): each["loss_mask"]
+        for each in map(json.loads, source.stdout.splitlines())
+    }
     seen = 0
     for row in rows:
         for number in {*row["documents"]} - {-1}:
-            places = [place for place, document in enumerate(row["documents"]) if document == number]
+            places = [
+                place for place, document in enumerate(row["documents"]) if document == number
+            ]
             ids = tuple(row["ids"][place] for place in places)
             assert documents[ids] == [row["loss_mask"][place] for place in places]
             seen += 1
@@ -256,7 +352,16 @@ def samples(run: Path) -> list[dict[str, Any]]:
 
 def test_samples_are_written_at_each_evaluation_on_every_mesh(folder: Path) -> None:
     """The same texts from all meshes; steps are those of a run without samples, dropout and all."""
-    base = ("train", "config.yaml", "--train.steps", "4", "--model.lora.r", "2", "--model.lora.dropout", "0.5")
+    base = (
+        "train",
+        "config.yaml",
+        "--train.steps",
+        "4",
+        "--model.lora.r",
+        "2",
+        "--model.lora.dropout",
+        "0.5",
+    )
     quiet = command(folder, *base, "--mesh.dp", "1", "--log.dir", "unsampled")
     assert quiet.returncode == 0, quiet.stderr
     for mesh in ("1", "2"):
@@ -266,15 +371,30 @@ def test_samples_are_written_at_each_evaluation_on_every_mesh(folder: Path) -> N
         lines = samples(folder / f"sampled-{mesh}")
         asked = [(step, prompt) for step in (2, 4) for prompt in ("hi", "b <|end|>")]
         assert [(line["step"], line["prompt"]) for line in lines] == asked
-        assert all(isinstance(line["text"], str) for line in lines) and any(line["text"] for line in lines)
+        assert all(isinstance(line["text"], str) for line in lines) and any(
+            line["text"] for line in lines
+        )
         assert done.stdout.count("  | hi -> ") == 2
     assert curve(folder / "sampled-1") == curve(folder / "unsampled")
     assert samples(folder / "sampled-1") == samples(folder / "sampled-2")
 
 
-def test_samples_in_the_template_are_those_of_the_checkpoint_and_replayed_once(folder: Path) -> None:
+def test_samples_in_the_template_are_those_of_the_checkpoint_and_replayed_once(
+    folder: Path,
+) -> None:
     kept = ("--log.dir", "replayed", "--checkpoint.every", "2")
-    done = command(folder, "train", "config.yaml", "--mesh.dp", "1", *SAMPLED, "5", *kept, "--train.steps", "4")
+    done = command(
+        folder,
+        "train",
+        "config.yaml",
+        "--mesh.dp",
+        "1",
+        *SAMPLED,
+        "5",
+        *kept,
+        "--train.steps",
+        "4",
+    )
     assert done.returncode == 0, done.stderr
     before = samples(folder / "replayed")
     from threefold.checkpoint.layout import CheckpointFolder
@@ -290,7 +410,14 @@ def test_samples_in_the_template_are_those_of_the_checkpoint_and_replayed_once(f
     assert samples(folder / "replayed") == [*before, *before[-2:]]
 
 
-TEXTS = ("--data.source", "words.txt", "--eval.source", "words.txt", "--data.chat_template", "null")
+TEXTS = (
+    "--data.source",
+    "words.txt",
+    "--eval.source",
+    "words.txt",
+    "--data.chat_template",
+    "null",
+)
 
 
 @pytest.mark.parametrize(
@@ -302,18 +429,37 @@ TEXTS = ("--data.source", "words.txt", "--eval.source", "words.txt", "--data.cha
         (("5000",), "tokens, and the model supports 2,048 positions"),
     ],
 )
-def test_samples_that_cannot_be_written_are_refused_before_training(folder: Path, changed: Any, said: str) -> None:
+def test_samples_that_cannot_be_written_are_refused_before_training(
+    folder: Path, changed: Any, said: str
+) -> None:
     (folder / "words.txt").write_text("some words " * 200)
-    arguments = ("train", "config.yaml", "--mesh.dp", "1", *SAMPLED, *changed, "--log.dir", "refused")
+    arguments = (
+        "train",
+        "config.yaml",
+        "--mesh.dp",
+        "1",
+        *SAMPLED,
+        *changed,
+        "--log.dir",
+        "refused",
+    )
     refused = command(folder, *arguments)
     assert refused.returncode == 2 and said in refused.stderr, refused.stderr
     assert not (folder / "refused/metrics.jsonl").exists()
 
 
-def test_run_keeps_its_template_and_names_another_one(folder: Path, run: Path, tmp_path: Path) -> None:
+def test_run_keeps_its_template_and_names_another_one(
+    folder: Path, run: Path, tmp_path: Path
+) -> None:
     assert (run / "chat_template.jinja").read_text() == TEMPLATE
-    (start,) = [line for line in map(json.loads, (run / "journal.jsonl").read_text().splitlines()) if "mesh" in line]
-    assert start["chat_template"] == hashlib.blake2b(TEMPLATE.encode(), digest_size=16).hexdigest()
+    (start,) = [
+        line
+        for line in map(json.loads, (run / "journal.jsonl").read_text().splitlines())
+        if "mesh" in line
+    ]
+    assert (
+        start["chat_template"] == hashlib.blake2b(TEMPLATE.encode(), digest_size=16).hexdigest()
+    )
     copy = Path(shutil.copytree(folder, tmp_path / "copy", symlinks=True))
     config = (copy / "run/config.yaml").read_text().replace(str(folder), str(copy))
     (copy / "run/config.yaml").write_text(config)
@@ -321,20 +467,29 @@ def test_run_keeps_its_template_and_names_another_one(folder: Path, run: Path, t
     refused = command(copy, "resume", "run", "--train.steps", "8")
     kept = copy / "run/chat_template.jinja"
     assert refused.returncode == 2, refused.stderr
-    assert refused.stderr.startswith(f"the chat template {copy}/chat.jinja has changed since run/checkpoints/step-")
+    assert refused.stderr.startswith(
+        f"the chat template {copy}/chat.jinja has changed since run/checkpoints/step-"
+    )
     assert f"fix: --data.chat_template {kept}   (or " in refused.stderr
     exported = command(copy, "export", "run", "--to", "model")
     assert exported.returncode == 0, exported.stderr
     assert (copy / "model/chat_template.jinja").read_text() == TEMPLATE
-    resumed = command(copy, "resume", "run", "--train.steps", "8", "--data.chat_template", str(kept))
+    resumed = command(
+        copy, "resume", "run", "--train.steps", "8", "--data.chat_template", str(kept)
+    )
     assert resumed.returncode == 0, resumed.stderr
     kept.write_text(TEMPLATE + " ")
     for arguments in (("export", "run", "--to", "other"), ("sample", "run", "--chat")):
         failed = command(copy, *arguments)
-        assert failed.returncode != 0 and "chat_template.jinja is not the chat template that" in failed.stderr
+        assert (
+            failed.returncode != 0
+            and "chat_template.jinja is not the chat template that" in failed.stderr
+        )
 
 
-def test_chat_answers_each_line_and_export_keeps_the_template(folder: Path, run: Path, tmp_path: Path) -> None:
+def test_chat_answers_each_line_and_export_keeps_the_template(
+    folder: Path, run: Path, tmp_path: Path
+) -> None:
     said = subprocess.run(
         [sys.executable, "-m", "threefold", "sample", "run", "--chat", "--tokens", "5"],
         cwd=folder,
@@ -350,5 +505,7 @@ def test_chat_answers_each_line_and_export_keeps_the_template(folder: Path, run:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
+    )
     assert text == "<user>a<|end|>\n<assistant>"

@@ -53,11 +53,14 @@ def _content(checkpoint: Checkpoint) -> tuple[Any, dict[str, Any]]:
 
     index = Index.read(checkpoint.state)
     return read_manifest(checkpoint), {
-        name: read_whole(checkpoint.state, entry).numpy() for name, entry in index.entries.items()
+        name: read_whole(checkpoint.state, entry).numpy()
+        for name, entry in index.entries.items()
     }
 
 
-def _assert_same(content: tuple[Any, dict[str, Any]], wanted: tuple[Any, dict[str, Any]], what: str) -> None:
+def _assert_same(
+    content: tuple[Any, dict[str, Any]], wanted: tuple[Any, dict[str, Any]], what: str
+) -> None:
     (manifest, tensors), (wanted_manifest, wanted_tensors) = content, wanted
     assert manifest == wanted_manifest, what
     assert tensors.keys() == wanted_tensors.keys(), what
@@ -65,17 +68,24 @@ def _assert_same(content: tuple[Any, dict[str, Any]], wanted: tuple[Any, dict[st
 
 
 def test_every_mutation_is_found_or_harmless(saved: Path, tmp_path: Path) -> None:
-    expected = {checkpoint.step: _content(checkpoint) for checkpoint in CheckpointFolder(saved).all()}
+    expected = {
+        checkpoint.step: _content(checkpoint) for checkpoint in CheckpointFolder(saved).all()
+    }
     found = 0
     for seed in range(500):
         run = tmp_path / "run"
-        newest, older = run / "checkpoints" / "step-00000002", run / "checkpoints" / "step-00000001"
+        newest, older = (
+            run / "checkpoints" / "step-00000002",
+            run / "checkpoints" / "step-00000001",
+        )
         shutil.copytree(saved / "checkpoints" / newest.name, newest)
         older.symlink_to(saved / "checkpoints" / older.name)
         what = mutate(newest, older, seed)
         chosen, passed = _opened(run)
         assert chosen is not None, what
-        assert [checkpoint.step for checkpoint, _ in passed] == ([2] if chosen.step == 1 else []), what
+        assert [checkpoint.step for checkpoint, _ in passed] == (
+            [2] if chosen.step == 1 else []
+        ), what
         assert all(reason and "\n" not in reason for _, reason in passed), what
         if chosen.step == 1:
             # A link to the folder that `expected` was read from, compared after the loop.
@@ -125,11 +135,15 @@ def _sealed_anew(checkpoint: Path, **changes: Any) -> None:
 @pytest.fixture
 def forged(saved: Path, tmp_path: Path) -> Path:
     """A copy of the checkpoint of step 2, to be forged."""
-    return Path(shutil.copytree(saved / "checkpoints" / "step-00000002", tmp_path / "step-00000002"))
+    return Path(
+        shutil.copytree(saved / "checkpoints" / "step-00000002", tmp_path / "step-00000002")
+    )
 
 
 @pytest.mark.parametrize("file", ["index.json", "rank-00000.safetensors", ".metadata"])
-def test_pickle_in_the_place_of_a_file_is_not_run(forged: Path, tmp_path: Path, file: str) -> None:
+def test_pickle_in_the_place_of_a_file_is_not_run(
+    forged: Path, tmp_path: Path, file: str
+) -> None:
     (forged / "state" / file).write_bytes(pickle.dumps(_Evil(tmp_path / "ran")))
     _sealed_anew(forged)
     checkpoint = Checkpoint(forged, 2)
@@ -137,7 +151,9 @@ def test_pickle_in_the_place_of_a_file_is_not_run(forged: Path, tmp_path: Path, 
     if file == ".metadata":
         _content(checkpoint)
     else:
-        with pytest.raises(CheckpointError, match=r"index\.json is not an index of a checkpoint"):
+        with pytest.raises(
+            CheckpointError, match=r"index\.json is not an index of a checkpoint"
+        ):
             _content(checkpoint)
     assert not (tmp_path / "ran").exists()
 
@@ -150,17 +166,34 @@ def test_no_pickle_is_read_anywhere_in_the_package() -> None:
         text = path.read_text()
         if path == source / "convert" / "dcp_reader.py":
             # Other programs' checkpoints: by an unpickler that finds no class, and tensors alone.
-            text = text.replace("import pickle\n", "").replace("torch.load(io.BytesIO(content), map_location=", "")
+            text = text.replace("import pickle\n", "").replace(
+                "torch.load(io.BytesIO(content), map_location=", ""
+            )
             assert text.count("weights_only=True)") == 1
         if path == source / "convert" / "universal.py":
             # DeepSpeed's: tensors and plain values alone.
-            assert text.count('torch.load(path, map_location="cpu", weights_only=True, mmap=True)') == 1
-            text = text.replace("torch.load(path, map_location=", "").replace("torch.load has no", "")
+            assert (
+                text.count('torch.load(path, map_location="cpu", weights_only=True, mmap=True)')
+                == 1
+            )
+            text = text.replace("torch.load(path, map_location=", "").replace(
+                "torch.load has no", ""
+            )
         if path == source / "explain" / "flight.py":
             # Dumps of torch's Flight Recorder: by an unpickler that finds no class at all.
             text = text.replace("import pickle\n", "")
-            assert text.count("pickle.Unpickler") == 1 and "def find_class(" in text and "def persistent_load(" in text
-        for word in ("import pickle", "torch.load(", "pickle.load", "weights_only=False", "FileSystemReader"):
+            assert (
+                text.count("pickle.Unpickler") == 1
+                and "def find_class(" in text
+                and "def persistent_load(" in text
+            )
+        for word in (
+            "import pickle",
+            "torch.load(",
+            "pickle.load",
+            "weights_only=False",
+            "FileSystemReader",
+        ):
             assert word not in text, f"{path} {word}"
 
 
@@ -184,7 +217,9 @@ def test_forged_manifest_is_refused(forged: Path, change: dict[str, Any]) -> Non
     assert reason is not None and str(forged) in reason
 
 
-@pytest.mark.parametrize("text", [b"5", b"[]", b"null", b"{", b"\xff", b"[" * 100_000, b'{"format": 2}'])
+@pytest.mark.parametrize(
+    "text", [b"5", b"[]", b"null", b"{", b"\xff", b"[" * 100_000, b'{"format": 2}']
+)
 def test_manifest_that_is_none_is_refused(forged: Path, text: bytes) -> None:
     (forged / "manifest.json").write_bytes(text)
     (forged / "COMPLETE").write_text(f"2 {checksum_of(text)}\n")
@@ -232,7 +267,9 @@ def test_index_leads_to_no_file_outside(forged: Path) -> None:
     from threefold.checkpoint.shards import Index
 
     path = forged / "state" / "index.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "files": ["../../../../etc/passwd"] * 2}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "files": ["../../../../etc/passwd"] * 2})
+    )
     with pytest.raises(CheckpointError, match="is not a file of this folder"):
         Index.read(forged / "state")
 
@@ -254,7 +291,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "seed",
-    [seed if place < BRIEFLY else pytest.param(seed, marks=pytest.mark.long) for place, seed in enumerate(SEEDS)],
+    [
+        seed if place < BRIEFLY else pytest.param(seed, marks=pytest.mark.long)
+        for place, seed in enumerate(SEEDS)
+    ],
 )
 def test_run_goes_back_to_the_checkpoint_before(run: Path, seed: int) -> None:
     before = curve(run)
@@ -267,7 +307,9 @@ def test_run_goes_back_to_the_checkpoint_before(run: Path, seed: int) -> None:
         assert done.returncode == 0, what + done.stderr
         assert "Traceback" not in done.stderr
         if "nothing to do" not in done.stdout:
-            assert f"skipped {Path('run') / 'checkpoints' / 'step-00000006'}: " in done.stderr, what
+            assert (
+                f"skipped {Path('run') / 'checkpoints' / 'step-00000006'}: " in done.stderr
+            ), what
             assert "resumed from run/checkpoints/step-00000004" in done.stdout, what
             assert "set aside: run/checkpoints/aside-1-step-00000006" in done.stdout, what
             assert CheckpointFolder(run).all()[-1].damage() is None
@@ -284,9 +326,18 @@ def test_damaged_checkpoint_that_was_asked_for_is_refused(run: Path) -> None:
     content[-1] ^= 1
     file.write_bytes(content)
     config = (run / "config.yaml").read_bytes()
-    arguments = ("--train.steps", "7", "--checkpoint.resume", "step-00000006", "--optimizer.lr", "1e-4")
+    arguments = (
+        "--train.steps",
+        "7",
+        "--checkpoint.resume",
+        "step-00000006",
+        "--optimizer.lr",
+        "1e-4",
+    )
     for log_dir in ("run", "new"):
-        done = command(run.parent, "train", "config.yaml", *ALONE, *arguments, "--log.dir", log_dir)
+        done = command(
+            run.parent, "train", "config.yaml", *ALONE, *arguments, "--log.dir", log_dir
+        )
         assert done.returncode == 2
         assert done.stderr == (
             "the checkpoint step-00000006 is damaged: the content of state/rank-00000.safetensors has changed: its "
@@ -305,6 +356,14 @@ def test_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(run: Path) ->
         marker.write_text("0\n")
     done = command(run.parent, "train", "config.yaml", *ALONE, "--log.dir", "lost")
     assert done.returncode == 2
-    assert done.stderr.startswith("no checkpoint in lost/checkpoints is undamaged: step-00000006: ")
-    assert "\n  fix: restore one from a copy, or --log.dir ANOTHER_FOLDER for a new run\n" in done.stderr
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+    assert done.stderr.startswith(
+        "no checkpoint in lost/checkpoints is undamaged: step-00000006: "
+    )
+    assert (
+        "\n  fix: restore one from a copy, or --log.dir ANOTHER_FOLDER for a new run\n"
+        in done.stderr
+    )
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000006",
+    ]

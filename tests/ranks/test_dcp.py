@@ -33,8 +33,12 @@ def _trained(sizes: Sizes, folder: str, model: dict[str, Any]) -> None:
     run.checkpointer.saver.wait()
 
 
-@pytest.mark.parametrize(("model", "sizes"), [(LLAMA, (1, 2, 1, 2)), (MOE, (2, 1, 1, 2))], ids=["llama", "experts"])
-def test_a_program_of_torch_alone_reads_a_checkpoint(model: dict[str, Any], sizes: Sizes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "sizes"), [(LLAMA, (1, 2, 1, 2)), (MOE, (2, 1, 1, 2))], ids=["llama", "experts"]
+)
+def test_a_program_of_torch_alone_reads_a_checkpoint(
+    model: dict[str, Any], sizes: Sizes, tmp_path: Path
+) -> None:
     write_corpus(tmp_path)
     run_ranks(_trained, 4, sizes, str(tmp_path / "run"), model)
     checkpoint = find(tmp_path / "run")

@@ -43,7 +43,9 @@ def make_model() -> nn.Module:
 
 
 def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    return F.cross_entropy(
+        model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+    )
 
 
 def mean_over_ranks(model: nn.Module, loader: Any) -> tuple[float, int, int, list[int]]:
@@ -51,7 +53,9 @@ def mean_over_ranks(model: nn.Module, loader: Any) -> tuple[float, int, int, lis
     totals, steps, seen = torch.zeros(2, dtype=torch.float64), 0, []
     with torch.no_grad():
         for batch in loader:
-            of_step = torch.stack([loss_sum(model, batch), (batch["labels"] != -100).sum().double()])
+            of_step = torch.stack(
+                [loss_sum(model, batch), (batch["labels"] != -100).sum().double()]
+            )
             # In every step, as a model that is sharded would: a rank with fewer steps would hang.
             dist.all_reduce(of_step) if dist.is_initialized() else None
             totals += of_step
@@ -73,12 +77,18 @@ def evaluate_all(cases: list[tuple[int, int]]) -> list[tuple[float, int, int, li
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_exact_evaluation_is_that_of_one_process(num_ranks: int) -> None:
-    cases = [(size, batch_size) for size in (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 29, 31) for batch_size in (1, 2, 4)]
+    cases = [
+        (size, batch_size)
+        for size in (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 29, 31)
+        for batch_size in (1, 2, 4)
+    ]
     per_rank = run_ranks(evaluate_all, num_ranks, cases)
     model = make_model()
     for case, of_ranks in zip(cases, zip(*per_rank, strict=True), strict=True):
         size, batch_size = case
-        mean, targets, _, _ = mean_over_ranks(model, DataLoader(Sentences(size), batch_size=batch_size))
+        mean, targets, _, _ = mean_over_ranks(
+            model, DataLoader(Sentences(size), batch_size=batch_size)
+        )
         for found, counted, steps, _ in of_ranks:
             assert found == pytest.approx(mean, rel=1e-6), case
             assert counted == targets, case
@@ -152,7 +162,9 @@ def refusal(loader: Any) -> tuple[str, str, str] | None:
 
 
 def test_loader_without_a_distributed_sampler_is_refused() -> None:
-    for rank, (plain, some_list, torchs, ours, worlds, sampled, distributed) in enumerate(run_ranks(refusals, 2)):
+    for rank, (plain, some_list, torchs, ours, worlds, sampled, distributed) in enumerate(
+        run_ranks(refusals, 2)
+    ):
         assert plain == (
             "the training loader (DataLoader) has no distributed sampler, and there are 2 ranks",
             f"a loader that reads the share of dp rank {rank} of 2: with this one the ranks would train on the same "

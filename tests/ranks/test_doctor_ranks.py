@@ -29,12 +29,24 @@ def test_mesh_is_started_here_and_every_axis_measured(tmp_path: Path) -> None:
         assert list(measured["axes"]) == ["dp", "tp", "world"]
         for timing in measured["axes"].values():
             assert timing["right"] and int(rank) in timing["ranks"]
-            assert timing["barrier_s"] > 0 and timing["latency_s"] > 0 and timing["bytes_per_s"] > 0
-    pairs = {(int(rank), int(other)) for rank, each in values["measured"].items() for other in each["pairs"]}
+            assert (
+                timing["barrier_s"] > 0
+                and timing["latency_s"] > 0
+                and timing["bytes_per_s"] > 0
+            )
+    pairs = {
+        (int(rank), int(other))
+        for rank, each in values["measured"].items()
+        for other in each["pairs"]
+    }
     assert pairs == {(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)}
     checks = [finding["check"] for finding in values["findings"]]
     assert checks.count("Python") == 1
-    assert [check for check in checks if check.startswith("axis")] == ["axis dp", "axis tp", "axis world"]
+    assert [check for check in checks if check.startswith("axis")] == [
+        "axis dp",
+        "axis tp",
+        "axis world",
+    ]
 
 
 def test_under_torchrun_rank_0_speaks_for_all(tmp_path: Path) -> None:
@@ -96,7 +108,9 @@ def _whole_doctor_without_a_rank(folder: str) -> None:
 
     os.chdir(folder)
     rank = dist.get_rank()
-    os.environ.update(RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="3")
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE="3", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="3"
+    )
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
     meshes = []
     measured = ranks._measured
@@ -109,12 +123,16 @@ def _whole_doctor_without_a_rank(folder: str) -> None:
     if rank == 2:
         ranks.look_at_mesh = silent  # type: ignore[assignment]
     else:
-        ranks._measured = lambda mesh, *rest, **limits: meshes.append(mesh) or measured(mesh, *rest, **limits)
+        ranks._measured = lambda mesh, *rest, **limits: (
+            meshes.append(mesh) or measured(mesh, *rest, **limits)
+        )
     with open(f"{folder}/rank-{rank}", "w") as file:
         os.dup2(file.fileno(), 1)
     os._exit = lambda code: (_ for _ in ()).throw(SystemExit(code))  # type: ignore[assignment]
     try:
-        code = doctor.run_rank(Config(), Topology(dp_replicate=3), doctor.ReportOptions(limit_s=0.5))
+        code = doctor.run_rank(
+            Config(), Topology(dp_replicate=3), doctor.ReportOptions(limit_s=0.5)
+        )
     except SystemExit as stop:
         code = stop.code
     Path(f"{folder}/code-{rank}").write_text(str(code))
@@ -136,7 +154,9 @@ def test_every_pair_meets_once_and_no_rank_has_two_partners_at_a_time() -> None:
         found = list(rounds(range(size)))
         pairs = [pair for each in found for pair in each]
         assert sorted(pairs) == [(a, b) for a in range(size) for b in range(a + 1, size)]
-        assert all(len({rank for pair in each for rank in pair}) == 2 * len(each) for each in found)
+        assert all(
+            len({rank for pair in each for rank in pair}) == 2 * len(each) for each in found
+        )
 
 
 def test_of_many_ranks_one_a_host_takes_part_in_pairs() -> None:
@@ -150,10 +170,16 @@ def _measured(rates: dict[str, float], *, right: bool = True) -> Measured:
 
 
 def test_slow_pair_and_wrong_sums_are_named() -> None:
-    found = judge({0: _measured({"1": 8e9, "2": 1e9, "3": 8e9}), 1: _measured({"2": 9e9})}, own_links=True)
+    found = judge(
+        {0: _measured({"1": 8e9, "2": 1e9, "3": 8e9}), 1: _measured({"2": 9e9})}, own_links=True
+    )
     assert found[-1].level == "warning"
-    assert found[-1].what == ("slowest of 4: ranks 0 and 2, 953.7 MiB/s, 100 us one way; median 7.451 GiB/s")
-    assert judge({0: _measured({"1": 8e9, "2": 1e9, "3": 8e9})}, own_links=False)[-1].level == "ok"
+    assert found[-1].what == (
+        "slowest of 4: ranks 0 and 2, 953.7 MiB/s, 100 us one way; median 7.451 GiB/s"
+    )
+    assert (
+        judge({0: _measured({"1": 8e9, "2": 1e9, "3": 8e9})}, own_links=False)[-1].level == "ok"
+    )
     wrong = judge({0: _measured({}, right=False)}, own_links=True)
     assert wrong[0].lines() == [
         "STOP    axis tp: an all-reduce of ranks 0 and 1 gave a wrong sum",

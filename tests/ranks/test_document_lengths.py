@@ -25,7 +25,11 @@ pytestmark = pytest.mark.ranks
 ROWS, LENGTH, MICRO_BATCHES = 3, 32, 2
 # Its scores are scaled by a number of its own.
 GRANITE = {**TINY_LLAMA, "model_type": "granite", "attention_multiplier": 0.7}
-LAYERS_OF_TWO_KINDS = {"head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+LAYERS_OF_TWO_KINDS = {
+    "head_dim": 8,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 GEMMA3 = {**TINY_LLAMA, "model_type": "gemma3_text", **LAYERS_OF_TWO_KINDS}
 MODELS = {"llama": TINY_LLAMA, "granite": GRANITE, "gemma3": GEMMA3}
 
@@ -37,7 +41,10 @@ def _weights(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     for first, end in pairwise(begins.tolist()):
         for head in range(query.shape[1]):
-            own, other = (slice(first, end), head), (slice(first, end), head // (query.shape[1] // key.shape[1]))
+            own, other = (
+                (slice(first, end), head),
+                (slice(first, end), head // (query.shape[1] // key.shape[1])),
+            )
             scores = query[own].float() @ key[other].float().T * scale
             hidden = torch.ones_like(scores).triu(1).bool()
             yield own, other, scores.masked_fill(hidden, -torch.inf).softmax(-1), scale
@@ -47,17 +54,36 @@ def _give_torch_a_kernel(calls: list[tuple[int, ...]], fault: str) -> None:
     """Calls note the numbers of documents and of heads; with a fault the kernel has it."""
     from torch.nn.attention import varlen
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, begins: Tensor, keys: Tensor, *others: Any) -> Any:
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, begins: Tensor, keys: Tensor, *others: Any
+    ) -> Any:
         most, _, is_causal, scale, window = others[:5]
-        assert is_causal and list(window) == [-1, 0] and torch.equal(begins, keys) and begins.dtype == torch.int32
-        assert begins[0] == 0 and begins[-1] == len(query) == len(key) and 0 < begins.diff().max() < most <= 2 * LENGTH
+        assert (
+            is_causal
+            and list(window) == [-1, 0]
+            and torch.equal(begins, keys)
+            and begins.dtype == torch.int32
+        )
+        assert (
+            begins[0] == 0
+            and begins[-1] == len(query) == len(key)
+            and 0 < begins.diff().max() < most <= 2 * LENGTH
+        )
         calls.append((len(begins) - 1, query.shape[1], key.shape[1]))
         if fault == "heads in another order":
-            key, value = (each.repeat(1, query.shape[1] // each.shape[1], 1) for each in (key, value))
+            key, value = (
+                each.repeat(1, query.shape[1] // each.shape[1], 1) for each in (key, value)
+            )
         output = torch.full_like(query, torch.nan)
-        for own, other, weights, _ in _weights(query, key, begins, None if fault == "no scale" else scale):
+        for own, other, weights, _ in _weights(
+            query, key, begins, None if fault == "no scale" else scale
+        ):
             output[own] = (weights @ value[other].float()).to(output.dtype)
-        return output, torch.zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
+        return (
+            output,
+            torch.zeros(query.shape[1], len(query)),
+            torch.zeros(2, dtype=torch.uint64),
+        )
 
     def backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Any:
         _, _, begins, _, _, _, _, _, scale = others[:9]
@@ -66,9 +92,15 @@ def _give_torch_a_kernel(calls: list[tuple[int, ...]], fault: str) -> None:
         gradients = [torch.zeros_like(each) for each in (query, key, value)]
         for own, other, weights, scaled_by in _weights(query, key, begins, scale):
             of_weights = grad[own] @ value[other].T
-            of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scaled_by
+            of_scores = (
+                weights
+                * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
+                * scaled_by
+            )
             gradients[0][own] += of_scores @ key[other]
-            narrow = 0.5 if fault == "half the keys' gradient" and dtype == torch.bfloat16 else 1.0
+            narrow = (
+                0.5 if fault == "half the keys' gradient" and dtype == torch.bfloat16 else 1.0
+            )
             gradients[1][other] += of_scores.T @ query[own] * narrow
             gradients[2][other] += weights.T @ grad[own]
         return tuple(each.to(dtype) for each in gradients)
@@ -88,7 +120,9 @@ def _plant(fault: str) -> None:
         if fault == "one late":
             begins[1:-1] += 1
         if fault == "rows together":
-            begins = begins[(begins % LENGTH != 0) | (begins == 0) | (begins == documents.numel())]
+            begins = begins[
+                (begins % LENGTH != 0) | (begins == 0) | (begins == documents.numel())
+            ]
         return found._replace(begins=begins, beyond=LENGTH + 1)
 
     DocumentLengths.of = classmethod(wrong)
@@ -102,7 +136,9 @@ def _batches() -> list[dict[str, Tensor]]:
         used = torch.tensor([LENGTH, LENGTH - 5, LENGTH - 11])[:ROWS, None]
         documents[torch.arange(LENGTH) >= used] = -1
         tokens = torch.randint(67, (ROWS, LENGTH), generator=generator)
-        batches.append({"input_ids": tokens, "labels": tokens.roll(-1, 1), "document_ids": documents})
+        batches.append(
+            {"input_ids": tokens, "labels": tokens.roll(-1, 1), "document_ids": documents}
+        )
     return batches
 
 
@@ -119,19 +155,30 @@ def _results(
     if fault in ("one late", "rows together"):
         _plant(fault)
     choices.attention = lambda *given, **named: choices.Decision(kernel, "a test's")  # type: ignore[assignment]
-    mesh = init_mesh(device="cpu", **{name: size for name, size in mesh_of.items() if name != "cp_method"})
+    mesh = init_mesh(
+        device="cpu", **{name: size for name, size in mesh_of.items() if name != "cp_method"}
+    )
     method = {"cp_method": mesh_of.get("cp_method", "auto")}
-    asked = {"model": {"config": MODELS[model]}, "mesh": method, "data": {"seq_len": LENGTH}, "train": settings}
+    asked = {
+        "model": {"config": MODELS[model]},
+        "mesh": method,
+        "data": {"seq_len": LENGTH},
+        "train": settings,
+    }
     config = validate(asked)
     built, results = build(config, load.read_config(config.model), mesh), {}
     assert (f"attention: {kernel}", "a test's") in built.choices or kernel == "sdpa"
-    trains = model != "gemma3"  # a CPU has no backward of flex_attention, which its windows take
+    trains = (
+        model != "gemma3"
+    )  # a CPU has no backward of flex_attention, which its windows take
     for place, rows in enumerate(_batches()):
         with torch.set_grad_enabled(trains), built.computing(rows) as local:
             hidden = built.outputs(local, "hidden_states").values
             results[f"hidden states {place}"] = hidden.detach()
             if trains:
-                (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden).sin()).sum().backward()
+                (
+                    hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden).sin()
+                ).sum().backward()
     for name, parameter in built.module.named_parameters():
         if parameter.grad is not None:
             grad: Any = parameter.grad
@@ -155,11 +202,16 @@ MESHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("model", ["llama", "granite"])
 def test_lengths_give_the_gradients_of_masks(model: str, mesh: str) -> None:
     ranks = 1 if mesh == "one process" else 2
-    documents = [sum(int((row.diff() != 0).sum()) + 1 for row in rows["document_ids"]) for rows in _batches()]
+    documents = [
+        sum(int((row.diff() != 0).sum()) + 1 for row in rows["document_ids"])
+        for rows in _batches()
+    ]
     by_masks = run_ranks(_results, ranks, "sdpa", model, MESHES[mesh], {})
     by_lengths = run_ranks(_results, ranks, "varlen", model, MESHES[mesh], {})
     for (found, calls), (expected, none) in zip(by_lengths, by_masks, strict=True):
-        assert not none and calls == [(count, 4 // ranks, 2 // ranks) for count in documents for _ in range(2)]
+        assert not none and calls == [
+            (count, 4 // ranks, 2 // ranks) for count in documents for _ in range(2)
+        ]
         comparison = _compared(found, expected)
         assert comparison.holds, comparison.worst()
 
@@ -175,14 +227,21 @@ def test_layers_with_windows_keep_blocks_beside_it() -> None:
 def test_what_is_expensive_is_kept_and_all_else_computed_again() -> None:
     expected, once = run_ranks(_results, 1, "varlen", "llama", {}, {})[0]
     for kind, times in (("selective", 1), ("full", 2)):
-        found, calls = run_ranks(_results, 1, "varlen", "llama", {}, {"activation_checkpointing": kind})[0]
+        found, calls = run_ranks(
+            _results, 1, "varlen", "llama", {}, {"activation_checkpointing": kind}
+        )[0]
         assert len(calls) == times * len(once), kind
         assert _compared(found, expected).holds, kind
 
 
 @pytest.mark.parametrize(
     ("fault", "model"),
-    [("one late", "llama"), ("rows together", "llama"), ("heads in another order", "llama"), ("no scale", "granite")],
+    [
+        ("one late", "llama"),
+        ("rows together", "llama"),
+        ("heads in another order", "llama"),
+        ("no scale", "granite"),
+    ],
 )
 def test_planted_faults_are_seen(fault: str, model: str) -> None:
     expected, _ = run_ranks(_results, 1, "sdpa", model, {}, {})[0]
@@ -200,7 +259,9 @@ def _admitted(fault: str) -> tuple[str, int]:
     calls: list[tuple[int, ...]] = []
     _give_torch_a_kernel(calls, fault)
     kernels = {"auto": "varlen", "sdpa": "sdpa"}
-    choices.attention = lambda asked, *own, **named: choices.Decision(kernels[asked], "a test's")  # type: ignore[assignment]
+    choices.attention = lambda asked, *own, **named: choices.Decision(
+        kernels[asked], "a test's"
+    )  # type: ignore[assignment]
     mesh = init_mesh(device="cpu")
     config = validate(
         {
@@ -214,12 +275,18 @@ def _admitted(fault: str) -> tuple[str, int]:
         return str(error), len(calls)
 
 
-def test_a_kernel_whose_backward_is_wrong_in_bfloat16_is_refused_and_what_holds_is_named() -> None:
+def test_a_kernel_whose_backward_is_wrong_in_bfloat16_is_refused_and_what_holds_is_named() -> (
+    None
+):
     said, calls = run_ranks(_admitted, 1, "")[0]
     assert said.startswith("admission: 11 probes hold: ") and calls
     said, _ = run_ranks(_admitted, 1, "half the keys' gradient")[0]
-    assert said.startswith("'llama' fails the probe of kernels in bfloat16, on any mesh: its gradients in bfloat16 ")
-    assert "k_proj.weight" in said and said.endswith("fix: --model.attention sdpa --train.compile false")
+    assert said.startswith(
+        "'llama' fails the probe of kernels in bfloat16, on any mesh: its gradients in bfloat16 "
+    )
+    assert "k_proj.weight" in said and said.endswith(
+        "fix: --model.attention sdpa --train.compile false"
+    )
 
 
 def _graphs(micro_batches: int) -> tuple[list[int], list[int]]:
@@ -232,14 +299,20 @@ def _graphs(micro_batches: int) -> tuple[list[int], list[int]]:
     calls: list[tuple[int, ...]] = []
     _give_torch_a_kernel(calls, "")
     choices.attention = lambda *given, **named: choices.Decision("varlen", "a test's")  # type: ignore[assignment]
-    asked = {"model": {"config": TINY_LLAMA}, "data": {"seq_len": LENGTH}, "train": {"compile": True}}
+    asked = {
+        "model": {"config": TINY_LLAMA},
+        "data": {"seq_len": LENGTH},
+        "train": {"compile": True},
+    }
     config = validate(asked)
     model = build(config, load.read_config(config.model), init_mesh(device="cpu"))
     again, recompiled = [], Recompiled(print)
     for seed in range(micro_batches):
         generator = torch.Generator().manual_seed(seed)
         rows = {"input_ids": torch.randint(67, (ROWS, LENGTH), generator=generator)}
-        rows["document_ids"] = (torch.rand(ROWS, LENGTH, generator=generator) < 0.1 * (seed + 1)).cumsum(1)
+        rows["document_ids"] = (
+            torch.rand(ROWS, LENGTH, generator=generator) < 0.1 * (seed + 1)
+        ).cumsum(1)
         with model.computing(rows) as local:
             model.outputs(local, "hidden_states").values.square().mean().backward()
         again.append(recompiled.look())

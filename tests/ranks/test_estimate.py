@@ -46,14 +46,27 @@ CASES: list[tuple[str, dict[str, Any], str, int, int, int]] = [
     ("Llama-3.1-8B", {"dp": 128, "dp_shard": 128, "tp": 8}, "selective", 8192, 1, 1),
     ("Llama-3.2-1B", {}, "none", 2048, 4, 1),
     ("Llama-3.2-1B", {"dp": 8}, "full", 2048, 4, 2),
-    ("Llama-3.2-1B", {"dp": 4, "dp_shard": 2, "tp": 4, "sequence_parallel": True}, "selective", 512, 2, 2),
+    (
+        "Llama-3.2-1B",
+        {"dp": 4, "dp_shard": 2, "tp": 4, "sequence_parallel": True},
+        "selective",
+        512,
+        2,
+        2,
+    ),
     ("Llama-3.2-1B", {"dp": 2, "dp_shard": 2, "cp": 8}, "selective", 4096, 2, 1),
     ("Qwen3-0.6B", {"dp": 1024, "dp_shard": 64}, "none", 4096, 2, 2),
     ("Qwen3-0.6B", {"dp": 16, "dp_shard": 16, "tp": 8}, "full", 2048, 8, 3),
     ("a mixture of 2B", {"dp": 32, "dp_shard": 32}, "full", 2048, 4, 2),
     ("a mixture of 2B", {"dp": 16, "dp_shard": 4, "tp": 4}, "none", 2048, 2, 1),
 ]
-_SMALL = {**SHAPES["Llama-3.2-1B"], "vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 4, "head_dim": 16}
+_SMALL = {
+    **SHAPES["Llama-3.2-1B"],
+    "vocab_size": 1000,
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+}
 QUICK: list[tuple[dict[str, Any], str, str]] = [
     ({}, "none", "float32"),
     ({"dp": 2}, "selective", "float32"),
@@ -64,7 +77,14 @@ QUICK: list[tuple[dict[str, Any], str, str]] = [
 
 
 def _values(
-    model: dict[str, Any], mesh: dict[str, Any], mode: str, *, dtype: str, seq_len: int, rows: int, batches: int
+    model: dict[str, Any],
+    mesh: dict[str, Any],
+    mode: str,
+    *,
+    dtype: str,
+    seq_len: int,
+    rows: int,
+    batches: int,
 ) -> dict[str, Any]:
     return {
         "model": {"config": model, "dtype": dtype},
@@ -103,10 +123,15 @@ def both(cases: list[dict[str, Any]]) -> list[tuple[Any, float, Any]]:
 
 def _agree(found: list[tuple[Any, float, Any]], names: list[str]) -> None:
     for (traced, estimated, sent), name in zip(found, names, strict=True):
-        assert estimated == pytest.approx(traced.peak_bytes, rel=0.1), name  # what docs/plan.md promises
+        assert estimated == pytest.approx(traced.peak_bytes, rel=0.1), (
+            name
+        )  # what docs/plan.md promises
         assert set(sent) == set(traced.sent), name
         for key, (calls, size) in traced.sent.items():
-            assert sent[key][0] == calls and sent[key][1] == pytest.approx(size, rel=0.05), (name, key)
+            assert sent[key][0] == calls and sent[key][1] == pytest.approx(size, rel=0.05), (
+                name,
+                key,
+            )
 
 
 def test_estimate_is_what_is_traced() -> None:
@@ -115,7 +140,9 @@ def test_estimate_is_what_is_traced() -> None:
         for batches, (mesh, mode, dtype) in enumerate(QUICK, start=1)
     ]
     # DDP's gradients are the largest part of it, and are there once.
-    cases.append(_values(_SMALL, {"dp": 2}, "full", dtype="float32", seq_len=32, rows=1, batches=1))
+    cases.append(
+        _values(_SMALL, {"dp": 2}, "full", dtype="float32", seq_len=32, rows=1, batches=1)
+    )
     _agree(run_ranks(both, 1, cases)[0], [str(each["mesh"]) for each in cases])
 
 
@@ -130,13 +157,25 @@ BESIDES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         {"optimizer": {"ema": 0.99}},
         {"data": {"document_mask": True}},
     )
-    for mesh in ({}, {"dp": 8}, {"dp": 8, "dp_shard": 4, "tp": 2}, {"dp": 2, "dp_shard": 2, "cp": 2})
+    for mesh in (
+        {},
+        {"dp": 8},
+        {"dp": 8, "dp_shard": 4, "tp": 2},
+        {"dp": 2, "dp_shard": 2, "cp": 2},
+    )
     if "data" not in besides or "cp" not in mesh
-    for mode, dtype in (("none", "float32"), ("none", "bfloat16"), ("selective", "bfloat16"), ("full", "bfloat16"))
+    for mode, dtype in (
+        ("none", "float32"),
+        ("none", "bfloat16"),
+        ("selective", "bfloat16"),
+        ("full", "bfloat16"),
+    )
 ]
 
 
-def _with_besides(case: tuple[dict[str, Any], dict[str, Any], str, str], batches: int) -> dict[str, Any]:
+def _with_besides(
+    case: tuple[dict[str, Any], dict[str, Any], str, str], batches: int
+) -> dict[str, Any]:
     besides, mesh, mode, dtype = case
     values = _values(_SMALL, mesh, mode, dtype=dtype, seq_len=256, rows=2, batches=batches)
     return values | {name: {**values.get(name, {}), **keys} for name, keys in besides.items()}
@@ -144,20 +183,29 @@ def _with_besides(case: tuple[dict[str, Any], dict[str, Any], str, str], batches
 
 def test_estimate_of_adapters_and_averages() -> None:
     cases = BESIDES[::13]
-    _agree(run_ranks(both, 1, [_with_besides(each, 2) for each in cases])[0], list(map(str, cases)))
+    _agree(
+        run_ranks(both, 1, [_with_besides(each, 2) for each in cases])[0], list(map(str, cases))
+    )
 
 
 @pytest.mark.long
 def test_estimate_of_adapters_and_averages_on_every_mesh() -> None:
     cases = [(each, batches) for each in BESIDES for batches in (1, 3)]
-    _agree(run_ranks(both, 1, [_with_besides(*each) for each in cases], timeout_s=500)[0], list(map(str, cases)))
+    _agree(
+        run_ranks(both, 1, [_with_besides(*each) for each in cases], timeout_s=500)[0],
+        list(map(str, cases)),
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_estimate_of_published_shapes(case: tuple[str, dict[str, Any], str, int, int, int]) -> None:
+def test_estimate_of_published_shapes(
+    case: tuple[str, dict[str, Any], str, int, int, int],
+) -> None:
     name, mesh, mode, seq_len, rows, batches = case
-    values = _values(SHAPES[name], mesh, mode, dtype="bfloat16", seq_len=seq_len, rows=rows, batches=batches)
+    values = _values(
+        SHAPES[name], mesh, mode, dtype="bfloat16", seq_len=seq_len, rows=rows, batches=batches
+    )
     _agree(run_ranks(both, 1, [values], timeout_s=300)[0], [name])
 
 
@@ -171,8 +219,12 @@ def rows_chosen() -> tuple[int | str, int | None, str]:
 
     mesh = init_mesh(dp=2, device="cpu")
     fits.memory_here = lambda mesh: (6 * 10**9 - 4 * 10**9 * mesh.rank, 0)
-    config = validate(_values(_SMALL, {"dp": 2}, "none", dtype="float32", seq_len=1024, rows=64, batches=1))
-    config = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": "auto"})})
+    config = validate(
+        _values(_SMALL, {"dp": 2}, "none", dtype="float32", seq_len=1024, rows=64, batches=1)
+    )
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"micro_batch": "auto"})}
+    )
     asked: Any = Asked(config, None, load.read_config(config.model))  # type: ignore[arg-type]
     found = fits.fitted(asked, mesh)
     return found.asked.config.train.micro_batch, found.asked.estimated_bytes, found.said[0][0]
@@ -203,13 +255,28 @@ def test_estimate_of_every_family() -> None:
         }  # fmt: skip
         if family.experts:
             sizes |= {family.expert_width: 512, "num_experts_per_tok": 2}
-            sizes["num_local_experts" if family.experts == "num_local_experts" else "num_experts"] = 8
+            sizes[
+                "num_local_experts" if family.experts == "num_local_experts" else "num_experts"
+            ] = 8
         if name == "phi":
             sizes["hidden_act"] = "gelu"
-        if family.head_dim is not None or name in ("cohere", "helium", "hunyuan_v1_dense", "nemotron"):
+        if family.head_dim is not None or name in (
+            "cohere",
+            "helium",
+            "hunyuan_v1_dense",
+            "nemotron",
+        ):
             sizes["head_dim"] = 64
         for mode in ("none", "full"):
-            values = _values(sizes, {"dp": 8, "dp_shard": 8}, mode, dtype="bfloat16", seq_len=1024, rows=4, batches=1)
+            values = _values(
+                sizes,
+                {"dp": 8, "dp_shard": 8},
+                mode,
+                dtype="bfloat16",
+                seq_len=1024,
+                rows=4,
+                batches=1,
+            )
             cases.append(values)
             names.append(f"{name}, {mode}")
     _agree(run_ranks(both, 1, cases, timeout_s=500)[0], names)
@@ -251,7 +318,9 @@ def _mesh_of(sizes: dict[str, int]) -> dict[str, int]:
 
 def real(sizes: dict[str, int]) -> list[int]:
     """The most bytes alive on a rank, for each kind of checkpointing."""
-    return [held for held, _ in held_and_sent(_mesh_of(sizes), _of_100m(sizes), rows=1, batches=2)]
+    return [
+        held for held, _ in held_and_sent(_mesh_of(sizes), _of_100m(sizes), rows=1, batches=2)
+    ]
 
 
 def estimated(sizes: dict[str, int]) -> list[float]:
@@ -310,7 +379,9 @@ def copies() -> dict[str, float]:
 
 def test_gloo_copies_what_is_gathered_and_what_is_scattered() -> None:
     for found in run_ranks(copies, 2):
-        assert found == pytest.approx({"all-reduce": 0, "reduce-scatter": 1, "all-gather": 1}, abs=0.2)
+        assert found == pytest.approx(
+            {"all-reduce": 0, "reduce-scatter": 1, "all-gather": 1}, abs=0.2
+        )
 
 
 # Mostly of an embedding and a head, so that a copy of what is reduced at the end is a seventh of the process.
@@ -332,9 +403,28 @@ def test_estimate_is_what_a_process_holds(tmp_path: Path) -> None:
         "--data.tokenizer",
         "bytes",
     )
-    keys += ("--data.seq_len", "64", "--train.global_batch", "4", "--mesh.dp", "2", "--mesh.dp_shard", "2")
+    keys += (
+        "--data.seq_len",
+        "64",
+        "--train.global_batch",
+        "4",
+        "--mesh.dp",
+        "2",
+        "--mesh.dp_shard",
+        "2",
+    )
     # Of an interpreter of its own: the server of the tests' ranks has loaded more than a run does.
-    done = cold_command(tmp_path, "train", *keys, "--model.admission", "off", "--train.steps", "3", "--log.dir", "run")
+    done = cold_command(
+        tmp_path,
+        "train",
+        *keys,
+        "--model.admission",
+        "off",
+        "--train.steps",
+        "3",
+        "--log.dir",
+        "run",
+    )
     assert done.returncode == 0, done.stderr
     planned = json.loads(command(tmp_path, "plan", "config.yaml", *keys, "--json").stdout)
     held = Metrics(tmp_path / "run" / "metrics.jsonl").last["peak_memory_bytes"]

@@ -51,7 +51,10 @@ def test_values_and_the_class_of_an_error_reach_every_rank() -> None:
         ["ConfigError", text, 2],
     ]
     assert first[-1] == "division by zero"
-    assert second[-1] == "another rank failed in 'decide/not for users': ZeroDivisionError: division by zero"
+    assert (
+        second[-1]
+        == "another rank failed in 'decide/not for users': ZeroDivisionError: division by zero"
+    )
 
 
 def _gathered_by_the_device() -> Any:
@@ -65,13 +68,22 @@ def _gathered_by_the_device() -> Any:
     moved = []
 
     class HasGpu(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             kwargs = kwargs or {}
             moved.extend(
-                func.__name__ for each in (*args, *kwargs.values()) if isinstance(each, str) and each == "cuda"
+                func.__name__
+                for each in (*args, *kwargs.values())
+                if isinstance(each, str) and each == "cuda"
             )
-            args = ["cpu" if isinstance(each, str) and each == "cuda" else each for each in args]
-            kwargs = {key: "cpu" if isinstance(each, str) and each == "cuda" else each for key, each in kwargs.items()}
+            args = [
+                "cpu" if isinstance(each, str) and each == "cuda" else each for each in args
+            ]
+            kwargs = {
+                key: "cpu" if isinstance(each, str) and each == "cuda" else each
+                for key, each in kwargs.items()
+            }
             return func(*args, **kwargs)
 
     mesh = init_mesh(2, device="cpu")

@@ -27,8 +27,19 @@ from threefold.model.tensor_parallel.plan import expert_problems
 
 pytestmark = pytest.mark.ranks
 
-MIXTRAL = {**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-QWEN3 = {**TINY_LLAMA, "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2}
+MIXTRAL = {
+    **TINY_LLAMA,
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+QWEN3 = {
+    **TINY_LLAMA,
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
 QWEN3 |= {"moe_intermediate_size": 16, "num_key_value_heads": 4}
 
 
@@ -45,7 +56,9 @@ def test_whole_experts_follow_one_process(model: dict[str, Any], meshes: list[Si
     expected = train_alone(model, batches, lr=LR, clip=CLIP, decay=DECAY)
     for sizes in meshes:
         found = run_ranks(train_on_mesh, math.prod(sizes), sizes, model, 2, sizes[3])[0]
-        comparison = require(compare_trainings(Training(*found), Training(*expected), PARITY), sizes)
+        comparison = require(
+            compare_trainings(Training(*found), Training(*expected), PARITY), sizes
+        )
         print(f"{model['model_type']} {sizes}: {comparison}")
 
 

@@ -54,7 +54,9 @@ def told_of(run: Path) -> tuple[Told, Explanation]:
     ending = found.ending
     assert RunRecord(run).ending == ending and found.line.rank == next(iter(ending.ranks), None)
     rank = found.line.rank
-    return Told(ending.how, rank, ending.phase, ending.step, found.known.name, ending.code), found
+    return Told(
+        ending.how, rank, ending.phase, ending.step, found.known.name, ending.code
+    ), found
 
 
 # name: (what is planted, further arguments, what is to be told, what else is in the facts)
@@ -167,19 +169,35 @@ def test_planted_ending_is_explained(tmp_path: Path, ending: str) -> None:
         found, explanation = told_of(tmp_path / "run")
         assert found == told, explanation
         assert any(fact in each for each in explanation.facts), explanation.facts
-    endings = [event for event in RunRecord(tmp_path / "run").events if event["event"] == "ending"]
+    endings = [
+        event for event in RunRecord(tmp_path / "run").events if event["event"] == "ending"
+    ]
     assert len(endings) == 1
 
 
 @pytest.mark.parametrize(
     ("plant", "told", "fact"),
     [
-        ("not_a_number", Told("numbers", 2, "optimizer", STEP, "nan-loss"), "not finite on ranks 2 and 3"),
-        ("infinite_gradient", Told("numbers", None, "optimizer", STEP, "nan-loss"), "with finite losses on all ranks"),
-        ("memory_used_up", Told("device", 2, "forward", STEP, "out-of-memory"), "rank 2 has no memory left"),
+        (
+            "not_a_number",
+            Told("numbers", 2, "optimizer", STEP, "nan-loss"),
+            "not finite on ranks 2 and 3",
+        ),
+        (
+            "infinite_gradient",
+            Told("numbers", None, "optimizer", STEP, "nan-loss"),
+            "with finite losses on all ranks",
+        ),
+        (
+            "memory_used_up",
+            Told("device", 2, "forward", STEP, "out-of-memory"),
+            "rank 2 has no memory left",
+        ),
     ],
 )
-def test_failed_step_is_explained_with_its_rows(tmp_path: Path, plant: str, told: Told, fact: str) -> None:
+def test_failed_step_is_explained_with_its_rows(
+    tmp_path: Path, plant: str, told: Told, fact: str
+) -> None:
     prepare(tmp_path)
     done = planted(tmp_path, plant, "--log.dir", "run")
     assert done.returncode == 1

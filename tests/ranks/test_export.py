@@ -31,8 +31,17 @@ pytestmark = pytest.mark.ranks
 
 TIED = {**LLAMA, "tie_word_embeddings": True}
 STATES = {
-    **{"model_type": "granitemoehybrid", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 257},
-    **{"layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{
+        "model_type": "granitemoehybrid",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "vocab_size": 257,
+    },
+    **{
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
     **{
         "mamba_n_heads": 8,
         "mamba_d_head": 8,
@@ -40,10 +49,23 @@ STATES = {
         "mamba_chunk_size": 8,
         "shared_intermediate_size": 32,
     },
-    **{"intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "time_step_limit": [0.0, math.inf]},
+    **{
+        "intermediate_size": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "time_step_limit": [0.0, math.inf],
+    },
 }
-_EMU3 = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-EMU3 = {"model_type": "emu3", "text_config": {**_EMU3, "num_key_value_heads": 2, "vocab_size": 257, "pad_token_id": 0}}
+_EMU3 = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+EMU3 = {
+    "model_type": "emu3",
+    "text_config": {**_EMU3, "num_key_value_heads": 2, "vocab_size": 257, "pad_token_id": 0},
+}
 
 
 def _frozen_part() -> dict[str, Any]:
@@ -53,7 +75,10 @@ def _frozen_part() -> dict[str, Any]:
     from threefold.model.reduced import reduced
 
     values = architecture_of(reduced(config_of("blt")))
-    for each in (values, *(values[f"{part}_config"] for part in ("patcher", "encoder", "decoder"))):
+    for each in (
+        values,
+        *(values[f"{part}_config"] for part in ("patcher", "encoder", "decoder")),
+    ):
         each["vocab_size"] = 257
     return values
 
@@ -78,13 +103,17 @@ def _trained(sizes: Sizes, folder: str, model: dict[str, Any]) -> Any:
     run.checkpointer.saver.wait()
     named = dict(run.model.module.named_parameters())
     return {
-        name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().numpy()
+        name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
+        .detach()
+        .numpy()
         for name, tensor in named.items()
     }
 
 
 @pytest.fixture(params=CASES, ids=str)
-def trained(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str, Any], bool]:
+def trained(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> tuple[Path, dict[str, Any], bool]:
     """A run's folder, its weights, and whether it is tied."""
     model, sizes = CASES[request.param]
     write_corpus(tmp_path)
@@ -93,20 +122,26 @@ def trained(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[
     return folder, weights, "lm_head.weight" not in weights
 
 
-def test_export_reloads_to_the_trained_weights(trained: tuple[Path, dict[str, Any], bool], tmp_path: Path) -> None:
+def test_export_reloads_to_the_trained_weights(
+    trained: tuple[Path, dict[str, Any], bool], tmp_path: Path
+) -> None:
     from threefold.export.model_folder import export
 
     folder, weights, tied = trained
     done = export(folder, tmp_path / "out", max_shard_bytes=20_000)
     assert done.verified == "reloaded: equal logits"
-    assert len(done.files) > 1 and all((tmp_path / "out" / file).stat().st_size < 60_000 for file in done.files)
+    assert len(done.files) > 1 and all(
+        (tmp_path / "out" / file).stat().st_size < 60_000 for file in done.files
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
     found = dict(model.named_parameters())
     assert found.keys() == weights.keys()
     for name, values in weights.items():
         assert torch.equal(found[name], torch.from_numpy(values)), name
-    weight_map = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    weight_map = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())[
+        "weight_map"
+    ]
     for name, file in weight_map.items():
         with safe_open(tmp_path / "out" / file, framework="pt") as tensors:
             assert name in tensors.keys()  # noqa: SIM118 (no mapping)
@@ -159,12 +194,19 @@ def _write_large(state: str) -> None:
 
     shape = (TENSOR_BYTES // 4000, 1000)
     parts = [
-        TensorPart(f"model.layers.{number}.w", shape, Box((0, 0), shape), torch.full(shape, float(number)))
+        TensorPart(
+            f"model.layers.{number}.w",
+            shape,
+            Box((0, 0), shape),
+            torch.full(shape, float(number)),
+        )
         for number in range(TENSORS)
     ]
     path = Path(state) / "rank-00000.safetensors"
     write_parts(path.parent, path.stem, parts)
-    entries = {name: Entry(dtype, shape, [chunk]) for name, dtype, shape, chunk in entries_of(path)}
+    entries = {
+        name: Entry(dtype, shape, [chunk]) for name, dtype, shape, chunk in entries_of(path)
+    }
     (Path(state) / FILE).write_text(Index(entries).to_json())
 
 
@@ -178,9 +220,18 @@ def _export_large(state: str, to: str) -> int:
     index = Index.read(Path(state))
     names = [name.removeprefix("model.") for name in index.entries]
     # The libraries' own pages come into a forked process when they are first used.
-    write_weights(Path(state), index, names[:1], Path(to), max_shard_bytes=1, convert=lambda layer: layer)
+    write_weights(
+        Path(state), index, names[:1], Path(to), max_shard_bytes=1, convert=lambda layer: layer
+    )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    write_weights(Path(state), index, names, Path(to), max_shard_bytes=3 * TENSOR_BYTES, convert=lambda layer: layer)
+    write_weights(
+        Path(state),
+        index,
+        names,
+        Path(to),
+        max_shard_bytes=3 * TENSOR_BYTES,
+        convert=lambda layer: layer,
+    )
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
 
 
@@ -209,21 +260,32 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path) -> None:
     from threefold.export.model_folder import export
 
-    copy = Path(shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "step-00000001"))
+    copy = Path(
+        shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "step-00000001")
+    )
     (copy / "state" / "index.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"is damaged: state/index\.json has 2 bytes, not "):
+    with pytest.raises(
+        CheckpointError, match=r"is damaged: state/index\.json has 2 bytes, not "
+    ):
         export(copy, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_other_logits_are_told_and_nothing_stays(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_logits_are_told_and_nothing_stays(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from threefold.export import model_folder
 
     def wrong(model: Any, layer: dict[str, Any]) -> dict[str, Any]:
-        return {name: tensor + 1 if name == "lm_head.weight" else tensor for name, tensor in layer.items()}
+        return {
+            name: tensor + 1 if name == "lm_head.weight" else tensor
+            for name, tensor in layer.items()
+        }
 
     monkeypatch.setattr(model_folder, "revert_weight_conversion", wrong)
-    with pytest.raises(RunError, match=r"reloads to logits that differ from those of .* by up to "):
+    with pytest.raises(
+        RunError, match=r"reloads to logits that differ from those of .* by up to "
+    ):
         model_folder.export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert model_folder.export(run, tmp_path / "out", verify=False).verified == "not reloaded"
@@ -247,14 +309,20 @@ def _dies_while_it_writes() -> None:
 def test_what_a_killed_export_left_is_removed(run: Path) -> None:
     """kill -9 after the weights were written, then the same command again."""
     export = ("export", "run", "--no-verify", "--to", "killed")
-    killed, folder = command(run.parent, *export, first=_dies_while_it_writes), run.parent / "killed"
+    killed, folder = (
+        command(run.parent, *export, first=_dies_while_it_writes),
+        run.parent / "killed",
+    )
     assert killed.returncode == -signal.SIGKILL and (folder / "model.safetensors").exists()
     (folder / ".part-00007").touch()
     (folder / "deep").mkdir()
     again = command(run.parent, *export)
     assert again.returncode == 0, again.stderr
     assert command(run.parent, *export[:-1], "whole").returncode == 0
-    names = [sorted(path.name for path in (run.parent / each).iterdir()) for each in ("killed", "whole")]
+    names = [
+        sorted(path.name for path in (run.parent / each).iterdir())
+        for each in ("killed", "whole")
+    ]
     assert names[0] == names[1] and ".threefold-export" not in names[0]
 
 
@@ -273,10 +341,12 @@ def test_a_living_export_is_not_disturbed(run: Path, tmp_path: Path) -> None:
 def test_command_says_what_it_wrote(run: Path) -> None:
     done = command(run.parent, "export", "run", "--to", "out", "--max-shard-size", "100KB")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == ("out: step 1 of run, 35,040 parameters, 2 files of weights; reloaded: equal logits\n"), (
-        done.stdout
+    assert done.stdout == (
+        "out: step 1 of run, 35,040 parameters, 2 files of weights; reloaded: equal logits\n"
+    ), done.stdout
+    refused = command(
+        run.parent, "export", "run", "--to", "out2", "--max-shard-size", "100 apples"
     )
-    refused = command(run.parent, "export", "run", "--to", "out2", "--max-shard-size", "100 apples")
     assert refused.returncode == 2
     assert refused.stderr == (
         "--max-shard-size = '100 apples' is not a size\n"
@@ -296,12 +366,20 @@ def test_strangers_code_is_run_only_where_allowed(run: Path, tmp_path: Path) -> 
         f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
         "class Evil(LlamaConfig):\n    model_type = 'evil'\n"
     )
-    stranger = Path(shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "step-00000001"))
+    stranger = Path(
+        shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "step-00000001")
+    )
     manifest = json.loads((stranger / "manifest.json").read_text())
     auto_map = {"auto_map": {"AutoConfig": "evil.Evil"}, "model_type": "evil"}
     (repository / "config.json").write_text(json.dumps(auto_map))
-    manifest["config"]["model"] |= {"name_or_path": str(repository), "config": None, "trust_remote_code": True}
-    _sealed_anew(stranger, config=manifest["config"], architecture=manifest["architecture"] | auto_map)
+    manifest["config"]["model"] |= {
+        "name_or_path": str(repository),
+        "config": None,
+        "trust_remote_code": True,
+    }
+    _sealed_anew(
+        stranger, config=manifest["config"], architecture=manifest["architecture"] | auto_map
+    )
     assert Checkpoint(stranger, 1).damage() is None
     with pytest.raises(CheckpointError, match=r"transformers has no model for .*evil"):
         export(stranger, tmp_path / "out")
@@ -311,9 +389,14 @@ def test_strangers_code_is_run_only_where_allowed(run: Path, tmp_path: Path) -> 
 def test_strangers_kernels_are_not_fetched(run: Path, tmp_path: Path) -> None:
     from threefold.export.model_folder import load_whole
 
-    stranger = Path(shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "step-00000001"))
+    stranger = Path(
+        shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "step-00000001")
+    )
     manifest = json.loads((stranger / "manifest.json").read_text())
-    kernels = {"_attn_implementation": "somebody/kernels", "attn_implementation": "somebody/kernels"}
+    kernels = {
+        "_attn_implementation": "somebody/kernels",
+        "attn_implementation": "somebody/kernels",
+    }
     _sealed_anew(stranger, architecture=manifest["architecture"] | kernels)
     model, _ = load_whole(Checkpoint(stranger, 1))
     assert model.config._attn_implementation == "eager"

@@ -42,10 +42,26 @@ def test_memory_that_runs_out_on_one_rank_ends_all_at_once(tmp_path: Path) -> No
     prepare(tmp_path)
     (tmp_path / "sitecustomize.py").write_text(PLANT)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    keys = ["--mesh.dp", "2", "--train.steps", "50", "--train.timeout_s", "600", "--log.dir", "run"]
+    keys = [
+        "--mesh.dp",
+        "2",
+        "--train.steps",
+        "50",
+        "--train.timeout_s",
+        "600",
+        "--log.dir",
+        "run",
+    ]
     command = [sys.executable, "-m", "threefold", "train", "config.yaml", *keys]
     # Far less than the watchdog's limit, by which alone it ended before.
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 1, done.stderr
-    assert done.stderr.count("rank 1 has no memory left: CUDA out of memory. Tried to allocate 2.00 GiB") == 1
+    assert (
+        done.stderr.count(
+            "rank 1 has no memory left: CUDA out of memory. Tried to allocate 2.00 GiB"
+        )
+        == 1
+    )
     assert "no progress" not in done.stderr

@@ -56,15 +56,23 @@ def whole(folder: Path) -> Path:
     ("plant", "phase", "function"),
     [("stall_in_data", "data", "planted"), ("stall_in_forward", "forward", "planted")],
 )
-def test_stalled_rank_is_named_with_phase_and_stack(folder: Path, plant: str, phase: str, function: str) -> None:
+def test_stalled_rank_is_named_with_phase_and_stack(
+    folder: Path, plant: str, phase: str, function: str
+) -> None:
     limits = ("--log.stall_s", "2", "--train.timeout_s", "4")
     done = planted(folder, plant, "--log.dir", plant, *limits)
     assert done.returncode == 1
     late = rf"no progress for \d+ s: rank 2 of host \S+ \(process \d+\) is in {phase} of step {STEP}"
-    assert len(re.findall(rf"^{late}$", done.stderr, re.MULTILINE)) == 2  # once for the stall, once for the end
-    waiting = re.findall(rf"^  ranks? ([\d, and]+) waits? in \w+ of step {STEP}$", done.stderr, re.MULTILINE)
+    assert (
+        len(re.findall(rf"^{late}$", done.stderr, re.MULTILINE)) == 2
+    )  # once for the stall, once for the end
+    waiting = re.findall(
+        rf"^  ranks? ([\d, and]+) waits? in \w+ of step {STEP}$", done.stderr, re.MULTILINE
+    )
     assert sorted(re.findall(r"\d", " ".join(waiting))) == ["0", "1", "3"], done.stderr
-    stack = done.stderr.partition("rank 2 is at (the innermost call is the last):\n")[2].partition("no progress")[0]
+    stack = done.stderr.partition("rank 2 is at (the innermost call is the last):\n")[
+        2
+    ].partition("no progress")[0]
     assert f"in {function}\n" in stack and "time.sleep(1000)" in stack
     assert "loop.py" in stack.splitlines()[0]
     assert (
@@ -77,31 +85,61 @@ def test_stalled_rank_is_named_with_phase_and_stack(folder: Path, plant: str, ph
 
 
 def test_another_rank_names_rank_0_when_that_is_frozen(folder: Path) -> None:
-    run, limits = folder / "frozen", ("--log.stall_s", "2", "--train.timeout_s", "4", "--checkpoint.every", "0")
+    run, limits = (
+        folder / "frozen",
+        ("--log.stall_s", "2", "--train.timeout_s", "4", "--checkpoint.every", "0"),
+    )
     with started(
-        folder, "train", "config.yaml", *MESH, "--log.dir", "frozen", "--train.steps", "100000", *limits
+        folder,
+        "train",
+        "config.yaml",
+        *MESH,
+        "--log.dir",
+        "frozen",
+        "--train.steps",
+        "100000",
+        *limits,
     ) as going:
         wait_for(lambda: last_step(run) >= 3, lambda: f"step 3: {going.output()}")
         ranks, before = rank_processes(run), len(going.output())
         os.kill(ranks[0], signal.SIGSTOP)
         assert going.wait(60) == 1
         silent = r"^no progress for \d+ s: rank 0 of host \S+ \(process \d+\) has given no sign of life for \d+ s, in "
-        assert len(re.findall(silent, going.output(), re.MULTILINE)) == 2  # once for the stall, once for the end
+        assert (
+            len(re.findall(silent, going.output(), re.MULTILINE)) == 2
+        )  # once for the stall, once for the end
         # A slow start is told too, if it takes as long as a stall does here.
-        waiting = re.findall(r"^  ranks? ([\d, andto]+) waits? in", going.output()[before:], re.MULTILINE)
-        assert set(" ".join(waiting).replace("1 to 3", "1 2 3").replace(",", "").split()) - {"and"} == {"1", "2", "3"}
+        waiting = re.findall(
+            r"^  ranks? ([\d, andto]+) waits? in", going.output()[before:], re.MULTILINE
+        )
+        assert set(" ".join(waiting).replace("1 to 3", "1 2 3").replace(",", "").split()) - {
+            "and"
+        } == {"1", "2", "3"}
         assert "Traceback" not in going.output()
         assert "cut off, or rank 0" not in going.output()
         assert not any(alive(process) for process in ranks.values())
 
 
-def test_rank_that_others_wait_for_in_every_step_is_the_slowest_and_told_once(folder: Path) -> None:
-    steps = ("--train.steps", "150", "--log.every", "3", "--checkpoint.every", "0", "--log.sample_tokens", "0")
+def test_rank_that_others_wait_for_in_every_step_is_the_slowest_and_told_once(
+    folder: Path,
+) -> None:
+    steps = (
+        "--train.steps",
+        "150",
+        "--log.every",
+        "3",
+        "--checkpoint.every",
+        "0",
+        "--log.sample_tokens",
+        "0",
+    )
     done = planted(folder, "late_in_every_forward", "--log.dir", "late", *steps)
     assert done.returncode == 0, done.stderr
     found = [line for step, line in metrics(folder / "late").items() if step > 10]
     late = [line for line in found if line["slowest_rank"] == 2]
-    assert len(late) > 0.8 * len(found)  # in single ones another may have lacked a core for as long
+    assert len(late) > 0.8 * len(
+        found
+    )  # in single ones another may have lacked a core for as long
     lost = [line["slowest_share"] * line["step_time_s"] for line in late]
     assert 0.6 < sum(lost) / len(lost) / 0.1 < 1.3, lost
     told = r"^rank 2 of host \S+ has been the slowest since step \d+: a step would take about \d+% less if it were as "
@@ -112,18 +150,34 @@ def test_rank_that_others_wait_for_in_every_step_is_the_slowest_and_told_once(fo
 # --- kills -------------------------------------------------------------------------------------------------------
 
 
-def test_killed_rank_restarts_and_the_run_ends_with_the_same_losses(folder: Path, whole: Path) -> None:
+def test_killed_rank_restarts_and_the_run_ends_with_the_same_losses(
+    folder: Path, whole: Path
+) -> None:
     run = folder / "killed"
-    with started(folder, "train", "config.yaml", *MESH, *LONG, "--log.dir", "killed", "--max-restarts", "3") as going:
+    with started(
+        folder,
+        "train",
+        "config.yaml",
+        *MESH,
+        *LONG,
+        "--log.dir",
+        "killed",
+        "--max-restarts",
+        "3",
+    ) as going:
         for step in (8, 22):
             wait_for(lambda step=step: last_step(run) >= step, f"step {step}: {going.output()}")  # type: ignore[misc]
             before = rank_processes(run)
             os.kill(before[3], signal.SIGKILL)
             # Each of them: a rank that has not yet begun to log would be known by its process of before.
-            wait_for(lambda old=before: not rank_processes(run).items() & old.items(), "a restart")  # type: ignore[misc]
+            wait_for(
+                lambda old=before: not rank_processes(run).items() & old.items(), "a restart"
+            )  # type: ignore[misc]
         assert going.wait(120) == 0, going.output()
         assert "restart 2 of 3: a rank had failed" in going.output()
-        assert len(re.findall(r"rank 3 \(process \d+\) was ended by SIGKILL", going.output())) == 2
+        assert (
+            len(re.findall(r"rank 3 \(process \d+\) was ended by SIGKILL", going.output())) == 2
+        )
         # One of the others for each kill, or none where the launcher was faster.
         lost = r"rank [012] lost its connection to another rank: .*\n  expected: all ranks to run until the"
         assert len(re.findall(lost, going.output())) <= 2
@@ -142,7 +196,11 @@ def test_killed_launcher_takes_its_ranks_with_it(folder: Path, whole: Path) -> N
         os.kill(ranks[3], signal.SIGSTOP)
         stopped = ranks.pop(3)
         os.kill(going.launcher, signal.SIGKILL)
-        wait_for(lambda: not any(alive(process) for process in ranks.values()), "the end of all ranks", within_s=20)
+        wait_for(
+            lambda: not any(alive(process) for process in ranks.values()),
+            "the end of all ranks",
+            within_s=20,
+        )
         os.kill(stopped, signal.SIGCONT)
         wait_for(lambda: not alive(stopped), "the end of the rank that was frozen", within_s=20)
     done = command(folder, "train", "config.yaml", *MESH, *LONG, "--log.dir", "orphans")
@@ -151,7 +209,16 @@ def test_killed_launcher_takes_its_ranks_with_it(folder: Path, whole: Path) -> N
 
 
 def test_wrong_request_is_not_started_again(folder: Path, whole: Path) -> None:
-    again = ("--log.dir", "whole", "--train.steps", "41", "--train.seed", "1", "--max-restarts", "2")
+    again = (
+        "--log.dir",
+        "whole",
+        "--train.steps",
+        "41",
+        "--train.seed",
+        "1",
+        "--max-restarts",
+        "2",
+    )
     refused = command(folder, "train", "config.yaml", *MESH, *again)
     assert refused.returncode == 2
     assert refused.stderr.count("train.seed = 0, not 1") == 1
@@ -176,8 +243,13 @@ def test_rank_without_memory_says_what_would_fit_and_leaves_a_snapshot(folder: P
     assert said is not None, done.stderr
     assert path.read_text() == "what the allocator holds"
     assert "Traceback" not in done.stderr
-    assert {*metrics(folder / "full")} <= {*range(1, STEP)}  # rank 0 is ended before it writes the last ones
-    assert "a GPU's memory is used up" in command(folder, "explain", "full/logs/rank-0002.log").stdout
+    assert {*metrics(folder / "full")} <= {
+        *range(1, STEP)
+    }  # rank 0 is ended before it writes the last ones
+    assert (
+        "a GPU's memory is used up"
+        in command(folder, "explain", "full/logs/rank-0002.log").stdout
+    )
 
 
 # --- numbers that are not finite ---------------------------------------------------------------------------------
@@ -187,7 +259,9 @@ def test_rank_with_a_loss_that_is_no_number_is_named_with_its_rows(folder: Path)
     done = planted(folder, "not_a_number", "--log.dir", "nan")
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("step")]
-    named = re.fullmatch(rf"step {STEP}: the loss is not finite on ranks 2 and 3: rows ([\d, ]+)", line)
+    named = re.fullmatch(
+        rf"step {STEP}: the loss is not finite on ranks 2 and 3: rows ([\d, ]+)", line
+    )
     assert named is not None, done.stderr
     assert (
         f"  expected: finite numbers; the weights are as step {STEP - 1} left them, and nothing is saved\n"
@@ -204,7 +278,8 @@ def test_gradient_that_overflows_on_one_rank_is_seen_by_all(folder: Path) -> Non
     done = planted(folder, "infinite_gradient", "--log.dir", "overflow")
     assert done.returncode == 1
     found = (
-        rf"step {STEP}: the gradient's norm is (nan|inf), with finite losses on all ranks; the step read rows [\d, ]+"
+        rf"step {STEP}: the gradient's norm is (nan|inf), with finite losses on all "
+        rf"ranks; the step read rows [\d, ]+"
     )
     assert re.search(found, done.stderr), done.stderr
 
@@ -238,7 +313,10 @@ def _steps_with_a_bad_one_between(folder: str, bad: bool) -> list[bytes]:
     else:
         next(run._batches)
     run.advance(1)
-    state = [*run.model.module.parameters(), *(v for each in run.optimizer.state.values() for v in each.values())]
+    state = [
+        *run.model.module.parameters(),
+        *(v for each in run.optimizer.state.values() for v in each.values()),
+    ]
     local = [value.to_local() if hasattr(value, "to_local") else value for value in state]
     assert all(bool(torch.isfinite(value).all()) for value in local)
     return [value.detach().contiguous().numpy().tobytes() for value in local]
@@ -265,8 +343,17 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_run_whose_output_nobody_reads_saves_and_ends_without_a_word(folder: Path, ranks: int) -> None:
-    arguments = ("--log.dir", f"head-{ranks}", "--mesh.dp", str(ranks), "--train.steps", "100000")
+def test_run_whose_output_nobody_reads_saves_and_ends_without_a_word(
+    folder: Path, ranks: int
+) -> None:
+    arguments = (
+        "--log.dir",
+        f"head-{ranks}",
+        "--mesh.dp",
+        str(ranks),
+        "--train.steps",
+        "100000",
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "threefold", "train", "config.yaml", *arguments],
         cwd=folder,
@@ -295,17 +382,29 @@ def hang_ups_are_heard() -> Iterator[None]:
 @pytest.mark.usefixtures("hang_ups_are_heard")
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("number", STOPS, ids=lambda number: number.name)
-def test_run_saves_and_ends_when_all_its_processes_are_asked_to(folder: Path, number: int, workers: int) -> None:
+def test_run_saves_and_ends_when_all_its_processes_are_asked_to(
+    folder: Path, number: int, workers: int
+) -> None:
     """As a terminal or a scheduler asks: workers, and the servers that they and ranks are forked from, hear it too."""
     run = folder / f"all-{number}-{workers}"
-    asked = ("--log.dir", run.name, "--train.steps", "100000", "--data.num_workers", str(workers))
+    asked = (
+        "--log.dir",
+        run.name,
+        "--train.steps",
+        "100000",
+        "--data.num_workers",
+        str(workers),
+    )
     with started(folder, "train", "config.yaml", *MESH, *asked) as going:
         wait_for(lambda: last_step(run) >= 3, lambda: f"step 3: {going.output()}")
         going.signal_all(number)
         assert going.wait(60) == 75, going.output()
         saved = CheckpointFolder(run).newest()
         assert saved is not None and saved.step == last_step(run) and saved.damage() is None
-        assert f"stopped by a signal after step {saved.step}; the checkpoint is saved" in going.output()
+        assert (
+            f"stopped by a signal after step {saved.step}; the checkpoint is saved"
+            in going.output()
+        )
         assert "Traceback" not in going.output() and "Warning" not in going.output()
 
 
@@ -313,14 +412,28 @@ def test_run_saves_and_ends_when_all_its_processes_are_asked_to(folder: Path, nu
 def test_run_whose_terminal_is_closed_saves_and_ends(folder: Path, ranks: int) -> None:
     """The terminal's SIGHUP reaches all of its processes, and what they write from then on is an error."""
     master, terminal = os.openpty()
-    run, asked = folder / f"closed-{ranks}", ("--mesh.dp", str(ranks), "--train.steps", "100000")
+    run, asked = (
+        folder / f"closed-{ranks}",
+        ("--mesh.dp", str(ranks), "--train.steps", "100000"),
+    )
 
     def take_terminal() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
     process = subprocess.Popen(
-        [sys.executable, "-m", "threefold", "train", "config.yaml", *asked, "--mesh.tp", "1", "--log.dir", run.name],
+        [
+            sys.executable,
+            "-m",
+            "threefold",
+            "train",
+            "config.yaml",
+            *asked,
+            "--mesh.tp",
+            "1",
+            "--log.dir",
+            run.name,
+        ],
         cwd=folder,
         env=environment(folder),
         stdin=terminal,
@@ -331,7 +444,9 @@ def test_run_whose_terminal_is_closed_saves_and_ends(folder: Path, ranks: int) -
     )
     os.close(terminal)
     try:
-        reader = threading.Thread(target=lambda: [None for _ in iter(lambda: _read(master), b"")], daemon=True)
+        reader = threading.Thread(
+            target=lambda: [None for _ in iter(lambda: _read(master), b"")], daemon=True
+        )
         reader.start()
         wait_for(lambda: last_step(run) >= 3, "step 3")
         closing, master = master, -1
@@ -354,10 +469,14 @@ def _read(master: int) -> bytes:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_signals_after_the_last_save_do_not_change_the_exit_code(folder: Path, ranks: int) -> None:
+def test_signals_after_the_last_save_do_not_change_the_exit_code(
+    folder: Path, ranks: int
+) -> None:
     """To the end of the process: Python gives its signals back to the system long before."""
     run, asked = folder / f"late-{ranks}", ("--mesh.dp", str(ranks), "--train.steps", "100000")
-    with started(folder, "train", "config.yaml", *asked, "--mesh.tp", "1", "--log.dir", run.name) as going:
+    with started(
+        folder, "train", "config.yaml", *asked, "--mesh.tp", "1", "--log.dir", run.name
+    ) as going:
         wait_for(lambda: last_step(run) >= 2, lambda: f"step 2: {going.output()}")
         os.kill(going.launcher, signal.SIGTERM)
         wait_for(lambda: "resume: threefold resume" in going.output(), "the last line")
@@ -372,7 +491,9 @@ def test_signals_after_the_last_save_do_not_change_the_exit_code(folder: Path, r
 
 def test_server_of_the_ranks_that_is_killed_is_named_and_leaves_no_rank(folder: Path) -> None:
     run = folder / "no-server"
-    with started(folder, "train", "config.yaml", *MESH, "--log.dir", run.name, "--train.steps", "100000") as going:
+    with started(
+        folder, "train", "config.yaml", *MESH, "--log.dir", run.name, "--train.steps", "100000"
+    ) as going:
         wait_for(lambda: last_step(run) >= 3, lambda: f"step 3: {going.output()}")
         ranks = rank_processes(run)
         (server,) = {
@@ -388,7 +509,16 @@ def test_server_of_the_ranks_that_is_killed_is_named_and_leaves_no_rank(folder: 
 def test_second_ctrl_c_leaves_at_once(folder: Path) -> None:
     """The first one cannot be followed: one rank is frozen, so no step ends."""
     run = folder / "impatient"
-    with started(folder, "train", "config.yaml", *MESH, "--log.dir", "impatient", "--train.steps", "100000") as going:
+    with started(
+        folder,
+        "train",
+        "config.yaml",
+        *MESH,
+        "--log.dir",
+        "impatient",
+        "--train.steps",
+        "100000",
+    ) as going:
         wait_for(lambda: last_step(run) >= 2, lambda: f"step 2: {going.output()}")
         ranks = rank_processes(run)
         os.kill(ranks[1], signal.SIGSTOP)
@@ -397,6 +527,12 @@ def test_second_ctrl_c_leaves_at_once(folder: Path) -> None:
         wait_for(lambda: time.monotonic() - begun > _ONE_REQUEST_S + 0.5, "", within_s=10)
         assert going.running() and alive(ranks[0])
         going.signal_all(signal.SIGINT)
-        os.kill(ranks[1], signal.SIGCONT)  # after the signal: else the step could end, and the last save begin
+        os.kill(
+            ranks[1], signal.SIGCONT
+        )  # after the signal: else the step could end, and the last save begin
         assert going.wait(20) == 130
-        wait_for(lambda: not any(alive(process) for process in ranks.values()), "the end of all ranks", within_s=20)
+        wait_for(
+            lambda: not any(alive(process) for process in ranks.values()),
+            "the end of all ranks",
+            within_s=20,
+        )

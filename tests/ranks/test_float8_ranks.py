@@ -23,7 +23,10 @@ from threefold.plan.traffic import traffic
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.examples,  # which install torchao
-    pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao: pip install 'threefold[torchao]'"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("torchao") is None,
+        reason="torchao: pip install 'threefold[torchao]'",
+    ),
 ]
 
 MODEL = {"config": {**LLAMA, "hidden_size": 64, "intermediate_size": 112}, "dtype": "bfloat16"}
@@ -37,7 +40,9 @@ def _run(sizes: Sizes, folder: str, asked: str, how: str = "") -> Miniature:
     from threefold.model import float8_gathers
 
     choices.UNIT_BYTES, choices.KEPT_WHOLE_BYTES = 1, 0
-    choices.pays = float8.pays = lambda recipe, outputs, inputs: outputs % 16 == inputs % 16 == 0
+    choices.pays = float8.pays = lambda recipe, outputs, inputs: (
+        outputs % 16 == inputs % 16 == 0
+    )
     float8.convert = partial(float8.convert, emulate=True)  # type: ignore[assignment]
     if how == "in bfloat16":
         float8_gathers.gather_in_8_bits = lambda *of, **how: ("", "")
@@ -54,7 +59,10 @@ def _run(sizes: Sizes, folder: str, asked: str, how: str = "") -> Miniature:
 
 def _whole(run: Miniature) -> dict[str, Any]:
     named = run.model.module.named_parameters()
-    return {name: getattr(each, "full_tensor", each.detach)().detach().clone() for name, each in named}
+    return {
+        name: getattr(each, "full_tensor", each.detach)().detach().clone()
+        for name, each in named
+    }
 
 
 def _planned(run: Miniature) -> Any:
@@ -70,7 +78,9 @@ def _trained(sizes: Sizes, folder: str, how: str = "", asked: str = "tensorwise"
 
     run = _run(sizes, folder, asked, how)
     # torch 2.13 gave it another name.
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    name = (
+        "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    )
     gather, sent = getattr(dist, name), []
 
     def gathered(output_tensor: Any, *args: Any, **settings: Any) -> Any:
@@ -108,7 +118,9 @@ def test_the_same_bits_in_half_the_bytes(sizes: Sizes, curves: Any) -> None:
     plain, plain_weights, plain_sent, *_ = curves(sizes, "in bfloat16")
     assert curve == plain
     assert all(torch.equal(each, plain_weights[name]) for name, each in weights.items())
-    assert said["float8 weights: 14 of 14 gathered in 8 bits"].startswith("rounded before they are sent")
+    assert said["float8 weights: 14 of 14 gathered in 8 bits"].startswith(
+        "rounded before they are sent"
+    )
     converted = {name: each for name, each in weights.items() if name.endswith("_proj.weight")}
     assert len(converted) == 14
     # Of each micro-batch a layer is gathered forward and backward.
@@ -122,7 +134,12 @@ def test_as_one_process(curves: Any) -> None:
     alone, alone_weights, *_ = curves((1, 1, 1, 1))
     for sizes in MESHES:
         curve, weights, *_ = curves(sizes)
-        require(compare_curves(curve, alone, curve_bounds(1e-6, 1e-6, "another order of float32 sums")), sizes)
+        require(
+            compare_curves(
+                curve, alone, curve_bounds(1e-6, 1e-6, "another order of float32 sums")
+            ),
+            sizes,
+        )
         for name, each in weights.items():
             # A sum in another order moves an update by less than a rounding of the weight.
             bound = STEPS * torch.finfo(torch.float32).eps * each.abs().max()
@@ -152,7 +169,9 @@ def _saved(sizes: Sizes, folder: str) -> Any:
     weights = _whole(run)
     with torch.no_grad():
         run.model(torch.arange(32).view(2, 16))
-    plain = {name: type(each.to_local().detach()) for name, each in run.model.state_dict().items()}
+    plain = {
+        name: type(each.to_local().detach()) for name, each in run.model.state_dict().items()
+    }
     assert {*plain.values()} == {torch.Tensor}
     torch.save(run.model.state_dict(), f"{folder}/rank {run.mesh.rank}.pt")
     return weights, run.advance(2), _whole(run), run.checkpointer.saver.wait()
@@ -169,10 +188,17 @@ def test_checkpoints_hold_plain_weights(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     folder = str(tmp_path / "run")
     weights, curve, trained, _ = run_ranks(_saved, 2, (1, 2, 1, 1), folder)[0]
-    for sizes, asked in (((1, 2, 1, 1), "tensorwise"), ((1, 4, 1, 1), "tensorwise"), ((1, 1, 1, 1), "none")):
+    for sizes, asked in (
+        ((1, 2, 1, 1), "tensorwise"),
+        ((1, 4, 1, 1), "tensorwise"),
+        ((1, 1, 1, 1), "none"),
+    ):
         read, after, at_end = run_ranks(_resumed, sizes[1], sizes, folder, asked)[0]
         assert read.keys() == weights.keys()
-        assert all(torch.equal(each, weights[name]) for name, each in read.items()), (sizes, asked)
+        assert all(torch.equal(each, weights[name]) for name, each in read.items()), (
+            sizes,
+            asked,
+        )
         if sizes == (1, 2, 1, 1):
             assert after == curve
             assert all(torch.equal(each, trained[name]) for name, each in at_end.items())

@@ -26,7 +26,25 @@ from threefold.run.resume import rate_of
 
 pytestmark = pytest.mark.ranks
 
-VALUES = (None, -1, 0, 7, 10**30, -(10**30), 1.5, float("inf"), "x", "", "/", "10", [], [[]], {}, {"x": 1}, True)
+VALUES = (
+    None,
+    -1,
+    0,
+    7,
+    10**30,
+    -(10**30),
+    1.5,
+    float("inf"),
+    "x",
+    "",
+    "/",
+    "10",
+    [],
+    [[]],
+    {},
+    {"x": 1},
+    True,
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +54,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_corpus(parent)
     run = Miniature((1, 1, 1, 1), str(parent / "run"))
     accepted = run.folder.accept(run.config)
-    run.checkpointer.folder = dataclasses.replace(run.folder, author=Author(**accepted["author"]))
+    run.checkpointer.folder = dataclasses.replace(
+        run.folder, author=Author(**accepted["author"])
+    )
     for step in (1, 2):
         run.advance(1)
         run.checkpointer.save(step, 3.0 - step, True)
@@ -83,7 +103,9 @@ def sealed_anew(checkpoint: Path, manifest: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("record", ["manifest", "index"])
-def test_strangers_checkpoint_is_read_or_refused_in_words(resumed: Miniature, tmp_path: Path, record: str) -> None:
+def test_strangers_checkpoint_is_read_or_refused_in_words(
+    resumed: Miniature, tmp_path: Path, record: str
+) -> None:
     """All its checksums are right, as a forger makes them; what it says is taken for no more than it is."""
     whole = resumed.folder.path / "checkpoints" / "step-00000002"
     forged = Path(shutil.copytree(whole, tmp_path / "step-00000002"))
@@ -91,7 +113,10 @@ def test_strangers_checkpoint_is_read_or_refused_in_words(resumed: Miniature, tm
     folder = dataclasses.replace(resumed.folder, resume=checkpoint, accepts_changes=True)
     refused = 0
     for seed in range(300):
-        manifest, index = json.loads((whole / "manifest.json").read_text()), (whole / "state/index.json").read_text()
+        manifest, index = (
+            json.loads((whole / "manifest.json").read_text()),
+            (whole / "state/index.json").read_text(),
+        )
         draw, tensors = random.Random(seed), json.loads(index)
         what = f"{seed}: {edited(manifest, draw, but='files') if record == 'manifest' else edited(tensors, draw)}"
         (forged / "state/index.json").write_text(json.dumps(tensors))
@@ -100,7 +125,9 @@ def test_strangers_checkpoint_is_read_or_refused_in_words(resumed: Miniature, tm
         try:
             try:
                 if (reason := checkpoint.damage()) is not None:
-                    assert "('format',)" in what and "which this release does not read" in reason, what
+                    assert (
+                        "('format',)" in what and "which this release does not read" in reason
+                    ), what
                     refused += 1
                     continue
                 resumed.checkpointer.resume()
@@ -114,10 +141,15 @@ def test_strangers_checkpoint_is_read_or_refused_in_words(resumed: Miniature, tm
     assert refused > 60, refused
 
 
-@pytest.mark.parametrize(("name", "value"), [("position", 10**30), ("epoch", 10**30), ("position", 10**6)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("position", 10**30), ("epoch", 10**30), ("position", 10**6)]
+)
 def test_place_beyond_the_order_is_refused(resumed: Miniature, name: str, value: int) -> None:
     state = {**resumed.loader.state_dict(), name: value}
-    with pytest.raises(DataError, match=r"at position 1,000,000 of epoch 0|is not a saved order of samples: it has"):
+    with pytest.raises(
+        DataError,
+        match=r"at position 1,000,000 of epoch 0|is not a saved order of samples: it has",
+    ):
         resumed.loader.load_state_dict(state)
 
 
@@ -125,17 +157,25 @@ def test_chunks_that_overlap_and_leave_a_hole_are_refused(saved: Path, tmp_path:
     state = Path(shutil.copytree(saved / "checkpoints/step-00000002/state", tmp_path / "state"))
     index = json.loads((state / "index.json").read_text())
     name, (dtype, shape, ((file, start, offsets, _),)) = next(
-        (name, entry) for name, entry in index["tensors"].items() if len(entry[1]) == 2 and entry[1][0] % 2 == 0
+        (name, entry)
+        for name, entry in index["tensors"].items()
+        if len(entry[1]) == 2 and entry[1][0] % 2 == 0
     )
     half = [shape[0] // 2, shape[1]]
-    index["tensors"][name] = [dtype, shape, [[file, start, offsets, half], [file, start, offsets, half]]]
+    index["tensors"][name] = [
+        dtype,
+        shape,
+        [[file, start, offsets, half], [file, start, offsets, half]],
+    ]
     (state / "index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="chunks overlap, and leave a hole"):
         Index.read(state)
 
 
 def test_layers_without_tensors_are_refused_at_once(saved: Path, tmp_path: Path) -> None:
-    forged = Path(shutil.copytree(saved / "checkpoints/step-00000002", tmp_path / "step-00000002"))
+    forged = Path(
+        shutil.copytree(saved / "checkpoints/step-00000002", tmp_path / "step-00000002")
+    )
     manifest = json.loads((forged / "manifest.json").read_text())
     manifest["architecture"]["num_hidden_layers"] = 100_000
     sealed_anew(forged, manifest)
@@ -174,14 +214,23 @@ def taken(run: Path) -> Any:
     asked = load(None, [("log.dir", str(run))], environ={}).config
     identity = Identity.read(run)
     Journal(run).lines()
-    return choice.of(asked, run), changed, CheckpointFolder(run).best(), identity and (identity.id, identity.origin)
+    return (
+        choice.of(asked, run),
+        changed,
+        CheckpointFolder(run).best(),
+        identity and (identity.id, identity.origin),
+    )
 
 
-@pytest.mark.parametrize("name", ["run.json", "journal.jsonl", "config.yaml", "checkpoints/best.json"])
+@pytest.mark.parametrize(
+    "name", ["run.json", "journal.jsonl", "config.yaml", "checkpoints/best.json"]
+)
 def test_edit_of_a_record_is_found_or_harmless(saved: Path, tmp_path: Path, name: str) -> None:
     run = tmp_path / "run"
     shutil.copytree(saved, run)
-    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace(str(saved), str(run)))
+    (run / "config.yaml").write_text(
+        (run / "config.yaml").read_text().replace(str(saved), str(run))
+    )
     content, expected, found = (run / name).read_bytes(), taken(run), 0
     assert expected[1] == [] and expected[2] == (2, 1.0)
     for seed in range(150):

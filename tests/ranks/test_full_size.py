@@ -105,7 +105,12 @@ def sees_earlier_documents(module: Any, output: Any) -> Any:
 
 
 def _admitted(
-    plant: Change, sizes: dict[str, int], model: dict[str, Any], run: dict[str, Any], rows: int, seq_len: int
+    plant: Change,
+    sizes: dict[str, int],
+    model: dict[str, Any],
+    run: dict[str, Any],
+    rows: int,
+    seq_len: int,
 ) -> str:
     from threefold.check.full_size import admit_full_size
     from threefold.config.loading import validate
@@ -116,12 +121,20 @@ def _admitted(
 
     _after_mlp(plant)
     mesh = init_mesh(device="cpu", **sizes)
-    values = {"data": {"seq_len": seq_len}, "train": {"global_batch": rows * mesh.dp_size}, **run}
-    config = validate({**values, "model": {"config": {**LLAMA, **model}, **run.get("model", {})}})
+    values = {
+        "data": {"seq_len": seq_len},
+        "train": {"global_batch": rows * mesh.dp_size},
+        **run,
+    }
+    config = validate(
+        {**values, "model": {"config": {**LLAMA, **model}, **run.get("model", {})}}
+    )
     built = build(config, load.read_config(config.model), mesh)
     before = [parameter.detach().clone() for parameter in built.module.parameters()]
     try:
-        said = admit_full_size(built, rows=rows, seq_len=seq_len, documents=bool(config.data.document_mask))
+        said = admit_full_size(
+            built, rows=rows, seq_len=seq_len, documents=bool(config.data.document_mask)
+        )
     except ThreefoldError as error:
         return str(error)
     assert all((a == b).all() for a, b in zip(before, built.module.parameters(), strict=True))
@@ -131,17 +144,57 @@ def _admitted(
 
 ONE: dict[str, int] = {}
 CASES: list[tuple[Change, dict[str, int], dict[str, Any], dict[str, Any], int, int, str]] = [
-    (each_fourth_layer, ONE, {"num_hidden_layers": 8}, {}, 2, 32, "lets a token see later ones"),
+    (
+        each_fourth_layer,
+        ONE,
+        {"num_hidden_layers": 8},
+        {},
+        2,
+        32,
+        "lets a token see later ones",
+    ),
     (blocks_of_64, ONE, {}, {}, 2, 256, "lets a token see later ones"),
     (widths_from_192, ONE, {"hidden_size": 192}, {}, 2, 32, "lets a token see later ones"),
     (more_than_four_rows, ONE, {}, {}, 6, 32, "lets a row see the other rows"),
     (near_the_end_of_long_rows, ONE, {}, {}, 1, 8192, "lets a token see later ones"),
     (from_token_8000_on, ONE, {}, {}, 1, 8192, "lets a token see later ones"),
-    (only_in_bfloat16, ONE, {}, {"model": {"dtype": "bfloat16"}}, 2, 32, "lets a token see later ones"),
-    (overflows_in_deep_layers, ONE, {"num_hidden_layers": 8}, {}, 2, 32, "gives a number that is not finite"),
-    (sees_earlier_documents, ONE, {}, {"data": {"document_mask": True}}, 2, 256, "lets a token see another document"),
+    (
+        only_in_bfloat16,
+        ONE,
+        {},
+        {"model": {"dtype": "bfloat16"}},
+        2,
+        32,
+        "lets a token see later ones",
+    ),
+    (
+        overflows_in_deep_layers,
+        ONE,
+        {"num_hidden_layers": 8},
+        {},
+        2,
+        32,
+        "gives a number that is not finite",
+    ),
+    (
+        sees_earlier_documents,
+        ONE,
+        {},
+        {"data": {"document_mask": True}},
+        2,
+        256,
+        "lets a token see another document",
+    ),
     (blocks_of_64, {"tp": 2}, {}, {}, 2, 256, "lets a token see later ones"),
-    (each_fourth_layer, {"dp": 2, "dp_shard": 2}, {"num_hidden_layers": 8}, {}, 1, 32, "lets a token see later ones"),
+    (
+        each_fourth_layer,
+        {"dp": 2, "dp_shard": 2},
+        {"num_hidden_layers": 8},
+        {},
+        1,
+        32,
+        "lets a token see later ones",
+    ),
 ]
 
 
@@ -149,7 +202,9 @@ def _name(value: Any) -> str:
     return getattr(value, "__name__", str(value))
 
 
-@pytest.mark.parametrize(("plant", "sizes", "model", "run", "rows", "seq_len", "named"), CASES, ids=_name)
+@pytest.mark.parametrize(
+    ("plant", "sizes", "model", "run", "rows", "seq_len", "named"), CASES, ids=_name
+)
 def test_a_fault_beyond_the_twins_size_is_refused(
     plant: Change,
     sizes: dict[str, int],
@@ -174,7 +229,11 @@ RIGHT: list[tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = [
     (ONE, {"model_type": "mistral", "sliding_window": 48}, {}),
     (ONE, {}, {"data": {"document_mask": True, "seq_len": 128}}),
     (ONE, {}, {"model": {"dtype": "bfloat16"}}),
-    ({"tp": 2}, {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}, LORA | {}),
+    (
+        {"tp": 2},
+        {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+        LORA | {},
+    ),
     ({"cp": 2}, {"attention_dropout": 0.2}, {"data": {"document_mask": True, "seq_len": 128}}),
     ({"dp": 2, "dp_shard": 2, "tp": 2}, {}, LORA),
 ]
@@ -188,11 +247,23 @@ def test_a_right_model_is_admitted_and_left_as_it_is(
     if model.get("model_type") == "mixtral":
         run = {"model": {"lora": {"r": 4, "target_modules": ["q_proj", "o_proj"]}}}
     messages = run_ranks(_admitted, world, nothing, sizes, model, run, 2, 128)
-    assert all(message.startswith("its own forward: causal to token 128 of 128: ") for message in messages), messages
+    assert all(
+        message.startswith("its own forward: causal to token 128 of 128: ")
+        for message in messages
+    ), messages
 
 
 def test_what_is_only_wrong_compiled_is_refused() -> None:
-    (message,) = run_ranks(_admitted, 1, only_compiled, ONE, {}, {"train": {"compile": True, "global_batch": 2}}, 2, 32)
+    (message,) = run_ranks(
+        _admitted,
+        1,
+        only_compiled,
+        ONE,
+        {},
+        {"train": {"compile": True, "global_batch": 2}},
+        2,
+        32,
+    )
     assert "lets a token see later ones" in message, message
 
 
@@ -210,7 +281,10 @@ def _own_loop(plant: Change, sizes: dict[str, int]) -> list[str]:
     for _ in range(2):
         # Data ranks need not have equally many rows, nor equally long ones.
         ids = torch.randint(
-            3, 64, (5 + mesh.dp_rank, 32 + 8 * mesh.dp_rank), generator=torch.Generator().manual_seed(0)
+            3,
+            64,
+            (5 + mesh.dp_rank, 32 + 8 * mesh.dp_rank),
+            generator=torch.Generator().manual_seed(0),
         )
         try:
             said.append(f"loss {step({'input_ids': ids, 'labels': ids.roll(-1, 1)}).loss:.0f}")
@@ -223,4 +297,6 @@ def _own_loop(plant: Change, sizes: dict[str, int]) -> list[str]:
 def test_the_first_step_of_a_custom_loop_is_probed(sizes: dict[str, int]) -> None:
     for said in run_ranks(_own_loop, 2, more_than_four_rows, sizes):
         assert "lets a row see the other rows of its micro-batch, at its full size" in said[0]
-    assert {tuple(said) for said in run_ranks(_own_loop, 2, nothing, sizes)} == {("loss 4", "loss 4")}
+    assert {tuple(said) for said in run_ranks(_own_loop, 2, nothing, sizes)} == {
+        ("loss 4", "loss 4")
+    }

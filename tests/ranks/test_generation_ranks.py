@@ -14,7 +14,12 @@ pytestmark = pytest.mark.ranks
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "tie_word_embeddings": True},
     "gemma2": {"num_key_value_heads": 2, "sliding_window": 4, "head_dim": 8},
-    "gpt_oss": {"num_key_value_heads": 2, "sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "gpt_oss": {
+        "num_key_value_heads": 2,
+        "sliding_window": 4,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    },
     "bloom": {"n_head": 4, "n_layer": 2},
 }
 SHAPE = {
@@ -47,17 +52,33 @@ def _written(sizes: dict[str, int], kind: str) -> Any:
 
     axes = {axis: size for axis, size in sizes.items() if axis != "sequence_parallel"}
     mesh = threefold.init_mesh(**axes)
-    shape = {name: size for name, size in SHAPE.items() if kind != "bloom" or name in ("vocab_size", "hidden_size")}
-    config = {"model_type": kind, **shape, **CONFIGS[kind], "pad_token_id": 0, "eos_token_id": 11}
+    shape = {
+        name: size
+        for name, size in SHAPE.items()
+        if kind != "bloom" or name in ("vocab_size", "hidden_size")
+    }
+    config = {
+        "model_type": kind,
+        **shape,
+        **CONFIGS[kind],
+        "pad_token_id": 0,
+        "eos_token_id": 11,
+    }
     if "sequence_parallel" in sizes:  # which no CPU chooses
-        asked = Config.model_validate({"model": {"config": config}, "mesh": sizes, "data": {"seq_len": 16}})
+        asked = Config.model_validate(
+            {"model": {"config": config}, "mesh": sizes, "data": {"seq_len": 16}}
+        )
         model = build(asked, load.read_config(asked.model), mesh)
         assert model.tensor.sequence_group is not None
     else:
         model = threefold.load_model(config=config, mesh=mesh, admission="off")
     state = torch.get_rng_state()
     texts = PROMPTS if mesh.dp_size == 1 else [PROMPTS[mesh.dp_rank]]
-    written = [model.generate(torch.tensor(text), seed=5, **options).tolist() for text in texts for options in OPTIONS]
+    written = [
+        model.generate(torch.tensor(text), seed=5, **options).tolist()
+        for text in texts
+        for options in OPTIONS
+    ]
     assert torch.equal(torch.get_rng_state(), state) and model.module.training
     # The model trains as before.
     ids = torch.arange(32).view(2, 16) + 1
@@ -67,7 +88,9 @@ def _written(sizes: dict[str, int], kind: str) -> Any:
         return written, loss
     torch.manual_seed(0)
     again = threefold.load_model(config=config, mesh=mesh, admission="off")
-    whole: Any = AutoModelForCausalLM.from_config(copy.deepcopy(again.config), attn_implementation="eager")
+    whole: Any = AutoModelForCausalLM.from_config(
+        copy.deepcopy(again.config), attn_implementation="eager"
+    )
     whole.load_state_dict(again.module.state_dict())
     whole.eval()
     expected = []
@@ -75,7 +98,9 @@ def _written(sizes: dict[str, int], kind: str) -> Any:
         for options in OPTIONS:
             torch.manual_seed(5)
             rows = torch.tensor(text)
-            expected.append(whole.generate(rows, attention_mask=torch.ones_like(rows), **options).tolist())
+            expected.append(
+                whole.generate(rows, attention_mask=torch.ones_like(rows), **options).tolist()
+            )
     assert written == expected
     mesh.close()
     return written, loss
@@ -87,17 +112,32 @@ def _alone(kind: str) -> Any:
 
 
 # transformers has a plan for the layers of two of them; bloom keeps its own attention, whose rows cp cannot split.
-CASES = [("llama", SPLIT), ("gemma2", [SPLIT[0], SPLIT[2]]), ("gpt_oss", SPLIT[2:]), ("bloom", [{"dp": 2}])]
+CASES = [
+    ("llama", SPLIT),
+    ("gemma2", [SPLIT[0], SPLIT[2]]),
+    ("gpt_oss", SPLIT[2:]),
+    ("bloom", [{"dp": 2}]),
+]
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes"), [(kind, sizes) for kind, meshes in CASES for sizes in [SHARDS, *meshes]], ids=str
+    ("kind", "sizes"),
+    [(kind, sizes) for kind, meshes in CASES for sizes in [SHARDS, *meshes]],
+    ids=str,
 )
-def test_a_mesh_writes_what_one_process_of_transformers_writes(kind: str, sizes: dict[str, Any]) -> None:
+def test_a_mesh_writes_what_one_process_of_transformers_writes(
+    kind: str, sizes: dict[str, Any]
+) -> None:
     alone, loss = _alone(kind)
     assert len({str(each) for each in alone}) == len(alone)
-    for rank, (found, its_loss) in enumerate(run_ranks(_written, 2, sizes, kind, timeout_s=120)):
-        own = alone if "dp" not in sizes else alone[rank * len(OPTIONS) : (rank + 1) * len(OPTIONS)]
+    for rank, (found, its_loss) in enumerate(
+        run_ranks(_written, 2, sizes, kind, timeout_s=120)
+    ):
+        own = (
+            alone
+            if "dp" not in sizes
+            else alone[rank * len(OPTIONS) : (rank + 1) * len(OPTIONS)]
+        )
         assert found == own
         if "dp" not in sizes:
             assert its_loss == pytest.approx(loss, rel=1e-5)
@@ -109,7 +149,9 @@ def _refused(sizes: dict[str, int], wrong: dict[str, Any]) -> Any:
     import threefold
 
     mesh = threefold.init_mesh(**sizes)
-    model = threefold.load_model(config={"model_type": "llama", **SHAPE, "pad_token_id": 0}, mesh=mesh, admission="off")
+    model = threefold.load_model(
+        config={"model_type": "llama", **SHAPE, "pad_token_id": 0}, mesh=mesh, admission="off"
+    )
     ids, said = torch.tensor([[1, 2, 3]]), ""
     options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
     try:
@@ -123,10 +165,16 @@ def _refused(sizes: dict[str, int], wrong: dict[str, Any]) -> Any:
     return said, written, model.module.training
 
 
-@pytest.mark.parametrize("wrong", [{"nonsense": 1}, {"generation_config": 5}], ids=["option", "no config"])
+@pytest.mark.parametrize(
+    "wrong", [{"nonsense": 1}, {"generation_config": 5}], ids=["option", "no config"]
+)
 @pytest.mark.parametrize("sizes", [{}, {"dp": 2}, SHARDS, {"tp": 2}], ids=str)
-def test_what_transformers_refuses_on_one_rank_is_refused_on_all(sizes: dict[str, int], wrong: dict[str, Any]) -> None:
-    for said, written, training in run_ranks(_refused, max(1, 2 * bool(sizes)), sizes, wrong, timeout_s=60):
+def test_what_transformers_refuses_on_one_rank_is_refused_on_all(
+    sizes: dict[str, int], wrong: dict[str, Any]
+) -> None:
+    for said, written, training in run_ranks(
+        _refused, max(1, 2 * bool(sizes)), sizes, wrong, timeout_s=60
+    ):
         assert said.startswith("generate is refused by transformers: ")
         assert "nonsense" in said or "generation_config" in wrong
         assert len(written[0]) in (5, 6) and training

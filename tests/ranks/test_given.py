@@ -85,7 +85,9 @@ def noted(folder: Path) -> list[list[str]]:
 
 
 def losses(folder: Path, run: str = "run") -> list[float]:
-    lines = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()
+    ]
     return [line["loss"] for line in lines if "loss" in line]
 
 
@@ -97,17 +99,30 @@ threefold.train(config(mesh={mesh}, eval={{"every": 3}}, checkpoint={{"every": 3
 
 def test_hooks_are_told_every_fact_once(tmp_path: Path) -> None:
     curves = {}
-    for case, mesh, ranks in (("one", {"dp": 1}, 0), ("local ranks", {"dp": 2}, 0), ("torchrun", {"tp": 2}, 2)):
+    for case, mesh, ranks in (
+        ("one", {"dp": 1}, 0),
+        ("local ranks", {"dp": 2}, 0),
+        ("torchrun", {"tp": 2}, 2),
+    ):
         folder = tmp_path / case
         folder.mkdir()
         done = program(folder, HOOKED.format(mesh={**mesh, "device": "cpu"}), ranks=ranks)
         assert done.returncode == 0, done.stderr
         found = noted(folder)
-        assert [line[:2] for line in found if line[0] == "step"] == [["step", str(n)] for n in range(1, 7)]
-        assert [line[:2] for line in found if line[0] == "eval"] == [["eval", "3"], ["eval", "6"]]
+        assert [line[:2] for line in found if line[0] == "step"] == [
+            ["step", str(n)] for n in range(1, 7)
+        ]
+        assert [line[:2] for line in found if line[0] == "eval"] == [
+            ["eval", "3"],
+            ["eval", "6"],
+        ]
         saves = [(line[1], line[2]) for line in found if line[0] == "save"]
         assert saves == [("3", "step-00000003"), ("6", "step-00000006")]
-        assert [line for line in found if line[0] == "stop"] == [["stop", "6", "done", "run"]] == [found[-1]]
+        assert (
+            [line for line in found if line[0] == "stop"]
+            == [["stop", "6", "done", "run"]]
+            == [found[-1]]
+        )
         curves[case] = [float(line[2]) for line in found if line[0] == "step"]
         assert curves[case] == losses(folder)
     for case in ("local ranks", "torchrun"):
@@ -116,7 +131,8 @@ def test_hooks_are_told_every_fact_once(tmp_path: Path) -> None:
 
 def test_hook_stops_the_run_and_it_resumes(tmp_path: Path) -> None:
     body = (
-        "print(threefold.train(config(mesh={'dp': 2, 'device': 'cpu'}), dataset=ROWS, callbacks=[Watch(stop_at=%s)]))"
+        "print(threefold.train(config(mesh={'dp': 2, 'device': 'cpu'}), "
+        "dataset=ROWS, callbacks=[Watch(stop_at=%s)]))"
     )
     done = program(tmp_path, body % 2)
     assert done.returncode == 0 and "stopped by a hook: " in done.stdout, done.stderr
@@ -135,7 +151,12 @@ def test_hook_that_raises_ends_the_run_once_and_clearly(tmp_path: Path) -> None:
     body = "threefold.train(config(mesh={'dp': 2, 'device': 'cpu'}), dataset=ROWS, callbacks=[Watch(fail_at=3)])"
     done = program(tmp_path, body)
     assert done.returncode == 1
-    assert done.stderr.count("objects.Watch.on_step raised KeyError after step 3: 'a mistake of mine' (") == 1
+    assert (
+        done.stderr.count(
+            "objects.Watch.on_step raised KeyError after step 3: 'a mistake of mine' ("
+        )
+        == 1
+    )
     assert "objects.py, line 17" in done.stderr
 
 
@@ -148,7 +169,11 @@ threefold.train(config(mesh=%s, train={"steps": 3, "grad_clip": 0}, optimizer={"
     plain.mkdir()
     assert program(plain, body % ({"dp": 1, "device": "cpu"}, "")).returncode == 0
     found = {}
-    for case, mesh in (("one", {"dp": 1}), ("two", {"dp": 2}), ("eight", {"dp": 2, "cp": 2, "tp": 2})):
+    for case, mesh in (
+        ("one", {"dp": 1}),
+        ("two", {"dp": 2}),
+        ("eight", {"dp": 2, "cp": 2, "tp": 2}),
+    ):
         (folder := tmp_path / case).mkdir()
         done = program(folder, body % ({**mesh, "device": "cpu"}, ", loss=twice"))
         assert done.returncode == 0, done.stderr
@@ -160,7 +185,10 @@ threefold.train(config(mesh=%s, train={"steps": 3, "grad_clip": 0}, optimizer={"
     assert found["one"][0] == pytest.approx(2 * losses(plain)[0], rel=1e-6)
     refused = command(tmp_path / "one", "resume", "run", "--train.steps", "5")
     assert refused.returncode == 2
-    assert "was trained with the loss objects.twice, and would go on with the cross entropy" in refused.stderr
+    assert (
+        "was trained with the loss objects.twice, and would go on with the cross entropy"
+        in refused.stderr
+    )
     made = "threefold.config.schema.Config.model_validate(config(train={'steps': 3, 'grad_clip': 0}))"
     again = f"import threefold.config.schema\nthreefold.train({made}, dataset=ROWS, loss=twice)"
     as_object = program(tmp_path / "one", again)
@@ -169,7 +197,9 @@ threefold.train(config(mesh=%s, train={"steps": 3, "grad_clip": 0}, optimizer={"
     assert more.returncode == 0 and "nothing to do" in more.stdout, more.stderr
 
 
-def test_optimizer_of_one_s_own_follows_the_schedule_on_every_mesh_and_resumes(tmp_path: Path) -> None:
+def test_optimizer_of_one_s_own_follows_the_schedule_on_every_mesh_and_resumes(
+    tmp_path: Path,
+) -> None:
     body = """
 threefold.train(config(mesh=%s, optimizer={"schedule": "linear", "warmup_steps": 2}), dataset=ROWS%s, optimizer=%s)
 """
@@ -178,16 +208,26 @@ threefold.train(config(mesh=%s, optimizer={"schedule": "linear", "warmup_steps":
         (folder := tmp_path / case).mkdir()
         done = program(folder, body % ({**mesh, "device": "cpu"}, "", "momentum"))
         assert done.returncode == 0, done.stderr
-        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-        assert [line["lr"] for line in lines] == pytest.approx([0.25, 0.5, 0.375, 0.25, 0.125, 0.0])
-        assert [line["lr_norms"] for line in lines] == pytest.approx([0.05, 0.1, 0.075, 0.05, 0.025, 0.0])
+        lines = [
+            json.loads(line)
+            for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
+        assert [line["lr"] for line in lines] == pytest.approx(
+            [0.25, 0.5, 0.375, 0.25, 0.125, 0.0]
+        )
+        assert [line["lr_norms"] for line in lines] == pytest.approx(
+            [0.05, 0.1, 0.075, 0.05, 0.025, 0.0]
+        )
         found[case] = losses(folder)
     assert found["four"] == pytest.approx(found["one"], abs=1e-4)
     (part := tmp_path / "part").mkdir()
     stop = ", callbacks=[Watch(stop_at=2)]"
     assert program(part, body % ({"dp": 1, "device": "cpu"}, stop, "momentum")).returncode == 0
     refused = command(part, "resume", "run")
-    assert refused.returncode == 2 and "was trained with the optimizer objects.momentum" in refused.stderr
+    assert (
+        refused.returncode == 2
+        and "was trained with the optimizer objects.momentum" in refused.stderr
+    )
     assert program(part, body % ({"dp": 1, "device": "cpu"}, "", "momentum")).returncode == 0
     assert losses(part) == found["one"]
 
@@ -211,7 +251,9 @@ def test_rows_of_tokens_are_a_store_with_targets(tmp_path: Path) -> None:
     row = json.loads(shown.stdout.splitlines()[0])
     first = row["documents"].count(0)
     assert row["loss_mask"][:first] == [False] * 8 + [True] * (first - 8)
-    assert program(tmp_path, TOKENS % "rows").returncode == 0  # the same rows are the same source
+    assert (
+        program(tmp_path, TOKENS % "rows").returncode == 0
+    )  # the same rows are the same source
     other = program(tmp_path, TOKENS % "rows[1:]")
     assert other.returncode == 1 and "the saved state has data" in other.stderr
 
@@ -220,7 +262,10 @@ WRONG = {
     "a stream": ("dataset=iter(ROWS)", "dataset is a list_iterator"),
     "no rows": ("dataset=[]", "dataset has no rows"),
     "texts": ("dataset=['a', 'b']", "row 0 of dataset is a str"),
-    "a date": ("dataset=[{'text': 'a'}, {'text': __import__('datetime').date.today()}]", "row 1 of dataset cannot be"),
+    "a date": (
+        "dataset=[{'text': 'a'}, {'text': __import__('datetime').date.today()}]",
+        "row 1 of dataset cannot be",
+    ),
     "shifted labels": (
         "dataset=[{'input_ids': [1, 2, 3], 'labels': [2, 3, -100]}]",
         "row 0 of dataset has labels that are not its input_ids",
@@ -229,17 +274,32 @@ WRONG = {
         "dataset=[{'input_ids': [1, 2, 3], 'attention_mask': [1, 1, 0]}]",
         "row 0 of dataset has padding",
     ),
-    "ids": ("dataset=[{'input_ids': [1, 2, 300]}]", "row 0 of dataset has ids from 1 to 300; bytes has 257"),
-    "lengths": ("dataset=[{'input_ids': [1, 2], 'labels': [1]}]", "row 0 of dataset has input_ids [2] and labels [1]"),
-    "a column": ("dataset=[{'input_ids': [1, 2], 'weight': 1}]", "row 0 of dataset has a column 'weight'"),
-    "nothing learnt": ("dataset=[{'input_ids': [1, 2], 'labels': [-100, -100]}]", "dataset has labels of -100 alone"),
+    "ids": (
+        "dataset=[{'input_ids': [1, 2, 300]}]",
+        "row 0 of dataset has ids from 1 to 300; bytes has 257",
+    ),
+    "lengths": (
+        "dataset=[{'input_ids': [1, 2], 'labels': [1]}]",
+        "row 0 of dataset has input_ids [2] and labels [1]",
+    ),
+    "a column": (
+        "dataset=[{'input_ids': [1, 2], 'weight': 1}]",
+        "row 0 of dataset has a column 'weight'",
+    ),
+    "nothing learnt": (
+        "dataset=[{'input_ids': [1, 2], 'labels': [-100, -100]}]",
+        "dataset has labels of -100 alone",
+    ),
     "a class": ("dataset=ROWS, callbacks=[Watch]", "the callback objects.Watch is a class"),
     "misspelt": (
         "dataset=ROWS, callbacks=[type('Mine', (), {'on_steps': print})()]",
         "the callback __main__.Mine has on_steps, which nothing calls",
     ),
     "no hook": ("dataset=ROWS, callbacks=[3]", "the callback builtins.int has no hook"),
-    "no loss": ("dataset=ROWS, loss_on='hidden_states'", "loss_on = 'hidden_states' without a loss"),
+    "no loss": (
+        "dataset=ROWS, loss_on='hidden_states'",
+        "loss_on = 'hidden_states' without a loss",
+    ),
     "an optimizer": ("dataset=ROWS, optimizer='sgd'", "optimizer is a str"),
     "a tokenizer": ("dataset=ROWS, tokenizer='bytes'", "tokenizer is a str"),
 }
@@ -252,12 +312,18 @@ def test_wrong_objects_are_refused_by_name(tmp_path: Path) -> None:
         for name, (given, _) in WRONG.items()
     )
     both = (
-        "try:\n    threefold.train(config(data={'source': 'x', 'seq_len': 32}), dataset=ROWS)\nexcept Exception as e:\n"
+        "try:\n    threefold.train(config(data={'source': 'x', 'seq_len': 32}), "
+        "dataset=ROWS)\nexcept Exception as e:\n"
     )
-    file = "open('c.yaml', 'w').write('eval: {source: held-out}')\n" + both.replace("both", "file").replace(
-        "config(data={'source': 'x', 'seq_len': 32}), dataset=ROWS", "'c.yaml', dataset=ROWS, eval_dataset=ROWS"
+    file = "open('c.yaml', 'w').write('eval: {source: held-out}')\n" + both.replace(
+        "both", "file"
+    ).replace(
+        "config(data={'source': 'x', 'seq_len': 32}), dataset=ROWS",
+        "'c.yaml', dataset=ROWS, eval_dataset=ROWS",
     )
-    both, file = (f"{each}    print('{name} ->', e)" for each, name in ((both, "both"), (file, "file")))
+    both, file = (
+        f"{each}    print('{name} ->', e)" for each, name in ((both, "both"), (file, "file"))
+    )
     done = program(tmp_path, f"import threefold.errors\n{cases}\n{both}\n{file}")
     assert done.returncode == 0, done.stderr
     found = dict(line.split(" -> ", 1) for line in done.stdout.splitlines() if " -> " in line)
@@ -268,7 +334,9 @@ def test_wrong_objects_are_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_objects_of_the_script_cannot_reach_ranks_and_are_refused_before_any_starts(tmp_path: Path) -> None:
+def test_objects_of_the_script_cannot_reach_ranks_and_are_refused_before_any_starts(
+    tmp_path: Path,
+) -> None:
     body = """
 class Own:
     def on_step(self, facts): pass
@@ -281,7 +349,10 @@ for given in (dict(loss=lambda a, b: (a.sum(), 1)), dict(callbacks=[Own()])):
     done = program(tmp_path, f"import threefold.errors\n{body}")
     assert done.returncode == 0, done.stderr
     assert "loss: __main__.<lambda> cannot reach 2 ranks: " in done.stdout
-    assert "callbacks: __main__.Own cannot reach 2 ranks: it is defined in the script" in done.stdout
+    assert (
+        "callbacks: __main__.Own cannot reach 2 ranks: it is defined in the script"
+        in done.stdout
+    )
     assert "torchrun --nproc-per-node 2 SCRIPT.py" in done.stdout
     assert not (tmp_path / "run").exists()
 
@@ -293,7 +364,11 @@ def test_ranks_of_a_launcher_that_have_other_rows_are_refused(tmp_path: Path) ->
 
 
 def test_a_program_is_told_why_and_where(tmp_path: Path) -> None:
-    for case, mesh, ranks in (("one", {"dp": 1}, 0), ("local ranks", {"dp": 2}, 0), ("torchrun", {"dp": 2}, 2)):
+    for case, mesh, ranks in (
+        ("one", {"dp": 1}, 0),
+        ("local ranks", {"dp": 2}, 0),
+        ("torchrun", {"dp": 2}, 2),
+    ):
         folder = tmp_path / case
         folder.mkdir()
         body = f"""
@@ -317,4 +392,6 @@ except threefold.errors.ConfigError as error:
         done = program(folder, body, ranks=ranks)
         assert done.returncode == 0, done.stderr
         told = [path.read_text() for path in folder.glob("told*")]
-        assert len(told) == max(ranks, 1) and set(told) == {"log.dir = files cannot be written: Not a directory"}
+        assert len(told) == max(ranks, 1) and set(told) == {
+            "log.dir = files cannot be written: Not a directory"
+        }

@@ -37,11 +37,26 @@ MESHES = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), 
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("grouped")
     words = random.Random(0)
-    texts = ["".join(words.choices("abcde ", k=int(min(95, 2 + words.expovariate(0.05))))) for _ in range(61)]
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    texts = [
+        "".join(words.choices("abcde ", k=int(min(95, 2 + words.expovariate(0.05)))))
+        for _ in range(61)
+    ]
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     (folder / "config.yaml").write_text(CONFIG)
     made = command(
-        folder, *("data", "prepare", "--data.source", "texts.jsonl", "--data.tokenizer", "bytes", "--to", "store")
+        folder,
+        *(
+            "data",
+            "prepare",
+            "--data.source",
+            "texts.jsonl",
+            "--data.tokenizer",
+            "bytes",
+            "--to",
+            "store",
+        ),
     )
     assert made.returncode == 0, made.stderr
     return folder
@@ -66,12 +81,16 @@ def cut_and_whole(sizes: tuple[int, int, int, int], prefix: str) -> Any:
     rows: Any = Packing(SEQ_LEN, "none", document_mask=True).pack(TokenStore(prefix))
     mesh = init_mesh(replicate * shard, dp_shard=shard, cp=cp, tp=tp, device="cpu")
     order = Order(rows.num_rows, 8, seed=0, shuffle=True, tail="carry", lengths=rows.lengths)
-    loader = TokenLoader(rows, order, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, document_mask=True)
+    loader = TokenLoader(
+        rows, order, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, document_mask=True
+    )
     for batch in loader:  # noqa: B007
         assert loader.longest is not None
         if (length := shared_length(loader.longest, mesh.topology)) <= SEQ_LEN // 2:
             break
-    config = Config.model_validate({"model": {"config": MODEL}, "data": {"document_mask": True, "seq_len": SEQ_LEN}})
+    config = Config.model_validate(
+        {"model": {"config": MODEL}, "data": {"document_mask": True, "seq_len": SEQ_LEN}}
+    )
     model = build(config, load.read_config(config.model), mesh)
     step = TrainStep(model, build_optimizer(model.module, config.optimizer))
     found = []
@@ -82,17 +101,23 @@ def cut_and_whole(sizes: tuple[int, int, int, int], prefix: str) -> Any:
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_cut_batch_has_the_loss_of_the_padded_one(sizes: tuple[int, int, int, int], folder: Path) -> None:
+def test_cut_batch_has_the_loss_of_the_padded_one(
+    sizes: tuple[int, int, int, int], folder: Path
+) -> None:
     results = run_ranks(cut_and_whole, math.prod(sizes), sizes, str(folder / "store/tokens"))
     for length, ((whole, whole_norm), (cut, norm)) in results:
-        print(f"{sizes}: {length} places, loss {abs(cut - whole):.1e}, norm {abs(norm / whole_norm - 1):.1e}")
+        print(
+            f"{sizes}: {length} places, loss {abs(cut - whole):.1e}, norm {abs(norm / whole_norm - 1):.1e}"
+        )
         assert abs(cut - whole) <= 1e-6 and abs(norm - whole_norm) <= 1e-5 * whole_norm
         assert length == results[0][0] <= SEQ_LEN // 2, "ranks disagree about the length"
 
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
-    done = command(folder, "train", "config.yaml", "--log.dir", "run", "--checkpoint.every", "5")
+    done = command(
+        folder, "train", "config.yaml", "--log.dir", "run", "--checkpoint.every", "5"
+    )
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
@@ -102,29 +127,44 @@ def test_grouped_run_is_the_same_on_every_mesh(others: str, folder: Path, run: P
     mesh = ("--mesh.dp", "2", "--mesh.cp", others, "--mesh.tp", others)
     done = command(folder, "train", "config.yaml", *mesh, "--log.dir", f"mesh-{others}")
     assert done.returncode == 0, done.stderr
-    require(compare_numbers(LOSS, *([loss for loss, *_ in curve(each)] for each in (folder / f"mesh-{others}", run))))
+    require(
+        compare_numbers(
+            LOSS,
+            *([loss for loss, *_ in curve(each)] for each in (folder / f"mesh-{others}", run)),
+        )
+    )
 
 
 def test_padding_that_is_not_computed_is_not_counted(folder: Path, run: Path) -> None:
     """61 rows of 18 tokens on average in 96 places: batches of 8 are cut to about a third."""
-    found = [round(line["tokens_per_s"] * line["step_time_s"]) for line in metrics(run).values()]
+    found = [
+        round(line["tokens_per_s"] * line["step_time_s"]) for line in metrics(run).values()
+    ]
     assert all(each % 8 == 0 and each <= 8 * SEQ_LEN for each in found)
     assert sum(found) <= 0.5 * len(found) * 8 * SEQ_LEN and len(set(found)) > 5
 
 
-def test_stopped_inside_a_window_resumes_bit_for_bit_and_elsewhere(folder: Path, run: Path) -> None:
+def test_stopped_inside_a_window_resumes_bit_for_bit_and_elsewhere(
+    folder: Path, run: Path
+) -> None:
     first = command(folder, "train", "config.yaml", "--log.dir", "cut", "--train.steps", "11")
     assert first.returncode == 0, first.stderr
     copy = Path(shutil.copytree(folder / "cut", folder / "cut-elsewhere"))
     again = command(folder, "resume", "cut", "--train.steps", "20", "--data.num_workers", "1")
     assert again.returncode == 0, again.stderr
     assert curve(folder / "cut") == curve(run)
-    moved = command(folder, "resume", str(copy), "--train.steps", "20", "--mesh.dp", "2", "--mesh.cp", "2")
+    moved = command(
+        folder, "resume", str(copy), "--train.steps", "20", "--mesh.dp", "2", "--mesh.cp", "2"
+    )
     assert moved.returncode == 0, moved.stderr
-    require(compare_numbers(LOSS, *([loss for loss, *_ in curve(each)] for each in (copy, run))))
+    require(
+        compare_numbers(LOSS, *([loss for loss, *_ in curve(each)] for each in (copy, run)))
+    )
     for each in ("cut", str(copy)):
         proved = command(folder, "data", "audit", each, "--contents")
-        assert proved.returncode == 0 and "samples and tokens" in proved.stdout, proved.stdout + proved.stderr
+        assert proved.returncode == 0 and "samples and tokens" in proved.stdout, (
+            proved.stdout + proved.stderr
+        )
         assert "epoch 0: 61 of 61 rows, each exactly once" in proved.stdout
     shown = command(folder, "data", "order", "cut", "--sample", "7")
     assert shown.returncode == 0 and "row 7: step " in shown.stdout, shown.stdout + shown.stderr
@@ -137,10 +177,15 @@ def test_stopped_inside_a_window_resumes_bit_for_bit_and_elsewhere(folder: Path,
             ("--data.group_by_length", "false"),
             "group_by_length = 50 batches of 8 rows, but here group_by_length = (not",
         ),
-        (("--train.global_batch", "4"), "group_by_length = 50 batches of 8 rows, but here group_by_length = 50 batch"),
+        (
+            ("--train.global_batch", "4"),
+            "group_by_length = 50 batches of 8 rows, but here group_by_length = 50 batch",
+        ),
     ],
 )
-def test_resume_in_another_grouping_is_refused(folder: Path, run: Path, changed: tuple[str, str], said: str) -> None:
+def test_resume_in_another_grouping_is_refused(
+    folder: Path, run: Path, changed: tuple[str, str], said: str
+) -> None:
     refused = command(folder, "resume", "run", "--train.steps", "25", *changed)
     assert refused.returncode == 2 and said in refused.stderr, refused.stderr
     assert "pass the group_by_length and global_batch that the run began with" in refused.stderr

@@ -21,7 +21,17 @@ from threefold.explain.evidence import gather
 pytestmark = pytest.mark.timing
 
 LIMITS = ("--log.stall_s", "2", "--mesh.timeout_s", "120", "--log.sample_tokens", "0")
-RUN = ("--train.steps", "14", "--checkpoint.every", "6", "--eval.every", "4", "--eval.source", "corpus", *LIMITS)
+RUN = (
+    "--train.steps",
+    "14",
+    "--checkpoint.every",
+    "6",
+    "--eval.every",
+    "4",
+    "--eval.source",
+    "corpus",
+    *LIMITS,
+)
 
 
 def ways(last: int) -> list[Hang]:
@@ -78,7 +88,9 @@ def test_every_hang_is_named(tmp_path: Path, mesh: tuple[str, ...], last: int) -
 def test_first_ranks_that_hang_are_named(tmp_path: Path) -> None:
     """A sample of the whole, for every day."""
     prepare(tmp_path)
-    hangs = [hang for hang in ways(1) if (hang.place, hang.step) in (("backward", 4), ("forward", 8))]
+    hangs = [
+        hang for hang in ways(1) if (hang.place, hang.step) in (("backward", 4), ("forward", 8))
+    ]
     steps = ("--train.steps", "9", "--checkpoint.every", "0", *LIMITS, "--log.stall_s", "1.5")
     with hanging(tmp_path, hangs, "--log.dir", "run", "--mesh.dp", "2", *steps) as run:
         for hang in hangs:
@@ -88,7 +100,16 @@ def test_first_ranks_that_hang_are_named(tmp_path: Path) -> None:
     assert kept and all(path.read_text().startswith('{"') for path in kept)
 
 
-ENDING = ("--log.stall_s", "1.5", "--train.timeout_s", "3", "--mesh.timeout_s", "60", "--log.sample_tokens", "0")
+ENDING = (
+    "--log.stall_s",
+    "1.5",
+    "--train.timeout_s",
+    "3",
+    "--mesh.timeout_s",
+    "60",
+    "--log.sample_tokens",
+    "0",
+)
 
 
 @pytest.mark.slow
@@ -97,20 +118,27 @@ ENDING = ("--log.stall_s", "1.5", "--train.timeout_s", "3", "--mesh.timeout_s", 
     [
         Hang("closing", 1, "closing"),
         Hang("forward", 0, "forward", step=4, how="stop", said="its process is stopped"),
-        Hang("optimizer", 1, "optimizer", step=4, how="gil", said="one call holds Python's lock"),
+        Hang(
+            "optimizer", 1, "optimizer", step=4, how="gil", said="one call holds Python's lock"
+        ),
     ],
     ids=lambda hang: hang.name,
 )
 def test_hang_that_lasts_ends_the_run(tmp_path: Path, hang: Hang) -> None:
     prepare(tmp_path)
-    with hanging(tmp_path, [hang], "--log.dir", "run", "--mesh.dp", "2", "--train.steps", "6", *ENDING) as run:
+    with hanging(
+        tmp_path, [hang], "--log.dir", "run", "--mesh.dp", "2", "--train.steps", "6", *ENDING
+    ) as run:
         process = run.reach(hang)
         assert run.running.wait(40) == 1, run.err  # before the collectives' limit of 60 s
         named = re.findall(r"^no progress for \d+ s: (.*)$", run.err, re.MULTILINE)
         assert len(named) == 2, run.err  # once for the stall, once for the end
         for line in named:
             check([line], hang)
-        assert "  expected: progress within train.timeout_s = 3 s; the run ends here, and its" in run.err
+        assert (
+            "  expected: progress within train.timeout_s = 3 s; the run ends here, and its"
+            in run.err
+        )
         assert ("innermost call is the last" in run.err) == (hang.how != "stop")
         assert "Traceback" not in run.err
         assert not alive(process)
@@ -123,7 +151,9 @@ def test_rank_that_hangs_in_the_compiler_is_named(tmp_path: Path) -> None:
         Hang("compile", 1, r"admission at full size \(compiling\)"),
         ("--train.steps", "2", "--train.compile", "true"),
     )
-    with hanging(tmp_path, [hang], "--log.dir", "run", "--mesh.dp", "2", *steps, *LIMITS) as run:
+    with hanging(
+        tmp_path, [hang], "--log.dir", "run", "--mesh.dp", "2", *steps, *LIMITS
+    ) as run:
         check(run.named(hang), hang)
         assert run.running.wait(60) == 0, run.err
 
@@ -134,7 +164,9 @@ def test_rank_whose_save_in_the_background_hangs_is_named(tmp_path: Path) -> Non
     prepare(tmp_path)
     steps = ("--train.steps", "4", "--checkpoint.every", "2")
     hang = Hang("writing", 1, "save", said="")
-    with hanging(tmp_path, [hang], "--log.dir", "run", "--mesh.dp", "2", *steps, *LIMITS) as run:
+    with hanging(
+        tmp_path, [hang], "--log.dir", "run", "--mesh.dp", "2", *steps, *LIMITS
+    ) as run:
         check(run.named(hang), hang)
         assert "saver.py" in run.err and "in _until" in run.err
         assert run.running.wait(60) == 0, run.err
@@ -143,13 +175,20 @@ def test_rank_whose_save_in_the_background_hangs_is_named(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("kill", r"rank 1 \(process \d+\) was ended by SIGKILL"), ("raise", "RuntimeError: raised by the test")],
+    [
+        ("kill", r"rank 1 \(process \d+\) was ended by SIGKILL"),
+        ("raise", "RuntimeError: raised by the test"),
+    ],
 )
 @pytest.mark.parametrize("place", ["loading", "backward"])
-def test_rank_that_is_killed_or_raises_is_named_once(tmp_path: Path, place: str, how: str, said: str) -> None:
+def test_rank_that_is_killed_or_raises_is_named_once(
+    tmp_path: Path, place: str, how: str, said: str
+) -> None:
     prepare(tmp_path)
     hang = Hang(place, 1, place, step=0 if place == "loading" else 3, how=how)
-    with hanging(tmp_path, [hang], "--log.dir", "run", "--mesh.dp", "2", "--train.steps", "6", *LIMITS) as run:
+    with hanging(
+        tmp_path, [hang], "--log.dir", "run", "--mesh.dp", "2", "--train.steps", "6", *LIMITS
+    ) as run:
         assert run.running.wait(40) == 1, run.err
         assert len(re.findall(rf"^{said}", run.err, re.MULTILINE)) == 1, run.err
         assert "no progress" not in run.err
@@ -159,11 +198,15 @@ def test_rank_that_is_killed_or_raises_is_named_once(tmp_path: Path, place: str,
 def test_ranks_end_with_a_sentence_when_the_launcher_is_frozen(tmp_path: Path) -> None:
     """It keeps the store of the ranks that it has started."""
     prepare(tmp_path)
-    with hanging(tmp_path, [], "--log.dir", "run", "--mesh.dp", "2", "--train.steps", "100000", *ENDING) as run:
+    with hanging(
+        tmp_path, [], "--log.dir", "run", "--mesh.dp", "2", "--train.steps", "100000", *ENDING
+    ) as run:
         wait_for(lambda: last_step(tmp_path / "run") >= 3, "step 3")
         os.kill(run.running.process, signal.SIGSTOP)
         ranks = rank_processes(tmp_path / "run")
-        wait_for(lambda: not any(alive(process) for process in ranks.values()), run.err, within_s=20)
+        wait_for(
+            lambda: not any(alive(process) for process in ranks.values()), run.err, within_s=20
+        )
         gone = r"^(rank 0 of host|  expected: progress within train)"
         assert len(re.findall(gone, run.err, re.MULTILINE)) == 3, run.err
         assert "has not reached the run's store" in run.err
@@ -183,17 +226,40 @@ def test_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=lambda number: number.name)
-def test_ranks_end_with_a_sentence_when_rank_0_takes_the_store_with_it(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGSTOP, signal.SIGKILL], ids=lambda number: number.name
+)
+def test_ranks_end_with_a_sentence_when_rank_0_takes_the_store_with_it(
+    tmp_path: Path, number: int
+) -> None:
     """As mpirun and srun start ranks: rank 0's process keeps the store."""
     prepare(tmp_path)
-    environ = environment(tmp_path) | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
+    environ = environment(tmp_path) | {
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     environ["MASTER_PORT"] = str(_free_port())
-    words = ("train", "config.yaml", "--mesh.dp", "4", "--log.dir", "run", "--train.steps", "100000", *ENDING)
+    words = (
+        "train",
+        "config.yaml",
+        "--mesh.dp",
+        "4",
+        "--log.dir",
+        "run",
+        "--train.steps",
+        "100000",
+        *ENDING,
+    )
     with contextlib.ExitStack() as stack:
         first, *others = [
             stack.enter_context(
-                warm.Running(warm.threefold, tmp_path, words, environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+                warm.Running(
+                    warm.threefold,
+                    tmp_path,
+                    words,
+                    environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                )
             )
             for rank in range(4)
         ]
@@ -209,12 +275,22 @@ def test_ranks_end_with_a_sentence_when_rank_0_takes_the_store_with_it(tmp_path:
         assert "Traceback" not in said
         stopped = r"^no progress for \d+ s: rank 0 of host \S+ \(process \d+\) has given no sign of life for \d+ s, in "
         stopped += r"\w+ of step \d+: its process is stopped"
-        assert len(re.findall(stopped, said, re.MULTILINE)) == (2 if number == signal.SIGSTOP else 0), said
-        if number == signal.SIGKILL:  # which rank notices first depends on whom it exchanges with
-            assert "rank 1 lost its connection to another rank" in said or "its process is gone" in said, said
+        assert len(re.findall(stopped, said, re.MULTILINE)) == (
+            2 if number == signal.SIGSTOP else 0
+        ), said
+        if (
+            number == signal.SIGKILL
+        ):  # which rank notices first depends on whom it exchanges with
+            assert (
+                "rank 1 lost its connection to another rank" in said
+                or "its process is gone" in said
+            ), said
         found = answer(gather([tmp_path / "run"])).explanation
         assert found is not None and found.ending is not None and found.line.rank == 0, found
-        assert found.ending.how == ("gone" if number == signal.SIGKILL else "stall") and found.ending.step >= 3
+        assert (
+            found.ending.how == ("gone" if number == signal.SIGKILL else "stall")
+            and found.ending.step >= 3
+        )
 
 
 def _free_port() -> int:

@@ -27,19 +27,33 @@ def _save(folder: Path, sizes: dict[str, int], lora: dict[str, int]) -> None:
     import threefold
 
     mesh = threefold.init_mesh(device="cpu", **sizes)
-    model = threefold.load_model(mesh=mesh, config=MODEL, lora=lora or None, seed=3, admission="off")
+    model = threefold.load_model(
+        mesh=mesh, config=MODEL, lora=lora or None, seed=3, admission="off"
+    )
     threefold.save(folder, model=model, step=1)
     mesh.close()
 
 
 def test_weights_have_one_hash_on_every_mesh_and_in_their_export(tmp_path: Path) -> None:
-    meshes = [({"dp": 1}, 1), ({"dp": 2}, 2), ({"dp": 2, "dp_shard": 2, "tp": 2}, 4), ({"cp": 2}, 2)]
+    meshes = [
+        ({"dp": 1}, 1),
+        ({"dp": 2}, 2),
+        ({"dp": 2, "dp_shard": 2, "tp": 2}, 4),
+        ({"cp": 2}, 2),
+    ]
     for number, (sizes, num_ranks) in enumerate(meshes):
         run_ranks(_save, num_ranks, tmp_path / f"mesh-{number}", sizes, {})
     runs = [f"mesh-{number}" for number in range(len(meshes))]
     done = command(tmp_path, "hash", *runs)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "equal", done.stdout + done.stderr
-    assert command(tmp_path, "export", runs[2], "--to", "model", "--max-shard-size", "30KB").returncode == 0
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "equal", (
+        done.stdout + done.stderr
+    )
+    assert (
+        command(
+            tmp_path, "export", runs[2], "--to", "model", "--max-shard-size", "30KB"
+        ).returncode
+        == 0
+    )
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
     whole = hashed(tmp_path, "model")
     assert (
@@ -70,7 +84,10 @@ def test_what_has_no_hash(tmp_path: Path) -> None:
     run_ranks(_save, 1, tmp_path / "run", {"dp": 1}, {})
     (tmp_path / "empty").mkdir()
     done = command(tmp_path, "hash", "empty")
-    assert done.returncode == 2 and "empty holds neither a run's checkpoints nor a model's weights" in done.stderr
+    assert (
+        done.returncode == 2
+        and "empty holds neither a run's checkpoints nor a model's weights" in done.stderr
+    )
     part = next((tmp_path / "run").rglob("step-*/state/*.safetensors"))
     content = bytearray(part.read_bytes())
     content[-9] ^= 1

@@ -19,7 +19,12 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
     "head_dim": 8,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "output_router_logits": True}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "output_router_logits": True,
+}
 LLAMA, MOE = {"model_type": "llama", **SIZES}, {"model_type": "qwen3_moe", **SIZES, **EXPERTS}
 WINDOWS = {"model_type": "gemma2", "sliding_window": 8, **SIZES}
 # To where the weights are: the device itself, unless mesh.cpu_offload keeps them on the host, which has to wait.
@@ -30,7 +35,9 @@ TO_THE_WEIGHTS = (
 # Masks in memory under cp, which are chosen where masks by blocks are not, find the keys that a half sees.
 HALVED = r"nonzero context_parallel/attention\.py:\d+ _halved"
 # Copies are compared after the first step and every audit.every of them; the ranks of a mesh are a tensor on the CPU.
-COPIES = r"\w+ (checkpoint/(copies|state)|mesh/mesh)\.py:\d+ (digest|<listcomp>|gather|sharded_axes)"
+COPIES = (
+    r"\w+ (checkpoint/(copies|state)|mesh/mesh)\.py:\d+ (digest|<listcomp>|gather|sharded_axes)"
+)
 # It is on the CPU, unless a launcher's process group sends from the device alone.
 GATHERED = r"to a device mesh/mesh\.py:\d+ gather"
 # What ranks bring to a step is counted and digested where the loader has it, in the host's memory.
@@ -39,7 +46,12 @@ BROUGHT = r"\w+ (mesh/(exchange|mesh)\.py:\d+ (_bytes|agree)|training/step\.py:\
 THEIRS = r"to a device (\w+/modeling_\w+|transformers/masking_utils)\.py:\d+ \w+"
 # Mesh, model, and what else is asked for: rows of several documents, sequences that tp ranks share, bfloat16.
 Case = tuple[dict[str, int], dict[str, Any], str]
-ALONE: list[Case] = [({}, LLAMA, "documents"), ({}, LLAMA, "bfloat16"), ({}, MOE, ""), ({}, WINDOWS, "")]
+ALONE: list[Case] = [
+    ({}, LLAMA, "documents"),
+    ({}, LLAMA, "bfloat16"),
+    ({}, MOE, ""),
+    ({}, WINDOWS, ""),
+]
 CASES: list[Case] = [
     ({"dp": 2}, LLAMA, ""),
     ({"dp": 2}, LLAMA, "bfloat16"),
@@ -69,12 +81,20 @@ def _waits(cases: list[Case]) -> list[list[str]]:
         mesh = init_mesh(device="cpu", **sizes)
         shared = {"sequence_parallel": special == "shared"}
         asked = {"config": model, "dtype": "bfloat16" if special == "bfloat16" else "float32"}
-        config = Config.model_validate({"model": asked, "data": {"seq_len": 32}, "mesh": shared})
+        config = Config.model_validate(
+            {"model": asked, "data": {"seq_len": 32}, "mesh": shared}
+        )
         built = build(config, load.read_config(config.model), mesh)
         loss = token_loss_of(built, mesh, label_smoothing=0.1, z_loss=1e-4)
-        step = TrainStep(built, build_optimizer(built.module, config.optimizer), token_loss=loss)
+        step = TrainStep(
+            built, build_optimizer(built.module, config.optimizer), token_loss=loss
+        )
         tokens = torch.randint(257, (2, 33))
-        batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": torch.arange(32).expand(2, -1)}
+        batch = {
+            "input_ids": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "position_ids": torch.arange(32).expand(2, -1),
+        }
         if special == "documents":
             batch["document_ids"] = (torch.arange(32) // 10).expand(2, -1)
         with HostWaits() as seen:
@@ -87,7 +107,9 @@ def _unexpected(found: list[str]) -> list[str]:
     return [
         each
         for each in found
-        if not re.fullmatch("|".join([TO_THE_WEIGHTS, HALVED, COPIES, GATHERED, BROUGHT, THEIRS]), each)
+        if not re.fullmatch(
+            "|".join([TO_THE_WEIGHTS, HALVED, COPIES, GATHERED, BROUGHT, THEIRS]), each
+        )
     ]
 
 

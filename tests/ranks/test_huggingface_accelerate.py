@@ -13,7 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from ranks.huggingface_cases import Reviews, Sentences, causal_model, classifier, join_launcher, mean_by_hand, on_ranks
+from ranks.huggingface_cases import (
+    Reviews,
+    Sentences,
+    causal_model,
+    classifier,
+    join_launcher,
+    mean_by_hand,
+    on_ranks,
+)
 from ranks.spawn import run_ranks
 from threefold.data.order.permutation import Permutation
 
@@ -27,10 +35,17 @@ class NumberedSentences(Sentences):
 
 def summed(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
-    return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100, reduction="sum")
+    return F.cross_entropy(
+        logits.flatten(0, 1),
+        batch["labels"][:, 1:].flatten(),
+        ignore_index=-100,
+        reduction="sum",
+    )
 
 
-def loop(folder: str, batch_size: int, epochs: int, stop_after: int, resume: bool) -> tuple[list[float], list[int]]:
+def loop(
+    folder: str, batch_size: int, epochs: int, stop_after: int, resume: bool
+) -> tuple[list[float], list[int]]:
     """(loss of each step, samples that this rank read); with stop_after it saves there and ends."""
     from accelerate import Accelerator
 
@@ -41,7 +56,9 @@ def loop(folder: str, batch_size: int, epochs: int, stop_after: int, resume: boo
     model = causal_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     loader = prepare_loader(
-        accelerator, DataLoader(NumberedSentences(SIZE), batch_size=batch_size, shuffle=True), seed=3
+        accelerator,
+        DataLoader(NumberedSentences(SIZE), batch_size=batch_size, shuffle=True),
+        seed=3,
     )
     model, optimizer = accelerator.prepare(model, optimizer)
     if resume:
@@ -50,10 +67,16 @@ def loop(folder: str, batch_size: int, epochs: int, stop_after: int, resume: boo
     for _ in range(loader.state_dict()["epoch"], epochs):
         batches = iter(loader)
         while micro_batches := list(itertools.islice(batches, 2)):
-            targets = count_targets(accelerator, [batch["labels"][:, 1:] for batch in micro_batches])
+            targets = count_targets(
+                accelerator, [batch["labels"][:, 1:] for batch in micro_batches]
+            )
             of_step = torch.zeros(())
             for number, batch in enumerate(micro_batches, start=1):
-                alone = contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(model)
+                alone = (
+                    contextlib.nullcontext()
+                    if number == len(micro_batches)
+                    else accelerator.no_sync(model)
+                )
                 with alone:
                     loss_sum = summed(model, batch)
                     accelerator.backward(exact_loss(accelerator, loss_sum, targets))
@@ -77,7 +100,10 @@ def by_hand(epochs: int) -> list[float]:
         order = Permutation(SIZE, seed=3, epoch=epoch).at(np.arange(SIZE))
         for first in range(0, SIZE, GLOBAL_BATCH):
             batch = [rows[int(index)] for index in order[first : first + GLOBAL_BATCH]]
-            whole = {name: torch.stack([row[name] for row in batch]) for name in ("input_ids", "labels")}
+            whole = {
+                name: torch.stack([row[name] for row in batch])
+                for name in ("input_ids", "labels")
+            }
             loss = summed(model, whole) / (whole["labels"][:, 1:] != -100).sum()
             optimizer.zero_grad()
             loss.backward()
@@ -86,8 +112,12 @@ def by_hand(epochs: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("num_ranks", "batch_size"), [(1, 4), pytest.param(4, 1, marks=pytest.mark.examples)])
-def test_a_loop_follows_one_process_and_goes_on_on_other_ranks(num_ranks: int, batch_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "batch_size"), [(1, 4), pytest.param(4, 1, marks=pytest.mark.examples)]
+)
+def test_a_loop_follows_one_process_and_goes_on_on_other_ranks(
+    num_ranks: int, batch_size: int, tmp_path: Path
+) -> None:
     wanted = by_hand(2)
     first = run_ranks(loop, 2, str(tmp_path), 2, 2, 3, False)
     rest = on_ranks(loop, num_ranks, str(tmp_path), batch_size, 2, 0, True)
@@ -106,7 +136,9 @@ def evaluate(size: int, batch_size: int) -> tuple[float, Any, Any]:
     join_launcher()
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(classifier().eval())
-    loader = prepare_evaluation_loader(accelerator, DataLoader(Reviews(size), batch_size=batch_size))
+    loader = prepare_evaluation_loader(
+        accelerator, DataLoader(Reviews(size), batch_size=batch_size)
+    )
     assert accelerator.prepare(loader) is loader
     sums, counts, predictions, labels = [], [], [], []
     with torch.no_grad():

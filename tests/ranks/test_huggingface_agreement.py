@@ -59,7 +59,9 @@ def _apart(folder: str) -> dict[str, tuple[str, int]]:
             train_sampling_strategy="sequential",
         )
         rows = rows or Sentences(40)
-        return Trainer(causal_model(), args, train_dataset=rows, eval_dataset=Sentences(4), **more)
+        return Trainer(
+            causal_model(), args, train_dataset=rows, eval_dataset=Sentences(4), **more
+        )
 
     short = trainer()
     loader = short.get_train_dataloader()
@@ -98,11 +100,15 @@ def _other_rows(folder: str) -> tuple[str, int]:
 
     def collate(rows: Any) -> Any:
         batch = default_data_collator(rows)
-        hidden = (torch.rand(batch["labels"].shape, generator=drawn) < 0.5) & (next(batches) >= 2)
+        hidden = (torch.rand(batch["labels"].shape, generator=drawn) < 0.5) & (
+            next(batches) >= 2
+        )
         return {**batch, "labels": batch["labels"].masked_fill(hidden, -100)}
 
     args = arguments(folder, per_device_train_batch_size=2, max_steps=4)
-    found = _failed(Trainer(causal_model(), args, train_dataset=Sentences(40), data_collator=collate))
+    found = _failed(
+        Trainer(causal_model(), args, train_dataset=Sentences(40), data_collator=collate)
+    )
     mesh.close()
     return found
 
@@ -122,13 +128,17 @@ def _other_weights(folder: str) -> str:
     from threefold.integrations.huggingface import Trainer
 
     class Changed(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        def on_step_end(
+            self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+        ) -> None:
             if state.global_step == 2 and dist.get_rank() == 1:
                 with torch.no_grad():
                     model.lm_head.weight[0, 0] += 1e-3
 
     args = arguments(folder, per_device_train_batch_size=2, max_steps=2)
-    return _failed(Trainer(causal_model(), args, train_dataset=Sentences(8), callbacks=[Changed()]))[0]
+    return _failed(
+        Trainer(causal_model(), args, train_dataset=Sentences(8), callbacks=[Changed()])
+    )[0]
 
 
 def test_weights_that_differ_at_the_end_are_named(tmp_path: Path) -> None:

@@ -41,14 +41,20 @@ def start(folder: Path, *command: str, timeout_s: float = 240, **variables: str)
     return done.stdout + done.stderr
 
 
-def start_warm(folder: Path, num_ranks: int, example: str, *arguments: str, **variables: str) -> str:
+def start_warm(
+    folder: Path, num_ranks: int, example: str, *arguments: str, **variables: str
+) -> str:
     """The same of an example under torchrun whose agent and ranks are forked with transformers imported."""
-    done = torchrun(folder, num_ranks, str(ROOT / example), *arguments, OMP_NUM_THREADS="1", **variables)
+    done = torchrun(
+        folder, num_ranks, str(ROOT / example), *arguments, OMP_NUM_THREADS="1", **variables
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
 
 
-def tune(folder: str, batch_size: int, more: dict[str, Any]) -> tuple[list[tuple[float, float]], float, list[str]]:
+def tune(
+    folder: str, batch_size: int, more: dict[str, Any]
+) -> tuple[list[tuple[float, float]], float, list[str]]:
     from peft import LoraConfig, get_peft_model
 
     from threefold.integrations.huggingface import Trainer
@@ -57,7 +63,10 @@ def tune(folder: str, batch_size: int, more: dict[str, Any]) -> tuple[list[tuple
     torch.manual_seed(1)
     model = get_peft_model(causal_model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     trainer = Trainer(
-        model, arguments(folder, **settings(batch_size, **more)), train_dataset=Sentences(29), eval_dataset=Sentences(7)
+        model,
+        arguments(folder, **settings(batch_size, **more)),
+        train_dataset=Sentences(29),
+        eval_dataset=Sentences(7),
     )
     if stop is not None:
         trainer.add_callback(stopper(stop))
@@ -66,12 +75,16 @@ def tune(folder: str, batch_size: int, more: dict[str, Any]) -> tuple[list[tuple
     return curve_of(trainer.state.log_history), trainer.evaluate()["eval_loss"], saved
 
 
-@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed (pip install 'threefold[lora]')")
+@pytest.mark.skipif(
+    find_spec("peft") is None, reason="peft is not installed (pip install 'threefold[lora]')"
+)
 def test_adapters_of_peft(tmp_path: Path) -> None:
     more = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 100}
     whole, loss, _ = tune(str(tmp_path / "alone"), 8, dict(more))
     tune(str(tmp_path / "stopped"), 8, {**more, "stop_after": 3})
-    for curve, found, saved in run_ranks(tune, 2, str(tmp_path / "stopped"), 4, {**more, "resume": True}):
+    for curve, found, saved in run_ranks(
+        tune, 2, str(tmp_path / "stopped"), 4, {**more, "resume": True}
+    ):
         assert_same_curve(curve, whole)
         assert found == pytest.approx(loss, abs=1e-4)
         assert saved == ["adapter_config.json", "adapter_model.safetensors"]
@@ -83,7 +96,10 @@ def loss_in(output: str) -> float:
 
 @pytest.mark.examples
 def test_trainer_ddp(tmp_path: Path) -> None:
-    example, quiet = "examples/trainer_ddp.py", ("--disable_tqdm", "true", "--lr_scheduler_type", "constant")
+    example, quiet = (
+        "examples/trainer_ddp.py",
+        ("--disable_tqdm", "true", "--lr_scheduler_type", "constant"),
+    )
     start(tmp_path, *TORCHRUN, "2", example, "--max_steps", "20", *quiet)
     output = start_warm(tmp_path, 2, example, "--max_steps", "40", *quiet)
     assert "2 ranks, step 40" in output
@@ -93,7 +109,15 @@ def test_trainer_ddp(tmp_path: Path) -> None:
     whole = ("--max_steps", "40", "--output_dir")
     launched = start(
         tmp_path,
-        *("accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"),
+        *(
+            "accelerate",
+            "launch",
+            "--multi_gpu",
+            "--num_processes",
+            "2",
+            "--main_process_port",
+            "0",
+        ),
         *(example, *whole, "runs/accelerate", *quiet),
     )
     assert loss_in(launched) == pytest.approx(loss_in(output), abs=1e-4)
@@ -111,7 +135,10 @@ def test_trainer_ddp(tmp_path: Path) -> None:
 @pytest.mark.examples
 def test_trainer_evaluation(tmp_path: Path) -> None:
     example = "examples/trainer_evaluation.py"
-    outputs = [start(tmp_path, *TORCHRUN, "2", example), *(start_warm(tmp_path, ranks, example) for ranks in (1, 3))]
+    outputs = [
+        start(tmp_path, *TORCHRUN, "2", example),
+        *(start_warm(tmp_path, ranks, example) for ranks in (1, 3)),
+    ]
     for output in outputs:
         by_hand = float(re.search(r"by hand: ([0-9.]+)", output).group(1))  # type: ignore[union-attr]
         loss, whole, parts = re.search(
@@ -124,7 +151,9 @@ def test_trainer_evaluation(tmp_path: Path) -> None:
 @pytest.mark.examples
 def test_trainer_accelerate(tmp_path: Path) -> None:
     example = ("examples/trainer_accelerate.py", "--epochs", "2")
-    assert "stopped after 7 steps" in start(tmp_path, *TORCHRUN, "2", *example, "--stop_after", "7")
+    assert "stopped after 7 steps" in start(
+        tmp_path, *TORCHRUN, "2", *example, "--stop_after", "7"
+    )
     resumed = start_warm(tmp_path, 4, *example, "--rows", "2")
     alone = start_warm(tmp_path, 1, *example, "--rows", "8", "--state", "runs/alone")
     assert loss_in(resumed) == pytest.approx(loss_in(alone), abs=1e-5)
@@ -133,15 +162,28 @@ def test_trainer_accelerate(tmp_path: Path) -> None:
 @pytest.mark.examples
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="deepspeed is not installed (pip install 'threefold[deepspeed]')"
+    find_spec("deepspeed") is None,
+    reason="deepspeed is not installed (pip install 'threefold[deepspeed]')",
 )
-@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler for DeepSpeed's kernels")
+@pytest.mark.skipif(
+    shutil.which("c++") is None, reason="there is no C++ compiler for DeepSpeed's kernels"
+)
 def test_deepspeed_zero(tmp_path: Path) -> None:
     # Kept between runs: on a CPU the kernel takes a minute or more to compile.
-    kept = os.environ.get("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "torch_extensions"))
+    kept = os.environ.get(
+        "TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "torch_extensions")
+    )
     losses = []
     for stage in ("2", "3"):
-        command = ("torchrun", "--standalone", "--nproc_per_node", "2", "examples/deepspeed_zero.py", "--stage", stage)
+        command = (
+            "torchrun",
+            "--standalone",
+            "--nproc_per_node",
+            "2",
+            "examples/deepspeed_zero.py",
+            "--stage",
+            stage,
+        )
         first = start(tmp_path, *command, timeout_s=900, TORCH_EXTENSIONS_DIR=kept)
         assert f"DeepSpeedEngine, ZeRO-{stage}, 2 ranks, step 20" in first
         again = start(tmp_path, *command, "--steps", "30", TORCH_EXTENSIONS_DIR=kept)

@@ -27,13 +27,21 @@ def run_with_fault(folder: str, fault: str) -> tuple[str, int] | None:
         def __iter__(self) -> Any:
             own = list(super().__iter__())
             if fault == "another rank":
-                return iter(list(range(self.epoch_size))[1 - self.rank :: 2] if not self.shuffle else own)
+                return iter(
+                    list(range(self.epoch_size))[1 - self.rank :: 2]
+                    if not self.shuffle
+                    else own
+                )
             if fault == "again":
                 return iter(own[:4] + own[2:4] + own[6:])
             return iter(own[:4] + own[6:] + own[4:6])
 
-    args = arguments(folder, per_device_train_batch_size=2, max_steps=6, train_sampling_strategy="sequential")
-    trainer = Trainer(causal_model(), args, train_dataset=Sentences(40), callbacks=[AuditCallback(every=2)])
+    args = arguments(
+        folder, per_device_train_batch_size=2, max_steps=6, train_sampling_strategy="sequential"
+    )
+    trainer = Trainer(
+        causal_model(), args, train_dataset=Sentences(40), callbacks=[AuditCallback(every=2)]
+    )
     loader = trainer.get_train_dataloader()
     loader.sampler.__class__ = Faulty
     trainer.get_train_dataloader = lambda: loader  # type: ignore[method-assign]
@@ -47,9 +55,18 @@ def run_with_fault(folder: str, fault: str) -> tuple[str, int] | None:
 
 
 FAULTS = {
-    "again": (4, "ranks 0 and 1 read the batch of step 2 again in step 3: on rank 0 rows 4, 6 instead of rows 8, 10"),
-    "left out": (4, "ranks 0 and 1 read the batch of step 4 in step 3: the batch of step 3 was left out"),
-    "another rank": (2, "rank 1 (dp rank 1, cp rank 0, tp rank 0) read the samples of dp rank 0 in step 1"),
+    "again": (
+        4,
+        "ranks 0 and 1 read the batch of step 2 again in step 3: on rank 0 rows 4, 6 instead of rows 8, 10",
+    ),
+    "left out": (
+        4,
+        "ranks 0 and 1 read the batch of step 4 in step 3: the batch of step 3 was left out",
+    ),
+    "another rank": (
+        2,
+        "rank 1 (dp rank 1, cp rank 0, tp rank 0) read the samples of dp rank 0 in step 1",
+    ),
 }
 
 
@@ -83,7 +100,9 @@ def masks_at_random(folder: str) -> str:
         return {**batch, "input_ids": batch["input_ids"].masked_fill(hidden, 0)}
 
     join_launcher()
-    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(tp_size=2)
+    )
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     args = arguments(f"{folder}/run", per_device_train_batch_size=2, max_steps=10)
     trainer = Trainer(model, args, train_dataset=Sentences(40), data_collator=collate)
@@ -101,7 +120,9 @@ def test_ranks_of_one_model_that_see_other_tokens_are_found(tmp_path: Path) -> N
         assert text.splitlines()[0] == f"{first}: row 0 of input_ids"
 
 
-def run_transformers(folder: str, batch_size: int, size: int, more: dict[str, Any]) -> tuple[str, int, list[str]]:
+def run_transformers(
+    folder: str, batch_size: int, size: int, more: dict[str, Any]
+) -> tuple[str, int, list[str]]:
     """transformers' own Trainer with our callback: the error, the step and what was logged."""
     import logging
 
@@ -130,7 +151,10 @@ def run_transformers(folder: str, batch_size: int, size: int, more: dict[str, An
 
 def run_twice(folder: str, workers: int) -> list[tuple[str, int, list[str]]]:
     more = {"dataloader_num_workers": workers}
-    return [run_transformers(folder, 4, 48, dict(more)), run_transformers(folder, 2, 7, dict(more))]
+    return [
+        run_transformers(folder, 4, 48, dict(more)),
+        run_transformers(folder, 2, 7, dict(more)),
+    ]
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.examples)])
@@ -138,7 +162,10 @@ def test_callback_alone_counts_what_another_trainer_reads(workers: int, tmp_path
     for whole, filled in run_ranks(run_twice, 2, str(tmp_path), workers):
         assert whole[:2] == ("", 6)
         assert filled[:2] == ("", 2)
-        assert any("epoch 0 ended with row" in line and "read for the second time" in line for line in filled[2])
+        assert any(
+            "epoch 0 ended with row" in line and "read for the second time" in line
+            for line in filled[2]
+        )
 
 
 def stop_and_resume(folder: str) -> list[tuple[str, int, list[str]]]:
@@ -154,7 +181,9 @@ def test_callback_alone_finds_what_transformers_repeats_after_a_resume(tmp_path:
         assert same[:2] == ("", 6)
         assert half[1] in (3, 4)
         assert "epoch 0 had read it already" in half[0]
-        assert "resumes at the next sample with any number of ranks and any batch size" in half[0]
+        assert (
+            "resumes at the next sample with any number of ranks and any batch size" in half[0]
+        )
 
 
 def with_a_loader_of_ones_own(folder: str) -> tuple[str, int]:
@@ -186,4 +215,6 @@ def with_a_loader_of_ones_own(folder: str) -> tuple[str, int]:
 def test_a_loader_of_ones_own_must_read_its_ranks_share(tmp_path: Path) -> None:
     for text, steps in run_ranks(with_a_loader_of_ones_own, 2, str(tmp_path)):
         assert steps == 2
-        assert text.startswith("the training loader (DataLoader) has no distributed sampler, and there are 2 ranks")
+        assert text.startswith(
+            "the training loader (DataLoader) has no distributed sampler, and there are 2 ranks"
+        )

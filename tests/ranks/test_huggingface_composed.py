@@ -22,15 +22,22 @@ pytestmark = pytest.mark.ranks
 
 
 def test_methods_that_are_set_on_a_trainer_stay(tmp_path: Path) -> None:
-    args = arguments(str(tmp_path), max_steps=3, per_device_train_batch_size=4, per_device_eval_batch_size=4)
-    trainer = Trainer(causal_model(), args, train_dataset=Sentences(24), eval_dataset=Sentences(7))
+    args = arguments(
+        str(tmp_path), max_steps=3, per_device_train_batch_size=4, per_device_eval_batch_size=4
+    )
+    trainer = Trainer(
+        causal_model(), args, train_dataset=Sentences(24), eval_dataset=Sentences(7)
+    )
     heard = []
     own = {name: getattr(trainer, name) for name in ("compute_loss", "prediction_step")}
     for name, method in own.items():
         setattr(
             trainer,
             name,
-            lambda *given, name=name, method=method, **more: (heard.append(name), method(*given, **more))[1],
+            lambda *given, name=name, method=method, **more: (
+                heard.append(name),
+                method(*given, **more),
+            )[1],
         )
     trainer.train()
     trainer.evaluate()
@@ -44,8 +51,13 @@ class Lines(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __init__(self, size: int) -> None:
         generator = torch.Generator().manual_seed(size)
-        self.lengths = [2 + int(torch.randint(11, (), generator=generator)) for _ in range(size)]
-        self.tokens = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in self.lengths]
+        self.lengths = [
+            2 + int(torch.randint(11, (), generator=generator)) for _ in range(size)
+        ]
+        self.tokens = [
+            torch.randint(3, 64, (length,), generator=generator).tolist()
+            for length in self.lengths
+        ]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -61,9 +73,13 @@ class NoSuper(transformers.Trainer):
         super().__init__(model, args, **kwargs)
         self.own = own
 
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
         with torch.no_grad():
-            loss, outputs = self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=True)
+            loss, outputs = self.compute_loss(
+                model, self._prepare_inputs(inputs), return_outputs=True
+            )
         return loss, outputs["logits"], inputs["labels"]
 
 
@@ -113,7 +129,14 @@ def translator() -> Any:
 
     torch.manual_seed(0)
     ends = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 2}
-    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0}
+    sizes = {
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 32,
+        "num_layers": 1,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+    }
     return T5ForConditionalGeneration(T5Config(vocab_size=64, **sizes, **ends))
 
 
@@ -130,7 +153,9 @@ def translated(folder: str) -> list[tuple[list[Any], float]]:
         "per_device_eval_batch_size",
     )
     args = Seq2SeqTrainingArguments(
-        predict_with_generate=True, generation_max_length=6, **{name: settings[name] for name in names}
+        predict_with_generate=True,
+        generation_max_length=6,
+        **{name: settings[name] for name in names},
     )
     found = []
     for bases in ((Seq2SeqTrainer, Trainer), (Trainer, Seq2SeqTrainer)):
@@ -140,7 +165,9 @@ def translated(folder: str) -> list[tuple[list[Any], float]]:
     return found
 
 
-def both(folder: str) -> tuple[dict[str, float], tuple[Any, Any, float], list[tuple[list[Any], float]]]:
+def both(
+    folder: str,
+) -> tuple[dict[str, float], tuple[Any, Any, float], list[tuple[list[Any], float]]]:
     return composed(folder), flattened(folder), translated(folder)
 
 
@@ -151,19 +178,27 @@ def line_mean(rows: Lines) -> float:
         for tokens in rows.tokens:
             row = torch.tensor(tokens)[None]
             logits = model(input_ids=row).logits[0, :-1].double()
-            total += torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum").item()
+            total += torch.nn.functional.cross_entropy(
+                logits, row[0, 1:], reduction="sum"
+            ).item()
             count += row.shape[1] - 1
     return total / count
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_evaluation_is_exact_in_any_order_of_classes_and_of_flattened_rows(num_ranks: int, tmp_path: Path) -> None:
+def test_evaluation_is_exact_in_any_order_of_classes_and_of_flattened_rows(
+    num_ranks: int, tmp_path: Path
+) -> None:
     wanted, rows, pairs = mean_by_hand(causal_model(), Sentences(7)), Lines(7), Pairs(7)
-    inputs, labels = (torch.stack([pairs[row][name] for row in range(7)]) for name in ("input_ids", "labels"))
+    inputs, labels = (
+        torch.stack([pairs[row][name] for row in range(7)]) for name in ("input_ids", "labels")
+    )
     with torch.no_grad():
         answer = translator().eval()(input_ids=inputs, labels=labels).loss.item()
     said = translator().generate(inputs, max_length=6)
-    for losses, (predictions, labels, loss), translations in on_ranks(both, num_ranks, str(tmp_path)):
+    for losses, (predictions, labels, loss), translations in on_ranks(
+        both, num_ranks, str(tmp_path)
+    ):
         for texts, answer_loss in translations:
             assert answer_loss == pytest.approx(answer, abs=1e-5)
             assert [row[: said.shape[1]] for row in texts] == said.tolist()
@@ -196,9 +231,22 @@ def pad(rows: list[Any]) -> dict[str, Tensor]:
 
 def grouped(folder: str, batch_size: int, more: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     more = dict(more)
-    resume, stop, size = more.pop("resume", None), more.pop("stop_after", None), more.pop("size", 61)
-    asked = {"train_sampling_strategy": "group_by_length", "num_train_epochs": 2, "save_steps": 100, **more}
-    trainer = Read(causal_model(), arguments(folder, **settings(batch_size, **asked)), train_dataset=Lines(size))
+    resume, stop, size = (
+        more.pop("resume", None),
+        more.pop("stop_after", None),
+        more.pop("size", 61),
+    )
+    asked = {
+        "train_sampling_strategy": "group_by_length",
+        "num_train_epochs": 2,
+        "save_steps": 100,
+        **more,
+    }
+    trainer = Read(
+        causal_model(),
+        arguments(folder, **settings(batch_size, **asked)),
+        train_dataset=Lines(size),
+    )
     trainer.data_collator, trainer.seen = pad, []
     if stop is not None:
         trainer.add_callback(stopper(stop))
@@ -212,7 +260,10 @@ def test_rows_of_similar_lengths_on_any_ranks_and_after_a_stop(tmp_path: Path) -
     assert rows[:61] != rows[61:]
     lengths = [len(row) for row in rows[:61]]
     assert lengths[0] == max(Lines(61).lengths)
-    spread = [np.ptp([lengths[place] for place in range(first, min(first + 8, 61))]) for first in range(8, 61, 8)]
+    spread = [
+        np.ptp([lengths[place] for place in range(first, min(first + 8, 61))])
+        for first in range(8, 61, 8)
+    ]
     assert np.mean(spread) < 0.6 * np.ptp(lengths)
     folder = str(tmp_path / "stopped")
     on_ranks(grouped, 1, folder, 8, {"save_strategy": "steps", "stop_after": 11})
@@ -226,7 +277,13 @@ def test_grouped_order_is_every_row_once_and_known_by_the_lengths() -> None:
     for size in (1, 2, 3, 7, 64, 9000):
         lengths = [1 + row * 7919 % 100 for row in range(size)]
         sampler = GroupedSampler.for_loop(
-            range(size), lengths=lengths, num_replicas=1, rank=0, seed=1, tail="exact", global_batch=4
+            range(size),
+            lengths=lengths,
+            num_replicas=1,
+            rank=0,
+            seed=1,
+            tail="exact",
+            global_batch=4,
         )
         sampler.open_pass()
         order = list(sampler)
@@ -234,15 +291,21 @@ def test_grouped_order_is_every_row_once_and_known_by_the_lengths() -> None:
         assert lengths[order[0]] == max(lengths)
     other = GroupedSampler(range(size), lengths=[*lengths[:-1], 1], num_replicas=1, rank=0)
     with pytest.raises(DataError, match="the saved state has lengths = "):
-        other.load_state_dict(GroupedSampler(range(size), lengths=lengths, num_replicas=1, rank=0).state_dict())
+        other.load_state_dict(
+            GroupedSampler(range(size), lengths=lengths, num_replicas=1, rank=0).state_dict()
+        )
     with pytest.raises(DataError, match="lengths"):
-        DistributedSampler(range(size), num_replicas=1, rank=0).load_state_dict(other.state_dict())
+        DistributedSampler(range(size), num_replicas=1, rank=0).load_state_dict(
+            other.state_dict()
+        )
 
 
 def grown(folder: str, size: int, more: dict[str, Any]) -> tuple[int, float]:
     more = dict(more)
     resume, stop = more.pop("resume", None), more.pop("stop_after", None)
-    args = arguments(folder, **settings(8, save_strategy="steps", save_steps=100, num_train_epochs=2, **more))
+    args = arguments(
+        folder, **settings(8, save_strategy="steps", save_steps=100, num_train_epochs=2, **more)
+    )
     trainer = Trainer(causal_model(), args, train_dataset=Sentences(size))
     if stop is not None:
         trainer.add_callback(stopper(stop))
@@ -263,7 +326,9 @@ def test_a_dataset_may_grow_at_an_epochs_end(drop: bool, tmp_path: Path) -> None
     assert (tmp_path / f"audit-before-step-{steps + 1}.jsonl").is_file()
 
 
-def test_a_dataset_that_grows_inside_an_epoch_is_refused_with_what_works(tmp_path: Path) -> None:
+def test_a_dataset_that_grows_inside_an_epoch_is_refused_with_what_works(
+    tmp_path: Path,
+) -> None:
     grown(str(tmp_path), 21, {"stop_after": 1})
     with pytest.raises(DataError) as refused:
         grown(str(tmp_path), 40, {"resume": True})
@@ -279,7 +344,9 @@ def test_a_dataset_that_grows_inside_an_epoch_is_refused_with_what_works(tmp_pat
 
 
 def test_other_trainers_of_trl_are_refused_by_name() -> None:
-    other = type("GRPOTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.grpo_trainer"})
+    other = type(
+        "GRPOTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.grpo_trainer"}
+    )
     for bases in ((other, Trainer), (Trainer, other)):
         with pytest.raises(ConfigError) as refused:
             type("Mine", bases, {})(causal_model())

@@ -14,20 +14,32 @@ from torch.utils.data import Dataset
 
 from ranks.huggingface_cases import VOCAB, arguments
 from ranks.spawn import run_ranks
-from ranks.test_huggingface_training import GLOBAL_BATCH, RATE, SEED, assert_same_curve, curve_of
+from ranks.test_huggingface_training import (
+    GLOBAL_BATCH,
+    RATE,
+    SEED,
+    assert_same_curve,
+    curve_of,
+)
 from threefold.data.order.permutation import Permutation
 from threefold.errors import ConfigError
 
 pytestmark = pytest.mark.ranks
 
-ROWS, LENGTH, EPOCHS = 19, 14, 2  # 14 places do not divide among two ranks with head and tail: rows are filled up
+ROWS, LENGTH, EPOCHS = (
+    19,
+    14,
+    2,
+)  # 14 places do not divide among two ranks with head and tail: rows are filled up
 
 
 class Padded(Dataset[dict[str, Tensor]]):
     """Row i begins with i % 4 places of padding; behind them all but every fifth are targets."""
 
     def __init__(self) -> None:
-        self.tokens = torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2))
+        self.tokens = torch.randint(
+            VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2)
+        )
 
     def __len__(self) -> int:
         return ROWS
@@ -44,16 +56,30 @@ def model_with_window() -> Any:
     from transformers import MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "sliding_window": 5}
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.3,
+        "sliding_window": 5,
+    }
     return MistralForCausalLM(MistralConfig(**sizes, **heads, attn_implementation="eager"))
 
 
 def _loss_sum(model: Any, rows: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    logits = model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+    ).logits
     labels = batch["labels"][:, 1:]
-    total = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    total = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
     return total, labels.ne(-100).sum()
 
 
@@ -64,7 +90,10 @@ def _by_hand() -> tuple[list[tuple[float, float]], float]:
     for epoch in range(EPOCHS):
         order = Permutation(ROWS, seed=SEED, epoch=epoch).at(np.arange(ROWS))
         for first in range(0, ROWS, GLOBAL_BATCH):
-            batch = [rows[int(order[place])] for place in range(first, min(first + GLOBAL_BATCH, ROWS))]
+            batch = [
+                rows[int(order[place])]
+                for place in range(first, min(first + GLOBAL_BATCH, ROWS))
+            ]
             total, count = _loss_sum(model, batch)
             optimizer.zero_grad()
             (total / count).backward()
@@ -104,7 +133,9 @@ def _train(folder: str, dp: int, cp: int) -> dict[str, Any]:
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(f"{folder}/model")
     with pytest.raises(ConfigError) as caught:
-        trainer.model(input_ids=torch.zeros(1, 8, dtype=torch.long), inputs_embeds=torch.zeros(1, 8, 16))
+        trainer.model(
+            input_ids=torch.zeros(1, 8, dtype=torch.long), inputs_embeds=torch.zeros(1, 8, 16)
+        )
     assert str(caught.value).startswith(
         f"the model splits its rows among {cp} context ranks, and was given inputs_embeds\n"
         "  expected: input_ids, attention_mask, position_ids and labels: anything else would be ignored\n"
@@ -123,7 +154,9 @@ def test_context_ranks_follow_whole_rows(tmp_path: Path) -> None:
             assert_same_curve(found["curve"], curve)
             assert found["loss"] == pytest.approx(loss, abs=1e-4)
             assert found["seen"] == [(ROWS, LENGTH, VOCAB)]
-    reloaded = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager")
+    reloaded = AutoModelForCausalLM.from_pretrained(
+        folder / "model", attn_implementation="eager"
+    )
     with torch.no_grad():
         total, count = _loss_sum(reloaded, [Padded()[index] for index in range(ROWS)])
     assert (total / count).item() == pytest.approx(loss, abs=1e-4)
@@ -164,7 +197,12 @@ def _leaking_rows(folder: str) -> str:
     MistralMLP.forward = forward  # type: ignore[method-assign]
     threefold.init_mesh(cp=2, device="cpu")
     settings = {"per_device_train_batch_size": 6, "learning_rate": RATE, "max_steps": 2}
-    trainer = Trainer(model_with_window(), arguments(folder, **settings), train_dataset=Padded(), eval_dataset=Padded())
+    trainer = Trainer(
+        model_with_window(),
+        arguments(folder, **settings),
+        train_dataset=Padded(),
+        eval_dataset=Padded(),
+    )
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     trainer.evaluate()
     try:
@@ -177,4 +215,6 @@ def _leaking_rows(folder: str) -> str:
 
 def test_its_own_forward_is_probed_before_the_first_step(tmp_path: Path) -> None:
     for said in run_ranks(_leaking_rows, 2, str(tmp_path)):
-        assert said.startswith("'mistral' lets a row see the other rows of its micro-batch, at its full size on"), said
+        assert said.startswith(
+            "'mistral' lets a row see the other rows of its micro-batch, at its full size on"
+        ), said

@@ -65,11 +65,15 @@ def test_evaluation_is_sum_over_count_and_in_order(num_ranks: int, tmp_path: Pat
     alone = predict_all(str(tmp_path))
     for losses, predicted in on_ranks(both, num_ranks, str(tmp_path)):
         for value, wanted in zip(losses, by_hand, strict=True):
-            assert value == pytest.approx(wanted, abs=1e-6) or (math.isnan(wanted) and math.isnan(value))
+            assert value == pytest.approx(wanted, abs=1e-6) or (
+                math.isnan(wanted) and math.isnan(value)
+            )
         for case, one, wanted_one in zip(PREDICTED, predicted, alone, strict=True):
             predictions, labels, metrics = one
             np.testing.assert_allclose(predictions, wanted_one[0], atol=1e-6)
-            np.testing.assert_array_equal(labels, [int(Reviews(case[0])[row]["labels"]) for row in range(case[0])])
+            np.testing.assert_array_equal(
+                labels, [int(Reviews(case[0])[row]["labels"]) for row in range(case[0])]
+            )
             assert metrics["test_rows"] == case[0]
             assert metrics["test_accuracy"] == wanted_one[2]["test_accuracy"]
             assert metrics["test_loss"] == pytest.approx(wanted_one[2]["test_loss"], abs=1e-6)
@@ -89,26 +93,37 @@ def evaluate_stream(folder: str) -> float:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_loss_of_a_stream_is_not_multiplied_by_the_ranks(num_ranks: int, tmp_path: Path) -> None:
+def test_the_loss_of_a_stream_is_not_multiplied_by_the_ranks(
+    num_ranks: int, tmp_path: Path
+) -> None:
     wanted = mean_by_hand(causal_model(), Sentences(8))
-    assert on_ranks(evaluate_stream, num_ranks, str(tmp_path)) == pytest.approx([wanted] * num_ranks, abs=1e-6)
+    assert on_ranks(evaluate_stream, num_ranks, str(tmp_path)) == pytest.approx(
+        [wanted] * num_ranks, abs=1e-6
+    )
 
 
 def train_after(folder: str, first: str) -> dict[str, Any]:
     """The weights of two epochs after an evaluation, predictions, or neither."""
     from threefold.integrations.huggingface import Trainer
 
-    args = arguments(f"{folder}/{first}", num_train_epochs=2, per_device_train_batch_size=2, optim="sgd")
+    args = arguments(
+        f"{folder}/{first}", num_train_epochs=2, per_device_train_batch_size=2, optim="sgd"
+    )
     trainer = Trainer(classifier(), args, train_dataset=Reviews(12), eval_dataset=Reviews(5))
     if first != "train":
         getattr(trainer, first)(Reviews(5))
     trainer.train()
     assert trainer.model_wrapped is not trainer.model
-    return {name: values.detach().numpy().copy() for name, values in trainer.model.state_dict().items()}
+    return {
+        name: values.detach().numpy().copy()
+        for name, values in trainer.model.state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("first", ["evaluate", "predict"])
-def test_what_comes_before_the_training_leaves_it_one_training(first: str, tmp_path: Path) -> None:
+def test_what_comes_before_the_training_leaves_it_one_training(
+    first: str, tmp_path: Path
+) -> None:
     (wanted, _) = on_ranks(train_after, 2, str(tmp_path), "train")
     for weights in on_ranks(train_after, 2, str(tmp_path), first):
         assert all(np.array_equal(weights[name], values) for name, values in wanted.items())

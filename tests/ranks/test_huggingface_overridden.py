@@ -22,7 +22,10 @@ from threefold.integrations.huggingface import Trainer
 
 pytestmark = pytest.mark.ranks
 
-ROWS, SEED = 21, 3  # 21 rows leave 5 for the third step of an epoch: on 2 ranks one has a row less
+ROWS, SEED = (
+    21,
+    3,
+)  # 21 rows leave 5 for the third step of an epoch: on 2 ranks one has a row less
 
 
 class Questions(Dataset[dict[str, Tensor]]):
@@ -41,7 +44,11 @@ class Questions(Dataset[dict[str, Tensor]]):
 def loss_of_rows(model: Any, tokens: Tensor) -> Tensor:
     """The loss of each row, [rows]."""
     logits = model(input_ids=tokens).logits[:, :-1].flatten(0, 1)
-    return F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="none").view(len(tokens), -1).mean(1)
+    return (
+        F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="none")
+        .view(len(tokens), -1)
+        .mean(1)
+    )
 
 
 def with_loss(base: Any, kind: str) -> Any:
@@ -49,7 +56,11 @@ def with_loss(base: Any, kind: str) -> Any:
         gathered: list[int]
 
         def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+            self,
+            model: Any,
+            inputs: Any,
+            return_outputs: bool = False,
+            num_items_in_batch: Any = None,
         ) -> Any:
             if kind == "added":
                 loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
@@ -64,13 +75,27 @@ def with_loss(base: Any, kind: str) -> Any:
     return Own
 
 
-def own_loss(folder: str, base: Any, kind: str, more: dict[str, Any]) -> tuple[list[tuple[float, float]], float]:
-    rows = Questions(more.pop("size", ROWS), "labels" if kind in ("ignores", "added") else "targets")
+def own_loss(
+    folder: str, base: Any, kind: str, more: dict[str, Any]
+) -> tuple[list[tuple[float, float]], float]:
+    rows = Questions(
+        more.pop("size", ROWS), "labels" if kind in ("ignores", "added") else "targets"
+    )
     held_out = Questions(7, rows._name)
     names = [] if rows._name == "targets" else ["labels"]
-    asked = {"optim": "sgd", "label_names": names, "remove_unused_columns": False, "num_train_epochs": 2, **more}
-    args = arguments(folder, **settings(asked.pop("batch_size"), per_device_eval_batch_size=2, **asked))
-    trainer = with_loss(base, kind)(causal_model(), args, train_dataset=rows, eval_dataset=held_out)
+    asked = {
+        "optim": "sgd",
+        "label_names": names,
+        "remove_unused_columns": False,
+        "num_train_epochs": 2,
+        **more,
+    }
+    args = arguments(
+        folder, **settings(asked.pop("batch_size"), per_device_eval_batch_size=2, **asked)
+    )
+    trainer = with_loss(base, kind)(
+        causal_model(), args, train_dataset=rows, eval_dataset=held_out
+    )
     trainer.gathered = []
     trainer.can_return_loss = True
     trainer.train()
@@ -91,7 +116,9 @@ def own_losses(folder: str, world: int) -> dict[str, Any]:
     return found
 
 
-def rows_by_hand(exact: float, of_means: float = 0.0, ranks: int = 1) -> tuple[list[tuple[float, float]], Any]:
+def rows_by_hand(
+    exact: float, of_means: float = 0.0, ranks: int = 1
+) -> tuple[list[tuple[float, float]], Any]:
     """A loop of its own, whole global batches: weights of the mean over rows, and of the mean over the ranks' means."""
     model, rows = causal_model(), Sentences(ROWS).tokens
     optimizer, curve = torch.optim.SGD(model.parameters(), lr=1e-2), []
@@ -115,7 +142,9 @@ def test_a_loss_of_ones_own_is_the_mean_over_rows(num_ranks: int, tmp_path: Path
     exact, model = rows_by_hand(1.0)
     model.eval()
     held_out = loss_of_rows(model, Sentences(7).tokens).mean().item()
-    accumulated, _ = own_loss(str(tmp_path), transformers.Trainer, "no labels", dict(ACCUMULATED))
+    accumulated, _ = own_loss(
+        str(tmp_path), transformers.Trainer, "no labels", dict(ACCUMULATED)
+    )
     for found in on_ranks(own_losses, num_ranks, str(tmp_path), num_ranks):
         for kind in ("no labels", "gathers", "accumulated rest"):
             assert_same_curve(found[kind][0], exact)
@@ -150,12 +179,18 @@ def own_loader(kind: str) -> Any:
                 plain = DataLoader(self.train_dataset, shuffle=True, **made)
                 return threefold.distribute(plain, self.mesh, seed=SEED)
             samplers = {
-                "weighted": lambda: WeightedRandomSampler([1.0] * 12 + [3.0] * (size - 12), size),
+                "weighted": lambda: WeightedRandomSampler(
+                    [1.0] * 12 + [3.0] * (size - 12), size
+                ),
                 "subset": lambda: SubsetRandomSampler(range(12)),
             }
             if kind in samplers:
-                return self.accelerator.prepare(DataLoader(self.train_dataset, sampler=samplers[kind](), **made))
-            return self.accelerator.prepare(DataLoader(self.train_dataset, shuffle=True, **made))
+                return self.accelerator.prepare(
+                    DataLoader(self.train_dataset, sampler=samplers[kind](), **made)
+                )
+            return self.accelerator.prepare(
+                DataLoader(self.train_dataset, shuffle=True, **made)
+            )
 
     return Own
 
@@ -164,7 +199,9 @@ class OneRank:
     dp_size, dp_rank = 1, 0
 
 
-def with_own_loader(folder: str, kind: str, more: dict[str, Any]) -> tuple[int, list[Any], list[str]]:
+def with_own_loader(
+    folder: str, kind: str, more: dict[str, Any]
+) -> tuple[int, list[Any], list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -185,7 +222,10 @@ LOADERS = ("distributed", "prepared")
 def own_loaders(folder: str, more: dict[str, Any]) -> dict[str, Any]:
     found = {kind: with_own_loader(f"{folder}/{kind}", kind, dict(more)) for kind in LOADERS}
     if "resume" not in more:
-        found |= {kind: with_own_loader(f"{folder}/{kind}", kind, {}) for kind in ("weighted", "subset")}
+        found |= {
+            kind: with_own_loader(f"{folder}/{kind}", kind, {})
+            for kind in ("weighted", "subset")
+        }
     return found
 
 
@@ -194,14 +234,22 @@ def rows_in(read: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 1)])
-def test_a_loader_of_ones_own_resumes_at_the_next_row(before: int, after: int, tmp_path: Path) -> None:
+def test_a_loader_of_ones_own_resumes_at_the_next_row(
+    before: int, after: int, tmp_path: Path
+) -> None:
     saving = {"save_strategy": "steps", "stop_after": 4}
     first = on_ranks(own_loaders, before, str(tmp_path), saving)
-    second = on_ranks(own_loaders, after, str(tmp_path), {"save_strategy": "steps", "resume": True})
+    second = on_ranks(
+        own_loaders, after, str(tmp_path), {"save_strategy": "steps", "resume": True}
+    )
     every = sorted(Sentences(ROWS).tokens.tolist())
     for kind in LOADERS:
         # 3 steps are an epoch.
-        epochs = [rank[kind][1][: len(rank[kind][1]) * 3 // 4] for rank in first] if before == 1 else None
+        epochs = (
+            [rank[kind][1][: len(rank[kind][1]) * 3 // 4] for rank in first]
+            if before == 1
+            else None
+        )
         assert epochs is None or rows_in(epochs[0]) == every
         rest = [row for rank in first for row in rank[kind][1][3 if before == 1 else -1 :]]
         rest += [row for rank in second for row in rank[kind][1]]
@@ -210,6 +258,12 @@ def test_a_loader_of_ones_own_resumes_at_the_next_row(before: int, after: int, t
         assert f"epoch 1: {ROWS} of {ROWS} rows, each exactly once" in text
     for rank in first:
         assert rank["weighted"][0] == 6
-        assert any("The audit is off: samples drawn with weights" in line for line in rank["weighted"][2])
+        assert any(
+            "The audit is off: samples drawn with weights" in line
+            for line in rank["weighted"][2]
+        )
         assert rank["subset"][0] == 4
-        assert any("The audit is off: a SubsetRandomSampler does not draw" in line for line in rank["subset"][2])
+        assert any(
+            "The audit is off: a SubsetRandomSampler does not draw" in line
+            for line in rank["subset"][2]
+        )

@@ -13,7 +13,13 @@ import torch
 from ranks.huggingface_cases import Sentences, arguments, causal_model, join_launcher
 from ranks.reference import require
 from ranks.spawn import run_ranks
-from ranks.test_huggingface_training import assert_same_curve, curve_of, proved, settings, stopper
+from ranks.test_huggingface_training import (
+    assert_same_curve,
+    curve_of,
+    proved,
+    settings,
+    stopper,
+)
 from threefold.check.compare import Bound, compare_tensors
 
 pytestmark = pytest.mark.ranks
@@ -21,7 +27,9 @@ pytestmark = pytest.mark.ranks
 SIZE, EPOCHS = 29, 2
 
 
-def train_sharded(source: str, folder: str, sizes: dict[str, int], more: dict[str, Any]) -> dict[str, Any]:
+def train_sharded(
+    source: str, folder: str, sizes: dict[str, int], more: dict[str, Any]
+) -> dict[str, Any]:
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
@@ -33,9 +41,17 @@ def train_sharded(source: str, folder: str, sizes: dict[str, int], more: dict[st
     model = AutoModelForCausalLM.from_pretrained(source, **sharded)
     dp = (dist.get_world_size() if dist.is_initialized() else 1) // sizes.get("tp_size", 1)
     resume, stop = more.pop("resume", None), more.pop("stop_after", None)
-    own = {**settings(1, num_train_epochs=EPOCHS, **more), "per_device_train_batch_size": 4 // dp}
+    own = {
+        **settings(1, num_train_epochs=EPOCHS, **more),
+        "per_device_train_batch_size": 4 // dp,
+    }
     own["gradient_accumulation_steps"] = 2
-    trainer = Trainer(model, arguments(folder, **own), train_dataset=Sentences(SIZE), eval_dataset=Sentences(13))
+    trainer = Trainer(
+        model,
+        arguments(folder, **own),
+        train_dataset=Sentences(SIZE),
+        eval_dataset=Sentences(13),
+    )
     if stop is not None:
         trainer.add_callback(stopper(stop))
     trainer.train(resume_from_checkpoint=resume)
@@ -73,22 +89,29 @@ LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(0, marks=LONG), 1, pytest.param(2, marks=LONG), pytest.param(3, marks=LONG)]
+    "number",
+    [pytest.param(0, marks=LONG), 1, pytest.param(2, marks=LONG), pytest.param(3, marks=LONG)],
 )
 def test_sharded_models_stop_and_go_on_on_another_mesh(
     number: int, source: str, alone: dict[str, Any], tmp_path: Path
 ) -> None:
     before, after = MESHES[number], MESHES[(number + 1) % len(MESHES)]
     more = {"save_strategy": "steps", "save_steps": 100}
-    stopped = run_ranks(train_sharded, before[0], source, str(tmp_path), before[1], {**more, "stop_after": 3})
+    stopped = run_ranks(
+        train_sharded, before[0], source, str(tmp_path), before[1], {**more, "stop_after": 3}
+    )
     assert all(found["moment"] == "DTensor" and found["saves_all"] for found in stopped)
     state = tmp_path / "checkpoint-3" / "threefold-state"
-    assert sorted(path.relative_to(state).as_posix() for path in state.rglob("*") if path.is_file()) == [
+    assert sorted(
+        path.relative_to(state).as_posix() for path in state.rglob("*") if path.is_file()
+    ) == [
         *("COMPLETE", "manifest.json", "state/index.json"),
         *(f"state/rank-{rank:05d}.safetensors" for rank in range(before[0])),
     ], "no pickle is written"
     assert_loads_as_users_know_it(source, tmp_path / "checkpoint-3")
-    for found in run_ranks(train_sharded, after[0], source, str(tmp_path), after[1], {**more, "resume": True}):
+    for found in run_ranks(
+        train_sharded, after[0], source, str(tmp_path), after[1], {**more, "resume": True}
+    ):
         assert_same_curve(found["curve"], alone["curve"])
         assert found["curve"][:3] == stopped[0]["curve"]
         assert found["eval_loss"] == pytest.approx(alone["eval_loss"], abs=1e-4)
@@ -98,7 +121,10 @@ def test_sharded_models_stop_and_go_on_on_another_mesh(
 def assert_loads_as_users_know_it(source: str, checkpoint: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    begun, loaded = AutoModelForCausalLM.from_pretrained(source), AutoModelForCausalLM.from_pretrained(checkpoint)
+    begun, loaded = (
+        AutoModelForCausalLM.from_pretrained(source),
+        AutoModelForCausalLM.from_pretrained(checkpoint),
+    )
     moved = Bound("weight", 4e-2, "three steps of AdamW at a rate of 1e-2", relative=False)
     comparison = require(compare_tensors(moved, loaded.state_dict(), begun.state_dict()))
     assert comparison.worst().figure > 1e-3
@@ -119,8 +145,12 @@ def _loaded(source: str, sizes: dict[str, int], optimizer: str = "AdamW") -> tup
     from transformers.distributed import DistributedConfig
 
     join_launcher()
-    model = AutoModelForCausalLM.from_pretrained(source, distributed_config=DistributedConfig(**sizes))
-    return model, getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3, **OPTIMIZERS[optimizer])
+    model = AutoModelForCausalLM.from_pretrained(
+        source, distributed_config=DistributedConfig(**sizes)
+    )
+    return model, getattr(torch.optim, optimizer)(
+        model.parameters(), lr=1e-3, **OPTIMIZERS[optimizer]
+    )
 
 
 def _step(model: Any, optimizer: Any) -> None:
@@ -134,10 +164,15 @@ def _whole(model: Any, optimizer: Any) -> dict[str, Any]:
     from threefold.integrations.huggingface.state import _tensors
 
     state = _tensors(model, optimizer)
-    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).numpy().copy() for name, t in state.items()}
+    return {
+        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).numpy().copy()
+        for name, t in state.items()
+    }
 
 
-def _every_optimizer(sources: list[str], folder: str, before: dict[str, int], after: dict[str, int]) -> list[str]:
+def _every_optimizer(
+    sources: list[str], folder: str, before: dict[str, int], after: dict[str, int]
+) -> list[str]:
     """Saves after two steps on one mesh, loads on another; names what came back with other values."""
     from threefold.integrations.huggingface.state import load_shards, save_shards
 
@@ -153,8 +188,12 @@ def _every_optimizer(sources: list[str], folder: str, before: dict[str, int], af
             model, optimizer = _loaded(source, after, name)
             load_shards(checkpoint, model, optimizer)
             found = _whole(model, optimizer)
-            assert found.keys() == saved.keys() and any(key.startswith("optimizer.") for key in saved)
-            wrong += [f"{name} {key}" for key in saved if not np.array_equal(saved[key], found[key])]
+            assert found.keys() == saved.keys() and any(
+                key.startswith("optimizer.") for key in saved
+            )
+            wrong += [
+                f"{name} {key}" for key in saved if not np.array_equal(saved[key], found[key])
+            ]
     return wrong
 
 
@@ -171,7 +210,12 @@ def test_state_of_every_optimizer_comes_back(
 ) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
     MixtralForCausalLM(MixtralConfig(**sizes, **heads)).save_pretrained(tmp_path / "experts")
     sources = [source, str(tmp_path / "experts")]
@@ -197,7 +241,9 @@ def _refused(source: str, folders: list[str], sizes: dict[str, int]) -> list[str
         with pytest.raises(CheckpointError) as caught:
             load_shards(Path(folder), model, optimizer)
         said.append(str(caught.value))
-        assert all(np.array_equal(value, before[name]) for name, value in _whole(model, None).items())
+        assert all(
+            np.array_equal(value, before[name]) for name, value in _whole(model, None).items()
+        )
     assert not optimizer.state
     return said
 
@@ -209,8 +255,14 @@ def test_damage_is_named_before_anything_is_loaded(source: str, tmp_path: Path) 
         "flipped": (file, lambda path: path.write_bytes(_flipped(path.read_bytes()))),
         "cut": (file, lambda path: path.write_bytes(path.read_bytes()[:-1])),
         "dropped": (file, lambda path: path.unlink()),
-        "index": ("state/index.json", lambda path: path.write_bytes(_flipped(path.read_bytes()))),
-        "manifest": ("manifest.json", lambda path: path.write_bytes(_flipped(path.read_bytes()))),
+        "index": (
+            "state/index.json",
+            lambda path: path.write_bytes(_flipped(path.read_bytes())),
+        ),
+        "manifest": (
+            "manifest.json",
+            lambda path: path.write_bytes(_flipped(path.read_bytes())),
+        ),
         "unsealed": ("COMPLETE", lambda path: path.unlink()),
     }
     for name, (damaged, change) in changes.items():
@@ -259,4 +311,6 @@ def test_save_that_fails_is_told_on_every_rank(source: str, tmp_path: Path) -> N
     one, other = run_ranks(_no_room, 2, source, str(tmp_path / "file"))
     assert one == other
     assert one.startswith("the checkpoint of step 1 could not be saved: Not a directory (")
-    assert one.endswith("fix: free some disk space (`df -h`), then trainer.train(resume_from_checkpoint=True)")
+    assert one.endswith(
+        "fix: free some disk space (`df -h`), then trainer.train(resume_from_checkpoint=True)"
+    )

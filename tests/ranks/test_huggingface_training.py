@@ -11,7 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ranks.huggingface_cases import Reviews, Sentences, arguments, causal_model, classifier, on_ranks
+from ranks.huggingface_cases import (
+    Reviews,
+    Sentences,
+    arguments,
+    causal_model,
+    classifier,
+    on_ranks,
+)
 from threefold.commands.data import audit_lines
 from threefold.data.order.permutation import Permutation
 
@@ -41,18 +48,30 @@ def settings(batch_size: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def train(folder: str, kind: str, size: int, batch_size: int, more: dict[str, Any]) -> dict[str, Any]:
+def train(
+    folder: str, kind: str, size: int, batch_size: int, more: dict[str, Any]
+) -> dict[str, Any]:
     from threefold.integrations.huggingface import Trainer
 
-    model, rows = (causal_model(), Sentences(size)) if kind == "causal" else (classifier(**DROPOUT_OFF), Reviews(size))
+    model, rows = (
+        (causal_model(), Sentences(size))
+        if kind == "causal"
+        else (classifier(**DROPOUT_OFF), Reviews(size))
+    )
     resume = more.pop("resume", None)
     stop = more.pop("stop_after", None)
-    trainer = Trainer(model, arguments(folder, **settings(batch_size, **more)), train_dataset=rows)
+    trainer = Trainer(
+        model, arguments(folder, **settings(batch_size, **more)), train_dataset=rows
+    )
     if stop is not None:
         trainer.add_callback(stopper(stop))
     trainer.train(resume_from_checkpoint=resume)
     weights = {name: value.numpy().copy() for name, value in model.state_dict().items()}
-    return {"curve": curve_of(trainer.state.log_history), "weights": weights, "epoch": trainer.state.epoch}
+    return {
+        "curve": curve_of(trainer.state.log_history),
+        "weights": weights,
+        "epoch": trainer.state.epoch,
+    }
 
 
 DROPOUT_OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -71,15 +90,24 @@ def stopper(step: int) -> Any:
     return Stop()
 
 
-def by_hand(kind: str, size: int, epochs: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+def by_hand(
+    kind: str, size: int, epochs: int
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """The same training in a loop of its own: one process, whole global batches, loss sum / number of targets."""
-    model, rows = (causal_model(), Sentences(size)) if kind == "causal" else (classifier(**DROPOUT_OFF), Reviews(size))
+    model, rows = (
+        (causal_model(), Sentences(size))
+        if kind == "causal"
+        else (classifier(**DROPOUT_OFF), Reviews(size))
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     curve = []
     for epoch in range(epochs):
         order = Permutation(size, seed=SEED, epoch=epoch).at(np.arange(size))
         for first in range(0, size, GLOBAL_BATCH):
-            batch = [rows[int(order[place])] for place in range(first, min(first + GLOBAL_BATCH, size))]
+            batch = [
+                rows[int(order[place])]
+                for place in range(first, min(first + GLOBAL_BATCH, size))
+            ]
             ids = torch.stack([row["input_ids"] for row in batch])
             labels = torch.stack([row["labels"] for row in batch])
             logits = model(input_ids=ids).logits
@@ -94,9 +122,13 @@ def by_hand(kind: str, size: int, epochs: int) -> tuple[list[tuple[float, float]
     return curve, model.state_dict()
 
 
-def assert_same_curve(found: list[tuple[float, float]], wanted: list[tuple[float, float]]) -> None:
+def assert_same_curve(
+    found: list[tuple[float, float]], wanted: list[tuple[float, float]]
+) -> None:
     assert len(found) == len(wanted)
-    for step, ((loss, norm), (wanted_loss, wanted_norm)) in enumerate(zip(found, wanted, strict=True), start=1):
+    for step, ((loss, norm), (wanted_loss, wanted_norm)) in enumerate(
+        zip(found, wanted, strict=True), start=1
+    ):
         assert loss == pytest.approx(wanted_loss, abs=1e-4), f"loss of step {step}"
         assert norm == pytest.approx(wanted_norm, rel=1e-3), f"norm of step {step}"
 
@@ -110,14 +142,21 @@ def assert_same_weights(found: dict[str, Any], wanted: dict[str, torch.Tensor]) 
 
 def train_all(folder: str, batch_sizes: list[int]) -> list[tuple[str, dict[str, Any]]]:
     return [
-        (kind, train(f"{folder}/{kind}-{batch_size}", kind, 21, batch_size, {"num_train_epochs": 2}))
+        (
+            kind,
+            train(
+                f"{folder}/{kind}-{batch_size}", kind, 21, batch_size, {"num_train_epochs": 2}
+            ),
+        )
         for kind in ("causal", "classes")
         for batch_size in batch_sizes
     ]
 
 
 @pytest.mark.parametrize(("num_ranks", "batch_sizes"), [(1, [8, 2]), (2, [4, 1]), (4, [2])])
-def test_training_follows_a_loop_by_hand(num_ranks: int, batch_sizes: list[int], tmp_path: Path) -> None:
+def test_training_follows_a_loop_by_hand(
+    num_ranks: int, batch_sizes: list[int], tmp_path: Path
+) -> None:
     # 21 rows leave 5 for the third step of each epoch: on 4 ranks some have a row less, on micro-batches of 1 none.
     wanted = {kind: by_hand(kind, 21, 2) for kind in ("causal", "classes")}
     for of_rank in on_ranks(train_all, num_ranks, str(tmp_path), batch_sizes):
@@ -141,9 +180,16 @@ def test_resume_on_other_ranks_follows_the_uninterrupted_run(
     before: tuple[int, int], after: tuple[int, int], tmp_path: Path
 ) -> None:
     wanted, weights = by_hand("causal", 29, 2)
-    folder, more = str(tmp_path), {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 100}
-    first = on_ranks(train, before[0], folder, "causal", 29, before[1], {**more, "stop_after": 2})[0]
-    for found in on_ranks(train, after[0], folder, "causal", 29, after[1], {**more, "resume": True}):
+    folder, more = (
+        str(tmp_path),
+        {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 100},
+    )
+    first = on_ranks(
+        train, before[0], folder, "causal", 29, before[1], {**more, "stop_after": 2}
+    )[0]
+    for found in on_ranks(
+        train, after[0], folder, "causal", 29, after[1], {**more, "resume": True}
+    ):
         # The log of a resumed run begins with that of the run before.
         assert_same_curve(found["curve"], wanted)
         assert found["curve"][:2] == first["curve"]
@@ -155,13 +201,21 @@ def test_resume_on_other_ranks_follows_the_uninterrupted_run(
     assert "2 starts" in text
 
 
-def train_with_global_batch(folder: str, batch_size: int, more: dict[str, Any]) -> tuple[int, float, list[float]]:
+def train_with_global_batch(
+    folder: str, batch_size: int, more: dict[str, Any]
+) -> tuple[int, float, list[float]]:
     from threefold.integrations.huggingface import Trainer
 
     more = dict(more)
     resume, stop = more.pop("resume", None), more.pop("stop_after", None)
-    own = {**settings(8), "gradient_accumulation_steps": 1, "per_device_train_batch_size": batch_size}
-    trainer = Trainer(causal_model(), arguments(folder, **{**own, **more}), train_dataset=Sentences(48))
+    own = {
+        **settings(8),
+        "gradient_accumulation_steps": 1,
+        "per_device_train_batch_size": batch_size,
+    }
+    trainer = Trainer(
+        causal_model(), arguments(folder, **{**own, **more}), train_dataset=Sentences(48)
+    )
     if stop is not None:
         trainer.add_callback(stopper(stop))
     trainer.train(resume_from_checkpoint=resume)
@@ -170,7 +224,8 @@ def train_with_global_batch(folder: str, batch_size: int, more: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "batch_size", "steps"), [(2, 2, 3 + 6 + 12), (2, 8, 3 + 2 + 3), (1, 5, 3 + 5 + 10)]
+    ("num_ranks", "batch_size", "steps"),
+    [(2, 2, 3 + 6 + 12), (2, 8, 3 + 2 + 3), (1, 5, 3 + 5 + 10)],
 )
 def test_resume_with_another_batch_size_repeats_and_loses_no_sample(
     num_ranks: int, batch_size: int, steps: int, tmp_path: Path
@@ -192,8 +247,15 @@ def test_resume_with_another_batch_size_repeats_and_loses_no_sample(
 def test_resume_at_an_epochs_end_and_with_max_steps(tmp_path: Path) -> None:
     more = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6}
     on_ranks(train_with_global_batch, 1, str(tmp_path), 8, {**more, "stop_after": 6})
-    assert json.loads((tmp_path / "checkpoint-6" / "threefold.json").read_text())["loader"]["position"] == 48
-    steps, epoch, _ = on_ranks(train_with_global_batch, 2, str(tmp_path), 4, {**more, "resume": True})[0]
+    assert (
+        json.loads((tmp_path / "checkpoint-6" / "threefold.json").read_text())["loader"][
+            "position"
+        ]
+        == 48
+    )
+    steps, epoch, _ = on_ranks(
+        train_with_global_batch, 2, str(tmp_path), 4, {**more, "resume": True}
+    )[0]
     assert (steps, epoch) == (12, 2)
     assert "epoch 1: 48 of 48 rows, each exactly once" in proved(tmp_path)
 
@@ -203,8 +265,15 @@ def test_drop_last_leaves_out_whole_steps_on_any_mesh(tmp_path: Path) -> None:
     curves = []
     for num_ranks, batch_size in ((1, 8), (2, 2)):
         folder = tmp_path / str(num_ranks)
-        curves.append(on_ranks(train, num_ranks, str(folder), "causal", 23, batch_size, dict(more))[0]["curve"])
-        assert "epoch 0: 16 of 23 rows, each exactly once; 7 not: they do not fill a batch at the end" in proved(folder)
+        curves.append(
+            on_ranks(train, num_ranks, str(folder), "causal", 23, batch_size, dict(more))[0][
+                "curve"
+            ]
+        )
+        assert (
+            "epoch 0: 16 of 23 rows, each exactly once; 7 not: they do not fill a batch at the end"
+            in proved(folder)
+        )
     for curve in curves[1:]:
         assert_same_curve(curve, curves[0])
 
@@ -212,7 +281,12 @@ def test_drop_last_leaves_out_whole_steps_on_any_mesh(tmp_path: Path) -> None:
 @pytest.mark.examples
 def test_workers_read_the_same(tmp_path: Path) -> None:
     wanted, _ = by_hand("causal", 29, 2)
-    more = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 100, "dataloader_num_workers": 2}
+    more = {
+        "num_train_epochs": 2,
+        "save_strategy": "steps",
+        "save_steps": 100,
+        "dataloader_num_workers": 2,
+    }
     on_ranks(train, 2, str(tmp_path), "causal", 29, 2, {**more, "stop_after": 3})
     for found in on_ranks(train, 2, str(tmp_path), "causal", 29, 4, {**more, "resume": True}):
         assert_same_curve(found["curve"], wanted)

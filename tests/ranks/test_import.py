@@ -29,8 +29,24 @@ from threefold.errors import CheckpointError
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 ARCHITECTURE = {**LLAMA, "vocab_size": 257}
 QWEN3 = {**ARCHITECTURE, "model_type": "qwen3", "head_dim": 8}
-KEYS = ["--data.tokenizer", "bytes", "--data.seq_len", "16", "--train.global_batch", "4", "--mesh.device", "cpu"]
-KEYS += ["--optimizer.schedule", "constant", "--optimizer.warmup_steps", "0", "--optimizer.lr", "1e-3"]
+KEYS = [
+    "--data.tokenizer",
+    "bytes",
+    "--data.seq_len",
+    "16",
+    "--train.global_batch",
+    "4",
+    "--mesh.device",
+    "cpu",
+]
+KEYS += [
+    "--optimizer.schedule",
+    "constant",
+    "--optimizer.warmup_steps",
+    "0",
+    "--optimizer.lr",
+    "1e-3",
+]
 STEP = 3
 
 
@@ -60,10 +76,22 @@ def moments_of(weights: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Te
     }
 
 
-def imported(source: Path, to: Path, tmp_path: Path, *more: str, architecture: dict[str, Any] = ARCHITECTURE) -> Any:
+def imported(
+    source: Path,
+    to: Path,
+    tmp_path: Path,
+    *more: str,
+    architecture: dict[str, Any] = ARCHITECTURE,
+) -> Any:
     if not (tmp_path / "corpus.txt").exists():
         write_corpus(tmp_path)
-    given = [*model_keys(architecture), "--data.source", str(tmp_path / "corpus.txt"), *KEYS, *more]
+    given = [
+        *model_keys(architecture),
+        "--data.source",
+        str(tmp_path / "corpus.txt"),
+        *KEYS,
+        *more,
+    ]
     return command(tmp_path, "import", str(source), "--to", str(to), *given)
 
 
@@ -89,13 +117,25 @@ def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 @pytest.mark.ranks
 def test_accelerate_s_two_folders_become_a_run_that_goes_on(model: Any, tmp_path: Path) -> None:
     weights = dict(model.state_dict())
-    dcp.save({"model": weights}, checkpoint_id=tmp_path / "theirs" / "pytorch_model_fsdp_0", no_dist=True)
-    state = {"state": moments_of(weights), "param_groups": [{"lr": 1e-3, "params": list(weights)}]}
-    dcp.save({"optimizer": state}, checkpoint_id=tmp_path / "theirs" / "optimizer_0", no_dist=True)
+    dcp.save(
+        {"model": weights},
+        checkpoint_id=tmp_path / "theirs" / "pytorch_model_fsdp_0",
+        no_dist=True,
+    )
+    state = {
+        "state": moments_of(weights),
+        "param_groups": [{"lr": 1e-3, "params": list(weights)}],
+    }
+    dcp.save(
+        {"optimizer": state}, checkpoint_id=tmp_path / "theirs" / "optimizer_0", no_dist=True
+    )
     run = tmp_path / "run"
     done = imported(tmp_path / "theirs", run, tmp_path, "--train.steps", "5")
     assert done.returncode == 0, done.stderr
-    assert f"{run}: step 3, {len(weights)} weights and their moments, by the names of transformers" in done.stdout
+    assert (
+        f"{run}: step 3, {len(weights)} weights and their moments, by the names of transformers"
+        in done.stdout
+    )
     assert "left out: optimizer.param_groups.0." in done.stdout
     assert_equal(held(run), expected(weights))
     on = command(tmp_path, "resume", str(run), "--log.sample_tokens", "0")
@@ -112,11 +152,22 @@ def test_accelerate_s_two_folders_become_a_run_that_goes_on(model: Any, tmp_path
 def test_first_step_is_that_of_torch_s_adamw(model: Any, tmp_path: Path) -> None:
     """The moments are used as AdamW left them: one more step equals torch's own."""
     weights = dict(model.state_dict())
-    dcp.save({"model": weights, "optim": {"state": moments_of(weights)}}, checkpoint_id=tmp_path / "a", no_dist=True)
+    dcp.save(
+        {"model": weights, "optim": {"state": moments_of(weights)}},
+        checkpoint_id=tmp_path / "a",
+        no_dist=True,
+    )
     run = tmp_path / "run"
-    done = imported(tmp_path / "a", run, tmp_path, "--train.steps", "4", "--train.grad_clip", "0")
+    done = imported(
+        tmp_path / "a", run, tmp_path, "--train.steps", "4", "--train.grad_clip", "0"
+    )
     assert done.returncode == 0, done.stderr
-    assert command(tmp_path, "resume", str(run), "--data.shuffle", "false", "--log.sample_tokens", "0").returncode == 0
+    assert (
+        command(
+            tmp_path, "resume", str(run), "--data.shuffle", "false", "--log.sample_tokens", "0"
+        ).returncode
+        == 0
+    )
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
@@ -137,14 +188,23 @@ def test_first_step_is_that_of_torch_s_adamw(model: Any, tmp_path: Path) -> None
         assert torch.allclose(found[f"model.{name}"], parameter.detach(), atol=1e-6), name
 
 
-def in_torchtitan(weights: dict[str, torch.Tensor], *, version: str, rotate: bool) -> dict[str, torch.Tensor]:
+def in_torchtitan(
+    weights: dict[str, torch.Tensor], *, version: str, rotate: bool
+) -> dict[str, torch.Tensor]:
     """Their names; of Llama, q and k with the rows of each head interleaved, as complex rotation pairs them."""
     fused = "qkv_linear." if version == "new" else ""
     names = {
-        **{"self_attn.q_proj": f"attention.{fused}wq", "self_attn.k_proj": f"attention.{fused}wk"},
+        **{
+            "self_attn.q_proj": f"attention.{fused}wq",
+            "self_attn.k_proj": f"attention.{fused}wk",
+        },
         **{"self_attn.v_proj": f"attention.{fused}wv", "self_attn.o_proj": "attention.wo"},
         **{"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"},
-        **{"mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3"},
+        **{
+            "mlp.gate_proj": "feed_forward.w1",
+            "mlp.down_proj": "feed_forward.w2",
+            "mlp.up_proj": "feed_forward.w3",
+        },
         **{"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"},
         **{"model.embed_tokens": "tok_embeddings", "model.norm": "norm"},
         "lm_head": "lm_head" if version == "new" else "output",
@@ -159,20 +219,30 @@ def in_torchtitan(weights: dict[str, torch.Tensor], *, version: str, rotate: boo
             rows = []
             for head in values.view(heads, -1, values.shape[1]):
                 half = len(head) // 2
-                rows += [head[place // 2 + (half if place % 2 else 0)] for place in range(len(head))]
+                rows += [
+                    head[place // 2 + (half if place % 2 else 0)] for place in range(len(head))
+                ]
             values = torch.stack(rows)
         found[f"{theirs}.weight"] = values
     return found
 
 
-@pytest.mark.parametrize(("architecture", "version"), [(ARCHITECTURE, "old"), (ARCHITECTURE, "new"), (QWEN3, "new")])
-def test_torchtitan_s_names_are_all_found(architecture: dict[str, Any], version: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "version"), [(ARCHITECTURE, "old"), (ARCHITECTURE, "new"), (QWEN3, "new")]
+)
+def test_torchtitan_s_names_are_all_found(
+    architecture: dict[str, Any], version: str, tmp_path: Path
+) -> None:
     weights = dict(made(architecture).state_dict())
     rotate = architecture["model_type"] == "llama"
     moments = moments_of(weights)
     state: dict[str, Any] = dict(in_torchtitan(weights, version=version, rotate=rotate))
     for moment in ("exp_avg", "exp_avg_sq", "step"):
-        group = in_torchtitan({name: each[moment] for name, each in moments.items()}, version=version, rotate=rotate)
+        group = in_torchtitan(
+            {name: each[moment] for name, each in moments.items()},
+            version=version,
+            rotate=rotate,
+        )
         state |= {f"optimizer.state.{name}.{moment}": value for name, value in group.items()}
     state |= {
         "train_state": {"step": torch.tensor(STEP)},
@@ -187,14 +257,26 @@ def test_torchtitan_s_names_are_all_found(architecture: dict[str, Any], version:
 
 
 def test_weights_alone_become_a_folder_of_transformers(model: Any, tmp_path: Path) -> None:
-    weights = {f"_orig_mod.module.{name}": values for name, values in model.state_dict().items()}
-    dcp.save(weights, storage_writer=HuggingFaceStorageWriter(str(tmp_path / "a"), save_distributed=True), no_dist=True)
+    weights = {
+        f"_orig_mod.module.{name}": values for name, values in model.state_dict().items()
+    }
+    dcp.save(
+        weights,
+        storage_writer=HuggingFaceStorageWriter(str(tmp_path / "a"), save_distributed=True),
+        no_dist=True,
+    )
     refused = imported(tmp_path / "a", tmp_path / "run", tmp_path)
-    assert refused.returncode == 2 and "has no state of AdamW" in refused.stderr and "--weights" in refused.stderr
+    assert (
+        refused.returncode == 2
+        and "has no state of AdamW" in refused.stderr
+        and "--weights" in refused.stderr
+    )
     assert not (tmp_path / "run").exists()
     (tmp_path / "a" / "optimizer.bin").write_bytes(b"as accelerate pickles it")
     refused = imported(tmp_path / "a", tmp_path / "run", tmp_path)
-    assert "that is read: optimizer.bin is pickled, by accelerate or a Trainer" in refused.stderr
+    assert (
+        "that is read: optimizer.bin is pickled, by accelerate or a Trainer" in refused.stderr
+    )
     done = imported(tmp_path / "a", tmp_path / "out", tmp_path, "--weights")
     assert done.returncode == 0 and "reloaded: equal logits" in done.stdout, done.stderr
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
@@ -216,8 +298,12 @@ def by_accelerate(model: Any, folder: Path) -> Path:
     from accelerate.state import AcceleratorState
 
     accelerator = Accelerator(cpu=True)
-    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    accelerator.backward(prepared(**{name: rows[None] for name, rows in Rows()[0].items()}).loss)
+    prepared, optimizer = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    )
+    accelerator.backward(
+        prepared(**{name: rows[None] for name, rows in Rows()[0].items()}).loss
+    )
     optimizer.step()
     accelerator.save_state(str(folder))
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -229,7 +315,9 @@ def by_a_trainer(model: Any, folder: Path) -> Path:
     from transformers import Trainer, TrainingArguments
 
     quiet: dict[str, Any] = {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
-    args = TrainingArguments(str(folder), max_steps=2, save_steps=2, dataloader_pin_memory=False, **quiet)
+    args = TrainingArguments(
+        str(folder), max_steps=2, save_steps=2, dataloader_pin_memory=False, **quiet
+    )
     Trainer(model, args, train_dataset=Rows()).train()
     return folder / "checkpoint-2"
 
@@ -244,16 +332,26 @@ def test_pickled_moments_are_refused_with_a_fix_that_keeps_the_weights(
 ) -> None:
     before = model.state_dict()["model.norm.weight"].clone()
     source = make(model, tmp_path / "theirs")
-    assert (source / file).exists() and not torch.equal(before, model.state_dict()["model.norm.weight"])
+    assert (source / file).exists() and not torch.equal(
+        before, model.state_dict()["model.norm.weight"]
+    )
     refused = imported(source, tmp_path / "run", tmp_path)
-    assert refused.returncode == 2 and f"that is read: {file} is pickled, by accelerate or a Trainer" in refused.stderr
+    assert (
+        refused.returncode == 2
+        and f"that is read: {file} is pickled, by accelerate or a Trainer" in refused.stderr
+    )
     (option,) = re.findall(r"fix: (--\S+)", refused.stderr)
     done = imported(source, tmp_path / "out", tmp_path, option)
     assert done.returncode == 0 and "reloaded: equal logits" in done.stdout, done.stderr
-    assert_equal(dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()), dict(model.state_dict()))
+    assert_equal(
+        dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()),
+        dict(model.state_dict()),
+    )
 
 
-def test_moments_that_are_no_weight_s_are_left_out_as_the_fix_says(model: Any, tmp_path: Path) -> None:
+def test_moments_that_are_no_weight_s_are_left_out_as_the_fix_says(
+    model: Any, tmp_path: Path
+) -> None:
     """Moments of torchtitan's fused queries, keys and values belong to its names of a Llama 3, not to these."""
     weights = dict(model.state_dict())
     fused = {"layers.0.attention.qkv_linear.wqkv.weight": torch.ones(64, 32)}
@@ -264,12 +362,20 @@ def test_moments_that_are_no_weight_s_are_left_out_as_the_fix_says(model: Any, t
     assert "fix: --weights " in refused.stderr
     done = imported(tmp_path / "a", tmp_path / "out", tmp_path, "--weights")
     assert done.returncode == 0 and "left out: " in done.stdout, done.stderr
-    assert_equal(dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()), weights)
+    assert_equal(
+        dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()), weights
+    )
 
 
 WRONG = {
-    "a weight is missing": (lambda w: w.pop("model.norm.weight"), "model.norm.weight of the model is not in it"),
-    "a weight more": (lambda w: w.update(extra=torch.zeros(2)), "extra is no weight of the model"),
+    "a weight is missing": (
+        lambda w: w.pop("model.norm.weight"),
+        "model.norm.weight of the model is not in it",
+    ),
+    "a weight more": (
+        lambda w: w.update(extra=torch.zeros(2)),
+        "extra is no weight of the model",
+    ),
     "misspelt": (
         lambda w: w.update(norn=w.pop("model.norm.weight")),
         "model.norm.weight of the model is not in it; model.norn is no weight",
@@ -291,7 +397,9 @@ def test_other_weights_are_refused_by_name(case: str, model: Any, tmp_path: Path
     weights = dict(model.state_dict())
     moments = moments_of(weights)
     spoil(weights)
-    dcp.save({"model": weights, "o": {"state": moments}}, checkpoint_id=tmp_path / "a", no_dist=True)
+    dcp.save(
+        {"model": weights, "o": {"state": moments}}, checkpoint_id=tmp_path / "a", no_dist=True
+    )
     done = imported(tmp_path / "a", tmp_path / "run", tmp_path)
     assert done.returncode == 2 and reason in done.stderr.replace("\n", " "), done.stderr
     assert not (tmp_path / "run").exists()
@@ -308,7 +416,11 @@ def test_moments_that_are_not_complete_are_refused_by_name(model: Any, tmp_path:
             del moments["model.norm.weight"]["exp_avg"]
         else:
             moments["model.norm.weight"]["step"] += 1
-        dcp.save({"model": weights, "o": {"state": moments}}, checkpoint_id=tmp_path / case, no_dist=True)
+        dcp.save(
+            {"model": weights, "o": {"state": moments}},
+            checkpoint_id=tmp_path / case,
+            no_dist=True,
+        )
         done = imported(tmp_path / case, tmp_path / "run", tmp_path)
         assert done.returncode == 2 and reason in done.stderr, done.stderr
 
@@ -344,7 +456,9 @@ def test_a_pickle_that_names_anything_else_runs_nothing(
     assert not (tmp_path / MARK).exists()
 
 
-def test_members_of_enumerations_are_read_as_python_before_3_11_4_writes_them(tmp_path: Path) -> None:
+def test_members_of_enumerations_are_read_as_python_before_3_11_4_writes_them(
+    tmp_path: Path,
+) -> None:
     """As getattr(kind, name), of torch's kinds alone, which stand for inert records here."""
     from torch.distributed.checkpoint import metadata
 
@@ -354,12 +468,23 @@ def test_members_of_enumerations_are_read_as_python_before_3_11_4_writes_them(tm
     empty = {"state_dict_metadata": {}, "storage_data": {}}
     values = {"planner_data": _Calls(getattr, kind, "TORCH_CONTIGUOUS_FORMAT"), **empty}
     (tmp_path / ".metadata").write_bytes(pickle.dumps(values))
-    assert _Inert(io.BytesIO((tmp_path / ".metadata").read_bytes())).load()["planner_data"].arguments == ()
+    assert (
+        _Inert(io.BytesIO((tmp_path / ".metadata").read_bytes()))
+        .load()["planner_data"]
+        .arguments
+        == ()
+    )
     for name in ("__class__", "__subclasses__", "__init__"):
         content = pickle.dumps(_Calls(getattr, kind, name))
         assert type(_Inert(io.BytesIO(content)).load()).__name__ == "_MEM_FORMAT_ENCODING"
     with pytest.raises(CheckpointError, match=r"names builtins\.getattr"):
-        _Inert(io.BytesIO(pickle.dumps(_Calls(getattr, metadata.ChunkStorageMetadata((0,), (1,)), "sizes")))).load()
+        _Inert(
+            io.BytesIO(
+                pickle.dumps(
+                    _Calls(getattr, metadata.ChunkStorageMetadata((0,), (1,)), "sizes")
+                )
+            )
+        ).load()
 
 
 def test_damaged_metadata_and_files_are_refused_by_name(model: Any, tmp_path: Path) -> None:
@@ -396,6 +521,9 @@ def test_folders_that_are_filled_and_options_without_effect_are_refused(tmp_path
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "a").touch()
     assert (
-        "is not empty" in command(tmp_path, "import", str(tmp_path), "--to", str(tmp_path / "to"), *model_keys()).stderr
+        "is not empty"
+        in command(
+            tmp_path, "import", str(tmp_path), "--to", str(tmp_path / "to"), *model_keys()
+        ).stderr
     )
     assert "missing" in command(tmp_path, "import", str(tmp_path), *model_keys()).stderr.lower()

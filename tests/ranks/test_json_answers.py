@@ -33,8 +33,16 @@ CASES = [
     ("data audit", "run", 0),
     ("data order", "run --step 2", 0),
     ("data order", "run --sample 3", 0),
-    ("data overlap", "--data.source corpus/part-0.txt --eval.source other.txt --data.tokenizer bytes", 0),
-    ("data overlap", "--data.source corpus/part-0.txt --eval.source corpus/part-0.txt --data.tokenizer bytes", 1),
+    (
+        "data overlap",
+        "--data.source corpus/part-0.txt --eval.source other.txt --data.tokenizer bytes",
+        0,
+    ),
+    (
+        "data overlap",
+        "--data.source corpus/part-0.txt --eval.source corpus/part-0.txt --data.tokenizer bytes",
+        1,
+    ),
     ("data show", "--data.source corpus/part-0.txt --data.tokenizer bytes --first 2", 0),
     ("doctor", "", 0),
     ("eval", "run --eval.source corpus/part-0.txt", 0),
@@ -50,7 +58,11 @@ CASES = [
     ("referee", "judge watched", 3),
     ("report", "run --to page.html", 0),
     ("sample", "run --prompt the --tokens 3", 0),
-    ("submit kubernetes", "config.yaml --mesh.dp 2 --image a:1 --volume claim=/runs --log.dir /runs/a --dry-run", 0),
+    (
+        "submit kubernetes",
+        "config.yaml --mesh.dp 2 --image a:1 --volume claim=/runs --log.dir /runs/a --dry-run",
+        0,
+    ),
     ("submit sagemaker", f"config.yaml --mesh.dp 2 {_SAGEMAKER} --dry-run", 0),
     ("submit slurm", "config.yaml --mesh.dp 2 --dry-run", 0),
     ("verify", "config.yaml --mesh.dp 2 --steps 1", 0),
@@ -64,12 +76,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a run of two ranks, and its model."""
     place = tmp_path_factory.mktemp("answers")
     prepare(place)
-    keys = ("--mesh.dp", "2", "--train.steps", "4", "--audit.every", "1", "--log.profile", "[2, 3]", "--log.dir", "run")
+    keys = (
+        "--mesh.dp",
+        "2",
+        "--train.steps",
+        "4",
+        "--audit.every",
+        "1",
+        "--log.profile",
+        "[2, 3]",
+        "--log.dir",
+        "run",
+    )
     trained = command(place, "train", "config.yaml", *keys)
     assert trained.returncode == 0, trained.stderr
     assert command(place, "export", "run", "--to", "model").returncode == 0
     (place / "train.log").write_text("RuntimeError: Expected all tensors on same device\n")
-    (place / "other.txt").write_text("nothing of this is read by the run, and none of it is in its corpus. " * 9)
+    (place / "other.txt").write_text(
+        "nothing of this is read by the run, and none of it is in its corpus. " * 9
+    )
     (place / "watched").mkdir()
     (place / "watched" / "command.json").write_text('{"command": ["true"], "exit_code": 0}')
     (place / "unknown.log").write_text("training was here\n")
@@ -96,8 +121,12 @@ def check(name: str, value: dict[str, Any]) -> None:
     assert name in OPEN or undeclared == set(), undeclared
 
 
-@pytest.mark.parametrize(("name", "words", "code"), CASES, ids=lambda value: str(value).replace(" ", "-"))
-def test_answer_has_the_fields_of_its_schema(folder: Path, name: str, words: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "words", "code"), CASES, ids=lambda value: str(value).replace(" ", "-")
+)
+def test_answer_has_the_fields_of_its_schema(
+    folder: Path, name: str, words: str, code: int
+) -> None:
     ended = command(folder, *name.split(), *shlex.split(words), "--json")
     assert ended.returncode == code, ended.stdout + ended.stderr
     values = answers(ended.stdout)
@@ -115,11 +144,15 @@ def test_every_command_with_json_has_a_schema_and_a_case() -> None:
         inner = getattr(command, "commands", {})
         options = [option for parameter in command.params for option in parameter.opts]
         return [path] * ("--json" in options) + [
-            found for name, each in inner.items() for found in visit(each, f"{path} {name}".strip())
+            found
+            for name, each in inner.items()
+            for found in visit(each, f"{path} {name}".strip())
         ]
 
     assert sorted(set(visit(typer.main.get_command(main.app), ""))) == sorted(ANSWERS)
-    assert {name for name, *_ in CASES} | {"import"} == set(ANSWERS)  # which has a test of its own
+    assert {name for name, *_ in CASES} | {"import"} == set(
+        ANSWERS
+    )  # which has a test of its own
 
 
 def test_schemas_are_current() -> None:
@@ -130,12 +163,20 @@ def test_schemas_are_current() -> None:
 def test_facts_are_those_that_are_printed(folder: Path) -> None:
     (audit,) = answers(command(folder, "data", "audit", "run", "--json").stdout)
     printed = command(folder, "data", "audit", "run").stdout
-    assert audit["proved"].startswith("proved: 32 reads") and printed.splitlines()[-1] == audit["proved"]
+    assert (
+        audit["proved"].startswith("proved: 32 reads")
+        and printed.splitlines()[-1] == audit["proved"]
+    )
     assert [epoch["read"] for epoch in audit["epochs"]] == [32]
     (step,) = answers(command(folder, "data", "order", "run", "--step", "2", "--json").stdout)
-    assert step["mesh"] == "dp=2 x cp=1 x tp=1" and [len(rows) for rows in step["rows"]] == [4, 4]
+    assert step["mesh"] == "dp=2 x cp=1 x tp=1" and [len(rows) for rows in step["rows"]] == [
+        4,
+        4,
+    ]
     row = step["rows"][1][0]
-    (read,) = answers(command(folder, "data", "order", "run", "--sample", str(row), "--json").stdout)
+    (read,) = answers(
+        command(folder, "data", "order", "run", "--sample", str(row), "--json").stdout
+    )
     assert [(each["step"], each["ranks"]) for each in read["read"]] == [(2, [1])]
 
 
@@ -147,7 +188,9 @@ def test_verify_of_ranks_of_a_launcher_prints_the_same_object(folder: Path) -> N
     assert launched.returncode == 0, launched.stderr
     (value,) = answers(launched.stdout)
     check("verify", value)
-    assert value["holds"] and value["losses"] == local["losses"] and value["mesh"] == local["mesh"]
+    assert (
+        value["holds"] and value["losses"] == local["losses"] and value["mesh"] == local["mesh"]
+    )
 
 
 def test_import_answers_too(folder: Path) -> None:
@@ -157,7 +200,16 @@ def test_import_answers_too(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "dcp", no_dist=True)
     imported = command(
-        folder, "import", "dcp", "--to", "taken", "--weights", "config.yaml", "--json", "--data.tokenizer", "bytes"
+        folder,
+        "import",
+        "dcp",
+        "--to",
+        "taken",
+        "--weights",
+        "config.yaml",
+        "--json",
+        "--data.tokenizer",
+        "bytes",
     )
     assert imported.returncode == 0, imported.stderr
     (value,) = answers(imported.stdout)
@@ -189,9 +241,16 @@ def test_what_has_no_effect_is_refused(folder: Path, words: str, text: str) -> N
 
 
 def test_a_refused_request_has_no_object(folder: Path) -> None:
-    for words in ("export nothing --to other", "data audit nothing", "eval run", "verify --train.step 3"):
+    for words in (
+        "export nothing --to other",
+        "data audit nothing",
+        "eval run",
+        "verify --train.step 3",
+    ):
         ended = command(folder, *shlex.split(words), "--json")
-        assert ended.returncode == 2 and ended.stdout == "" and "\n  fix: " in ended.stderr, words
+        assert ended.returncode == 2 and ended.stdout == "" and "\n  fix: " in ended.stderr, (
+            words
+        )
 
 
 def test_a_mesh_that_is_wrong_answers_with_1() -> None:

@@ -15,8 +15,19 @@ from threefold.checkpoint.lock import RunLock
 
 pytestmark = pytest.mark.ranks
 
-LARGEST_FILE = 250_000  # bytes; the state of this model has more, all other files of a run have less
-TO_STEP_4 = ("--mesh.dp", "1", "--checkpoint.every", "2", "--train.steps", "4", "--optimizer.schedule", "constant")
+LARGEST_FILE = (
+    250_000  # bytes; the state of this model has more, all other files of a run have less
+)
+TO_STEP_4 = (
+    "--mesh.dp",
+    "1",
+    "--checkpoint.every",
+    "2",
+    "--train.steps",
+    "4",
+    "--optimizer.schedule",
+    "constant",
+)
 TO_STEP_8 = (*TO_STEP_4, "--train.steps", "8")
 
 
@@ -42,7 +53,11 @@ def _small_files() -> None:
 
 
 def _steps(run: Path) -> list[int]:
-    return [checkpoint.step for checkpoint in CheckpointFolder(run).all() if checkpoint.damage() is None]
+    return [
+        checkpoint.step
+        for checkpoint in CheckpointFolder(run).all()
+        if checkpoint.damage() is None
+    ]
 
 
 def test_disk_that_takes_no_more(folder: Path, run: Path) -> None:
@@ -62,19 +77,38 @@ def test_disk_that_takes_no_more(folder: Path, run: Path) -> None:
 
 
 def test_disk_that_takes_no_more_need_not_end_the_run(folder: Path, run: Path) -> None:
-    arguments = ("train", "config.yaml", *TO_STEP_8, "--log.dir", "copy", "--checkpoint.on_error", "continue")
+    arguments = (
+        "train",
+        "config.yaml",
+        *TO_STEP_8,
+        "--log.dir",
+        "copy",
+        "--checkpoint.on_error",
+        "continue",
+    )
     done = command(folder, *arguments, first=_small_files)
     assert done.returncode == 1  # what was trained since is not on the disk
-    assert "not saved: the state after step 8; the newest checkpoint is of step 4, in copy" in done.stdout
+    assert (
+        "not saved: the state after step 8; the newest checkpoint is of step 4, in copy"
+        in done.stdout
+    )
     assert "done:" not in done.stdout and "a sample" not in done.stdout
-    failed = [line.split(":")[0] for line in done.stderr.splitlines() if line.startswith("the checkpoint")]
+    failed = [
+        line.split(":")[0]
+        for line in done.stderr.splitlines()
+        if line.startswith("the checkpoint")
+    ]
     assert failed == [f"the checkpoint of step {step} could not be saved" for step in (6, 8)]
     assert curve(run) == curve(folder / "whole")
     assert _steps(run) == [2, 4]
 
 
 def test_second_run_in_the_same_folder_is_refused(folder: Path, run: Path) -> None:
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "run.lock"}
+    before = {
+        path: path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and path.name != "run.lock"
+    }
     arguments = ("train", "config.yaml", *TO_STEP_8, "--log.dir", "copy")
     with RunLock() as lock:
         lock.take(run, fresh=False)
@@ -98,8 +132,14 @@ def test_second_run_in_the_same_folder_is_refused(folder: Path, run: Path) -> No
     ],
     ids=["seed", "data", "model"],
 )
-def test_refused_resume_changes_nothing(folder: Path, run: Path, change: tuple[str, str], named: str) -> None:
-    kept = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.suffix != ".log"}
+def test_refused_resume_changes_nothing(
+    folder: Path, run: Path, change: tuple[str, str], named: str
+) -> None:
+    kept = {
+        path: path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and path.suffix != ".log"
+    }
     kept.pop(run / "run.lock", None)
     done = command(folder, "train", "config.yaml", *TO_STEP_8, "--log.dir", "copy", *change)
     assert done.returncode == 2 and named in done.stderr, done.stderr
@@ -111,7 +151,9 @@ def test_refused_resume_changes_nothing(folder: Path, run: Path, change: tuple[s
 
 
 def test_refused_request_leaves_no_folder(folder: Path) -> None:
-    done = command(folder, "train", "config.yaml", "--mesh.dp", "1", "--data.source", "nothing.txt")
+    done = command(
+        folder, "train", "config.yaml", "--mesh.dp", "1", "--data.source", "nothing.txt"
+    )
     assert done.returncode == 2
     assert not (folder / "runs").exists()
 
@@ -119,8 +161,26 @@ def test_refused_request_leaves_no_folder(folder: Path) -> None:
 def test_what_may_change_on_a_resume(folder: Path, run: Path) -> None:
     """Rate, steps, logging, checkpoints, batch and workers are the user's to change; the samples go on."""
     changed = (
-        *("--optimizer.lr", "1e-4", "--optimizer.weight_decay", "0", "--log.every", "2", "--train.grad_clip", "0"),
-        *("--train.global_batch", "4", "--train.micro_batch", "2", "--checkpoint.keep", "1", "--eval.source", "corpus"),
+        *(
+            "--optimizer.lr",
+            "1e-4",
+            "--optimizer.weight_decay",
+            "0",
+            "--log.every",
+            "2",
+            "--train.grad_clip",
+            "0",
+        ),
+        *(
+            "--train.global_batch",
+            "4",
+            "--train.micro_batch",
+            "2",
+            "--checkpoint.keep",
+            "1",
+            "--eval.source",
+            "corpus",
+        ),
     )
     done = command(folder, "train", "config.yaml", *TO_STEP_8, "--log.dir", "copy", *changed)
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,16 @@ from ranks import warm
 from ranks.runs import command, environment, prepare, torchrun
 from ranks.spawn import run_ranks
 
-TRAIN = ("train", "config.yaml", "--data.source", "store", "--checkpoint.every", "3", "--audit.every", "3")
+TRAIN = (
+    "train",
+    "config.yaml",
+    "--data.source",
+    "store",
+    "--checkpoint.every",
+    "3",
+    "--audit.every",
+    "3",
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +35,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared store, and a run of six steps that has read it."""
     folder = tmp_path_factory.mktemp("bytes")
     prepare(folder)
-    made = command(folder, "data", "prepare", "--data.source", "corpus", "--data.tokenizer", "bytes", "--to", "store")
+    made = command(
+        folder,
+        "data",
+        "prepare",
+        "--data.source",
+        "corpus",
+        "--data.tokenizer",
+        "bytes",
+        "--to",
+        "store",
+    )
     assert made.returncode == 0, made.stderr
     done = command(folder, *TRAIN, "--mesh.dp", "2", "--train.steps", "6", "--log.dir", "run")
     assert done.returncode == 0, done.stderr
@@ -58,7 +77,9 @@ def test_run_records_its_bytes_and_checks_rows(folder: Path) -> None:
     (segment,) = lines_of(folder / "run", "segment")
     ((name, digest, prefix),) = segment["stores"]
     assert (name, prefix) == ("source", str(folder / "store/tokens"))
-    assert (folder / "run/blocks" / f"{digest}.blocks").read_bytes() == (folder / "store/tokens.blocks").read_bytes()
+    assert (folder / "run/blocks" / f"{digest}.blocks").read_bytes() == (
+        folder / "store/tokens.blocks"
+    ).read_bytes()
     assert segment["tensors"] == ["input_ids", "labels", "position_ids"]
     steps = lines_of(folder / "run", "steps")
     assert len(steps) == 2 and all(2 <= line["checked"] <= 24 for line in steps)
@@ -83,7 +104,12 @@ def _files_read(folder: str) -> list[str]:
     mesh = init_mesh(dp=2, device="cpu")
     here = dataclasses.replace(mesh, host_leader=0)  # a bare process group knows of no hosts
     try:
-        config = validate({"data": {"source": f"{folder}/corpus", "seq_len": 32}, "train": {"global_batch": 8}})
+        config = validate(
+            {
+                "data": {"source": f"{folder}/corpus", "seq_len": 32},
+                "train": {"global_batch": 8},
+            }
+        )
         first = assemble.rows_of(config, ByteTokenizer(), here).fingerprint
         seen.clear()
         assert assemble.rows_of(config, ByteTokenizer(), here).fingerprint == first
@@ -101,7 +127,9 @@ def test_audit_proves_bytes_that_it_knows(copy: Path) -> None:
     """The record names the store where the run was, the fixture's folder; here it is made to name the copy's."""
     record = copy / "run/audit.jsonl"
     (segment,) = lines_of(copy / "run", "segment")
-    record.write_text(record.read_text().replace(segment["stores"][0][2], str(copy / "store/tokens")))
+    record.write_text(
+        record.read_text().replace(segment["stores"][0][2], str(copy / "store/tokens"))
+    )
 
     def audit(*options: str) -> tuple[int, str]:
         done = command(copy, "data", "audit", "run", *options)
@@ -110,25 +138,41 @@ def test_audit_proves_bytes_that_it_knows(copy: Path) -> None:
 
     code, said = audit()
     assert code == 0, said
-    assert f"  source: {copy}/store/tokens.bin and .idx are the bytes that the run has read: 2 of 2 blocks read" in said
-    assert re.search(r"  rows whose blocks were compared while it ran: \d+, over all ranks\n", said)
-    assert said.endswith("exactly one step: samples and bytes (--contents also compares every token)\n")
+    assert (
+        f"  source: {copy}/store/tokens.bin and .idx are the bytes that the run has read: 2 of 2 blocks read"
+        in said
+    )
+    assert re.search(
+        r"  rows whose blocks were compared while it ran: \d+, over all ranks\n", said
+    )
+    assert said.endswith(
+        "exactly one step: samples and bytes (--contents also compares every token)\n"
+    )
     assert audit("--contents")[1].endswith("samples and tokens\n")
     change(copy / "store/tokens.bin", at=20_000, keep_times=True)
     code, said = audit()
     assert code == 1 and "proved" not in said
-    assert f"{copy}/store/tokens.bin has changed, it is not what was hashed: block 0 of 1 (bytes 0 to " in said
+    assert (
+        f"{copy}/store/tokens.bin has changed, it is not what was hashed: block 0 of 1 (bytes 0 to "
+        in said
+    )
     # Taken for right here, but the run knows what it read.
     for suffix in (".blocks", ".json"):
         (copy / f"store/tokens{suffix}").unlink()
     code, said = audit()
     assert code == 1
-    assert f"{copy}/store/tokens.bin is not what the run has read: block 0 of 1 (bytes 0 to " in said
+    assert (
+        f"{copy}/store/tokens.bin is not what the run has read: block 0 of 1 (bytes 0 to "
+        in said
+    )
     assert ", read by rows 0, 1, 2, " in said
     shutil.rmtree(copy / "store")
     code, said = audit()
     assert code == 1
-    assert f"the samples are proved, but not their bytes: {copy}/store/tokens.bin and .idx are not on this" in said
+    assert (
+        f"the samples are proved, but not their bytes: {copy}/store/tokens.bin and .idx are not on this"
+        in said
+    )
 
 
 def _as_host_b() -> None:
@@ -147,7 +191,12 @@ def test_hosts_with_different_copies_are_refused(copy: Path, known: bool) -> Non
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    env = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+    }
     arguments = (*TRAIN, "--mesh.dp", "2", "--log.dir", str(copy / "two"))
     with contextlib.ExitStack() as stack:
         ranks = [
@@ -165,10 +214,16 @@ def test_hosts_with_different_copies_are_refused(copy: Path, known: bool) -> Non
         assert [rank.wait(30) for rank in ranks] == [2, 2], [rank.err() for rank in ranks]
         said = "".join(rank.err() for rank in ranks)
     if known:
-        assert "store/tokens.bin has changed, it is not what was hashed: block 0 of 1 (bytes 0 to " in said
+        assert (
+            "store/tokens.bin has changed, it is not what was hashed: block 0 of 1 (bytes 0 to "
+            in said
+        )
     else:
         assert "data.source: rank 1 (host host-b) and rank 0 (host " in said
-        assert "have different copies of store/tokens: tokens.bin, block 0 of 1 (bytes 0 to " in said
+        assert (
+            "have different copies of store/tokens: tokens.bin, block 0 of 1 (bytes 0 to "
+            in said
+        )
     assert ", read by rows 0, 1, 2, 3, 4, 5 and 768 more\n" in said
     assert said.count("  fix: ") == 1 and "Traceback" not in said
     assert not (copy / "two/metrics.jsonl").exists()
@@ -188,7 +243,9 @@ def test_store_changed_between_stop_and_resume_is_refused(copy: Path) -> None:
         (copy / f"store/tokens{suffix}").unlink()
     shutil.copy(copy / "run/config.yaml", copy / "config-of-run.yaml")
     other = command(copy, *again)
-    assert (other.returncode == 2 and "fingerprint" in other.stderr) or "data = " in other.stderr, other.stderr
+    assert (
+        other.returncode == 2 and "fingerprint" in other.stderr
+    ) or "data = " in other.stderr, other.stderr
 
 
 def test_large_store_of_another_maker_is_refused_by_its_block(copy: Path) -> None:
@@ -230,12 +287,20 @@ def _index_of_one(path: Path, num_tokens: int) -> None:
 @pytest.mark.parametrize(
     ("act", "named"),
     [
-        ("file.seek(20000); file.write(b'A\\0' * 8000)", "has changed, it is not what was hashed: block 0 of 1"),
-        ("file.truncate(48000)", "was cut, to 48,000 bytes instead of 49,550: block 0 of 1 and all after it, read by"),
+        (
+            "file.seek(20000); file.write(b'A\\0' * 8000)",
+            "has changed, it is not what was hashed: block 0 of 1",
+        ),
+        (
+            "file.truncate(48000)",
+            "was cut, to 48,000 bytes instead of 49,550: block 0 of 1 and all after it, read by",
+        ),
     ],
     ids=["changed", "cut"],
 )
-def test_store_that_changes_while_it_is_read_ends_the_run(copy: Path, act: str, named: str) -> None:
+def test_store_that_changes_while_it_is_read_ends_the_run(
+    copy: Path, act: str, named: str
+) -> None:
     code = (
         "import sys\n"
         "from threefold.data.sampling import loader\n"
@@ -254,6 +319,10 @@ def test_store_that_changes_while_it_is_read_ends_the_run(copy: Path, act: str, 
     (copy / "faulty.py").write_text(code)
     done = torchrun(copy, 2, "faulty.py")
     assert done.returncode == 1
-    assert f"store/tokens.bin {named}" in done.stderr or "was cut while it was read" in done.stderr, done.stderr
+    assert (
+        f"store/tokens.bin {named}" in done.stderr or "was cut while it was read" in done.stderr
+    ), done.stderr
     assert "Bus error" not in done.stderr
-    assert [path.name for path in (copy / "faulty/checkpoints").glob("step-*")] == ["step-00000003"]
+    assert [path.name for path in (copy / "faulty/checkpoints").glob("step-*")] == [
+        "step-00000003"
+    ]

@@ -20,7 +20,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timing]
 
 LATE = 1
 # Steps of some tens of milliseconds, each of them logged.
-STEPS = ("--train.steps", "1000000", "--checkpoint.every", "0", "--log.sample_tokens", "0", "--model.admission", "off")
+STEPS = (
+    "--train.steps",
+    "1000000",
+    "--checkpoint.every",
+    "0",
+    "--log.sample_tokens",
+    "0",
+    "--model.admission",
+    "off",
+)
 SMALL = ("--data.seq_len", "64", "--train.global_batch", "16")
 LARGER = ("--data.seq_len", "256", "--train.global_batch", "16")
 # Seconds of each turn in which a process runs, and in which it is stopped: 29 % of a core.
@@ -66,14 +75,22 @@ def stopped_by_turns(process: int) -> Iterator[None]:
 def test_rank_that_is_stopped_by_turns_is_named_once_and_why(folder: Path, axis: str) -> None:
     run = folder / axis
     mesh = (f"--mesh.{axis}", "2", "--mesh.device", "cpu")
-    with started(folder, "train", "config.yaml", *mesh, *STEPS, *SMALL, "--log.dir", axis) as going:
-        wait_for(lambda: last_step(run) >= 3 or not going.running(), lambda: f"step 3: {going.output()}")
+    with started(
+        folder, "train", "config.yaml", *mesh, *STEPS, *SMALL, "--log.dir", axis
+    ) as going:
+        wait_for(
+            lambda: last_step(run) >= 3 or not going.running(),
+            lambda: f"step 3: {going.output()}",
+        )
         healthy = last_step(run)
         with stopped_by_turns(rank_processes(run)[LATE]):
             wait_for(lambda: lags(run), lambda: f"a lag: {going.output()[-2000:]}", within_s=90)
             # The journal is written before the step's own line.
             named = max(last_step(run), lags(run)[0]["step"])
-            wait_for(lambda: last_step(run) >= named + 20, lambda: f"20 more steps: {going.output()[-2000:]}")
+            wait_for(
+                lambda: last_step(run) >= named + 20,
+                lambda: f"20 more steps: {going.output()[-2000:]}",
+            )
         going.signal_all(signal.SIGTERM)
         assert going.wait(60) == 75, going.output()[-2000:]
         output = going.output()
@@ -87,14 +104,18 @@ def test_rank_that_is_stopped_by_turns_is_named_once_and_why(folder: Path, axis:
     assert f"\n{lag['text']}\n" in output
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert {line.get("lagging_rank") for line in lines if line["step"] < lag["step"]} == {None}
-    assert {line.get("lagging_rank") for line in lines if lag["step"] <= line["step"] <= named} == {LATE}
+    assert {
+        line.get("lagging_rank") for line in lines if lag["step"] <= line["step"] <= named
+    } == {LATE}
 
 
 @pytest.mark.parametrize("axis", ["dp", "tp", "cp"])
 def test_nobody_is_named_in_a_healthy_run(folder: Path, axis: str) -> None:
     run = folder / axis
     mesh = (f"--mesh.{axis}", "2", "--mesh.device", "cpu")
-    with started(folder, "train", "config.yaml", *mesh, *STEPS, *LARGER, "--log.dir", axis) as going:
+    with started(
+        folder, "train", "config.yaml", *mesh, *STEPS, *LARGER, "--log.dir", axis
+    ) as going:
         wait_for(lambda: last_step(run) >= 100, lambda: f"step 100: {going.output()}")
         going.signal_all(signal.SIGTERM)
         assert going.wait(60) == 75, going.output()[-2000:]

@@ -39,18 +39,32 @@ def curve(run: Path) -> list[tuple[int, float]]:
 def test_forked_run_that_was_stopped_ends_as_an_uninterrupted_one(folder: Path) -> None:
     """By the command that was printed, in which nothing names the checkpoint that it was forked from."""
     saves = ("--checkpoint.every", "2", "--checkpoint.keep", "9")
-    assert command(folder, *ALONE, "--log.dir", "a", "--train.steps", "4", *saves).returncode == 0
-    fork = ("--checkpoint.resume", "a/checkpoints/step-00000002", "--optimizer.schedule", "constant")
+    assert (
+        command(folder, *ALONE, "--log.dir", "a", "--train.steps", "4", *saves).returncode == 0
+    )
+    fork = (
+        "--checkpoint.resume",
+        "a/checkpoints/step-00000002",
+        "--optimizer.schedule",
+        "constant",
+    )
     whole = command(folder, *ALONE, "--log.dir", "whole", *fork, "--train.steps", "8")
     assert whole.returncode == 0, whole.stderr
     cut = command(folder, *ALONE, "--log.dir", "b", *fork, "--train.steps", "5")
     assert "  changed: optimizer.schedule cosine -> constant" in cut.stdout.splitlines()
     pasted = ("train", "b/config.yaml", "--log.dir", "b", "--train.steps", "8")
     again = command(folder, *pasted)
-    assert "  resumed from b/checkpoints/step-00000005" in again.stdout.splitlines(), again.stdout + again.stderr
+    assert "  resumed from b/checkpoints/step-00000005" in again.stdout.splitlines(), (
+        again.stdout + again.stderr
+    )
     assert curve(folder / "b") == curve(folder / "whole")
     origin, of_a = Identity.read(folder / "b"), Identity.read(folder / "a")
-    assert origin is not None and origin.origin is not None and of_a is not None and origin.origin.run == of_a.id
+    assert (
+        origin is not None
+        and origin.origin is not None
+        and of_a is not None
+        and origin.origin.run == of_a.id
+    )
     assert [line["event"] for line in Journal(folder / "b").lines()] == [
         "start",
         "save",
@@ -64,18 +78,33 @@ def test_forked_run_that_was_stopped_ends_as_an_uninterrupted_one(folder: Path) 
 def test_change_of_what_is_trained_must_be_confirmed(folder: Path) -> None:
     assert command(folder, *ALONE, "--log.dir", "c", "--train.steps", "2").returncode == 0
     more = (*ALONE, "--log.dir", "c", "--train.steps", "3", "--optimizer.betas", "[0.9, 0.99]")
-    files = [path for path in (folder / "c").rglob("*") if path.is_file() and path.suffix not in (".lock", ".log")]
+    files = [
+        path
+        for path in (folder / "c").rglob("*")
+        if path.is_file() and path.suffix not in (".lock", ".log")
+    ]
     before = {path: path.read_bytes() for path in files}
     refused = command(folder, *more)
     assert refused.returncode == 2
     what, expected, fix = refused.stderr.splitlines()
-    assert what == "optimizer.betas = [0.9, 0.99], but c/checkpoints/step-00000002 was saved with [0.9, 0.95]"
-    assert expected == "  expected: the run's own value: another one changes what is trained from here on"
-    assert fix == "  fix: --optimizer.betas '[0.9, 0.95]'   (or --accept-changes, to train on with the new one)"
+    assert (
+        what
+        == "optimizer.betas = [0.9, 0.99], but c/checkpoints/step-00000002 was saved with [0.9, 0.95]"
+    )
+    assert (
+        expected
+        == "  expected: the run's own value: another one changes what is trained from here on"
+    )
+    assert (
+        fix
+        == "  fix: --optimizer.betas '[0.9, 0.95]'   (or --accept-changes, to train on with the new one)"
+    )
     assert {path: path.read_bytes() for path in before} == before
     accepted = command(folder, *more, "--accept-changes")
     assert accepted.returncode == 0, accepted.stderr
-    assert "  changed: optimizer.betas [0.9, 0.95] -> [0.9, 0.99]" in accepted.stdout.splitlines()
+    assert (
+        "  changed: optimizer.betas [0.9, 0.95] -> [0.9, 0.99]" in accepted.stdout.splitlines()
+    )
     last = [line for line in Journal(folder / "c").lines() if line["event"] == "start"][-1]
     assert last["changed"]["optimizer.betas"] == [[0.9, 0.95], [0.9, 0.99]]
 
@@ -101,7 +130,9 @@ def slowly_saved(run: str, signals: tuple[int, ...], pause_s: float) -> None:
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "second", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP]
+)
 def test_second_signal_does_not_lose_the_last_save(folder: Path, second: int) -> None:
     name = f"twice-{second}"
     plant = partial(slowly_saved, name, (signal.SIGUSR1, second), 0.8)
@@ -110,25 +141,42 @@ def test_second_signal_does_not_lose_the_last_save(folder: Path, second: int) ->
     assert done.returncode == 75, done.stdout + done.stderr
     saved = CheckpointFolder(folder / name).newest()
     assert saved is not None and saved.damage() is None
-    assert f"stopped by a signal after step {saved.step}; the checkpoint is saved in {name}" in done.stdout
+    assert (
+        f"stopped by a signal after step {saved.step}; the checkpoint is saved in {name}"
+        in done.stdout
+    )
 
 
 @pytest.mark.timing
 def test_three_signals_at_once_end_the_run_and_say_so(folder: Path) -> None:
     plant = partial(slowly_saved, "thrice", (signal.SIGTERM,) * 3, 0.2)
-    done = command(folder, *ALONE, "--log.dir", "thrice", "--train.steps", "100000", first=plant)
+    done = command(
+        folder, *ALONE, "--log.dir", "thrice", "--train.steps", "100000", first=plant
+    )
     assert done.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
     assert "ended at once by 3 x SIGTERM: what was being saved is lost" in done.stderr
 
 
-def test_everything_that_happens_to_a_run_changes_no_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_that_happens_to_a_run_changes_no_bit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forked, requeued three times in an allocation of one task, moved, edited, killed and restarted: one curve."""
     steps = ("--train.steps", "40", "--checkpoint.every", "3", "--checkpoint.keep", "50")
-    assert command(folder, *ALONE, "--log.dir", "parent", "--train.steps", "4", *steps[2:]).returncode == 0
+    assert (
+        command(
+            folder, *ALONE, "--log.dir", "parent", "--train.steps", "4", *steps[2:]
+        ).returncode
+        == 0
+    )
     fork = (*steps, "--checkpoint.resume", "parent/checkpoints/step-00000003")
     whole = command(folder, *ALONE, "--log.dir", "undisturbed", *fork)
     assert whole.returncode == 0, whole.stderr
-    allocation = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    allocation = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+    }
     for name, value in {**allocation, "SLURM_JOB_NUM_NODES": "1"}.items():
         monkeypatch.setenv(name, value)
     for requeued in range(4):
@@ -144,7 +192,9 @@ def test_everything_that_happens_to_a_run_changes_no_bit(folder: Path, monkeypat
     (moved / "config.yaml").write_text(text.replace("\n  keep: 50\n", "\n  keep: 49\n"))
     last = metrics(moved)
     arguments = ("train", "elsewhere/renamed/config.yaml", "--max-restarts", "1")
-    with warm.Running(warm.threefold, folder, arguments, environment(folder), one_output=True) as running:
+    with warm.Running(
+        warm.threefold, folder, arguments, environment(folder), one_output=True
+    ) as running:
         running.wait_for(lambda: max(metrics(moved)) > max(last) + 3, "three more steps", 60)
         os.kill(rank_processes(moved)[0], signal.SIGKILL)
         assert running.wait(60) == 0, running.out()
@@ -164,4 +214,7 @@ def weights(run: Path) -> dict[str, bytes]:
     newest = CheckpointFolder(run).newest()
     assert newest is not None and newest.step == 40
     entries = Index.read(newest.state).entries
-    return {name: read_whole(newest.state, entry).numpy().tobytes() for name, entry in entries.items()}
+    return {
+        name: read_whole(newest.state, entry).numpy().tobytes()
+        for name, entry in entries.items()
+    }

@@ -43,7 +43,11 @@ class _AnonymousMemory:
     @staticmethod
     def _now() -> int:
         status = Path("/proc/self/status").read_text()
-        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+        return next(
+            int(line.split()[1]) * 1024
+            for line in status.splitlines()
+            if line.startswith("RssAnon")
+        )
 
 
 def _save(folder: str) -> int:
@@ -68,7 +72,9 @@ def _load(folder: str, sizes: dict[str, int]) -> Any:
     mesh = init_mesh(device="cpu", **sizes)
     with _AnonymousMemory() as memory:
         model = load_model(folder, mesh=mesh, admission="off").module
-    own = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
+    own = sum(
+        (p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters()
+    )
     largest = max(p.numel() * 4 for p in model.parameters())
     files = {}
     for file in Path(folder).glob("*.safetensors"):
@@ -82,9 +88,13 @@ def _load(folder: str, sizes: dict[str, int]) -> Any:
     return memory.peak - memory.start, own, largest, wrong
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see anonymous memory")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="needs /proc to see anonymous memory"
+)
 @pytest.mark.ranks
-@pytest.mark.parametrize("sizes", [{"dp": 2, "dp_shard": 2}, {"tp": 2}, {"dp": 2, "dp_shard": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"dp": 2, "dp_shard": 2}, {"tp": 2}, {"dp": 2, "dp_shard": 2, "tp": 2}], ids=str
+)
 def test_a_rank_reads_its_shard(tmp_path: Path, sizes: dict[str, int]) -> None:
     folder = str(tmp_path / "model")
     whole = run_ranks(_save, 1, folder)[0]

@@ -20,7 +20,16 @@ from ranks.runs import environment, prepare, run
 
 pytestmark = pytest.mark.ranks
 
-LONG = ("train", "config.yaml", "--mesh.dp", "2", "--mesh.device", "cpu", "--train.steps", "100000")
+LONG = (
+    "train",
+    "config.yaml",
+    "--mesh.dp",
+    "2",
+    "--mesh.device",
+    "cpu",
+    "--train.steps",
+    "100000",
+)
 
 
 # --- how ranks end -----------------------------------------------------------------------------------------------
@@ -108,13 +117,22 @@ def _for_ever(rank: int, restart: int) -> int:
 
 
 def ended(
-    folder: Path, name: str, *, restarts: int = 0, grace_s: int = 100, first: Callable[[], None] | None = None
+    folder: Path,
+    name: str,
+    *,
+    restarts: int = 0,
+    grace_s: int = 100,
+    first: Callable[[], None] | None = None,
 ) -> tuple[int, str, list[str]]:
     """(exit code, standard error, the ranks that ran: restart-rank)."""
     (folder / "seen").mkdir()
     given = (name, "seen", str(restarts), str(grace_s))
     done = run(_start, folder, given, environment(folder), timeout_s=120, first=first)
-    return done.returncode, done.stderr, sorted(path.name for path in (folder / "seen").iterdir())
+    return (
+        done.returncode,
+        done.stderr,
+        sorted(path.name for path in (folder / "seen").iterdir()),
+    )
 
 
 def test_ranks_that_are_done(tmp_path: Path) -> None:
@@ -158,7 +176,11 @@ def test_ranks_that_were_asked_to_stop_may_take_the_grace(tmp_path: Path) -> Non
 
 
 def test_restarts_are_counted(tmp_path: Path) -> None:
-    assert ended(tmp_path, "fails_twice", restarts=2) == (0, "", ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"])
+    assert ended(tmp_path, "fails_twice", restarts=2) == (
+        0,
+        "",
+        ["0-0", "0-1", "1-0", "1-1", "2-0", "2-1"],
+    )
 
 
 def test_last_restart_ends_with_the_ranks_code(tmp_path: Path) -> None:
@@ -181,11 +203,19 @@ def test_killed_rank_is_named(tmp_path: Path) -> None:
     )
 
 
-def signalled(folder: Path, name: str, number: int, *, grace_s: int = 100, first: Any = None) -> warm.Running:
+def signalled(
+    folder: Path, name: str, number: int, *, grace_s: int = 100, first: Any = None
+) -> warm.Running:
     """Two ranks that were asked to stop as soon as both were there."""
     (folder / "seen").mkdir()
-    going = warm.Running(_start, folder, (name, "seen", "2", str(grace_s)), environment(folder), first=first)
-    wait_for(lambda: len(list((folder / "seen").iterdir())) == 2, f"two ranks: {going.err()}", within_s=30)
+    going = warm.Running(
+        _start, folder, (name, "seen", "2", str(grace_s)), environment(folder), first=first
+    )
+    wait_for(
+        lambda: len(list((folder / "seen").iterdir())) == 2,
+        f"two ranks: {going.err()}",
+        within_s=30,
+    )
     os.kill(going.process, number)
     return going
 
@@ -212,7 +242,9 @@ def _ignore_hangup() -> None:
 @pytest.mark.timing
 def test_nohup_protects_the_ranks(tmp_path: Path) -> None:
     """A terminal that is closed sends SIGHUP to the launcher, which took it back and killed its ranks."""
-    with signalled(tmp_path, "for_ever", signal.SIGHUP, grace_s=1, first=_ignore_hangup) as going:
+    with signalled(
+        tmp_path, "for_ever", signal.SIGHUP, grace_s=1, first=_ignore_hangup
+    ) as going:
         time.sleep(2)
         assert going.running()
         os.kill(going.process, signal.SIGTERM)
@@ -234,7 +266,12 @@ def test_script_without_a_guard_trains_on_ranks(folder: Path) -> None:
     """As the README shows it; each rank imported the script again, and died of starting ranks itself."""
     (folder / "script.py").write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=120
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -275,7 +312,9 @@ def listeners(processes: list[int]) -> set[tuple[str, int]]:
             _, local, _, state, *rest = line.split()
             if state == "0A" and rest[5] in inodes:
                 address, port = local.split(":")
-                words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
+                words = [
+                    bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)
+                ]
                 found.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
     return found
 
@@ -285,7 +324,9 @@ def other_addresses() -> list[str]:
     found = ["127.0.0.2"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: the kernel chooses the address to send from
+            probe.connect(
+                ("192.0.2.1", 9)
+            )  # sends nothing: the kernel chooses the address to send from
             found.append(probe.getsockname()[0])
         except OSError:
             pass
@@ -314,7 +355,9 @@ def test_local_run_listens_on_loopback_only_also_after_a_restart(folder: Path) -
         refuse_strangers(list(tree(going.launcher)))
         before = rank_processes(run)
         os.kill(before[1], signal.SIGKILL)
-        wait_for(lambda: rank_processes(run)[0] != before[0], lambda: f"a restart: {going.output()}")
+        wait_for(
+            lambda: rank_processes(run)[0] != before[0], lambda: f"a restart: {going.output()}"
+        )
         reached = last_step(run)
         wait_for(lambda: last_step(run) > reached, lambda: f"a step: {going.output()}")
         refuse_strangers(list(tree(going.launcher)))
@@ -322,13 +365,19 @@ def test_local_run_listens_on_loopback_only_also_after_a_restart(folder: Path) -
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.timing
-def test_killed_launcher_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_launcher_leaves_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     run = folder / "gone"
     with started(folder, *LONG, "--log.dir", "gone", "--data.num_workers", "1") as going:
         wait_for(lambda: last_step(run) >= 3, lambda: f"step 3: {going.output()}")
         processes = list(tree(going.launcher))
-        assert len(processes) >= 5  # the launcher, its server, the tracker of shared memory, two ranks
+        assert (
+            len(processes) >= 5
+        )  # the launcher, its server, the tracker of shared memory, two ranks
         os.kill(going.launcher, signal.SIGKILL)
-        wait_for(lambda: not any(map(alive, processes)), "the end of all processes", within_s=15)
+        wait_for(
+            lambda: not any(map(alive, processes)), "the end of all processes", within_s=15
+        )
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("threefold")] == []

@@ -37,7 +37,13 @@ LORA = {"r": 4, "alpha": 6, "target_modules": "all-linear"}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 # Fused projections, whose parts are gathered; norms of single heads; experts, which have no adapters.
 FUSED = {**TINY_LLAMA, "model_type": "phi3", "pad_token_id": 0}
-EXPERTS = {**TINY_LLAMA, "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {
+    **TINY_LLAMA,
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 EXPERTS |= {"moe_intermediate_size": 16, "pad_token_id": 0}
 # Latent keys and values, of which the positions' part goes to every head.
 LATENT = {
@@ -48,8 +54,20 @@ LATENT = {
     "n_group": 1,
 }
 LATENT_TARGETS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-LATENT |= {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "topk_group": 1, "q_lora_rank": 12}
-LATENT |= {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8}
+LATENT |= {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "topk_group": 1,
+    "q_lora_rank": 12,
+}
+LATENT |= {
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "head_dim": 8,
+}
 CASES: list[tuple[str, dict[str, Any], Sizes, bool | str]] = [
     ("llama", TINY_LLAMA, (1, 1, 1, 1), "auto"),
     ("llama", TINY_LLAMA, (2, 1, 1, 1), "auto"),
@@ -103,9 +121,15 @@ def _train_on_mesh(sizes: Sizes, model_config: dict[str, Any], scatter: bool | s
             assert parameter.requires_grad == is_adapter(name), name
             if parameter.requires_grad and name not in first:
                 assert parameter.grad is not None, name
-                first[name] = getattr(parameter.grad, "full_tensor", lambda own=parameter.grad: own)().clone().numpy()
+                first[name] = (
+                    getattr(parameter.grad, "full_tensor", lambda own=parameter.grad: own)()
+                    .clone()
+                    .numpy()
+                )
 
-    step = TrainStep(model, build_optimizer(model.module, config.optimizer), grad_clip=1.0, observe=observe)
+    step = TrainStep(
+        model, build_optimizer(model.module, config.optimizer), grad_clip=1.0, observe=observe
+    )
     losses, norms = [], []
     for batch in make_batches(steps=STEPS, rows=ROWS, seq_len=SEQ_LEN):
         own = {name: rows[mesh.dp_rank :: mesh.dp_size] for name, rows in batch.items()}
@@ -122,21 +146,33 @@ def _train_alone(model_config: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     values = dict(model_config)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
     targets: Any = ATTENTION if "num_experts" in model_config else "all-linear"
     if "kv_lora_rank" in model_config:
         targets = LATENT_TARGETS
-    peft_config = LoraConfig(r=LORA["r"], lora_alpha=LORA["alpha"], target_modules=targets, task_type="CAUSAL_LM")
+    peft_config = LoraConfig(
+        r=LORA["r"], lora_alpha=LORA["alpha"], target_modules=targets, task_type="CAUSAL_LM"
+    )
     inject_adapter_in_model(peft_config, model)
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(_values(name, parameter.shape, seed=0))
     optimizer = torch.optim.AdamW(trained.values(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
     losses, norms, first = [], [], {}
     for batch in make_batches(steps=STEPS, rows=ROWS, seq_len=SEQ_LEN):
-        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-        total = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+        logits = model(
+            input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
+        ).logits
+        total = F.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+        )
         loss = total / (batch["labels"] != -100).sum()
         loss.backward()
         first = first or {name: p.grad.clone().numpy() for name, p in trained.items()}
@@ -147,7 +183,9 @@ def _train_alone(model_config: dict[str, Any]) -> Any:
     return losses, norms, first
 
 
-@pytest.mark.parametrize(("family", "model", "sizes", "scatter"), CASES, ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize(
+    ("family", "model", "sizes", "scatter"), CASES, ids=lambda value: str(value)[:24]
+)
 def test_adapters_follow_peft_in_one_process(
     family: str, model: dict[str, Any], sizes: Sizes, scatter: bool | str
 ) -> None:
@@ -190,7 +228,10 @@ def test_adapters_leave_merged_and_as_peft_has_them(tmp_path: Path) -> None:
     values = {"model": model, "data": {"tokenizer": "bytes"}}
     run_ranks(_named_steps, 2, (1, 1, 1, 2), str(tmp_path / "run"), values)
     saved = find(tmp_path / "run")
-    assert sum(file.stat().st_size for file in saved.state.iterdir()) < (base / "model.safetensors").stat().st_size
+    assert (
+        sum(file.stat().st_size for file in saved.state.iterdir())
+        < (base / "model.safetensors").stat().st_size
+    )
     merged = export(tmp_path / "run", tmp_path / "merged")
     adapter = export(tmp_path / "run", tmp_path / "adapter", adapter=True)
     assert merged.verified == "reloaded: equal logits"
@@ -200,7 +241,13 @@ def test_adapters_leave_merged_and_as_peft_has_them(tmp_path: Path) -> None:
     with torch.no_grad():
         before = plain(ids).logits
         beside = PeftModel.from_pretrained(plain, str(tmp_path / "adapter")).eval()(ids).logits
-        into = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()(ids).logits
+        into = (
+            AutoModelForCausalLM.from_pretrained(
+                tmp_path / "merged", attn_implementation="eager"
+            )
+            .eval()(ids)
+            .logits
+        )
     same = Bound("logits", 1e-5, "adapters beside a weight or added to it: one rounding")
     require(compare_tensors(same, {"": beside}, {"": into}))
     assert not Comparison(compare_tensors(LOGITS, {"": beside}, {"": before})).holds
@@ -212,7 +259,13 @@ def test_adapters_beside_other_weights_are_refused(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     base = _named_base(tmp_path / "base")
     model = {"config": None, "name_or_path": str(base), "lora": {"r": 4}}
-    run_ranks(_named_steps, 1, (1, 1, 1, 1), str(tmp_path / "run"), {"model": model, "data": {"tokenizer": "bytes"}})
+    run_ranks(
+        _named_steps,
+        1,
+        (1, 1, 1, 1),
+        str(tmp_path / "run"),
+        {"model": model, "data": {"tokenizer": "bytes"}},
+    )
     weights = base / "model.safetensors"
     damaged = bytearray(weights.read_bytes())
     damaged[-1] ^= 1

@@ -14,7 +14,9 @@ MIXTURE = "{most: {source: 'corpus/part-[012].txt', weight: 3}, rest: {source: c
 def test_mixture_goes_on_on_another_mesh(tmp_path: Path) -> None:
     prepare(tmp_path)
     config = (tmp_path / "config.yaml").read_text()
-    (tmp_path / "config.yaml").write_text(config.replace("source: corpus", f"mixture: {MIXTURE}"))
+    (tmp_path / "config.yaml").write_text(
+        config.replace("source: corpus", f"mixture: {MIXTURE}")
+    )
     saved = ("--checkpoint.every", "6", "--mesh.dp", "2", "--log.dir", "whole")
     whole = command(tmp_path, "train", "config.yaml", *saved)
     assert whole.returncode == 0, whole.stderr
@@ -23,7 +25,15 @@ def test_mixture_goes_on_on_another_mesh(tmp_path: Path) -> None:
     assert "\nread: 96 rows\n" in whole.stdout
     checkpoint = str(tmp_path / "whole" / "checkpoints" / "step-00000006")
     moved = command(
-        tmp_path, "train", "config.yaml", "--mesh.dp", "1", "--log.dir", "moved", "--checkpoint.resume", checkpoint
+        tmp_path,
+        "train",
+        "config.yaml",
+        "--mesh.dp",
+        "1",
+        "--log.dir",
+        "moved",
+        "--checkpoint.resume",
+        checkpoint,
     )
     assert moved.returncode == 0, moved.stderr
     found, expected = metrics(tmp_path / "moved"), metrics(tmp_path / "whole")
@@ -34,9 +44,24 @@ def test_mixture_goes_on_on_another_mesh(tmp_path: Path) -> None:
 
 def test_weights_as_numbers_of_tokens_are_kept_and_said(tmp_path: Path) -> None:
     prepare(tmp_path)
-    config, weights = (tmp_path / "config.yaml").read_text(), MIXTURE.replace("weight: 3", "weight: 1234567")
-    (tmp_path / "config.yaml").write_text(config.replace("source: corpus", f"mixture: {weights}"))
-    done = command(tmp_path, "train", "config.yaml", "--mesh.dp", "2", "--log.dir", "run", "--train.steps", "4")
+    config, weights = (
+        (tmp_path / "config.yaml").read_text(),
+        MIXTURE.replace("weight: 3", "weight: 1234567"),
+    )
+    (tmp_path / "config.yaml").write_text(
+        config.replace("source: corpus", f"mixture: {weights}")
+    )
+    done = command(
+        tmp_path,
+        "train",
+        "config.yaml",
+        "--mesh.dp",
+        "2",
+        "--log.dir",
+        "run",
+        "--train.steps",
+        "4",
+    )
     assert done.returncode == 0, done.stderr
     shares = "asked most 99.999919 %, rest 8.09999935e-05 %; kept exactly"
     assert f"\n  shares {shares}\n" in done.stdout
@@ -45,6 +70,14 @@ def test_weights_as_numbers_of_tokens_are_kept_and_said(tmp_path: Path) -> None:
     proved = command(tmp_path, "data", "audit", "run", "--contents")
     assert proved.returncode == 0, proved.stderr
     assert f"\n  shares: {shares}\n" in proved.stdout
-    assert "  rest: 0 reads of " in proved.stdout, "version 1 read one row in 10,000, 123 times as many as asked"
-    row = command(tmp_path, "data", "order", "run", "--step", "5").stdout.splitlines()[1].split()[-1]
-    assert command(tmp_path, "data", "order", "run", "--sample", row).stdout.startswith(f"row {row}: step 5 (epoch 0, ")
+    assert "  rest: 0 reads of " in proved.stdout, (
+        "version 1 read one row in 10,000, 123 times as many as asked"
+    )
+    row = (
+        command(tmp_path, "data", "order", "run", "--step", "5")
+        .stdout.splitlines()[1]
+        .split()[-1]
+    )
+    assert command(tmp_path, "data", "order", "run", "--sample", row).stdout.startswith(
+        f"row {row}: step 5 (epoch 0, "
+    )

@@ -19,7 +19,10 @@ from threefold.checkpoint.tensors import read_whole
 pytestmark = pytest.mark.ranks
 
 STEPS, SAVED = 4, 2
-GROUPS = [{"match": "embed", "lr": 1e-4, "name": "slow"}, {"match": "norm", "weight_decay": 1.0}]
+GROUPS = [
+    {"match": "embed", "lr": 1e-4, "name": "slow"},
+    {"match": "norm", "weight_decay": 1.0},
+]
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"betas": [0.8, 0.9], "eps": 1e-6, "groups": GROUPS, "lr": 3e-3},
     "adamw, narrow": {"moments": "bfloat16"},
@@ -31,10 +34,18 @@ CASES: dict[str, dict[str, Any]] = {
 # Of fewer than 4,096 values, moments are not kept in 8 bits.
 LARGE = "{model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 1, num_attention_heads: 4}"
 SAME = Bound("weight", 0.0, "bit for bit", relative=False)
-MESHES: list[dict[str, int]] = [{"dp": 2}, {"dp": 1}, {"dp": 2, "dp_shard": 2}, {"dp": 1, "tp": 2}, {"dp": 1, "cp": 2}]
+MESHES: list[dict[str, int]] = [
+    {"dp": 2},
+    {"dp": 1},
+    {"dp": 2, "dp_shard": 2},
+    {"dp": 1, "tp": 2},
+    {"dp": 1, "cp": 2},
+]
 
 
-def _loop(sizes: dict[str, int], folder: str, case: dict[str, Any], first: int, last: int) -> Any:
+def _loop(
+    sizes: dict[str, int], folder: str, case: dict[str, Any], first: int, last: int
+) -> Any:
     """(loss, gradient norm) of steps over the rows of the run in a folder, its rate, and the weights afterwards."""
     import threefold
     from threefold.config.loading import load
@@ -45,7 +56,9 @@ def _loop(sizes: dict[str, int], folder: str, case: dict[str, Any], first: int, 
     tokenizer = request.tokenizer_of(config)
     loader = assemble.loader_of(config, assemble.rows_of(config, tokenizer, mesh), mesh)
     described = {**(config.model.config or {}), "vocab_size": tokenizer.vocab_size}
-    model = threefold.load_model(config=described, mesh=mesh, seed=config.train.seed, admission="off")
+    model = threefold.load_model(
+        config=described, mesh=mesh, seed=config.train.seed, admission="off"
+    )
     optimizer = threefold.optimizer(**case, model=model)
     step = threefold.TrainStep(model, optimizer, micro_batch=2)
     if first > 1:
@@ -58,15 +71,24 @@ def _loop(sizes: dict[str, int], folder: str, case: dict[str, Any], first: int, 
         numbers.append(tuple(step(batch)))
         if number == SAVED:
             threefold.save(f"{folder}/loop", model=model, step=number, optimizer=step)
-    weights = {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in model.named_parameters()}
+    weights = {
+        name: getattr(each, "full_tensor", lambda each=each: each)()
+        for name, each in model.named_parameters()
+    }
     plain = {name: each.detach().numpy().copy() for name, each in weights.items()}
     mesh.close()
-    return numbers, {group.get("label", ""): group["lr"] for group in optimizer.param_groups}, plain
+    return (
+        numbers,
+        {group.get("label", ""): group["lr"] for group in optimizer.param_groups},
+        plain,
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
-    "sizes", [MESHES[0], *(pytest.param(e, marks=pytest.mark.examples) for e in MESHES[1:])], ids=str
+    "sizes",
+    [MESHES[0], *(pytest.param(e, marks=pytest.mark.examples) for e in MESHES[1:])],
+    ids=str,
 )
 def test_steps_are_those_of_a_run_and_continue_from_a_checkpoint(
     sizes: dict[str, int], name: str, tmp_path: Path
@@ -78,11 +100,20 @@ def test_steps_are_those_of_a_run_and_continue_from_a_checkpoint(
     prepare(tmp_path)
     case = {"name": name.partition(",")[0], **CASES[name]}
     ranks = math.prod(value for key, value in sizes.items() if key != "dp_shard")
-    options = [word for key, value in case.items() for word in (f"--optimizer.{key}", _yaml(value))]
+    options = [
+        word for key, value in case.items() for word in (f"--optimizer.{key}", _yaml(value))
+    ]
     options += ["--model.config", LARGE] if name == "adamw_8bit" else []
     mesh = [word for axis, size in sizes.items() for word in (f"--mesh.{axis}", str(size))]
     shard = [] if "dp_shard" in sizes else ["--mesh.dp_shard", "1"]
-    rates = ("--optimizer.schedule", "constant", "--optimizer.warmup_steps", "0", "--train.micro_batch", "2")
+    rates = (
+        "--optimizer.schedule",
+        "constant",
+        "--optimizer.warmup_steps",
+        "0",
+        "--train.micro_batch",
+        "2",
+    )
     done = command(
         *(tmp_path, "train", "config.yaml", *options, *mesh, *shard, *rates),
         *("--train.steps", str(STEPS), "--log.dir", "run"),
@@ -94,7 +125,10 @@ def test_steps_are_those_of_a_run_and_continue_from_a_checkpoint(
     assert lr[""] == CASES[name].get("lr", 2e-3) and lr.get("slow", 1e-4) == pytest.approx(1e-4)
     checkpoint = find(tmp_path / "run")
     index = index_of(checkpoint)
-    trained = {key: read_whole(checkpoint.state, index.entries[f"model.{key}"]).numpy() for key in weights}
+    trained = {
+        key: read_whole(checkpoint.state, index.entries[f"model.{key}"]).numpy()
+        for key in weights
+    }
     require(compare_tensors(SAME, weights, trained))
     again, same, after = run_ranks(_loop, ranks, loop, str(tmp_path), case, SAVED + 1, STEPS)[0]
     assert (again, same) == (whole[SAVED:], lr)
@@ -107,7 +141,9 @@ def _yaml(value: Any) -> str:
     return as_yaml(value)
 
 
-def test_a_checkpoint_of_copies_continues_on_split_parameters_in_other_groups(tmp_path: Path) -> None:
+def test_a_checkpoint_of_copies_continues_on_split_parameters_in_other_groups(
+    tmp_path: Path,
+) -> None:
     """The groups of a named optimizer are by the mesh of their parameters: their settings are the parameters'."""
     prepare(tmp_path)
     # Under tp, biases of queries are split, and norms are not.
@@ -116,7 +152,11 @@ def test_a_checkpoint_of_copies_continues_on_split_parameters_in_other_groups(tm
     one = ("--model.config", biased, "--mesh.dp", "1", "--train.steps", "1", "--log.dir", "run")
     assert command(tmp_path, "train", "config.yaml", *one).returncode == 0
     case = {"name": "muon", **CASES["muon"]}
-    whole, lr, _ = run_ranks(_loop, 2, {"dp": 2, "dp_shard": 1}, str(tmp_path), case, 1, STEPS)[0]
-    split, same, _ = run_ranks(_loop, 2, {"dp": 1, "tp": 2}, str(tmp_path), case, SAVED + 1, STEPS)[0]
+    whole, lr, _ = run_ranks(_loop, 2, {"dp": 2, "dp_shard": 1}, str(tmp_path), case, 1, STEPS)[
+        0
+    ]
+    split, same, _ = run_ranks(
+        _loop, 2, {"dp": 1, "tp": 2}, str(tmp_path), case, SAVED + 1, STEPS
+    )[0]
     require(compare_curves(split, whole[SAVED:]))
     assert same == lr and len(same) == 2

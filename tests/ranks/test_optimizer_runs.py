@@ -18,8 +18,24 @@ from threefold.checkpoint.tensors import read_whole
 pytestmark = pytest.mark.ranks
 
 GROUPS = "[{match: embed, lr: 1e-4, name: slow}]"
-MUON = ("--optimizer.name", "muon", "--optimizer.lr", "1e-3", "--optimizer.ema", "0.5", "--optimizer.groups", GROUPS)
-SCHEDULE = ("--optimizer.schedule", "wsd", "--optimizer.decay_steps", "3", "--optimizer.warmup_steps", "2")
+MUON = (
+    "--optimizer.name",
+    "muon",
+    "--optimizer.lr",
+    "1e-3",
+    "--optimizer.ema",
+    "0.5",
+    "--optimizer.groups",
+    GROUPS,
+)
+SCHEDULE = (
+    "--optimizer.schedule",
+    "wsd",
+    "--optimizer.decay_steps",
+    "3",
+    "--optimizer.warmup_steps",
+    "2",
+)
 ALL = ("config.yaml", *MUON, *SCHEDULE, "--checkpoint.every", "3")
 
 
@@ -37,26 +53,59 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_a_run_says_and_logs(folder: Path) -> None:
     said = (folder / "said").read_text()
     assert "  optimizer: muon for 14 matrices, adamw for 7 others\n" in said
-    assert "  ema: a moving average of the weights with the decay 0.5, one more copy of them\n" in said
+    assert (
+        "  ema: a moving average of the weights with the decay 0.5, one more copy of them\n"
+        in said
+    )
     assert "  group slow: lr 0.0001 for embed\n" in said
-    rates = [(line["lr"], line["lr_slow"]) for _, line in sorted(metrics(folder / "run").items())]
-    assert [rate for rate, _ in rates] == pytest.approx([5e-4, 1e-3, 1e-3, 2e-3 / 3, 1e-3 / 3, 0.0])
+    rates = [
+        (line["lr"], line["lr_slow"]) for _, line in sorted(metrics(folder / "run").items())
+    ]
+    assert [rate for rate, _ in rates] == pytest.approx(
+        [5e-4, 1e-3, 1e-3, 2e-3 / 3, 1e-3 / 3, 0.0]
+    )
     assert [slow for _, slow in rates] == pytest.approx([0.1 * rate for rate, _ in rates])
 
 
 def test_a_run_goes_on_elsewhere_and_refuses_another_optimizer(folder: Path) -> None:
     whole = curve(folder / "run")
     first = str(folder / "run" / "checkpoints" / "step-00000003")
-    on_another = ("--checkpoint.resume", first, "--mesh.tp", "2", "--mesh.dp", "1", "--log.dir", "again")
+    on_another = (
+        "--checkpoint.resume",
+        first,
+        "--mesh.tp",
+        "2",
+        "--mesh.dp",
+        "1",
+        "--log.dir",
+        "again",
+    )
     done = command(folder, "train", *ALL, "--train.steps", "6", *on_another)
     assert done.returncode == 0, done.stderr
     require(compare_curves(curve(folder / "again"), whole[3:]))
     for more, said in (
         (("--optimizer.name", "adamw"), "optimizer.name = adamw, but "),
-        (("--optimizer.name", "adamw", "--accept-changes"), "the checkpoint has optimizer.momentum_buffer."),
-        (("--optimizer.options", "{momentum: 0.5}"), "optimizer.options = {momentum: 0.5}, but "),
+        (
+            ("--optimizer.name", "adamw", "--accept-changes"),
+            "the checkpoint has optimizer.momentum_buffer.",
+        ),
+        (
+            ("--optimizer.options", "{momentum: 0.5}"),
+            "optimizer.options = {momentum: 0.5}, but ",
+        ),
     ):
-        done = command(folder, "train", *ALL, "--train.steps", "9", "--log.dir", "again", "--mesh.dp", "1", *more)
+        done = command(
+            folder,
+            "train",
+            *ALL,
+            "--train.steps",
+            "9",
+            "--log.dir",
+            "again",
+            "--mesh.dp",
+            "1",
+            *more,
+        )
         assert done.returncode == 2 and said in done.stderr, done.stderr
         assert "Traceback" not in done.stderr
 
@@ -68,9 +117,16 @@ def test_the_moving_average_is_exported_and_evaluated(folder: Path) -> None:
     index = index_of(checkpoint)
     for name, weight in load_file(folder / "averaged" / "model.safetensors").items():
         assert torch.equal(weight, read_whole(checkpoint.state, index.entries[f"ema.{name}"]))
-        assert not torch.equal(weight, read_whole(checkpoint.state, index.entries[f"model.{name}"]))
-    said = [command(folder, "eval", "run", "--eval.source", "corpus", *more).stdout for more in ((), ("--ema",))]
-    assert "moving average" in said[1] and said[0].split("loss ")[1] != said[1].split("loss ")[1]
+        assert not torch.equal(
+            weight, read_whole(checkpoint.state, index.entries[f"model.{name}"])
+        )
+    said = [
+        command(folder, "eval", "run", "--eval.source", "corpus", *more).stdout
+        for more in ((), ("--ema",))
+    ]
+    assert (
+        "moving average" in said[1] and said[0].split("loss ")[1] != said[1].split("loss ")[1]
+    )
 
 
 def test_what_is_refused_before_the_ranks(folder: Path) -> None:

@@ -12,14 +12,26 @@ import pytest
 from ranks.keeping import LLAMA, Miniature, Sizes, write_corpus
 from ranks.reference import require
 from ranks.spawn import run_ranks
-from threefold.check.compare import Bound, Comparison, Difference, compare_curves, compare_tensors
+from threefold.check.compare import (
+    Bound,
+    Comparison,
+    Difference,
+    compare_curves,
+    compare_tensors,
+)
 
 pytestmark = pytest.mark.ranks
 
 ALONE: Sizes = (1, 1, 1, 1)
 # dp_replicate, dp_shard, cp, tp
 MESHES: list[Sizes] = [(1, 2, 1, 2), (2, 1, 1, 1), (2, 2, 1, 1), (1, 1, 2, 2)]
-EXPERTS = {**LLAMA, "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {
+    **LLAMA,
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 EXPERTS |= {"moe_intermediate_size": 16}
 GROUPS = [{"match": "embed", "lr": 1e-4}, {"match": "norm", "weight_decay": 1.0}]
 # What differs from the miniature run's config.
@@ -64,9 +76,15 @@ def _go_on(sizes: Sizes, parent: str, names: list[str]) -> Any:
 
 
 def _weights(run: Miniature) -> dict[str, Any]:
-    named = [*run.model.module.named_parameters(), *(run.ema.state() if run.ema is not None else {}).items()]
+    named = [
+        *run.model.module.named_parameters(),
+        *(run.ema.state() if run.ema is not None else {}).items(),
+    ]
     return {
-        name: (each.full_tensor() if hasattr(each, "full_tensor") else each).detach().numpy().copy()
+        name: (each.full_tensor() if hasattr(each, "full_tensor") else each)
+        .detach()
+        .numpy()
+        .copy()
         for name, each in named
     }
 
@@ -93,8 +111,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], tup
     return of
 
 
-@pytest.mark.parametrize("names", [FIRST, pytest.param(OTHERS, marks=pytest.mark.examples)], ids=len)
-def test_one_process_goes_on_bit_for_bit(names: list[str], alone: Callable[[list[str]], tuple[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    "names", [FIRST, pytest.param(OTHERS, marks=pytest.mark.examples)], ids=len
+)
+def test_one_process_goes_on_bit_for_bit(
+    names: list[str], alone: Callable[[list[str]], tuple[str, Any]]
+) -> None:
     parent, begun = alone(names)
     then = run_ranks(_go_on, 1, ALONE, parent, names)[0]
     for name in names:
@@ -110,7 +132,10 @@ LONG = [pytest.param(sizes, [*CASES], marks=pytest.mark.long) for sizes in MESHE
 
 @pytest.mark.parametrize(("sizes", "names"), [*SHORT, *LONG])
 def test_every_mesh_follows_one_process_and_goes_on(
-    sizes: Sizes, names: list[str], alone: Callable[[list[str]], tuple[str, Any]], tmp_path: Path
+    sizes: Sizes,
+    names: list[str],
+    alone: Callable[[list[str]], tuple[str, Any]],
+    tmp_path: Path,
 ) -> None:
     write_corpus(tmp_path)
     ranks = run_ranks(_begin, math.prod(sizes), sizes, str(tmp_path), names)
@@ -119,10 +144,19 @@ def test_every_mesh_follows_one_process_and_goes_on(
     _, begun = alone(names)
     for name in names:
         curve, weights = ranks[0][name]
-        assert all(_equal(rank[name][1], weights) for rank in ranks), f"{name}: the ranks have different weights"
-        assert then[name][0] == curve[3:] and _equal(then[name][1], weights), f"{name} did not go on bit for bit"
+        assert all(_equal(rank[name][1], weights) for rank in ranks), (
+            f"{name}: the ranks have different weights"
+        )
+        assert then[name][0] == curve[3:] and _equal(then[name][1], weights), (
+            f"{name} did not go on bit for bit"
+        )
         wanted, wanted_weights = begun[name]
-        bound = Bound("weight", WEIGHTS_BOUND.get(name, 1e-5), "rounding, which updates carry on", relative=False)
+        bound = Bound(
+            "weight",
+            WEIGHTS_BOUND.get(name, 1e-5),
+            "rounding, which updates carry on",
+            relative=False,
+        )
         require(compare_tensors(bound, weights, wanted_weights), (name, sizes))
         require(compare_curves(curve, wanted), (name, sizes))
         require(compare_curves(curve[:3] + back[name][0], wanted), (name, "then one process"))
@@ -148,11 +182,18 @@ def _skipped(sizes: Sizes, parent: str, names: list[str]) -> dict[str, bool]:
             step = TrainStep(run.model, run.optimizer, loss=loss, ema=run.ema)
 
             def state(run: Miniature = run) -> dict[str, Any]:
-                whole = state_of(run.model.module, run.optimizer) | (run.ema.state() if run.ema is not None else {})
-                return {key: (each.to_local() if hasattr(each, "to_local") else each) for key, each in whole.items()}
+                whole = state_of(run.model.module, run.optimizer) | (
+                    run.ema.state() if run.ema is not None else {}
+                )
+                return {
+                    key: (each.to_local() if hasattr(each, "to_local") else each)
+                    for key, each in whole.items()
+                }
 
             before = {key: value.clone() for key, value in state().items()}
-            batch = {key: value for key, value in next(run._batches).items() if key != "indices"}
+            batch = {
+                key: value for key, value in next(run._batches).items() if key != "indices"
+            }
             assert not math.isfinite(step.run([batch], lr=1.0).grad_norm.item())
             after = state()
             same = before.keys() == after.keys() and all(
@@ -162,7 +203,9 @@ def _skipped(sizes: Sizes, parent: str, names: list[str]) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("sizes", [MESHES[0], pytest.param(ALONE, marks=pytest.mark.examples)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [MESHES[0], pytest.param(ALONE, marks=pytest.mark.examples)], ids=str
+)
 def test_a_step_that_is_not_finite_changes_nothing(sizes: Sizes, tmp_path: Path) -> None:
     write_corpus(tmp_path)
     for rank in run_ranks(_skipped, math.prod(sizes), sizes, str(tmp_path), FIRST):
@@ -176,7 +219,13 @@ def _many_at_a_time() -> dict[str, float]:
 
     from threefold.optim.classes import kernel_of
 
-    kinds = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.RAdam)
+    kinds = (
+        torch.optim.SGD,
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+    )
     found: list[Difference] = []
     for kind in (*kinds, torch.optim.Adamax, torch.optim.ASGD, torch.optim.Adadelta):
         weights = []
@@ -189,9 +238,13 @@ def _many_at_a_time() -> dict[str, float]:
                 module(torch.randn(5, 8)).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            weights.append(torch.cat([each.full_tensor().flatten() for each in module.parameters()]))
+            weights.append(
+                torch.cat([each.full_tensor().flatten() for each in module.parameters()])
+            )
         bound = Bound("weight", 1e-6, "a rounding of float32", relative=False)
-        found += compare_tensors(bound, {kind.__name__: weights[1]}, {kind.__name__: weights[0]})
+        found += compare_tensors(
+            bound, {kind.__name__: weights[1]}, {kind.__name__: weights[0]}
+        )
     return found
 
 

@@ -23,8 +23,19 @@ MESHES = [
 ]
 KINDS = ("default", "weighted", "hidden", "preference")
 # Experts whose routers have a loss of their own, which is normalised apart; a vocabulary that tp does not divide.
-EXPERTS = {**TINY_LLAMA, "model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
-EXPERTS |= {"moe_intermediate_size": 16, "pad_token_id": 0, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+EXPERTS = {
+    **TINY_LLAMA,
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+EXPERTS |= {
+    "moe_intermediate_size": 16,
+    "pad_token_id": 0,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.1,
+}
 
 
 def _curves(sizes: dict[str, int]) -> dict[str, Any]:
@@ -50,11 +61,16 @@ def alone() -> Any:
 # Shards, and all axes together, are always run; each other axis alone with the long cases.
 @pytest.mark.parametrize(
     "sizes",
-    [pytest.param(sizes, marks=pytest.mark.long if len(sizes) == 1 else ()) for sizes in MESHES],
+    [
+        pytest.param(sizes, marks=pytest.mark.long if len(sizes) == 1 else ())
+        for sizes in MESHES
+    ],
     ids=str,
 )
 def test_every_mesh_follows_one_process(sizes: dict[str, int], alone: Any) -> None:
-    ranks = run_ranks(_curves, math.prod(size for axis, size in sizes.items() if axis != "dp_shard"), sizes)
+    ranks = run_ranks(
+        _curves, math.prod(size for axis, size in sizes.items() if axis != "dp_shard"), sizes
+    )
     for kind, (numbers, gradients, _, _) in alone.items():
         found_numbers, found_gradients, _, _ = ranks[0][kind]
         assert found_numbers[0][0] == pytest.approx(numbers[0][0], abs=1e-6, rel=1e-6), kind
@@ -62,7 +78,9 @@ def test_every_mesh_follows_one_process(sizes: dict[str, int], alone: Any) -> No
         require(compare_tensors(STRICT, found_gradients, gradients), kind)
         assert all(rank[kind][0] == found_numbers for rank in ranks), kind
         assert all(rank[kind][3] == ranks[0][kind][3] for rank in ranks), kind
-    assert (abs(ranks[-1]["default"][2] - ranks[0]["default"][2]) == 0).all(), "logits are whole on every rank"
+    assert (abs(ranks[-1]["default"][2] - ranks[0]["default"][2]) == 0).all(), (
+        "logits are whole on every rank"
+    )
     logits = Bound("logits", 1e-3, "three updates carry roundings on", relative=False)
     require(compare_tensors(logits, {"": ranks[0]["default"][2]}, {"": alone["default"][2]}))
 
@@ -80,7 +98,9 @@ def _random_numbers(sizes: dict[str, int]) -> Any:
 
     torch.manual_seed(torch.distributed.get_rank())
     mesh = threefold.init_mesh(**sizes)
-    model = threefold.load_model(config={**TINY_LLAMA, "attention_dropout": 0.3}, mesh=mesh, admission="off")
+    model = threefold.load_model(
+        config={**TINY_LLAMA, "attention_dropout": 0.3}, mesh=mesh, admission="off"
+    )
     drawn = torch.rand(3).tolist()
     own = loops.share(loops.batches()[0], mesh)
     del own["weights"]
@@ -92,6 +112,8 @@ def _random_numbers(sizes: dict[str, int]) -> Any:
 
 
 def test_tp_ranks_draw_the_same_and_data_ranks_their_own() -> None:
-    (first, *_), (second, *_), (third, *_), _ = ranks = run_ranks(_random_numbers, 4, {"dp": 2, "tp": 2})
+    (first, *_), (second, *_), (third, *_), _ = ranks = run_ranks(
+        _random_numbers, 4, {"dp": 2, "tp": 2}
+    )
     assert first == second != third
     assert all(rank[1:] == ranks[0][1:] for rank in ranks)

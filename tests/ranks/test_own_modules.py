@@ -47,17 +47,24 @@ class Net(nn.Module):
             x = block(x)
         logits = self.head(x)
         # Only where a rank has such rows: its other ranks have no gradient of it.
-        return {"logits": logits + self.rare(x) if rare is not None and bool(rare.any()) else logits}
+        return {
+            "logits": logits + self.rare(x) if rare is not None and bool(rare.any()) else logits
+        }
 
 
 def loss(outputs: Any, batch: Any) -> tuple[Any, Any]:
-    losses = nn.functional.cross_entropy(outputs["logits"].float(), batch["labels"], reduction="none")
+    losses = nn.functional.cross_entropy(
+        outputs["logits"].float(), batch["labels"], reduction="none"
+    )
     return (losses * batch["weights"]).sum(), batch["weights"].sum()
 
 
 def batch_of(step: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(step)
-    rows = {"pixels": torch.randn(8, 12, generator=generator), "labels": torch.randint(5, (8,), generator=generator)}
+    rows = {
+        "pixels": torch.randn(8, 12, generator=generator),
+        "labels": torch.randint(5, (8,), generator=generator),
+    }
     return {**rows, "weights": torch.rand(8, generator=generator)}
 
 
@@ -71,18 +78,29 @@ def _train(sizes: dict[str, int], folder: str) -> Any:
 
     def observe() -> None:
         if not first:
-            first.update({n: whole(p.grad).numpy() for n, p in model.named_parameters() if p.grad is not None})
+            first.update(
+                {
+                    n: whole(p.grad).numpy()
+                    for n, p in model.named_parameters()
+                    if p.grad is not None
+                }
+            )
 
     # Groups of one's own keep their rates, and a scheduler of torch sets them.
     matrices = [p for p in model.parameters() if p.ndim > 1]
-    groups = [{"params": matrices, "lr": 1e-2}, {"params": [p for p in model.parameters() if p.ndim < 2], "lr": 1e-3}]
+    groups = [
+        {"params": matrices, "lr": 1e-2},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "lr": 1e-3},
+    ]
     optimizer = torch.optim.AdamW(groups)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     step = threefold.TrainStep(model, optimizer, loss=loss, micro_batch=3, observe=observe)
     found = threefold.load(folder, model=model, optimizer=step)
     numbers = []
     for number in range(found.step if found else 0, 4):
-        own = {name: rows[mesh.dp_rank :: mesh.dp_size] for name, rows in batch_of(number).items()}
+        own = {
+            name: rows[mesh.dp_rank :: mesh.dp_size] for name, rows in batch_of(number).items()
+        }
         if mesh.dp_size <= 2 and sizes.get("dp_shard", 1) == 1:
             own["rare"] = torch.full((len(own["labels"]),), mesh.dp_rank == 0)
             if not sizes:
@@ -90,7 +108,13 @@ def _train(sizes: dict[str, int], folder: str) -> Any:
         numbers.append(tuple(step(own)))
         scheduler.step()
         if number == 1:
-            threefold.save(folder, model=model, optimizer=optimizer, step=2, extra={"rates": scheduler.state_dict()})
+            threefold.save(
+                folder,
+                model=model,
+                optimizer=optimizer,
+                step=2,
+                extra={"rates": scheduler.state_dict()},
+            )
     rates = [group["lr"] for group in optimizer.param_groups]
     evaluated = threefold.EvalStep(model, loss=loss)([own])
     mesh.close()
@@ -103,11 +127,15 @@ def _plainly(step: int = 0) -> Any:
     batch = batch_of(step)
     total, count = loss(net(batch["pixels"]), batch)
     (total / count).backward()
-    return (total / count).item(), {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+    return (total / count).item(), {
+        n: p.grad for n, p in net.named_parameters() if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("sizes", MESHES[1:], ids=str)
-def test_a_module_follows_one_process_and_goes_on_on_another_mesh(sizes: dict[str, int], tmp_path: Path) -> None:
+def test_a_module_follows_one_process_and_goes_on_on_another_mesh(
+    sizes: dict[str, int], tmp_path: Path
+) -> None:
     ranks = run_ranks(_train, sizes["dp"], sizes, str(tmp_path))
     value, gradients = _plainly()
     assert ranks[0][0][0][0] == pytest.approx(value, abs=1e-6)
@@ -126,7 +154,12 @@ def test_what_only_one_rank_uses_has_its_gradient_on_all(tmp_path: Path) -> None
 
 
 def _transformers(sizes: dict[str, int], folder: str) -> Any:
-    from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
 
     import threefold
 
@@ -134,9 +167,25 @@ def _transformers(sizes: dict[str, int], folder: str) -> Any:
     found = []
     for dtype in ("float32", "bfloat16"):
         torch.manual_seed(0)
-        sizes_of_bert = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-        sizes_of_bert |= {"intermediate_size": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        sizes_of_t5 = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+        sizes_of_bert = {
+            "vocab_size": 64,
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        }
+        sizes_of_bert |= {
+            "intermediate_size": 32,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        }
+        sizes_of_t5 = {
+            "vocab_size": 64,
+            "d_model": 16,
+            "d_kv": 8,
+            "d_ff": 32,
+            "num_layers": 2,
+            "num_heads": 2,
+        }
         t5 = T5Config(**sizes_of_t5, dropout_rate=0.0, decoder_start_token_id=0)
         classifier = BertForSequenceClassification(BertConfig(**sizes_of_bert))
         generator = torch.Generator().manual_seed(5)
@@ -150,11 +199,15 @@ def _transformers(sizes: dict[str, int], folder: str) -> Any:
 
             def own(outputs: Any, batch: Any) -> tuple[Any, Any]:
                 logits = outputs.logits.flatten(0, -2).float()
-                losses = nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
+                losses = nn.functional.cross_entropy(
+                    logits, batch["labels"].flatten(), reduction="sum"
+                )
                 return losses, batch["labels"].numel()
 
             step = threefold.TrainStep(model, loss=own, lr=1e-2)
-            rows = {name: values[mesh.dp_rank :: mesh.dp_size] for name, values in batch.items()}
+            rows = {
+                name: values[mesh.dp_rank :: mesh.dp_size] for name, values in batch.items()
+            }
             found.append((dtype, [tuple(step(rows)) for _ in range(3)]))
             to = Path(folder) / f"{dtype}-{len(found)}"
             assert model.save_pretrained(to).verified == "reloaded: equal weights"
@@ -170,7 +223,9 @@ def test_a_classifier_and_t5_follow_one_process(tmp_path: Path) -> None:
         ranks = run_ranks(_transformers, 2, sizes, str(tmp_path / str(len(sizes))))
         for (dtype, found), (_, expected) in zip(ranks[0], alone, strict=True):
             bound = 1e-4 if dtype == "float32" else 3e-2
-            assert all(a == pytest.approx(b, rel=bound) for a, b in zip(found, expected, strict=True)), (sizes, dtype)
+            assert all(
+                a == pytest.approx(b, rel=bound) for a, b in zip(found, expected, strict=True)
+            ), (sizes, dtype)
 
 
 def _refused(sizes: dict[str, int], folder: str) -> list[str]:
@@ -187,7 +242,11 @@ def _refused(sizes: dict[str, int], folder: str) -> list[str]:
         else:
             said.append("nothing")
 
-    tell(lambda: threefold.load_model(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), mesh=mesh))
+    tell(
+        lambda: threefold.load_model(
+            nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), mesh=mesh
+        )
+    )
     tell(lambda: threefold.load_model(nn.Linear(2, 2 + mesh.rank), mesh=mesh))
     model = threefold.load_model(Net(), mesh=mesh)
     model.module.scale += mesh.rank
@@ -205,7 +264,9 @@ def test_what_would_differ_between_data_ranks_is_refused(tmp_path: Path) -> None
         assert norm.startswith(
             "ConfigError: BatchNorm1d '1' normalises over the rows of a rank, of which 2 dp ranks have each their own"
         )
-        assert other.startswith("ConfigError: rank 1 gives load_model another Linear than rank 0")
+        assert other.startswith(
+            "ConfigError: rank 1 gives load_model another Linear than rank 0"
+        )
         assert buffer.startswith(
             "RunError: the copies of scale differ after step 1, which is not saved: rank 1 from rank 0"
         )
@@ -258,5 +319,10 @@ def _sums(sizes: dict[str, int]) -> list[float]:
 
 
 def test_collectives_of_ones_own_along_an_axis() -> None:
-    assert run_ranks(_sums, 4, {"dp": 2, "tp": 2}) == [[2, 0, 1, 2], [4, 1, 1, 4], [2, 2, 5, 2], [4, 3, 5, 4]]
+    assert run_ranks(_sums, 4, {"dp": 2, "tp": 2}) == [
+        [2, 0, 1, 2],
+        [4, 1, 1, 4],
+        [2, 2, 5, 2],
+        [4, 3, 5, 4],
+    ]
     assert math.isclose(run_ranks(_sums, 1, {})[0][0], 0.0)

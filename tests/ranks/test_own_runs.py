@@ -48,24 +48,35 @@ def test_loop_in_a_run_is_the_loop_and_goes_on_after_a_signal_to_any_rank(
 ) -> None:
     whole = run_ranks(by_hand, math.prod(sizes.values()), sizes, UNTIL)[0]
     begun = _ranks(sizes, str(tmp_path / "run"), UNTIL, signal_in(6))
-    assert {ended for _, ended in begun} == {75} and len({len(numbers) for numbers, _ in begun}) == 1
+    assert {ended for _, ended in begun} == {75} and len(
+        {len(numbers) for numbers, _ in begun}
+    ) == 1
     done = len(begun[0][0])
     assert 6 <= done <= 8  # a rank that is not signalled hears of it within two steps
     rest = _ranks(sizes, str(tmp_path / "run"), UNTIL)
     assert {ended for _, ended in rest} == {0}
-    assert all([*first, *then] == whole for (first, _), (then, _) in zip(begun, rest, strict=True))
+    assert all(
+        [*first, *then] == whole for (first, _), (then, _) in zip(begun, rest, strict=True)
+    )
 
     run = tmp_path / "run"
     logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(line["loss"], line["grad_norm"]) for line in logged] == whole
     assert all(("slowest_rank" in line) == bool(sizes) for line in logged)
-    assert [line["lr"] for line in logged] == pytest.approx([1e-2 * 0.9**step for step in range(UNTIL)])
+    assert [line["lr"] for line in logged] == pytest.approx(
+        [1e-2 * 0.9**step for step in range(UNTIL)]
+    )
     saved = [("save", step) for step in dict.fromkeys((4, done))]
     assert events(run)[: 2 + len(saved)] == [("start", 0), *saved, ("stop", done)]
     assert events(run)[-1] == ("done", UNTIL)
     proved = list(proof_lines(run))
-    assert proved[-1].startswith(f"proved: {8 * UNTIL} reads, each by exactly one dp rank"), proved
-    assert any("chain: 2 starts, each after the one before; checkpoints of them: 2" in line for line in proved)
+    assert proved[-1].startswith(f"proved: {8 * UNTIL} reads, each by exactly one dp rank"), (
+        proved
+    )
+    assert any(
+        "chain: 2 starts, each after the one before; checkpoints of them: 2" in line
+        for line in proved
+    )
 
 
 @pytest.mark.parametrize("sizes", MESHES[:2], ids=str)
@@ -73,7 +84,9 @@ def test_loop_goes_on_where_an_epoch_has_ended(sizes: dict[str, int], tmp_path: 
     """Of the epoch in which it was saved nothing is left."""
     epoch, until = own_runs.ROWS // 8, 2 * (own_runs.ROWS // 8) + 1
     whole = run_ranks(by_hand, math.prod(sizes.values()), sizes, until)[0]
-    parts = [_ranks(sizes, str(tmp_path / "run"), stop)[0] for stop in (epoch, 2 * epoch, until)]
+    parts = [
+        _ranks(sizes, str(tmp_path / "run"), stop)[0] for stop in (epoch, 2 * epoch, until)
+    ]
     assert [numbers for part, _ in parts for numbers in part] == whole
     assert {ended for _, ended in parts} == {0}
     assert list(proof_lines(tmp_path / "run"))[-1].startswith(f"proved: {8 * until} reads")
@@ -89,7 +102,10 @@ def test_run_that_is_killed_goes_on_as_the_unbroken_one(tmp_path: Path) -> None:
     # Steps 5 to 7 are made again: the newest checkpoint is of step 4.
     found = eval(done.stdout.splitlines()[-1])
     assert found == run_ranks(by_hand, 1, {}, UNTIL)[0][4:]
-    logged = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    logged = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
     assert logged == [*range(1, 8), *range(5, UNTIL + 1)]
     assert list(proof_lines(tmp_path / "run"))[-1].startswith(f"proved: {8 * UNTIL} reads")
     told = runs.command(tmp_path, "explain", "run")
@@ -101,16 +117,28 @@ def test_run_that_is_killed_goes_on_as_the_unbroken_one(tmp_path: Path) -> None:
     asked = [command.split()[1] for command, _ in facts.commands()]
     assert asked == ["export", "data", "why", "data"] and "--" not in facts.commands()[1][0]
     # It is no run of the command.
-    for words in (("resume", "run"), ("sample", "run", "--prompt", "x"), ("data", "audit", "run", "--contents")):
+    for words in (
+        ("resume", "run"),
+        ("sample", "run", "--prompt", "x"),
+        ("data", "audit", "run", "--contents"),
+    ):
         refused = runs.command(tmp_path, *words)
-        assert refused.returncode == 2 and "a program with a loop of its own" in refused.stderr, words
+        assert (
+            refused.returncode == 2 and "a program with a loop of its own" in refused.stderr
+        ), words
         assert "threefold export run --to DIR" in refused.stderr
     runs.prepare(tmp_path)
-    refused = runs.command(tmp_path, "train", "config.yaml", "--mesh.dp", "1", "--log.dir", "run")
-    assert refused.returncode == 2 and "log.dir = run holds a run of a program" in refused.stderr
+    refused = runs.command(
+        tmp_path, "train", "config.yaml", "--mesh.dp", "1", "--log.dir", "run"
+    )
+    assert (
+        refused.returncode == 2 and "log.dir = run holds a run of a program" in refused.stderr
+    )
 
 
-def test_run_that_goes_on_while_it_is_proved_is_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_goes_on_while_it_is_proved_is_proved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is logged and saved after its record was read is not missed in that."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     _ranks({}, str(whole), UNTIL)
@@ -135,12 +163,20 @@ def test_run_that_goes_on_while_it_is_proved_is_proved(tmp_path: Path, monkeypat
 
 
 def test_run_goes_back_and_sets_aside_what_was_later(tmp_path: Path) -> None:
-    folder, back = tmp_path / "run", {"checkpoint.resume": str(tmp_path / "run/checkpoints/step-00000004")}
+    folder, back = (
+        tmp_path / "run",
+        {"checkpoint.resume": str(tmp_path / "run/checkpoints/step-00000004")},
+    )
     whole, _ = _ranks({}, str(folder), 9, config={"checkpoint.keep": 5})[0]
     again, ended = _ranks({}, str(folder), 6, config=back)[0]
     assert ended == 0 and again == whole[4:6]
     names = sorted(path.name for path in folder.glob("checkpoints/*"))
-    assert names == ["aside-1-step-00000008", "aside-1-step-00000009", "step-00000004", "step-00000006"]
+    assert names == [
+        "aside-1-step-00000008",
+        "aside-1-step-00000009",
+        "step-00000004",
+        "step-00000006",
+    ]
     assert ("rewind", 4) in events(folder)
     assert list(proof_lines(folder))[-1].startswith("proved: 48 reads")
 
@@ -163,19 +199,33 @@ def _marked() -> int:
 
 
 @pytest.mark.parametrize("policy", ["error", "skip"])
-def test_number_that_is_not_finite_ends_the_run_or_is_left_out(policy: str, tmp_path: Path) -> None:
+def test_number_that_is_not_finite_ends_the_run_or_is_left_out(
+    policy: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     found = _ranks({"dp": 2}, str(folder), 5, loss=_nan, config={"train.nonfinite": policy})
     first, row = found[0], _marked()
     assert found[0][1] == found[1][1]
     if policy == "error":
-        assert len(first[0]) == 2 and f"step 3: the loss is not finite on rank 1: rows {row}, " in str(first[1])
-        assert f"threefold data order {folder} --step 3; or threefold.Run(..., config=" in str(first[1])
+        assert len(
+            first[0]
+        ) == 2 and f"step 3: the loss is not finite on rank 1: rows {row}, " in str(first[1])
+        assert f"threefold data order {folder} --step 3; or threefold.Run(..., config=" in str(
+            first[1]
+        )
         assert [line.last for line in record.read_lines(folder / "audit.jsonl")[1:]] == [3]
         assert CheckpointFolder(folder).all() == []
     else:
-        assert first[1] == 0 and [math.isfinite(loss) for loss, _ in first[0]] == [True, True, False, True, True]
-        logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert first[1] == 0 and [math.isfinite(loss) for loss, _ in first[0]] == [
+            True,
+            True,
+            False,
+            True,
+            True,
+        ]
+        logged = [
+            json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ]
         (skipped,) = (line for line in logged if "skipped" in line)
         assert skipped["step"] == 3 and "not finite on rank 1" in skipped["skipped"]
         assert logged[-1]["skipped_steps"] == 1
@@ -223,7 +273,11 @@ def _two(folder: str) -> list[str]:
             step(batch)
             take = f"from threefold.checkpoint.lock import RunLock as R; R().take(Path({folder!r}), fresh=False)"
             code = f"from pathlib import Path; {take}"
-            told.append(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr)
+            told.append(
+                subprocess.run(
+                    [sys.executable, "-c", code], capture_output=True, text=True
+                ).stderr
+            )
     try:
         threefold.save(folder, model=step.model, step=2)
     except threefold.errors.ConfigError as error:
@@ -253,9 +307,13 @@ def test_folder_of_a_run_is_that_of_one_process_and_of_the_run_alone(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "settings", [{"drop_last": False}, {"drop_last": False, "batch_size": 5}], ids=["usual batch", "another batch"]
+    "settings",
+    [{"drop_last": False}, {"drop_last": False, "batch_size": 5}],
+    ids=["usual batch", "another batch"],
 )
-def test_rows_of_an_uneven_last_batch_are_proved(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_rows_of_an_uneven_last_batch_are_proved(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     _, ended = _ranks({}, str(tmp_path / "run"), UNTIL, **settings)[0]
     assert ended == 0
     proved = list(proof_lines(tmp_path / "run"))
@@ -275,14 +333,26 @@ def alone(tmp_path: Path) -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("config", "what", "fix"),
     [
-        ({"data.source": "x"}, "config has 'data.source'", "leave data.source out: the program decides it"),
+        (
+            {"data.source": "x"},
+            "config has 'data.source'",
+            "leave data.source out: the program decides it",
+        ),
         (
             {"train.nonfinite": "maybe"},
             "train.nonfinite = maybe is not accepted",
             r"config=\{'train.nonfinite': 'error'\}",
         ),
-        ({"log.trackers": ["nix"]}, "nix in log.trackers", r"config=\{'log.trackers': \['tensorboard'\]\}"),
-        ({"checkpoint.resume": "/nix"}, "checkpoint.resume = /nix does not exist", "check the path"),
+        (
+            {"log.trackers": ["nix"]},
+            "nix in log.trackers",
+            r"config=\{'log.trackers': \['tensorboard'\]\}",
+        ),
+        (
+            {"checkpoint.resume": "/nix"},
+            "checkpoint.resume = /nix does not exist",
+            "check the path",
+        ),
     ],
     ids=["key", "value", "tracker", "checkpoint"],
 )
@@ -324,8 +394,14 @@ def test_run_that_is_done_ends_at_once_when_it_is_started_again(tmp_path: Path) 
 
 def _files(folder: Path) -> dict[str, Any]:
     """Contents and times of what lies in a run's folder, but for its lock and the logs of its processes."""
-    files = [each for each in folder.rglob("*") if each.is_file() and each.parent.name != "logs"]
-    return {str(each): (each.stat().st_mtime_ns, each.read_bytes()) for each in files if each.name != "run.lock"}
+    files = [
+        each for each in folder.rglob("*") if each.is_file() and each.parent.name != "logs"
+    ]
+    return {
+        str(each): (each.stat().st_mtime_ns, each.read_bytes())
+        for each in files
+        if each.name != "run.lock"
+    }
 
 
 def _logged_afterwards(folder: str) -> list[str]:
@@ -341,7 +417,10 @@ def _logged_afterwards(folder: str) -> list[str]:
         assert len(Journal(Path(folder)).lines()) == before
         run.log(accuracy=0.5)
     mesh.close()
-    assert json.loads((Path(folder) / "metrics.jsonl").read_text().splitlines()[-1])["accuracy"] == 0.5
+    assert (
+        json.loads((Path(folder) / "metrics.jsonl").read_text().splitlines()[-1])["accuracy"]
+        == 0.5
+    )
     return [line["event"] for line in Journal(Path(folder)).lines()[before:]]
 
 
@@ -363,7 +442,11 @@ def _over_a_list(folder: str) -> list[Any]:
         try:
             with threefold.Run(name, mesh=mesh) as run:
                 run.load(step)
-                left = batches if again or not run.step else itertools.islice(itertools.cycle(batches), run.step, None)
+                left = (
+                    batches
+                    if again or not run.step
+                    else itertools.islice(itertools.cycle(batches), run.step, None)
+                )
                 for batch in run.steps(left, until=until):
                     found.append(step(batch).loss)
                     if run.step == until:
@@ -395,14 +478,24 @@ def _over_a_list(folder: str) -> list[Any]:
 def test_run_over_a_list_continues_where_it_is_told(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     whole, begun, again, rest, before = run_ranks(_over_a_list, 1, str(folder))[0]
-    assert again[0].startswith("the run resumes after step 3, and run.steps(...) is given list, which begins again")
-    assert "fix: run.steps(itertools.islice(itertools.cycle(batches), run.step, None), until=...)" in again[0]
+    assert again[0].startswith(
+        "the run resumes after step 3, and run.steps(...) is given list, which begins again"
+    )
+    assert (
+        "fix: run.steps(itertools.islice(itertools.cycle(batches), run.step, None), until=...)"
+        in again[0]
+    )
     assert [*begun, *rest] == whole and len(whole) == 5
     assert before[0].startswith("step(batch) before run.steps(...)")
     # Nothing of a list is known by number: the folder says so, and what helps.
     told = runs.command(tmp_path, "data", "audit", "run")
-    assert told.returncode == 2 and "run was not audited: islice does not tell its rows" in told.stderr
-    assert "fix: for the next run: loader = threefold.distribute(DataLoader(...))" in told.stderr
+    assert (
+        told.returncode == 2
+        and "run was not audited: islice does not tell its rows" in told.stderr
+    )
+    assert (
+        "fix: for the next run: loader = threefold.distribute(DataLoader(...))" in told.stderr
+    )
 
 
 def _with_lambda(sizes: dict[str, int], folder: str, until: int) -> list[tuple[float, float]]:
@@ -412,14 +505,21 @@ def _with_lambda(sizes: dict[str, int], folder: str, until: int) -> list[tuple[f
     import threefold
 
     mesh, _, loader, _ = own_runs.parts(sizes)
-    config = {**own_runs.TINY_LLAMA, "model_type": "qwen2"}  # biases of queries are split over tp, norms are not
-    step = threefold.TrainStep(threefold.load_model(config=config, mesh=mesh, admission="off"), lr=1e-2)
+    config = {
+        **own_runs.TINY_LLAMA,
+        "model_type": "qwen2",
+    }  # biases of queries are split over tp, norms are not
+    step = threefold.TrainStep(
+        threefold.load_model(config=config, mesh=mesh, admission="off"), lr=1e-2
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(step.optimizer, lambda step: 1 / (1 + step))
     numbers = []
     with threefold.Run(folder, mesh=mesh) as run:
         run.load(step, loader, schedule=schedule)
         for batch in run.steps(loader, until=until):
-            numbers.append((step(batch).loss, *{group["lr"] for group in step.optimizer.param_groups}))
+            numbers.append(
+                (step(batch).loss, *{group["lr"] for group in step.optimizer.param_groups})
+            )
             schedule.step()
     mesh.close()
     return numbers
@@ -481,7 +581,9 @@ def _guarded(folder: str) -> dict[str, Any]:
         "begun": said("run", lambda run: trained(run, 2)),
         "extra": said("run", lambda run: trained(run, 3)),
         "state": said("run", lambda run: trained(run, 4, schedule=scheduler)),
-        "outside": said("outside", lambda run: (trained(run, 1, batches=_Read([*rows])), step(rows[0]))),
+        "outside": said(
+            "outside", lambda run: (trained(run, 1, batches=_Read([*rows])), step(rows[0]))
+        ),
         "none": said("none", lambda run: trained(run, 2, batches=_Read([]))),
         "over": said("over", lambda run: trained(run, 6, batches=_Read(list(loader)[:2]))),
     }
@@ -489,7 +591,9 @@ def _guarded(folder: str) -> dict[str, Any]:
     newest.write_bytes(newest.read_bytes()[:-1])
     found["damaged"] = said("run", lambda run: (trained(run, 4), run.folder.resume.step))
     RunFolder.commit = full  # type: ignore[method-assign, assignment]
-    found["full"] = said("full", lambda run: trained(run, 2, list(loader)), **{"checkpoint.on_error": "continue"})
+    found["full"] = said(
+        "full", lambda run: trained(run, 2, list(loader)), **{"checkpoint.on_error": "continue"}
+    )
     mesh.close()
     return found
 
@@ -503,7 +607,9 @@ def test_every_guard_of_a_run_says_what_it_found(tmp_path: Path) -> None:
     assert found["none"].startswith("there are no batches for step 1")
     assert found["over"].startswith("there are no batches for step 3")
     assert found["damaged"] == ({"seen": 2}, 2)
-    assert found["full"].startswith("the state after step 2 is not saved; the newest checkpoint is of step 0")
+    assert found["full"].startswith(
+        "the state after step 2 is not saved; the newest checkpoint is of step 0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -511,15 +617,23 @@ def test_every_guard_of_a_run_says_what_it_found(tmp_path: Path) -> None:
     [
         ({"batch_size": 2}, "pad", "43 rows are padded for 2 dp ranks"),
         ({"batch_size": 2}, "drop", "tail='drop' leaves out 1 rows"),
-        ({"batch_size": 2, "sampler": WeightedRandomSampler([1.0] * 43, 43)}, "pad", "rows drawn with weights"),
+        (
+            {"batch_size": 2, "sampler": WeightedRandomSampler([1.0] * 43, 43)},
+            "pad",
+            "rows drawn with weights",
+        ),
         ({"batch_size": 2}, "exact", ""),
         ({"batch_size": 2, "drop_last": True}, "drop", ""),
     ],
     ids=["padded", "dropped", "weights", "exact", "drop_last"],
 )
-def test_rows_that_are_not_each_read_once_are_not_audited(settings: dict[str, Any], tail: Any, why: str) -> None:
+def test_rows_that_are_not_each_read_once_are_not_audited(
+    settings: dict[str, Any], tail: Any, why: str
+) -> None:
     place = SimpleNamespace(dp_rank=0, dp_size=2)
-    order, found, fix = _order_of(distribute(DataLoader(range(43), **settings), place, tail=tail))  # type: ignore[arg-type]
+    order, found, fix = _order_of(
+        distribute(DataLoader(range(43), **settings), place, tail=tail)
+    )  # type: ignore[arg-type]
     assert found.startswith(why) and bool(found) == bool(why) == bool(fix) == (order is None)
 
 
@@ -540,6 +654,11 @@ def test_rank_that_does_not_go_on_is_named_and_ends_the_run(tmp_path: Path) -> N
     done = runs.torchrun(tmp_path, 2, "hangs.py", timeout_s=120)
     assert done.returncode != 0
     said = done.stdout + done.stderr
-    assert re.search(r"rank 1 of host \S+ \(process \d+\) is in the program of step 2", said), said
-    assert "if steps may take longer: config={'train.timeout_s': 8}, with a larger init_mesh(timeout_s=...)" in said
+    assert re.search(r"rank 1 of host \S+ \(process \d+\) is in the program of step 2", said), (
+        said
+    )
+    assert (
+        "if steps may take longer: config={'train.timeout_s': 8}, with a larger init_mesh(timeout_s=...)"
+        in said
+    )
     assert "hangs.py" in said and "the run ends here, and its checkpoints are kept" in said

@@ -42,7 +42,9 @@ def ranks_of(sizes: dict[str, int]) -> int:
     return math.prod(size for axis, size in sizes.items() if axis != "dp_shard")
 
 
-def _loop(sizes: dict[str, int], folder: str, until: int, wait: bool) -> tuple[int, list[float], Any]:
+def _loop(
+    sizes: dict[str, int], folder: str, until: int, wait: bool
+) -> tuple[int, list[float], Any]:
     """(steps done before, losses, extra) of a loop that goes on from the folder's newest checkpoint, and saves."""
     from torch.utils.data import DataLoader
 
@@ -51,7 +53,9 @@ def _loop(sizes: dict[str, int], folder: str, until: int, wait: bool) -> tuple[i
     mesh = threefold.init_mesh(**sizes)
     model = threefold.load_model(config=TINY_LLAMA, mesh=mesh, admission="off")
     step = threefold.TrainStep(model, lr=1e-2)
-    loader = threefold.distribute(DataLoader(Windows(), batch_size=8 // mesh.dp_size, shuffle=True, drop_last=True))
+    loader = threefold.distribute(
+        DataLoader(Windows(), batch_size=8 // mesh.dp_size, shuffle=True, drop_last=True)
+    )
     found = threefold.load(folder, model=model, optimizer=step, loader=loader)
     done = before = found.step if found is not None else 0
     losses: list[float] = []
@@ -63,7 +67,14 @@ def _loop(sizes: dict[str, int], folder: str, until: int, wait: bool) -> tuple[i
                 step.lr = 5e-3
                 said = {"best": min(losses)}
                 threefold.save(
-                    folder, model=model, step=done, optimizer=step, loader=loader, extra=said, wait=wait, keep=2
+                    folder,
+                    model=model,
+                    step=done,
+                    optimizer=step,
+                    loader=loader,
+                    extra=said,
+                    wait=wait,
+                    keep=2,
                 )
             if done == until:
                 break
@@ -77,10 +88,16 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 # Both ways between one process and a full mesh are always run, the others with the long cases.
-@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3)), 4])
-def test_a_loop_goes_on_on_another_mesh(number: int, tmp_path: Path, unbroken: list[float]) -> None:
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3)), 4]
+)
+def test_a_loop_goes_on_on_another_mesh(
+    number: int, tmp_path: Path, unbroken: list[float]
+) -> None:
     first, then = MESHES[number], MESHES[(number + 1) % len(MESHES)]
-    _, begun, nothing = run_ranks(_loop, ranks_of(first), first, str(tmp_path), STOP, bool(number % 2))[0]
+    _, begun, nothing = run_ranks(
+        _loop, ranks_of(first), first, str(tmp_path), STOP, bool(number % 2)
+    )[0]
     before, rest, extra = run_ranks(_loop, ranks_of(then), then, str(tmp_path), STEPS, True)[0]
     assert (before, nothing, extra) == (STOP, None, {"best": min(begun)})
     assert [*begun, *rest] == pytest.approx(unbroken, abs=1e-4)
@@ -107,7 +124,9 @@ def _with_an_optimizer(sizes: dict[str, int], folder: str, until: int) -> Any:
 
     def loss(logits: Any, batch: Any) -> Any:
         total, count = loops.weighted(logits, batch)
-        return (total * float("nan") if bad and mesh.dp_rank == mesh.cp_rank == 0 else total), count
+        return (
+            total * float("nan") if bad and mesh.dp_rank == mesh.cp_rank == 0 else total
+        ), count
 
     step = threefold.TrainStep(model, optimizer, loss=loss)
     found = threefold.load(folder, model=model, optimizer=optimizer)
@@ -158,9 +177,16 @@ def _folder_and_text(sizes: dict[str, int], folder: str) -> Any:
         assert torch.equal(torch.get_rng_state(), before)
         with torch.no_grad():
             logits = model(input_ids=torch.arange(16)[None])
-            reloaded = AutoModelForCausalLM.from_pretrained(to)(input_ids=torch.arange(16)[None]).logits
+            reloaded = AutoModelForCausalLM.from_pretrained(to)(
+                input_ids=torch.arange(16)[None]
+            ).logits
         near = Bound("logits", 1e-4, "roundings of another kernel", relative=False)
-        found.append((written.tolist(), Comparison(compare_tensors(near, {"": logits}, {"": reloaded})).holds))
+        found.append(
+            (
+                written.tolist(),
+                Comparison(compare_tensors(near, {"": logits}, {"": reloaded})).holds,
+            )
+        )
         assert [*model.state_dict()] == [name for name, _ in model.named_parameters()] or lora
     mesh.close()
     return found

@@ -24,7 +24,11 @@ def _frozen(sizes: dict[str, int]) -> Any:
     mesh = threefold.init_mesh(**sizes)
     model = threefold.load_model(config=TINY_LLAMA, mesh=mesh)
     first = next(model.module.parameters())
-    late = "" if sizes == {"dp": 2} else "requires_grad of model.embed_tokens.weight was set to False after load_model"
+    late = (
+        ""
+        if sizes == {"dp": 2}
+        else "requires_grad of model.embed_tokens.weight was set to False after load_model"
+    )
     if not late:
         first.requires_grad_(False)
         with pytest.raises(ConfigError) as error:
@@ -37,7 +41,11 @@ def _frozen(sizes: dict[str, int]) -> Any:
     for batch in loops.batches():
         batch.pop("weights")
         numbers.append(tuple(step(loops.share(batch, mesh))))
-    moved = [n for n, each in model.named_parameters() if not torch.equal(before[n], loops.whole(each))]
+    moved = [
+        n
+        for n, each in model.named_parameters()
+        if not torch.equal(before[n], loops.whole(each))
+    ]
     mesh.close()
     return numbers, sorted(names), sorted(moved), late
 
@@ -45,12 +53,19 @@ def _frozen(sizes: dict[str, int]) -> Any:
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_what_is_frozen_stays_and_the_rest_is_as_in_one_process(sizes: dict[str, int]) -> None:
     alone, names, moved, _ = run_ranks(_frozen, 1, {})[0]
-    assert {name.split(".")[1] for name in names} == {"embed_tokens", "layers"} and not set(names) & set(moved)
+    assert {name.split(".")[1] for name in names} == {"embed_tokens", "layers"} and not set(
+        names
+    ) & set(moved)
     for numbers, its_names, its_moved, late in run_ranks(_frozen, 2, sizes, timeout_s=60):
         assert (its_names, its_moved) == (names, moved)
-        assert late == "requires_grad of model.embed_tokens.weight was set to False after load_model"
+        assert (
+            late
+            == "requires_grad of model.embed_tokens.weight was set to False after load_model"
+        )
         for (loss, norm), (one_loss, one_norm) in zip(numbers, alone, strict=True):
-            assert loss == pytest.approx(one_loss, rel=1e-4) and norm == pytest.approx(one_norm, rel=1e-3)
+            assert loss == pytest.approx(one_loss, rel=1e-4) and norm == pytest.approx(
+                one_norm, rel=1e-3
+            )
 
 
 class Rows:
@@ -69,7 +84,11 @@ class Rows:
                 for group in self.param_groups:
                     for each in group["params"]:
                         local = each.to_local() if hasattr(each, "to_local") else each
-                        gradient = each.grad.to_local() if hasattr(each.grad, "to_local") else each.grad
+                        gradient = (
+                            each.grad.to_local()
+                            if hasattr(each.grad, "to_local")
+                            else each.grad
+                        )
                         local.sub_(group["lr"] * gradient / gradient.abs().max())
 
         return ByLargest(parameters)
@@ -98,7 +117,9 @@ def _tried(sizes: dict[str, int]) -> dict[str, str]:
         batch = loops.share(loops.batches(1)[0], mesh)
         batch.pop("weights")
         try:
-            assert math.isfinite(threefold.TrainStep(model, make(model.parameters()))(batch).grad_norm)
+            assert math.isfinite(
+                threefold.TrainStep(model, make(model.parameters()))(batch).grad_norm
+            )
             said[name] = "works"
         except threefold.errors.ConfigError as error:
             (problem,) = error.problems
@@ -108,7 +129,9 @@ def _tried(sizes: dict[str, int]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("sizes", MESHES[1:], ids=str)
-def test_an_optimizer_works_on_the_mesh_or_is_refused_before_the_first_step(sizes: dict[str, int]) -> None:
+def test_an_optimizer_works_on_the_mesh_or_is_refused_before_the_first_step(
+    sizes: dict[str, int],
+) -> None:
     said, other = run_ranks(_tried, 2, sizes, timeout_s=120)
     assert said == other
     assert {said[name] for name in ("adamw", "sgd", "nadam")} == {"works"}
@@ -119,7 +142,11 @@ def test_an_optimizer_works_on_the_mesh_or_is_refused_before_the_first_step(size
     assert said["adafactor"] == f"Adafactor cannot step on this mesh / {other_fix}"
     for name in ("fused", "foreach"):
         # On tp some parameters are split and some whole, which one kernel does not take together.
-        assert said[name] == ("works" if "dp" in sizes else f"AdamW cannot step on this mesh / leave {name}=True out")
+        assert said[name] == (
+            "works"
+            if "dp" in sizes
+            else f"AdamW cannot step on this mesh / leave {name}=True out"
+        )
 
 
 def _written(sizes: dict[str, int], asked: list[list[list[int]]]) -> list[Any]:
@@ -131,7 +158,12 @@ def _written(sizes: dict[str, int], asked: list[list[list[int]]]) -> list[Any]:
     model = threefold.load_model(config=TINY_LLAMA, mesh=mesh, admission="off")
     if mesh.world_size > 1:
         asked = [asked[mesh.dp_rank]]
-    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": True, "seed": 3, "pad_token_id": 0}
+    options: dict[str, Any] = {
+        "max_new_tokens": 4,
+        "do_sample": True,
+        "seed": 3,
+        "pad_token_id": 0,
+    }
     found = [model.generate(torch.tensor(each), **options).tolist() for each in asked]
     mesh.close()
     return found

@@ -68,7 +68,9 @@ def train_on_mesh(
             for name, parameter in model.module.named_parameters():
                 gradient = parameter.grad
                 assert gradient is not None, name
-                first[name] = (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).clone()
+                first[name] = (
+                    gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+                ).clone()
         step_of_optimizer()
 
     optimizer.step = capture_then_step  # type: ignore[method-assign]
@@ -95,7 +97,11 @@ def alone() -> Any:
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_mesh_follows_one_process(sizes: tuple[int, int, int, int], alone: Any) -> None:
-    results = run_ranks(train_on_mesh, math.prod(sizes), sizes, TINY_LLAMA, 2, 1, sizes in SHARED or "auto")
+    results = run_ranks(
+        train_on_mesh, math.prod(sizes), sizes, TINY_LLAMA, 2, 1, sizes in SHARED or "auto"
+    )
     comparison = require(compare_trainings(Training(*results[0]), Training(*alone), PARITY))
     print(f"parity {sizes}: {comparison}")
-    assert all(result[0] == results[0][0] for result in results), "ranks disagree about the loss"
+    assert all(result[0] == results[0][0] for result in results), (
+        "ranks disagree about the loss"
+    )

@@ -42,7 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write_pairs(path: Path, number: int) -> None:
     rows = [
-        {"prompt": f"q{each}:", "chosen": "yes" * (1 + each % 4), "rejected": f"no{each * each}" * (1 + each % 2)}
+        {
+            "prompt": f"q{each}:",
+            "chosen": "yes" * (1 + each % 4),
+            "rejected": f"no{each * each}" * (1 + each % 2),
+        }
         for each in range(number)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -54,19 +58,36 @@ def rows_in(folder: Path) -> Any:
     from threefold.data.text.source import Source
     from threefold.data.tokens import load_tokenizer
 
-    store = open_store(Source(str(folder / "p.jsonl")), tokenizer=load_tokenizer("bytes"), cache=folder / "cache")
+    store = open_store(
+        Source(str(folder / "p.jsonl")),
+        tokenizer=load_tokenizer("bytes"),
+        cache=folder / "cache",
+    )
     return Packing(SEQ_LEN, "best_fit", document_mask=True).pack(store)
 
 
 def asked(kind: str, lora: bool = False) -> Any:
     from threefold.config.loading import validate
 
-    model = {"config": MODEL, **({"lora": {"r": 4, "target_modules": "all-linear"}} if lora else {})}
+    model = {
+        "config": MODEL,
+        **({"lora": {"r": 4, "target_modules": "all-linear"}} if lora else {}),
+    }
     train = {"objective": "dpo", "global_batch": ROWS, "micro_batch": 2}
-    return validate({"model": model, "train": train, "dpo": LOSSES[kind], "data": {"seq_len": SEQ_LEN}})
+    return validate(
+        {"model": model, "train": train, "dpo": LOSSES[kind], "data": {"seq_len": SEQ_LEN}}
+    )
 
 
-def curve(mesh: Any, folder: Path, kind: str, cache: Path, *, lora: bool = False, checkpointing: str = "none") -> Any:
+def curve(
+    mesh: Any,
+    folder: Path,
+    kind: str,
+    cache: Path,
+    *,
+    lora: bool = False,
+    checkpointing: str = "none",
+) -> Any:
     """(numbers and measures of each step, gradients of the first, evaluation, lines said) of a loop on pairs."""
     import os
 
@@ -82,7 +103,11 @@ def curve(mesh: Any, folder: Path, kind: str, cache: Path, *, lora: bool = False
     adapters = {"r": 4, "target_modules": "all-linear"} if lora else None
     recomputed: Any = checkpointing
     model = threefold.load_model(
-        config=MODEL, mesh=mesh, admission="off", lora=adapters, activation_checkpointing=recomputed
+        config=MODEL,
+        mesh=mesh,
+        admission="off",
+        lora=adapters,
+        activation_checkpointing=recomputed,
     )
     said: list[str] = []
     pairs = pairs_of(config, model, rows, None, resumed=None, say=said.append)
@@ -94,16 +119,28 @@ def curve(mesh: Any, folder: Path, kind: str, cache: Path, *, lora: bool = False
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
                     grad: Any = parameter.grad
-                    first[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone().numpy()
+                    first[name] = (
+                        (grad.full_tensor() if hasattr(grad, "full_tensor") else grad)
+                        .clone()
+                        .numpy()
+                    )
 
-    step = threefold.TrainStep(model, loss=pairs.loss, loss_on="log_probabilities", lr=LR, observe=observe)
+    step = threefold.TrainStep(
+        model, loss=pairs.loss, loss_on="log_probabilities", lr=LR, observe=observe
+    )
     order = Order(rows.num_rows, ROWS, seed=0, shuffle=True, tail="carry")
-    loader = iter(TokenLoader(rows, order, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, document_mask=True))
+    loader = iter(
+        TokenLoader(rows, order, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, document_mask=True)
+    )
     numbers = []
     for _ in range(STEPS):
         result = step.run(micro_batches(next(loader), 2), lr=LR)
-        numbers.append([mean_loss(result, mesh), result.grad_norm.item(), *mean_measures(result, mesh)])
-    held_out = evaluation_batches(rows, rows_per_rank=3, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, document_mask=True)
+        numbers.append(
+            [mean_loss(result, mesh), result.grad_norm.item(), *mean_measures(result, mesh)]
+        )
+    held_out = evaluation_batches(
+        rows, rows_per_rank=3, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size, document_mask=True
+    )
     (loss_sum, count), measured = evaluation_of(model, pairs.loss).measured(held_out)
     return numbers, first, [loss_sum, count, *measured.values()], said
 
@@ -132,10 +169,15 @@ def alone(folder: Path) -> Any:
 # The mesh of all axes is always run, each axis alone with the long cases.
 @pytest.mark.parametrize(
     "sizes",
-    [pytest.param(each, marks=() if "cp" in each and "tp" in each else pytest.mark.long) for each in MESHES],
+    [
+        pytest.param(each, marks=() if "cp" in each and "tp" in each else pytest.mark.long)
+        for each in MESHES
+    ],
     ids=str,
 )
-def test_every_mesh_follows_one_process(sizes: dict[str, int], alone: Any, folder: Path, tmp_path: Path) -> None:
+def test_every_mesh_follows_one_process(
+    sizes: dict[str, int], alone: Any, folder: Path, tmp_path: Path
+) -> None:
     num_ranks = math.prod(size for axis, size in sizes.items() if axis != "dp_shard")
     ranks = run_ranks(_curves, num_ranks, sizes, folder, tmp_path)
     for case, (numbers, gradients, evaluated, _) in alone.items():
@@ -147,7 +189,10 @@ def test_every_mesh_follows_one_process(sizes: dict[str, int], alone: Any, folde
         require(compare_tensors(STRICT, found_gradients, gradients), case)
         assert found_evaluated[1] == evaluated[1] == 60, "each pair is counted once"
         assert found_evaluated == pytest.approx(evaluated, abs=1e-2), case
-        assert all(rank[case][0] == found_numbers and rank[case][2] == found_evaluated for rank in ranks), case
+        assert all(
+            rank[case][0] == found_numbers and rank[case][2] == found_evaluated
+            for rank in ranks
+        ), case
 
 
 def _by_hand(folder: Path, kind: str) -> list[list[float]]:
@@ -163,10 +208,19 @@ def _by_hand(folder: Path, kind: str) -> list[list[float]]:
     torch.manual_seed(0)
     values = dict(MODEL)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    reference, rows, dpo = copy.deepcopy(model), rows_in(folder), validate({"dpo": {}, "train": {}}).dpo
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
+    reference, rows, dpo = (
+        copy.deepcopy(model),
+        rows_in(folder),
+        validate({"dpo": {}, "train": {}}).dpo,
+    )
     dpo = dpo.model_copy(update=LOSSES[kind])
-    groups = [{"params": [p for p in model.parameters() if (p.ndim >= 2) is matrix]} for matrix in (True, False)]
+    groups = [
+        {"params": [p for p in model.parameters() if (p.ndim >= 2) is matrix]}
+        for matrix in (True, False)
+    ]
     groups[0]["weight_decay"], groups[1]["weight_decay"] = 0.1, 0.0  # type: ignore[assignment]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
     loader = iter(
@@ -185,7 +239,9 @@ def _by_hand(folder: Path, kind: str) -> list[list[float]]:
         learnt = labels != -100
         for each in (model, reference):
             logits = each(input_ids=row["input_ids"][place][None], use_cache=False).logits[0]
-            found.append(logits.log_softmax(-1)[learnt].gather(1, labels[learnt][:, None]).sum())
+            found.append(
+                logits.log_softmax(-1)[learnt].gather(1, labels[learnt][:, None]).sum()
+            )
         return found[0] - found[1].detach(), int(learnt.sum())
 
     numbers = []
@@ -194,7 +250,9 @@ def _by_hand(folder: Path, kind: str) -> list[list[float]]:
         for number in range(ROWS):
             row = {name: values[number] for name, values in batch.items()}
             for pair in range((int(row["document_ids"].max()) + 1) // 2):
-                (chosen, chosen_tokens), (rejected, rejected_tokens) = (gained(row, 2 * pair + k) for k in (0, 1))
+                (chosen, chosen_tokens), (rejected, rejected_tokens) = (
+                    gained(row, 2 * pair + k) for k in (0, 1)
+                )
                 margin = dpo.beta * (chosen - rejected)
                 if dpo.loss == "hinge":
                     losses.append(torch.relu(1 - margin))
@@ -217,7 +275,9 @@ def _by_hand(folder: Path, kind: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_one_process_follows_a_loop_written_by_hand(kind: str, alone: Any, folder: Path) -> None:
+def test_one_process_follows_a_loop_written_by_hand(
+    kind: str, alone: Any, folder: Path
+) -> None:
     (expected,) = run_ranks(_by_hand, 1, folder, kind)
     for found, wanted in zip(alone[kind][0], expected, strict=True):
         assert found[0] == pytest.approx(wanted[0], abs=1e-5)

@@ -75,7 +75,9 @@ def _config(name: str, cache: str) -> Any:
 
     transformers.dynamic_module_utils.HF_MODULES_CACHE = f"{cache}/modules"
     os.environ["XDG_CACHE_HOME"] = cache
-    return validate({"model": {"name_or_path": name, "trust_remote_code": True}, "data": {"seq_len": 32}})
+    return validate(
+        {"model": {"name_or_path": name, "trust_remote_code": True}, "data": {"seq_len": 32}}
+    )
 
 
 def _admitted(names: list[str], caches: list[str]) -> str:
@@ -97,12 +99,16 @@ def test_a_kept_pass_admits_no_edited_code(tmp_path: Path) -> None:
     assert " probes hold: " in first and not first.endswith("found before")
     assert again.endswith("found before")
     _write(tmp_path / "own", LEAK)
-    assert "fails the probe of causality on any mesh" in run_ranks(_admitted, 1, [own], cache)[0]
+    assert (
+        "fails the probe of causality on any mesh" in run_ranks(_admitted, 1, [own], cache)[0]
+    )
 
 
 def test_code_that_differs_between_two_hosts_is_named(tmp_path: Path) -> None:
     names = [_write(tmp_path / host, line) for host, line in (("a", PLAIN), ("b", COUNTS))]
-    said = run_ranks(_admitted, 2, names, [str(tmp_path / "cache_a"), str(tmp_path / "cache_b")])
+    said = run_ranks(
+        _admitted, 2, names, [str(tmp_path / "cache_a"), str(tmp_path / "cache_b")]
+    )
     assert said[0] == said[1]
     assert said[0].startswith("the code of the model on rank 1 is not that of rank 0\n")
 
@@ -125,13 +131,18 @@ def _probed(name: str, cache: str) -> str:
 
     outline = load.outline(load.read_config(config.model), trust_remote_code=True)
     weights = {
-        key: (lambda key=key, value=value: identity(key, value.shape)) for key, value in outline.state_dict().items()
+        key: (lambda key=key, value=value: identity(key, value.shape))
+        for key, value in outline.state_dict().items()
     }
     model = build(config, load.read_config(config.model), mesh, weights=weights)
 
     def state() -> Any:
         modules = model.module.modules()
-        attributes = [(module.calls, module.mean.clone()) for module in modules if hasattr(module, "calls")]
+        attributes = [
+            (module.calls, module.mean.clone())
+            for module in modules
+            if hasattr(module, "calls")
+        ]
         return attributes, torch.get_rng_state(), random.getstate()
 
     before = state()
@@ -141,7 +152,10 @@ def _probed(name: str, cache: str) -> str:
         return str(error)
     assert said is not None
     after = state()
-    assert after[0] and all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in zip(before[0], after[0], strict=True))
+    assert after[0] and all(
+        a[0] == b[0] and torch.equal(a[1], b[1])
+        for a, b in zip(before[0], after[0], strict=True)
+    )
     assert torch.equal(before[1], after[1]) and before[2] == after[2]
     return said[0]
 
@@ -155,7 +169,9 @@ def _probed(name: str, cache: str) -> str:
     ],
     ids=["counts its calls", "a running mean", "a running mean that is used"],
 )
-def test_side_effects_of_a_probe_are_undone_or_refused(line: str, said: str, tmp_path: Path) -> None:
+def test_side_effects_of_a_probe_are_undone_or_refused(
+    line: str, said: str, tmp_path: Path
+) -> None:
     own = _write(tmp_path / "own", line)
     assert said in run_ranks(_probed, 1, own, str(tmp_path / "cache"))[0]
 
@@ -164,7 +180,9 @@ def test_numbers_as_text_in_a_config_are_named(tmp_path: Path) -> None:
     from threefold.config.schema import ModelConfig
     from threefold.model import load
 
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "32"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "hidden_size": "32"})
+    )
     with pytest.raises(ThreefoldError) as caught:
         load.read_config(ModelConfig(name_or_path=str(tmp_path)))
     what, _, fix = str(caught.value).splitlines()

@@ -108,7 +108,10 @@ def test_what_is_no_server_proxy_gets_no_token(echo: Echo) -> None:
     with pytest.raises(rendezvous_auth.NoServerProxyError):
         rendezvous_auth.open_client_proxy(echo.address, TOKEN)
     assert not rendezvous_auth.is_server_proxy(echo.address, 0.3)
-    with closing(rendezvous_auth.listen_on_loopback()) as silent, pytest.raises(rendezvous_auth.NoServerProxyError):
+    with (
+        closing(rendezvous_auth.listen_on_loopback()) as silent,
+        pytest.raises(rendezvous_auth.NoServerProxyError),
+    ):
         rendezvous_auth.open_client_proxy(silent.getsockname(), TOKEN)
 
 
@@ -156,7 +159,11 @@ def test_store_listens_on_the_interface_that_was_given(monkeypatch: pytest.Monke
     # As on many hosts: its own name is a loopback address here, and another one for the others.
     known = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     asked = socket.getaddrinfo
-    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *a, **k: known if name == "self" else asked(name, *a, **k))
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda name, *a, **k: known if name == "self" else asked(name, *a, **k),
+    )
     assert bound("self") in everywhere
     assert bound("self", launcher="Open MPI") in everywhere
     assert bound("self", local=2) in everywhere  # that number is a guess if nobody has said it
@@ -173,27 +180,55 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def launched(folder: Path, name: str, *tokens: str | None, **variables: str) -> list[warm.Running]:
+def launched(
+    folder: Path, name: str, *tokens: str | None, **variables: str
+) -> list[warm.Running]:
     """A run of a rank for each token, as a launcher starts them, at an address of this machine that is not loopback."""
     with closing(rendezvous_auth.listen_on_loopback()) as free:
         port = free.getsockname()[1]
-    place = {"MASTER_ADDR": other_addresses()[-1], "MASTER_PORT": str(port), "WORLD_SIZE": str(len(tokens))}
-    arguments = ("train", "config.yaml", "--log.dir", name, "--mesh.timeout_s", "20", "--mesh.device", "cpu")
+    place = {
+        "MASTER_ADDR": other_addresses()[-1],
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(len(tokens)),
+    }
+    arguments = (
+        "train",
+        "config.yaml",
+        "--log.dir",
+        name,
+        "--mesh.timeout_s",
+        "20",
+        "--mesh.device",
+        "cpu",
+    )
     ranks = []
     for rank, token in enumerate(tokens):
-        own = {"RANK": str(rank), "OMP_NUM_THREADS": "1", **({"THREEFOLD_TOKEN": token} if token is not None else {})}
+        own = {
+            "RANK": str(rank),
+            "OMP_NUM_THREADS": "1",
+            **({"THREEFOLD_TOKEN": token} if token is not None else {}),
+        }
         environ = {**environment(folder), **place, **own, **variables}
-        ranks.append(warm.Running(warm.threefold, folder, (*arguments, "--train.steps", "400"), environ))
+        ranks.append(
+            warm.Running(warm.threefold, folder, (*arguments, "--train.steps", "400"), environ)
+        )
     return ranks
 
 
 @pytest.mark.parametrize("token", [None, TOKEN.decode()], ids=["open", "token"])
-def test_ranks_of_a_launcher_listen_where_they_were_told_to(folder: Path, token: str | None) -> None:
+def test_ranks_of_a_launcher_listen_where_they_were_told_to(
+    folder: Path, token: str | None
+) -> None:
     name = f"launched-{token is None}"
     with ExitStack() as stack:
         ranks = [stack.enter_context(rank) for rank in launched(folder, name, token, token)]
-        wait_for(lambda: last_step(folder / name) >= 3, f"step 3: {[rank.err() for rank in ranks]}")
-        found = {address for address, _ in listeners([each for rank in ranks for each in tree(rank.process)])}
+        wait_for(
+            lambda: last_step(folder / name) >= 3, f"step 3: {[rank.err() for rank in ranks]}"
+        )
+        found = {
+            address
+            for address, _ in listeners([each for rank in ranks for each in tree(rank.process)])
+        }
         # The store or its proxy at MASTER_ADDR; gloo, the store behind a proxy and the ranks' proxies on loopback.
         assert found == {other_addresses()[-1], "127.0.0.1"}
 
@@ -209,7 +244,10 @@ REFUSALS = {
 def test_rank_with_another_token_is_refused(folder: Path, case: str) -> None:
     first, second, why = REFUSALS[case]
     with ExitStack() as stack:
-        ranks = [stack.enter_context(rank) for rank in launched(folder, f"refused-{case}", first, second)]
+        ranks = [
+            stack.enter_context(rank)
+            for rank in launched(folder, f"refused-{case}", first, second)
+        ]
         assert ranks[1].wait(20) == 1
         what, expected, fix = ranks[1].err().splitlines()
         assert what.startswith("rank 1 of host ") and why in what
@@ -220,17 +258,28 @@ def test_rank_with_another_token_is_refused(folder: Path, case: str) -> None:
 
 
 def test_token_under_torchrun_is_refused(folder: Path) -> None:
-    agent = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1"}
+    agent = {
+        "TORCHELASTIC_RUN_ID": "x",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GROUP_WORLD_SIZE": "1",
+    }
     with ExitStack() as stack:
-        ranks = [stack.enter_context(rank) for rank in launched(folder, "agent", *[TOKEN.decode()] * 2, **agent)]
+        ranks = [
+            stack.enter_context(rank)
+            for rank in launched(folder, "agent", *[TOKEN.decode()] * 2, **agent)
+        ]
         assert ranks[0].wait(20) == 1
-        assert "THREEFOLD_TOKEN is set, but torchrun's agent keeps the store at" in ranks[0].err()
+        assert (
+            "THREEFOLD_TOKEN is set, but torchrun's agent keeps the store at" in ranks[0].err()
+        )
 
 
 # --- the token ---------------------------------------------------------------------------------------------------
 
 
-def test_token_is_read_from_the_environment_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_is_read_from_the_environment_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("THREEFOLD_TOKEN", raising=False)
     assert this_process.token() is None
     file = tmp_path / "token"

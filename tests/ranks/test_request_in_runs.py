@@ -29,13 +29,34 @@ def rate_of(run: Path) -> float | str:
     return loading.load(str(run / "config.yaml"), environ={}).config.optimizer.lr
 
 
-TUNED = ("train", "--model.name_or_path", "exported", "--data.source", "corpus", "--data.seq_len", "32", *ALONE)
-SHORT = ("--train.global_batch", "8", "--log.sample_tokens", "0", "--log.every", "1", "--optimizer.warmup_steps", "0")
+TUNED = (
+    "train",
+    "--model.name_or_path",
+    "exported",
+    "--data.source",
+    "corpus",
+    "--data.seq_len",
+    "32",
+    *ALONE,
+)
+SHORT = (
+    "--train.global_batch",
+    "8",
+    "--log.sample_tokens",
+    "0",
+    "--log.every",
+    "1",
+    "--optimizer.warmup_steps",
+    "0",
+)
 
 
 def test_head_shows_the_sizes_and_the_rate(folder: Path) -> None:
     head = (folder / "first.out").read_text().splitlines()
-    assert head[2] == "         2 layers, 32 wide, 4 heads, 2 kv heads, 257 tokens in the vocabulary"
+    assert (
+        head[2]
+        == "         2 layers, 32 wide, 4 heads, 2 kv heads, 257 tokens in the vocabulary"
+    )
     assert "  lr     0.002: the weights are random" in head
     assert rate_of(folder / "first") == 2e-3
 
@@ -76,7 +97,17 @@ def test_ids_that_no_tp_rank_has_are_refused(folder: Path) -> None:
     (folder / "made" / "x.bin").write_bytes(tokens.tobytes())
     with (folder / "made" / "x.idx").open("wb") as file:
         write_index(file, np.array([2000], np.int32), dtype=tokens.dtype)
-    done = command(folder, "train", "config.yaml", "--data.source", "made", "--mesh.tp", "2", "--log.dir", "outside")
+    done = command(
+        folder,
+        "train",
+        "config.yaml",
+        "--data.source",
+        "made",
+        "--mesh.tp",
+        "2",
+        "--log.dir",
+        "outside",
+    )
     assert done.returncode == 2
     assert done.stderr == (
         "made/x.bin has the id 5000 as token 777, in document 0 (both counted from 0); its ids are 0 to 5000\n"

@@ -37,7 +37,9 @@ def _begin(sizes: Sizes, folder: str) -> Any:
 def _go_on(sizes: Sizes, folders: list[str], num_workers: int) -> Any:
     curves = []
     for folder in folders:
-        run = Miniature(sizes, folder, micro_batch=MESHES[sizes], data={"num_workers": num_workers})
+        run = Miniature(
+            sizes, folder, micro_batch=MESHES[sizes], data={"num_workers": num_workers}
+        )
         assert run.done == 3
         curves.append(run.advance(3))
     return curves
@@ -61,12 +63,17 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> dict[Sizes, tuple[str, An
     found = {}
     for sizes in MESHES:
         folder = str(parent / "-".join(map(str, sizes)))
-        found[sizes] = (folder, [rank[0] for rank in run_ranks(_begin, math.prod(sizes), sizes, folder)])
+        found[sizes] = (
+            folder,
+            [rank[0] for rank in run_ranks(_begin, math.prod(sizes), sizes, folder)],
+        )
     return found
 
 
 @pytest.mark.parametrize("target", MESHES, ids=str)
-def test_every_mesh_goes_on_on_this_one(target: Sizes, begun: dict[Sizes, tuple[str, Any]]) -> None:
+def test_every_mesh_goes_on_on_this_one(
+    target: Sizes, begun: dict[Sizes, tuple[str, Any]]
+) -> None:
     alone = begun[1, 1, 1, 1][1][0]
     folders = [folder for folder, _ in begun.values()]
     ranks = run_ranks(_go_on, math.prod(target), target, folders, 0)
@@ -75,14 +82,18 @@ def test_every_mesh_goes_on_on_this_one(target: Sizes, begun: dict[Sizes, tuple[
         if origin == target:
             uninterrupted = [rank[3:] for rank in begun[target][1]]
             assert curves == uninterrupted, f"{origin} did not go on bit for bit"
-        assert _samples(curves, target) == [step[2] for step in alone[3:]], f"{origin} to {target}: other samples"
+        assert _samples(curves, target) == [step[2] for step in alone[3:]], (
+            f"{origin} to {target}: other samples"
+        )
         require(compare_curves(curves[0], alone[3:]), f"{origin} to {target}")
 
 
 def test_loader_workers_may_change(begun: dict[Sizes, tuple[str, Any]]) -> None:
     target: Sizes = (2, 2, 1, 1)
     folder, ranks = begun[target]
-    assert [rank[0] for rank in run_ranks(_go_on, 4, target, [folder], 1)] == [rank[3:] for rank in ranks]
+    assert [rank[0] for rank in run_ranks(_go_on, 4, target, [folder], 1)] == [
+        rank[3:] for rank in ranks
+    ]
 
 
 GPT2 = {
@@ -110,13 +121,28 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     assert resumed == [rank[2:] for rank in whole]
     assert whole[0][2:] != whole[1][2:]
     elsewhere = run_ranks(_with_dropout, 1, (1, 1, 1, 1), folder)
-    assert [step[0] for step in elsewhere[0]] != [step[0] for step in whole[0][2:]], "without dropout nothing is shown"
-    assert [step[0] for step in elsewhere[0]] == pytest.approx([step[0] for step in whole[0][2:]], abs=0.5)
+    assert [step[0] for step in elsewhere[0]] != [step[0] for step in whole[0][2:]], (
+        "without dropout nothing is shown"
+    )
+    assert [step[0] for step in elsewhere[0]] == pytest.approx(
+        [step[0] for step in whole[0][2:]], abs=0.5
+    )
 
 
 MOE = {
-    **{"model_type": "qwen3_moe", "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
+    **{
+        "model_type": "qwen3_moe",
+        "hidden_size": 32,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 1,
+    },
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     **{"initializer_range": 0.2, "max_position_embeddings": 64},
 }
 

@@ -50,8 +50,12 @@ def behaviour(folder: Path, first: Callable[[], None] | None = None) -> dict[str
     for name in "ab":
         told[f"page of {name}"] = _page(gather(folder / name))
         told[f"proof of {name}"] = verdict_of(folder / name).proved
-    kinds = [finding["kind"] for finding in _json("why", str(folder / "b"), "--json")["findings"]]
-    told["why"] = [kind for kind in kinds if kind != "slow"]  # which steps took long is up to the machine
+    kinds = [
+        finding["kind"] for finding in _json("why", str(folder / "b"), "--json")["findings"]
+    ]
+    told["why"] = [
+        kind for kind in kinds if kind != "slow"
+    ]  # which steps took long is up to the machine
     told["against"] = _exit("verify", "--against", str(folder / "a"), str(folder / "b"))
     told["explained"] = {
         name: _explained(path)
@@ -62,8 +66,13 @@ def behaviour(folder: Path, first: Callable[[], None] | None = None) -> dict[str
         )
     }
     record = folder / "a" / "audit.jsonl"
-    record.write_text(re.sub(r'"samples": \["\w{16}', f'"samples": ["{"0" * 16}', record.read_text(), count=1))
-    told["damaged proof"] = verdict_of(folder / "a").proved, _exit("data", "audit", str(folder / "a"))
+    record.write_text(
+        re.sub(r'"samples": \["\w{16}', f'"samples": ["{"0" * 16}', record.read_text(), count=1)
+    )
+    told["damaged proof"] = (
+        verdict_of(folder / "a").proved,
+        _exit("data", "audit", str(folder / "a")),
+    )
     return told
 
 
@@ -88,7 +97,14 @@ def _explained(path: Path) -> Any:
     found = answer.data(answer.answer(evidence_of([path])))
     line = found.get("line") or {}
     facts = len(found.get("facts", ()))
-    return found["status"], found.get("name"), found.get("confidence"), line.get("number"), line.get("rank"), facts
+    return (
+        found["status"],
+        found.get("name"),
+        found.get("confidence"),
+        line.get("number"),
+        line.get("rank"),
+        facts,
+    )
 
 
 def _json(*words: str) -> Any:
@@ -111,14 +127,20 @@ def test_other_words_change_no_behaviour(tmp_path: Path, plain: dict[str, Any]) 
         reword(patch)
         assert behaviour(tmp_path, _reword_for_good) == plain
     log = (tmp_path / "a" / "logs" / "rank-0000.log").read_text()
-    assert re.search(r"\bparameters\b", log) is None and "parameters" in log  # the words were others indeed
+    assert (
+        re.search(r"\bparameters\b", log) is None and "parameters" in log
+    )  # the words were others indeed
     assert plain["proof of a"] and not plain["damaged proof"][0] and plain["a refusal"] == 2
-    assert plain["explained"]["refusal"][1] == "threefold" and plain["page of b"]["steps"][2] == [1, 4]
+    assert plain["explained"]["refusal"][1] == "threefold" and plain["page of b"]["steps"][
+        2
+    ] == [1, 4]
 
 
 def _last_step_by_words(self: RunFacts) -> int | None:
     """As it was read once: out of the head that the run has printed."""
-    found = re.findall(r"steps  \d+ to (\d+),", (self.path / "logs" / "rank-0000.log").read_text())
+    found = re.findall(
+        r"steps  \d+ to (\d+),", (self.path / "logs" / "rank-0000.log").read_text()
+    )
     return int(found[-1]) if found else None
 
 
@@ -130,8 +152,17 @@ def _is_proved_by_words(run: Path) -> Any:
 @pytest.mark.parametrize(
     "plant",
     [
-        partial(pytest.MonkeyPatch.setattr, target=RunFacts, name="num_steps", value=property(_last_step_by_words)),
-        partial(pytest.MonkeyPatch.setattr, target=__name__ + ".verdict_of", name=_is_proved_by_words),
+        partial(
+            pytest.MonkeyPatch.setattr,
+            target=RunFacts,
+            name="num_steps",
+            value=property(_last_step_by_words),
+        ),
+        partial(
+            pytest.MonkeyPatch.setattr,
+            target=__name__ + ".verdict_of",
+            name=_is_proved_by_words,
+        ),
     ],
     ids=["a number in a sentence", "a word of an error"],
 )

@@ -30,8 +30,22 @@ pytestmark = [
 ]
 
 WITHIN_S = 10.0
-RUN = ("--mesh.tp", "1", "--data.num_workers", "2", "--log.dir", "run", "--train.steps", "100000")
-STALLS = ("--log.stall_s", "4", "--train.timeout_s", "10")  # on a machine with much to do, a start has pauses too
+RUN = (
+    "--mesh.tp",
+    "1",
+    "--data.num_workers",
+    "2",
+    "--log.dir",
+    "run",
+    "--train.steps",
+    "100000",
+)
+STALLS = (
+    "--log.stall_s",
+    "4",
+    "--train.timeout_s",
+    "10",
+)  # on a machine with much to do, a start has pauses too
 
 GRACE = ("--checkpoint.grace_s", "5")
 
@@ -57,8 +71,12 @@ class Started:
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
             try:
-                if self.mark.encode() in (path / "environ").read_bytes() and alive(int(path.name)):
-                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
+                if self.mark.encode() in (path / "environ").read_bytes() and alive(
+                    int(path.name)
+                ):
+                    found[int(path.name)] = (
+                        (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
+                    )
             except OSError:
                 continue
         return found
@@ -72,7 +90,9 @@ class Started:
         return [
             each
             for each in processes
-            if each != rank and (server := self.server_of(each)) in processes and self.server_of(server) == rank
+            if each != rank
+            and (server := self.server_of(each)) in processes
+            and self.server_of(server) == rank
         ]
 
     def output(self) -> str:
@@ -111,7 +131,9 @@ def _server_killed(going: Started) -> None:
 
 
 # name: (what happens at step 3, None: it ends by itself; how the command ends; ranks; its own arguments)
-ENDINGS: dict[str, tuple[Callable[[Started], None] | None, tuple[int, ...], int, tuple[str, ...]]] = {
+ENDINGS: dict[
+    str, tuple[Callable[[Started], None] | None, tuple[int, ...], int, tuple[str, ...]]
+] = {
     "normal": (None, (0,), 2, ("--train.steps", "4")),
     "SIGTERM": (_all(signal.SIGTERM), (75,), 2, ()),
     "SIGINT": (_all(signal.SIGINT), (75,), 2, ()),
@@ -122,9 +144,19 @@ ENDINGS: dict[str, tuple[Callable[[Started], None] | None, tuple[int, ...], int,
     "error in a rank": (None, (1,), 2, ("--optimizer.lr", "1e30", "--train.grad_clip", "0")),
     "worker killed": (_worker(signal.SIGKILL), (1,), 2, ()),
     "worker stopped": (_worker(signal.SIGSTOP), (1,), 2, STALLS),
-    "worker stopped, of one rank, SIGTERM": (_worker_stopped_then_asked, (75, 1), 1, (*STALLS, *GRACE)),
+    "worker stopped, of one rank, SIGTERM": (
+        _worker_stopped_then_asked,
+        (75, 1),
+        1,
+        (*STALLS, *GRACE),
+    ),
     "server of the ranks killed": (_server_killed, (1,), 2, ()),
-    "refused after the ranks had started": (None, (2,), 2, ("--train.global_batch", "100000", "--data.tail", "drop")),
+    "refused after the ranks had started": (
+        None,
+        (2,),
+        2,
+        ("--train.global_batch", "100000", "--data.tail", "drop"),
+    ),
     "rank stopped": (_rank(signal.SIGSTOP), (1,), 2, STALLS),
 }
 # What `threefold explain RUN` says of them: how it ended, the rank, the page; of a stop, by what.
@@ -163,7 +195,9 @@ def check_explained(ending: str, going: Started) -> None:
         explanation = answer(gather([going.run])).explanation
         assert explanation is not None and explanation.ending is not None
         told = explanation.ending
-        assert (told.how, explanation.line.rank, explanation.known.name) == EXPLAINED[ending], explanation
+        assert (told.how, explanation.line.rank, explanation.known.name) == EXPLAINED[ending], (
+            explanation
+        )
         assert told.step >= 3 or ending == "error in a rank"
         assert told.how != "worker" or told.phase == "data"
     if ending == "worker killed":
@@ -172,7 +206,8 @@ def check_explained(ending: str, going: Started) -> None:
 
 
 @pytest.mark.parametrize(
-    "ending", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in ENDINGS]
+    "ending",
+    [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in ENDINGS],
 )
 def test_nothing_is_left_of_a_run(tmp_path: Path, ending: str) -> None:
     happens, codes, ranks, arguments = ENDINGS[ending]
@@ -189,7 +224,9 @@ def test_nothing_is_left_of_a_run(tmp_path: Path, ending: str) -> None:
             time.sleep(0.1)
         assert not left, left
         check_explained(ending, going)
-        print(f"{ending}: exit {code}, nothing left {WITHIN_S - (until - time.monotonic()):.1f} s after")
+        print(
+            f"{ending}: exit {code}, nothing left {WITHIN_S - (until - time.monotonic()):.1f} s after"
+        )
     finally:
         going.close()
 
@@ -213,6 +250,9 @@ def test_one_rank_says_what_it_waits_for(tmp_path: Path) -> None:
         assert "_get_data" in going.output() and going.process.poll() is None
         os.kill(going.process.pid, signal.SIGTERM)
         assert going.process.wait(60) == 1
-        assert "within checkpoint.grace_s of the signal that asked the run to stop" in going.output()
+        assert (
+            "within checkpoint.grace_s of the signal that asked the run to stop"
+            in going.output()
+        )
     finally:
         going.close()

@@ -56,14 +56,20 @@ def _steps_until_failure(folder: str, mode: str, on_error: str, failing: int) ->
         except RunError as raised:
             error = str(raised)
     kept = [checkpoint.step for checkpoint in run.folder.checkpoints.all()]
-    whole = [checkpoint.step for checkpoint in run.folder.checkpoints.complete() if checkpoint.damage() is None]
+    whole = [
+        checkpoint.step
+        for checkpoint in run.folder.checkpoints.complete()
+        if checkpoint.damage() is None
+    ]
     hidden = sorted(path.name for path in run.folder.checkpoints.path.glob(".step*"))
     return run.done, error, printed.getvalue(), kept, whole, hidden
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_full_disk_ends_the_run_on_every_rank_after_the_same_step(tmp_path: Path, mode: str, failing: int) -> None:
+def test_full_disk_ends_the_run_on_every_rank_after_the_same_step(
+    tmp_path: Path, mode: str, failing: int
+) -> None:
     write_corpus(tmp_path)
     ranks = run_ranks(_steps_until_failure, 2, str(tmp_path / "run"), mode, "error", failing)
     assert ranks[0][0] == ranks[1][0] <= 6
@@ -73,7 +79,10 @@ def test_full_disk_ends_the_run_on_every_rank_after_the_same_step(tmp_path: Path
             f"the checkpoint of step 4 could not be saved: rank {failing}: No space left on device ("
         )
         assert error == ranks[0][1]
-        assert "\n  expected: enough space, and a folder that every rank can write; earlier checkpoints" in error
+        assert (
+            "\n  expected: enough space, and a folder that every rank can write; earlier checkpoints"
+            in error
+        )
         assert "\n  fix: free space" in error
         assert (printed, kept, whole, hidden) == ("", [2], [2], [])
 
@@ -84,7 +93,9 @@ def test_full_disk_is_printed_once_and_the_run_goes_on(tmp_path: Path, mode: str
     ranks = run_ranks(_steps_until_failure, 2, str(tmp_path / "run"), mode, "continue", 1)
     for rank, (done, error, printed, kept, whole, hidden) in enumerate(ranks):
         assert (done, error, kept, whole, hidden) == (6, None, [2], [2], [])
-        steps = [line for line in printed.splitlines() if line.startswith("the checkpoint of step")]
+        steps = [
+            line for line in printed.splitlines() if line.startswith("the checkpoint of step")
+        ]
         assert [line.split()[4] for line in steps] == (["4", "6"] if rank == 0 else [])
 
 
@@ -110,9 +121,14 @@ def _without_memory(folder: str, lacking: int, failing: int | None) -> Any:
 
 
 @pytest.mark.parametrize("lacking", [0, 1])
-def test_a_rank_without_memory_for_the_copy_saves_while_it_waits(tmp_path: Path, lacking: int) -> None:
+def test_a_rank_without_memory_for_the_copy_saves_while_it_waits(
+    tmp_path: Path, lacking: int
+) -> None:
     write_corpus(tmp_path)
-    assert run_ranks(_without_memory, 2, str(tmp_path / "run"), lacking, None) == [(6, None, 6, None)] * 2
+    assert (
+        run_ranks(_without_memory, 2, str(tmp_path / "run"), lacking, None)
+        == [(6, None, 6, None)] * 2
+    )
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -122,7 +138,9 @@ def test_a_save_that_fails_beside_a_rank_without_memory_ends_all_after_the_same_
     write_corpus(tmp_path)
     one, other = run_ranks(_without_memory, 2, str(tmp_path / "run"), 1, failing)
     assert one == other and one[0] <= 6 and one[2:] == (2, None)
-    assert one[1].startswith(f"the checkpoint of step 4 could not be saved: rank {failing}: No space left on device")
+    assert one[1].startswith(
+        f"the checkpoint of step 4 could not be saved: rank {failing}: No space left on device"
+    )
 
 
 class _Runtime:
@@ -140,7 +158,9 @@ class _Runtime:
         return 0
 
 
-def test_pages_are_locked_at_their_exact_size_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_locked_at_their_exact_size_and_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import torch
 
     from threefold.checkpoint.saver import _lock_pages
@@ -173,7 +193,9 @@ def _folder_gone(folder: str, mode: str) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_folder_that_cannot_be_written_is_named_on_every_rank(tmp_path: Path, mode: str) -> None:
+def test_folder_that_cannot_be_written_is_named_on_every_rank(
+    tmp_path: Path, mode: str
+) -> None:
     write_corpus(tmp_path)
     one, other = run_ranks(_folder_gone, 2, str(tmp_path / "run"), mode)
     assert one == other
@@ -203,13 +225,19 @@ def _save_and_go_on(folder: str, mode: str) -> Any:
     assert saved.step == 2 and saved.damage() is None
     for name, tensor in expected.items():
         assert torch.equal(read_whole(saved.state, index.entries[name]), tensor), name
-        assert name.startswith("model.model.rotary") or not torch.equal(state[name], tensor), f"{name} did not change"
-    assert torch.equal(read_whole(saved.state, index.entries[f"random.cpu.{run.mesh.rank}"]), random)
+        assert name.startswith("model.model.rotary") or not torch.equal(state[name], tensor), (
+            f"{name} did not change"
+        )
+    assert torch.equal(
+        read_whole(saved.state, index.entries[f"random.cpu.{run.mesh.rank}"]), random
+    )
     return sum(part.values.nbytes for part in parts(state, holdings(state, run.mesh), run.mesh))
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_state_of_its_step_is_saved_and_replicas_share_the_work(tmp_path: Path, mode: str) -> None:
+def test_state_of_its_step_is_saved_and_replicas_share_the_work(
+    tmp_path: Path, mode: str
+) -> None:
     write_corpus(tmp_path)
     written = run_ranks(_save_and_go_on, 2, str(tmp_path / "run"), mode)
     assert max(written) < 1.1 * min(written)
@@ -253,14 +281,18 @@ def _changed_by_the_save(folder: str, waits: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_late_copy_is_of_its_step_because_the_update_waits_for_it(tmp_path: Path, waits: bool) -> None:
+def test_a_late_copy_is_of_its_step_because_the_update_waits_for_it(
+    tmp_path: Path, waits: bool
+) -> None:
     write_corpus(tmp_path)
     changed = run_ranks(_changed_by_the_save, 2, str(tmp_path / "run"), waits)
     kinds = {name.split(".")[0] for name in changed[0]}
     assert kinds == (set() if waits else {"model", "optimizer", "ema"})
 
 
-def test_what_a_forward_may_write_is_copied_before_it_and_memory_is_kept_until_the_update() -> None:
+def test_what_a_forward_may_write_is_copied_before_it_and_memory_is_kept_until_the_update() -> (
+    None
+):
     import weakref
 
     import torch
@@ -270,7 +302,10 @@ def test_what_a_forward_may_write_is_copied_before_it_and_memory_is_kept_until_t
     from threefold.checkpoint.shards import Box
     from threefold.checkpoint.tensors import TensorPart
 
-    parts = [TensorPart(name, (3,), Box((0,), (3,)), torch.zeros(3)) for name in ("model.mean", "model.weight")]
+    parts = [
+        TensorPart(name, (3,), Box((0,), (3,)), torch.zeros(3))
+        for name in ("model.mean", "model.weight")
+    ]
     mean, weight = (part.values for part in parts)
     with late_copies() as streams:
         stage = Stage(parts, torch.device("cuda"), ["model.mean"])
@@ -307,7 +342,9 @@ def _keep_some(folder: str) -> Any:
         run.advance(1)
         run.checkpointer.save(step, eval_loss, True)
     run.checkpointer.saver.wait()
-    return [checkpoint.step for checkpoint in run.folder.checkpoints.complete()], run.folder.checkpoints.best()
+    return [
+        checkpoint.step for checkpoint in run.folder.checkpoints.complete()
+    ], run.folder.checkpoints.best()
 
 
 def test_newest_and_best_are_kept(tmp_path: Path) -> None:

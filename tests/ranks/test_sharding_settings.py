@@ -27,12 +27,17 @@ def _steps(sizes: Sizes, folder: str, settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 1, 1), (1, 2, 1, 2)], ids=str)
-def test_offloaded_shards_give_the_same_bits(sizes: Sizes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_offloaded_shards_give_the_same_bits(
+    sizes: Sizes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = tmp_path_factory.mktemp("runs")
     write_corpus(folder)
     ranks = sizes[0] * sizes[1] * sizes[3]
     plain = run_ranks(_steps, ranks, sizes, str(folder / "plain"), {})[0]
-    assert run_ranks(_steps, ranks, sizes, str(folder / "other"), {"cpu_offload": True})[0] == plain
+    assert (
+        run_ranks(_steps, ranks, sizes, str(folder / "other"), {"cpu_offload": True})[0]
+        == plain
+    )
 
 
 def _accumulated(sizes: Sizes, folder: str, micro_batch: int) -> Any:
@@ -45,7 +50,11 @@ def _accumulated(sizes: Sizes, folder: str, micro_batch: int) -> Any:
     counts = {"over shards": 0, "over copies": 0}
     copies = run.mesh.group("dp_replicate")
     # torch 2.13 gave it another name.
-    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    name = (
+        "reduce_scatter_single"
+        if hasattr(dist, "reduce_scatter_single")
+        else "reduce_scatter_tensor"
+    )
     scatter, reduce, enter = getattr(dist, name), dist.all_reduce, run.step.progress.enter
     held: list[int] = []
 
@@ -71,31 +80,54 @@ def _accumulated(sizes: Sizes, folder: str, micro_batch: int) -> Any:
 
 def _held(model: Any) -> int:
     """Bytes of gradients on this rank: of shards, whole ones, and shards that wait for the other copies."""
-    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    states = [
+        module._get_fsdp_state()
+        for module in model.modules()
+        if hasattr(module, "_get_fsdp_state")
+    ]
     # torch 2.11 has one group for each.
-    each_of = [getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states]
+    each_of = [
+        getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for state in states
+    ]
     groups = [group for found in each_of for group in found if group is not None]
     parameters = [each for group in groups for each in group.fsdp_params]
     whole = [each.unsharded_accumulated_grad for each in parameters]
-    whole += [each.unsharded_param.grad for each in parameters if hasattr(each, "_unsharded_param")]
+    whole += [
+        each.unsharded_param.grad for each in parameters if hasattr(each, "_unsharded_param")
+    ]
     waiting = [group._partial_reduce_output for group in groups]
     shards = [each.sharded_param.grad for each in parameters]
     parts = [each.to_local() for each in shards if each is not None]
     # By their memory: some versions of torch hold a gradient under two names.
-    found = {each.data_ptr(): each.nbytes for each in (*whole, *waiting, *parts) if each is not None and each.numel()}
+    found = {
+        each.data_ptr(): each.nbytes
+        for each in (*whole, *waiting, *parts)
+        if each is not None and each.numel()
+    }
     return sum(found.values())
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 1, 1), (2, 2, 1, 1)], ids=str)
-def test_gradients_accumulate_in_shards(sizes: Sizes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_gradients_accumulate_in_shards(
+    sizes: Sizes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = tmp_path_factory.mktemp("runs")
     write_corpus(folder)
     ranks = sizes[0] * sizes[1]
     given = {size: (sizes, str(folder / str(size)), size) for size in (2, 4)}
     found = {size: run_ranks(_accumulated, ranks, *each)[0] for size, each in given.items()}
-    units, steps, copies = 6, 2, int(sizes[0] > 1)  # of four layers, the embedding, and the norm with the head
+    units, steps, copies = (
+        6,
+        2,
+        int(sizes[0] > 1),
+    )  # of four layers, the embedding, and the norm with the head
     (curve, held, counts, size), (whole, _, whole_counts, _) = found.values()
-    require(compare_curves(curve, whole, curve_bounds(1e-5, 1e-5, "the same sums, reduced in two parts")))
+    require(
+        compare_curves(
+            curve, whole, curve_bounds(1e-5, 1e-5, "the same sums, reduced in two parts")
+        )
+    )
     # Of a matrix with an odd number of rows, one rank has more.
     assert held == pytest.approx(4 * size / 2, rel=2e-3)
     assert counts == {"over shards": 2 * units * steps, "over copies": copies * units * steps}
@@ -103,7 +135,9 @@ def test_gradients_accumulate_in_shards(sizes: Sizes, tmp_path_factory: pytest.T
 
 
 def _said(device: str, train: Any = None, **settings: Any) -> str:
-    config = Config.model_validate({"mesh": settings, "train": {"global_batch": 8, **(train or {})}})
+    config = Config.model_validate(
+        {"mesh": settings, "train": {"global_batch": 8, **(train or {})}}
+    )
     found = data_parallel.problems(config, device=device)
     return str(ConfigError.of(found)) if found else ""
 

@@ -45,18 +45,28 @@ def _compare(tmp: str, sizes: dict[str, int], values: dict[str, Any], steps: int
     from threefold.verify.mesh_side import verify_on
 
     os.environ["XDG_CACHE_HOME"] = tmp
-    config = validate({**values, "data": {"source": f"{tmp}/corpus.txt", "seq_len": 32, **values.get("data", {})}})
+    config = validate(
+        {
+            **values,
+            "data": {"source": f"{tmp}/corpus.txt", "seq_len": 32, **values.get("data", {})},
+        }
+    )
     return verify_on(init_mesh(device="cpu", **sizes), config, VerifyOptions(steps=steps))
 
 
 @pytest.fixture
 def folder(tmp_path: Any) -> str:
-    text = "\n".join(" ".join(f"w{(line * 7 + word * word) % 89}" for word in range(9)) for line in range(300))
+    text = "\n".join(
+        " ".join(f"w{(line * 7 + word * word) % 89}" for word in range(9))
+        for line in range(300)
+    )
     (tmp_path / "corpus.txt").write_text(text)
     return str(tmp_path)
 
 
-def _holds(folder: str, sizes: dict[str, int], model: dict[str, Any], steps: int = 2, **values: Any) -> None:
+def _holds(
+    folder: str, sizes: dict[str, int], model: dict[str, Any], steps: int = 2, **values: Any
+) -> None:
     world = sizes.get("dp", 1) * sizes.get("cp", 1) * sizes.get("tp", 1)
     sized = model if "hidden_size" in model else {**SIZES, **model}
     settings = {"model": {"config": sized}, **values}
@@ -102,7 +112,9 @@ def test_what_a_plan_leaves_out_is_exact_under_tp(folder: str, kind: str) -> Non
 def test_packed_documents_do_not_see_one_another(folder: str, sizes: dict[str, int]) -> None:
     """The single process runs each document alone; several rows a batch, with and without a split."""
     lines = Path(folder, "corpus.txt").read_text().splitlines()
-    documents = [f'{{"text": "{line[: 5 + number % 23]}"}}\n' for number, line in enumerate(lines)]
+    documents = [
+        f'{{"text": "{line[: 5 + number % 23]}"}}\n' for number, line in enumerate(lines)
+    ]
     Path(folder, "corpus.jsonl").write_text("".join(documents))
     data = {"source": f"{folder}/corpus.jsonl", "packing": "best_fit", "document_mask": True}
     _holds(folder, sizes, {"model_type": "mistral", "sliding_window": 7}, data=data)
@@ -110,7 +122,13 @@ def test_packed_documents_do_not_see_one_another(folder: str, sizes: dict[str, i
 
 def test_the_embedding_learns(folder: str) -> None:
     """An optimizer made after a forward pass would keep the unsharded embedding and never update it."""
-    _holds(folder, {"dp": 2, "dp_shard": 2}, {"model_type": "llama"}, steps=6, optimizer={"lr": 0.05})
+    _holds(
+        folder,
+        {"dp": 2, "dp_shard": 2},
+        {"model_type": "llama"},
+        steps=6,
+        optimizer={"lr": 0.05},
+    )
 
 
 def _router_losses(tmp: str, sizes: dict[str, int], micro_batch: int) -> Any:
@@ -125,7 +143,12 @@ def _router_losses(tmp: str, sizes: dict[str, int], micro_batch: int) -> Any:
     from threefold.training.step import TrainStep
 
     mesh = init_mesh(device="cpu", **sizes)
-    router = {"model_type": "qwen3_moe", "output_router_logits": True, "router_aux_loss_coef": 0.5, **MOE}
+    router = {
+        "model_type": "qwen3_moe",
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.5,
+        **MOE,
+    }
     config = Config.model_validate({"model": {"config": {**SIZES, **router}}})
     model = build(config, load.read_config(config.model), mesh)
     step = TrainStep(model, build_optimizer(model.module, config.optimizer), grad_clip=0.0)
@@ -133,7 +156,11 @@ def _router_losses(tmp: str, sizes: dict[str, int], micro_batch: int) -> Any:
     answers = []
     for _ in range(3):
         tokens = torch.randint(257, (8, 33), generator=generator)
-        whole = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": torch.arange(32).expand(8, -1)}
+        whole = {
+            "input_ids": tokens[:, :-1],
+            "labels": tokens[:, 1:],
+            "position_ids": torch.arange(32).expand(8, -1),
+        }
         own = {name: rows[mesh.dp_rank :: mesh.dp_size] for name, rows in whole.items()}
         count = len(own["labels"])
         pieces = [
@@ -141,7 +168,9 @@ def _router_losses(tmp: str, sizes: dict[str, int], micro_batch: int) -> Any:
             for start in range(0, count, micro_batch)
         ]
         result = step.run(pieces, lr=1e-2)
-        answers.append((mean_loss(result, mesh), mean_aux_loss(result, mesh), result.grad_norm.item()))
+        answers.append(
+            (mean_loss(result, mesh), mean_aux_loss(result, mesh), result.grad_norm.item())
+        )
     return answers
 
 
@@ -152,7 +181,9 @@ def _router_losses_alone() -> Any:
 
     torch.manual_seed(0)
     settings = {"output_router_logits": True, "router_aux_loss_coef": 0.5, **MOE, **SIZES}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **settings), attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("qwen3_moe", **settings), attn_implementation="eager"
+    )
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -163,9 +194,13 @@ def _router_losses_alone() -> Any:
     for _ in range(3):
         tokens = torch.randint(257, (8, 33), generator=generator)
         output = model(input_ids=tokens[:, :-1], use_cache=False)
-        loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            output.logits.flatten(0, 1), tokens[:, 1:].flatten()
+        )
         (loss + 0.5 * output.aux_loss).backward()
-        norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
+        norm = torch.linalg.vector_norm(
+            torch.stack([p.grad.norm() for p in model.parameters()])
+        )
         optimizer.step()
         optimizer.zero_grad()
         answers.append((loss.item(), output.aux_loss.item(), norm.item()))
@@ -174,15 +209,32 @@ def _router_losses_alone() -> Any:
 
 @pytest.mark.parametrize(
     ("sizes", "micro_batch"),
-    [({}, 2), ({"dp": 2}, 4), ({"dp": 2, "dp_shard": 2}, 2), ({"cp": 2}, 8), ({"cp": 2, "tp": 2}, 4)],
+    [
+        ({}, 2),
+        ({"dp": 2}, 4),
+        ({"dp": 2, "dp_shard": 2}, 2),
+        ({"cp": 2}, 8),
+        ({"cp": 2, "tp": 2}, 4),
+    ],
     ids=str,
 )
-def test_router_loss_is_that_of_the_global_batch(folder: str, sizes: dict[str, int], micro_batch: int) -> None:
+def test_router_loss_is_that_of_the_global_batch(
+    folder: str, sizes: dict[str, int], micro_batch: int
+) -> None:
     world = sizes.get("dp", 1) * sizes.get("cp", 1) * sizes.get("tp", 1)
     found = run_ranks(_router_losses, world, folder, sizes, micro_batch)[0]
     expected = _router_losses_alone()
-    require(compare_curves([(loss, norm) for loss, _, norm in found], [(loss, norm) for loss, _, norm in expected]))
-    require(compare_numbers(ROUTERS_LOSS, [aux for _, aux, _ in found], [aux for _, aux, _ in expected]))
+    require(
+        compare_curves(
+            [(loss, norm) for loss, _, norm in found],
+            [(loss, norm) for loss, _, norm in expected],
+        )
+    )
+    require(
+        compare_numbers(
+            ROUTERS_LOSS, [aux for _, aux, _ in found], [aux for _, aux, _ in expected]
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,7 +249,12 @@ def test_router_loss_is_that_of_the_global_batch(folder: str, sizes: dict[str, i
 def test_what_is_computed_again_is_the_same(folder: str, train: dict[str, Any]) -> None:
     """Chunks of logits and forgotten activations, where tp sums what selective recomputation keeps."""
     sizes = {"dp": 2, "dp_shard": 2, "tp": 2}
-    _holds(folder, sizes, {"model_type": "gemma2", "sliding_window": 7}, train={"global_batch": 8, **train})
+    _holds(
+        folder,
+        sizes,
+        {"model_type": "gemma2", "sliding_window": 7},
+        train={"global_batch": 8, **train},
+    )
 
 
 def _split_losses() -> Any:
@@ -224,10 +281,16 @@ def _split_losses() -> Any:
         assert whole.grad is not None and part.grad is not None
         differences += [
             compare_number(SPLIT_LOSS, found[0].item(), expected[0].item(), place="objective"),
-            compare_number(SPLIT_LOSS, found[1].item(), expected[1].item(), place="cross entropy"),
-            *compare_tensors(SPLIT_GRADIENT, {"": part.grad}, {"": whole.grad[:, start : start + 6]}),
+            compare_number(
+                SPLIT_LOSS, found[1].item(), expected[1].item(), place="cross entropy"
+            ),
+            *compare_tensors(
+                SPLIT_GRADIENT, {"": part.grad}, {"": whole.grad[:, start : start + 6]}
+            ),
         ]
-    smoothed = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.2, reduction="sum")
+    smoothed = torch.nn.functional.cross_entropy(
+        logits, labels, label_smoothing=0.2, reduction="sum"
+    )
     own = TokenLoss(label_smoothing=0.2)(logits, labels)[0]
     return [*differences, compare_number(TORCH_LOSS, own.item(), smoothed.item())]
 
@@ -252,7 +315,11 @@ def _padded_rows() -> Any:
 
     tokens = torch.randint(3, 131, (8, 33), generator=torch.Generator().manual_seed(1))
     padding = torch.arange(32)[None] >= torch.tensor(PADDED_FROM)[:, None]
-    rows = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": torch.arange(32).expand(8, -1)}
+    rows = {
+        "input_ids": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "position_ids": torch.arange(32).expand(8, -1),
+    }
     rows["labels"] = rows["labels"].masked_fill(padding, -100)
     return {name: values.clone() for name, values in rows.items()}, padding
 
@@ -286,21 +353,37 @@ def _padded_router_loss(tmp: str, sizes: dict[str, int], kind: str, micro_batch:
     gradients: dict[str, Any] = {}
 
     def observe() -> None:
-        gradients.update((name, gradient.clone()) for name, gradient in complete_gradients(model))
+        gradients.update(
+            (name, gradient.clone()) for name, gradient in complete_gradients(model)
+        )
 
-    step = TrainStep(model, build_optimizer(model.module, config.optimizer), grad_clip=0.0, observe=observe)
+    step = TrainStep(
+        model, build_optimizer(model.module, config.optimizer), grad_clip=0.0, observe=observe
+    )
     rows, padding = _padded_rows()
-    own = {name: values[mesh.dp_rank :: mesh.dp_size] for name, values in {**rows, "padding": padding}.items()}
+    own = {
+        name: values[mesh.dp_rank :: mesh.dp_size]
+        for name, values in {**rows, "padding": padding}.items()
+    }
     result = step.run(micro_batches(own, micro_batch), lr=0.0)
-    return mean_aux_loss(result, mesh), {name: values.numpy() for name, values in gradients.items()}
+    return mean_aux_loss(result, mesh), {
+        name: values.numpy() for name, values in gradients.items()
+    }
 
 
 @pytest.mark.parametrize(
     ("kind", "sizes", "micro_batch"),
-    [("mixtral", {}, 8), ("mixtral", {"dp": 2}, 2), ("mixtral", {"cp": 2}, 8), *((kind, {}, 2) for kind in ROUTED)],
+    [
+        ("mixtral", {}, 8),
+        ("mixtral", {"dp": 2}, 2),
+        ("mixtral", {"cp": 2}, 8),
+        *((kind, {}, 2) for kind in ROUTED),
+    ],
     ids=str,
 )
-def test_router_loss_leaves_padding_out(folder: str, kind: str, sizes: dict[str, int], micro_batch: int) -> None:
+def test_router_loss_leaves_padding_out(
+    folder: str, kind: str, sizes: dict[str, int], micro_batch: int
+) -> None:
     """As transformers does with an attention mask: in value, and in every gradient."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -309,15 +392,27 @@ def test_router_loss_leaves_padding_out(folder: str, kind: str, sizes: dict[str,
     model = AutoModelForCausalLM.from_config(_routed_config(kind), attn_implementation="eager")
     rows, padding = _padded_rows()
     output = model(
-        input_ids=rows["input_ids"], attention_mask=(~padding).long(), use_cache=False, output_router_logits=True
+        input_ids=rows["input_ids"],
+        attention_mask=(~padding).long(),
+        use_cache=False,
+        output_router_logits=True,
     )
-    loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), rows["labels"].flatten())
+    loss = torch.nn.functional.cross_entropy(
+        output.logits.flatten(0, 1), rows["labels"].flatten()
+    )
     coefficient = next(
-        getattr(model, name) for name in ("router_aux_loss_coef", "aux_loss_coef") if hasattr(model, name)
+        getattr(model, name)
+        for name in ("router_aux_loss_coef", "aux_loss_coef")
+        if hasattr(model, name)
     )
     (loss + coefficient * output.aux_loss).backward()
     aux, gradients = run_ranks(
-        _padded_router_loss, sizes.get("dp", 1) * sizes.get("cp", 1), folder, sizes, kind, micro_batch
+        _padded_router_loss,
+        sizes.get("dp", 1) * sizes.get("cp", 1),
+        folder,
+        sizes,
+        kind,
+        micro_batch,
     )[0]
     assert aux == pytest.approx(output.aux_loss.item(), abs=1e-5)
     require(compare_gradients(gradients, gradients_of(model)))
@@ -347,16 +442,24 @@ def _noise(sequence_parallel: bool) -> Any:
     rows = {name: torch.zeros(1, 8, dtype=torch.int64) for name in ("input_ids", "labels")}
     with model.context.batch({**rows, "position_ids": torch.arange(8)[None]}):
         before = torch.get_rng_state()
-        first, _ = model.context._attention(module, states, states, states, None, dropout=0.5, is_causal=True)
+        first, _ = model.context._attention(
+            module, states, states, states, None, dropout=0.5, is_causal=True
+        )
         after = torch.rand(4)
         torch.set_rng_state(before)
-        again, _ = model.context._attention(module, states, states, states, None, dropout=0.5, is_causal=True)
+        again, _ = model.context._attention(
+            module, states, states, states, None, dropout=0.5, is_causal=True
+        )
     return first.tolist(), torch.equal(first, again), after.tolist()
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tp_ranks_drop_their_own_heads_and_the_same_activations(sequence_parallel: bool) -> None:
-    (first, same_0, after_0), (second, same_1, after_1) = run_ranks(_noise, 2, sequence_parallel)
+def test_tp_ranks_drop_their_own_heads_and_the_same_activations(
+    sequence_parallel: bool,
+) -> None:
+    (first, same_0, after_0), (second, same_1, after_1) = run_ranks(
+        _noise, 2, sequence_parallel
+    )
     assert first != second  # other heads, other noise
     assert same_0 and same_1
     assert (after_0 != after_1) == sequence_parallel  # other tokens, or the same activations

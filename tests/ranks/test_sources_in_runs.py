@@ -37,10 +37,14 @@ def test_train_lists_its_files_and_goes_on_with_them(folder: Path) -> None:
     assert "  data   [corpus, corpus/*.txt] (bytes): " in done.stdout
     # The glob of the list matches the four texts and the link again.
     left = "7 left out (6 read already, 1 .bin); listed in run/data.files.jsonl\n"
-    (line,) = (line for line in done.stdout.splitlines(keepends=True) if line.startswith("  files  "))
+    (line,) = (
+        line for line in done.stdout.splitlines(keepends=True) if line.startswith("  files  ")
+    )
     assert line.startswith("  files  6 files read (") and line.endswith(left)
     listed = lines_of(folder / "run" / "data.files.jsonl")
-    assert listed["held.txt"] == 891 and listed["link.txt"] == "the same file as corpus/part-0.txt"
+    assert (
+        listed["held.txt"] == 891 and listed["link.txt"] == "the same file as corpus/part-0.txt"
+    )
     # The run's own config names them from any folder, and the run goes on with the same data.
     again = command(folder / "held", "resume", "../run", "--train.steps", "6")
     assert again.returncode == 0, again.stdout + again.stderr
@@ -51,13 +55,20 @@ def test_train_lists_its_files_and_goes_on_with_them(folder: Path) -> None:
 
 def test_prepare_and_verify_say_it(folder: Path) -> None:
     sources = ("--data.source", "[corpus, held]")
-    made = command(folder, "data", "prepare", *sources, "--data.tokenizer", "bytes", "--to", "store")
+    made = command(
+        folder, "data", "prepare", *sources, "--data.tokenizer", "bytes", "--to", "store"
+    )
     assert made.returncode == 0, made.stderr
     files = "6 files read (25.12 KiB), 2 left out (1 read already, 1 .bin)"
     assert made.stderr.startswith(f"{files}\n")
     assert made.stderr.endswith("the files are listed in store/data.files.jsonl\n")
-    assert lines_of(folder / "store" / "data.files.jsonl")["link.txt"] == "the same file as corpus/part-0.txt"
-    verified = command(folder, "verify", "config.yaml", "--mesh.dp", "1", "--mesh.cp", "1", "--mesh.tp", "1")
+    assert (
+        lines_of(folder / "store" / "data.files.jsonl")["link.txt"]
+        == "the same file as corpus/part-0.txt"
+    )
+    verified = command(
+        folder, "verify", "config.yaml", "--mesh.dp", "1", "--mesh.cp", "1", "--mesh.tp", "1"
+    )
     assert verified.returncode == 0, verified.stdout + verified.stderr
     assert "files: 5 files read (" in verified.stdout
 
@@ -65,10 +76,19 @@ def test_prepare_and_verify_say_it(folder: Path) -> None:
 def test_fix_of_prepare_can_be_pasted(folder: Path) -> None:
     """Pasted behind the command, the fix for another field makes the store."""
     (folder / "rows.csv").write_text("id,body\n1,one\n")
-    asked = ("data", "prepare", "--data.source", "rows.csv", "--data.tokenizer", "bytes", "--to", "rows")
+    asked = (
+        "data",
+        "prepare",
+        "--data.source",
+        "rows.csv",
+        "--data.tokenizer",
+        "bytes",
+        "--to",
+        "rows",
+    )
     refused = command(folder, *asked)
     assert refused.returncode == 2
-    assert refused.stderr.endswith("fix: --data.fields '{text: body}'   (or another field of text: id)\n"), (
-        refused.stderr
-    )
+    assert refused.stderr.endswith(
+        "fix: --data.fields '{text: body}'   (or another field of text: id)\n"
+    ), refused.stderr
     assert command(folder, *asked, "--data.fields", "{text: body}").returncode == 0

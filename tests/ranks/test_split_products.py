@@ -40,7 +40,9 @@ def _gradients(tp: int) -> Any:
             super().__init__()
             self.names: list[str] = []
 
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             name = str(function).split(".")[1]
             if function.namespace in ("c10d", "symm_mem") or name in ("mm", "addmm"):
                 self.names.append(name)
@@ -49,7 +51,10 @@ def _gradients(tp: int) -> Any:
     mesh = init_mesh(1, tp=tp, device="cpu")
     kernels = as_if_shared()
     batch = make_batches(steps=1, rows=4, seq_len=16)[0]
-    pieces = [{name: rows[part] for name, rows in batch.items()} for part in (slice(0, 2), slice(2, 4))]
+    pieces = [
+        {name: rows[part] for name, rows in batch.items()}
+        for part in (slice(0, 2), slice(2, 4))
+    ]
     found: dict[Any, Any] = {}
     for kind, (architecture, adapters) in MODELS.items():
         for scattered in (False, True, "async") if tp > 1 else (False,):
@@ -68,10 +73,16 @@ def _gradients(tp: int) -> Any:
                 def observe(own: Any = own, parameters: Any = parameters) -> None:
                     for name, each in parameters.items():
                         if each.grad is not None:
-                            whole = each.grad.full_tensor() if hasattr(each.grad, "full_tensor") else each.grad
+                            whole = (
+                                each.grad.full_tensor()
+                                if hasattr(each.grad, "full_tensor")
+                                else each.grad
+                            )
                             own[name] = whole.detach().clone().numpy()
 
-                step = TrainStep(model, build_optimizer(model.module, config.optimizer), observe=observe)
+                step = TrainStep(
+                    model, build_optimizer(model.module, config.optimizer), observe=observe
+                )
                 step.run(pieces, lr=1e-2)
                 step.run(pieces, lr=1e-2)  # adapters' first matrix has a gradient from here on
                 step._observe = None
@@ -92,7 +103,9 @@ def test_split_products_have_the_gradients_of_one_process() -> None:
     # Each layer's two sums of an input's gradient are begun before the product that gives a weight its gradient.
     for scattered, begun in ((False, "allreduce_"), (True, "_reduce_scatter_base_")):
         names = together["whole", scattered, "none"][1]
-        beside = sum(first == begun and then == "mm" for first, then in itertools.pairwise(names))
+        beside = sum(
+            first == begun and then == "mm" for first, then in itertools.pairwise(names)
+        )
         assert beside >= 2 * LAYERS, names
     # In shared memory, each layer's two entries and two exits send and multiply in one operation, each way.
     names = together["whole", "async", "none"][1]
@@ -122,7 +135,13 @@ def _exchanged() -> Any:
         (gathered * (rank + 1)).sum().backward()
         assert mine.grad is not None
         summed = collectives.scatter_sum(whole * (rank + 1), group)
-        found.append((bool((gathered == whole).all()), mine.grad.unique().tolist(), bool((summed == 3 * part).all())))
+        found.append(
+            (
+                bool((gathered == whole).all()),
+                mine.grad.unique().tolist(),
+                bool((summed == 3 * part).all()),
+            )
+        )
 
     row = torch.arange(2 * 4 * 8 * 3, dtype=torch.float32).reshape(2, 4, 8, 3)
     chunks = row.chunk(4, dim=2)
@@ -154,7 +173,9 @@ def _choices() -> Any:
     said = {}
     for tp, cp in ((2, 1), (1, 2)):
         mesh = init_mesh(1, tp=tp, cp=cp, device="cpu")
-        config = Config.model_validate({"model": {"config": TINY_LLAMA}, "data": {"seq_len": 16}})
+        config = Config.model_validate(
+            {"model": {"config": TINY_LLAMA}, "data": {"seq_len": 16}}
+        )
         said |= dict(build(config, load.read_config(config.model), mesh).choices)
     return said
 
@@ -162,7 +183,9 @@ def _choices() -> Any:
 def test_choices_are_told_with_their_reasons() -> None:
     said = run_ranks(_choices, 2)[0]
     assert said["sequence parallelism: off"].startswith("on a CPU, ")
-    assert said["weights: gathered once a step"].endswith("up to 512 MiB stay from forward to backward")
+    assert said["weights: gathered once a step"].endswith(
+        "up to 512 MiB stay from forward to backward"
+    )
 
 
 def _refused() -> str:
@@ -172,7 +195,9 @@ def _refused() -> str:
     from threefold.model import load
     from threefold.model.build import build
 
-    config = Config.model_validate({"model": {"config": TINY_LLAMA}, "mesh": {"sequence_parallel": "async"}})
+    config = Config.model_validate(
+        {"model": {"config": TINY_LLAMA}, "mesh": {"sequence_parallel": "async"}}
+    )
     try:
         build(config, load.read_config(config.model), init_mesh(1, tp=2, device="cpu"))
     except ConfigError as error:
@@ -219,33 +244,64 @@ def _by_default(links: int, fault: str, reduce: str) -> tuple[str, bool]:
         lambda ctx, *own: summed(ctx, *own).flip(1) if fault == "order" else summed(ctx, *own)
     )
     choices.sequence_parallel = lambda *own, **more: choices.Decision("possible", "on CUDA")  # type: ignore[assignment]
-    config = Config.model_validate({"model": {"config": TINY_LLAMA}, "train": {"reduce": reduce}})
+    config = Config.model_validate(
+        {"model": {"config": TINY_LLAMA}, "train": {"reduce": reduce}}
+    )
     model = build(config, load.read_config(config.model), mesh)
     overlapped = model.tensor.shared_input.overlapped  # type: ignore[union-attr]
     del kernels
-    return next(f"{what}: {why}" for what, why in model.choices if "sequence parallelism" in what), overlapped
+    return next(
+        f"{what}: {why}" for what, why in model.choices if "sequence parallelism" in what
+    ), overlapped
 
 
 @pytest.mark.parametrize(
     ("links", "fault", "reduce", "why"),
     [
         (18, "", "fast", "on: sent beside the products"),
-        (0, "", "fast", "on: not sent beside the products: NVLink does not join devices 0 and 1"),
+        (
+            0,
+            "",
+            "fast",
+            "on: not sent beside the products: NVLink does not join devices 0 and 1",
+        ),
         (-1, "", "fast", "on: not sent beside the products: NVLink cannot be looked for: "),
-        (18, "raises", "fast", "on: not sent beside the products: torch's operations fail there: symm_mem: no fabric"),
+        (
+            18,
+            "raises",
+            "fast",
+            "on: not sent beside the products: torch's operations fail there: symm_mem: no fabric",
+        ),
         (
             18,
             "unshared",
             "fast",
             "on: not sent beside the products: torch's operations fail there: symm_mem: no fabric",
         ),
-        (18, "one off", "fast", "on: not sent beside the products: what torch's operations compute there is wrong"),
-        (18, "no number", "fast", "on: not sent beside the products: what torch's operations compute there is wrong"),
-        (18, "order", "fast", "on: not sent beside the products: what torch's operations compute there is wrong"),
+        (
+            18,
+            "one off",
+            "fast",
+            "on: not sent beside the products: what torch's operations compute there is wrong",
+        ),
+        (
+            18,
+            "no number",
+            "fast",
+            "on: not sent beside the products: what torch's operations compute there is wrong",
+        ),
+        (
+            18,
+            "order",
+            "fast",
+            "on: not sent beside the products: what torch's operations compute there is wrong",
+        ),
         (18, "", "exact", "on: "),
     ],
 )
-def test_ranks_on_nvlink_send_beside_products_if_these_are_right(links: int, fault: str, reduce: str, why: str) -> None:
+def test_ranks_on_nvlink_send_beside_products_if_these_are_right(
+    links: int, fault: str, reduce: str, why: str
+) -> None:
     overlapped = not links < 1 and not fault and reduce == "fast"
     for said, own in run_ranks(_by_default, 2, links, fault, reduce):
         assert f"sequence parallelism: {why}" in said

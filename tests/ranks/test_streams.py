@@ -37,10 +37,14 @@ def _trained(sizes: dict[str, int], folder: str, until: int) -> list[float]:
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"tp": 2}], ids=str)
-def test_run_over_a_stream_is_that_of_one_process_and_resumes(sizes: dict[str, int], tmp_path: Path) -> None:
+def test_run_over_a_stream_is_that_of_one_process_and_resumes(
+    sizes: dict[str, int], tmp_path: Path
+) -> None:
     whole = run_ranks(_trained, 1, {}, str(tmp_path / "one"), 8)[0]
     # A stop inside of an epoch, and one in the next.
-    starts = [run_ranks(_trained, 2, sizes, str(tmp_path / "two"), until) for until in (3, 7, 8)]
+    starts = [
+        run_ranks(_trained, 2, sizes, str(tmp_path / "two"), until) for until in (3, 7, 8)
+    ]
     for parts in zip(*starts, strict=True):
         assert [loss for part in parts for loss in part] == pytest.approx(whole, rel=1e-5)
 

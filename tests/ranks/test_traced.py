@@ -41,7 +41,11 @@ def _config(sizes: dict[str, int], mode: str, dtype: str) -> Any:
         {
             "model": {"config": MODEL, "dtype": dtype},
             "data": {"seq_len": 128},
-            "train": {"activation_checkpointing": mode, "global_batch": rows, "micro_batch": MICRO_BATCH},
+            "train": {
+                "activation_checkpointing": mode,
+                "global_batch": rows,
+                "micro_batch": MICRO_BATCH,
+            },
             "mesh": sizes,
         }
     )
@@ -51,7 +55,9 @@ def _ranks(sizes: dict[str, int]) -> int:
     return math.prod(size for axis, size in sizes.items() if axis != "dp_shard")
 
 
-def on_ranks(sizes: dict[str, int], cases: list[tuple[str, str]]) -> list[tuple[int, dict[str, Any]]]:
+def on_ranks(
+    sizes: dict[str, int], cases: list[tuple[str, str]]
+) -> list[tuple[int, dict[str, Any]]]:
     """(peak, what was sent) of one rank for each (mode, type): of a step that is not the first."""
     configs = [_config(sizes, mode, dtype) for mode, dtype in cases]
     return held_and_sent(sizes, configs, rows=MICRO_BATCH, batches=NUM_BATCHES)
@@ -80,17 +86,24 @@ LONG = [(sizes, CASES) for number, sizes in enumerate(MESHES) if number not in (
     [*SHORT, *(pytest.param(*each, marks=pytest.mark.long) for each in LONG)],
     ids=lambda value: str(value) if isinstance(value, dict) else f"{len(value)} cases",
 )
-def test_trace_is_what_a_rank_holds_and_sends(sizes: dict[str, int], cases: list[tuple[str, str]]) -> None:
+def test_trace_is_what_a_rank_holds_and_sends(
+    sizes: dict[str, int], cases: list[tuple[str, str]]
+) -> None:
     real = run_ranks(on_ranks, _ranks(sizes), sizes, cases)[0]
     traced = run_ranks(alone, 1, sizes, cases)[0]
     for case, (peak, sent), found in zip(cases, real, traced, strict=True):
         # What ranks bring to a step they tell one another on the CPU, which is not in a trace.
         brought = [key for key in sent if key[1] == "allgather"]
         assert [sent.pop(key) for key in brought] == [(1, 48)] * (_ranks(sizes) > 1), case
-        assert found.peak_bytes == pytest.approx(peak, rel=0.1), case  # what docs/plan.md promises
+        assert found.peak_bytes == pytest.approx(peak, rel=0.1), (
+            case
+        )  # what docs/plan.md promises
         assert found.parameters_bytes + found.optimizer_bytes < found.peak_bytes
         if sizes == {"dp": 2} and case[1] == "float32":
-            assert found.sent["dp", "all-reduce"] == (1, found.gradients_bytes)  # DDP sends from within
+            assert found.sent["dp", "all-reduce"] == (
+                1,
+                found.gradients_bytes,
+            )  # DDP sends from within
         else:
             assert found.sent == sent, case
 
@@ -124,16 +137,33 @@ def _plan(folder: Path, *arguments: str) -> Any:
 
 
 def test_command(tmp_path: Path) -> None:
-    keys = ("--mesh.dp_shard", "4", "--mesh.tp", "2", "--train.global_batch", "16", "--data.seq_len", "64")
+    keys = (
+        "--mesh.dp_shard",
+        "4",
+        "--mesh.tp",
+        "2",
+        "--train.global_batch",
+        "16",
+        "--data.seq_len",
+        "64",
+    )
     printed = _plan(tmp_path, *keys, "--gpu", "h100-80gb")
     assert printed.returncode == 0, printed.stderr
     assert "parameters on dp=4 (sharded) x cp=1 x tp=2, 8 ranks" in printed.stdout
-    assert "it fits on h100-80gb: of 80 GiB" in printed.stdout and "fsdp         reduce-scatter" in printed.stdout
+    assert (
+        "it fits on h100-80gb: of 80 GiB" in printed.stdout
+        and "fsdp         reduce-scatter" in printed.stdout
+    )
     assert "a token costs" in printed.stdout
     told = json.loads(_plan(tmp_path, *keys, "--json").stdout)
-    assert told["ranks"] == 8 and told["peak_bytes"] > told["parameters_bytes"] + told["optimizer_bytes"]
+    assert (
+        told["ranks"] == 8
+        and told["peak_bytes"] > told["parameters_bytes"] + told["optimizer_bytes"]
+    )
     assert {each["axis"] for each in told["sent"]} >= {"fsdp", "tp"}
-    large = _plan(tmp_path, "--train.global_batch", "4096", "--data.seq_len", "2048", "--gpu", "l4")
+    large = _plan(
+        tmp_path, "--train.global_batch", "4096", "--data.seq_len", "2048", "--gpu", "l4"
+    )
     assert large.returncode == 1 and "it does not fit on l4:" in large.stdout, large.stderr
 
 
@@ -147,7 +177,10 @@ def test_command(tmp_path: Path) -> None:
         (("--train.activation_checkpointing", "offload"), "offload cannot be traced"),
         (("--gpu", "h1"), "--gpu h1 is not known"),
         (("--train.compile", "true"), "train.compile = true cannot be traced"),
-        (("--train.float8", "rowwise", "--model.dtype", "bfloat16"), "train.float8 = rowwise cannot be traced"),
+        (
+            ("--train.float8", "rowwise", "--model.dtype", "bfloat16"),
+            "train.float8 = rowwise cannot be traced",
+        ),
         (("--eval.every", "3"), "--eval.every has no effect on a step"),
         (("--optimizer.name", "muon"), "'llama' cannot be traced"),
         (("--train.micro_batch", "3"), "train.micro_batch = 3"),

@@ -19,7 +19,9 @@ CONFIG = {
 }
 
 
-def _steps(sizes: dict[str, int], micro_batch: int | None, given_positions: bool) -> list[tuple[float, float]]:
+def _steps(
+    sizes: dict[str, int], micro_batch: int | None, given_positions: bool
+) -> list[tuple[float, float]]:
     import torch
 
     import threefold
@@ -33,12 +35,16 @@ def _steps(sizes: dict[str, int], micro_batch: int | None, given_positions: bool
         own = batch[mesh.dp_rank :: mesh.dp_size]
         labels = own[:, 1:].clone()
         labels[0, :9] = -100  # uneven numbers of targets
-        given: dict[str, Any] = {"position_ids": torch.arange(16).expand(len(own), 16)} if given_positions else {}
+        given: dict[str, Any] = (
+            {"position_ids": torch.arange(16).expand(len(own), 16)} if given_positions else {}
+        )
         numbers.append(tuple(step({"input_ids": own[:, :-1], "labels": labels, **given})))
     step.lr = 0.0  # type: ignore[attr-defined]
     before = [parameter.detach().clone() for parameter in model.module.parameters()]
     step({"input_ids": rows[0][:, :-1], "labels": rows[0][:, 1:]})
-    assert all(torch.equal(a, b) for a, b in zip(before, model.module.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, model.module.parameters(), strict=True)
+    )
     mesh.close()
     return numbers
 
@@ -49,7 +55,9 @@ def _plain_loss() -> float:
 
     import threefold
 
-    weights = threefold.load_model(config=CONFIG, mesh=threefold.init_mesh()).module.state_dict()
+    weights = threefold.load_model(
+        config=CONFIG, mesh=threefold.init_mesh()
+    ).module.state_dict()
     model = LlamaForCausalLM(LlamaConfig(**CONFIG))
     model.load_state_dict(weights)
     rows = torch.randint(64, (3, 8, 17), generator=torch.Generator().manual_seed(1))[0]
@@ -57,7 +65,9 @@ def _plain_loss() -> float:
     labels[0, :9] = -100
     with torch.no_grad():
         logits = model(input_ids=rows[:, :-1], use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100).item()
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100
+    ).item()
 
 
 def test_numbers_are_those_of_the_whole_batch() -> None:

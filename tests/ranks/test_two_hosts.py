@@ -20,16 +20,44 @@ pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
 ]
 
-RUN = ("--mesh.dp", "2", "--log.dir", "run", "--train.steps", "400", "--checkpoint.every", "10", "--log.every", "10")
+RUN = (
+    "--mesh.dp",
+    "2",
+    "--log.dir",
+    "run",
+    "--train.steps",
+    "400",
+    "--checkpoint.every",
+    "10",
+    "--log.every",
+    "10",
+)
 LIMITS = ("--log.stall_s", "4", "--train.timeout_s", "8")
 
 
-def _start(folder: Path, both: Sequence[Host], attempt: int, *arguments: str) -> list[subprocess.Popen[bytes]]:
+def _start(
+    folder: Path, both: Sequence[Host], attempt: int, *arguments: str
+) -> list[subprocess.Popen[bytes]]:
     env = {**environment(folder), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
     started = []
     for rank, host in enumerate(both):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-        torchrun += ["--node-rank", str(rank), "--master-addr", both[0].address, "--master-port", "29500"]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            "1",
+        ]
+        torchrun += [
+            "--node-rank",
+            str(rank),
+            "--master-addr",
+            both[0].address,
+            "--master-port",
+            "29500",
+        ]
         started.append(
             host.start(
                 [*torchrun, "-m", "threefold", "train", "config.yaml", *RUN, *arguments],
@@ -41,7 +69,9 @@ def _start(folder: Path, both: Sequence[Host], attempt: int, *arguments: str) ->
     return started
 
 
-def test_host_that_is_cut_off_is_named_and_the_run_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_host_that_is_cut_off_is_named_and_the_run_goes_on_after_a_restart(
+    tmp_path: Path,
+) -> None:
     prepare(tmp_path)
     with hosts("tfhost", 2) as both:
         first = _start(tmp_path, both, 1, *LIMITS)
@@ -49,7 +79,9 @@ def test_host_that_is_cut_off_is_named_and_the_run_goes_on_after_a_restart(tmp_p
         def output(rank: int, attempt: int) -> str:
             return (tmp_path / f"host-{rank}-{attempt}.txt").read_text()
 
-        wait_for(lambda: last_step(tmp_path / "run") >= 30, f"step 30: {output(0, 1)}", within_s=180)
+        wait_for(
+            lambda: last_step(tmp_path / "run") >= 30, f"step 30: {output(0, 1)}", within_s=180
+        )
         both[1].cut_off()
         assert first[0].wait(90) == 1
         gone = (
@@ -58,8 +90,15 @@ def test_host_that_is_cut_off_is_named_and_the_run_goes_on_after_a_restart(tmp_p
         )
         assert re.search(gone, output(0, 1)), output(0, 1)
         assert "expected: progress within train.timeout_s = 8 s" in output(0, 1)
-        wait_for(lambda: "this host is cut off" in output(1, 1), "the other host's own report", within_s=180)
-        assert re.search(r"rank 1 of host tfhost-2, in \w+ of step \d+, has not reached the run's store", output(1, 1))
+        wait_for(
+            lambda: "this host is cut off" in output(1, 1),
+            "the other host's own report",
+            within_s=180,
+        )
+        assert re.search(
+            r"rank 1 of host tfhost-2, in \w+ of step \d+, has not reached the run's store",
+            output(1, 1),
+        )
         both[1].kill_all()
         both[1].connect()
         reached = last_step(tmp_path / "run")
@@ -72,7 +111,10 @@ def test_host_that_is_cut_off_is_named_and_the_run_goes_on_after_a_restart(tmp_p
     # A start logs its first step too, which the run that was not interrupted does not.
     whole, found = metrics(tmp_path / "whole"), metrics(tmp_path / "run")
     for step in whole:
-        assert (found[step]["loss"], found[step]["grad_norm"]) == (whole[step]["loss"], whole[step]["grad_norm"]), step
+        assert (found[step]["loss"], found[step]["grad_norm"]) == (
+            whole[step]["loss"],
+            whole[step]["grad_norm"],
+        ), step
     proof = command(tmp_path, "data", "audit", "run")
     assert proof.returncode == 0 and "2 starts" in proof.stdout, proof.stderr
 
@@ -93,19 +135,42 @@ def test_who_can_join_a_run_on_two_hosts(tmp_path: Path, token: str | None) -> N
     prepare(tmp_path)
     (tmp_path / "stranger.py").write_text(_STRANGER)
     with hosts("tfdoor", 3) as (first, second, third):
-        env = {**environment(tmp_path), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
-        env |= {"MASTER_ADDR": first.address, "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        env = {
+            **environment(tmp_path),
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+            "WORLD_SIZE": "2",
+        }
+        env |= {
+            "MASTER_ADDR": first.address,
+            "MASTER_PORT": "29500",
+            "LOCAL_WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+        }
         env |= {"THREEFOLD_TOKEN": token} if token is not None else {}
         command = [sys.executable, "-m", "threefold", "train", "config.yaml", *RUN]
         for rank, host in enumerate((first, second)):
-            host.start(command, cwd=tmp_path, env={**env, "RANK": str(rank)}, output=tmp_path / f"{rank}.txt")
-        wait_for(lambda: last_step(tmp_path / "run") >= 10, f"step 10: {(tmp_path / '0.txt').read_text()}")
+            host.start(
+                command,
+                cwd=tmp_path,
+                env={**env, "RANK": str(rank)},
+                output=tmp_path / f"{rank}.txt",
+            )
+        wait_for(
+            lambda: last_step(tmp_path / "run") >= 10,
+            f"step 10: {(tmp_path / '0.txt').read_text()}",
+        )
         head = (tmp_path / "0.txt").read_text()
         if token is None:
-            assert "  hosts  2: no THREEFOLD_TOKEN, so every host that reaches them must be trusted" in head
+            assert (
+                "  hosts  2: no THREEFOLD_TOKEN, so every host that reaches them must be trusted"
+                in head
+            )
             return
         assert "  hosts  2: only ranks with the token can join" in head
         asked = third.command([sys.executable, str(tmp_path / "stranger.py"), first.address])
         heard = subprocess.run(asked, capture_output=True, text=True, timeout=180)
         # A greeting, a random number, and that it was refused.
-        assert heard.stdout == f"{b'threefold proxy 1' + bytes([10])!r} {18 + 32 + 1}\n", heard.stderr
+        assert heard.stdout == f"{b'threefold proxy 1' + bytes([10])!r} {18 + 32 + 1}\n", (
+            heard.stderr
+        )

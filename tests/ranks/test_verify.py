@@ -32,7 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_right_mesh_is_confirmed(folder: Path) -> None:
     sizes = ("--mesh.dp", "2", "--mesh.cp", "2", "--mesh.tp", "2")
     packed = ("--data.packing", "best_fit", "--data.document_mask", "true")
-    done = command(folder, "verify", "config.yaml", *sizes, *packed, "--steps", "2", "--layers", "1")
+    done = command(
+        folder, "verify", "config.yaml", *sizes, *packed, "--steps", "2", "--layers", "1"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.rstrip().endswith("the mesh follows the single process")
     assert "model.layers.*.self_attn.q_proj.weight" in done.stdout
@@ -42,10 +44,16 @@ def test_mixture_and_epochs_that_end_before_the_steps(folder: Path) -> None:
     """The single process reads the rows that training reads; the steps to compare may be more than an epoch's."""
     mixture = "{most: {source: 'corpus/part-[012].txt', weight: 3}, rest: {source: corpus/part-3.txt, weight: 1}}"
     config = (folder / "config.yaml").read_text()
-    (folder / "mixture.yaml").write_text(config.replace("source: corpus", f"mixture: {mixture}"))
-    (folder / "epochs.yaml").write_text(config.replace("steps: 12, global_batch: 8", "epochs: 1, global_batch: 500"))
+    (folder / "mixture.yaml").write_text(
+        config.replace("source: corpus", f"mixture: {mixture}")
+    )
+    (folder / "epochs.yaml").write_text(
+        config.replace("steps: 12, global_batch: 8", "epochs: 1, global_batch: 500")
+    )
     for name in ("mixture.yaml", "epochs.yaml"):
-        done = command(folder, "verify", name, "--mesh.dp", "2", "--steps", "3", "--layers", "1")
+        done = command(
+            folder, "verify", name, "--mesh.dp", "2", "--steps", "3", "--layers", "1"
+        )
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -134,7 +142,10 @@ def test_comparison_holds_within_the_promised_tolerances() -> None:
     assert not replace(RIGHT, admitted=False).holds
     assert Verification.from_record(json.loads(json.dumps(RIGHT.to_record()))).holds
     assert not Verification.from_record(json.loads(json.dumps(WRONG.to_record()))).holds
-    assert group_of("model.layers.11.mlp.experts.0.weight") == "model.layers.*.mlp.experts.*.weight"
+    assert (
+        group_of("model.layers.11.mlp.experts.0.weight")
+        == "model.layers.*.mlp.experts.*.weight"
+    )
 
 
 ALL = range(1, 21)
@@ -151,12 +162,23 @@ ALL = range(1, 21)
         ([step for step in ALL if step not in (7, 8)], False),
         ([1, 5, 15, 20], False),
     ],
-    ids=["all", "less often", "later", "ends before", "one missing", "two missing", "one of fewer missing"],
+    ids=[
+        "all",
+        "less often",
+        "later",
+        "ends before",
+        "one missing",
+        "two missing",
+        "one of fewer missing",
+    ],
 )
 def test_steps_that_one_run_lacks(logged: Any, holds: bool, tmp_path: Path) -> None:
     for name, steps in (("a", ALL), ("b", logged)):
         (tmp_path / name).mkdir()
-        lines = [json.dumps({"step": step, "loss": 3.0 - step / 50, "grad_norm": 1.0}) + "\n" for step in steps]
+        lines = [
+            json.dumps({"step": step, "loss": 3.0 - step / 50, "grad_norm": 1.0}) + "\n"
+            for step in steps
+        ]
         (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
     for pair in ("ab", "ba"):
         lines, equal = compare_runs(tmp_path / pair[0], tmp_path / pair[1])
@@ -173,20 +195,31 @@ def lines_of(run: Path) -> list[Any]:
 def test_two_runs_are_compared(tmp_path: Path) -> None:
     for name, shift in (("a", 0.0), ("b", 5e-5), ("c", 0.5)):
         (tmp_path / name).mkdir()
-        lines = [{"step": step, "loss": 3.0 - step + shift, "grad_norm": 1.0} for step in (1, 2)]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        lines = [
+            {"step": step, "loss": 3.0 - step + shift, "grad_norm": 1.0} for step in (1, 2)
+        ]
+        (tmp_path / name / "metrics.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
     lines, holds = compare_runs(tmp_path / "a", tmp_path / "b")
     assert holds and lines[0] == "2 steps in common, 1 to 2"
     lines, holds = compare_runs(tmp_path / "a", tmp_path / "c")
     assert not holds and "5.0e-01 nats" in lines[1]
-    assert "the first difference: loss of step 1: 2, expected 2.5: differs by 5.0e-01, bound 1e-04" in lines
+    assert (
+        "the first difference: loss of step 1: 2, expected 2.5: differs by 5.0e-01, bound 1e-04"
+        in lines
+    )
     for name, lines in (
         ("rewound", [{"step": 3, "loss": 9.0, "grad_norm": 1.0}, *lines_of(tmp_path / "a")]),
         ("damaged", [*lines_of(tmp_path / "a"), ["not a line of a run"]]),
     ):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert compare_runs(tmp_path / "a", tmp_path / "rewound")[1], "step 3 was logged before the run was rewound"
+        (tmp_path / name / "metrics.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
+    assert compare_runs(tmp_path / "a", tmp_path / "rewound")[1], (
+        "step 3 was logged before the run was rewound"
+    )
     with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 3: it is not a JSON object"):
         compare_runs(tmp_path / "a", tmp_path / "damaged")
     with pytest.raises(ConfigError, match=r"has no metrics\.jsonl"):

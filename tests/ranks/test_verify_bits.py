@@ -16,15 +16,25 @@ from threefold.verify.bits import compared, meshes_of
 
 EXACT = ("--train.reduce", "exact", "--train.micro_batch", "2")
 STEPS: list[dict[str, Any]] = [
-    {"loss": 1.5, "gradient norm": 2.5, "weights": {"embedding": "a", "layer": "b", "head": "c"}},
-    {"loss": 1.25, "gradient norm": 2.25, "weights": {"embedding": "d", "layer": "e", "head": "f"}},
+    {
+        "loss": 1.5,
+        "gradient norm": 2.5,
+        "weights": {"embedding": "a", "layer": "b", "head": "c"},
+    },
+    {
+        "loss": 1.25,
+        "gradient norm": 2.25,
+        "weights": {"embedding": "d", "layer": "e", "head": "f"},
+    },
 ]
 
 
 def changed(step: int, **values: Any) -> list[dict[str, Any]]:
     found = copy.deepcopy(STEPS)
     for name, value in values.items():
-        found[step - 1].update({name: value}) if name == "loss" else found[step - 1]["weights"].update({name: value})
+        found[step - 1].update({name: value}) if name == "loss" else found[step - 1][
+            "weights"
+        ].update({name: value})
     return found
 
 
@@ -33,7 +43,10 @@ def changed(step: int, **values: Any) -> list[dict[str, Any]]:
     [
         (STEPS, "equal: 3 tensors, losses and norms, in each of 2 steps"),
         (changed(1, layer="x"), "not equal: dp=2 and dp=1: step 1 differs first, in layer"),
-        (changed(2, layer="x", head="y"), "step 2 differs first, in layer and 1 more of 3 tensors"),
+        (
+            changed(2, layer="x", head="y"),
+            "step 2 differs first, in layer and 1 more of 3 tensors",
+        ),
         (changed(2, loss=1.3, head="y"), "step 2 differs first, in head; so does its loss"),
         (changed(1, loss=1.6), "step 1 differs first, in its loss"),
     ],
@@ -53,7 +66,10 @@ def test_meshes_are_those_that_the_batch_can_be_dealt_to() -> None:
 def test_what_it_does_not_compare_is_refused(tmp_path: Path) -> None:
     prepare(tmp_path)
     fast = command(tmp_path, "verify", "config.yaml", "--bits")
-    assert fast.returncode == 2 and "fix: --train.reduce exact --train.micro_batch 1" in fast.stderr
+    assert (
+        fast.returncode == 2
+        and "fix: --train.reduce exact --train.micro_batch 1" in fast.stderr
+    )
     both = command(tmp_path, "verify", "--bits", "--against", "a", "b")
     assert both.returncode == 2 and "verify --bits with --against" in both.stderr
 
@@ -61,10 +77,30 @@ def test_what_it_does_not_compare_is_refused(tmp_path: Path) -> None:
 @pytest.mark.examples
 def test_the_command_on_a_run_with_dropout_on_its_own_mesh(tmp_path: Path) -> None:
     prepare(tmp_path)
-    settings = (*EXACT, "--model.lora.r", "2", "--model.lora.dropout", "0.1", "--mesh.device", "cpu")
-    done = command(tmp_path, "verify", "config.yaml", "--bits", *settings, "--mesh.dp", "4", "--mesh.tp", "2")
+    settings = (
+        *EXACT,
+        "--model.lora.r",
+        "2",
+        "--model.lora.dropout",
+        "0.1",
+        "--mesh.device",
+        "cpu",
+    )
+    done = command(
+        tmp_path,
+        "verify",
+        "config.yaml",
+        "--bits",
+        *settings,
+        "--mesh.dp",
+        "4",
+        "--mesh.tp",
+        "2",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 7 and "equal: " in done.stdout.splitlines()[-1], done.stdout
+    assert len(done.stdout.splitlines()) == 7 and "equal: " in done.stdout.splitlines()[-1], (
+        done.stdout
+    )
 
 
 def _steps(folder: str) -> Any:
@@ -76,7 +112,9 @@ def _steps(folder: str) -> Any:
     from threefold.verify.comparison import VerifyOptions
 
     os.chdir(folder)
-    fast = load("config.yaml", [("train.micro_batch", "2"), ("mesh.device", "cpu")], environ={}).config
+    fast = load(
+        "config.yaml", [("train.micro_batch", "2"), ("mesh.device", "cpu")], environ={}
+    ).config
     return steps_on(init_mesh(device="cpu"), fast, VerifyOptions(2))
 
 

@@ -17,7 +17,16 @@ from threefold.checkpoint.tensors import read_whole
 
 pytestmark = pytest.mark.ranks
 
-ONE = ("--mesh.dp", "1", "--model.dtype", "bfloat16", "--train.micro_batch", "4", "--checkpoint.every", "3")
+ONE = (
+    "--mesh.dp",
+    "1",
+    "--model.dtype",
+    "bfloat16",
+    "--train.micro_batch",
+    "4",
+    "--checkpoint.every",
+    "3",
+)
 ONE += (
     "--data.eval_share",
     "0.05",
@@ -39,7 +48,16 @@ KINDS = {
 
 
 def trained(folder: Path, run: str, steps: int, *arguments: str) -> str:
-    done = command(folder, "train", "config.yaml", "--log.dir", run, "--train.steps", str(steps), *arguments)
+    done = command(
+        folder,
+        "train",
+        "config.yaml",
+        "--log.dir",
+        run,
+        "--train.steps",
+        str(steps),
+        *arguments,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -49,7 +67,11 @@ def lines(run: Path) -> dict[tuple[int, str], Any]:
     found: dict[tuple[int, str], Any] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         values = json.loads(line)
-        found |= {(values["step"], name): values[name] for name in ("loss", "grad_norm", "eval_loss") if name in values}
+        found |= {
+            (values["step"], name): values[name]
+            for name in ("loss", "grad_norm", "eval_loss")
+            if name in values
+        }
     return found
 
 
@@ -65,14 +87,20 @@ def test_it_resumes_to_the_bit_and_moves_to_other_meshes(tmp_path: Path, kind: s
     prepare(tmp_path)
     if kind == "tied":
         config = tmp_path / "config.yaml"
-        config.write_text(config.read_text().replace("{model_type", "{tie_word_embeddings: true, model_type"))
+        config.write_text(
+            config.read_text().replace("{model_type", "{tie_word_embeddings: true, model_type")
+        )
     own = (*ONE, *KINDS[kind])
     said = trained(tmp_path, "unbroken", 6, *own)
     assert "data parallelism: none" in said and "weights: a copy in bfloat16" in said
     trained(tmp_path, "broken", 3, *own)
     trained(tmp_path, "broken", 6, *own)
     unbroken, broken = lines(tmp_path / "unbroken"), lines(tmp_path / "broken")
-    assert broken == unbroken and (6, "eval_loss") in broken and min(v for (_, n), v in broken.items() if n == "loss")
+    assert (
+        broken == unbroken
+        and (6, "eval_loss") in broken
+        and min(v for (_, n), v in broken.items() if n == "loss")
+    )
     expected, found = state(tmp_path / "unbroken"), state(tmp_path / "broken")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
@@ -86,7 +114,9 @@ def test_it_resumes_to_the_bit_and_moves_to_other_meshes(tmp_path: Path, kind: s
     if kind in ("whole", "narrow"):
         written = load_file(tmp_path / "exported" / "model.safetensors")
         assert all(
-            torch.equal(written[name.removeprefix("model.")], found[name]) for name in found if name[:6] == "model."
+            torch.equal(written[name.removeprefix("model.")], found[name])
+            for name in found
+            if name[:6] == "model."
         )
 
     # FSDP2 reads what the one process wrote, and writes what that reads.

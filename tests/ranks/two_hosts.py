@@ -26,7 +26,10 @@ def why_not() -> str | None:
     if missing:
         return f"no {' and no '.join(missing)} here (iproute2, util-linux)"
     # A host needs its links, a hostname and a file over /etc/hosts; containers may forbid any of them.
-    with contextlib.suppress(OSError, subprocess.CalledProcessError), hosts("probe", 1) as (probe,):
+    with (
+        contextlib.suppress(OSError, subprocess.CalledProcessError),
+        hosts("probe", 1) as (probe,),
+    ):
         probe.run(["true"])
         return None
     return "this container may not make network namespaces"
@@ -43,7 +46,16 @@ class Host:
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """The arguments as run on this host; what they start dies with it."""
-        inside = ["unshare", "--uts", "--fork", "--kill-child", "sh", "-c", 'hostname "$0"; exec "$@"', self.hostname]
+        inside = [
+            "unshare",
+            "--uts",
+            "--fork",
+            "--kill-child",
+            "sh",
+            "-c",
+            'hostname "$0"; exec "$@"',
+            self.hostname,
+        ]
         return ["ip", "netns", "exec", self.namespace, *inside, *arguments]
 
     def run(self, arguments: Sequence[str]) -> None:
@@ -54,7 +66,11 @@ class Host:
     ) -> subprocess.Popen[bytes]:
         with output.open("wb") as file:
             return subprocess.Popen(
-                self.command(arguments), cwd=cwd, env=dict(env), stdout=file, stderr=subprocess.STDOUT
+                self.command(arguments),
+                cwd=cwd,
+                env=dict(env),
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
 
     def cut_off(self) -> None:
@@ -66,7 +82,9 @@ class Host:
 
     def kill_all(self) -> None:
         """Kills every process on it."""
-        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True
+        )
         for process in listed.stdout.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(process), 9)
@@ -97,7 +115,18 @@ def hosts(name: str, count: int) -> Iterator[list[Host]]:
 
 def _make(host: Host, bridge: str, all_hosts: Sequence[Host]) -> None:
     _ip("netns", "add", host.namespace)
-    _ip("link", "add", host._link, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
+    _ip(
+        "link",
+        "add",
+        host._link,
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "eth0",
+        "netns",
+        host.namespace,
+    )
     _ip("link", "set", host._link, "master", bridge, "up")
     _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
     for device in ("eth0", "lo"):

@@ -51,7 +51,9 @@ class _Place:
         launch = popen_forkserver.Popen._launch
 
         def launch_here(popen: popen_forkserver.Popen, process: Any) -> None:
-            here = replace(self, folder=os.getcwd(), environ=dict(os.environ), group=os.getpgrp())
+            here = replace(
+                self, folder=os.getcwd(), environ=dict(os.environ), group=os.getpgrp()
+            )
             process._target, process._args = _in_place, (here, process._target, process._args)
             launch(popen, process)
 
@@ -69,7 +71,10 @@ def _attach_referee() -> None:
     if "THREEFOLD_REFEREE" not in os.environ:
         return
     before = list(sys.meta_path)
-    runpy.run_path(os.environ["PYTHONPATH"].split(os.pathsep)[0] + "/sitecustomize.py", run_name="sitecustomize")
+    runpy.run_path(
+        os.environ["PYTHONPATH"].split(os.pathsep)[0] + "/sitecustomize.py",
+        run_name="sitecustomize",
+    )
     for finder in [finder for finder in sys.meta_path if finder not in before]:
         finder._action(sys.modules[finder._name])
         sys.meta_path.remove(finder)
@@ -95,7 +100,9 @@ def script() -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def run_program(main: Callable[[], Any], arguments: Sequence[str], first: Callable[[], None] | None = None) -> None:
+def run_program(
+    main: Callable[[], Any], arguments: Sequence[str], first: Callable[[], None] | None = None
+) -> None:
     sys.argv = [main.__name__, *arguments]
     try:
         if first is not None:
@@ -135,7 +142,9 @@ class Running:
         self._out.touch()
         self._err.touch()
         place = _Place(str(folder), dict(environ), 0, str(self._out), str(self._err))
-        self._process = server().Process(target=_in_place, args=(place, run_program, (main, tuple(arguments), first)))
+        self._process = server().Process(
+            target=_in_place, args=(place, run_program, (main, tuple(arguments), first))
+        )
         self._process.start()
 
     @property
@@ -160,7 +169,9 @@ class Running:
         """
         self._process.join(timeout_s)
         if self._process.exitcode is None:
-            raise Overdue(f"`{self._words}` has not ended within {timeout_s} s; it has printed:{self._last_words()}")
+            raise Overdue(
+                f"`{self._words}` has not ended within {timeout_s} s; it has printed:{self._last_words()}"
+            )
         return self._process.exitcode
 
     def wait_for(self, what: Callable[[], bool], why: str, timeout_s: float) -> None:
@@ -168,7 +179,9 @@ class Running:
         until = time.monotonic() + timeout_s
         while self.running() and not what():
             if time.monotonic() > until:
-                raise Overdue(f"`{self._words}`: not within {timeout_s} s: {why}; it has printed:{self._last_words()}")
+                raise Overdue(
+                    f"`{self._words}`: not within {timeout_s} s: {why}; it has printed:{self._last_words()}"
+                )
             self._process.join(0.01)
 
     def _last_words(self) -> str:
@@ -179,7 +192,9 @@ class Running:
             os.killpg(self._process.pid, signal.SIGABRT)
         self._process.join(_ABORTED_WITHIN_S)
         said = self._err.read_bytes()[size:].decode().splitlines()
-        stacks = "\n".join(line for line in said if line and not line.startswith("Extension modules:"))
+        stacks = "\n".join(
+            line for line in said if line and not line.startswith("Extension modules:")
+        )
         return f"{printed}\nstacks, when it was aborted:\n{stacks[-8000:]}"
 
     def __enter__(self) -> Running:

@@ -24,7 +24,9 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 REFEREE = (sys.executable, "-m", "threefold", "referee")
 
 
-def run(folder: Path, environ: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str] | None:
+def run(
+    folder: Path, environ: Mapping[str, str], *words: str
+) -> subprocess.CompletedProcess[str] | None:
     """A program run to its end; None for one that cannot be forked."""
     if words[: len(REFEREE)] == REFEREE:
         arguments = ("referee", *words[len(REFEREE) :])
@@ -55,7 +57,11 @@ def fork_what_is_watched() -> None:
 @contextmanager
 def _started(command: Sequence[str], *, env: Mapping[str, str], stdout: Any) -> Iterator[Any]:
     """As `subprocess.Popen`, as far as the referee asks: `a && b` of a shell is run one after the other."""
-    commands = [shlex.split(each) for each in command[2].split(" && ")] if command[:2] == ["sh", "-c"] else [command]
+    commands = (
+        [shlex.split(each) for each in command[2].split(" && ")]
+        if command[:2] == ["sh", "-c"]
+        else [command]
+    )
     programs = [_program(words) for words in commands]
     # The command that is run alone ends in the middle of its program, which torchrun's agent awaits of no forked rank.
     if None in programs or "THREEFOLD_REFEREE_ALONE" in env:

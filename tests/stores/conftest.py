@@ -54,7 +54,9 @@ class Server:
 def _program(name: str) -> str:
     found = shutil.which(name, path=f"{PROGRAMS}:{os.environ['PATH']}")
     if found is None:
-        pytest.skip(f"{name} is not installed (tests/stores/requirements.txt, make test-stores)")
+        pytest.skip(
+            f"{name} is not installed (tests/stores/requirements.txt, make test-stores)"
+        )
     return found
 
 
@@ -71,7 +73,9 @@ def free_ports(count: int) -> int:
 
 def _answers(endpoint: str, path: str = "", method: str = "GET") -> bool:
     try:
-        urllib.request.urlopen(urllib.request.Request(endpoint + path, method=method), timeout=2)
+        urllib.request.urlopen(
+            urllib.request.Request(endpoint + path, method=method), timeout=2
+        )
     except urllib.error.HTTPError as error:
         return error.code < 500
     except OSError:
@@ -105,10 +109,18 @@ def _make_bucket(server: Server) -> None:
     from obstore.store import S3Store
 
     key, secret, _ = IDENTITIES["writer"]
-    options: dict[str, Any] = {"access_key_id": key, "secret_access_key": secret, "region": "us-east-1"}
+    options: dict[str, Any] = {
+        "access_key_id": key,
+        "secret_access_key": secret,
+        "region": "us-east-1",
+    }
     retries: dict[str, Any] = {"max_retries": 0}
     store = S3Store(
-        BUCKET, endpoint=server.endpoint, client_options={"allow_http": True}, retry_config=retries, **options
+        BUCKET,
+        endpoint=server.endpoint,
+        client_options={"allow_http": True},
+        retry_config=retries,
+        **options,
     )
     until = time.monotonic() + 60
     while True:
@@ -125,17 +137,35 @@ def _make_bucket(server: Server) -> None:
 def weed_server(folder: Path, first: int) -> Iterator[Server]:
     """SeaweedFS on four ports from the first on, with what a server that was killed has left in the folder."""
     identities = [
-        {"name": name, "credentials": [{"accessKey": key, "secretKey": secret}], "actions": actions}
+        {
+            "name": name,
+            "credentials": [{"accessKey": key, "secretKey": secret}],
+            "actions": actions,
+        }
         for name, (key, secret, actions) in IDENTITIES.items()
     ]
     rights = folder / "rights.json"
     rights.write_text(json.dumps({"identities": identities}))
-    command = [_program("weed"), "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3"]
-    command += [f"-s3.port={first}", f"-s3.config={rights}", f"-master.port={first + 1}", f"-volume.port={first + 2}"]
+    command = [
+        _program("weed"),
+        "server",
+        f"-dir={folder}",
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        "-s3",
+    ]
+    command += [
+        f"-s3.port={first}",
+        f"-s3.config={rights}",
+        f"-master.port={first + 1}",
+        f"-volume.port={first + 2}",
+    ]
     command += [f"-filer.port={first + 3}", "-volume.max=10", "-master.volumeSizeLimitMB=64"]
     # Ports that it would have besides, and words home.
     command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
-    with _running(command, Server("seaweed", f"http://127.0.0.1:{first}"), folder / "log") as server:
+    with _running(
+        command, Server("seaweed", f"http://127.0.0.1:{first}"), folder / "log"
+    ) as server:
         yield server
     for port in (*range(first, first + 4), *range(first + 10000, first + 10004)):
         for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):

@@ -57,7 +57,9 @@ def main(address: str, folder: Path) -> None:
         return SentFiles(f"{sent.folder.name}-a{os.getpid()}", files, {})
 
     one = OneRank()
-    sender = Mirror(one, one, held.place, keep=2, continue_on_error=False, held=held, describe=describe)  # type: ignore[arg-type]
+    sender = Mirror(
+        one, one, held.place, keep=2, continue_on_error=False, held=held, describe=describe
+    )  # type: ignore[arg-type]
     while True:
         step += 1
         sender.send(Sent(folder / f"step-{step:08d}", step, best=step % 7 == 0))

@@ -23,7 +23,11 @@ from threefold.data.store.shared_parts import SharedParts
 from threefold.data.text import rows
 from threefold.places.object_store import ObjectStore, open_store
 
-pytestmark = [pytest.mark.stores, pytest.mark.timing, pytest.mark.usefixtures("_no_secret_is_printed")]
+pytestmark = [
+    pytest.mark.stores,
+    pytest.mark.timing,
+    pytest.mark.usefixtures("_no_secret_is_printed"),
+]
 
 # KILLS=200: more of them.
 NUM_KILLS = int(os.environ.get("KILLS", "15"))
@@ -51,7 +55,9 @@ def small_parts(dies_within_s: float | None = None) -> None:
             dying.start()
         return make(shared, part)
 
-    def one_after_the_other(shared: SharedParts, its: Sequence[EncodedPart], num_workers: int) -> Iterator[PartDone]:
+    def one_after_the_other(
+        shared: SharedParts, its: Sequence[EncodedPart], num_workers: int
+    ) -> Iterator[PartDone]:
         for part in its:
             yield shared.make(part)
 
@@ -63,7 +69,9 @@ def small_parts(dies_within_s: float | None = None) -> None:
 def here(seaweed: Server, use: Callable[[dict[str, str]], None], tmp_path: Path) -> Path:
     """Rows, and the store that one process makes of them on a disk."""
     use(seaweed.environ())
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "row {i} {"word " * (i % 90)}"}}\n' for i in range(3000)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(f'{{"text": "row {i} {"word " * (i % 90)}"}}\n' for i in range(3000))
+    )
     said(command(tmp_path, *WORDS, "--to", "disk", first=small_parts))
     return tmp_path
 
@@ -73,8 +81,15 @@ def said(done: object, code: int = 0) -> str:
     return str(done.stdout + done.stderr)  # type: ignore[attr-defined]
 
 
-def prepare(here: Path, address: str, *arguments: str, code: int = 0, dies_within_s: float | None = None) -> str:
-    return said(command(here, *WORDS, "--to", address, *arguments, first=partial(small_parts, dies_within_s)), code)
+def prepare(
+    here: Path, address: str, *arguments: str, code: int = 0, dies_within_s: float | None = None
+) -> str:
+    return said(
+        command(
+            here, *WORDS, "--to", address, *arguments, first=partial(small_parts, dies_within_s)
+        ),
+        code,
+    )
 
 
 def parts_at(place: ObjectStore) -> list[str]:
@@ -96,31 +111,46 @@ def require_equal(here: Path, place: ObjectStore) -> None:
     assert made and disk and made.digest == disk.digest  # the files' times are in it, too
 
 
-def test_killed_tasks_and_copies_make_the_store_of_one_process(here: Path, address: str) -> None:
-    chance, place, kills, num_parts = random.Random(20261127), open_store(address, os.environ), 0, 0
+def test_killed_tasks_and_copies_make_the_store_of_one_process(
+    here: Path, address: str
+) -> None:
+    chance, place, kills, num_parts = (
+        random.Random(20261127),
+        open_store(address, os.environ),
+        0,
+        0,
+    )
     while kills < NUM_KILLS:
         task = ("--task", f"{chance.randrange(NUM_TASKS)}/{NUM_TASKS}")
         words = (*WORDS, "--to", address, *task)
         dying = partial(small_parts, chance.uniform(0, 0.06))
-        with warm.Running(warm.threefold, here, words, environment(here), first=dying) as running:
+        with warm.Running(
+            warm.threefold, here, words, environment(here), first=dying
+        ) as running:
             code = running.wait(60)
             assert code in (0, -signal.SIGKILL), running.err()
         kills += code != 0
         there = parts_at(place)
         assert len(there) >= num_parts, "a part that was there is lost"
         num_parts = len(there)
-        if code == 0 and kills < NUM_KILLS:  # that task is done: some of its parts are taken away
+        if (
+            code == 0 and kills < NUM_KILLS
+        ):  # that task is done: some of its parts are taken away
             place.delete(there[:: chance.randint(1, 3)])
             num_parts = len(parts_at(place))
     words = (*WORDS, "--to", address, "--task", "1/3")
-    with warm.Running(warm.threefold, here, words, environment(here), first=small_parts) as copy:
+    with warm.Running(
+        warm.threefold, here, words, environment(here), first=small_parts
+    ) as copy:
         for number in range(NUM_TASKS):
             prepare(here, address, "--task", f"{number}/{NUM_TASKS}")
         assert copy.wait(60) == 0, copy.err()
     assert "proof: the " in prepare(here, address, "--task", "join")
     require_equal(here, place)
     assert "holds " in prepare(here, address, "--task", "0/3", code=2)
-    assert "read again, every digest is equal" in said(command(here, "data", "audit", "fetched", "--contents"))
+    assert "read again, every digest is equal" in said(
+        command(here, "data", "audit", "fetched", "--contents")
+    )
 
 
 def test_wrong_parts_are_named_and_made_again(here: Path, address: str) -> None:
@@ -134,7 +164,12 @@ def test_wrong_parts_are_named_and_made_again(here: Path, address: str) -> None:
         shutil.rmtree(here / "cache/threefold/tokens", ignore_errors=True)
         return prepare(here, address, "--task", "join", code=2)
 
-    wrong = {"cut": first[:3000], "empty": b"", "no archive": b"x" * 5000, "another part's": second}
+    wrong = {
+        "cut": first[:3000],
+        "empty": b"",
+        "no archive": b"x" * 5000,
+        "another part's": second,
+    }
     for number in range(2):
         at = chance.randrange(5000, 30000)  # of its tokens
         wrong[f"byte {at}, {number}"] = first[:at] + bytes([first[at] ^ 1]) + first[at + 1 :]
@@ -145,7 +180,10 @@ def test_wrong_parts_are_named_and_made_again(here: Path, address: str) -> None:
         assert place.get(keys[0]) is not None
     place.delete(keys[1:3])
     told = refused("missing")
-    assert "part 1 is missing; part 2 is missing\n" in told and "again: only these parts are made" in told
+    assert (
+        "part 1 is missing; part 2 is missing\n" in told
+        and "again: only these parts are made" in told
+    )
     assert "2 parts are made" in prepare(here, address, "--task", "0/1")
     prepare(here, address, "--task", "join")
     require_equal(here, place)

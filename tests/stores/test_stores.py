@@ -57,7 +57,9 @@ def test_protocol(server: Server, address: str, tmp_path: Path) -> None:
     place.write("one", b"12345")
     assert place.read("one", start=1, length=3) == b"234"
     for start, length in ((0, 1), (8 * 2**20 - 5, 10), (len(big) - 3, 3), (0, len(big))):
-        assert place.read("folder/big", start=start, length=length) == big[start : start + length]
+        assert (
+            place.read("folder/big", start=start, length=length) == big[start : start + length]
+        )
     assert {each.key: each.size for each in place.list()} == {"one": 5, "folder/big": len(big)}
     etag = place.create("seal", b"first")
     assert etag and place.create("seal", b"other") is None
@@ -82,7 +84,9 @@ def test_one_of_many_swaps_wins(server: Server, address: str) -> None:
                 text = place.read("count", start=0, length=there.size).decode()
                 # Read after its etag: what is not of this etag is refused by the swap.
                 count = int(text.split()[0])
-                if place.swap("count", f"{count + 1} writer {writer}".encode(), etag=there.etag):
+                if place.swap(
+                    "count", f"{count + 1} writer {writer}".encode(), etag=there.etag
+                ):
                     break
 
     with ThreadPoolExecutor(8) as pool:
@@ -96,7 +100,9 @@ def test_doctor_admits(server: Server, address: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     values = json.loads(done.stdout)
     assert values["store"]["admitted"] is True and values["store"]["seconds"] < 8
-    races = next(each["what"] for each in values["findings"] if each["check"] == "races of writers")
+    races = next(
+        each["what"] for each in values["findings"] if each["check"] == "races of writers"
+    )
     won, _, of = races.split()[:3]
     assert won == of
     assert objects(address) == {}
@@ -110,7 +116,12 @@ REFUSED = {
         "runs",
         "first cannot be written: these credentials may not do that (403 AccessDenied)",
     ),
-    "wrong secret": ("writer", f"{SECRET}-3", "runs", "the secret does not belong to the access key (403 Signature"),
+    "wrong secret": (
+        "writer",
+        f"{SECRET}-3",
+        "runs",
+        "the secret does not belong to the access key (403 Signature",
+    ),
     "absent bucket": ("writer", None, "no-such-bucket", "there is no bucket no-such-bucket\n"),
 }
 
@@ -126,10 +137,21 @@ def test_doctor_refuses(seaweed: Server, use: Any, case: str) -> None:
     assert SECRET not in done.stdout + done.stderr
 
 
-def test_no_credentials(seaweed: Server, use: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    use({"AWS_ENDPOINT_URL": seaweed.endpoint, "HOME": str(tmp_path), "AWS_ACCESS_KEY_ID": "AKIDWRITER"})
+def test_no_credentials(
+    seaweed: Server, use: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use(
+        {
+            "AWS_ENDPOINT_URL": seaweed.endpoint,
+            "HOME": str(tmp_path),
+            "AWS_ACCESS_KEY_ID": "AKIDWRITER",
+        }
+    )
     done = _threefold("doctor", "s3://runs/a")
-    assert done.returncode == 2 and "there are no credentials for it, or not all of them" in done.stderr
+    assert (
+        done.returncode == 2
+        and "there are no credentials for it, or not all of them" in done.stderr
+    )
 
 
 def test_export_is_the_folder_of_an_export_here(
@@ -144,16 +166,24 @@ def test_export_is_the_folder_of_an_export_here(
     sent = objects(address)
     mark = json.loads(sent.pop(MARK))
     here = {
-        path.relative_to(tmp_path / "here").as_posix(): path.read_bytes() for path in (tmp_path / "here").rglob("*")
+        path.relative_to(tmp_path / "here").as_posix(): path.read_bytes()
+        for path in (tmp_path / "here").rglob("*")
     }
     assert sent == here
-    assert {name: file["bytes"] for name, file in mark["files"].items()} == {k: len(v) for k, v in here.items()}
+    assert {name: file["bytes"] for name, file in mark["files"].items()} == {
+        k: len(v) for k, v in here.items()
+    }
     again = command(tmp_path, "export", str(run), "--to", address)
     assert again.returncode == 2
-    assert again.stderr.startswith(f"{address} holds ") and "\n  fix: --to ANOTHER_PREFIX" in again.stderr
-    assert {name: hashlib.md5(data).digest() for name, data in objects(address).items() if name != MARK} == {
-        name: hashlib.md5(data).digest() for name, data in here.items()
-    }
+    assert (
+        again.stderr.startswith(f"{address} holds ")
+        and "\n  fix: --to ANOTHER_PREFIX" in again.stderr
+    )
+    assert {
+        name: hashlib.md5(data).digest()
+        for name, data in objects(address).items()
+        if name != MARK
+    } == {name: hashlib.md5(data).digest() for name, data in here.items()}
     assert SECRET not in done.stdout + done.stderr + again.stdout + again.stderr
 
 
@@ -179,8 +209,18 @@ def test_export_that_was_killed_is_gone_on_with(
     seaweed: Server, use: Any, address: str, run: Path, tmp_path: Path
 ) -> None:
     use(seaweed.environ())
-    program = [sys.executable, "-c", KILLED_BEFORE_ITS_MARK, "export", str(run), "--to", address]
-    process = subprocess.Popen(program, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE)
+    program = [
+        sys.executable,
+        "-c",
+        KILLED_BEFORE_ITS_MARK,
+        "export",
+        str(run),
+        "--to",
+        address,
+    ]
+    process = subprocess.Popen(
+        program, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE
+    )
     # Everybody may see the arguments of a process.
     assert SECRET.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
     _, err = process.communicate(timeout=120)
@@ -191,10 +231,15 @@ def test_export_that_was_killed_is_gone_on_with(
     assert MARK in objects(address) and CLAIM not in objects(address)
 
 
-def test_read_only_store_gets_no_export(seaweed: Server, use: Any, address: str, run: Path, tmp_path: Path) -> None:
+def test_read_only_store_gets_no_export(
+    seaweed: Server, use: Any, address: str, run: Path, tmp_path: Path
+) -> None:
     use(seaweed.environ("reader"))
     done = command(tmp_path, "export", str(run), "--to", address)
-    assert done.returncode == 2 and "these credentials may not do that (403 AccessDenied)" in done.stderr
+    assert (
+        done.returncode == 2
+        and "these credentials may not do that (403 AccessDenied)" in done.stderr
+    )
     with pytest.raises(ConfigError):
         open_store(address, os.environ).write("one", b"1")
 

@@ -25,22 +25,77 @@ from threefold.training.loss import TokenLoss
 
 SEQ_LEN = 32
 # Their own attention; masks, keys or terms of their own.
-OWN = ("bloom", "codegen", "falcon", "gptj", "gpt_neo", "gpt_neox_japanese", "mpt", "xglm", "trocr", "git", "big_bird")
+OWN = (
+    "bloom",
+    "codegen",
+    "falcon",
+    "gptj",
+    "gpt_neo",
+    "gpt_neox_japanese",
+    "mpt",
+    "xglm",
+    "trocr",
+    "git",
+    "big_bird",
+)
 DERIVED = ("deepseek_v4", "deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text", "inkling2_text")
 STATES = (
-    *("qwen3_next", "granitemoehybrid", "nemotron_h", "olmo_hybrid", "minimax", "lfm2_moe", "mamba2", "jamba"),
-    *("zamba2", "falcon_h1", "recurrent_gemma", "rwkv", "xlstm", "zaya", "inkling_text", "kimi_linear"),
+    *(
+        "qwen3_next",
+        "granitemoehybrid",
+        "nemotron_h",
+        "olmo_hybrid",
+        "minimax",
+        "lfm2_moe",
+        "mamba2",
+        "jamba",
+    ),
+    *(
+        "zamba2",
+        "falcon_h1",
+        "recurrent_gemma",
+        "rwkv",
+        "xlstm",
+        "zaya",
+        "inkling_text",
+        "kimi_linear",
+    ),
 )
 # Positions: numbered from a cut row, after the padding's number, chunks of a document, two sets of factors.
-POSITIONS = ("bart", "marian", "pegasus", "whisper", "roberta", "camembert", "llama4", "phi3", "bigbird_pegasus")
+POSITIONS = (
+    "bart",
+    "marian",
+    "pegasus",
+    "whisper",
+    "roberta",
+    "camembert",
+    "llama4",
+    "phi3",
+    "bigbird_pegasus",
+)
 SAMPLE = ("llama", "gemma3_text", "gpt_oss", "bert", *OWN, *DERIVED, *STATES, *POSITIONS)
 # One of each further kind of layer that the code meets: learned and shifted tables of positions, soft-caps, keys that
 # layers share, latent attention, fused and single experts, blocks whose parts run side by side, a part for images.
 KINDS = (
-    *("gpt2", "opt", "gemma2", "gemma3n_text", "gemma4_text", "deepseek_v3", "mixtral", "qwen3_moe", "dbrx"),
+    *(
+        "gpt2",
+        "opt",
+        "gemma2",
+        "gemma3n_text",
+        "gemma4_text",
+        "deepseek_v3",
+        "mixtral",
+        "qwen3_moe",
+        "dbrx",
+    ),
     *("cohere2", "phi", "gpt_neox", "gemma3", "phi4_multimodal"),
 )
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [4.0] * 48, "rope_theta": 1e4}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 48,
+    "long_factor": [4.0] * 48,
+    "rope_theta": 1e4,
+}
 # What transformers' own forward makes of a row's beginning depends on the row's length, or on later tokens.
 NOT_CAUSAL = ("cpmant", "xlnet", "xlm", "reformer", "prophetnet")
 # Of many near-equal keys it picks the largest: rounding decides.
@@ -48,21 +103,31 @@ PICKS = ("doge",)
 
 
 def small(name: str) -> PretrainedConfig:
-    values: dict[str, Any] = {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 4096}}
+    values: dict[str, Any] = {
+        "rope_parameters": LONGROPE | {"original_max_position_embeddings": 4096}
+    }
     config = reduced(config_of(name, **(values if name == "phi3" else {})), seq_len=SEQ_LEN)
     if name == "minimax_m3_vl_text":  # two blocks of four keys are picked, of eight
         config.layer_types = ["full_attention", "minimax_m3_sparse"]
-        config.index_block_size, config.index_topk_blocks, config.index_n_heads = 4, 2, config.num_key_value_heads
+        config.index_block_size, config.index_topk_blocks, config.index_n_heads = (
+            4,
+            2,
+            config.num_key_value_heads,
+        )
         return config
     if hasattr(text := config.get_text_config(), "index_n_heads"):
-        text.index_n_heads = 16  # with few, many scores are 0, and which of them are picked is left to chance
+        text.index_n_heads = (
+            16  # with few, many scores are 0, and which of them are picked is left to chance
+        )
     return config
 
 
 def rows(mask: str, config: PretrainedConfig) -> dict[str, Tensor]:
     """Two rows; `documents`: of several documents; `padded`: filled up after the first."""
     draws = torch.Generator().manual_seed(5)
-    tokens = torch.randint(3, config.get_text_config().vocab_size, (2, SEQ_LEN + 1), generator=draws)
+    tokens = torch.randint(
+        3, config.get_text_config().vocab_size, (2, SEQ_LEN + 1), generator=draws
+    )
     batch = {"input_ids": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone()}
     documents = torch.zeros(2, SEQ_LEN, dtype=torch.int64)
     if mask == "documents":
@@ -78,7 +143,11 @@ def rows(mask: str, config: PretrainedConfig) -> dict[str, Tensor]:
     begins = torch.cat([torch.ones(2, 1, dtype=torch.bool), documents.diff(dim=1) != 0], dim=1)
     places = torch.arange(SEQ_LEN).expand(2, -1)
     batch["position_ids"] = places - places.where(begins, 0).cummax(dim=1).values
-    return batch if mask != "causal" else {name: value for name, value in batch.items() if name != "document_ids"}
+    return (
+        batch
+        if mask != "causal"
+        else {name: value for name, value in batch.items() if name != "document_ids"}
+    )
 
 
 def theirs(model: Any, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
@@ -90,9 +159,13 @@ def theirs(model: Any, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tenso
 class Ours:
     """The product's model in one process, with the weights of transformers' own."""
 
-    def __init__(self, config: PretrainedConfig, weights: dict[str, Tensor], mesh: Mesh) -> None:
+    def __init__(
+        self, config: PretrainedConfig, weights: dict[str, Tensor], mesh: Mesh
+    ) -> None:
         self.context = ContextParallel(mesh)
-        self.model = load.build_without_storage(copy.deepcopy(config), attention=self.context.name)
+        self.model = load.build_without_storage(
+            copy.deepcopy(config), attention=self.context.name
+        )
         self.context.adapt(self.model)
         install(self.model, chunk=7)
         storage.fill(
@@ -130,7 +203,9 @@ def mesh() -> Iterator[Mesh]:
 def compare(name: str, mesh: Mesh) -> None:
     torch.manual_seed(0)
     config = small(name)
-    own = perturbed(AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")).eval()
+    own = perturbed(
+        AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+    ).eval()
     ours = Ours(config, dict(own.state_dict()), mesh)
     kept = not limits.document_problems(ours.model) and name not in PICKS and name != "blt"
     for mask in ("causal", "documents", "padded") if kept else ("causal",):
@@ -139,8 +214,13 @@ def compare(name: str, mesh: Mesh) -> None:
         loss, gradients = theirs(own, batch)
         targets = int((batch["labels"] != -100).sum())
         loss_of_ours = ours.loss(batch).item() / targets
-        actual = {name: gradient / targets for name, gradient in gradients_of(ours.model).items()}
-        require([compare_number(LOSS, loss_of_ours, loss), *compare_gradients(actual, gradients)], mask)
+        actual = {
+            name: gradient / targets for name, gradient in gradients_of(ours.model).items()
+        }
+        require(
+            [compare_number(LOSS, loss_of_ours, loss), *compare_gradients(actual, gradients)],
+            mask,
+        )
     with torch.no_grad():
         early = rows("causal", config)
         early["labels"][:, 8:] = -100
@@ -150,7 +230,9 @@ def compare(name: str, mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_it_computes_as_transformers_does_with_each_document_alone(name: str, mesh: Mesh) -> None:
+def test_it_computes_as_transformers_does_with_each_document_alone(
+    name: str, mesh: Mesh
+) -> None:
     compare(name, mesh)
 
 
@@ -180,7 +262,9 @@ def test_own_attention_is_kept(name: str) -> None:
     assert backend.own_attention(outline(name)) is not None
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_oss", "bert", "bart", "qwen3_next", "gemma3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "gpt2", "gpt_oss", "bert", "bart", "qwen3_next", "gemma3"]
+)
 def test_attention_that_is_asked_for_is_given(name: str) -> None:
     assert backend.own_attention(outline(name)) is None
 
@@ -190,7 +274,9 @@ def test_states_are_found(name: str) -> None:
     assert list(recurrence.carriers(outline(name)))
 
 
-@pytest.mark.parametrize("name", ["llama", "bloom", "gpt2", "deepseek_v3", "gemma4", "whisper", "phi4_multimodal"])
+@pytest.mark.parametrize(
+    "name", ["llama", "bloom", "gpt2", "deepseek_v3", "gemma4", "whisper", "phi4_multimodal"]
+)
 def test_no_state_is_found_where_there_is_none(name: str) -> None:
     """Convolutions of parts that hear or see are not in the way of a text."""
     assert not list(recurrence.carriers(outline(name)))
@@ -213,7 +299,9 @@ def test_documents_as_rows_and_back() -> None:
     assert sorted(sorted(set(row)) for row in seen) == runs
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "camembert", "electra", "megatron-bert", "big_bird", "rembert"])
+@pytest.mark.parametrize(
+    "name", ["bert", "roberta", "camembert", "electra", "megatron-bert", "big_bird", "rembert"]
+)
 def test_a_model_of_both_sides_is_no_causal_one(name: str) -> None:
     assert limits.direction_problems(outline(name), pretrained=False) == []
     model = load.outline(reduced(AutoConfig.for_model(name)))
@@ -235,7 +323,9 @@ def test_given_weights_of_a_model_of_both_sides() -> None:
 
 
 def test_gpt_neox_says_that_it_is_no_decoder_and_is_one() -> None:
-    assert limits.direction_problems(outline("gpt_neox", is_decoder=False), pretrained=False) == []
+    assert (
+        limits.direction_problems(outline("gpt_neox", is_decoder=False), pretrained=False) == []
+    )
 
 
 def test_a_buffer_that_nothing_writes_is_an_error(mesh: Mesh) -> None:

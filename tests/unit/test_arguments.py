@@ -32,20 +32,27 @@ VALUES = st.text(max_size=20)
         (["-"], "-", []),
     ],
 )
-def test_file_and_pairs(arguments: list[str], path: str | None, pairs: list[tuple[str, str]]) -> None:
+def test_file_and_pairs(
+    arguments: list[str], path: str | None, pairs: list[tuple[str, str]]
+) -> None:
     assert split(arguments) == (path, pairs)
 
 
 @settings(deadline=None)
 @given(pairs=st.lists(st.tuples(KEYS, VALUES, st.booleans())), place=st.integers(0, 9))
-def test_both_spellings_keep_every_value_and_its_order(pairs: list[tuple[str, str, bool]], place: int) -> None:
+def test_both_spellings_keep_every_value_and_its_order(
+    pairs: list[tuple[str, str, bool]], place: int
+) -> None:
     """`--key value` and `--key=value` say the same, wherever the file stands between them."""
     groups = [
         [f"--{key}", value] if apart and not value.startswith("--") else [f"--{key}={value}"]
         for key, value, apart in pairs
     ]
     groups.insert(min(place, len(groups)), ["c.yaml"])
-    assert split([part for group in groups for part in group]) == ("c.yaml", [(key, value) for key, value, _ in pairs])
+    assert split([part for group in groups for part in group]) == (
+        "c.yaml",
+        [(key, value) for key, value, _ in pairs],
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,7 +63,10 @@ def test_both_spellings_keep_every_value_and_its_order(pairs: list[tuple[str, st
         (["-v"], ["unknown option -v"]),
         (["a.yaml", "b.yaml"], ["a second config file: b.yaml"]),
         (["--optimizer.betas", "[0.9,", "0.95]", "x"], ["a second config file: x"]),
-        (["a", "-v", "b", "--c"], ["unknown option -v", "a second config file: b", "--c has no value"]),
+        (
+            ["a", "-v", "b", "--c"],
+            ["unknown option -v", "a second config file: b", "--c has no value"],
+        ),
     ],
 )
 def test_everything_wrong_is_said_at_once(arguments: list[str], wrong: list[str]) -> None:

@@ -46,7 +46,9 @@ def test_kernel_is_chosen_with_a_reason(
     kernel, why = kernels.choose(capability, dtype=dtype, head_dim=head_dim, halved=halved)
     assert kernel == expected
     assert why
-    same = kernels.choose(capability, dtype=dtype, head_dim=head_dim, halved=halved, deterministic=True)
+    same = kernels.choose(
+        capability, dtype=dtype, head_dim=head_dim, halved=halved, deterministic=True
+    )
     assert same[0] == ("flash" if expected == "cudnn" else expected)
 
 
@@ -70,18 +72,28 @@ def test_head_size_is_that_of_queries_and_keys() -> None:
 
 def _rows(heads: int, sequence: int, *, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(2, heads, sequence, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    return torch.randn(
+        2, heads, sequence, 8, generator=generator, dtype=torch.float64
+    ).requires_grad_()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("settings", [{}, {"softcap": 5.0}, {"s_aux": torch.tensor([0.5, -1.0, 0.0, 2.0])}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"softcap": 5.0}, {"s_aux": torch.tensor([0.5, -1.0, 0.0, 2.0])}], ids=str
+)
 @pytest.mark.parametrize("window", [None, 5])
-def test_halves_give_what_one_process_computes(rank: int, settings: dict[str, Any], window: int | None) -> None:
+def test_halves_give_what_one_process_computes(
+    rank: int, settings: dict[str, Any], window: int | None
+) -> None:
     sequence, ranks = 16, 2
-    function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    function = (
+        causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    )
     own = local_positions(sequence, cp_size=ranks, cp_rank=rank)
     keys = torch.arange(sequence)
-    masks = BatchMasks(own, keys, None, "sdpa", alone=False, chunks=(rank, 2 * ranks - 1 - rank))
+    masks = BatchMasks(
+        own, keys, None, "sdpa", alone=False, chunks=(rank, 2 * ranks - 1 - rank)
+    )
     halves: Any = masks.mask(2, mask_function=function, q_length=sequence // ranks)
     if window is None:
         assert [mask for _, mask in halves] == [None, None]
@@ -89,10 +101,16 @@ def test_halves_give_what_one_process_computes(rank: int, settings: dict[str, An
     assert [seen.stop for seen, _ in halves] == [(rank + 1) * 4, (4 - rank) * 4]
 
     def run(queries: Tensor, mask: Any) -> tuple[Tensor, ...]:
-        query, key, value = _rows(4, sequence, seed=0), _rows(2, sequence, seed=1), _rows(2, sequence, seed=2)
+        query, key, value = (
+            _rows(4, sequence, seed=0),
+            _rows(2, sequence, seed=1),
+            _rows(2, sequence, seed=2),
+        )
         module = nn.Module()
         module.num_key_value_groups = 2  # type: ignore[assignment]
-        output, _ = attend(module, query[:, :, queries], key, value, mask, scaling=0.3, **settings)
+        output, _ = attend(
+            module, query[:, :, queries], key, value, mask, scaling=0.3, **settings
+        )
         output.square().sum().backward()
         assert query.grad is not None and key.grad is not None and value.grad is not None
         return output, query.grad[:, :, queries], key.grad, value.grad
@@ -110,7 +128,9 @@ def test_kernels_are_told_where_the_last_query_stands() -> None:
     # without a kernel for it, as on a CPU, torch makes the mask
     found = F.scaled_dot_product_attention(query, key, value, attn_mask=told)
     mask = torch.ones(8, 16, dtype=torch.bool).tril(8)
-    torch.testing.assert_close(found, F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+    torch.testing.assert_close(
+        found, F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    )
 
 
 def test_plain_causal_rows_whose_heads_are_shared_have_no_mask() -> None:
@@ -132,7 +152,9 @@ def test_plain_causal_rows_whose_heads_are_shared_have_no_mask() -> None:
         ([[3]], [0, 1], 2),
     ],
 )
-def test_lengths_of_documents(documents: list[list[int]], begins: list[int], beyond: int) -> None:
+def test_lengths_of_documents(
+    documents: list[list[int]], begins: list[int], beyond: int
+) -> None:
     found = DocumentLengths.of(torch.tensor(documents), torch.device("cpu"))
     assert found.begins.tolist() == begins and found.begins.dtype == torch.int32
     assert found.beyond == beyond
@@ -143,7 +165,9 @@ def test_lengths_are_the_mask_where_it_is_plain_causal_and_known() -> None:
     lengths = DocumentLengths.of(documents, torch.device("cpu"))
 
     def mask(function: Any, known: DocumentLengths | None) -> Any:
-        masks = BatchMasks(rows, rows, documents, "varlen", alone=True, chunks=None, lengths=known)
+        masks = BatchMasks(
+            rows, rows, documents, "varlen", alone=True, chunks=None, lengths=known
+        )
         return masks.mask(1, mask_function=function, q_length=16)
 
     assert mask(causal_mask_function, lengths) is lengths
@@ -158,14 +182,28 @@ def test_lengths_are_the_mask_where_it_is_plain_causal_and_known() -> None:
         ("llama", {}, ""),
         ("qwen3", {"head_dim": 128}, ""),
         ("gemma3_text", {"head_dim": 256}, ""),
-        ("gemma2", {}, "its layers ask for more than plain attention, or are not known by name"),
-        ("gpt_oss", {}, "its layers ask for more than plain attention, or are not known by name"),
-        ("deepseek_v3", {}, "its layers ask for more than plain attention, or are not known by name"),
+        (
+            "gemma2",
+            {},
+            "its layers ask for more than plain attention, or are not known by name",
+        ),
+        (
+            "gpt_oss",
+            {},
+            "its layers ask for more than plain attention, or are not known by name",
+        ),
+        (
+            "deepseek_v3",
+            {},
+            "its layers ask for more than plain attention, or are not known by name",
+        ),
         ("llama", {"head_dim": 100}, "flash does not serve heads of 100"),
         ("llama", {"head_dim": 264}, "flash does not serve heads of 264"),
     ],
 )
-def test_models_of_which_lengths_serve_all(model_type: str, sizes: dict[str, int], why: str) -> None:
+def test_models_of_which_lengths_serve_all(
+    model_type: str, sizes: dict[str, int], why: str
+) -> None:
     assert kernels.unserved(AutoConfig.for_model(model_type, **sizes)) == why
 
 
@@ -176,4 +214,6 @@ def test_known_families_ask_for_nothing_that_lengths_leave_out() -> None:
         source = inspect.getsource(sys.modules[model.__module__])
         more = re.findall(r"\b(?:softcap=|s_aux=|position_bias=|v_head_dim\b)", source)
         assert family.written_out or not more, (model_type, more)
-        assert not family.written_out or kernels.unserved(AutoConfig.for_model(model_type)), model_type
+        assert not family.written_out or kernels.unserved(AutoConfig.for_model(model_type)), (
+            model_type
+        )

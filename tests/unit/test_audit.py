@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 from threefold.arrays import Int64
 from threefold.audit import record as audit_record
 from threefold.audit.digest import AuditWindow, Message, agree, fold_samples, predicted_samples
-from threefold.audit.lookup import coverage, coverage_lines, find_sample, find_step, place_after, turns
+from threefold.audit.lookup import (
+    coverage,
+    coverage_lines,
+    find_sample,
+    find_step,
+    place_after,
+    turns,
+)
 from threefold.audit.offences import Evidence, explain
 from threefold.audit.proof import prove, stretches_of
 from threefold.audit.record import Line, SegmentLine, SkipLine, StepsLine, described, standing
@@ -67,13 +74,19 @@ class World:
 
     def share(self, step: int, dp_rank: int) -> Int64:
         """The rows of one dp rank in a step."""
-        place = self.order.after(self.begin, step - self.first_step) if step >= self.first_step else None
+        place = (
+            self.order.after(self.begin, step - self.first_step)
+            if step >= self.first_step
+            else None
+        )
         place = place or self.order.before(self.begin)
         assert place is not None
         return self.order.rows(place, 1)[0, dp_rank :: self.topology.dp]
 
     def windows(
-        self, read: Callable[[int, int], Int64] | None = None, change: Callable[[int, int, Int64], None] | None = None
+        self,
+        read: Callable[[int, int], Int64] | None = None,
+        change: Callable[[int, int, Int64], None] | None = None,
     ) -> list[AuditWindow]:
         """What every rank has read; `read` gives a rank's rows in a step, `change` works on its tokens in place."""
         found = []
@@ -81,7 +94,9 @@ class World:
             rows = CountingRows(self.order.num_rows)
             window = AuditWindow(rows, first_step=self.first_step)
             for step in range(self.first_step, self.first_step + self.num_steps):
-                indices = read(rank, step) if read else self.share(step, self.topology.dp_rank(rank))
+                indices = (
+                    read(rank, step) if read else self.share(step, self.topology.dp_rank(rank))
+                )
                 batch = rows.rows(indices)
                 if change:
                     change(rank, step, batch["input_ids"])
@@ -94,7 +109,9 @@ class World:
         messages = [Message.unpack(window.message().pack()) for window in windows]
         rows = self.order.rows(self.begin, self.num_steps)
         return agree(
-            messages, predicted_samples(rows, first_step=self.first_step, dp_size=self.topology.dp), self.topology
+            messages,
+            predicted_samples(rows, first_step=self.first_step, dp_size=self.topology.dp),
+            self.topology,
         )
 
     def explain(self, windows: list[AuditWindow], *, resumed: bool = False) -> list[str]:
@@ -103,7 +120,15 @@ class World:
         rows_per_step = self.order.global_batch // self.topology.dp
         values = np.stack([window.evidence(rows_per_step) for window in windows])
         messages = [window.message() for window in windows]
-        evidence = Evidence(self.topology, self.order, messages, values, self.first_step, self.begin, resumed=resumed)
+        evidence = Evidence(
+            self.topology,
+            self.order,
+            messages,
+            values,
+            self.first_step,
+            self.begin,
+            resumed=resumed,
+        )
         return [str(problem) for problem in explain(evidence, resume=GO_ON)]
 
 
@@ -140,15 +165,23 @@ def test_rows_of_steps_are_the_partition_of_the_order(
         for dp_rank in range(dp_size):
             own = Steps(num_rows, 8, tail).of_rank(position, dp_rank=dp_rank, dp_size=dp_size)
             expected = permutation.at(own.positions) if shuffle else own.positions
-            assert rows[number, dp_rank::dp_size].tolist() == [*expected.tolist(), *[-1] * own.num_ignored]
-            read, num_ignored = order.rows_of_rank(Place(epoch, position), dp_rank=dp_rank, dp_size=dp_size)
+            assert rows[number, dp_rank::dp_size].tolist() == [
+                *expected.tolist(),
+                *[-1] * own.num_ignored,
+            ]
+            read, num_ignored = order.rows_of_rank(
+                Place(epoch, position), dp_rank=dp_rank, dp_size=dp_size
+            )
             assert (read.tolist(), num_ignored) == (expected.tolist(), own.num_ignored)
 
 
 def test_order_of_a_mixture_is_the_mixtures_order() -> None:
     mixture = Mixture({"a": 10, "b": 33}, {"a": 1, "b": 2}, seed=4)
     order = Order(43, 8, seed=4, shuffle=True, mixture=mixture)
-    assert order.rows(Place(0, 16), 9).ravel().tolist() == mixture.rows_at(np.arange(16, 88)).tolist()
+    assert (
+        order.rows(Place(0, 16), 9).ravel().tolist()
+        == mixture.rows_at(np.arange(16, 88)).tolist()
+    )
 
 
 @given(num_rows=st.integers(8, 60), steps=st.integers(1, 30))
@@ -163,7 +196,9 @@ def test_before_undoes_after(num_rows: int, steps: int) -> None:
 
 @settings(deadline=None)
 @given(topology=MESHES, num_steps=st.integers(1, 7), begin=st.integers(0, 9))
-def test_ranks_that_read_their_own_agree(topology: Topology, num_steps: int, begin: int) -> None:
+def test_ranks_that_read_their_own_agree(
+    topology: Topology, num_steps: int, begin: int
+) -> None:
     order = Order(num_rows=43, global_batch=8, seed=3, shuffle=True)
     world = World(topology, order, order.after(Place(0, 0), begin), begin + 1, num_steps)
     assert world.agrees(world.windows())
@@ -172,7 +207,9 @@ def test_ranks_that_read_their_own_agree(topology: Topology, num_steps: int, beg
 def test_rank_that_takes_its_tp_rank_for_its_dp_rank() -> None:
     world = World()
     first, second = world.share(2, 0), world.share(2, 1)
-    windows = world.windows(lambda rank, step: world.share(step, world.topology.coordinates(rank)[3]))
+    windows = world.windows(
+        lambda rank, step: world.share(step, world.topology.coordinates(rank)[3])
+    )
     expected = "\n  expected: the samples of its own dp rank on dp=2 x cp=1 x tp=2: others have read these already, "
     expected += "and nobody reads its own\n  fix: give its loader dp_rank=mesh.dp_rank and dp_size=mesh.dp_size, then: "
     assert world.explain(windows) == [
@@ -188,7 +225,9 @@ AGAIN = f"  fix: resume from the last checkpoint: {GO_ON}   (if it happens again
 
 def test_repeated_batch() -> None:
     world = World()
-    windows = world.windows(lambda rank, step: world.share(step - (step >= 4), world.topology.dp_rank(rank)))
+    windows = world.windows(
+        lambda rank, step: world.share(step - (step >= 4), world.topology.dp_rank(rank))
+    )
     assert world.explain(windows) == [
         "ranks 0 to 3 read the batch of step 3 again in step 4: on rank 0 "
         f"{rows_text(world.share(3, 0))} instead of {rows_text(world.share(4, 0))}\n"
@@ -198,7 +237,9 @@ def test_repeated_batch() -> None:
 
 def test_skipped_batch() -> None:
     world = World()
-    windows = world.windows(lambda rank, step: world.share(step + (step >= 5), world.topology.dp_rank(rank)))
+    windows = world.windows(
+        lambda rank, step: world.share(step + (step >= 5), world.topology.dp_rank(rank))
+    )
     (problem,) = world.explain(windows)
     assert problem == (
         "ranks 0 to 3 read the batch of step 6 in step 5: the batch of step 5 was left out: on rank 0 "
@@ -207,10 +248,15 @@ def test_skipped_batch() -> None:
     )
 
 
-@pytest.mark.parametrize(("off", "named"), [(1, "read the batch of step 3 in"), (-1, "read the batch of step 1 again")])
+@pytest.mark.parametrize(
+    ("off", "named"),
+    [(1, "read the batch of step 3 in"), (-1, "read the batch of step 1 again")],
+)
 def test_resume_one_step_off(off: int, named: str) -> None:
     world = World()
-    windows = world.windows(lambda rank, step: world.share(step + off, world.topology.dp_rank(rank)))
+    windows = world.windows(
+        lambda rank, step: world.share(step + off, world.topology.dp_rank(rank))
+    )
     (problem,) = world.explain(windows, resumed=True)
     assert problem.startswith(f"ranks 0 to 3 {named}")
     assert "step 2 (the first after the resume)" in problem
@@ -218,9 +264,13 @@ def test_resume_one_step_off(off: int, named: str) -> None:
 
 def test_one_rank_alone_is_named() -> None:
     world = World()
-    windows = world.windows(lambda rank, step: world.share(step + (rank == 3 and step == 6), rank // 2))
+    windows = world.windows(
+        lambda rank, step: world.share(step + (rank == 3 and step == 6), rank // 2)
+    )
     (problem,) = world.explain(windows)
-    assert problem.startswith("rank 3 read the batch of step 7 in step 6: the batch of step 6 was left out")
+    assert problem.startswith(
+        "rank 3 read the batch of step 7 in step 6: the batch of step 6 was left out"
+    )
 
 
 def test_changed_token() -> None:
@@ -253,7 +303,9 @@ def test_token_changed_alike_on_all_ranks_of_a_dp_rank() -> None:
 def test_rows_that_no_step_nearby_has() -> None:
     world = World()
     (problem,) = world.explain(
-        world.windows(lambda rank, step: np.arange(4) if step == 3 else world.share(step, rank // 2))
+        world.windows(
+            lambda rank, step: np.arange(4) if step == 3 else world.share(step, rank // 2)
+        )
     )
     assert problem.startswith(
         "ranks 0 to 3 read other samples than the order has in step 3: on rank 0 rows 0, 1, 2, 3 instead of "
@@ -305,7 +357,12 @@ def test_rows_without_a_sample_are_left_out() -> None:
 
 def test_digest_depends_on_step_and_order() -> None:
     one = np.array([1, 2, 3])
-    digests = {fold_samples(0, 1, one), fold_samples(0, 2, one), fold_samples(0, 1, one[::-1]), fold_samples(5, 1, one)}
+    digests = {
+        fold_samples(0, 1, one),
+        fold_samples(0, 2, one),
+        fold_samples(0, 1, one[::-1]),
+        fold_samples(5, 1, one),
+    }
     assert len(digests) == 4
     # A digest that another release must reproduce to prove a run of this one.
     assert f"{fold_samples(0, 1, one):016x}" == "8f9cc030ea91bd74"
@@ -313,7 +370,12 @@ def test_digest_depends_on_step_and_order() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "text"),
-    [([3], "rank 3"), ([0, 1], "ranks 0 and 1"), ([2, 0, 1], "ranks 0 to 2"), ([0, 2, 5], "ranks 0, 2 and 5")],
+    [
+        ([3], "rank 3"),
+        ([0, 1], "ranks 0 and 1"),
+        ([2, 0, 1], "ranks 0 to 2"),
+        ([0, 2, 5], "ranks 0, 2 and 5"),
+    ],
 )
 def test_names_of_ranks(ranks: list[int], text: str) -> None:
     assert ranks_text(ranks) == text
@@ -341,11 +403,21 @@ def record(
     lines: list[Line] = []
     places: dict[int, Place] = {0: Place(0, 0)}
     for number, (first_step, last_step, topology, global_batch) in enumerate(segments, start=1):
-        order = Order(num_rows, global_batch, seed=3, shuffle=True, tail=tail, mixture=mixture, epochs=epochs)
+        order = Order(
+            num_rows,
+            global_batch,
+            seed=3,
+            shuffle=True,
+            tail=tail,
+            mixture=mixture,
+            epochs=epochs,
+        )
         place = order.begin(places[first_step - 1])
         sources = described(mixture) if mixture else None
         recorded = (num_rows, 3, True, tail, 2, "counting", sources, every, None, epochs)
-        lines.append(SegmentLine(number, first_step, *place, topology.sizes, global_batch, *recorded))
+        lines.append(
+            SegmentLine(number, first_step, *place, topology.sizes, global_batch, *recorded)
+        )
         step = first_step
         while step <= last_step:
             if skip and step in skip:
@@ -353,14 +425,20 @@ def record(
                 batches = last - first + 1
                 lines.append(SkipLine(number, step, first, last, *place, batches))
                 place = order.after(place, batches)
-            stops = [step + every - 1 - (step - 1) % every, last_step, *(at - 1 for at in skip or {} if at > step)]
+            stops = [
+                step + every - 1 - (step - 1) % every,
+                last_step,
+                *(at - 1 for at in skip or {} if at > step),
+            ]
             last = min(stops)
             rows = order.rows(place, last - step + 1)
             contents = []
             for dp_rank in range(topology.dp):
                 window = AuditWindow(CountingRows(num_rows), first_step=step)
                 for indices in rows[:, dp_rank :: topology.dp]:
-                    window.add(indices, *CountingRows(num_rows).rows(indices).values())  # of -1 too: left out
+                    window.add(
+                        indices, *CountingRows(num_rows).rows(indices).values()
+                    )  # of -1 too: left out
                 contents.append(window.contents)
             samples = predicted_samples(rows, first_step=step, dp_size=topology.dp)
             lines.append(StepsLine(number, step, last, *place, tuple(samples), tuple(contents)))
@@ -372,11 +450,15 @@ def record(
 
 @settings(deadline=None, max_examples=30)
 @given(
-    stops=st.lists(st.tuples(st.integers(0, 8), MESHES, st.sampled_from([8, 16])), min_size=1, max_size=4),
+    stops=st.lists(
+        st.tuples(st.integers(0, 8), MESHES, st.sampled_from([8, 16])), min_size=1, max_size=4
+    ),
     num_rows=st.integers(16, 60),
     tail=st.sampled_from(["drop", "carry"]),
 )
-def test_run_over_any_stops_and_meshes_is_proved(stops: list[Any], num_rows: int, tail: str) -> None:
+def test_run_over_any_stops_and_meshes_is_proved(
+    stops: list[Any], num_rows: int, tail: str
+) -> None:
     """Each start goes on some steps before the last one ended; what stands is proved and covers each row once."""
     segments, done = [], 0
     for number, (back, topology, global_batch) in enumerate(stops):
@@ -399,16 +481,29 @@ def test_epochs_of_an_endless_order_are_read_to_the_last_row() -> None:
     """43 rows twice: five steps of 8, two of 8 again, then of 16 up to the short last one."""
     lines = record((1, 5, TWO, 8), (5, 6, ONE, 8), (7, 9, FOUR, 16), tail="carry", epochs=2)
     stretches = prove(standing(lines), CountingRows(43))
-    assert [(epoch.epoch, epoch.read, epoch.unread) for epoch in coverage(stretches)] == [(0, 43, 0), (1, 43, 0)]
+    assert [(epoch.epoch, epoch.read, epoch.unread) for epoch in coverage(stretches)] == [
+        (0, 43, 0),
+        (1, 43, 0),
+    ]
     assert list(coverage_lines(stretches)) == [
         "  epoch 0: 43 of 43 rows, each exactly once",
         "  epoch 1: 43 of 43 rows, each exactly once",
         "  train.epochs 2: 86 of 86 reads: every sample exactly 2 times",
     ]
     last = lines[-1]
-    assert isinstance(last, StepsLine) and Order(43, 16, 3, True, "carry", epochs=2).num_read(last.place, 3) == 38
+    assert (
+        isinstance(last, StepsLine)
+        and Order(43, 16, 3, True, "carry", epochs=2).num_read(last.place, 3) == 38
+    )
     with pytest.raises(RunError, match="dp rank 0 did not read its samples"):
-        prove(standing([replace(line, epochs=3) if isinstance(line, SegmentLine) else line for line in lines]))
+        prove(
+            standing(
+                [
+                    replace(line, epochs=3) if isinstance(line, SegmentLine) else line
+                    for line in lines
+                ]
+            )
+        )
 
 
 @pytest.mark.parametrize(
@@ -425,7 +520,9 @@ def test_epochs_of_an_endless_order_are_read_to_the_last_row() -> None:
     ],
 )  # fmt: skip
 def test_end_of_the_epochs_is_said(tail: str, steps: int, said: list[str]) -> None:
-    found = list(coverage_lines(prove(standing(record((1, steps, ONE, 8), tail=tail, epochs=1)))))
+    found = list(
+        coverage_lines(prove(standing(record((1, steps, ONE, 8), tail=tail, epochs=1))))
+    )
     assert len(found) == len(said)
     assert all(line.startswith(text) for line, text in zip(found, said, strict=True)), found
 
@@ -434,7 +531,9 @@ def test_lines_read_back(tmp_path: Path) -> None:
     mixture = Mixture({"a": 10, "b": 33}, {"a": 1, "b": 2}, seed=3)
     lines = record((1, 12, TWO, 8), mixture=mixture, skip={4: (4, 6)})
     path = tmp_path / "audit.jsonl"
-    path.write_text("".join(json.dumps(line.to_record()) + "\n" for line in lines) + '{"kind": "ste')
+    path.write_text(
+        "".join(json.dumps(line.to_record()) + "\n" for line in lines) + '{"kind": "ste'
+    )
     assert audit_record.read_lines(path) == lines
     assert prove(audit_record.read(path), CountingRows(43))
 
@@ -467,24 +566,51 @@ LAST = next(line for line in reversed(CLEAN) if isinstance(line, StepsLine))
             _changed(CLEAN, StepsLine, samples=(1,)),
             "steps 11 to 14: dp rank 0 did not read its samples, according to its digest",
         ),
-        (_changed(CLEAN, StepsLine, samples=(1, 2), contents=(1, 2)), "steps 11 to 14: dp rank 0 did not read"),
-        (_changed(CLEAN, StepsLine, contents=(1,)), "steps 11 to 14: the tokens that dp rank 0 read are not those"),
+        (
+            _changed(CLEAN, StepsLine, samples=(1, 2), contents=(1, 2)),
+            "steps 11 to 14: dp rank 0 did not read",
+        ),
+        (
+            _changed(CLEAN, StepsLine, contents=(1,)),
+            "steps 11 to 14: the tokens that dp rank 0 read are not those",
+        ),
         (
             _changed(CLEAN, StepsLine, position=LAST.position + 8),
             f"step 11 begins at position {LAST.position + 8} of epoch 2, but the steps before it ended",
         ),
         (_changed(CLEAN, StepsLine, first=12), "step 11 has no record"),
-        (_changed(CLEAN, StepsLine, first=10), "step 10 is recorded twice within one start of the run"),
-        (_changed(CLEAN, StepsLine, faults=("rank 1 read x",)), "steps 11 to 14: the run itself found: rank 1 read x"),
+        (
+            _changed(CLEAN, StepsLine, first=10),
+            "step 10 is recorded twice within one start of the run",
+        ),
+        (
+            _changed(CLEAN, StepsLine, faults=("rank 1 read x",)),
+            "steps 11 to 14: the run itself found: rank 1 read x",
+        ),
         (
             _changed(CLEAN, SegmentLine, position=8),
             "step 8 begins at position 8 of epoch 1, but the steps before it ended",
         ),
-        (_changed(CLEAN, SegmentLine, seed=4), "step 8 continues in another order: seed = 4, before it 3"),
-        (_changed(CLEAN, SegmentLine, data="x"), "step 8 continues in another order: data = x, before it counting"),
-        (_changed(CLEAN, SegmentLine, mesh=(2, 1, 1, 1)), "step 8: dp rank 0 did not read its samples"),
-        (_changed(CLEAN, SkipLine, batches=1), "step 9 begins at position 0 of epoch 2, but the steps before it ended"),
-        ([line for line in CLEAN if not isinstance(line, SkipLine)], "step 9 begins at position 0 of epoch 2, but the"),
+        (
+            _changed(CLEAN, SegmentLine, seed=4),
+            "step 8 continues in another order: seed = 4, before it 3",
+        ),
+        (
+            _changed(CLEAN, SegmentLine, data="x"),
+            "step 8 continues in another order: data = x, before it counting",
+        ),
+        (
+            _changed(CLEAN, SegmentLine, mesh=(2, 1, 1, 1)),
+            "step 8: dp rank 0 did not read its samples",
+        ),
+        (
+            _changed(CLEAN, SkipLine, batches=1),
+            "step 9 begins at position 0 of epoch 2, but the steps before it ended",
+        ),
+        (
+            [line for line in CLEAN if not isinstance(line, SkipLine)],
+            "step 9 begins at position 0 of epoch 2, but the",
+        ),
         ([*CLEAN[:2], *CLEAN[3:]], "steps 6 to 7 have no record"),
     ],
 )
@@ -497,12 +623,15 @@ def test_tampered_record_is_found(lines: list[Line], what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["nonsense\n", "[]\n", '{"kind": "steps"}\n', '{"kind": "segment", "segment": "x"}\n', ""]
+    "text",
+    ["nonsense\n", "[]\n", '{"kind": "steps"}\n', '{"kind": "segment", "segment": "x"}\n', ""],
 )
 def test_file_that_is_no_record_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "audit.jsonl"
     path.write_text(text)
-    with pytest.raises(RunError, match=r"is not what a run writes|does not begin with the start of a run"):
+    with pytest.raises(
+        RunError, match=r"is not what a run writes|does not begin with the start of a run"
+    ):
         audit_record.read(path)
 
 
@@ -540,9 +669,13 @@ def test_sample_is_found_where_it_was_read(mixture: Mixture | None, tail: str) -
     for row in range(43):
         found = [read for read in find_sample(stretches, row) if read.step is not None]
         assert [(read.step, read.dp_rank) for read in found] == expected[row]
-        assert all(len(read.ranks) == (2 if read.step < 8 else 1) for read in found if read.step)
+        assert all(
+            len(read.ranks) == (2 if read.step < 8 else 1) for read in found if read.step
+        )
     if mixture is not None:
-        counts = Counter("a" if row < 10 else "b" for row, reads in expected.items() for _ in reads)
+        counts = Counter(
+            "a" if row < 10 else "b" for row, reads in expected.items() for _ in reads
+        )
         assert turns(stretches) == [("a", 10, counts["a"]), ("b", 33, counts["b"])]
 
 
@@ -560,7 +693,10 @@ def test_batches_left_out_over_the_end_of_an_epoch() -> None:
     """Two batches of 8 at position 32 of 43: eleven rows of one epoch, five of the next."""
     segments = standing(record((1, 8, TWO, 8), skip={5: (5, 6)}, tail="carry", epochs=2))
     stretches = prove(segments, CountingRows(43))
-    assert [(epoch.read, epoch.left_out) for epoch in coverage(stretches)] == [(32, 11), (32, 5)]
+    assert [(epoch.read, epoch.left_out) for epoch in coverage(stretches)] == [
+        (32, 11),
+        (32, 5),
+    ]
     said = list(coverage_lines(stretches))
     assert [line.partition(" (")[0] for line in said if "left out" in line] == [
         "  left out by data.skip: positions 32 to 42 of epoch 0",

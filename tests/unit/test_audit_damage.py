@@ -17,10 +17,34 @@ from threefold.data.order.mixture import Mixture
 from threefold.errors import RunError, ThreefoldError
 from threefold.jsonl import MetricsFile
 
-MIXED = record((1, 12, TWO, 8), (8, 14, ONE, 8), mixture=Mixture({"a": 10, "b": 33}, {"a": 1, "b": 2}, seed=3))
+MIXED = record(
+    (1, 12, TWO, 8),
+    (8, 14, ONE, 8),
+    mixture=Mixture({"a": 10, "b": 33}, {"a": 1, "b": 2}, seed=3),
+)
 SHORT = record((1, 12, TWO, 8))
 # Values that a number, a text or a list may become; one of them once ran without end, another was a TypeError.
-OTHERS = (0, -1, 1, 5, 10**12, 10**30, 1.5, None, True, "", "x", "0" * 16, "f" * 17, "-1", [], [1], ["x"], [[1]], {})
+OTHERS = (
+    0,
+    -1,
+    1,
+    5,
+    10**12,
+    10**30,
+    1.5,
+    None,
+    True,
+    "",
+    "x",
+    "0" * 16,
+    "f" * 17,
+    "-1",
+    [],
+    [1],
+    ["x"],
+    [[1]],
+    {},
+)
 
 
 def write(run: Path, lines: list[Any]) -> Path:
@@ -39,16 +63,38 @@ def edited(text: str, rng: random.Random) -> str:
     """One thing is changed: a byte, a value, a digit, a key, or a line is lost, doubled, moved or cut."""
     lines = text.split("\n")[:-1]
     number = rng.randrange(len(lines))
-    kind = rng.choice(("byte", "value", "value", "value", "item", "digit", "key", "lost", "doubled", "swapped", "cut"))
+    kind = rng.choice(
+        (
+            "byte",
+            "value",
+            "value",
+            "value",
+            "item",
+            "digit",
+            "key",
+            "lost",
+            "doubled",
+            "swapped",
+            "cut",
+        )
+    )
     values = json.loads(lines[number])
     key = rng.choice(list(values))
     if kind == "byte":
         place = rng.randrange(len(lines[number]))
-        lines[number] = lines[number][:place] + rng.choice('0123456789abcdef"[]{},:') + lines[number][place + 1 :]
+        lines[number] = (
+            lines[number][:place]
+            + rng.choice('0123456789abcdef"[]{},:')
+            + lines[number][place + 1 :]
+        )
     elif kind == "digit":
         digits = [place for place, letter in enumerate(lines[number]) if letter.isdigit()]
         place = rng.choice(digits)
-        lines[number] = lines[number][:place] + rng.choice("0123456789") * rng.randrange(1, 9) + lines[number][place:]
+        lines[number] = (
+            lines[number][:place]
+            + rng.choice("0123456789") * rng.randrange(1, 9)
+            + lines[number][place:]
+        )
     elif kind == "lost":
         del lines[number]
     elif kind == "doubled":
@@ -91,7 +137,9 @@ def test_edits_are_refused_or_change_nothing(tmp_path: Path, name: str) -> None:
             assert "\n  fix: " in str(error)
             refused += 1
             continue
-        shorter = text.startswith(damaged) or set(meaning(damaged)[-1].items()) != set(meaning(text)[-1].items())
+        shorter = text.startswith(damaged) or set(meaning(damaged)[-1].items()) != set(
+            meaning(text)[-1].items()
+        )
         assert found == whole or shorter, (damaged, found)
     assert refused > 200
 
@@ -111,10 +159,14 @@ def test_edits_are_refused_or_change_nothing(tmp_path: Path, name: str) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_damaged_number_is_named_with_its_line(tmp_path: Path, place: int, values: dict[str, Any]) -> None:
+def test_damaged_number_is_named_with_its_line(
+    tmp_path: Path, place: int, values: dict[str, Any]
+) -> None:
     lines = [line.to_record() for line in SHORT]
     lines[place].update(values)
-    with pytest.raises(RunError, match=rf"audit.jsonl, line {place + 1} is not what a run writes"):
+    with pytest.raises(
+        RunError, match=rf"audit.jsonl, line {place + 1} is not what a run writes"
+    ):
         proved(write(tmp_path / "run", lines))
 
 
@@ -128,7 +180,9 @@ def test_record_that_ends_before_the_metrics_is_named(tmp_path: Path) -> None:
         file.log({"step": step, "loss": 1.0})
         file.close()
 
-    (run / "metrics.jsonl").write_text('{"step": 99, "loss": 1.0}\n')  # of another start, by a version without times
+    (run / "metrics.jsonl").write_text(
+        '{"step": 99, "loss": 1.0}\n'
+    )  # of another start, by a version without times
     for step in (12, 15):
         log(step)
         proved(run)
@@ -179,7 +233,9 @@ def test_record_of_other_starts_is_not_proved(tmp_path: Path, what: str) -> None
     if what == "swapped starts":
         segments[0]["link"], segments[-1]["link"] = segments[-1]["link"], segments[0]["link"]
     else:
-        segments[-1]["link"] = identity.begin(3, None).author.link if what == "another start" else None
+        segments[-1]["link"] = (
+            identity.begin(3, None).author.link if what == "another start" else None
+        )
     with pytest.raises(RunError, match=rf"is none of the run's {len(identity.starts)} starts"):
         proved(write(run, records))
 
@@ -187,5 +243,7 @@ def test_record_of_other_starts_is_not_proved(tmp_path: Path, what: str) -> None
 def test_record_of_a_run_without_run_json_is_not_proved(tmp_path: Path) -> None:
     chained(tmp_path / "run")
     (tmp_path / "run/run.json").unlink()
-    with pytest.raises(ThreefoldError, match=r"has a run's files, and no run.json says which run is here"):
+    with pytest.raises(
+        ThreefoldError, match=r"has a run's files, and no run.json says which run is here"
+    ):
         proved(tmp_path / "run")

@@ -29,4 +29,7 @@ def test_rate_for_what_is_trained(model: dict[str, Any], rate: float, why: str) 
 
 def test_given_rate_is_kept() -> None:
     for model in ({}, {"name_or_path": "x"}):
-        assert peak_rate(validate({"model": model, "optimizer": {"lr": 0.5}})) == (0.5, "as given")
+        assert peak_rate(validate({"model": model, "optimizer": {"lr": 0.5}})) == (
+            0.5,
+            "as given",
+        )

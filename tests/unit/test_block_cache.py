@@ -47,13 +47,21 @@ class StubPlace:
             raise PlaceError("s3://b/p: it did not answer", expected="an answer", fix="later")
         self.asked.append(start // BLOCK)
         if len(found := self.data[start : start + length]) != length:
-            raise MissingObject(f"s3://b/p/{key} ends early", expected="the object as it was written", fix="look")
+            raise MissingObject(
+                f"s3://b/p/{key} ends early",
+                expected="the object as it was written",
+                fix="look",
+            )
         return found
 
 
-def known_file(folder: Path, num_blocks: int, *, room: int, seed: int = 0) -> tuple[KnownFile, StubPlace]:
+def known_file(
+    folder: Path, num_blocks: int, *, room: int, seed: int = 0
+) -> tuple[KnownFile, StubPlace]:
     data = random.Random(seed).randbytes(num_blocks * BLOCK - 30)
-    hashes = b"".join(xxhash.xxh3_128_digest(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK))
+    hashes = b"".join(
+        xxhash.xxh3_128_digest(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)
+    )
     folder.mkdir(exist_ok=True)
     cache = BlockCache(folder, block_bytes=BLOCK, num_blocks=room)
     file = KnownFile("s3://b/p", "tokens.bin", len(data), BLOCK, hashes, {}, lambda _: cache)
@@ -107,7 +115,10 @@ def test_next_uses_are_those_of_the_steps() -> None:
         assert uses.num_steps == min(10, 60 - now)
         assert uses.num_uses == sum(len(set(blocks)) for blocks in steps[now : now + 10])
         for block in [(0, number) for number in range(21)]:
-            expected = next((k for k, blocks in enumerate(steps[now : now + 10]) if block in blocks), math.inf)
+            expected = next(
+                (k for k, blocks in enumerate(steps[now : now + 10]) if block in blocks),
+                math.inf,
+            )
             assert uses.steps_until(block) == expected
         uses.advance()
     uses.advance()  # past the end
@@ -142,7 +153,9 @@ def test_blocks_of_many_processes_are_fetched_once(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(itertools.chain.from_iterable(place.asked for _, place in files)) == list(range(20))
+    assert sorted(itertools.chain.from_iterable(place.asked for _, place in files)) == list(
+        range(20)
+    )
 
 
 def _fetch_and_hold(folder: Path, started: Any) -> None:
@@ -203,7 +216,9 @@ def test_a_changed_object_is_named_and_not_kept(tmp_path: Path, damage: str) -> 
     assert file.read(0, file.size) == right and file.read_again(3) is None
 
 
-def test_a_store_that_is_away_for_a_while_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_away_for_a_while_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, place = known_file(tmp_path / "a", 3, room=3)
     place.away = 2
     assert file.read(0, 5) == place.data[:5]
@@ -236,15 +251,21 @@ def test_a_full_disk_keeps_what_it_has_and_reads_on(
     assert caplog.text.count("no space left on the disk") == 1
 
 
-def test_a_disk_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def left(free: int) -> None:
-        monkeypatch.setattr(block_cache.shutil, "disk_usage", lambda _: type("Usage", (), {"free": free})())
+        monkeypatch.setattr(
+            block_cache.shutil, "disk_usage", lambda _: type("Usage", (), {"free": free})()
+        )
 
     left(127 << 20)
     with pytest.raises(ThreefoldError) as raised:
         open_cache(tmp_path / "a", 1000, block_bytes=1 << 20)
     assert f"the disk of {tmp_path / 'a'} has 127 MiB left" in str(raised.value)
-    assert "expected: 128 MiB: half" in str(raised.value) and "XDG_CACHE_HOME" in str(raised.value)
+    assert "expected: 128 MiB: half" in str(raised.value) and "XDG_CACHE_HOME" in str(
+        raised.value
+    )
     assert open_cache(tmp_path / "a", 10, block_bytes=1 << 20).num_blocks == 10
     left(512 << 20)
     assert open_cache(tmp_path / "a", 1000, block_bytes=1 << 20).num_blocks == 256
@@ -257,10 +278,14 @@ def test_a_disk_that_is_too_small_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 def steps_of(blocks: Sequence[Collection[int]]) -> Iterator[StepBlocks]:
-    return (StepBlocks(each, each) for each in [[(0, number) for number in step] for step in blocks])
+    return (
+        StepBlocks(each, each) for each in [[(0, number) for number in step] for step in blocks]
+    )
 
 
-def test_steps_find_their_blocks_and_fetch_as_few_as_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_find_their_blocks_and_fetch_as_few_as_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One at a time and one step ahead, what is fetched is what Belady's rule fetches."""
     monkeypatch.setattr(prefetch, "AHEAD_STEPS", 1)
     chance, room = random.Random(3), 6
@@ -274,14 +299,18 @@ def test_steps_find_their_blocks_and_fetch_as_few_as_can_be(tmp_path: Path, monk
             start = number * BLOCK
             assert file.read(start, 5) == place.data[start : start + 5]
     ahead.close()
-    best = forecast([[(0, number) for number in step] for step in blocks], (), capacity=room).fetched
+    best = forecast(
+        [[(0, number) for number in step] for step in blocks], (), capacity=room
+    ).fetched
     assert len(place.asked) == best
     assert ahead.counts.uses == 200 and ahead.counts.in_time == 200 - best
 
 
 def test_blocks_are_there_before_they_are_asked_for(tmp_path: Path) -> None:
     file, place = known_file(tmp_path / "a", 40, room=40)
-    ahead = Prefetch({0: file}, steps_of([[number] for number in range(40)]), waiting=lambda _: None)
+    ahead = Prefetch(
+        {0: file}, steps_of([[number] for number in range(40)]), waiting=lambda _: None
+    )
     ahead.wait()
     while len(place.asked) < prefetch.AHEAD_STEPS:
         threading.Event().wait(0.001)
@@ -304,7 +333,9 @@ def test_steps_without_rows_have_no_end_and_are_not_looked_through(tmp_path: Pat
     assert sorted(place.asked) == [0, 1]
 
 
-def test_a_step_that_waits_says_for_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_waits_says_for_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prefetch, "_SAID_AFTER_S", 0.01)
     file, place = known_file(tmp_path / "a", 4, room=4)
     place.gate.clear()
@@ -335,7 +366,9 @@ def test_the_step_that_reads_a_damaged_block_says_so(tmp_path: Path) -> None:
 
 def test_facts_are_what_the_steps_will_fetch(tmp_path: Path) -> None:
     file, _ = known_file(tmp_path / "a", 10, room=10)
-    ahead = Ahead[int]({1: file}, lambda step: ([step], [step, -1, 100]), lambda row: (row < 100, [row % 10]))
+    ahead = Ahead[int](
+        {1: file}, lambda step: ([step], [step, -1, 100]), lambda row: (row < 100, [row % 10])
+    )
     file.fetch(0)
     assert ahead.facts(iter(range(20))) == {
         "address": "s3://b/p",

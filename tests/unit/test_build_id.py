@@ -31,7 +31,11 @@ def test_one_changed_byte_is_another_build(tmp_path: Path) -> None:
 
 def test_the_command_says_its_build() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "threefold", "--version"], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-m", "threefold", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     assert re.fullmatch(r"threefold \d+\.\d+\.\d+\+[0-9a-f]{12}\n", done.stdout)
     assert done.stdout == f"threefold {build_id()}\n"

@@ -22,7 +22,9 @@ BATCHES = st.tuples(st.integers(1, 5), st.integers(1, 4))
 """(rows of a dp rank, dp ranks)"""
 
 
-def order_of(num_rows: int, batch: int, *, epochs: int | None = None, shuffle: bool = True) -> Order:
+def order_of(
+    num_rows: int, batch: int, *, epochs: int | None = None, shuffle: bool = True
+) -> Order:
     return Order(num_rows, batch, seed=3, shuffle=shuffle, tail="carry", epochs=epochs)
 
 
@@ -37,7 +39,9 @@ def read(order: Order, steps: int, *, dp_size: int, state: Any) -> tuple[list[li
         states.append(json.loads(json.dumps(one.state_dict())))
     assert all(found == states[0] for found in states)
     steps_read = zip(*parts, strict=True)
-    return [[row for turn in zip(*step, strict=True) for row in turn] for step in steps_read], states[0]
+    return [
+        [row for turn in zip(*step, strict=True) for row in turn] for step in steps_read
+    ], states[0]
 
 
 @settings(deadline=None)
@@ -65,28 +69,43 @@ def test_every_sample_exactly_epochs_times(
     assert all(full[:-1]), "a step before the last is short"
     assert state is not None and (state["epoch"], state["position"]) == (epochs, 0)
     assert state["rows_read"] == len(found) == epochs * num_rows
-    wanted_order = [row for epoch in range(epochs) for row in order.rows_at(epoch, np.arange(num_rows))]
-    assert found == wanted_order, "the sequence of an epoch is that of the shuffle, whatever the batches"
+    wanted_order = [
+        row for epoch in range(epochs) for row in order.rows_at(epoch, np.arange(num_rows))
+    ]
+    assert found == wanted_order, (
+        "the sequence of an epoch is that of the shuffle, whatever the batches"
+    )
     assert set(Counter(found).values()) == {epochs}
 
 
 @settings(deadline=None)
-@given(num_rows=st.integers(1, 30), batch=st.integers(1, 40), steps=st.integers(1, 12), epochs=st.integers(1, 5))
-def test_steps_at_once_are_the_single_steps(num_rows: int, batch: int, steps: int, epochs: int) -> None:
+@given(
+    num_rows=st.integers(1, 30),
+    batch=st.integers(1, 40),
+    steps=st.integers(1, 12),
+    epochs=st.integers(1, 5),
+)
+def test_steps_at_once_are_the_single_steps(
+    num_rows: int, batch: int, steps: int, epochs: int
+) -> None:
     """The audit's view of many steps, also past the end, where no rows are."""
     order = order_of(num_rows, batch, epochs=epochs)
     places = [order.after(Place(0, 0), step) for step in range(steps + 1)]
     alone = [order.rows(place, 1)[0].tolist() for place in places[:-1]]
     assert order.rows(Place(0, 0), steps).tolist() == alone
     assert places[-1] == min(Place(*divmod(steps * batch, num_rows)), Place(epochs, 0))
-    assert [order.num_read(place) for place in places[:-1]] == [sum(row >= 0 for row in rows) for rows in alone]
+    assert [order.num_read(place) for place in places[:-1]] == [
+        sum(row >= 0 for row in rows) for rows in alone
+    ]
     assert order.num_read(Place(0, 0), steps) == min(steps * batch, epochs * num_rows)
     for before, after in pairwise(places):
         if after < Place(epochs, 0):
             assert order.before(after) == before
     stretches = list(order.stretches(Place(0, 0), steps))
     assert sum(count for _, count, _ in stretches) == order.num_read(Place(0, 0), steps)
-    assert all(count > 0 and place.position + count <= num_rows for place, count, _ in stretches)
+    assert all(
+        count > 0 and place.position + count <= num_rows for place, count, _ in stretches
+    )
 
 
 def test_short_last_step_has_only_ignored_labels_besides_its_rows() -> None:
@@ -102,7 +121,9 @@ def test_short_last_step_has_only_ignored_labels_besides_its_rows() -> None:
         assert short["input_ids"].shape == (2, 4)
 
 
-@pytest.mark.parametrize(("batch", "steps"), [(10, 10), (20, 5), (5, 20), (7, 15), (64, 2), (250, 1)])
+@pytest.mark.parametrize(
+    ("batch", "steps"), [(10, 10), (20, 5), (5, 20), (7, 15), (64, 2), (250, 1)]
+)
 def test_rows_decide_where_the_epochs_end(batch: int, steps: int) -> None:
     """100 of 200 rows are done in ten steps of ten; another global batch reads the other 100, not more and not less."""
     order = order_of(100, batch, epochs=2)

@@ -17,7 +17,16 @@ from typing import Any
 
 import pytest
 from tests.oracle_of_loss_masks import Family, Tokens, check, expected, seen
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from threefold.data.chat.formats import Example, RowError, columns_of
 from threefold.data.chat.labeller import ends_turns
@@ -50,13 +59,25 @@ FAMILIES: dict[str, tuple[str | tuple[str, ...], str | tuple[str, ...], dict[str
     "qwen3": (CHATML, "<|im_end|>", TOOLS),
     "qwen3_instruct_2507": (CHATML, "<|im_end|>", TOOLS),
     "qwen3_thinking_2507": ((CHATML, CHATML + "<think>\n"), "<|im_end|>", {}),
-    "mistral_v0_1": (" [/INST]", "</s>", {**ALTERNATE, "system": False, "tokenizer": "prefixed"}),
+    "mistral_v0_1": (
+        " [/INST]",
+        "</s>",
+        {**ALTERNATE, "system": False, "tokenizer": "prefixed"},
+    ),
     "mixtral": (" [/INST]", "</s>", {**ALTERNATE, "tokenizer": "pieces"}),
     "mistral_v3": (INST, "</s>", {**ALTERNATE, **TOOLS}),
     "mistral_v7_tekken": ("[/INST]", "</s>", ALTERNATE),
     "mistral_small_3_1": (INST, "</s>", {**ALTERNATE, **TOOLS}),
-    "gemma2": ("<start_of_turn>model\n", "<end_of_turn>", {**ALTERNATE, "system": False, "tokenizer": "pieces"}),
-    "gemma3": ("<start_of_turn>model\n", "<end_of_turn>", {**ALTERNATE, "tokenizer": "unigram"}),
+    "gemma2": (
+        "<start_of_turn>model\n",
+        "<end_of_turn>",
+        {**ALTERNATE, "system": False, "tokenizer": "pieces"},
+    ),
+    "gemma3": (
+        "<start_of_turn>model\n",
+        "<end_of_turn>",
+        {**ALTERNATE, "tokenizer": "unigram"},
+    ),
     "phi3": ("<|assistant|>\n", "<|end|>", {}),
     "phi3_5": ("<|assistant|>\n", "<|end|>", {}),
     "phi4": ("<|im_start|>assistant<|im_sep|>", "<|im_end|>", {}),
@@ -65,7 +86,11 @@ FAMILIES: dict[str, tuple[str | tuple[str, ...], str | tuple[str, ...], dict[str
     "deepseek_v3": (DEEPSEEK[::2], DEEPSEEK_END, TOOLS),
     "deepseek_r1": (DEEPSEEK[0], DEEPSEEK_END, {}),
     "deepseek_r1_distill": (DEEPSEEK[:2], DEEPSEEK_END, {}),
-    "deepseek_v3_1": (("<｜Assistant｜></think>", "<｜tool▁output▁end｜>"), DEEPSEEK_END, {**TOOLS, "twice": False}),
+    "deepseek_v3_1": (
+        ("<｜Assistant｜></think>", "<｜tool▁output▁end｜>"),
+        DEEPSEEK_END,
+        {**TOOLS, "twice": False},
+    ),
     "chatml": (CHATML, "<|im_end|>", {}),
     "chatml_marked": (CHATML, "<|im_end|>", {}),
     "chatml_marked_inside": (CHATML, "<|im_end|>", {}),
@@ -74,7 +99,11 @@ FAMILIES: dict[str, tuple[str | tuple[str, ...], str | tuple[str, ...], dict[str
     "command_r7b": (COMMAND, "<|END_OF_TURN_TOKEN|>", TOOLS),
     "aya": (COMMAND, "<|END_OF_TURN_TOKEN|>", {}),
     "glm4": ("<|assistant|>", "", {}),
-    "glm4_5": ("<|assistant|>", "", {**TOOLS, "closing": r"(\n<think></think>)?(</arg_value>\n</tool_call>)?"}),
+    "glm4_5": (
+        "<|assistant|>",
+        "",
+        {**TOOLS, "closing": r"(\n<think></think>)?(</arg_value>\n</tool_call>)?"},
+    ),
     "granite3": (GRANITE, "<|end_of_text|>", {}),
     "granite4": (GRANITE, "<|end_of_text|>", TOOLS),
     "smollm2": (CHATML, "<|im_end|>", {}),
@@ -88,7 +117,11 @@ FAMILIES: dict[str, tuple[str | tuple[str, ...], str | tuple[str, ...], dict[str
     "vicuna": (" ASSISTANT:", "</s>", {"tokenizer": "prefixed"}),
     "alpaca": ("### Response:\n", "</s>", TEXT),
     "nemotron_llama": (LLAMA3, "<|eot_id|>", {}),
-    "nemotron_nano_2": (("<SPECIAL_11>Assistant\n", "<SPECIAL_11>Assistant\n<think>\n\n"), "<SPECIAL_12>", {}),
+    "nemotron_nano_2": (
+        ("<SPECIAL_11>Assistant\n", "<SPECIAL_11>Assistant\n<think>\n\n"),
+        "<SPECIAL_12>",
+        {},
+    ),
     "lfm2": (CHATML, "<|im_end|>", TOOLS),
     "kimi_k2": ("<|im_assistant|>assistant<|im_middle|>", "<|im_end|>", TOOLS),
     "minimax_m1": ("<beginning_of_sentence>ai name=assistant\n", "<end_of_sentence>", {}),
@@ -109,8 +142,25 @@ _SPECIAL = {
     "gemma": ("<bos>", "<eos>"),
     "text": ("<|endoftext|>", "<|endoftext|>"),
 }
-_KIN = {"llama3_1": "llama3", "llama4": "llama3", "nemotron_llama": "llama3", "aya": "command", "lfm2": "llama3"}
-_KIN |= {name: "text" for name in ("olmo2", "falcon3", "phi3", "phi3_5", "phi4_mini", "internlm2", "stablelm_zephyr")}
+_KIN = {
+    "llama3_1": "llama3",
+    "llama4": "llama3",
+    "nemotron_llama": "llama3",
+    "aya": "command",
+    "lfm2": "llama3",
+}
+_KIN |= {
+    name: "text"
+    for name in (
+        "olmo2",
+        "falcon3",
+        "phi3",
+        "phi3_5",
+        "phi4_mini",
+        "internlm2",
+        "stablelm_zephyr",
+    )
+}
 
 
 @cache
@@ -122,7 +172,14 @@ def family(name: str) -> Family:
         last = "<|end_of_text|>"
     source = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
     headers, ends = ((each,) if isinstance(each, str) else each for each in (header, end))
-    return Family(name, source, {"bos_token": first, "eos_token": last}, headers, [e for e in ends if e], **known)
+    return Family(
+        name,
+        source,
+        {"bos_token": first, "eos_token": last},
+        headers,
+        [e for e in ends if e],
+        **known,
+    )
 
 
 CONTROLS = """
@@ -143,26 +200,50 @@ CONTROLS = """
 </seed:tool_call>
 """.split()
 # Those that stand alone where the headers of turns are words.
-FEW = ["<s>", "</s>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"]
+FEW = [
+    "<s>",
+    "</s>",
+    "<bos>",
+    "<eos>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+]
 FEW += ["<|im_end|>", "<|eot_id|>", "<｜begin▁of▁sentence｜>", DEEPSEEK_END]
 
 
 def _words() -> list[str]:
     """What the tokenizers learn from. ASCII alone, so that other letters are several tokens each."""
     sources = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.jinja"))]
-    plain = "\n\n".join(re.sub(r"\{%.*?%\}", " ", source, flags=re.S) for source in sources).replace("\\n", "\n")
-    return [re.sub(r"[^\x00-\x7f]", " ", text) for text in (plain, *(" ".join(TEXTS) for _ in range(5)))]
+    plain = "\n\n".join(
+        re.sub(r"\{%.*?%\}", " ", source, flags=re.S) for source in sources
+    ).replace("\\n", "\n")
+    return [
+        re.sub(r"[^\x00-\x7f]", " ", text)
+        for text in (plain, *(" ".join(TEXTS) for _ in range(5)))
+    ]
 
 
 @cache
 def tokens_of(kind: str) -> Tokens:
     """A small tokenizer: of bytes, with all control tokens or a few; or of pieces, merged or likely."""
     of_bytes = kind in ("all", "text")
-    before: Any = pre_tokenizers.ByteLevel(add_prefix_space=False) if of_bytes else pre_tokenizers.Metaspace()
+    before: Any = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False)
+        if of_bytes
+        else pre_tokenizers.Metaspace()
+    )
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = before
-    alphabet = pre_tokenizers.ByteLevel.alphabet() if of_bytes else [chr(code) for code in range(32, 127)]
-    trainer = trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False)
+    alphabet = (
+        pre_tokenizers.ByteLevel.alphabet()
+        if of_bytes
+        else [chr(code) for code in range(32, 127)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, initial_alphabet=alphabet, show_progress=False
+    )
     trained.train_from_iterator(_words(), trainer)
     model = json.loads(trained.to_str())["model"]
     vocabulary, merges = model["vocab"], [tuple(pair) for pair in model["merges"]]
@@ -170,7 +251,9 @@ def tokens_of(kind: str) -> Tokens:
         made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
         made.pre_tokenizer, made.decoder = before, decoders.ByteLevel()
         letters = {letter: byte for byte, letter in _letters().items()}
-        bytes_of = {id: bytes(letters[letter] for letter in text) for text, id in vocabulary.items()}
+        bytes_of = {
+            id: bytes(letters[letter] for letter in text) for text, id in vocabulary.items()
+        }
     elif kind == "unigram":
         made, bytes_of = _unigram(list(vocabulary))
     else:
@@ -178,15 +261,25 @@ def tokens_of(kind: str) -> Tokens:
             vocabulary.setdefault(f"<0x{byte:02X}>", len(vocabulary))
         vocabulary.setdefault("<unk>", len(vocabulary))
         made = Tokenizer(
-            models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+            models.BPE(
+                vocab=vocabulary,
+                merges=merges,
+                byte_fallback=True,
+                unk_token="<unk>",
+                fuse_unk=True,
+            )
         )
         steps = [normalizers.Prepend("▁")] if kind == "prefixed" else []
         made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-        made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        made.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
         bytes_of = {id: _bytes_of_piece(text) for text, id in vocabulary.items()}
     twin = Tokenizer.from_str(made.to_str())
     names = CONTROLS if kind == "all" else FEW
-    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    made.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in names]
+    )
     controls = {name: made.token_to_id(name) for name in names}
     return Tokens(made, twin, controls, bytes_of, prefix=kind == "prefixed")
 
@@ -194,22 +287,33 @@ def tokens_of(kind: str) -> Tokens:
 def _unigram(words: list[str]) -> tuple[Tokenizer, dict[int, bytes]]:
     """A tokenizer of these words by their likelihood, the longer the likelier, and of bytes for all else."""
     pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *words]
-    likely = [("<unk>", 0.0), *((piece, -10.0 - 1.0 / len(piece) - at / 1e6) for at, piece in enumerate(pieces))]
+    likely = [
+        ("<unk>", 0.0),
+        *((piece, -10.0 - 1.0 / len(piece) - at / 1e6) for at, piece in enumerate(pieces)),
+    ]
     made = Tokenizer(models.Unigram(likely, unk_id=0, byte_fallback=True))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")])
+    made.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")]
+    )
     return made, {1 + at: _bytes_of_piece(piece) for at, piece in enumerate(pieces)}
 
 
 def _bytes_of_piece(text: str) -> bytes:
-    return bytes([int(text[3:5], 16)]) if re.fullmatch("<0x..>", text) else text.replace("▁", " ").encode()
+    return (
+        bytes([int(text[3:5], 16)])
+        if re.fullmatch("<0x..>", text)
+        else text.replace("▁", " ").encode()
+    )
 
 
 def _letters() -> dict[int, str]:
     """Byte -> its letter in vocabularies of bytes."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in shown]
-    return {byte: chr(byte) for byte in shown} | {byte: chr(256 + at) for at, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in shown} | {
+        byte: chr(256 + at) for at, byte in enumerate(others)
+    }
 
 
 TEXTS = [
@@ -262,34 +366,85 @@ CALL = {
     "function": {"name": "look", "arguments": {"place": "Oslo", "day": "now"}},
 }
 RESULT = {"role": "tool", "content": "rain", "tool_call_id": "call00001", "name": "look"}
-FUNCTIONS = ({"type": "function", "function": {"name": "look", "description": "The weather", "parameters": {}}},)
+FUNCTIONS = (
+    {
+        "type": "function",
+        "function": {"name": "look", "description": "The weather", "parameters": {}},
+    },
+)
 
 
 CONVERSATIONS: dict[str, tuple[Any, ...]] = {
     "one": (user("Hello"), assistant("Hello there")),
-    "three": (user("a"), assistant("b c"), user("d"), assistant("e"), user("f"), assistant("g h")),
+    "three": (
+        user("a"),
+        assistant("b c"),
+        user("d"),
+        assistant("e"),
+        user("f"),
+        assistant("g h"),
+    ),
     "system": (system("Be kind."), user("a"), assistant("b c"), user("d"), assistant("e")),
     "alike": (user("Hello"), assistant("Hello"), user("Hello there"), assistant("Hello there")),
-    "prefix": (user("a"), assistant("Hello"), user("b"), assistant("Hello there"), user("c"), assistant("Hel")),
+    "prefix": (
+        user("a"),
+        assistant("Hello"),
+        user("b"),
+        assistant("Hello there"),
+        user("c"),
+        assistant("Hel"),
+    ),
     "blanks": (user(" a "), assistant("  b  "), user("\nc\n"), assistant("\n\nd\n")),
     "empty": (user("a"), assistant(""), user("b"), assistant("c")),
     "empty last": (user("a"), assistant("b"), user("c"), assistant("")),
     "letters": (user("naïve 😀"), assistant("café 北京 👩‍👩‍👧"), user("é"), assistant("😀")),
     "open": (user("a"), assistant("b"), user("c")),
-    "spelled": (user("</s> a"), assistant("b <|im_end|> c</s>"), user("<|eot_id|>"), assistant("<|im_end|>")),
+    "spelled": (
+        user("</s> a"),
+        assistant("b <|im_end|> c</s>"),
+        user("<|eot_id|>"),
+        assistant("<|im_end|>"),
+    ),
     "thinking": (user("a"), assistant(THOUGHT), user("b"), assistant(THOUGHT)),
-    "reasoning": (user("a"), assistant("b", reasoning_content="mm"), user("c"), assistant("d", reasoning_content="nn")),
+    "reasoning": (
+        user("a"),
+        assistant("b", reasoning_content="mm"),
+        user("c"),
+        assistant("d", reasoning_content="nn"),
+    ),
     "twice": (user("a"), assistant("b"), assistant("c d")),
     "first": (assistant("hi"), user("a"), assistant("b")),
-    "tools": (user("a"), assistant("", tool_calls=[CALL]), RESULT, assistant("It rains."), user("b"), assistant("c")),
+    "tools": (
+        user("a"),
+        assistant("", tool_calls=[CALL]),
+        RESULT,
+        assistant("It rains."),
+        user("b"),
+        assistant("c"),
+    ),
     "only calls": (
         user("a"),
-        *({"role": "assistant", "tool_calls": [CALL]}, RESULT, assistant("It rains."), user("b"), assistant("c")),
+        *(
+            {"role": "assistant", "tool_calls": [CALL]},
+            RESULT,
+            assistant("It rains."),
+            user("b"),
+            assistant("c"),
+        ),
     ),
-    "words and calls": (user("a"), assistant("Let me see.", tool_calls=[CALL]), RESULT, assistant("It rains.")),
+    "words and calls": (
+        user("a"),
+        assistant("Let me see.", tool_calls=[CALL]),
+        RESULT,
+        assistant("It rains."),
+    ),
     "thought calls": (
         user("a"),
-        *(assistant("", reasoning_content="mm", tool_calls=[CALL]), RESULT, assistant("d", reasoning_content="nn")),
+        *(
+            assistant("", reasoning_content="mm", tool_calls=[CALL]),
+            RESULT,
+            assistant("d", reasoning_content="nn"),
+        ),
         *(user("b"), assistant("c", reasoning_content="oo")),
     ),
 }
@@ -308,7 +463,9 @@ def refusing(name: str, train_on: str) -> Encoder:
     return replace(encoder(name, train_on), lost_texts="refuse")
 
 
-def same(what: str, tokens: Tokens, found: Labelled, wanted: tuple[list[int], list[bool]]) -> None:
+def same(
+    what: str, tokens: Tokens, found: Labelled, wanted: tuple[list[int], list[bool]]
+) -> None:
     ids, targets = wanted
     assert found.ids.tolist() == ids
     if found.loss_mask.tolist() != targets:
@@ -330,8 +487,13 @@ AFTER = "the chat template refuses it: After the optional system message, "
 REFUSED: dict[str, dict[str, str]] = {
     "llama2": {"twice": IN_TURN, "first": IN_TURN},
     "mistral_v0_1": {"system": ALTERNATES, "twice": ALTERNATES, "first": ALTERNATES},
-    "mixtral": {"twice": f"{AFTER}roles must alternate", "first": f"{AFTER}roles must alternate"},
-    "mistral_v3": {each: f"{AFTER}conversation roles must alternate" for each in ("twice", "first")},
+    "mixtral": {
+        "twice": f"{AFTER}roles must alternate",
+        "first": f"{AFTER}roles must alternate",
+    },
+    "mistral_v3": {
+        each: f"{AFTER}conversation roles must alternate" for each in ("twice", "first")
+    },
     "gemma2": {
         "system": "the chat template refuses it: System role not supported",
         **{"twice": ALTERNATES, "first": ALTERNATES},
@@ -339,7 +501,9 @@ REFUSED: dict[str, dict[str, str]] = {
     "gemma3": {"twice": ALTERNATES, "first": ALTERNATES},
     "command_r": {"twice": ALTERNATES, "first": ALTERNATES},
     "exaone4": {"thinking": DEPENDS},
-    "stablelm_zephyr": {"system": "the chat template refuses it: System messages are not supported"},
+    "stablelm_zephyr": {
+        "system": "the chat template refuses it: System messages are not supported"
+    },
 }
 OTHERWISE = "the chat template renders the prompt in another way when the completion follows"
 
@@ -354,7 +518,9 @@ def compared(name: str, messages: Any, tools: Any = None, modes: Any = MODES) ->
             found = encoder(name, train_on).labelled(Example(tuple(messages), tools=tools))
         except RowError as error:
             if error.what == NOTHING:
-                assert not any(expected(known, tokens, seen(known, messages, tools), train_on)[1])
+                assert not any(
+                    expected(known, tokens, seen(known, messages, tools), train_on)[1]
+                )
                 continue
             assert error.what and error.expected
             refused.add(error.what)
@@ -386,8 +552,18 @@ def drawn(draw: random.Random, known: Family) -> tuple[list[Any], Any]:
         if tools and draw.random() < 0.6:
             arguments = {"place": draw.choice(["Oslo", "a b", "x\ny", "é 😀"]), "day": "now"}
             call = {**CALL, "function": {"name": "look", "arguments": arguments}}
-            said = draw.choice([{}, {"content": ""}, {"content": "Let me see."}, {"reasoning_content": "mm nn"}])
-            messages += [{"role": "assistant", "content": "", **said, "tool_calls": [call]}, RESULT]
+            said = draw.choice(
+                [
+                    {},
+                    {"content": ""},
+                    {"content": "Let me see."},
+                    {"reasoning_content": "mm nn"},
+                ]
+            )
+            messages += [
+                {"role": "assistant", "content": "", **said, "tool_calls": [call]},
+                RESULT,
+            ]
             if said == {}:
                 del messages[-2]["content"]
         messages.append(assistant(_text(draw)))
@@ -403,8 +579,14 @@ def _text(draw: random.Random) -> str:
     if kind < 0.15:
         return draw.choice(SPELLED)
     if kind < 0.25:
-        return draw.choice([THOUGHT, "<think>mm</think>x", "</think>", "<think>\n\n</think>\n\nok"])
-    return draw.choice(TEXTS) if kind < 0.8 else draw.choice(TEXTS) + draw.choice(SPELLED) + draw.choice(TEXTS)
+        return draw.choice(
+            [THOUGHT, "<think>mm</think>x", "</think>", "<think>\n\n</think>\n\nok"]
+        )
+    return (
+        draw.choice(TEXTS)
+        if kind < 0.8
+        else draw.choice(TEXTS) + draw.choice(SPELLED) + draw.choice(TEXTS)
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -414,7 +596,10 @@ def test_templates_without_an_end_of_answers_are_known(name: str) -> None:
 
 
 def test_every_template_is_of_a_family() -> None:
-    assert sorted(path.stem for path in FOLDER.iterdir()) == sorted(FAMILIES) and len(FAMILIES) >= 40
+    assert (
+        sorted(path.stem for path in FOLDER.iterdir()) == sorted(FAMILIES)
+        and len(FAMILIES) >= 40
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -429,19 +614,31 @@ def test_targets_are_those_of_the_oracle(name: str) -> None:
         calls = any("tool_calls" in message for message in messages)
         if not calls or family(name).tools:
             found[each] = compared(name, messages, functions(family(name)) if calls else None)
-    assert {each: said for each, said in found.items() if said != "equal"} == REFUSED.get(name, {})
+    assert {each: said for each, said in found.items() if said != "equal"} == REFUSED.get(
+        name, {}
+    )
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
 def test_tools_that_a_template_leaves_out_are_refused(train_on: str) -> None:
     """The model would learn calls of functions that it has not seen, or that nothing was called."""
-    left_out = {name for name in FAMILIES if family(name).tools and functions(family(name)) is None}
+    left_out = {
+        name for name in FAMILIES if family(name).tools and functions(family(name)) is None
+    }
     assert {"deepseek_v3", "llama4"} <= left_out
     for name in left_out:
-        with pytest.raises(RowError, match="it has tools, and the chat template does not write them"):
-            refusing(name, train_on).labelled(Example(tuple(CONVERSATIONS["tools"]), tools=FUNCTIONS))
-    with pytest.raises(RowError, match="it has tool_calls, and the chat template does not write them"):
-        refusing("chatml", train_on).labelled(Example((user("a"), assistant("b", tool_calls=[CALL]))))
+        with pytest.raises(
+            RowError, match="it has tools, and the chat template does not write them"
+        ):
+            refusing(name, train_on).labelled(
+                Example(tuple(CONVERSATIONS["tools"]), tools=FUNCTIONS)
+            )
+    with pytest.raises(
+        RowError, match="it has tool_calls, and the chat template does not write them"
+    ):
+        refusing("chatml", train_on).labelled(
+            Example((user("a"), assistant("b", tool_calls=[CALL])))
+        )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -471,7 +668,12 @@ def test_completion_is_what_follows_the_prompt(name: str) -> None:
             otherwise.add(error.what)
             continue
         assert said.text.startswith(prompt)
-        same(f"{name}, {each}", tokens, found, expected(known, tokens, said, "completion", prompt))
+        same(
+            f"{name}, {each}",
+            tokens,
+            found,
+            expected(known, tokens, said, "completion", prompt),
+        )
     assert (OTHERWISE in otherwise) == (name in PROMPTS_DIFFER)
 
 
@@ -486,18 +688,32 @@ def test_control_tokens_spelled_in_a_text_stay_text(name: str) -> None:
     controls = set(tokens.controls.values())
     harmless = made.labelled(Example((user("a"), assistant("b"), user("c"), assistant("d"))))
     for text in (*SPELLED, "".join(FEW[:10])):
-        found = made.labelled(Example((user(text), assistant(text), user(text), assistant(text))))
-        ours, theirs = ([id for id in each.ids.tolist() if id in controls] for each in (found, harmless))
+        found = made.labelled(
+            Example((user(text), assistant(text), user(text), assistant(text)))
+        )
+        ours, theirs = (
+            [id for id in each.ids.tolist() if id in controls] for each in (found, harmless)
+        )
         assert ours == theirs
-        shown = b"".join(b"\0" if id in controls else tokens.bytes_of[id] for id in found.ids.tolist()).decode()
+        shown = b"".join(
+            b"\0" if id in controls else tokens.bytes_of[id] for id in found.ids.tolist()
+        ).decode()
         assert shown.count(text.strip()) == 4
 
 
-def labelled(template: str | ChatTemplate, messages: Any, train_on: str = "assistant", **more: Any) -> list[str]:
+def labelled(
+    template: str | ChatTemplate, messages: Any, train_on: str = "assistant", **more: Any
+) -> list[str]:
     """The learnt tokens, those that stand together as one text."""
-    made = template if isinstance(template, ChatTemplate) else ChatTemplate(template, {"eos_token": "</s>"}, {})
+    made = (
+        template
+        if isinstance(template, ChatTemplate)
+        else ChatTemplate(template, {"eos_token": "</s>"}, {})
+    )
     backend = more.pop("backend", None) or tokens_of("all").whole
-    found = Encoder(backend, 0, made, train_on, lost_texts="count", **more).labelled(Example(tuple(messages)))
+    found = Encoder(backend, 0, made, train_on, lost_texts="count", **more).labelled(
+        Example(tuple(messages))
+    )
     pieces: list[list[int]] = [[]]
     for id, target in zip(found.ids.tolist(), found.loss_mask.tolist(), strict=True):
         pieces[-1].append(id) if target else pieces.append([])
@@ -512,18 +728,34 @@ ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 def test_added_tokens_that_are_no_control_tokens_are_tokens_in_texts_too() -> None:
     """As <think> and <tool_call> of Qwen: what a model writes as one token is learnt as that, wherever it stands."""
     backend = Tokenizer.from_str(tokens_of("all").whole.to_str())
-    backend.add_tokens([AddedToken("<thinking>", special=False), AddedToken("<call>", special=False)])
+    backend.add_tokens(
+        [AddedToken("<thinking>", special=False), AddedToken("<call>", special=False)]
+    )
     thinking, call = (backend.token_to_id(each) for each in ("<thinking>", "<call>"))
     end = backend.token_to_id("<|im_end|>")
     made = replace(encoder("qwen2", "assistant"), backend=backend)
     said = "<thinking>well <|im_end|></thinking><call>"
-    found = made.labelled(Example(({"role": "user", "content": said}, {"role": "assistant", "content": said})))
+    found = made.labelled(
+        Example(({"role": "user", "content": said}, {"role": "assistant", "content": said}))
+    )
     ids, learnt = found.ids.tolist(), found.ids[found.loss_mask].tolist()
-    assert (ids.count(thinking), learnt.count(thinking), ids.count(call), learnt.count(call)) == (2, 1, 2, 1)
-    assert learnt.count(end) == 1 and learnt.index(end) > learnt.index(call), "the one that the template writes"
-    texts = VocabularyTokenizer("t", backend, backend.get_vocab_size(), end, "f", control_text=True)
+    assert (
+        ids.count(thinking),
+        learnt.count(thinking),
+        ids.count(call),
+        learnt.count(call),
+    ) == (2, 1, 2, 1)
+    assert learnt.count(end) == 1 and learnt.index(end) > learnt.index(call), (
+        "the one that the template writes"
+    )
+    texts = VocabularyTokenizer(
+        "t", backend, backend.get_vocab_size(), end, "f", control_text=True
+    )
     (encoded,) = texts.encode_batch([said])
-    assert encoded.tolist().count(thinking) == encoded.tolist().count(call) == 1 and end not in encoded.tolist()
+    assert (
+        encoded.tolist().count(thinking) == encoded.tolist().count(call) == 1
+        and end not in encoded.tolist()
+    )
 
 
 @pytest.mark.parametrize(
@@ -531,10 +763,18 @@ def test_added_tokens_that_are_no_control_tokens_are_tokens_in_texts_too() -> No
     [
         ("{{ messages[0].content // 2 }}", TWO, "the chat template fails: TypeError("),
         ("{{ 1 // 0 }}", TWO, "the chat template fails: ZeroDivisionError("),
-        ("{{ messages[0].a.b }}", TWO, "the chat template refuses it: 'dict object' has no attribute 'a'"),
+        (
+            "{{ messages[0].a.b }}",
+            TWO,
+            "the chat template refuses it: 'dict object' has no attribute 'a'",
+        ),
         ("{{ raise_exception('not so') }}", TWO, "the chat template refuses it: not so"),
         ("{{ strftime_now('%Y') }}" + PLAIN, TWO, "the chat template prints today's date"),
-        (PLAIN + ASKS + "{{ messages[-1].content }}", TWO, "messages[1]: the chat template does not write the content"),
+        (
+            PLAIN + ASKS + "{{ messages[-1].content }}",
+            TWO,
+            "messages[1]: the chat template does not write the content",
+        ),
         (
             "{% for m in messages %}{{ m.role + (m.content | upper if not loop.last else m.content) }}{% endfor %}",
             TWO,
@@ -566,7 +806,9 @@ def test_added_tokens_that_are_no_control_tokens_are_tokens_in_texts_too() -> No
         ),
     ],
 )
-def test_what_cannot_be_told_is_refused_by_name(template: str, messages: Any, what: str) -> None:
+def test_what_cannot_be_told_is_refused_by_name(
+    template: str, messages: Any, what: str
+) -> None:
     with pytest.raises(RowError) as caught:
         labelled(template, messages)
     assert caught.value.what.startswith(what) and caught.value.expected
@@ -580,16 +822,27 @@ def test_marks_inside_a_macro_are_where_they_are_written() -> None:
 
 
 def test_end_token_is_not_the_end_of_the_conversation() -> None:
-    template = PLAIN + "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}{{ eos_token }}{% endif %}"
+    template = (
+        PLAIN
+        + "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}{{ eos_token }}{% endif %}"
+    )
     assert labelled(template, TWO) == ["b c<|im_end|>", "e<|im_end|>"]
 
 
 def test_text_of_the_turn_after_its_mark_does_not_hide_the_end_token() -> None:
     closed = (
-        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|tool_call_end|>{% endgeneration %}<|im_end|>"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content "
+        "}}<|tool_call_end|>{% endgeneration %}<|im_end|>"
     )
-    template = "{% for m in messages %}{{ m.role }}:" + closed + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    assert labelled(template, TWO) == ["b c<|tool_call_end|><|im_end|>", "e<|tool_call_end|><|im_end|>"]
+    template = (
+        "{% for m in messages %}{{ m.role }}:"
+        + closed
+        + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert labelled(template, TWO) == [
+        "b c<|tool_call_end|><|im_end|>",
+        "e<|tool_call_end|><|im_end|>",
+    ]
 
 
 def test_tokenizer_that_trims_places_does_not_move_the_border() -> None:
@@ -599,13 +852,20 @@ def test_tokenizer_that_trims_places_does_not_move_the_border() -> None:
     template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     # The token " Hello" has the prompt's space in it, and is learnt with the word.
     said = (user("a"), assistant("Hello there"))
-    assert labelled(template, said) == labelled(template, said, backend=trimming) == [" Hello there</s>"]
+    assert (
+        labelled(template, said)
+        == labelled(template, said, backend=trimming)
+        == [" Hello there</s>"]
+    )
 
 
 def test_end_token_that_takes_the_line_end_with_it_is_learnt() -> None:
     greedy = Tokenizer.from_str(tokens_of("text").whole.to_str())
     greedy.add_special_tokens(
-        [AddedToken("<|im_start|>", special=True), AddedToken("<|end|>", special=True, rstrip=True)]
+        [
+            AddedToken("<|im_start|>", special=True),
+            AddedToken("<|end|>", special=True, rstrip=True),
+        ]
     )
     inside = "{% for m in messages %}{{ m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
     inside += "<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{{ '\n' }}{% endfor %}"
@@ -615,22 +875,35 @@ def test_end_token_that_takes_the_line_end_with_it_is_learnt() -> None:
 
 
 def test_date_is_told_in_the_forms_that_are_written_out() -> None:
-    dated = ChatTemplate("\n{{ strftime_now('%d %b %Y') }}\n" + PLAIN, {}, {"date": "2024-07-26"})
+    dated = ChatTemplate(
+        "\n{{ strftime_now('%d %b %Y') }}\n" + PLAIN, {}, {"date": "2024-07-26"}
+    )
     assert dated.render([user("a")]) == "\n26 Jul 2024\n<|im_start|>user\na<|im_end|>\n"
-    other = ChatTemplate("{% set form = '%Y' %}{{ strftime_now(form) }}" + PLAIN, {}, {"date": "2024-07-26"})
-    with pytest.raises(RowError, match="strftime_now is asked for a form that is not written out: %Y"):
+    other = ChatTemplate(
+        "{% set form = '%Y' %}{{ strftime_now(form) }}" + PLAIN, {}, {"date": "2024-07-26"}
+    )
+    with pytest.raises(
+        RowError, match="strftime_now is asked for a form that is not written out: %Y"
+    ):
         other.render([user("a")])
 
 
 def test_values_that_are_no_text_beside_the_messages_do_no_harm() -> None:
     dated = [{**message, "at": datetime.date(2024, 7, 26), "weight": 1.5} for message in TWO]
-    assert labelled(PLAIN + ASKS, dated) == labelled(PLAIN + ASKS, TWO) == ["b c<|im_end|>", "e<|im_end|>"]
+    assert (
+        labelled(PLAIN + ASKS, dated)
+        == labelled(PLAIN + ASKS, TWO)
+        == ["b c<|im_end|>", "e<|im_end|>"]
+    )
 
 
 @pytest.mark.parametrize(
-    ("last", "learnt"), [("", ["Let me see.<call>look</call>;", "b;"]), ("{{ ' ' if loop.last }}", None)]
+    ("last", "learnt"),
+    [("", ["Let me see.<call>look</call>;", "b;"]), ("{{ ' ' if loop.last }}", None)],
 )
-def test_words_beside_calls_are_learnt_with_them_or_refused(last: str, learnt: list[str] | None) -> None:
+def test_words_beside_calls_are_learnt_with_them_or_refused(
+    last: str, learnt: list[str] | None
+) -> None:
     """By a template that counts its messages, and wants a call before each result."""
     template = (
         "{{ messages | length }}{% for m in messages %}{{ m.role }}{% if m.role == 'tool' and not "
@@ -643,12 +916,20 @@ def test_words_beside_calls_are_learnt_with_them_or_refused(last: str, learnt: l
     if learnt is not None:
         assert labelled(template, said) == learnt
         return
-    with pytest.raises(RowError, match=r"messages\[1\]: the chat template renders the tool calls differently in their"):
+    with pytest.raises(
+        RowError,
+        match=r"messages\[1\]: the chat template renders the tool calls differently in their",
+    ):
         labelled(template, said)
 
 
 def test_end_of_a_turn_is_the_token_that_ends_answers() -> None:
-    ends = {"phi3": "<|end|>", "chatml": "<|im_end|>", "gpt_oss": "<|return|>", "command_r7b": "<|END_OF_TURN_TOKEN|>"}
+    ends = {
+        "phi3": "<|end|>",
+        "chatml": "<|im_end|>",
+        "gpt_oss": "<|return|>",
+        "command_r7b": "<|END_OF_TURN_TOKEN|>",
+    }
     for name, end in ends.items():
         wanted = tokens_of(family(name).tokenizer).controls[end]
         assert encoder(name, "last").end_of_turn([user("a")]) == wanted
@@ -672,10 +953,17 @@ def test_pair_is_its_two_completions_after_one_prompt(name: str) -> None:
         (THOUGHT, "😀"),
     ):
         row = dict(
-            zip(("prompt", "chosen", "rejected"), (asked, *([assistant(each)] for each in answers)), strict=True)
+            zip(
+                ("prompt", "chosen", "rejected"),
+                (asked, *([assistant(each)] for each in answers)),
+                strict=True,
+            )
         )
         try:
-            alone = [made.labelled(Example((*asked, assistant(each)), num_prompt=len(asked))) for each in answers]
+            alone = [
+                made.labelled(Example((*asked, assistant(each)), num_prompt=len(asked)))
+                for each in answers
+            ]
         except RowError as error:
             assert name in BEGUN_BY_THINKING and error.what == OTHER_WAY
             with pytest.raises(RowError, match=OTHER_WAY) as caught:
@@ -685,7 +973,9 @@ def test_pair_is_its_two_completions_after_one_prompt(name: str) -> None:
         prompts = [each.ids[: each.loss_mask.argmax()].tolist() for each in alone]
         if prompts[0] != prompts[1]:
             assert name in ("gemma2", "gemma3")
-            with pytest.raises(RowError, match="the prompt is not the same tokens before both answers"):
+            with pytest.raises(
+                RowError, match="the prompt is not the same tokens before both answers"
+            ):
                 labelled_pair(row, columns, made)
             continue
         pair = labelled_pair(row, columns, made)
@@ -694,10 +984,14 @@ def test_pair_is_its_two_completions_after_one_prompt(name: str) -> None:
         ]
 
 
-@pytest.mark.parametrize("prompt", ["Question: a Answer:", "Question: a Answer: ", "Question: a Answer:\n"])
+@pytest.mark.parametrize(
+    "prompt", ["Question: a Answer:", "Question: a Answer: ", "Question: a Answer:\n"]
+)
 def test_first_word_of_a_completion_is_learnt_whatever_the_prompt_ends_in(prompt: str) -> None:
     backend = tokens_of("all").whole
     completion = "Hello there" if prompt[-1].isspace() else " Hello there"
-    found = Encoder(backend, 0, None, "completion").labelled(Example(texts=(prompt, completion)))
+    found = Encoder(backend, 0, None, "completion").labelled(
+        Example(texts=(prompt, completion))
+    )
     learnt = backend.decode(found.ids[found.loss_mask][:-1].tolist())
     assert learnt.strip() == "Hello there"

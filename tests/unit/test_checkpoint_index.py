@@ -21,7 +21,9 @@ def cuts(draw: st.DrawFn, size: int) -> list[list[int]]:
 
 
 @st.composite
-def tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[list[int]]], list[list[list[int]]]]:
+def tensors(
+    draw: st.DrawFn,
+) -> tuple[tuple[int, ...], list[list[list[int]]], list[list[list[int]]]]:
     """A shape, and for each of its dims how the saving and the loading ranks divide it."""
     shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     return shape, [draw(cuts(size)) for size in shape], [draw(cuts(size)) for size in shape]
@@ -46,13 +48,21 @@ def test_any_mesh_reads_its_own_from_any_other(
         local = whole[np.ix_(*indices)]
         for box, inside in boxes_of(indices):
             file = f"{len(files)}"
-            files[file] = local[tuple(slice(o, o + n) for o, n in zip(inside.offsets, inside.sizes, strict=True))]
+            files[file] = local[
+                tuple(
+                    slice(o, o + n) for o, n in zip(inside.offsets, inside.sizes, strict=True)
+                )
+            ]
             entry.chunks.append(Chunk(file, 0, box))
     assert entry.problem() is None
     for indices in _ranks(loading):
         target = np.full([len(along) for along in indices], -1)
         for box, inside in boxes_of(indices):
-            view = target[tuple(slice(o, o + n) for o, n in zip(inside.offsets, inside.sizes, strict=True))]
+            view = target[
+                tuple(
+                    slice(o, o + n) for o, n in zip(inside.offsets, inside.sizes, strict=True)
+                )
+            ]
             for chunk, part in entry.reads(box):
                 into = view[part.within(box)]
                 assert (into == -1).all()
@@ -70,7 +80,11 @@ def test_overlap() -> None:
 
 def test_index_reads_back(tmp_path: Path) -> None:
     entries = {
-        "model.a": Entry("F32", (2, 3), [Chunk("x", 64, Box((0, 0), (1, 3))), Chunk("y", 8, Box((1, 0), (1, 3)))]),
+        "model.a": Entry(
+            "F32",
+            (2, 3),
+            [Chunk("x", 64, Box((0, 0), (1, 3))), Chunk("y", 8, Box((1, 0), (1, 3)))],
+        ),
         "step": Entry("F32", (), [Chunk("y", 20, Box((), ()))]),
         "none": Entry("BF16", (0, 5), []),
     }
@@ -82,5 +96,11 @@ def test_index_reads_back(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_a_problem() -> None:
-    assert Entry("F32", (4,), [Chunk("x", 0, Box((0,), (3,)))]).problem() == "the chunks are not as large as the tensor"
-    assert Entry("F32", (4,), [Chunk("x", 0, Box((3,), (2,)))]).problem() == "a chunk lies outside the tensor"
+    assert (
+        Entry("F32", (4,), [Chunk("x", 0, Box((0,), (3,)))]).problem()
+        == "the chunks are not as large as the tensor"
+    )
+    assert (
+        Entry("F32", (4,), [Chunk("x", 0, Box((3,), (2,)))]).problem()
+        == "a chunk lies outside the tensor"
+    )

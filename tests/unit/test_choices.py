@@ -36,10 +36,14 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA device that is not there, with its compiler."""
     memory = SimpleNamespace(total_memory=_GPU.memory_bytes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation
+    )
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *package: object() if name == "triton" else find(name, *package)
+        importlib.util,
+        "find_spec",
+        lambda name, *package: object() if name == "triton" else find(name, *package),
     )
 
 
@@ -48,11 +52,17 @@ class Sides:
 
     def __init__(self, kind: str, topology: Topology, **sections: Any) -> None:
         self.config: Config = validate(
-            {"model": {"config": _MODEL, "dtype": "bfloat16"}, "data": {"seq_len": 4096}, **sections}
+            {
+                "model": {"config": _MODEL, "dtype": "bfloat16"},
+                "data": {"seq_len": 4096},
+                **sections,
+            }
         )
         self.architecture = load.read_config(self.config.model)
         sizes = {"fsdp": topology.dp_shard * topology.cp, "cp": topology.cp, "tp": topology.tp}
-        self.mesh: Any = SimpleNamespace(device=torch.device(kind), topology=topology, size=sizes.__getitem__)
+        self.mesh: Any = SimpleNamespace(
+            device=torch.device(kind), topology=topology, size=sizes.__getitem__
+        )
         self.outline = load.outline(self.architecture)
         self.decoder: Decoder = decoder_of(self.architecture.to_dict())
         self.device = _GPU if kind == "cuda" else None
@@ -73,7 +83,9 @@ class Sides:
 
     def whole(self) -> tuple[bool, bool]:
         """Whether gathered weights stay from forward to backward."""
-        told = data_parallel.gathering(self.outline, self.mesh, self.config, DTYPES[self.resolved.dtype.value])
+        told = data_parallel.gathering(
+            self.outline, self.mesh, self.config, DTYPES[self.resolved.dtype.value]
+        )
         assert told is not None
         return "gathered once a step" in told[0], kept_whole(self.decoder, self.setup)
 
@@ -101,11 +113,16 @@ def test_units(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "constant"), [("cpu", "KEPT_WHOLE_BYTES"), ("cuda", "KEPT_WHOLE_BYTES"), ("cuda", "KEPT_WHOLE_PART")]
+    ("kind", "constant"),
+    [("cpu", "KEPT_WHOLE_BYTES"), ("cuda", "KEPT_WHOLE_BYTES"), ("cuda", "KEPT_WHOLE_PART")],
 )
 def test_weights_kept_whole(kind: str, constant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # More than an 80 GiB device keeps by default.
-    sides = Sides(kind, Topology(1, 2), model={"config": {**_MODEL, "num_hidden_layers": 32}, "dtype": "bfloat16"})
+    sides = Sides(
+        kind,
+        Topology(1, 2),
+        model={"config": {**_MODEL, "num_hidden_layers": 32}, "dtype": "bfloat16"},
+    )
     assert sides.whole() == (False, False)
     before = traffic(sides.decoder, sides.setup)
     size = data_parallel._gathered_bytes(sides.outline, torch.bfloat16)
@@ -118,7 +135,9 @@ def test_weights_kept_whole(kind: str, constant: str, monkeypatch: pytest.Monkey
     assert traffic(sides.decoder, sides.setup)[gathers][0] < before[gathers][0]
 
 
-@pytest.mark.parametrize(("kind", "constant"), [("cpu", "CHUNK_BYTES"), ("cuda", "CHUNK_BYTES_CUDA")])
+@pytest.mark.parametrize(
+    ("kind", "constant"), [("cpu", "CHUNK_BYTES"), ("cuda", "CHUNK_BYTES_CUDA")]
+)
 def test_chunks_of_the_loss(kind: str, constant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sides = Sides(kind, Topology())
     model, planned = sides.chunk()
@@ -136,7 +155,10 @@ def test_method_of_context_parallelism(kind: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(choices, "ULYSSES_FROM", 4096)
     assert sides.resolved.cp_method.value == "ulysses" and sides.setup.ulysses
     monkeypatch.setattr(choices, "ULYSSES_FROM", 4097)
-    assert sides.resolved.cp_method == ("gather", "rows shorter than 4097 tokens") and not sides.setup.ulysses
+    assert (
+        sides.resolved.cp_method == ("gather", "rows shorter than 4097 tokens")
+        and not sides.setup.ulysses
+    )
     assert ("cp", "all-to-all") not in traffic(sides.decoder, sides.setup)
 
 
@@ -150,10 +172,15 @@ def test_method_of_context_parallelism(kind: str, monkeypatch: pytest.MonkeyPatc
     {"train": {"micro_batch": 2, "compile": False}, "mesh": {"sequence_parallel": True, "cp_method": "gather"}},
     {"data": {"seq_len": 6}},
 ], ids=str)  # fmt: skip
-def test_planner_and_model_choose_alike(kind: str, topology: Topology, sections: dict[str, Any]) -> None:
+def test_planner_and_model_choose_alike(
+    kind: str, topology: Topology, sections: dict[str, Any]
+) -> None:
     sides = Sides(kind, topology, **sections)
     resolved, setup = sides.resolved, sides.setup
-    assert setup.micro_batch == resolved.micro_batch.value and setup.num_batches == resolved.num_micro_batches
+    assert (
+        setup.micro_batch == resolved.micro_batch.value
+        and setup.num_batches == resolved.num_micro_batches
+    )
     assert setup.sharing == resolved.data_parallel.value
     assert setup.compiled == resolved.compiled.value
     if topology.cp > 1:
@@ -165,24 +192,56 @@ def test_planner_and_model_choose_alike(kind: str, topology: Topology, sections:
 @pytest.mark.parametrize(
     ("topology", "sections", "model", "chosen", "why"),
     [
-        (Topology(), {}, {}, "varlen", "causal documents by their lengths, other masks by blocks"),
+        (
+            Topology(),
+            {},
+            {},
+            "varlen",
+            "causal documents by their lengths, other masks by blocks",
+        ),
         (Topology(tp=2), {}, {}, "varlen", "causal documents"),
         (Topology(cp=2), {}, {}, "varlen", "causal documents"),  # whole rows of some heads
         (Topology(), {}, {"attention": "varlen"}, "varlen", "causal documents"),
         (Topology(), {}, {"attention": "flex"}, "flex", "as given"),
         (Topology(), {}, {"attention": "sdpa"}, "sdpa", "as given"),
         (Topology(), {}, {"dtype": "float32"}, "flex", "flash computes in bfloat16 alone"),
-        (Topology(), {}, {"dtype": "float32", "attention": "varlen"}, "flex", "flash computes in bfloat16 alone"),
-        (Topology(cp=2), {"mesh": {"cp_method": "gather"}}, {}, "flex", "cp ranks that gather keys have parts of rows"),
-        (Topology(), {}, {"config": {**_MODEL, "head_dim": 100}}, "flex", "flash does not serve heads of 100"),
-        (Topology(), {}, {"config": {**_MODEL, "attention_dropout": 0.1}}, "sdpa", "the model drops attention weights"),
+        (
+            Topology(),
+            {},
+            {"dtype": "float32", "attention": "varlen"},
+            "flex",
+            "flash computes in bfloat16 alone",
+        ),
+        (
+            Topology(cp=2),
+            {"mesh": {"cp_method": "gather"}},
+            {},
+            "flex",
+            "cp ranks that gather keys have parts of rows",
+        ),
+        (
+            Topology(),
+            {},
+            {"config": {**_MODEL, "head_dim": 100}},
+            "flex",
+            "flash does not serve heads of 100",
+        ),
+        (
+            Topology(),
+            {},
+            {"config": {**_MODEL, "attention_dropout": 0.1}},
+            "sdpa",
+            "the model drops attention weights",
+        ),
     ],
     ids=str,
 )
 def test_attention_of_documents_on_cuda(
     topology: Topology, sections: dict[str, Any], model: dict[str, Any], chosen: str, why: str
 ) -> None:
-    sides = Sides("cuda", topology, model={"config": _MODEL, "dtype": "bfloat16", **model}, **sections)
+    sides = Sides(
+        "cuda", topology, model={"config": _MODEL, "dtype": "bfloat16", **model}, **sections
+    )
     kernel = sides.resolved.attention
     assert kernel.value == chosen and why in kernel.why
 
@@ -196,7 +255,9 @@ def test_rows_of_a_forward(rows: Any, dp: int, expected: tuple[int, str]) -> Non
 
 
 def test_a_row_that_tp_ranks_cannot_share_equally() -> None:
-    choice = choices.sequence_parallel("auto", Topology(1, 1, 1, 4), choices.Device("cuda"), seq_len=6)
+    choice = choices.sequence_parallel(
+        "auto", Topology(1, 1, 1, 4), choices.Device("cuda"), seq_len=6
+    )
     assert choice == (False, "the ranks cannot share rows of this length equally")
 
 
@@ -210,7 +271,9 @@ def test_a_row_that_tp_ranks_cannot_share_equally() -> None:
         ("bfloat16", choices.Device("cpu"), "bfloat16"),
     ],
 )
-def test_compute_type_is_what_the_device_is_fast_in(asked: str, device: choices.Device, chosen: str) -> None:
+def test_compute_type_is_what_the_device_is_fast_in(
+    asked: str, device: choices.Device, chosen: str
+) -> None:
     config = choices.with_dtype(validate({"model": {"dtype": asked}}), device)
     assert config.model.dtype == chosen
     assert choices.dtype(config, device) == (chosen, choices.GIVEN)

@@ -22,7 +22,8 @@ from threefold.model.context_parallel.attention import BatchMasks
 from threefold.model.load import outline
 
 _SOURCE = (
-    "from torch import nn\nimport {helper}\n\nclass Own(nn.Module):\n    def forward(self, x):\n        return x\n"
+    "from torch import nn\nimport {helper}\n\nclass Own(nn.Module):\n    def "
+    "forward(self, x):\n        return x\n"
 )
 
 
@@ -34,7 +35,10 @@ def llama() -> Any:
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[ModuleType]:
     """A module of one's own that defines a model and imports another file."""
-    for name, text in (("own_helper", "SCALE = 1\n"), ("own_model", _SOURCE.format(helper="own_helper"))):
+    for name, text in (
+        ("own_helper", "SCALE = 1\n"),
+        ("own_model", _SOURCE.format(helper="own_helper")),
+    ):
         path = tmp_path / f"{name}.py"
         path.write_text(text)
         spec = importlib.util.spec_from_file_location(name, path)
@@ -52,7 +56,9 @@ def test_the_same_code_has_the_same_digest(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("edited", ["own_model", "own_helper"])
-def test_one_changed_byte_of_a_source_is_another_digest(edited: str, own: ModuleType, tmp_path: Path) -> None:
+def test_one_changed_byte_of_a_source_is_another_digest(
+    edited: str, own: ModuleType, tmp_path: Path
+) -> None:
     before = code_digest(own.Own())
     assert before.classes is not None
     path = tmp_path / f"{edited}.py"
@@ -66,9 +72,16 @@ def _identity(*values: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(modeling_llama.LlamaMLP, "forward"), (nn.Linear, "forward"), (F, "silu"), (BatchMasks, "mask")],
+    [
+        (modeling_llama.LlamaMLP, "forward"),
+        (nn.Linear, "forward"),
+        (F, "silu"),
+        (BatchMasks, "mask"),
+    ],
 )
-def test_a_patched_class_has_no_digest(owner: Any, name: str, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patched_class_has_no_digest(
+    owner: Any, name: str, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(owner, name, _identity)
     assert code_digest(llama, probes) == CodeDigest(None, None)
 
@@ -78,7 +91,9 @@ def test_a_patched_instance_has_no_digest(llama: Any, monkeypatch: pytest.Monkey
     assert code_digest(llama) == CodeDigest(None, None)
 
 
-def test_a_function_of_another_model_in_its_place_is_another_digest(llama: Any, monkeypatch: Any) -> None:
+def test_a_function_of_another_model_in_its_place_is_another_digest(
+    llama: Any, monkeypatch: Any
+) -> None:
     before = code_digest(llama)
     monkeypatch.setattr(modeling_llama, "rotate_half", modeling_gptj.rotate_every_two)
     after = code_digest(llama)

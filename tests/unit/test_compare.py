@@ -32,7 +32,10 @@ from threefold.check.compare import (
 EXPECTED = Training(
     losses=[4.0, 3.5, 3.0],
     norms=[2.0, 1.5, 1.0],
-    gradients={"embedding": torch.tensor([[1.0, -2.0], [0.5, 0.0]]), "bias": torch.tensor([1e-7, 0.0])},
+    gradients={
+        "embedding": torch.tensor([[1.0, -2.0], [0.5, 0.0]]),
+        "bias": torch.tensor([1e-7, 0.0]),
+    },
 )
 
 
@@ -60,14 +63,20 @@ def test_what_is_not_finite_is_never_equal(value: float) -> None:
         values[place] = value
         assert not holds(compare_numbers(LOSS, values, [1.0, 2.0, 3.0]))
         assert not holds(compare_numbers(LOSS, values, values))
-        assert not holds(compare_tensors(GRADIENT, {"w": np.array(values)}, {"w": np.array([1.0, 2.0, 3.0])}))
-        assert not holds(compare_tensors(GRADIENT, {"w": torch.tensor(values)}, {"w": torch.tensor(values)}))
+        assert not holds(
+            compare_tensors(GRADIENT, {"w": np.array(values)}, {"w": np.array([1.0, 2.0, 3.0])})
+        )
+        assert not holds(
+            compare_tensors(GRADIENT, {"w": torch.tensor(values)}, {"w": torch.tensor(values)})
+        )
     assert not holds(compare_exactly("bits", {"w": value}, {"w": value}))
     assert not holds(compare_exactly("bits", {"w": None}, {"w": None}))
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5), st.integers(0, 4), st.booleans())
-def test_one_value_beyond_the_bound_is_found_wherever_it_is(values: list[float], place: int, above: bool) -> None:
+def test_one_value_beyond_the_bound_is_found_wherever_it_is(
+    values: list[float], place: int, above: bool
+) -> None:
     place %= len(values)
     bound = Bound("loss", 1e-2, "a test's", relative=False)
     near, far = list(values), list(values)
@@ -75,7 +84,9 @@ def test_one_value_beyond_the_bound_is_found_wherever_it_is(values: list[float],
     far[place] += 2e-2 if above else -2e-2
     assert holds(compare_numbers(bound, near, values))
     differences = compare_numbers(bound, far, values)
-    assert [difference.place for difference in differences if not difference.holds] == [f"step {place + 1}"]
+    assert [difference.place for difference in differences if not difference.holds] == [
+        f"step {place + 1}"
+    ]
 
 
 def test_what_only_one_side_has_is_a_difference() -> None:
@@ -87,9 +98,12 @@ def test_what_only_one_side_has_is_a_difference() -> None:
     ]
     one, both = {"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.zeros(2)}
     assert str(Comparison(compare_tensors(GRADIENT, one, both))) == "gradient of b: missing"
-    assert str(Comparison(compare_tensors(GRADIENT, both, one))) == "gradient of b: not expected"
     assert (
-        str(Comparison(compare_numbers(LOSS, [1.0], [1.0, 2.0, 3.0]))) == "loss of step 2: missing, and 1 more differ"
+        str(Comparison(compare_tensors(GRADIENT, both, one))) == "gradient of b: not expected"
+    )
+    assert (
+        str(Comparison(compare_numbers(LOSS, [1.0], [1.0, 2.0, 3.0])))
+        == "loss of step 2: missing, and 1 more differ"
     )
     assert not holds(compare_exactly("bits", {"a": "x"}, {"a": "x", "b": "y"}))
     assert not holds(compare_exactly("bits", {"a": "x", "b": "y"}, {"a": "x"}))
@@ -107,7 +121,9 @@ def test_nothing_is_no_proof() -> None:
         compare_trainings(Training(), Training()).differences,
     ):
         assert differences and not holds(differences)
-    assert not compare_trainings(replace(EXPECTED, gradients={}), replace(EXPECTED, gradients={})).holds
+    assert not compare_trainings(
+        replace(EXPECTED, gradients={}), replace(EXPECTED, gradients={})
+    ).holds
 
 
 def test_another_shape_is_a_difference() -> None:
@@ -135,12 +151,21 @@ def test_the_same_bits_are_asked_for() -> None:
 
 def test_the_first_difference_is_named_with_its_step() -> None:
     comparison = compare_trainings(replace(EXPECTED, losses=[4.0, math.nan, 9.0]), EXPECTED)
-    assert str(comparison.first) == "loss of step 2: nan, expected 3.5: what is not finite is never equal"
+    assert (
+        str(comparison.first)
+        == "loss of step 2: nan, expected 3.5: what is not finite is never equal"
+    )
     assert str(comparison).endswith("and 1 more differ")
     assert comparison.worst().place == "step 2"
-    gradients = {**EXPECTED.gradients, "embedding": torch.tensor([[1.0, -2.0], [math.nan, 0.0]])}
+    gradients = {
+        **EXPECTED.gradients,
+        "embedding": torch.tensor([[1.0, -2.0], [math.nan, 0.0]]),
+    }
     comparison = compare_trainings(replace(EXPECTED, gradients=gradients), EXPECTED)
-    assert str(comparison.first) == "gradient of embedding: not finite at [1, 0]: what is not finite is never equal"
+    assert (
+        str(comparison.first)
+        == "gradient of embedding: not finite at [1, 0]: what is not finite is never equal"
+    )
 
 
 def test_weights_are_compared_where_there_are_some() -> None:
@@ -161,6 +186,6 @@ def test_two_tensors_under_one_name_must_both_be_equal() -> None:
 def test_tensors_are_compared_one_at_a_time() -> None:
     comparison = TensorComparison(WEIGHT, {"a": torch.ones(2), "b": torch.ones(2)})
     comparison.add("b", torch.ones(2))
-    assert [str(difference) for difference in comparison.differences() if not difference.holds] == [
-        "weight of a: missing"
-    ]
+    assert [
+        str(difference) for difference in comparison.differences() if not difference.holds
+    ] == ["weight of a: missing"]

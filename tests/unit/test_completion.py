@@ -13,7 +13,11 @@ import pytest
 def completed(folder: Path, line: str) -> list[str]:
     """What bash would offer at the end of a line."""
     words = line.split(" ")
-    variables = {"_THREEFOLD_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    variables = {
+        "_THREEFOLD_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+    }
     code = "import sys; sys.argv = ['threefold']; from threefold.__main__ import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -37,8 +41,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_keys_and_their_words(folder: Path) -> None:
-    assert completed(folder, "threefold train --model.lora.r") == ["--model.lora.r", "--model.lora.rslora"]
-    assert completed(folder, "threefold train job.yaml --train.objective ") == ["next_token", "dpo"]
+    assert completed(folder, "threefold train --model.lora.r") == [
+        "--model.lora.r",
+        "--model.lora.rslora",
+    ]
+    assert completed(folder, "threefold train job.yaml --train.objective ") == [
+        "next_token",
+        "dpo",
+    ]
     assert completed(folder, "threefold resume runs/first --data.packing b") == ["best_fit"]
     assert completed(folder, "threefold train --accept") == ["--accept-changes"]
     assert completed(folder, "threefold train --log.dir ") == []

@@ -16,9 +16,15 @@ from threefold.plan.automatic import automatic
 
 CONFIGS = {
     "the default": (),
-    "nested": (("model.lora.r", "4"), ("model.config", "{model_type: llama, rope_parameters: {factor: 2.0}}")),
+    "nested": (
+        ("model.lora.r", "4"),
+        ("model.config", "{model_type: llama, rope_parameters: {factor: 2.0}}"),
+    ),
     "a mixture": (
-        ("data.mixture", "{a: {source: [b.txt, 'c #1.txt'], weight: 2}, d: {source: stdlib, weight: 1e-3}}"),
+        (
+            "data.mixture",
+            "{a: {source: [b.txt, 'c #1.txt'], weight: 2}, d: {source: stdlib, weight: 1e-3}}",
+        ),
     ),
     "text that YAML would change": (
         ("log.dir", "'a: b # c'"),
@@ -44,7 +50,9 @@ def here(config: Config) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("pairs", CONFIGS.values(), ids=CONFIGS)
-def test_both_forms_read_back_as_the_same_config(pairs: Sequence[tuple[str, str]], tmp_path: Path) -> None:
+def test_both_forms_read_back_as_the_same_config(
+    pairs: Sequence[tuple[str, str]], tmp_path: Path
+) -> None:
     loaded = load(pairs)
     for text in (with_values(loaded, here(loaded.config)), with_meanings(loaded)):
         path = tmp_path / "again.yaml"
@@ -67,7 +75,11 @@ def test_without_its_marks_the_commented_form_is_the_default(tmp_path: Path) -> 
     """What `threefold init` tells its reader to do works for every key: a # removed, it is that key."""
     lines = with_meanings(load(())).splitlines()
     path = tmp_path / "all.yaml"
-    path.write_text("\n".join(line.replace("  # ", "  ", 1) if line.startswith("  # ") else line for line in lines))
+    path.write_text(
+        "\n".join(
+            line.replace("  # ", "  ", 1) if line.startswith("  # ") else line for line in lines
+        )
+    )
     assert load((), path).config == Config()
 
 
@@ -84,7 +96,9 @@ def test_automatic_keys_have_their_value_and_the_reason() -> None:
     settled = here(Config())
     assert settled["optimizer.lr"] == "0.002: the weights are random"
     assert settled["train.steps"] == "120: neither steps nor epochs were given"
-    assert [settled[f"mesh.{axis}"] for axis in ("dp", "cp", "tp")] == ["2: the default on a CPU"] * 3
+    assert [settled[f"mesh.{axis}"] for axis in ("dp", "cp", "tp")] == [
+        "2: the default on a CPU"
+    ] * 3
     assert settled["train.compile"].startswith("false: on a cpu ")
     assert "mesh.cp_method" not in settled  # cp 2: that depends on the model's heads
     given = load((("optimizer.lr", "1e-4"), ("mesh.dp", "4"), ("train.epochs", "2"))).config

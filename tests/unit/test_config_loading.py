@@ -34,16 +34,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load(
-    text: str | None = None, *overrides: tuple[str, str], environ: Mapping[str, str] | None = None
+    text: str | None = None,
+    *overrides: tuple[str, str],
+    environ: Mapping[str, str] | None = None,
 ) -> LoadedConfig:
     """Loads `text` as c.yaml in the working folder."""
     if text is not None:
         Path("c.yaml").write_text(text, encoding="utf-8")
-    return loading.load("c.yaml" if text is not None else None, overrides, environ=environ or {})
+    return loading.load(
+        "c.yaml" if text is not None else None, overrides, environ=environ or {}
+    )
 
 
 def refused(
-    text: str | None = None, *overrides: tuple[str, str], environ: Mapping[str, str] | None = None
+    text: str | None = None,
+    *overrides: tuple[str, str],
+    environ: Mapping[str, str] | None = None,
 ) -> list[str]:
     """What is wrong, one line a problem."""
     with pytest.raises(ConfigError) as caught:
@@ -83,7 +89,9 @@ def test_words_of_yaml_1_1_are_text(folder: Path) -> None:
     """`yes`, `no`, `on` and `12:30:00` are neither booleans nor a number of seconds."""
     for text in ("yes", "no", "on", "12:30:00", "hf:ID", "/a b/c"):
         assert load(None, ("data.source", text)).config.data.source == text
-    assert refused(None, ("data.shuffle", "yes")) == ["data.shuffle = yes is not accepted (command line)"]
+    assert refused(None, ("data.shuffle", "yes")) == [
+        "data.shuffle = yes is not accepted (command line)"
+    ]
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n"])
@@ -113,7 +121,11 @@ optimizer:
 data: {shuffle: false}
 """
     config = load(text, ("eval.source", "null"), ("log.dir", "~")).config
-    assert config.model.config == {"model_type": "llama", "layers": [1, {"a": None}], "rope": {"theta": 1e4}}
+    assert config.model.config == {
+        "model_type": "llama",
+        "layers": [1, {"a": None}],
+        "rope": {"theta": 1e4},
+    }
     assert config.optimizer.betas == (0.8, 0.9)
     assert config.train.steps is None and config.eval.source is None and config.log.dir is None
     assert config.data.shuffle is False
@@ -127,13 +139,21 @@ data: {shuffle: false}
             "train: {steps: 1, steps: 2}\n",
             'c.yaml, line 1: found duplicate key "steps" with value "2" (original value: "1")',
         ),
-        ("train:\n\tsteps: 1\n", "c.yaml, line 2: found character '\\t' that cannot start any token"),
+        (
+            "train:\n\tsteps: 1\n",
+            "c.yaml, line 2: found character '\\t' that cannot start any token",
+        ),
         ("train: {steps: 1\n", "c.yaml, line 2: expected ',' or '}', but got '<stream end>'"),
-        ("train:\n  steps: !new 1\n", "c.yaml, line 2: could not determine a constructor for the tag '!new'"),
+        (
+            "train:\n  steps: !new 1\n",
+            "c.yaml, line 2: could not determine a constructor for the tag '!new'",
+        ),
         ("train: {steps: 1}\n---\nlog: {}\n", "c.yaml, line 2: but found another document"),
     ],
 )
-def test_file_that_is_no_yaml_is_refused_with_its_line(folder: Path, text: str, what: str) -> None:
+def test_file_that_is_no_yaml_is_refused_with_its_line(
+    folder: Path, text: str, what: str
+) -> None:
     assert refused(text) == [what]
 
 
@@ -142,7 +162,9 @@ def test_section_given_twice_is_refused(folder: Path) -> None:
     assert what.startswith('c.yaml, line 2: found duplicate key "train"')
 
 
-@pytest.mark.parametrize("text", ["[1", "{a: 1", "a: b: c", "*.txt", "2024-13-45", "9" * 5000, "&a {a: *a}", "\0"])
+@pytest.mark.parametrize(
+    "text", ["[1", "{a: 1", "a: b: c", "*.txt", "2024-13-45", "9" * 5000, "&a {a: *a}", "\0"]
+)
 def test_value_that_is_no_yaml_is_one_problem(folder: Path, text: str) -> None:
     """Also where the reader fails with an exception of its own; a default is never put in its place."""
     (what,) = refused(None, ("model.config", text))
@@ -159,7 +181,10 @@ def test_sections_that_are_none(folder: Path) -> None:
         "c.yaml: train = 5 is not a section",
         "c.yaml: log = ['a'] is not a section",
     ]
-    assert refused("tarin:\ntrain: {steps: 1}\nfoo: {}\n") == ["unknown key tarin", "unknown key foo"]
+    assert refused("tarin:\ntrain: {steps: 1}\nfoo: {}\n") == [
+        "unknown key tarin",
+        "unknown key foo",
+    ]
 
 
 def test_file_that_cannot_be_read(folder: Path) -> None:
@@ -179,7 +204,13 @@ def test_file_that_cannot_be_read(folder: Path) -> None:
 
 def test_override_over_file_over_environment(folder: Path) -> None:
     environ = {"DP_SIZE": "2", "CP_SIZE": "3", "TP_SIZE": "4", "PATH": "/bin"}
-    loaded = load("mesh: {cp: 5, tp: 6}\n", ("mesh.tp", "7"), ("log.every", "1"), ("log.every", "2"), environ=environ)
+    loaded = load(
+        "mesh: {cp: 5, tp: 6}\n",
+        ("mesh.tp", "7"),
+        ("log.every", "1"),
+        ("log.every", "2"),
+        environ=environ,
+    )
     mesh = loaded.config.mesh
     assert (mesh.dp, mesh.cp, mesh.tp, loaded.config.log.every) == (2, 5, 7, 2)
     assert loaded.origins == {
@@ -254,7 +285,9 @@ def test_entry_of_a_list_is_named(folder: Path) -> None:
         'optimizer.betas[0] = "0.9" is not accepted (command line)',
         "optimizer.betas[1] = true is not accepted (command line)",
     ]
-    assert refused(None, ("optimizer.betas", "[0.9]")) == ["optimizer.betas = [0.9] is not accepted (command line)"]
+    assert refused(None, ("optimizer.betas", "[0.9]")) == [
+        "optimizer.betas = [0.9] is not accepted (command line)"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +302,9 @@ def test_entry_of_a_list_is_named(folder: Path) -> None:
         ("tarin", "train"),
     ],
 )
-def test_unknown_key_is_refused_with_the_nearest(folder: Path, unknown: str, meant: str) -> None:
+def test_unknown_key_is_refused_with_the_nearest(
+    folder: Path, unknown: str, meant: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, (unknown, "1"))
     (problem,) = caught.value.problems
@@ -283,18 +318,24 @@ def test_dropped_key_is_refused_with_what_replaces_it(key: str) -> None:
     value: Any = {"some": {leaf[0]: 1}} if leaf else 1
     with pytest.raises(ConfigError) as caught:
         validate({section: {name: value}})
-    assert [problem.fix for problem in caught.value.problems if "unknown key" in problem.what] == [DROPPED[key]]
+    assert [
+        problem.fix for problem in caught.value.problems if "unknown key" in problem.what
+    ] == [DROPPED[key]]
     assert {*re.findall(r"--([a-z]+\.[a-z_.]*[a-z])", DROPPED[key])} <= {*every_key()}
 
 
-@pytest.mark.parametrize("option", sorted(key for key in DROPPED if "." not in key and " " not in key))
+@pytest.mark.parametrize(
+    "option", sorted(key for key in DROPPED if "." not in key and " " not in key)
+)
 def test_dropped_option_is_refused_with_what_replaces_it(folder: Path, option: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(None, (option, "1"))
     assert [problem.fix for problem in caught.value.problems] == [DROPPED[option]]
 
 
-@pytest.mark.parametrize("name", ["model_fields", "model_config", "__class__", "steps.more", ""])
+@pytest.mark.parametrize(
+    "name", ["model_fields", "model_config", "__class__", "steps.more", ""]
+)
 def test_names_of_the_machinery_are_no_keys(folder: Path, name: str) -> None:
     (what,) = refused(None, (f"train.{name}", "1"))
     assert what == f"unknown key train.{name}".removesuffix(".")
@@ -302,7 +343,9 @@ def test_names_of_the_machinery_are_no_keys(folder: Path, name: str) -> None:
 
 def test_everything_wrong_is_said_at_once(folder: Path) -> None:
     text = "train: {steps: -1, stepz: 2}\nfoo: {a: 1, b: 2}\n"
-    assert refused(text, ("optimizer.lr", "fast"), ("data.source", "[x"), environ={"DP_SIZE": "0"}) == [
+    assert refused(
+        text, ("optimizer.lr", "fast"), ("data.source", "[x"), environ={"DP_SIZE": "0"}
+    ) == [
         "--data.source: expected ',' or ']', but got '<stream end>'",
         "unknown key train.stepz",
         "unknown key foo.a",
@@ -320,8 +363,14 @@ def test_everything_wrong_is_said_at_once(folder: Path) -> None:
             {"model": {"name_or_path": "x", "config": {"model_type": "llama"}}},
             "model.name_or_path and model.config are both set",
         ),
-        ({"train": {"steps": 1, "epochs": 2}}, "train.steps = 1 and train.epochs = 2 are both set"),
-        ({"eval": {"every": 5}}, "eval.every = 5 has no effect without eval.source or data.eval_share"),
+        (
+            {"train": {"steps": 1, "epochs": 2}},
+            "train.steps = 1 and train.epochs = 2 are both set",
+        ),
+        (
+            {"eval": {"every": 5}},
+            "eval.every = 5 has no effect without eval.source or data.eval_share",
+        ),
         ({"optimizer": {"betas": [1.0, 0.9]}}, "optimizer.betas[0] = 1.0 is not a decay"),
         ({"optimizer": {"betas": [0.9, -0.1]}}, "optimizer.betas[1] = -0.1 is not a decay"),
         (
@@ -358,7 +407,9 @@ def test_boundaries_are_accepted() -> None:
 def test_section_that_is_no_mapping_is_one_problem(value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         validate({"train": value})
-    assert [problem.what for problem in caught.value.problems] == [f"train = {as_yaml(value)} is not accepted"]
+    assert [problem.what for problem in caught.value.problems] == [
+        f"train = {as_yaml(value)} is not accepted"
+    ]
 
 
 # --- the config itself -------------------------------------------------------------------------------------------
@@ -381,7 +432,10 @@ def test_config_is_frozen() -> None:
     rates=st.tuples(POSITIVE, POSITIVE),
     betas=st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
     counts=st.tuples(COUNT, COUNT),
-    model=st.none() | st.dictionaries(TEXT, st.none() | st.booleans() | COUNT | POSITIVE | TEXT | st.lists(TEXT)),
+    model=st.none()
+    | st.dictionaries(
+        TEXT, st.none() | st.booleans() | COUNT | POSITIVE | TEXT | st.lists(TEXT)
+    ),
 )
 def test_dump_loads_as_the_same_config(
     tmp_path_factory: pytest.TempPathFactory,
@@ -410,7 +464,10 @@ def test_dump_loads_as_the_same_config(
     assert loading.load(str(path), environ={"DP_SIZE": "3"}).config == config
 
 
-@pytest.mark.parametrize("text", ["null", "1e-4", "true", "yes", "2024-01-01", "", " ", "a: b", "#x", "- a", "'", "é"])
+@pytest.mark.parametrize(
+    "text",
+    ["null", "1e-4", "true", "yes", "2024-01-01", "", " ", "a: b", "#x", "- a", "'", "é"],
+)
 def test_text_that_looks_like_something_else_stays_text(folder: Path, text: str) -> None:
     config = validate({"log": {"dir": text}})
     assert load(dump(config)).config == config
@@ -473,16 +530,23 @@ def test_path_that_no_shell_has_expanded_is_refused(key: str, text: str, fix: st
         load(None, (key, text))
     (problem,) = refused.value.problems
     sign = "~" if text.startswith("~") else "its $"
-    assert problem.what == f"{key} = {text!r} does not exist, and {sign} stands for itself" and problem.fix == fix
+    assert (
+        problem.what == f"{key} = {text!r} does not exist, and {sign} stands for itself"
+        and problem.fix == fix
+    )
 
 
-def test_path_with_such_a_name_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_with_such_a_name_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("$cost").mkdir()
     assert load(None, ("log.dir", "$cost")).config.log.dir == "$cost"
 
 
-def test_run_in_place_of_a_config_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_in_place_of_a_config_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a run").mkdir()
     Path("a run/run.json").write_text("{}")

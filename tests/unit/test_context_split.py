@@ -18,7 +18,10 @@ UNITS = st.integers(1, 9)
 
 
 def shares(sequence: int, cp_size: int) -> list[list[int]]:
-    return [local_positions(sequence, cp_size=cp_size, cp_rank=rank).tolist() for rank in range(cp_size)]
+    return [
+        local_positions(sequence, cp_size=cp_size, cp_rank=rank).tolist()
+        for rank in range(cp_size)
+    ]
 
 
 @settings(deadline=None)
@@ -34,7 +37,10 @@ def test_every_position_is_on_one_rank(cp_size: int, units: int) -> None:
 @given(cp_size=CP, units=UNITS)
 def test_causal_work_is_balanced(cp_size: int, units: int) -> None:
     """A query at position p meets p + 1 keys: the same number of pairs on every rank."""
-    work = [sum(position + 1 for position in share) for share in shares(2 * cp_size * units, cp_size)]
+    work = [
+        sum(position + 1 for position in share)
+        for share in shares(2 * cp_size * units, cp_size)
+    ]
     assert len(set(work)) == 1
 
 
@@ -71,11 +77,18 @@ def test_gathered_positions_are_those_of_the_ranks_in_order() -> None:
 def test_forward_outside_of_a_batch_is_refused() -> None:
     """Its masks would be those of another batch."""
     mesh = init_mesh(device="cpu")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = load_model(config={"model_type": "llama", "vocab_size": 32, **sizes}, mesh=mesh)
     tokens = torch.arange(16).reshape(2, 8)
     positions = torch.arange(8).expand(2, 8)
-    with model.context.batch({"input_ids": tokens, "labels": tokens, "position_ids": positions}) as local:
+    with model.context.batch(
+        {"input_ids": tokens, "labels": tokens, "position_ids": positions}
+    ) as local:
         inside = model.module.base_model(input_ids=local["input_ids"]).last_hidden_state
     assert inside.shape == (2, 8, 16)
     with pytest.raises(RunError) as caught:

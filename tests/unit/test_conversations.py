@@ -24,10 +24,26 @@ USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "cont
         (["messages", "tools"], "chat", "chat (messages, tools)"),
         (["conversations", "system"], "chat", "chat (conversations, system)"),
         (["prompt", "prompt_id", "messages"], "chat", "chat (messages)"),
-        (["prompt", "completion"], "prompt_completion", "prompt_completion (prompt, completion)"),
-        (["instruction", "input", "output"], "prompt_completion", "prompt_completion (instruction, output, input)"),
-        (["instruction", "output"], "prompt_completion", "prompt_completion (instruction, output)"),
-        (["prompt", "chosen", "rejected"], "preference", "preference (chosen, rejected, prompt)"),
+        (
+            ["prompt", "completion"],
+            "prompt_completion",
+            "prompt_completion (prompt, completion)",
+        ),
+        (
+            ["instruction", "input", "output"],
+            "prompt_completion",
+            "prompt_completion (instruction, output, input)",
+        ),
+        (
+            ["instruction", "output"],
+            "prompt_completion",
+            "prompt_completion (instruction, output)",
+        ),
+        (
+            ["prompt", "chosen", "rejected"],
+            "preference",
+            "preference (chosen, rejected, prompt)",
+        ),
         (["chosen", "rejected"], "preference", "preference (chosen, rejected)"),
     ],
 )
@@ -46,15 +62,28 @@ def test_columns_of_several_formats_are_refused() -> None:
 
 
 def test_columns_of_no_format_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data\.format = auto: the columns are a, b\n  expected: the columns chosen"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.format = auto: the columns are a, b\n  expected: the columns chosen",
+    ):
         columns_of(["a", "b"])
-    with pytest.raises(ConfigError, match=r"expected: the columns prompt \+ completion or instruction \+ output\n"):
+    with pytest.raises(
+        ConfigError,
+        match=r"expected: the columns prompt \+ completion or instruction \+ output\n",
+    ):
         columns_of(["prompt"], format="prompt_completion")
 
 
 def test_other_names_are_mapped() -> None:
-    columns = columns_of(["dialog", "id"], fields={"messages": "dialog", "role": "speaker", "content": "said"})
-    row = {"dialog": [{"speaker": "user", "said": "hi"}, {"speaker": "assistant", "said": "hello", "weight": 1}]}
+    columns = columns_of(
+        ["dialog", "id"], fields={"messages": "dialog", "role": "speaker", "content": "said"}
+    )
+    row = {
+        "dialog": [
+            {"speaker": "user", "said": "hi"},
+            {"speaker": "assistant", "said": "hello", "weight": 1},
+        ]
+    }
     example = example_of(row, columns)
     assert example == Example((USER, ASSISTANT))
     assert columns.format == "chat" and columns.theirs(columns.names) == ("dialog",)
@@ -65,12 +94,24 @@ def test_other_names_are_mapped() -> None:
     [
         ({"messages": [USER, ASSISTANT]}, Example((USER, ASSISTANT))),
         (
-            {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "system": "s"},
+            {
+                "conversations": [
+                    {"from": "human", "value": "hi"},
+                    {"from": "gpt", "value": "hello"},
+                ],
+                "system": "s",
+            },
             Example(({"role": "system", "content": "s"}, USER, ASSISTANT)),
         ),
         ({"prompt": "a", "completion": "b"}, Example(texts=("a", "b"))),
-        ({"prompt": [USER], "completion": [ASSISTANT]}, Example((USER, ASSISTANT), num_prompt=1)),
-        ({"instruction": "hi", "input": "", "output": "hello"}, Example((USER, ASSISTANT), num_prompt=1)),
+        (
+            {"prompt": [USER], "completion": [ASSISTANT]},
+            Example((USER, ASSISTANT), num_prompt=1),
+        ),
+        (
+            {"instruction": "hi", "input": "", "output": "hello"},
+            Example((USER, ASSISTANT), num_prompt=1),
+        ),
         (
             {"instruction": "hi", "input": "x", "output": "hello"},
             Example(({"role": "user", "content": "hi\n\nx"}, ASSISTANT), num_prompt=1),
@@ -80,7 +121,10 @@ def test_other_names_are_mapped() -> None:
             Example((USER, ASSISTANT)),
         ),
         (
-            {"messages": [USER, {"role": "assistant", "tool_calls": [1], "content": None}], "tools": '[{"name": "f"}]'},
+            {
+                "messages": [USER, {"role": "assistant", "tool_calls": [1], "content": None}],
+                "tools": '[{"name": "f"}]',
+            },
             Example((USER, {"role": "assistant", "tool_calls": [1]}), tools=({"name": "f"},)),
         ),
         (
@@ -104,27 +148,47 @@ ALPACA = Columns("prompt_completion", ("instruction", "output", "input"))
         ({}, CHAT, "'messages' is missing or null"),
         ({"messages": None}, CHAT, "'messages' is missing or null"),
         ({"messages": "hi"}, CHAT, "'messages' is text, not a list of messages"),
-        ({"messages": {"role": "user"}}, CHAT, "'messages' is an object, not a list of messages"),
+        (
+            {"messages": {"role": "user"}},
+            CHAT,
+            "'messages' is an object, not a list of messages",
+        ),
         ({"messages": []}, CHAT, "'messages' is an empty list"),
         ({"messages": ["hi"]}, CHAT, "messages[0] is text, not a message"),
         ({"messages": [None]}, CHAT, "messages[0] is null, not a message"),
         ({"messages": [[USER]]}, CHAT, "messages[0] is a list, not a message"),
         ({"messages": [{"content": "hi"}]}, CHAT, "messages[0] has no 'role'"),
-        ({"messages": [{"role": 1, "content": "hi"}]}, CHAT, "messages[0]: the role is a number"),
+        (
+            {"messages": [{"role": 1, "content": "hi"}]},
+            CHAT,
+            "messages[0]: the role is a number",
+        ),
         (
             {"messages": [USER, {"role": "asistant", "content": "x"}]},
             CHAT,
             "messages[1]: the role 'asistant' is not known",
         ),
         ({"messages": [{"role": "user"}]}, CHAT, "messages[0] has no 'content'"),
-        ({"messages": [{"role": "user", "content": None}]}, CHAT, "messages[0] has no 'content'"),
-        ({"messages": [{"role": "user", "content": 5}]}, CHAT, "messages[0]: the content is a number, not text"),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            CHAT,
+            "messages[0] has no 'content'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            CHAT,
+            "messages[0]: the content is a number, not text",
+        ),
         (
             {"messages": [{"role": "user", "content": True}]},
             CHAT,
             "messages[0]: the content is true or false, not text",
         ),
-        ({"messages": [{"role": "user", "content": []}]}, CHAT, "messages[0]: the content is a list, not text"),
+        (
+            {"messages": [{"role": "user", "content": []}]},
+            CHAT,
+            "messages[0]: the content is a list, not text",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
             CHAT,
@@ -136,9 +200,21 @@ ALPACA = Columns("prompt_completion", ("instruction", "output", "input"))
             CHAT,
             "messages[0]: half of a surrogate pair in the text",
         ),
-        ({"messages": [USER], "tools": "{"}, Columns("chat", ("messages", "tools")), "'tools' is not JSON: "),
-        ({"messages": [USER], "tools": "5"}, Columns("chat", ("messages", "tools")), "'tools' is a number"),
-        ({"messages": [USER], "tools": ["f"]}, Columns("chat", ("messages", "tools")), "'tools' is a list"),
+        (
+            {"messages": [USER], "tools": "{"},
+            Columns("chat", ("messages", "tools")),
+            "'tools' is not JSON: ",
+        ),
+        (
+            {"messages": [USER], "tools": "5"},
+            Columns("chat", ("messages", "tools")),
+            "'tools' is a number",
+        ),
+        (
+            {"messages": [USER], "tools": ["f"]},
+            Columns("chat", ("messages", "tools")),
+            "'tools' is a list",
+        ),
         (
             {"messages": [USER], "chat_template_kwargs": 5},
             Columns("chat", ("messages", "chat_template_kwargs")),
@@ -146,14 +222,24 @@ ALPACA = Columns("prompt_completion", ("instruction", "output", "input"))
         ),
         ({"prompt": "a"}, PAIR, "'completion' is missing or null"),
         ({"prompt": "a", "completion": ""}, PAIR, "the completion is empty"),
-        ({"prompt": "a", "completion": [ASSISTANT]}, PAIR, "the prompt is text and the completion a list"),
+        (
+            {"prompt": "a", "completion": [ASSISTANT]},
+            PAIR,
+            "the prompt is text and the completion a list",
+        ),
         ({"prompt": 5, "completion": 6}, PAIR, "'prompt' is a number, not a list of messages"),
         ({"instruction": "a", "output": None}, ALPACA, "'output' is missing or null"),
         ({"instruction": ["a"], "output": "b"}, ALPACA, "'instruction' is a list, not text"),
-        ({"instruction": "a", "input": 5, "output": "b"}, ALPACA, "'input' is a number, not text"),
+        (
+            {"instruction": "a", "input": 5, "output": "b"},
+            ALPACA,
+            "'input' is a number, not text",
+        ),
     ],
 )
-def test_malformed_row_is_refused_in_words(row: dict[str, Any], columns: Columns, what: str) -> None:
+def test_malformed_row_is_refused_in_words(
+    row: dict[str, Any], columns: Columns, what: str
+) -> None:
     with pytest.raises(RowError) as caught:
         example_of(row, columns)
     assert caught.value.what.startswith(what) and caught.value.expected
@@ -161,8 +247,12 @@ def test_malformed_row_is_refused_in_words(row: dict[str, Any], columns: Columns
 
 def test_column_that_only_a_later_row_has_is_read() -> None:
     columns = columns_of(["messages"])
-    example = example_of({"messages": [USER, ASSISTANT], "system": "s", "tools": [{"name": "f"}]}, columns)
-    assert example.messages[0] == {"role": "system", "content": "s"} and example.tools == ({"name": "f"},)
+    example = example_of(
+        {"messages": [USER, ASSISTANT], "system": "s", "tools": [{"name": "f"}]}, columns
+    )
+    assert example.messages[0] == {"role": "system", "content": "s"} and example.tools == (
+        {"name": "f"},
+    )
 
 
 def test_system_text_beside_prompt_and_completion_is_kept_or_refused() -> None:
@@ -176,7 +266,11 @@ def test_system_text_beside_prompt_and_completion_is_kept_or_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "what", "fix"),
     [
-        ({"mesages": "dialog"}, "data.fields has 'mesages', which is no field", "--data.fields '{messages: dialog}'"),
+        (
+            {"mesages": "dialog"},
+            "data.fields has 'mesages', which is no field",
+            "--data.fields '{messages: dialog}'",
+        ),
         (
             {"messages": "dialg"},
             "data.fields has messages: dialg, and there is no",
@@ -200,9 +294,13 @@ def test_misspelt_field_is_refused(fields: dict[str, str], what: str, fix: str) 
 def test_date_that_is_none_is_refused_once(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("{{ strftime_now('%Y') }}")
     wrong = "data.template_variables has date: 2026-13-01: "
-    for variables, what in (({"date": "2026-13-01"}, wrong), ({}, "the chat template prints today's")):
+    for variables, what in (
+        ({"date": "2026-13-01"}, wrong),
+        ({}, "the chat template prints today's"),
+    ):
         with pytest.raises(ConfigError) as caught:
             chat_template(
-                ByteTokenizer(), Labels(chat_template=str(tmp_path / "t.jinja"), template_variables=variables)
+                ByteTokenizer(),
+                Labels(chat_template=str(tmp_path / "t.jinja"), template_variables=variables),
             )
         assert str(caught.value).startswith(what)

@@ -40,7 +40,9 @@ def test_one_ulp_a_sign_of_zero_and_a_nan_are_seen() -> None:
 
 
 @pytest.mark.parametrize("block", [4, 1 << 14])
-def test_places_count_across_blocks_pieces_and_tensors(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_count_across_blocks_pieces_and_tensors(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Values that changed places, in one tensor or between two, however the words are cut."""
     monkeypatch.setitem(copies._BLOCK, "cpu", block)
     monkeypatch.setattr(copies, "_PIECE_BYTES", 64)
@@ -67,9 +69,12 @@ def test_what_is_held_has_buffers_and_moments() -> None:
     module(torch.ones(3, 2)).sum().backward()
     optimizer.step()
     held = state_held(module, optimizer)
-    assert {"model.0.weight", "model.1.running_mean", "optimizer.exp_avg.0.weight", "optimizer.step.1.bias"} <= set(
-        held
-    )
+    assert {
+        "model.0.weight",
+        "model.1.running_mean",
+        "optimizer.exp_avg.0.weight",
+        "optimizer.step.1.bias",
+    } <= set(held)
     assert "model.1.running_mean" not in state_held(module, None, buffers=False)
 
 
@@ -87,7 +92,10 @@ def test_what_differs_is_named_with_the_ranks_that_hold_the_same_part() -> None:
     groups = {(): ["model.whole"], ((2, 2),): ["model.split"]}
     parts = [{"model.whole": 1, "model.split": rank // 2} for rank in range(4)]
     parts[3] = {"model.whole": 1, "model.split": 7}
-    assert copies._difference(parts, groups, "now") == "the copies of split differ now: rank 3 from rank 2"
+    assert (
+        copies._difference(parts, groups, "now")
+        == "the copies of split differ now: rank 3 from rank 2"
+    )
     parts[1] = {"model.whole": 2, "model.split": 0}
     text = "the copies of whole differ now: rank 1 from rank 0, and so does 1 more tensor"
     assert copies._difference(parts, groups, "now") == text

@@ -19,7 +19,8 @@ def test_a_working_copy_moves_a_third_of_what_fsdp_moves(moments: str, at_most: 
     mesh = init_mesh(1, device="cpu")
     try:
         by_fsdp, own = (
-            counts(mesh, width=256, moments=moments, micro_batches=1, by_fsdp=which) for which in (True, False)
+            counts(mesh, width=256, moments=moments, micro_batches=1, by_fsdp=which)
+            for which in (True, False)
         )
     finally:
         mesh.close()

@@ -23,13 +23,18 @@ from threefold.data.text.source import MAX_PROBLEMS, ReadLog, Source, log_error
 from threefold.errors import DataError
 from unit.test_text_kinds import PACK, as_csv, as_lines, as_list
 
-TEXTS = [f"row {number}: " + 'words and, é "quotes"\n'[: 5 + number % 20] * (1 + number % 4) for number in range(60)]
+TEXTS = [
+    f"row {number}: " + 'words and, é "quotes"\n'[: 5 + number % 20] * (1 + number % 4)
+    for number in range(60)
+]
 
 
 def as_parquet(texts: list[str]) -> bytes:
     made = pyarrow.BufferOutputStream()
     table = pyarrow.table({"id": range(len(texts)), "text": texts})
-    pyarrow.parquet.write_table(table, made, row_group_size=10, compression="zstd", write_page_checksum=True)
+    pyarrow.parquet.write_table(
+        table, made, row_group_size=10, compression="zstd", write_page_checksum=True
+    )
     return bytes(made.getvalue().to_pybytes())
 
 
@@ -40,7 +45,12 @@ KINDS: dict[str, Callable[[list[str]], bytes]] = {
     ".csv": as_csv,
     ".parquet": as_parquet,
 }
-CASES = [(suffix, packed) for suffix in KINDS for packed in PACK if (suffix, packed)[0] != ".parquet" or not packed]
+CASES = [
+    (suffix, packed)
+    for suffix in KINDS
+    for packed in PACK
+    if (suffix, packed)[0] != ".parquet" or not packed
+]
 # Nothing else guards the rows of these.
 CHECKED = {".gz"}
 
@@ -62,7 +72,10 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
 
 def outcome(path: Path, *, skip_bad: bool) -> tuple[list[str], ReadLog]:
     """The texts and the log; a DataError as preparing it ends with."""
-    source, log = open_text(Source(str(path), skip_bad_lines=skip_bad)), ReadLog(skip_bad=skip_bad)
+    source, log = (
+        open_text(Source(str(path), skip_bad_lines=skip_bad)),
+        ReadLog(skip_bad=skip_bad),
+    )
     texts = [text for piece in source.pieces for text in source.read(piece, log)]
     if log.num_bad:
         error = log_error(source, log)
@@ -100,9 +113,14 @@ def test_damage_is_named_or_the_rows_are_intact(
                 found, log = outcome(path, skip_bad=skip_bad)
             except DataError as error:
                 num_refused += 1
-                assert all(re.search(rf"a{re.escape(suffix + packed)}\b", each.what) for each in error.problems), error
+                assert all(
+                    re.search(rf"a{re.escape(suffix + packed)}\b", each.what)
+                    for each in error.problems
+                ), error
                 # One damaged file among others is skipped; a .parquet whose columns have other names is no damage.
-                assert not (skip_bad and packed) and (not skip_bad or "data.fields.text" in error.problems[0].what)
+                assert not (skip_bad and packed) and (
+                    not skip_bad or "data.fields.text" in error.problems[0].what
+                )
                 continue
             if packed in CHECKED or suffix == ".parquet":
                 assert others(found, intact) == 0
@@ -114,7 +132,9 @@ def test_damage_is_named_or_the_rows_are_intact(
 
 
 def test_damaged_saved_dataset(tmp_path: Path) -> None:
-    datasets.Dataset.from_dict({"id": list(range(60)), "text": TEXTS}).save_to_disk(tmp_path / "saved")
+    datasets.Dataset.from_dict({"id": list(range(60)), "text": TEXTS}).save_to_disk(
+        tmp_path / "saved"
+    )
     (path,) = (tmp_path / "saved").glob("*.arrow")
     whole = path.read_bytes()
     for seed in range(20):

@@ -26,7 +26,16 @@ def _variants(name: str) -> list[dict[str, Any]]:
     switches = (family.qkv_bias, family.o_bias, family.mlp_bias, family.head_bias)
     turned = {each.name: not each.default for each in switches if not isinstance(each, bool)}
     few = {"num_hidden_layers": 3}
-    return [few, {**few, **turned, "tie_word_embeddings": not family.tied, "vocab_size": 1000, "pad_token_id": 0}]
+    return [
+        few,
+        {
+            **few,
+            **turned,
+            "tie_word_embeddings": not family.tied,
+            "vocab_size": 1000,
+            "pad_token_id": 0,
+        },
+    ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -42,13 +51,19 @@ def test_parameters_are_those_of_the_modules(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_weights_of_8_bits_are_those_of_the_modules(name: str) -> None:
     config = config_of(name, num_hidden_layers=3)
-    converted = [layer.weight for layer in layers_to_convert(load.outline(config), "tensorwise").values()]
+    converted = [
+        layer.weight for layer in layers_to_convert(load.outline(config), "tensorwise").values()
+    ]
     for shards in (1, 16, 3):
         whole = units_of(decoder_of(config.to_dict()), 1, shards).whole
-        assert whole.narrow == sum(each.numel() for each in converted if each.shape[0] % shards == 0), shards
+        assert whole.narrow == sum(
+            each.numel() for each in converted if each.shape[0] % shards == 0
+        ), shards
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.sliding != "none"])
+@pytest.mark.parametrize(
+    "name", [name for name, family in FAMILIES.items() if family.sliding != "none"]
+)
 def test_windows_are_those_of_the_modules(name: str) -> None:
     values: dict[str, Any] = {"num_hidden_layers": 12, "sliding_window": 64}
     if name in ("qwen2", "qwen3", "qwen2_moe", "smollm3"):
@@ -57,11 +72,16 @@ def test_windows_are_those_of_the_modules(name: str) -> None:
     counted = flops_of(load.outline(config)).attention
     told = config.to_dict()
     for given in (told, {key: value for key, value in told.items() if key != "layer_types"}):
-        if "layer_types" not in given and not FAMILIES[name].full_every and FAMILIES[name].sliding == "layer_types":
+        if (
+            "layer_types" not in given
+            and not FAMILIES[name].full_every
+            and FAMILIES[name].sliding == "layer_types"
+        ):
             continue  # no config.json of these leaves them out and has windows
         layers = decoder_of(given).layers
         assert {each.window: count for each, count in counted.items()} == {
-            window: sum(layer.window == window for layer in layers) for window in {layer.window for layer in layers}
+            window: sum(layer.window == window for layer in layers)
+            for window in {layer.window for layer in layers}
         }
 
 
@@ -80,7 +100,10 @@ _LLAMA = {
         ({"hidden_size": None}, "hidden_size = None"),
         ({"hidden_size": "128"}, "hidden_size = '128'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} of 'llama' cannot be estimated"),
+        (
+            {"quantization_config": {"bits": 4}},
+            "quantization_config = {'bits': 4} of 'llama' cannot be estimated",
+        ),
     ],
 )
 def test_what_cannot_be_told_is_refused(changed: dict[str, Any], said: str) -> None:

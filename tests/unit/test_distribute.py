@@ -27,7 +27,11 @@ from transformers import BatchEncoding
 
 import threefold
 from threefold.data.order.partition import Tail
-from threefold.data.sampling.distribute import DistributedLoader, distribute, require_distributed
+from threefold.data.sampling.distribute import (
+    DistributedLoader,
+    distribute,
+    require_distributed,
+)
 from threefold.errors import ConfigError, DataError
 
 RANKS = st.integers(1, 6)
@@ -74,7 +78,11 @@ def in_turns(batches: list[list[list[int]]]) -> list[int]:
 
 def real(batch: dict[str, torch.Tensor]) -> list[int]:
     """Numbers of the samples of a batch that are not ignored."""
-    return [int(i) for i, labels in zip(batch["id"], batch["labels"], strict=True) if int(labels[0]) != -100]
+    return [
+        int(i)
+        for i, labels in zip(batch["id"], batch["labels"], strict=True)
+        if int(labels[0]) != -100
+    ]
 
 
 # --- who reads what ----------------------------------------------------------------------------------------------
@@ -92,7 +100,12 @@ def real(batch: dict[str, torch.Tensor]) -> list[int]:
 def test_torch_order_gives_the_batches_of_torchs_sampler(
     n: int, size: int, batch: int, shuffle: bool, drop_last: bool, epoch: int
 ) -> None:
-    ours = per_rank(numbers(n, batch_size=batch, shuffle=shuffle, drop_last=drop_last), size, seed=3, order="torch")
+    ours = per_rank(
+        numbers(n, batch_size=batch, shuffle=shuffle, drop_last=drop_last),
+        size,
+        seed=3,
+        order="torch",
+    )
     for rank, loader in enumerate(ours):
         sampler = TorchSampler(range(n), size, rank, shuffle, 3, drop_last)  # type: ignore[arg-type]
         theirs = numbers(n, batch_size=batch, sampler=sampler, drop_last=drop_last)
@@ -103,8 +116,16 @@ def test_torch_order_gives_the_batches_of_torchs_sampler(
 
 
 @settings(deadline=None, max_examples=150)
-@given(n=st.integers(1, 60), size=RANKS, batch=st.integers(1, 5), shuffle=st.booleans(), seed=st.integers(0, 9))
-def test_exact_counts_every_sample_once(n: int, size: int, batch: int, shuffle: bool, seed: int) -> None:
+@given(
+    n=st.integers(1, 60),
+    size=RANKS,
+    batch=st.integers(1, 5),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_exact_counts_every_sample_once(
+    n: int, size: int, batch: int, shuffle: bool, seed: int
+) -> None:
     loader = DataLoader(Labelled(n), batch_size=batch, shuffle=shuffle)
     batches = read(per_rank(loader, size, tail="exact", seed=seed))
     counted = chain.from_iterable(real(found) for found in chain.from_iterable(batches))
@@ -128,7 +149,9 @@ def test_stop_anywhere_and_go_on_with_other_ranks_and_rows(
     n: int, sizes: tuple[int, int], rows: tuple[int, int], stop: int, tail: Tail, shuffle: bool
 ) -> None:
     """Before and after the stop together: every sample once (`exact`), at most once (`drop`), at least once (`pad`)."""
-    before, after = (DataLoader(Labelled(n), batch_size=count, shuffle=shuffle) for count in rows)
+    before, after = (
+        DataLoader(Labelled(n), batch_size=count, shuffle=shuffle) for count in rows
+    )
     first = per_rank(before, sizes[0], tail=tail)
     begun = read([iter(rank) for rank in first], stop)
     states = [rank.state_dict() for rank in first]
@@ -138,7 +161,9 @@ def test_stop_anywhere_and_go_on_with_other_ranks_and_rows(
     for rank in second:
         rank.load_state_dict(states[0])
     ended = read(list(second)) if states[0]["epoch"] == 0 else []
-    counted = Counter(chain.from_iterable(real(found) for found in chain.from_iterable([*begun, *ended])))
+    counted = Counter(
+        chain.from_iterable(real(found) for found in chain.from_iterable([*begun, *ended]))
+    )
     assert set(counted) <= set(range(n))
     if tail == "exact":
         assert counted == Counter(range(n))
@@ -166,7 +191,13 @@ def test_state_counts_what_the_loop_had_with_any_number_of_workers(
     for rank in range(size):
         first, second = (
             distribute(
-                numbers(n, batch_size=2, shuffle=True, num_workers=count, persistent_workers=persistent and count > 0),
+                numbers(
+                    n,
+                    batch_size=2,
+                    shuffle=True,
+                    num_workers=count,
+                    persistent_workers=persistent and count > 0,
+                ),
                 place(rank, size),
             )
             for count in workers
@@ -174,7 +205,9 @@ def test_state_counts_what_the_loop_had_with_any_number_of_workers(
         begun.append(list(islice(first, stop)))
         second.load_state_dict(first.state_dict())
         ended.append(list(second))
-        assert list(second) == list(set_to(distribute(numbers(n, batch_size=2, shuffle=True), place(rank, size)), 1))
+        assert list(second) == list(
+            set_to(distribute(numbers(n, batch_size=2, shuffle=True), place(rank, size)), 1)
+        )
     assert [first + second for first, second in zip(begun, ended, strict=True)] == alone
 
 
@@ -184,7 +217,9 @@ def set_to(loader: DistributedLoader, epoch: int) -> DistributedLoader:
 
 
 def test_global_batches_are_the_same_on_any_number_of_ranks() -> None:
-    whole = in_turns(read(per_rank(numbers(48, batch_size=12, shuffle=True, drop_last=True), 1)))
+    whole = in_turns(
+        read(per_rank(numbers(48, batch_size=12, shuffle=True, drop_last=True), 1))
+    )
     for size in (2, 3, 4, 6):
         ranks = per_rank(numbers(48, batch_size=12 // size, shuffle=True, drop_last=True), size)
         assert in_turns(read(ranks)) == whole
@@ -198,7 +233,9 @@ def test_weights_are_drawn_as_the_sampler_draws_them() -> None:
     assert drawn.total() == 400
     assert set(drawn) == {1, 2, 4}
     assert drawn[4] > drawn[2] > drawn[1]
-    alone = threefold.DistributedSampler(range(5), 1, 0, seed=1, weights=weights, num_samples=400)
+    alone = threefold.DistributedSampler(
+        range(5), 1, 0, seed=1, weights=weights, num_samples=400
+    )
     assert Counter(alone) == drawn
 
 
@@ -207,7 +244,9 @@ def test_weights_are_drawn_as_the_sampler_draws_them() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_epoch_is_the_loops_and_not_the_workers(workers: int) -> None:
-    loader = distribute(numbers(12, batch_size=2, shuffle=True, num_workers=workers), place(0, 1))
+    loader = distribute(
+        numbers(12, batch_size=2, shuffle=True, num_workers=workers), place(0, 1)
+    )
     epochs = [[list(batch) for batch in loader] for _ in range(2)]
     assert sorted(chain(*epochs[0])) == sorted(chain(*epochs[1])) == list(range(12))
     assert epochs[0] != epochs[1]
@@ -234,7 +273,9 @@ def test_set_epoch_wins_and_the_sampler_is_torchs_place_for_it() -> None:
 
 
 def test_state_between_epochs_goes_on_at_the_next() -> None:
-    loader, again = (distribute(numbers(7, batch_size=2, shuffle=True), place(0, 1)) for _ in range(2))
+    loader, again = (
+        distribute(numbers(7, batch_size=2, shuffle=True), place(0, 1)) for _ in range(2)
+    )
     opened = iter(loader)
     for _ in range(len(loader)):
         next(opened)
@@ -249,7 +290,10 @@ def test_state_between_epochs_goes_on_at_the_next() -> None:
 @pytest.mark.parametrize("used", [0, 1])
 def test_loader_opened_twice_after_a_state_was_loaded(workers: int, used: int) -> None:
     """Either iterator gives the rest, and the state counts the one that the loop reads."""
-    one, again = (distribute(numbers(40, batch_size=4, num_workers=workers), place(0, 1)) for _ in range(2))
+    one, again = (
+        distribute(numbers(40, batch_size=4, num_workers=workers), place(0, 1))
+        for _ in range(2)
+    )
     begun = iter(one)
     head = [next(begun) for _ in range(6)]
     again.load_state_dict(one.state_dict())
@@ -308,7 +352,12 @@ def test_other_arguments_are_kept() -> None:
     assert isinstance(found.sampler, threefold.DistributedSampler)
     assert found.dataset is dataset
     assert found.generator is generator
-    assert (found.batch_size, found.num_workers, found.drop_last, found.timeout) == (2, 1, True, 60)
+    assert (found.batch_size, found.num_workers, found.drop_last, found.timeout) == (
+        2,
+        1,
+        True,
+        60,
+    )
     assert (found.prefetch_factor, found.persistent_workers, found.collate_fn) == (3, True, sum)
     assert found.worker_init_fn is start_worker
     assert found.multiprocessing_context.get_start_method() == "fork"
@@ -319,7 +368,9 @@ def test_other_arguments_are_kept() -> None:
 
 def test_samples_that_are_batches_already() -> None:
     loader = DataLoader(range(7), batch_size=None)  # type: ignore[arg-type]
-    assert in_turns([[list(rank)] for rank in per_rank(loader, 2, tail="drop")]) == list(range(6))
+    assert in_turns([[list(rank)] for rank in per_rank(loader, 2, tail="drop")]) == list(
+        range(6)
+    )
 
 
 # --- exact tails -------------------------------------------------------------------------------------------------
@@ -352,7 +403,10 @@ def test_batches_of_another_form_are_ignored_as_the_caller_says(n: int, size: in
     loader = DataLoader([(i, 1.0) for i in range(n)], batch_size=2)  # type: ignore[arg-type]
     batches = read(per_rank(loader, size, tail="exact", ignore_last_row=weigh))
     counted = Counter(
-        int(i) for number, weight in chain(*batches) for i, w in zip(number, weight, strict=True) if float(w)
+        int(i)
+        for number, weight in chain(*batches)
+        for i, w in zip(number, weight, strict=True)
+        if float(w)
     )
     assert counted == Counter(range(n))
 
@@ -369,10 +423,15 @@ EXPECTED_LABELS = (
         ([(0, 1)] * 5, "a list"),
         ([{"x": 0}] * 5, "a dict of x"),
         ([{"x": 0, "labels": "no"}] * 5, "a dict of x, labels whose labels are a list"),
-        ([{"labels": 0.5}] * 5, "a dict whose labels are torch.float64, for which -100 is an ordinary value"),
+        (
+            [{"labels": 0.5}] * 5,
+            "a dict whose labels are torch.float64, for which -100 is an ordinary value",
+        ),
     ],
 )
-def test_batch_that_cannot_be_ignored_is_refused_on_every_rank_at_once(samples: list[Any], found: str) -> None:
+def test_batch_that_cannot_be_ignored_is_refused_on_every_rank_at_once(
+    samples: list[Any], found: str
+) -> None:
     loader = DataLoader(samples, batch_size=2)  # type: ignore[arg-type]
     for rank in per_rank(loader, 2, tail="exact"):
         with pytest.raises(ConfigError) as caught:
@@ -380,7 +439,9 @@ def test_batch_that_cannot_be_ignored_is_refused_on_every_rank_at_once(samples: 
         (problem,) = caught.value.problems
         assert problem.what == f"tail = 'exact', and the loader's batch is {found}"
         assert problem.expected == EXPECTED_LABELS
-        assert problem.fix.startswith("distribute(loader, tail='exact', ignore_last_row=FUNCTION)")
+        assert problem.fix.startswith(
+            "distribute(loader, tail='exact', ignore_last_row=FUNCTION)"
+        )
     assert len(list(distribute(loader, place(0, 5), tail="exact"))) == 1, "nothing to ignore"
 
 
@@ -429,7 +490,11 @@ DATA = Labelled(6)
             "the loader's dataset (Stream) is a stream",
             "threefold.data.sampling.streaming.StreamingLoader",
         ),
-        (OwnLoader(DATA), "distribute got a OwnLoader, which has its own iteration", "pass the DataLoader that"),
+        (
+            OwnLoader(DATA),
+            "distribute got a OwnLoader, which has its own iteration",
+            "pass the DataLoader that",
+        ),
         (
             distribute(DataLoader(DATA), place(0, 2)),
             "distribute got a DistributedLoader, which has its own iteration",
@@ -445,7 +510,11 @@ DATA = Labelled(6)
             "the loader already has a distributed sampler (DistributedSampler)",
             "build it with shuffle=True or False and no sampler",
         ),
-        (DataLoader(DATA, sampler=[0, 1]), "that cannot be distributed: list", "shuffle=True instead"),
+        (
+            DataLoader(DATA, sampler=[0, 1]),
+            "that cannot be distributed: list",
+            "shuffle=True instead",
+        ),
         (
             DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True, num_samples=4)),
             "that cannot be distributed: RandomSampler with replacement=True, num_samples=4",
@@ -456,7 +525,11 @@ DATA = Labelled(6)
             "that cannot be distributed: WeightedRandomSampler with replacement=False, num_samples=3",
             "shuffle=True instead",
         ),
-        (DataLoader(DATA, num_workers=2, in_order=False), "the loader has in_order = False", "leave in_order out"),
+        (
+            DataLoader(DATA, num_workers=2, in_order=False),
+            "the loader has in_order = False",
+            "leave in_order out",
+        ),
     ],
 )
 def test_loader_that_cannot_be_distributed(loader: Any, what: str, fix: str) -> None:
@@ -486,7 +559,8 @@ def test_one_process_may_train_with_any_loader() -> None:
 def test_loader_without_batches_resumes_too(workers: int) -> None:
     """With batch_size=None torch asks the sampler for an iterator more often than it reads."""
     first, second = (
-        distribute(DataLoader(range(12), batch_size=None, num_workers=workers), place(0, 1)) for _ in range(2)
+        distribute(DataLoader(range(12), batch_size=None, num_workers=workers), place(0, 1))
+        for _ in range(2)
     )
     read = [int(sample) for sample in islice(iter(first), 3)]
     second.load_state_dict(first.state_dict())

@@ -30,14 +30,24 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 def test_config_page_is_current() -> None:
     done = subprocess.run(
-        [sys.executable, "docs/generate_config.py", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=180
+        [sys.executable, "docs/generate_config.py", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
     )
     assert done.returncode == 0, done.stderr
 
 
 def test_table_of_errors_is_current() -> None:
     code = "import generate_errors as page; assert page.page() == page.README.read_text(), 'docs/generate_errors.py'"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "docs", capture_output=True, text=True, timeout=180)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT / "docs",
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -52,7 +62,10 @@ def test_every_page_is_reached_from_the_front_page() -> None:
     reached, waiting = set[Path](), {ROOT / "README.md"}
     while waiting:
         reached.add(page := waiting.pop())
-        targets = (page.parent / each for each in re.findall(r"\]\((?!https?:)([^)#]+\.md)", page.read_text()))
+        targets = (
+            page.parent / each
+            for each in re.findall(r"\]\((?!https?:)([^)#]+\.md)", page.read_text())
+        )
         waiting |= {target.resolve() for target in targets} - reached
     assert {*PAGES} - reached == set()
 
@@ -60,7 +73,11 @@ def test_every_page_is_reached_from_the_front_page() -> None:
 def test_page_of_the_python_interface_has_every_public_name() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     written = set(re.findall(r"^::: (threefold[\w.]+)$", page, re.MULTILINE))
-    public = {f"{home}.{name}" for name, home in threefold._HOME_OF_NAME.items() if name in threefold.__all__}
+    public = {
+        f"{home}.{name}"
+        for name, home in threefold._HOME_OF_NAME.items()
+        if name in threefold.__all__
+    }
     errors = {name for name in written if name.startswith("threefold.errors.")}
     assert public - {"threefold.errors"} == written - errors and len(errors) == 5
     for name in written:
@@ -71,8 +88,16 @@ def test_page_of_the_python_interface_has_every_public_name() -> None:
 def test_keys_that_replace_those_of_other_programs_exist() -> None:
     page = (ROOT / "docs" / "other-libraries.md").read_text()
     sections = "|".join(Config.model_fields)
-    rows = [line.split(" | ") for line in page[page.index("## Names for threefold train") :].splitlines()]
-    named = {key for row in rows for cell in row[1:] for key in re.findall(rf"`((?:{sections})\.[a-z_.]+)", cell)}
+    rows = [
+        line.split(" | ")
+        for line in page[page.index("## Names for threefold train") :].splitlines()
+    ]
+    named = {
+        key
+        for row in rows
+        for cell in row[1:]
+        for key in re.findall(rf"`((?:{sections})\.[a-z_.]+)", cell)
+    }
     assert len(named) >= 30 and named <= set(every_key())
 
 
@@ -82,19 +107,31 @@ def test_picture_is_small() -> None:
 
 
 def test_tests_that_pages_name_are_there() -> None:
-    named = {match for page in PAGES for match in re.findall(r"\b([\w/]+\.py)::(test_\w+)", page.read_text())}
+    named = {
+        match
+        for page in PAGES
+        for match in re.findall(r"\b([\w/]+\.py)::(test_\w+)", page.read_text())
+    }
     assert len(named) >= 20
     for file, test in named:
         path = ROOT / "tests" / file.removeprefix("tests/")
-        assert test in {node.name for node in ast.walk(ast.parse(path.read_text())) if hasattr(node, "name")}, file
+        assert test in {
+            node.name for node in ast.walk(ast.parse(path.read_text())) if hasattr(node, "name")
+        }, file
 
 
 def test_what_others_report_names_threads_and_tests() -> None:
     page = (ROOT / "docs" / "design" / "others.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith("| others report")]
+    rows = [
+        line
+        for line in page.splitlines()
+        if line.startswith("| ") and not line.startswith("| others report")
+    ]
     assert 20 <= len(rows) <= 40
     for row in rows:
-        threads = re.findall(r"\[([\w.-]+/[\w.-]+)#(\d+)\]\(https://github.com/([\w./-]+)\)", row)
+        threads = re.findall(
+            r"\[([\w.-]+/[\w.-]+)#(\d+)\]\(https://github.com/([\w./-]+)\)", row
+        )
         assert threads, row
         for repository, number, address in threads:
             assert address in (f"{repository}/issues/{number}", f"{repository}/pull/{number}")
@@ -104,20 +141,38 @@ def test_what_others_report_names_threads_and_tests() -> None:
 
 def commands(text: str) -> Iterator[str]:
     """The commands in the blocks of code of a page, a line each, without what a terminal shows beside them."""
-    blocks = re.findall(r"^```(?:bash|sh|console|text)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^```(?:bash|sh|console|text)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL
+    )
     blocks += re.findall(
-        r"(?:^    .*\n|^\n)+", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+        r"(?:^    .*\n|^\n)+",
+        re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL),
+        re.MULTILINE,
     )
     for block in blocks:
         for line in re.sub(r"\\\n\s*", "", block).splitlines():
-            line = re.split(r"\s+#\s|\s{2,}\(| 2>&1| \|\s", line.strip().removeprefix("$ "))[0].strip()
+            line = re.split(r"\s+#\s|\s{2,}\(| 2>&1| \|\s", line.strip().removeprefix("$ "))[
+                0
+            ].strip()
             if not re.search(r"\[-|\.\.\.|^threefold \d", line):
                 yield line
 
 
-COMMANDS = sorted({(str(page.relative_to(ROOT)), line) for page in PAGES for line in commands(page.read_text())})
-OURS = [(page, line) for page, line in COMMANDS if re.match(r"(threefold|torchrun .* -m threefold) [a-z]", line)]
-SCRIPTS = [(page, line) for page, line in COMMANDS if re.match(r"(python|torchrun) .*\.py\b", line)]
+COMMANDS = sorted(
+    {
+        (str(page.relative_to(ROOT)), line)
+        for page in PAGES
+        for line in commands(page.read_text())
+    }
+)
+OURS = [
+    (page, line)
+    for page, line in COMMANDS
+    if re.match(r"(threefold|torchrun .* -m threefold) [a-z]", line)
+]
+SCRIPTS = [
+    (page, line) for page, line in COMMANDS if re.match(r"(python|torchrun) .*\.py\b", line)
+]
 MADE = [(page, line) for page, line in COMMANDS if re.match(r"make [a-z]", line)]
 
 
@@ -135,7 +190,9 @@ def parsed(command: Any, name: str, words: list[str]) -> tuple[str, list[str]]:
     context = command.make_context(name, list(words))
     if not hasattr(command, "commands"):
         return name, context.args
-    name, inner, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+    name, inner, rest = command.resolve_command(
+        context, [*context._protected_args, *context.args]
+    )
     return parsed(inner, name, rest)
 
 

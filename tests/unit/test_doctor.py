@@ -31,8 +31,14 @@ from threefold.doctor.ranks import RankReport
 from threefold.mesh.topology import Topology
 
 GIB = 1 << 30
-MACHINE = Machine("node-1", "Linux", "3.12.1", 8, 64 * GIB, 8 * GIB, 65536, {"runs (runs)": 500 * GIB}, True)
-LO, ETH, IB = Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.5", speed=10000), Interface("ib0", "10.1.0.5")
+MACHINE = Machine(
+    "node-1", "Linux", "3.12.1", 8, 64 * GIB, 8 * GIB, 65536, {"runs (runs)": 500 * GIB}, True
+)
+LO, ETH, IB = (
+    Interface("lo", "127.0.0.1"),
+    Interface("eth0", "10.0.0.5", speed=10000),
+    Interface("ib0", "10.1.0.5"),
+)
 H100 = Gpu("NVIDIA H100", 80 * GIB, 79 * GIB, (9, 0))
 CUDA = Torch(
     "2.13.0+cu128",
@@ -56,7 +62,9 @@ def levels(findings: list[Finding]) -> dict[str, str]:
 
 
 def test_machine_that_has_all_is_in_no_way() -> None:
-    assert not [finding for finding in machine.judge(MACHINE) if finding.level in ("warning", "stop")]
+    assert not [
+        finding for finding in machine.judge(MACHINE) if finding.level in ("warning", "stop")
+    ]
 
 
 def test_machine_that_lacks_things() -> None:
@@ -109,10 +117,13 @@ def test_tokens_are_found_and_never_shown(tmp_path: Path) -> None:
     (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  password very-secret-key\n")
     environ = {"HOME": str(tmp_path), "HF_TOKEN": "hf_very_secret"}
     seen = machine.look(environ, folders={"runs": tmp_path / "not" / "there"})
-    assert seen.tokens == {"Hugging Face": "set in HF_TOKEN", "Weights & Biases": f"in {tmp_path}/.netrc"}
-    shown = "\n".join(line for each in machine.judge(seen) for line in each.lines()) + json.dumps(
-        dataclasses.asdict(seen)
-    )
+    assert seen.tokens == {
+        "Hugging Face": "set in HF_TOKEN",
+        "Weights & Biases": f"in {tmp_path}/.netrc",
+    }
+    shown = "\n".join(
+        line for each in machine.judge(seen) for line in each.lines()
+    ) + json.dumps(dataclasses.asdict(seen))
     assert "secret" not in shown
     assert machine.look({"HOME": str(tmp_path / "x")}, folders={}).tokens == {}
 
@@ -136,7 +147,9 @@ def test_gloo_on_the_loopback_is_a_fault_between_machines_only() -> None:
 
 def test_interface_that_is_named_must_be_there() -> None:
     variables = {"GLOO_SOCKET_IFNAME": "eth9", "NCCL_SOCKET_IFNAME": "=eth9"}
-    found = checks_network.judge(Network("node-1", (LO, ETH), "10.0.0.5", (), variables), several_machines=False)
+    found = checks_network.judge(
+        Network("node-1", (LO, ETH), "10.0.0.5", (), variables), several_machines=False
+    )
     assert texts(found, "gloo") == [
         "STOP    gloo: GLOO_SOCKET_IFNAME=eth9, but this machine has no such interface\n"
         "          expected: one of lo, eth0\n"
@@ -158,29 +171,40 @@ def test_interface_that_ranks_started_here_leave_is_said() -> None:
     assert wrong.level == "stop" and wrong.what.startswith(
         "nope is no interface of this machine; ranks that are started"
     )
-    assert known.level == "note" and known.what == "eth is set; ranks that are started here use =lo in its place"
+    assert (
+        known.level == "note"
+        and known.what == "eth is set; ranks that are started here use =lo in its place"
+    )
 
 
 @pytest.mark.parametrize(
     ("variable", "chosen"),
     [(None, IB), ("eth", ETH), ("=eth0", ETH), ("^ib", LO), ("^lo,ib", ETH)],
 )
-def test_nccl_takes_infiniband_first_or_what_is_named(variable: str | None, chosen: Interface) -> None:
+def test_nccl_takes_infiniband_first_or_what_is_named(
+    variable: str | None, chosen: Interface
+) -> None:
     variables = {"NCCL_SOCKET_IFNAME": variable} if variable else {}
-    network = Network("node-1", (LO, Interface("docker0", "172.17.0.1"), ETH, IB), "10.0.0.5", (), variables)
+    network = Network(
+        "node-1", (LO, Interface("docker0", "172.17.0.1"), ETH, IB), "10.0.0.5", (), variables
+    )
     if variable is not None and variable.startswith("^lo"):
         network = dataclasses.replace(network, interfaces=(LO, ETH, IB))
     assert checks_network.nccl_interface(network)[0] == chosen
 
 
 def test_this_machine_has_a_loopback() -> None:
-    assert Interface("lo", "127.0.0.1").address in {each.address for each in checks_network.look({}).interfaces}
+    assert Interface("lo", "127.0.0.1").address in {
+        each.address for each in checks_network.look({}).interfaces
+    }
 
 
 def test_gpus_that_fit() -> None:
     found = gpu.judge(CUDA)
     assert {finding.level for finding in found} == {"ok"}
-    assert texts(found, "GPU 0") == ["ok      GPU 0: NVIDIA H100, 80 GiB, 79 GiB free, capability 9.0"]
+    assert texts(found, "GPU 0") == [
+        "ok      GPU 0: NVIDIA H100, 80 GiB, 79 GiB free, capability 9.0"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -281,19 +305,27 @@ def test_answers_of_nvidia_smi_are_read() -> None:
     ]
 
 
-@pytest.mark.parametrize(("number", "version"), [(8902, (8, 9, 2)), (90100, (9, 1, 0)), (91002, (9, 10, 2))])
+@pytest.mark.parametrize(
+    ("number", "version"), [(8902, (8, 9, 2)), (90100, (9, 1, 0)), (91002, (9, 10, 2))]
+)
 def test_cudnn_numbers_are_read(number: int, version: tuple[int, ...]) -> None:
     assert gpu._cudnn_version(number) == version
 
 
 def test_versions_that_do_not_fit() -> None:
     packages = {
-        "threefold": Package("threefold", "0.1.0", ("torch>=2.11", "transformers<6,>=5.20", "xxhash>=3.4")),
+        "threefold": Package(
+            "threefold", "0.1.0", ("torch>=2.11", "transformers<6,>=5.20", "xxhash>=3.4")
+        ),
         "torch": Package("torch", "2.13.0+cu128"),
         "transformers": Package("transformers", "4.57.1"),
         "torchvision": Package("torchvision", "0.20.1", ("numpy", "torch==2.5.1")),
     }
-    assert ["\n".join(each.lines()) for each in checks_packages.judge(packages, gpus=True) if each.fix] == [
+    assert [
+        "\n".join(each.lines())
+        for each in checks_packages.judge(packages, gpus=True)
+        if each.fix
+    ] == [
         "STOP    versions: transformers 4.57.1 is installed, but threefold needs transformers <6,>=5.20\n"
         "          expected: versions that fit one another: otherwise imports fail, or calls in the middle of a run\n"
         "          fix: pip install 'transformers<6,>=5.20'",
@@ -310,11 +342,24 @@ def test_this_environment_fits() -> None:
 
 
 def report(rank: int, host: str, clock: float = 100.0, **versions: str) -> RankReport:
-    return RankReport(rank, host, rank % 2, 40 + rank, "cuda:0", clock, {"torch": "2.13.0", "driver": "1", **versions})
+    return RankReport(
+        rank,
+        host,
+        rank % 2,
+        40 + rank,
+        "cuda:0",
+        clock,
+        {"torch": "2.13.0", "driver": "1", **versions},
+    )
 
 
 def test_ranks_that_differ() -> None:
-    reports = [report(0, "a"), report(1, "a"), report(2, "b", 103.5, torch="2.12.0"), report(3, "b", driver="2")]
+    reports = [
+        report(0, "a"),
+        report(1, "a"),
+        report(2, "b", 103.5, torch="2.12.0"),
+        report(3, "b", driver="2"),
+    ]
     found = ranks.judge(reports, Topology(dp_replicate=2, tp=2))
     assert texts(found, "versions of the ranks") == [
         "WARNING versions of the ranks: driver: 1 on ranks 0 to 2; 2 on rank 3\n"
@@ -345,7 +390,10 @@ def test_rank_map() -> None:
         "rank 3: dp 1  cp 0  tp 1  on b, cuda:0, process 43"
     )
     many = [report(rank, f"host-{rank // 8}") for rank in range(64)]
-    assert ranks.rank_map(many, Topology(dp_replicate=64))[-1] == "... and 48 more; 64 ranks on 8 hosts"
+    assert (
+        ranks.rank_map(many, Topology(dp_replicate=64))[-1]
+        == "... and 48 more; 64 ranks on 8 hosts"
+    )
 
 
 def test_summary() -> None:
@@ -353,7 +401,8 @@ def test_summary() -> None:
     assert summary(fine) == "2 checks: nothing would stop a run"
     assert summary([*fine, odd]) == "3 checks: 1 warning"
     assert (
-        summary([*fine, odd, odd, stop("i", "j", expected="k", fix="l")]) == "5 checks: 1 would stop a run, 2 warnings"
+        summary([*fine, odd, odd, stop("i", "j", expected="k", fix="l")])
+        == "5 checks: 1 would stop a run, 2 warnings"
     )
 
 
@@ -368,9 +417,14 @@ def test_command_alone_looks_at_the_machine(tmp_path: Path) -> None:
     assert "ranks" not in values
 
 
-def test_command_fails_where_something_would_stop_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_fails_where_something_would_stop_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(os.environ, "GLOO_SOCKET_IFNAME", "nosuch0")
     done = command(tmp_path, "doctor")
     assert done.returncode == 1
-    assert "STOP    gloo: GLOO_SOCKET_IFNAME=nosuch0, but this machine has no such interface" in done.stdout
+    assert (
+        "STOP    gloo: GLOO_SOCKET_IFNAME=nosuch0, but this machine has no such interface"
+        in done.stdout
+    )
     assert ": 1 would stop a run" in done.stdout.splitlines()[-1]

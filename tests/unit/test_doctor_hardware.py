@@ -16,7 +16,9 @@ from threefold.doctor.findings import Finding
 from threefold.doctor.nvidia import Answer, Nvidia
 from unit.test_doctor import CUDA, H100
 
-MISMATCH = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.90\n"
+MISMATCH = (
+    "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 550.90\n"
+)
 LISTED = "".join(f"GPU {n}: NVIDIA H100 80GB HBM3 (UUID: GPU-{n}f00)\n" for n in range(8))
 LOST = {
     "Unable to determine the device handle for GPU3: 0000:5F:00.0: Unknown Error\n": "0000:5F:00.0",
@@ -70,7 +72,9 @@ XIDS = """\
 
 def report(*gpus: str) -> str:
     head = '<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">\n<nvidia_smi_log>\n'
-    return f"{head}<driver_version>550.90.07</driver_version>\n{''.join(gpus)}</nvidia_smi_log>\n"
+    return (
+        f"{head}<driver_version>550.90.07</driver_version>\n{''.join(gpus)}</nvidia_smi_log>\n"
+    )
 
 
 def said(findings: list[Finding]) -> list[str]:
@@ -79,7 +83,9 @@ def said(findings: list[Finding]) -> list[str]:
 
 def sick(old: str, new: str) -> Nvidia:
     assert GPU.count(old) == 1, old
-    return Nvidia(Answer("", 0), Answer(LISTED, 0), nvidia.read_health(report(GPU, GPU.replace(old, new))))
+    return Nvidia(
+        Answer("", 0), Answer(LISTED, 0), nvidia.read_health(report(GPU, GPU.replace(old, new)))
+    )
 
 
 def test_healthy_gpus_are_found_so() -> None:
@@ -124,7 +130,10 @@ def test_healthy_gpus_are_found_so() -> None:
             "nvidia-smi -r -i 1",
         ),
         (
-            *("<state>Completed</state><status>Success<", "<state>In Progress</state><status>N/A<"),
+            *(
+                "<state>Completed</state><status>Success<",
+                "<state>In Progress</state><status>N/A<",
+            ),
             "stop fabric: NVIDIA H100 80GB HBM3 at 00000000:18:00.0: its fabric is not ready (In Progress, N/A)",
             "nvidia-fabricmanager",
         ),
@@ -154,13 +163,26 @@ def test_driver_that_does_not_answer_stops_a_run() -> None:
     def only(seen: Nvidia) -> Finding:
         (finding,) = nvidia.judge(seen)
         # It is told once, and not as a driver that is missing.
-        tools = dataclasses.replace(CUDA, driver=None, driver_cuda=None, installed_gpus=None, gpus=(), silent=True)
+        tools = dataclasses.replace(
+            CUDA, driver=None, driver_cuda=None, installed_gpus=None, gpus=(), silent=True
+        )
         assert not [each for each in gpu.judge(tools) if each.check == "driver"]
         return finding
 
     mismatch = only(Nvidia(Answer(MISMATCH, 18)))
-    assert mismatch.level == "stop" and "modprobe nvidia" in mismatch.fix and "mismatch" in mismatch.what
-    failed = only(Nvidia(Answer("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", 9)))
+    assert (
+        mismatch.level == "stop"
+        and "modprobe nvidia" in mismatch.fix
+        and "mismatch" in mismatch.what
+    )
+    failed = only(
+        Nvidia(
+            Answer(
+                "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n",
+                9,
+            )
+        )
+    )
     assert failed.level == "stop" and "couldn't communicate" in failed.what
     late = only(Nvidia(Answer(late=True)))
     assert said([late]) == ["stop driver: nvidia-smi gave no answer in 10 s"]
@@ -176,8 +198,12 @@ def test_gpus_that_are_lost() -> None:
 
 def test_xids_that_no_application_causes() -> None:
     assert nvidia.read_xids(XIDS) == {("0000:5f:00", 79): 2}
-    (finding,) = nvidia.judge(Nvidia(Answer("", 0), Answer(LISTED, 0), xids=nvidia.read_xids(XIDS)))
-    assert said([finding]) == ["stop Xid: Xid 79 at PCI 0000:5f:00: the GPU has fallen off the bus, 2 times"]
+    (finding,) = nvidia.judge(
+        Nvidia(Answer("", 0), Answer(LISTED, 0), xids=nvidia.read_xids(XIDS))
+    )
+    assert said([finding]) == [
+        "stop Xid: Xid 79 at PCI 0000:5f:00: the GPU has fallen off the bus, 2 times"
+    ]
 
 
 def test_links_that_err_or_are_unequal() -> None:
@@ -188,14 +214,22 @@ def test_links_that_err_or_are_unequal() -> None:
     states += "\t Link 1: <inactive>\nGPU 2: A10\n\t Link 0: <inactive>\n"
     assert nvidia.read_inactive_links(states) == {1: 1}
     links = {(0, 1): "NV18", (0, 2): "NV18", (1, 2): "SYS"}
-    seen = Nvidia(Answer("", 0), Answer(LISTED, 0), link_errors={1: 9}, inactive_links={1: 1}, links=links)
+    seen = Nvidia(
+        Answer("", 0), Answer(LISTED, 0), link_errors={1: 9}, inactive_links={1: 1}, links=links
+    )
     assert said(nvidia.judge(seen)) == [
         "warning NVLink: GPU 1: 9 replayed or recovered transfers since the driver was loaded",
         "warning NVLink: GPU 1: 1 links are inactive",
         "warning links: GPUs 1-2 meet over PCIe, the others over NVLink",
     ]
     assert (
-        nvidia.judge(Nvidia(Answer("", 0), Answer(LISTED, 0), links={(0, 1): "NV4", (0, 2): "SYS", (1, 2): "SYS"}))
+        nvidia.judge(
+            Nvidia(
+                Answer("", 0),
+                Answer(LISTED, 0),
+                links={(0, 1): "NV4", (0, 2): "SYS", (1, 2): "SYS"},
+            )
+        )
         == []
     )
 
@@ -214,7 +248,11 @@ def test_links_that_err_or_are_unequal() -> None:
             "numbers from 0",
         ),
         (
-            {"installed_gpus": 8, "gpus": (), "trouble": "CUDA initialization: Error 802: system not yet initialized"},
+            {
+                "installed_gpus": 8,
+                "gpus": (),
+                "trouble": "CUDA initialization: Error 802: system not yet initialized",
+            },
             "CUDA waits for the fabric of the NVSwitches (error 802)",
             "nvidia-fabricmanager",
         ),
@@ -226,14 +264,22 @@ def test_links_that_err_or_are_unequal() -> None:
     ],
 )
 def test_gpus_that_torch_lacks(change: dict, what: str, remedy: str) -> None:
-    found = [each for each in gpu.judge(dataclasses.replace(CUDA, **change)) if each.level == "stop"]
-    assert [each.what for each in found] == [what] and remedy in found[0].fix and "unset" not in found[0].fix
+    found = [
+        each for each in gpu.judge(dataclasses.replace(CUDA, **change)) if each.level == "stop"
+    ]
+    assert (
+        [each.what for each in found] == [what]
+        and remedy in found[0].fix
+        and "unset" not in found[0].fix
+    )
 
 
 def test_gpus_that_were_left_out_on_purpose_are_no_fault() -> None:
     seen = dataclasses.replace(CUDA, installed_gpus=8, gpus=(H100, H100), visible="0,1")
     assert not [each for each in gpu.judge(seen) if each.level in ("warning", "stop")]
-    rocm = dataclasses.replace(CUDA, cuda=None, nccl=None, cudnn=None, rocm="6.4", installed_gpus=None, driver=None)
+    rocm = dataclasses.replace(
+        CUDA, cuda=None, nccl=None, cudnn=None, rocm="6.4", installed_gpus=None, driver=None
+    )
     assert [each.check for each in gpu.judge(rocm) if each.level == "warning"] == ["ROCm"]
 
 
@@ -242,7 +288,9 @@ def test_cards_that_nccl_cannot_use(tmp_path: Path) -> None:
     for name, driver in (("mlx5_0", "mlx5_core"), ("rdmap0s6", "efa")):
         (tmp_path / "drivers" / driver).mkdir(parents=True)
         (tmp_path / "sys/class/infiniband" / name / "device").mkdir(parents=True)
-        (tmp_path / "sys/class/infiniband" / name / "device/driver").symlink_to(tmp_path / "drivers" / driver)
+        (tmp_path / "sys/class/infiniband" / name / "device/driver").symlink_to(
+            tmp_path / "drivers" / driver
+        )
     seen = rdma.look({}, root=tmp_path)
     assert seen.devices == [("mlx5_0", "mlx5_core"), ("rdmap0s6", "efa")] and not seen.direct
     seen = dataclasses.replace(seen, locked_memory=64 << 10)
@@ -253,7 +301,10 @@ def test_cards_that_nccl_cannot_use(tmp_path: Path) -> None:
     plugin.touch()
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/modules").write_text("nvidia 1 0 - Live\nnvidia_peermem 2 0 - Live\n")
-    assert rdma.look({}, root=tmp_path).plugin == str(plugin) and rdma.look({}, root=tmp_path).direct
+    assert (
+        rdma.look({}, root=tmp_path).plugin == str(plugin)
+        and rdma.look({}, root=tmp_path).direct
+    )
     mellanox = rdma.Rdma([("mlx5_0", "mlx5_core")], None, direct=False)
     assert said(rdma.judge(mellanox, gpus=True)) == [
         "warning GPUDirect: mlx5_0 cannot reach the GPUs' memory: nvidia_peermem is not loaded"
@@ -261,11 +312,21 @@ def test_cards_that_nccl_cannot_use(tmp_path: Path) -> None:
 
 
 def test_port_that_is_down_beside_others() -> None:
-    up, down = "mlx5_0 port 1: 4: ACTIVE, 400 Gb/sec, InfiniBand", "mlx5_1 port 1: 1: DOWN, 10 Gb/sec, InfiniBand"
+    up, down = (
+        "mlx5_0 port 1: 4: ACTIVE, 400 Gb/sec, InfiniBand",
+        "mlx5_1 port 1: 1: DOWN, 10 Gb/sec, InfiniBand",
+    )
     unused = "mlx5_2 port 1: 1: DOWN, 40 Gb/sec, Ethernet"
-    for ports, levels in (((up, down, unused), ["note", "warning", "note"]), ((down, unused), ["note", "note"])):
+    for ports, levels in (
+        ((up, down, unused), ["note", "warning", "note"]),
+        ((down, unused), ["note", "note"]),
+    ):
         seen = network.Network("h", infiniband=ports)
-        found = [each.level for each in network.judge(seen, several_machines=False) if each.check == "InfiniBand"]
+        found = [
+            each.level
+            for each in network.judge(seen, several_machines=False)
+            if each.check == "InfiniBand"
+        ]
         assert found == levels
 
 
@@ -289,12 +350,16 @@ def test_one_limit_for_all_questions() -> None:
     report = ranks.look_at_machine(validate({}), several_machines=False)
     assert "driver" in [each.check for each in report.findings if each.level == "stop"]
     # What a run on CPUs does not use does not stop it.
-    report = ranks.look_at_machine(validate({"mesh": {"device": "cpu"}}), several_machines=False)
+    report = ranks.look_at_machine(
+        validate({"mesh": {"device": "cpu"}}), several_machines=False
+    )
     assert [each.level for each in report.findings if each.check == "driver"] == ["warning"]
     assert not [each for each in report.findings if each.level == "stop"]
 
 
-def test_interface_for_nccl_does_not_stop_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interface_for_nccl_does_not_stop_a_machine_without_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nosuch0")
     report = ranks.look_at_machine(validate({}), several_machines=False)
     assert [each.level for each in report.findings if each.check == "NCCL"][:1] == ["warning"]

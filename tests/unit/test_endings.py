@@ -20,7 +20,9 @@ def test_help_ends_with_exit_codes_and_examples_that_can_be_pasted(command: str)
     shown = CliRunner().invoke(main.app, [*command.split(), "-h"], terminal_width=200)
     assert shown.exit_code == 0
     assert shown.output.startswith(f"Usage: threefold {command} {ENDINGS[command][0]}")
-    body, _, end = shown.output.partition("\nExit codes: " if "\nExit codes: " in shown.output else "\n  Exit codes: ")
+    body, _, end = shown.output.partition(
+        "\nExit codes: " if "\nExit codes: " in shown.output else "\n  Exit codes: "
+    )
     assert "2 " in end and "Examples:" in end
     for example in ENDINGS[command][2]:
         assert f"    {example}\n" in end
@@ -40,7 +42,10 @@ def test_help_ends_with_exit_codes_and_examples_that_can_be_pasted(command: str)
 def test_every_command_has_an_ending() -> None:
     groups = {name: module.registered_commands for name, module in _groups().items()}
     plain = [name for name in main._COMMANDS if name not in groups]
-    assert {*plain, *(f"{group} {each.name}" for group, found in groups.items() for each in found)} == set(ENDINGS)
+    assert {
+        *plain,
+        *(f"{group} {each.name}" for group, found in groups.items() for each in found),
+    } == set(ENDINGS)
 
 
 def _groups() -> dict[str, object]:

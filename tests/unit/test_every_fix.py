@@ -38,7 +38,10 @@ def pasted(fix: str) -> dict[str, str] | None:
     words = shlex.split(command)
     if not words or len(words) % 2 or not all(word.startswith("--") for word in words[::2]):
         return None
-    return {word.removeprefix("--"): value for word, value in zip(words[::2], words[1::2], strict=True)}
+    return {
+        word.removeprefix("--"): value
+        for word, value in zip(words[::2], words[1::2], strict=True)
+    }
 
 
 def problems_of(options: dict[str, str]) -> list[Problem]:
@@ -57,7 +60,9 @@ def followed(key: str, wrong: str) -> tuple[dict[str, str], list[str]]:
         if not problems:
             return options, refused
         problem = problems[0]
-        assert problem.what not in refused, f"--{key} {wrong}: its fix leads back: {problem.fix}"
+        assert problem.what not in refused, (
+            f"--{key} {wrong}: its fix leads back: {problem.fix}"
+        )
         refused.append(problem.what)
         fix = pasted(problem.fix)
         assert fix is not None, f"--{key} {wrong}: cannot be pasted: {problem.fix}"
@@ -82,9 +87,16 @@ def test_what_a_wrong_value_leads_to(key: str) -> None:
         config = loading.load(None, list(options.items()), environ={}).config
         asked, got = number(wrong), number(value_at(config, key))
         # Of what needs another key, leaving it out is offered last: the first fix gives that key.
-        if refused and math.isfinite(asked) and not math.isnan(got) and not math.isnan(number(default)):
+        if (
+            refused
+            and math.isfinite(asked)
+            and not math.isnan(got)
+            and not math.isnan(number(default))
+        ):
             nearer = abs(got - asked) <= abs(number(default) - asked)
-            assert nearer, f"--{key} {wrong}: {got} is farther from it than the default {default}"
+            assert nearer, (
+                f"--{key} {wrong}: {got} is farther from it than the default {default}"
+            )
 
 
 def texts_of_fixes() -> Iterator[tuple[str, str]]:
@@ -93,7 +105,10 @@ def texts_of_fixes() -> Iterator[tuple[str, str]]:
     for path in sorted(root.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
-                parts = [part.value if isinstance(part, ast.Constant) else "X" for part in node.values]
+                parts = [
+                    part.value if isinstance(part, ast.Constant) else "X"
+                    for part in node.values
+                ]
                 yield str(path.relative_to(root)), "".join(map(str, parts))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield str(path.relative_to(root)), node.value
@@ -104,6 +119,7 @@ def test_a_second_way_stands_behind_what_is_pasted() -> None:
     wrong = [
         f"{file}: {text}"
         for file, text in texts_of_fixes()
-        if re.match(r"--[a-z_]+[.\w-]* \S", text) and re.search(r", or (--|leave )", re.split(r" {3}\(", text)[0])
+        if re.match(r"--[a-z_]+[.\w-]* \S", text)
+        and re.search(r", or (--|leave )", re.split(r" {3}\(", text)[0])
     ]
     assert wrong == []

@@ -36,7 +36,9 @@ def trained(kind: Any, sizes: list[int], arguments: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize(("kind", "torchs", "arguments"), KINDS)
-def test_it_is_torchs_and_the_shards_leave_no_trace(kind: Any, torchs: Any, arguments: dict[str, Any]) -> None:
+def test_it_is_torchs_and_the_shards_leave_no_trace(
+    kind: Any, torchs: Any, arguments: dict[str, Any]
+) -> None:
     whole = trained(kind, [1003], arguments)
     torch.testing.assert_close(whole, trained(torchs, [1003], arguments), rtol=1e-5, atol=1e-5)
     for sizes in ([1, 1002], [500, 503], [7] * 143 + [2]):

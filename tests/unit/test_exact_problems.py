@@ -24,7 +24,13 @@ from threefold.run import user_objects
 from threefold.training.batches import micro_batches
 
 TOPOLOGY = Topology(1, 1, 1, 1)
-TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 67}
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": 67,
+}
 
 
 def config(**sections: Any) -> Config:
@@ -34,7 +40,12 @@ def config(**sections: Any) -> Config:
 
 def test_nothing_is_refused_of_a_plain_run_nor_of_fast() -> None:
     assert batch_problems(config(), TOPOLOGY) == []
-    assert exact_problems(config(train={"reduce": "fast", "micro_batch": "auto"}), Topology(1, 1, 2, 2)) == []
+    assert (
+        exact_problems(
+            config(train={"reduce": "fast", "micro_batch": "auto"}), Topology(1, 1, 2, 2)
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,10 +85,15 @@ def test_what_was_not_compared_is_refused_by_name(section: str, key: str, value:
 def test_wide_axes_and_too_many_micro_batches_are_refused() -> None:
     assert exact_problems(config(), Topology(2, 2, 2, 2)) == []
     named = [problem.what for problem in exact_problems(config(), Topology(1, 1, 4, 4))]
-    assert named == ["train.reduce = exact with mesh.cp = 4", "train.reduce = exact with mesh.tp = 4"]
+    assert named == [
+        "train.reduce = exact with mesh.cp = 4",
+        "train.reduce = exact with mesh.tp = 4",
+    ]
     most = config(train={"global_batch": MOST_MICRO_BATCHES})
     assert exact_problems(most, TOPOLOGY) == []
-    (problem,) = exact_problems(config(train={"global_batch": MOST_MICRO_BATCHES + 1}), TOPOLOGY)
+    (problem,) = exact_problems(
+        config(train={"global_batch": MOST_MICRO_BATCHES + 1}), TOPOLOGY
+    )
     assert problem.fix.startswith("--train.micro_batch 2 ")
 
 
@@ -90,18 +106,29 @@ def test_wide_axes_and_too_many_micro_batches_are_refused() -> None:
         ({"model_type": "granite", "num_key_value_heads": 2}, "'granite'"),
     ],
 )
-def test_models_that_were_not_compared_are_refused_by_name(architecture: dict[str, Any], named: str | None) -> None:
+def test_models_that_were_not_compared_are_refused_by_name(
+    architecture: dict[str, Any], named: str | None
+) -> None:
     asked = config(model={"config": {**TINY, **architecture}})
     read = load.read_config(asked.model)
-    found = limits.problems(asked, read, load.outline(read, trust_remote_code=False), device="cpu")
+    found = limits.problems(
+        asked, read, load.outline(read, trust_remote_code=False), device="cpu"
+    )
     assert bool(found) == (named is not None)
     assert named is None or any(named in problem.what for problem in found)
-    assert [p.what for p in limits.problems(asked, read, load.outline(read, trust_remote_code=False), device="cuda")]
+    assert [
+        p.what
+        for p in limits.problems(
+            asked, read, load.outline(read, trust_remote_code=False), device="cuda"
+        )
+    ]
 
 
 def test_losses_and_optimizers_of_ones_own_are_refused() -> None:
     with pytest.raises(ConfigError, match="the loss is one of your own"):
-        user_objects.check(user_objects.Given(loss=lambda outputs, batch: (outputs.sum(), 1)), config())
+        user_objects.check(
+            user_objects.Given(loss=lambda outputs, batch: (outputs.sum(), 1)), config()
+        )
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 6])
@@ -137,11 +164,16 @@ def test_norm_does_not_depend_on_the_order_or_the_shards(scale: float) -> None:
         (ChangedKey("log.every", 1, 2), True, False),
     ],
 )
-def test_what_bits_depend_on_must_be_confirmed(change: ChangedKey, exact: bool, refused: bool) -> None:
+def test_what_bits_depend_on_must_be_confirmed(
+    change: ChangedKey, exact: bool, refused: bool
+) -> None:
     checkpoint = Checkpoint(Path("runs/a/checkpoints/step-00000002"), 2)
     if not refused:
         return refuse_unconfirmed([change], checkpoint, exact=exact)
-    with pytest.raises(CheckpointError, match=rf"{change.key} = {change.now}, but .* was saved with {change.before}"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{change.key} = {change.now}, but .* was saved with {change.before}",
+    ):
         refuse_unconfirmed([change], checkpoint, exact=exact)
     return None
 
@@ -153,16 +185,28 @@ VERSIONS = {"torch": "2.12.0", "transformers": "5.20", "cpu": "one, AVX512", "py
     ("changed", "topology", "versions", "lost"),
     [
         ([], (4, 2, 1, 2), {}, []),
-        ([ChangedKey("log.every", 1, 2), ChangedKey("mesh.dp", 1, 8)], (8, 1, 1, 2), {"python": "3.12"}, []),
+        (
+            [ChangedKey("log.every", 1, 2), ChangedKey("mesh.dp", 1, 8)],
+            (8, 1, 1, 2),
+            {"python": "3.12"},
+            [],
+        ),
         ([ChangedKey("mesh.tp", "auto", 2)], (1, 1, 1, 2), {}, []),
         ([], (1, 1, 2, 1), {}, ["mesh.cp 1 -> 2", "mesh.tp 2 -> 1"]),
-        ([ChangedKey("train.micro_batch", 2, 4)], (1, 1, 1, 2), {}, ["train.micro_batch 2 -> 4"]),
+        (
+            [ChangedKey("train.micro_batch", 2, 4)],
+            (1, 1, 1, 2),
+            {},
+            ["train.micro_batch 2 -> 4"],
+        ),
         ([ChangedKey("optimizer.lr", 0.1, 0.2)], (1, 1, 1, 2), {}, ["optimizer.lr 0.1 -> 0.2"]),
         ([], (1, 1, 1, 2), {"torch": "2.13.0"}, ["torch 2.12.0 -> 2.13.0"]),
         ([], (1, 1, 1, 2), {"cpu": "another, AVX2"}, ["cpu one, AVX512 -> another, AVX2"]),
     ],
 )
-def test_a_resume_says_by_what_its_bits_are_lost(changed: Any, topology: Any, versions: Any, lost: list[str]) -> None:
+def test_a_resume_says_by_what_its_bits_are_lost(
+    changed: Any, topology: Any, versions: Any, lost: list[str]
+) -> None:
     manifest = {"mesh": [2, 1, 1, 2], "versions": VERSIONS}
     found = with_axes(changed, manifest, Topology(*topology))
     assert lost_bits(manifest, found, {**VERSIONS, **versions}) == lost
@@ -170,13 +214,20 @@ def test_a_resume_says_by_what_its_bits_are_lost(changed: Any, topology: Any, ve
 
 def test_bits_of_a_checkpoint_that_does_not_say_where_it_was_written_are_not_promised() -> None:
     found = lost_bits({"mesh": [1, 1, 1, 1]}, [], VERSIONS)
-    assert found == ["torch unknown -> 2.12.0", "transformers unknown -> 5.20", "cpu unknown -> one, AVX512"]
+    assert found == [
+        "torch unknown -> 2.12.0",
+        "transformers unknown -> 5.20",
+        "cpu unknown -> one, AVX512",
+    ]
 
 
 def test_ranks_on_other_processors_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     from threefold.run import process
 
-    name, fast = "what the bits of train.reduce exact depend on", config(train={"reduce": "fast"})
+    name, fast = (
+        "what the bits of train.reduce exact depend on",
+        config(train={"reduce": "fast"}),
+    )
     here = process.facts_of(config())[name]
     monkeypatch.setattr(process, "versions", lambda: VERSIONS)
     assert process.facts_of(config())[name] == "2.12.0, 5.20, one, AVX512" != here

@@ -55,7 +55,9 @@ def test_there_are_enough_logs_and_every_one_is_used() -> None:
 
 def test_there_are_pages_for_the_causes_of_all_logs() -> None:
     known = known_errors()
-    field_causes = {log.cause for half in ("write", "judge") for log in field.logs(half) if log.cause} - {"other"}
+    field_causes = {
+        log.cause for half in ("write", "judge") for log in field.logs(half) if log.cause
+    } - {"other"}
     assert {*PRODUCED.values(), *PUBLIC.values(), *field_causes} <= known.keys()
     assert len(known) >= 120
 
@@ -66,7 +68,9 @@ def test_every_produced_log_can_be_made_anew() -> None:
 
 def test_message_of_threefold_is_shown_whole() -> None:
     found = explained("produced", "threefold-batch")
-    assert found.line.text == "train.global_batch = 15 cannot be divided equally among 2 dp ranks"
+    assert (
+        found.line.text == "train.global_batch = 15 cannot be divided equally among 2 dp ranks"
+    )
     assert list(found.facts) == [
         "expected: a multiple of mesh.dp (2), so that every dp rank makes the same number of steps",
         "fix: --train.global_batch 16   (or 14)",
@@ -77,12 +81,17 @@ def test_part_of_a_message_of_threefold_is_none() -> None:
     for part in ("  fix: a", "b\n  fix: a", "  expected: b\n  fix: a", "c\nb\n  fix: a"):
         assert explain(part) is None
     found = explain("c\n  expected: b\n  fix: a")
-    assert found is not None and (found.line.text, list(found.facts)) == ("c", ["expected: b", "fix: a"])
+    assert found is not None and (found.line.text, list(found.facts)) == (
+        "c",
+        ["expected: b", "fix: a"],
+    )
 
 
 def test_rank_that_was_done_before_the_others_is_no_failure() -> None:
     found = explained("produced", "uneven-epoch")
-    assert found.facts[-1] == ("no other rank has failed: the missing one finished before the others (uneven batches?)")
+    assert found.facts[-1] == (
+        "no other rank has failed: the missing one finished before the others (uneven batches?)"
+    )
 
 
 def test_every_error_is_found_by_its_own_example() -> None:
@@ -99,11 +108,21 @@ def test_every_error_is_found_by_its_own_example() -> None:
 
 
 def test_page_is_all_that_a_new_error_needs(tmp_path: Path) -> None:
-    page = (PAGES / "out-of-memory.md").read_text().replace("(CUDA|HIP) out of memory\n", "the quux is empty\n", 1)
-    (tmp_path / "empty-quux.md").write_text(page.replace("# a GPU's memory is used up", "# a quux is empty"))
+    page = (
+        (PAGES / "out-of-memory.md")
+        .read_text()
+        .replace("(CUDA|HIP) out of memory\n", "the quux is empty\n", 1)
+    )
+    (tmp_path / "empty-quux.md").write_text(
+        page.replace("# a GPU's memory is used up", "# a quux is empty")
+    )
     found = explain("[rank2]: torch: the quux is empty\n", pages=tmp_path)
     assert found is not None
-    assert (found.known.name, found.known.title, found.line.rank) == ("empty-quux", "a quux is empty", 2)
+    assert (found.known.name, found.known.title, found.line.rank) == (
+        "empty-quux",
+        "a quux is empty",
+        2,
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +131,10 @@ def test_page_is_all_that_a_new_error_needs(tmp_path: Path) -> None:
         ("OSError: [Errno 28] No space left on device: '/data/a'", "disk-full"),
         ("failed to extend /dev/shm/nccl-a: No space left on device", "shared-memory"),
         ("host='pypi.org': Max retries exceeded (NameResolutionError)", "unknown-host"),
-        ("host='huggingface.co': Max retries exceeded (NameResolutionError)", "hub-unreachable"),
+        (
+            "host='huggingface.co': Max retries exceeded (NameResolutionError)",
+            "hub-unreachable",
+        ),
     ],
 )
 def test_line_that_shows_another_error_is_of_that_page_alone(line: str, name: str) -> None:
@@ -122,7 +144,10 @@ def test_line_that_shows_another_error_is_of_that_page_alone(line: str, name: st
 
 def test_page_of_another_form_is_refused(tmp_path: Path) -> None:
     page, whole = tmp_path / "half.md", (PAGES / "disk-full.md").read_text()
-    keys_of_others = whole.replace("    signs:", "    sign:"), whole.replace("    signs:", "    signs")
+    keys_of_others = (
+        whole.replace("    signs:", "    sign:"),
+        whole.replace("    signs:", "    signs"),
+    )
     for text in (whole.partition("- ")[0], *keys_of_others):
         page.write_text(text)
         with pytest.raises(ValueError, match=r"half\.md is not written as"):
@@ -151,7 +176,9 @@ def test_rank_of_a_host_that_its_launcher_names_first_is_told() -> None:
 
 def test_process_that_was_killed_explains_lost_connections() -> None:
     found = explained("produced", "killed-by-memory")
-    assert list(found.facts) == ["rank 1 on localhost failed first, with exit code -9 (SIGKILL)"]
+    assert list(found.facts) == [
+        "rank 1 on localhost failed first, with exit code -9 (SIGKILL)"
+    ]
     assert {"peer-gone", "child-failed"} <= {hit.known.name for hit in found.others}
 
 
@@ -177,7 +204,10 @@ def test_memory_of_other_processes_is_named() -> None:
 
 
 def test_nccl_timeout_says_who_did_not_come() -> None:
-    assert "ranks 1 and 2 did not report this timeout: look there first" in explained("public", "nccl-timeout").facts
+    assert (
+        "ranks 1 and 2 did not report this timeout: look there first"
+        in explained("public", "nccl-timeout").facts
+    )
     # Not all of these lines name a process group: the operations may be of several.
     assert explained("public", "nccl-timeout--epoch-end").facts == ["the limit was 600 s"]
     assert explained("public", "nccl-timeout--progress-bar").facts == ["the limit was 1800 s"]
@@ -207,9 +237,15 @@ def test_operations_of_two_process_groups_are_not_compared() -> None:
             found = explain(text)
             assert found is not None and list(found.facts) == ["the limit was 600 s"]
     late = explain(
-        _caught(1, 1, 50, "ALLREDUCE") + _named(1, "1", 1, 50) + _caught(0, 0, 51, "ALLREDUCE") + _named(0, "1", 0, 51)
+        _caught(1, 1, 50, "ALLREDUCE")
+        + _named(1, "1", 1, 50)
+        + _caught(0, 0, 51, "ALLREDUCE")
+        + _named(0, "1", 0, 51)
     )
-    assert late is not None and "rank 1 lagged behind the others (operation 50 of 51): look there" in late.facts
+    assert (
+        late is not None
+        and "rank 1 lagged behind the others (operation 50 of 51): look there" in late.facts
+    )
 
 
 def test_cause_comes_before_what_follows_from_it() -> None:
@@ -242,7 +278,11 @@ def test_ranks_are_read_from_the_prefixes_of_launchers(text: str, rank: int | No
 
 
 def test_traceback_behind_a_progress_bar() -> None:
-    errors = raised(Log.of("  1%| | 10/1752 [00:29]\r  2%| |Traceback (most recent call last):\nKeyError: 1\n"))
+    errors = raised(
+        Log.of(
+            "  1%| | 10/1752 [00:29]\r  2%| |Traceback (most recent call last):\nKeyError: 1\n"
+        )
+    )
     assert [error.line.number for error in errors] == [2]
 
 
@@ -280,8 +320,12 @@ def test_unknown_names_the_last_error(tmp_path: Path) -> None:
 
 def test_folder_of_logs_is_read_with_its_ranks(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs/rank-0000.log").write_text("RuntimeError: Connection closed by peer [10.0.0.2]:9 (gloo)\n")
-    (tmp_path / "logs/rank-0003.log").write_text("torch.OutOfMemoryError: CUDA out of memory.\n")
+    (tmp_path / "logs/rank-0000.log").write_text(
+        "RuntimeError: Connection closed by peer [10.0.0.2]:9 (gloo)\n"
+    )
+    (tmp_path / "logs/rank-0003.log").write_text(
+        "torch.OutOfMemoryError: CUDA out of memory.\n"
+    )
     text, code = explain_command([tmp_path])
     assert code == 0
     assert "out-of-memory" in text.splitlines()[0]
@@ -316,7 +360,9 @@ def test_command_reads_a_pipe_without_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     log = (LOGS / "produced/mixed-dtensor.log").read_bytes()
-    done = subprocess.run([sys.executable, "-c", code], input=log, capture_output=True, timeout=180)
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=log, capture_output=True, timeout=180
+    )
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.startswith(b"an operation got a plain and a distributed tensor")
 
@@ -363,9 +409,15 @@ def test_common_error_is_known_by_its_bare_line(line: str, name: str) -> None:
             "srun: error: n1: task 0: Exited with",
             "container-start",
         ),
-        ("OSError: [Errno 108] Cannot send after transport endpoint shutdown", "exitcode: 1 (pid: 8)", "io-error"),
+        (
+            "OSError: [Errno 108] Cannot send after transport endpoint shutdown",
+            "exitcode: 1 (pid: 8)",
+            "io-error",
+        ),
     ],
 )
-def test_cause_in_the_log_comes_before_what_a_launcher_says(cause: str, follows: str, name: str) -> None:
+def test_cause_in_the_log_comes_before_what_a_launcher_says(
+    cause: str, follows: str, name: str
+) -> None:
     found = explain(f"torchrun train.py\n{cause}\n{follows}\n")
     assert found is not None and found.known.name == name

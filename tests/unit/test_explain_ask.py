@@ -26,7 +26,9 @@ def explanation(folder: Path, command: str, *answers: str) -> Explanation:
     """What a page of several causes says that asks this."""
     page = (PAGES / "no-cuda.md").read_text(encoding="utf-8")
     question = f"    ask: {command}\n" + "".join(f"      {answer}\n" for answer in answers)
-    page = re.sub(r"^    ask: .+\n(?:      .+\n)+", lambda _: question, page, count=1, flags=re.MULTILINE)
+    page = re.sub(
+        r"^    ask: .+\n(?:      .+\n)+", lambda _: question, page, count=1, flags=re.MULTILINE
+    )
     (folder / "no-cuda.md").write_text(page, encoding="utf-8")
     told = explain(NO_CUDA, pages=folder)
     assert told is not None and told.confidence is Confidence.LIKELY
@@ -42,7 +44,9 @@ def explanation(folder: Path, command: str, *answers: str) -> Explanation:
         ("import sys; sys.exit('3')", "it is", Confidence.SURE),
     ],
 )
-def test_the_answer_settles_what_is_likely(tmp_path: Path, program: str, said: str, confidence: Confidence) -> None:
+def test_the_answer_settles_what_is_likely(
+    tmp_path: Path, program: str, said: str, confidence: Confidence
+) -> None:
     command = shlex.join(["python", "-c", program])
     told = asked(explanation(tmp_path, command, "yes ^3 => it is", "no ^4 => it is not"))
     assert (told.asked, told.confidence) == (said, confidence)
@@ -54,10 +58,15 @@ def test_the_answer_settles_what_is_likely(tmp_path: Path, program: str, said: s
 
 def test_a_program_that_is_not_here_settles_nothing(tmp_path: Path) -> None:
     told = asked(explanation(tmp_path, "no-such-program", "yes . => it is"))
-    assert (told.asked, told.confidence) == ("no-such-program: it cannot be run here", Confidence.LIKELY)
+    assert (told.asked, told.confidence) == (
+        "no-such-program: it cannot be run here",
+        Confidence.LIKELY,
+    )
 
 
-def test_no_module_of_the_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_module_of_the_folder_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "torch.py").write_text("open('ran', 'w').close()\n", encoding="utf-8")
     (tmp_path / "pip.py").write_text("open('ran', 'w').close()\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -89,7 +98,9 @@ def test_questions_only_read_and_are_no_shell() -> None:
         assert question.command[0] in PROGRAMS
         assert {right for right, _, _ in question.answers} == {True, False}, question.command
         arguments = question.command[1:]
-        assert question.command[0] == "python" or not re.search(r"[;|&<>$`]", " ".join(arguments)), arguments
+        assert question.command[0] == "python" or not re.search(
+            r"[;|&<>$`]", " ".join(arguments)
+        ), arguments
 
 
 @pytest.mark.parametrize(
@@ -109,8 +120,16 @@ def test_questions_only_read_and_are_no_shell() -> None:
         ("no-compiler", "/usr/bin/g++ None /usr/local/cuda/bin/nvcc\n", False),
         ("no-kernel-image", "sm_121 sm_80 sm_90 sm_100\n", True),
         ("no-kernel-image", "sm_90 sm_80 sm_90 sm_100\n", False),
-        ("peer-access", " GPU0 X CNS\nLegend:\n OK = Status Ok\n CNS = Chipset not supported\n", True),
-        ("peer-access", " GPU0 X OK\nLegend:\n OK = Status Ok\n CNS = Chipset not supported\n", False),
+        (
+            "peer-access",
+            " GPU0 X CNS\nLegend:\n OK = Status Ok\n CNS = Chipset not supported\n",
+            True,
+        ),
+        (
+            "peer-access",
+            " GPU0 X OK\nLegend:\n OK = Status Ok\n CNS = Chipset not supported\n",
+            False,
+        ),
         ("fabric-manager", "inactive\n", True),
         ("fabric-manager", "active\n", False),
         ("hub-unreachable", "", True),
@@ -126,11 +145,19 @@ def test_question_reads_what_its_command_prints(page: str, output: str, right: b
 def test_a_page_of_several_causes_is_never_sure_by_a_line() -> None:
     for known in known_errors().values():
         told = explain(f"torch\n{EXAMPLES[known.name]}\n")
-        assert told is None or not told.known.several or told.confidence is not Confidence.SURE, known.name
+        assert (
+            told is None or not told.known.several or told.confidence is not Confidence.SURE
+        ), known.name
 
 
 def test_what_a_machine_did_is_tried_on_another() -> None:
     known = known_errors()
-    assert {known[name].retry for name in ("gpu-fault", "node-failure", "container-gpu")} == {Retry.OTHER_NODE}
-    assert {known[name].retry for name in ("preempted", "time-limit", "hub-rate-limit")} == {Retry.YES}
-    assert {known[name].retry for name in ("out-of-memory", "own-error", "disk-full")} == {Retry.NO}
+    assert {known[name].retry for name in ("gpu-fault", "node-failure", "container-gpu")} == {
+        Retry.OTHER_NODE
+    }
+    assert {known[name].retry for name in ("preempted", "time-limit", "hub-rate-limit")} == {
+        Retry.YES
+    }
+    assert {known[name].retry for name in ("out-of-memory", "own-error", "disk-full")} == {
+        Retry.NO
+    }

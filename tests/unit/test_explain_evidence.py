@@ -18,7 +18,14 @@ from threefold.errors import ConfigError
 from threefold.explain import evidence
 from threefold.explain.answer import answer, text
 from threefold.explain.evidence import JobEvidence, gather
-from threefold.explain.explain import Confidence, Diagnosis, Explanation, Status, examine, explain
+from threefold.explain.explain import (
+    Confidence,
+    Diagnosis,
+    Explanation,
+    Status,
+    examine,
+    explain,
+)
 from threefold.explain.flight import first_differences, read_dump
 from threefold.explain.log import Log, LogSource
 
@@ -37,7 +44,9 @@ def failure(text: str) -> Explanation:
 
 
 def test_run_that_finished_has_not_failed() -> None:
-    found = examine(Log.of(f"{OUT_OF_MEMORY}halved the batch\ndone: 20 steps, loss 2.9, in runs/a\n"))
+    found = examine(
+        Log.of(f"{OUT_OF_MEMORY}halved the batch\ndone: 20 steps, loss 2.9, in runs/a\n")
+    )
     assert found.status is Status.FINISHED
     assert found.telling[0].number == 3
 
@@ -45,8 +54,14 @@ def test_run_that_finished_has_not_failed() -> None:
 def test_run_of_ours_that_finished_has_not_failed(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     begin = "2026-11-22 15:53:21,335 INFO threefold: "
-    lines = ("process 4242", "done: 5 steps, loss 4.6327, in runs/a", "export: threefold export runs/a --to DIR")
-    (tmp_path / "logs" / "rank-0000.log").write_text("".join(f"{begin}{line}\n" for line in lines))
+    lines = (
+        "process 4242",
+        "done: 5 steps, loss 4.6327, in runs/a",
+        "export: threefold export runs/a --to DIR",
+    )
+    (tmp_path / "logs" / "rank-0000.log").write_text(
+        "".join(f"{begin}{line}\n" for line in lines)
+    )
     told, code = explain_command([tmp_path], as_json=False)
     assert code == 0 and told.startswith("no failure: the job finished"), told
 
@@ -55,7 +70,9 @@ def test_what_ranks_say_of_one_another_after_the_end_is_no_failure() -> None:
     lost = "[rank1]: RuntimeError: Connection closed by peer [10.0.0.2]:9 (gloo)\n"
     finished = f"{PROGRESS}Training finished\n"
     assert examine(Log.of(finished + lost)).status is Status.FINISHED
-    assert failure(f"{finished}{PROGRESS}{lost}").known.name == "peer-gone"  # it was another job's end
+    assert (
+        failure(f"{finished}{PROGRESS}{lost}").known.name == "peer-gone"
+    )  # it was another job's end
 
 
 def test_trouble_that_progress_follows_was_made_good() -> None:
@@ -74,7 +91,9 @@ def test_other_rank_that_goes_on_mends_nothing(tmp_path: Path) -> None:
     assert "[out-of-memory]" in explain_command([tmp_path])[0]
 
 
-@pytest.mark.parametrize("line", ["test_disk (CUDA out of memory) ... ok", "$ grep 'CUDA out of memory' train.log"])
+@pytest.mark.parametrize(
+    "line", ["test_disk (CUDA out of memory) ... ok", "$ grep 'CUDA out of memory' train.log"]
+)
 def test_talk_of_an_error_is_none(line: str) -> None:
     assert examine(Log.of(f"torch\n{line}\n")).explanation is None
 
@@ -87,7 +106,11 @@ def test_words_of_all_programs_count_in_the_log_of_a_training_job_only() -> None
 
 def test_single_step_without_a_number_is_none_and_more_are_a_failure() -> None:
     line = "{{'loss': {}, 'grad_norm': {}, 'epoch': 0.1}}\n"
-    good, skipped, bad = line.format(2.1, 0.5), line.format(2.0, "nan"), line.format("nan", "nan")
+    good, skipped, bad = (
+        line.format(2.1, 0.5),
+        line.format(2.0, "nan"),
+        line.format("nan", "nan"),
+    )
     assert examine(Log.of(good + skipped + good * 8)).explanation is None
     found = failure(good * 8 + bad * 3)
     assert (found.known.name, found.line.number) == ("nan-loss", 9)
@@ -112,7 +135,9 @@ def test_single_step_without_a_number_is_none_and_more_are_a_failure() -> None:
         ("[E1 ProcessGroupNCCL.cpp:1] [PG ID 3 PG GUID 7 Rank 1] x", None, None),
     ],
 )
-def test_rank_and_host_are_read_from_prefixes(text: str, rank: int | None, host: str | None) -> None:
+def test_rank_and_host_are_read_from_prefixes(
+    text: str, rank: int | None, host: str | None
+) -> None:
     line = Log.of(text).line(0)
     assert (line.rank, line.host) == (rank, host)
 
@@ -130,7 +155,9 @@ def test_process_groups_are_never_compared_with_one_another() -> None:
         (2, 5, 0, 900, "BROADCAST"),
         (3, 5, 1, 900, "BROADCAST"),
     ]
-    text = "".join(TIMEOUT.format(rank=r, group=g, within=w, number=n, kind=k) for r, g, w, n, k in two)
+    text = "".join(
+        TIMEOUT.format(rank=r, group=g, within=w, number=n, kind=k) for r, g, w, n, k in two
+    )
     assert list(failure(text).facts) == ["the limit was 600 s"]
 
 
@@ -148,10 +175,17 @@ def test_line_that_a_terminal_has_cut_is_read_whole() -> None:
 
 def test_earlier_of_two_causes_on_different_hosts_by_their_times() -> None:
     late = LogSource("a.log", "2026-01-01 10:05:00 RuntimeError: CUDA error: out of memory\n")
-    early = LogSource("b.log", "2026-01-01 10:00:00 NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus\n")
+    early = LogSource(
+        "b.log",
+        "2026-01-01 10:00:00 NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus\n",
+    )
     found = examine(Log([late, early])).explanation
     assert found is not None
-    assert (found.known.name, found.line.file, found.confidence) == ("gpu-fault", "b.log", Confidence.LIKELY)
+    assert (found.known.name, found.line.file, found.confidence) == (
+        "gpu-fault",
+        "b.log",
+        Confidence.LIKELY,
+    )
 
 
 # ---- Flight Recorder dumps
@@ -165,7 +199,11 @@ def test_earlier_of_two_causes_on_different_hosts_by_their_times() -> None:
             "nccl-timeout",
             "operation 4: not started by rank 1 (the last of rank 1 was 3); rank 0 in all_reduce",
         ),
-        ("different", "collective-mismatch", "operation 4: rank 0 in all_reduce; rank 1 in broadcast"),
+        (
+            "different",
+            "collective-mismatch",
+            "operation 4: rank 0 in all_reduce; rank 1 in broadcast",
+        ),
     ],
 )
 def test_dumps_say_the_first_operation_that_differs(folder: str, name: str, said: str) -> None:
@@ -175,9 +213,17 @@ def test_dumps_say_the_first_operation_that_differs(folder: str, name: str, said
     assert said in text
 
 
-def dump(operations: dict[str, list[dict[str, Any]]], members: str = "[0, 1]") -> dict[str, Any]:
+def dump(
+    operations: dict[str, list[dict[str, Any]]], members: str = "[0, 1]"
+) -> dict[str, Any]:
     entries = [
-        {"process_group": (group, "dp"), "collective_seq_id": number, "is_p2p": False, "state": "completed"} | one
+        {
+            "process_group": (group, "dp"),
+            "collective_seq_id": number,
+            "is_p2p": False,
+            "state": "completed",
+        }
+        | one
         for group, some in operations.items()
         for number, one in enumerate(some, 1)
     ]
@@ -191,11 +237,17 @@ def dump(operations: dict[str, list[dict[str, Any]]], members: str = "[0, 1]") -
 def differences(folder: Path, *ranks: dict[str, Any]) -> list[str]:
     for rank, content in enumerate(ranks):
         (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(content, protocol=2))
-    return [one.text for one in first_differences([read_dump(file) for file in sorted(folder.iterdir())])]
+    return [
+        one.text
+        for one in first_differences([read_dump(file) for file in sorted(folder.iterdir())])
+    ]
 
 
 def test_each_group_counts_its_own_operations(tmp_path: Path) -> None:
-    reduce, gather = {"profiling_name": "nccl:all_reduce"}, {"profiling_name": "nccl:all_gather"}
+    reduce, gather = (
+        {"profiling_name": "nccl:all_reduce"},
+        {"profiling_name": "nccl:all_gather"},
+    )
     rank_0 = dump({"1": [reduce, reduce], "2": [gather]})
     rank_1 = dump({"1": [reduce], "2": [gather]})
     assert differences(tmp_path, rank_0, rank_1) == [
@@ -204,7 +256,9 @@ def test_each_group_counts_its_own_operations(tmp_path: Path) -> None:
 
 
 def test_sizes_that_differ_and_operations_without_end(tmp_path: Path) -> None:
-    small, large = ({"profiling_name": "nccl:all_reduce", "input_sizes": [[size]]} for size in (4, 5))
+    small, large = (
+        {"profiling_name": "nccl:all_reduce", "input_sizes": [[size]]} for size in (4, 5)
+    )
     assert differences(tmp_path, dump({"0": [small]}), dump({"0": [large]})) == [
         "process group 0 (dp), operation 1: rank 0 in all_reduce of [[4]]; rank 1 in all_reduce of [[5]]"
     ]
@@ -238,7 +292,9 @@ def test_dump_that_would_run_code_is_refused(tmp_path: Path) -> None:
     assert "not read: " in explain_command([tmp_path])[0]
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\x80\x02.", b'{"entries": 3}', b"garbage"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"\x80\x02.", b'{"entries": 3}', b"garbage"]
+)
 def test_file_that_is_no_dump_is_named(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "nccl_trace_rank_0"
     file.write_bytes(content)
@@ -251,10 +307,18 @@ def test_file_that_is_no_dump_is_named(tmp_path: Path, content: bytes) -> None:
 
 def test_record_of_a_run_is_told(tmp_path: Path) -> None:
     lines = [{"step": step, "loss": 2.0 if step < 9 else float("nan")} for step in range(1, 31)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 31, "lo')
-    events = [{"event": "start", "start": 1}, {"event": "lag", "text": None}, {"event": "start", "start": 2}]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 31, "lo'
+    )
+    events = [
+        {"event": "start", "start": 1},
+        {"event": "lag", "text": None},
+        {"event": "start", "start": 2},
+    ]
     events += [{"event": "lag", "text": "rank 3 of host a has been the slowest since step 4"}]
-    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (tmp_path / "journal.jsonl").write_text(
+        "".join(json.dumps(event) + "\n" for event in events)
+    )
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/rank-0003.log").write_text(OUT_OF_MEMORY)
     text, _ = explain_command([tmp_path])
@@ -279,14 +343,29 @@ def test_several_files_are_one_log(tmp_path: Path) -> None:
 
 
 def test_json_has_a_schema_number_and_all_that_the_text_says() -> None:
-    told = json.loads(explain_command([LOGS / "produced/killed-by-memory.log"], as_json=True)[0])
+    told = json.loads(
+        explain_command([LOGS / "produced/killed-by-memory.log"], as_json=True)[0]
+    )
     assert (told["schema"], told["status"], told["name"]) == (1, "failure", "killed")
     assert told["facts"] == ["rank 1 on localhost failed first, with exit code -9 (SIGKILL)"]
     assert (told["retry"], told["several"], told["asked"]) == ("no", False, None)
-    assert {"confidence", "check", "steps", "line", "others", "page", "cause", "title"} <= told.keys()
+    assert {
+        "confidence",
+        "check",
+        "steps",
+        "line",
+        "others",
+        "page",
+        "cause",
+        "title",
+    } <= told.keys()
     assert told["line"].keys() == {"file", "number", "rank", "host", "text"}
     unknown, code = explain_command([LOGS / "unrelated/script.log"], as_json=True)
-    assert (json.loads(unknown)["status"], json.loads(unknown)["retry"], code) == ("unknown", "no", 1)
+    assert (json.loads(unknown)["status"], json.loads(unknown)["retry"], code) == (
+        "unknown",
+        "no",
+        1,
+    )
 
 
 def test_empty_log_is_unknown(tmp_path: Path) -> None:
@@ -295,7 +374,9 @@ def test_empty_log_is_unknown(tmp_path: Path) -> None:
 
 
 def test_log_does_nothing_to_the_terminal(tmp_path: Path) -> None:
-    (tmp_path / "train.log").write_text(f"\x1b]0;title\x07{OUT_OF_MEMORY.strip()}\x1b[2J\x9b31m\n")
+    (tmp_path / "train.log").write_text(
+        f"\x1b]0;title\x07{OUT_OF_MEMORY.strip()}\x1b[2J\x9b31m\n"
+    )
     said, _ = explain_command([tmp_path / "train.log"])
     assert not {*said} & {"\x1b", "\x07", "\x9b"}
     assert "CUDA out of memory" in said
@@ -312,7 +393,9 @@ def test_long_log_takes_linear_time() -> None:
 def test_line_that_several_causes_bring_about_is_told_as_a_symptom() -> None:
     found = explain("RuntimeError: DataLoader worker (pid(s) 25) exited unexpectedly")
     assert found is not None and found.confidence is Confidence.SYMPTOM
-    assert "only a symptom, its cause is not in this log" in text(Diagnosis(Status.FAILURE, found))
+    assert "only a symptom, its cause is not in this log" in text(
+        Diagnosis(Status.FAILURE, found)
+    )
 
 
 def test_usual_cause_of_a_line_is_told_as_such_before_other_errors() -> None:
@@ -321,7 +404,10 @@ def test_usual_cause_of_a_line_is_told_as_such_before_other_errors() -> None:
         "[rank0]: FileNotFoundError: [Errno 2] No such file or directory: 'a.json'\n"
         "[rank1]: Traceback (most recent call last):\n[rank1]: KeyError: 'loss'\n"
     )
-    assert found is not None and (found.known.name, found.confidence) == ("missing-file", Confidence.SYMPTOM)
+    assert found is not None and (found.known.name, found.confidence) == (
+        "missing-file",
+        Confidence.SYMPTOM,
+    )
     assert "the usual cause, which no line proves" in text(Diagnosis(Status.FAILURE, found))
 
 
@@ -329,16 +415,25 @@ def test_library_that_cannot_be_opened_is_no_proof_of_another_version() -> None:
     found = explain(
         "import torch\nImportError: libcublas.so.11: cannot open shared object file: No such file or directory"
     )
-    assert found is not None and (found.known.name, found.confidence) == ("cuda-libraries", Confidence.SYMPTOM)
+    assert found is not None and (found.known.name, found.confidence) == (
+        "cuda-libraries",
+        Confidence.SYMPTOM,
+    )
 
 
 def test_cause_that_ended_no_traceback_beside_an_unknown_one_is_not_claimed() -> None:
     unknown = "Traceback (most recent call last):\n  File \"train.py\", line 3, in main\nKeyError: 'loss'\n"
     warned = "torch: Duplicate GPU detected : rank 1 and rank 0\n"
     found = explain(warned + unknown)
-    assert found is not None and (found.known.name, found.confidence) == ("nccl-duplicate-gpu", Confidence.SYMPTOM)
+    assert found is not None and (found.known.name, found.confidence) == (
+        "nccl-duplicate-gpu",
+        Confidence.SYMPTOM,
+    )
     found = explain("torch\nXid (PCI:0000:3b:00): 79, GPU has fallen off the bus\n" + unknown)
-    assert found is not None and (found.known.name, found.confidence) == ("gpu-fault", Confidence.LIKELY)
+    assert found is not None and (found.known.name, found.confidence) == (
+        "gpu-fault",
+        Confidence.LIKELY,
+    )
 
 
 def test_two_causes_claim_neither_unless_the_machine_brought_the_other_about() -> None:
@@ -346,7 +441,10 @@ def test_two_causes_claim_neither_unless_the_machine_brought_the_other_about() -
     found = explain(two)
     assert found is not None and found.confidence is Confidence.SYMPTOM
     found = explain("torch\nslurmstepd: error: Detected 1 oom_kill event in StepId=1.0\n" + two)
-    assert found is not None and (found.known.name, found.confidence) == ("oom-killed", Confidence.LIKELY)
+    assert found is not None and (found.known.name, found.confidence) == (
+        "oom-killed",
+        Confidence.LIKELY,
+    )
 
 
 def test_proof_comes_before_what_several_causes_bring_about() -> None:
@@ -394,13 +492,19 @@ NCCL_READY = "node-1:13:14 [1] NCCL INFO comm 0x7f rank 1 nranks 2 cudaDev 1 bus
 def test_log_that_only_ends_shows_no_hang() -> None:
     assert explain(NCCL_READY) is None
     found = explain(f"It hangs here, and both GPUs are at 100 %:\n{NCCL_READY}")
-    assert found is not None and (found.known.name, found.confidence) == ("silent-hang", Confidence.SYMPTOM)
+    assert found is not None and (found.known.name, found.confidence) == (
+        "silent-hang",
+        Confidence.SYMPTOM,
+    )
 
 
 def test_other_way_that_was_found_mends_what_failed() -> None:
     line = "NCCL WARN NET/OFI No eligible providers were found\n"
     assert failure(line).known.name == "libfabric"
-    assert explain(f"{line}NET/OFI Selected provider is cxi, fabric is cxi (found 4 nics)\n") is None
+    assert (
+        explain(f"{line}NET/OFI Selected provider is cxi, fabric is cxi (found 4 nics)\n")
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -467,10 +571,14 @@ def test_nested_brackets_and_reversed_text_end_nothing(tmp_path: Path) -> None:
     (tmp_path / "nccl_trace_rank_0.json").write_text('{"a":' + "[" * 200_000)
     assert "is no Flight Recorder dump" in gather([tmp_path]).unread[0]
     assert explain('{"log":' + "[" * 200_000) is None
-    assert "\u202e" not in text(answer(JobEvidence([LogSource("", "RuntimeError: \u202eabc\n")])))
+    assert "\u202e" not in text(
+        answer(JobEvidence([LogSource("", "RuntimeError: \u202eabc\n")]))
+    )
 
 
-def test_of_a_log_that_is_too_large_both_ends_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_log_that_is_too_large_both_ends_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, size in (("_FIRST", 3000), ("_LAST", 9000), ("_PIECE", 1000)):
         monkeypatch.setattr(evidence, name, size)
     filler = "".join(f"step {step}\n" for step in range(200_000)).encode()
@@ -481,11 +589,17 @@ def test_of_a_log_that_is_too_large_both_ends_are_read(tmp_path: Path, monkeypat
     large, packed, small = (gather([tmp_path / name]) for name in ("a.log", "b.gz", "c.log"))
     for one in (large, packed):
         assert len(one.sources[0].text) < 13_000
-        assert one.sources[0].text.startswith(begin.decode()) and one.sources[0].text.endswith(OUT_OF_MEMORY)
-        assert one.unread[0].endswith("MiB in its middle were not read: lines are counted without")
+        assert one.sources[0].text.startswith(begin.decode()) and one.sources[0].text.endswith(
+            OUT_OF_MEMORY
+        )
+        assert one.unread[0].endswith(
+            "MiB in its middle were not read: lines are counted without"
+        )
     assert small.unread == [] and len(small.sources[0].text) == len(begin) + 8000 + len(end)
     monkeypatch.setattr(evidence, "_MOST_UNPACKED", 100_000)
-    assert gather([tmp_path / "b.gz"]).unread == [f"{tmp_path / 'b.gz'} unpacks to more than 0 GiB"]
+    assert gather([tmp_path / "b.gz"]).unread == [
+        f"{tmp_path / 'b.gz'} unpacks to more than 0 GiB"
+    ]
     assert gather([tmp_path / "a.log"]).sources[0].text == large.sources[0].text
 
 

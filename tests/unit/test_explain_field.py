@@ -70,7 +70,8 @@ def test_log_says_where_it_is_from_and_names_nobody() -> None:
         assert re.match(r"https?://|here: ", log.source), log.name
         assert len(log.text) < 6000, log.name
         assert not re.search(
-            r"/home/(?!ray|\.cache)\w|/Users/|\bhf_[A-Za-z0-9]{10}|[\w.]+@[\w-]+\.(?:com|org|net)\b", log.text
+            r"/home/(?!ray|\.cache)\w|/Users/|\bhf_[A-Za-z0-9]{10}|[\w.]+@[\w-]+\.(?:com|org|net)\b",
+            log.text,
         ), log.name
 
 
@@ -90,7 +91,9 @@ def test_no_log_is_judged_that_its_name_does_not_allow() -> None:
         (r"one|another", ""),
     ],
 )
-def test_anchor_is_literal_text_that_every_line_with_the_sign_has(sign: str, literal: str) -> None:
+def test_anchor_is_literal_text_that_every_line_with_the_sign_has(
+    sign: str, literal: str
+) -> None:
     assert anchor(sign) == literal
 
 

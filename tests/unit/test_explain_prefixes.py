@@ -58,7 +58,15 @@ def test_a_message_of_several_lines_keeps_the_number_of_its_line() -> None:
         "[" * 200_000,
         '{"log": ' * 20_000,
     ],
-    ids=["a list", "a table", "metrics", "one line of many", "nothing", "brackets", "nested JSON"],
+    ids=[
+        "a list",
+        "a table",
+        "metrics",
+        "one line of many",
+        "nothing",
+        "brackets",
+        "nested JSON",
+    ],
 )
 def test_what_only_looks_like_a_prefix_stays(text: str) -> None:
     lines = text.split("\n")

@@ -30,7 +30,9 @@ _H100 = ACCELERATORS["h100-80gb"]
 _FREE = 78 * 2**30
 
 
-def _fitted(free: int, *, device: Any = _H100, **sections: dict[str, Any]) -> tuple[Fitted, Setup, Any]:
+def _fitted(
+    free: int, *, device: Any = _H100, **sections: dict[str, Any]
+) -> tuple[Fitted, Setup, Any]:
     values: dict[str, Any] = {
         "model": {"config": _8B, "dtype": "bfloat16"},
         "data": {"seq_len": 4096},
@@ -49,7 +51,10 @@ def _fitted(free: int, *, device: Any = _H100, **sections: dict[str, Any]) -> tu
 def test_the_largest_micro_batch_that_fits() -> None:
     found, setup, decoder = _fitted(_FREE)
     chosen = found.asked.config.train.micro_batch
-    assert chosen in (1, 2, 4) and found.said[0][0] == f"micro-batch: {chosen} rows, {8 // chosen} of them a step"
+    assert (
+        chosen in (1, 2, 4)
+        and found.said[0][0] == f"micro-batch: {chosen} rows, {8 // chosen} of them a step"
+    )
 
     def held(rows: int) -> float:
         fields = {**vars(setup), "micro_batch": rows, "num_batches": 8 // rows}
@@ -79,13 +84,19 @@ def test_what_is_refused_and_would_fit(free: int, sections: dict[str, Any], said
     with pytest.raises(ConfigError) as error:
         _fitted(free, **sections)
     (problem,) = error.value.problems
-    assert "are free" in problem.what and said in problem.fix and "--train.memory_check false" in problem.fix
+    assert (
+        "are free" in problem.what
+        and said in problem.fix
+        and "--train.memory_check false" in problem.fix
+    )
     # What is told does fit.
     keys = dict(re.findall(r"--(\S+) (\S+)", problem.fix.split("(or")[0]))
     given: dict[str, dict[str, Any]] = {name: dict(values) for name, values in sections.items()}
     for key, value in keys.items():
         section, _, name = key.partition(".")
-        given.setdefault(section, {})[name] = int(value) if value.isdigit() else value == "true" or value
+        given.setdefault(section, {})[name] = (
+            int(value) if value.isdigit() else value == "true" or value
+        )
     assert _fitted(free, **given)[0].asked.estimated_bytes <= free  # type: ignore[operator]
 
 
@@ -97,7 +108,9 @@ def test_nothing_fits() -> None:
 
 def test_the_check_can_be_left_out() -> None:
     found, _, _ = _fitted(2**30, train={"micro_batch": 8, "memory_check": False})
-    assert found.asked.config.train.micro_batch == 8 and (found.asked.estimated_bytes or 0) > 2**30
+    assert (
+        found.asked.config.train.micro_batch == 8 and (found.asked.estimated_bytes or 0) > 2**30
+    )
 
 
 def test_a_run_that_nearly_fits_is_not_refused() -> None:
@@ -112,7 +125,11 @@ def test_a_run_that_nearly_fits_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("sections", "key", "fix"),
     [
-        ({"mesh": {"cpu_offload": True}}, "mesh.cpu_offload = true", "--mesh.cpu_offload false"),
+        (
+            {"mesh": {"cpu_offload": True}},
+            "mesh.cpu_offload = true",
+            "--mesh.cpu_offload false",
+        ),
         (
             {"train": {"activation_checkpointing": "offload"}},
             "train.activation_checkpointing = offload",
@@ -120,7 +137,9 @@ def test_a_run_that_nearly_fits_is_not_refused() -> None:
         ),
     ],
 )
-def test_what_the_host_cannot_hold_is_refused(sections: dict[str, Any], key: str, fix: str) -> None:
+def test_what_the_host_cannot_hold_is_refused(
+    sections: dict[str, Any], key: str, fix: str
+) -> None:
     _, setup, decoder = _fitted(int(1e13), **sections)
     needed = host_bytes(decoder, setup)
     refuse_too_much_of_host(decoder, setup, int(needed * 0.91))
@@ -148,24 +167,71 @@ def test_doctor_says_what_a_rank_would_hold() -> None:
     config = validate({"model": {"config": _8B, "dtype": "bfloat16"}, "mesh": {"dp": 2}})
     gpus = [{"name": "NVIDIA L4", "memory": 24 * 2**30, "free": 23 * 2**30}]
     (found,) = _memory(config, Topology(2), gpus, 2)
-    assert found.level == "warning" and "GiB in the" in found.what and "23.00 GiB" in found.expected
+    assert (
+        found.level == "warning"
+        and "GiB in the" in found.what
+        and "23.00 GiB" in found.expected
+    )
     (found,) = _memory(config, Topology(2), [{**gpus[0], "memory": 10**12, "free": 10**12}], 2)
     assert found.level == "ok"
     assert _memory(validate({}), Topology(2), gpus, 2) == []
-    assert _memory(validate({"model": {"config": {"model_type": "mamba"}}}), Topology(), [], 1) == []
+    assert (
+        _memory(validate({"model": {"config": {"model_type": "mamba"}}}), Topology(), [], 1)
+        == []
+    )
 
 
 _TALL = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}
 _QWEN = {**_8B, "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128}
 MODELS: dict[str, dict[str, Any]] = {
-    "0.1B": {**_8B, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    "0.1B": {
+        **_8B,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+    }
     | {"num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True},
-    "0.5B": {**_8B, "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
-    | {"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
-    "1B": {**_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
-    "1.5B": {**_8B, "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
-    | {"num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
-    "3B": {**_8B, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24},
+    "0.5B": {
+        **_8B,
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+    }
+    | {
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "1B": {
+        **_8B,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "tie_word_embeddings": True,
+    },
+    "1.5B": {
+        **_8B,
+        "model_type": "qwen2",
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+    }
+    | {
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "3B": {
+        **_8B,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+    },
     "4B": {
         **_QWEN,
         "hidden_size": 2560,
@@ -176,27 +242,62 @@ MODELS: dict[str, dict[str, Any]] = {
     "8B": _8B,
     "14B": {**_QWEN, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40}
     | {"num_attention_heads": 40},
-    "32B": {**_8B, **_TALL, "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600}
+    "32B": {
+        **_8B,
+        **_TALL,
+        "model_type": "qwen3",
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+    }
     | {"num_hidden_layers": 64, "vocab_size": 151936},
-    "70B": {**_8B, **_TALL, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
-    "8x7B": {**_8B, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000},
-    "30B-A3B": {**_8B, "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "head_dim": 128}
-    | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "70B": {
+        **_8B,
+        **_TALL,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+    },
+    "8x7B": {
+        **_8B,
+        "model_type": "mixtral",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+    },
+    "30B-A3B": {
+        **_8B,
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "head_dim": 128,
+    }
+    | {
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
 }
 
 
 @pytest.mark.parametrize("gpus", [1, 8, 64])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_default_or_what_is_told_in_its_place_is_as_fast_as_the_best_mesh(name: str, gpus: int) -> None:
+def test_the_default_or_what_is_told_in_its_place_is_as_fast_as_the_best_mesh(
+    name: str, gpus: int
+) -> None:
     """By the estimate, within 5 %; of 64, a launcher's, nothing is sharded by default."""
     assert _slower_than_the_best(name, gpus, rows=8, seq_len=4096) <= 1.05
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_copies_of_a_whole_model_repeat_its_update_which_shows_where_steps_are_short(name: str) -> None:
+def test_copies_of_a_whole_model_repeat_its_update_which_shows_where_steps_are_short(
+    name: str,
+) -> None:
     """One model of 64 devices, by a difference that the estimate does not tell."""
     slower = _slower_than_the_best(name, 64, rows=2, seq_len=8192)
-    assert slower <= 1.05 or (name == "1B" and slower - 1 < margin_of(_H100, mixture=False).difference)
+    assert slower <= 1.05 or (
+        name == "1B" and slower - 1 < margin_of(_H100, mixture=False).difference
+    )
 
 
 def _slower_than_the_best(name: str, gpus: int, *, rows: int, seq_len: int) -> float:
@@ -205,7 +306,10 @@ def _slower_than_the_best(name: str, gpus: int, *, rows: int, seq_len: int) -> f
     Args:
         rows: of each device in a step.
     """
-    fabric, free = fabric_of(_H100, in_host=min(8, gpus), link=None, network=None), int(THERE * _H100.memory_bytes)
+    fabric, free = (
+        fabric_of(_H100, in_host=min(8, gpus), link=None, network=None),
+        int(THERE * _H100.memory_bytes),
+    )
     launched, devices = (gpus, None) if gpus > 8 else (None, gpus)
     values: dict[str, dict[str, Any]] = {
         "model": {"config": MODELS[name], "dtype": "bfloat16"},
@@ -224,8 +328,12 @@ def _slower_than_the_best(name: str, gpus: int, *, rows: int, seq_len: int) -> f
         told = _what_fits(config, decoder, setup, free)
         for key, value in re.findall(r"--(\S+) (\S+)", told):
             section, _, last = key.partition(".")
-            values.setdefault(section, {})[last] = int(value) if value.isdigit() else value == "true" or value
+            values.setdefault(section, {})[last] = (
+                int(value) if value.isdigit() else value == "true" or value
+            )
     question = Question(decoder, config, frozenset(), gpus, fabric, _H100)
     assert question.plan(setup).fits
-    best = Question(decoder, validate({**values, "mesh": {}}), frozenset(), gpus, fabric, _H100).plans()[0]
+    best = Question(
+        decoder, validate({**values, "mesh": {}}), frozenset(), gpus, fabric, _H100
+    ).plans()[0]
     return question.plan(setup).duration.total / best.duration.total

@@ -19,13 +19,20 @@ from threefold.model import float8
 from threefold.plan import choices
 
 FLOAT8 = Bound("loss", 0.02, "3 bits of mantissa in products of a small model", relative=False)
-LARGE: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2}
+LARGE: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 2,
+}
 LARGE |= {"num_attention_heads": 16, "num_key_value_heads": 4}
 
 
 def outline(kind: str, **sizes: Any) -> Any:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**LARGE, **sizes}))
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(kind, **{**LARGE, **sizes})
+        )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +56,13 @@ def test_layers_that_are_converted() -> None:
     """Of a Llama of a billion parameters: not the small keys and values, nor the head."""
     names = float8.layers_to_convert(outline("llama"), "tensorwise")
     kinds = {name.removeprefix("model.layers.0.") for name in names if ".0." in name}
-    assert kinds == {"self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+    assert kinds == {
+        "self_attn.q_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+    }
     assert len(names) == 10
     rowwise = float8.layers_to_convert(outline("llama"), "rowwise")
     assert {name.rpartition(".")[2] for name in rowwise} == {"gate_proj", "up_proj"}
@@ -57,8 +70,15 @@ def test_layers_that_are_converted() -> None:
 
 def test_routers_and_experts_are_left() -> None:
     """A router may be a large linear layer; experts are parameters of their own."""
-    sparse = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0}
-    jamba = outline("jamba", **sparse, num_experts=2048, num_experts_per_tok=2, use_mamba_kernels=False)
+    sparse = {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 1,
+        "expert_layer_offset": 0,
+    }
+    jamba = outline(
+        "jamba", **sparse, num_experts=2048, num_experts_per_tok=2, use_mamba_kernels=False
+    )
     assert any(name.endswith(".router") for name, _ in jamba.named_modules())
     assert not any("router" in name for name in float8.layers_to_convert(jamba, "tensorwise"))
     mixtral = float8.layers_to_convert(outline("mixtral", num_local_experts=4), "tensorwise")
@@ -106,7 +126,9 @@ def test_what_does_not_go_with_it(values: dict[str, Any], expected: str) -> None
     assert str(found.value) == expected
 
 
-def problems_of(config: Config, model: Any, topology: Topology | None = None, device: str = "cuda") -> str:
+def problems_of(
+    config: Config, model: Any, topology: Topology | None = None, device: str = "cuda"
+) -> str:
     found = float8.problems(config, model, topology or Topology(), device=device)
     return str(ConfigError.of(found)) if found else ""
 
@@ -137,15 +159,21 @@ def test_what_cannot_be_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
         "  fix: --data.seq_len 1024   (or leave train.float8 out)"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert "train.float8 = tensorwise on a device of capability 8.0\n" in problems_of(config, model)
+    assert "train.float8 = tensorwise on a device of capability 8.0\n" in problems_of(
+        config, model
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(choices.importlib.util, "find_spec", lambda name: None if name == "triton" else object())
+    monkeypatch.setattr(
+        choices.importlib.util, "find_spec", lambda name: None if name == "triton" else object()
+    )
     assert problems_of(config, model) == (
         "train.float8 = tensorwise, but layers are not compiled: triton, which compiles for CUDA, is not installed\n"
         "  expected: compiled layers: casts in kernels of their own take longer than the products save\n"
         "  fix: pip install triton, or leave train.float8 out"
     )
-    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None if name == "torchao" else object())
+    monkeypatch.setattr(
+        float8.importlib.util, "find_spec", lambda name: None if name == "torchao" else object()
+    )
     assert problems_of(config, model) == (
         "train.float8 = tensorwise, but torchao is not installed\n"
         "  expected: the package that has these products\n"
@@ -171,7 +199,9 @@ def test_what_is_gathered_in_8_bits() -> None:
 
     rounded = "rounded before they are sent, by scales of whole weights; of others the shards do not divide the rows"
     assert (said(), said(4096)) == (of(10, rounded), of(4, rounded))
-    assert said(offloaded=True) == of(0, "FSDP2 asks nothing of shards that it fetches from the host")
+    assert said(offloaded=True) == of(
+        0, "FSDP2 asks nothing of shards that it fetches from the host"
+    )
     scaled = "rows and columns are scaled by themselves, for which a rank needs the weight in bfloat16"
     assert said(recipe="rowwise") == of(0, scaled)
 
@@ -182,7 +212,9 @@ def test_distance_to_bfloat16(recipe: str, monkeypatch: pytest.MonkeyPatch) -> N
     """Emulated: the products of rounded numbers, which differ from bfloat16's by some of 3 bits of mantissa."""
     if importlib.util.find_spec("torchao") is None:
         pytest.skip("torchao is not installed: pip install 'threefold[torchao]'")
-    monkeypatch.setattr(float8, "pays", lambda recipe, outputs, inputs: outputs % 16 == inputs % 16 == 0)
+    monkeypatch.setattr(
+        float8, "pays", lambda recipe, outputs, inputs: outputs % 16 == inputs % 16 == 0
+    )
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 96}
     config = AutoConfig.for_model("llama", **{**LARGE, **sizes})
     ids = torch.randint(96, (4, 33), generator=torch.Generator().manual_seed(2))
@@ -202,7 +234,9 @@ def test_distance_to_bfloat16(recipe: str, monkeypatch: pytest.MonkeyPatch) -> N
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
             loss.backward()
             if not losses:
-                gradients.append(torch.cat([each.grad.flatten().float() for each in model.parameters()]))
+                gradients.append(
+                    torch.cat([each.grad.flatten().float() for each in model.parameters()])
+                )
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())

@@ -32,7 +32,12 @@ _LLAMA_1B = {
     "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
     "tie_word_embeddings": True,
 }  # fmt: skip
-_QWEN3_MOE = {"model_type": "qwen3_moe", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 4}
+_QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 4,
+}
 _GPT_OSS = {
     "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_experts_per_tok": 4,
@@ -113,19 +118,29 @@ def test_published_counts(name: str) -> None:
     elif which == "with embeddings" and head is not embedding:
         found += embedding.numel()
     # The cards round to as many digits; norms and biases, which are not matrices, are below them.
-    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(total, rel=0.01)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(
+        total, rel=0.01
+    )
     assert found / 1e9 == pytest.approx(met, rel=0.03)
 
 
 @pytest.mark.parametrize(
-    ("values", "length", "gflop"), [(_LLAMA_8B, 8192, 57.9), (_LLAMA_8B, 4096, 51.5), (_LLAMA_1B, 4096, 9.03)]
+    ("values", "length", "gflop"),
+    [(_LLAMA_8B, 8192, 57.9), (_LLAMA_8B, 4096, 51.5), (_LLAMA_1B, 4096, 9.03)],
 )
 def test_published_operations(values: dict[str, Any], length: int, gflop: float) -> None:
     """As torchtitan counts them."""
-    assert flops_of(outline(values)).per_token(causal_keys(length)) / 1e9 == pytest.approx(gflop, rel=2e-3)
+    assert flops_of(outline(values)).per_token(causal_keys(length)) / 1e9 == pytest.approx(
+        gflop, rel=2e-3
+    )
 
 
-_SMALL = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+_SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48}
 COUNTED_BY_TORCH: dict[str, dict[str, Any]] = {
     "llama": {**_SMALL, "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -149,11 +164,19 @@ def test_what_torch_counts(name: str) -> None:
     with FlopCounterMode(display=False) as counter:
         model(tokens, use_cache=False).logits.sum().backward()
     # Rotary angles are a small product too.
-    assert flops_of(model).per_token(causal_keys(64)) == pytest.approx(counter.get_total_flops() / 128, rel=2e-3)
+    assert flops_of(model).per_token(causal_keys(64)) == pytest.approx(
+        counter.get_total_flops() / 128, rel=2e-3
+    )
 
 
 def test_experts_that_are_not_chosen_cost_nothing() -> None:
-    values = {**_SMALL, **_HEADS, "model_type": "qwen3_moe", "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+    values = {
+        **_SMALL,
+        **_HEADS,
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+    }
     few = flops_of(outline({**values, "num_experts": 8, "num_experts_per_tok": 2}))
     many = flops_of(outline({**values, "num_experts": 64, "num_experts_per_tok": 2}))
     assert many.trained - few.trained == 2 * 128 * (64 - 8)  # the routers of two layers
@@ -167,7 +190,9 @@ def test_frozen_weights_have_no_gradient_of_their_own() -> None:
     found = flops_of(model)
     assert found.frozen == whole.trained and 0 < found.trained < whole.trained / 10
     keys = causal_keys(64)
-    assert found.per_token(keys) == 4 * found.frozen + 6 * found.trained + whole.of_attention(keys)
+    assert found.per_token(keys) == 4 * found.frozen + 6 * found.trained + whole.of_attention(
+        keys
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_RUN])
@@ -175,10 +200,14 @@ def test_attention_of_every_family_is_found(name: str) -> None:
     """One for each layer that has any, with a window where its config names one for that layer."""
     model = load.outline(config_of(name))
     found = flops_of(model)
-    assert found.trained > 0 and found.frozen < 0.1 * found.trained  # what a model keeps fixed itself
+    assert (
+        found.trained > 0 and found.frozen < 0.1 * found.trained
+    )  # what a model keeps fixed itself
     kinds = getattr(model.config.get_text_config(), "layer_types", None)
     if kinds and set(kinds) <= {"full_attention", "sliding_attention"}:
-        windowed = sum(count for each, count in found.attention.items() if each.window is not None)
+        windowed = sum(
+            count for each, count in found.attention.items() if each.window is not None
+        )
         assert windowed == kinds.count("sliding_attention"), found.attention
         assert sum(found.attention.values()) == len(kinds)
 
@@ -194,7 +223,9 @@ def test_keys_of_a_row(window: int | None, length: int) -> None:
 
 
 def test_keys_of_documents() -> None:
-    flops = flops_of(outline({**_SMALL, **_HEADS, "model_type": "mistral", "sliding_window": 4}))
+    flops = flops_of(
+        outline({**_SMALL, **_HEADS, "model_type": "mistral", "sliding_window": 4})
+    )
     assert {each.window for each in flops.attention} == {4}
     keys = KeysSeen(flops)
     assert keys(4) == 0
@@ -217,14 +248,27 @@ def test_devices_are_told_by_their_names() -> None:
     assert peak_flops("a device nobody named") is None
     assert len(ACCELERATORS) >= 15 and named("H100-80GB") is ACCELERATORS["h100-80gb"]
     # A device that is given by its sign is found as itself.
-    assert [key for key, each in ACCELERATORS.items() if peak_flops(each.sign) != each.bfloat16] == []
+    assert [
+        key for key, each in ACCELERATORS.items() if peak_flops(each.sign) != each.bfloat16
+    ] == []
 
 
 def test_plan_prints_what_a_token_costs(tmp_path: Path) -> None:
     main._load(main._COMMANDS)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(_LLAMA_1B))
-    asked = ["plan", str(path), "--gpus", "8", "--gpu", "h200", "--data.seq_len", "4096", "--train.global_batch", "8"]
+    asked = [
+        "plan",
+        str(path),
+        "--gpus",
+        "8",
+        "--gpu",
+        "h200",
+        "--data.seq_len",
+        "4096",
+        "--train.global_batch",
+        "8",
+    ]
     printed = CliRunner().invoke(main.app, asked).output
     assert "llama: 1,235,814,400 parameters on 8 x h200" in printed
     assert "7.41 GFLOP = 6 x 1,235,746,816 trained parameters of matrices" in printed
@@ -257,5 +301,9 @@ def test_wrong_requests(arguments: tuple[str, ...], message: str, tmp_path: Path
     paths = {name: tmp_path / f"{name}.json" for name in contents}
     for name, content in contents.items():
         paths[name].write_text(content)
-    error = CliRunner().invoke(main.app, ["plan", *(argument.format(**paths) for argument in arguments)]).exception
+    error = (
+        CliRunner()
+        .invoke(main.app, ["plan", *(argument.format(**paths) for argument in arguments)])
+        .exception
+    )
     assert error is not None and message in str(error)

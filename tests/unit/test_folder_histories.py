@@ -25,7 +25,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
 
 from threefold.checkpoint import layout
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
@@ -69,7 +74,9 @@ class Truth:
         """Whether weights of this step are on the way to where the run is now."""
         marks = [mark for mark, _ in self.starts]
         mark = weights.rpartition(" ")[2]
-        return mark in marks and all(began >= step for _, began in self.starts[marks.index(mark) + 1 :])
+        return mark in marks and all(
+            began >= step for _, began in self.starts[marks.index(mark) + 1 :]
+        )
 
     def wrote(self, weights: str) -> bool:
         return weights.rpartition(" ")[2] in [mark for mark, _ in self.starts]
@@ -79,9 +86,16 @@ def files(root: Path) -> dict[str, str]:
     """Every file and link below a folder: what is in it, or where it leads."""
     found = {}
     for folder, folders, names in os.walk(root):
-        for name in (*names, *(each for each in folders if os.path.islink(os.path.join(folder, each)))):
+        for name in (
+            *names,
+            *(each for each in folders if os.path.islink(os.path.join(folder, each))),
+        ):
             path = os.path.join(folder, name)
-            content = f"-> {os.readlink(path)}" if os.path.islink(path) else Path(path).read_text(errors="ignore")
+            content = (
+                f"-> {os.readlink(path)}"
+                if os.path.islink(path)
+                else Path(path).read_text(errors="ignore")
+            )
             found[os.path.relpath(path, root)] = content
     return found
 
@@ -89,7 +103,9 @@ def files(root: Path) -> dict[str, str]:
 def weights_of(checkpoint: Path) -> str | None:
     """The starts that made the weights of a checkpoint, if it is whole; by its bytes alone."""
     with suppress(OSError):
-        if (checkpoint / "COMPLETE").exists() and Checkpoint(checkpoint, _step(checkpoint)).damage() is None:
+        if (checkpoint / "COMPLETE").exists() and Checkpoint(
+            checkpoint, _step(checkpoint)
+        ).damage() is None:
             return (checkpoint / "state/weights").read_text()
     return None
 
@@ -102,7 +118,9 @@ def _step(checkpoint: Path) -> int:
 def killed_before(change: int | None) -> Iterator[None]:
     """Ends what is done inside before its n-th change of a file's or a folder's name, and leaves half of a removal."""
     left = itertools.count()
-    originals = {name: getattr(os, name) for name in ("replace", "rename", "mkdir", "unlink", "rmdir")}
+    originals = {
+        name: getattr(os, name) for name in ("replace", "rename", "mkdir", "unlink", "rmdir")
+    }
     remove = shutil.rmtree
 
     def counted(name: str) -> Callable[..., Any]:
@@ -180,27 +198,48 @@ class Folders(RuleBasedStateMachine):
     # What the machine asks of itself
 
     def truth(self, place: str) -> Truth | None:
-        return self.truths.get(os.path.relpath(os.path.realpath(place), os.path.realpath(self.root)))
+        return self.truths.get(
+            os.path.relpath(os.path.realpath(place), os.path.realpath(self.root))
+        )
 
     def checkpoints(self) -> list[str]:
-        found = (path for place in PLACES for path in sorted(Path(place, "checkpoints").glob("*step-*")))
+        found = (
+            path
+            for place in PLACES
+            for path in sorted(Path(place, "checkpoints").glob("*step-*"))
+        )
         return [str(path) for path in found if not path.name.startswith(".")]
 
     def expected(self, place: str) -> tuple[str, int] | None:
         """(weights, step) that the run in a folder must resume from; None: it begins at step 1, or is refused."""
         truth = self.truth(place)
         assert truth is not None
-        whole = [(_step(path), weights_of(path)) for path in Path(place, "checkpoints").glob("step-*")]
-        own = [(step, weights) for step, weights in whole if weights is not None and truth.is_own(weights, step)]
+        whole = [
+            (_step(path), weights_of(path))
+            for path in Path(place, "checkpoints").glob("step-*")
+        ]
+        own = [
+            (step, weights)
+            for step, weights in whole
+            if weights is not None and truth.is_own(weights, step)
+        ]
         return max(own)[::-1] if own else None  # type: ignore[return-value]
 
-    def check(self, before: dict[str, str], target: str, truth: Truth | None, *, refused: bool) -> None:
+    def check(
+        self, before: dict[str, str], target: str, truth: Truth | None, *, refused: bool
+    ) -> None:
         """Nothing that is not the target run's own was changed or removed; by a refused command nothing at all."""
         after = files(self.root)
         home = os.path.relpath(os.path.realpath(target), os.path.realpath(self.root))
         if refused:
-            made = {path for path in after.keys() - before.keys() if not re.search(r"run\.lock$", path)}
-            assert not made and all(after.get(path) == before[path] for path in before), "refused, and changed"
+            made = {
+                path
+                for path in after.keys() - before.keys()
+                if not re.search(r"run\.lock$", path)
+            }
+            assert not made and all(after.get(path) == before[path] for path in before), (
+                "refused, and changed"
+            )
             return
         for path in [path for path in before if after.get(path) != before[path]]:
             inside = os.path.relpath(path, home)
@@ -225,19 +264,32 @@ class Folders(RuleBasedStateMachine):
             there = tuple(os.path.realpath(each.path) for each in found.candidates)
             return there, found.asked, found.origin
         except ThreefoldError as error:
-            return type(error), error.problems[0].what.replace("../", "").replace(f"{self.root}/", "")
+            return type(error), error.problems[0].what.replace("../", "").replace(
+                f"{self.root}/", ""
+            )
         finally:
             os.chdir(self.root)
 
     # What a command does
 
-    def start(self, place: str, asked: str, *, saves: int, keep: int, dies: int | None, by: str) -> None:
+    def start(
+        self, place: str, asked: str, *, saves: int, keep: int, dies: int | None, by: str
+    ) -> None:
         """A start by `train` or `resume`, which is killed before its change number `dies`."""
         if os.path.isdir(place) or not os.path.lexists(place):
-            assert self.answer(place, asked, ".") == self.answer(place, asked, "elsewhere"), "another answer"
+            assert self.answer(place, asked, ".") == self.answer(place, asked, "elsewhere"), (
+                "another answer"
+            )
         before, truth = files(self.root), self.truth(place)
-        was, expected = copy.deepcopy(truth), self.expected(place) if truth is not None else None
-        asked_weights = weights_of(Path(asked)) if asked not in ("auto", "never") and "step-" in asked else None
+        was, expected = (
+            copy.deepcopy(truth),
+            self.expected(place) if truth is not None else None,
+        )
+        asked_weights = (
+            weights_of(Path(asked))
+            if asked not in ("auto", "never") and "step-" in asked
+            else None
+        )
         happened = SimpleNamespace(resumed=None, begun=False)
 
         def train_command(loaded: LoadedConfig, **_: Any) -> int:
@@ -271,7 +323,12 @@ class Folders(RuleBasedStateMachine):
             assert was is not None, "resume began a new run"
 
     def check_resumed(
-        self, was: Truth | None, expected: Any, asked: str, asked_weights: str | None, resumed: str | None
+        self,
+        was: Truth | None,
+        expected: Any,
+        asked: str,
+        asked_weights: str | None,
+        resumed: str | None,
     ) -> None:
         """It resumed, and what it should."""
         if was is None:
@@ -290,12 +347,16 @@ class Folders(RuleBasedStateMachine):
         elif asked == "auto":
             assert not was.saved and resumed is None, "began anew over a run that has saved"
 
-    def _train(self, path: Path, config: Config, happened: Any, *, saves: int, keep: int) -> None:
+    def _train(
+        self, path: Path, config: Config, happened: Any, *, saves: int, keep: int
+    ) -> None:
         opened = open_run(config)
         chosen, passed = layout.newest_undamaged(opened.candidates, lambda each: each.damage())
         opened = opened.resuming(chosen, passed)
         if chosen is not None:
-            assert (chosen.path / "state/weights").is_file(), "a checkpoint without weights was chosen"
+            assert (chosen.path / "state/weights").is_file(), (
+                "a checkpoint without weights was chosen"
+            )
         resumed = (chosen.path / "state/weights").read_text() if chosen is not None else None
         before = _num_starts(path)
         place = os.path.relpath(os.path.realpath(path), os.path.realpath(self.root))
@@ -305,7 +366,9 @@ class Folders(RuleBasedStateMachine):
             opened.begin()
         finally:
             if _num_starts(path) > before or (path / "run.json").exists():
-                truth = self.truths.setdefault(place, Truth(origin=resumed if opened.origin is not None else None))
+                truth = self.truths.setdefault(
+                    place, Truth(origin=resumed if opened.origin is not None else None)
+                )
                 if _num_starts(path) > before:
                     truth.starts.append((mark, opened.done))
                     happened.resumed, happened.begun = resumed, True
@@ -322,7 +385,9 @@ class Folders(RuleBasedStateMachine):
         place=st.sampled_from(PLACES), by=st.sampled_from(["train", "resume"]), saves=st.integers(0, 3),
         keep=st.integers(1, 3), dies=st.none() | st.integers(0, 24), never=st.integers(0, 9),
     )  # fmt: skip
-    def starts(self, place: str, by: str, saves: int, keep: int, dies: int | None, never: int) -> None:
+    def starts(
+        self, place: str, by: str, saves: int, keep: int, dies: int | None, never: int
+    ) -> None:
         asked = "never" if by == "train" and never == 0 else "auto"
         self.start(place, asked, saves=saves, keep=keep, dies=dies, by=by)
 
@@ -330,14 +395,19 @@ class Folders(RuleBasedStateMachine):
         place=st.sampled_from(PLACES), number=st.integers(0, 30), saves=st.integers(0, 2),
         dies=st.none() | st.integers(0, 24), by=st.sampled_from(["train", "resume"]),
     )  # fmt: skip
-    def starts_from(self, place: str, number: int, saves: int, dies: int | None, by: str) -> None:
+    def starts_from(
+        self, place: str, number: int, saves: int, dies: int | None, by: str
+    ) -> None:
         """A fork, or a return to an older step."""
         if there := self.checkpoints():
             asked = there[number % len(there)]
             place = asked.split("/")[0] if by == "resume" else place
             self.start(place, asked, saves=saves, keep=3, dies=dies, by=by)
 
-    @rule(place=st.sampled_from(PLACES), to=st.sampled_from([None, "page.html", "notes.md", "b/report.html"]))
+    @rule(
+        place=st.sampled_from(PLACES),
+        to=st.sampled_from([None, "page.html", "notes.md", "b/report.html"]),
+    )
     def reports(self, place: str, to: str | None) -> None:
         before, refused = files(self.root), False
         try:
@@ -350,7 +420,9 @@ class Folders(RuleBasedStateMachine):
         target = os.path.normpath(f"{home}/{spelled.name}")
         for path in before.keys() | after.keys():
             was_page = path not in before or "threefold</title>" in before[path]
-            assert after.get(path) == before.get(path) or (not refused and path == target and was_page), path
+            assert after.get(path) == before.get(path) or (
+                not refused and path == target and was_page
+            ), path
 
     @rule(number=st.integers(0, 30), to=st.sampled_from(["a", "b", "c", "exported"]))
     def exports(self, number: int, to: str) -> None:
@@ -360,13 +432,18 @@ class Folders(RuleBasedStateMachine):
             found = layout.find(Path(PLACES[number % 3]))
             truth = self.truth(PLACES[number % 3])
             weights = weights_of(found.path)
-            assert truth is None or not truth.named or weights is None or truth.wrote(weights), "exported another's"
+            assert (
+                truth is None or not truth.named or weights is None or truth.wrote(weights)
+            ), "exported another's"
             shutil.rmtree(to, ignore_errors=True)
         assert before.items() <= files(self.root).items()
 
     # What users do
 
-    @rule(place=st.sampled_from(PLACES), kind=st.sampled_from(["empty", "config.yaml", "a.jsonl", "file", "notes.md"]))
+    @rule(
+        place=st.sampled_from(PLACES),
+        kind=st.sampled_from(["empty", "config.yaml", "a.jsonl", "file", "notes.md"]),
+    )
     def user_makes(self, place: str, kind: str) -> None:
         if kind == "notes.md":
             Path(kind).write_text("mine")
@@ -386,11 +463,18 @@ class Folders(RuleBasedStateMachine):
             target.mkdir()
             (target / "mine.txt").write_text("mine")
 
-    @rule(source=st.sampled_from(PLACES), to=st.sampled_from(PLACES), without=st.sampled_from(["", "", "", "run.json"]))
+    @rule(
+        source=st.sampled_from(PLACES),
+        to=st.sampled_from(PLACES),
+        without=st.sampled_from(["", "", "", "run.json"]),
+    )
     def user_copies(self, source: str, to: str, without: str) -> None:
         if os.path.isdir(source) and not os.path.islink(source) and not os.path.lexists(to):
             shutil.copytree(
-                source, to, symlinks=True, ignore=lambda _, names: [each for each in names if each == without]
+                source,
+                to,
+                symlinks=True,
+                ignore=lambda _, names: [each for each in names if each == without],
             )
             if source in self.truths:
                 self.truths[to] = copy.deepcopy(self.truths[source])
@@ -414,15 +498,27 @@ class Folders(RuleBasedStateMachine):
             shutil.rmtree(place)
             self.truths.pop(place, None)
 
-    @rule(number=st.integers(0, 30), to=st.sampled_from(PLACES), over=st.booleans(), link=st.booleans())
+    @rule(
+        number=st.integers(0, 30),
+        to=st.sampled_from(PLACES),
+        over=st.booleans(),
+        link=st.booleans(),
+    )
     def user_copies_a_checkpoint(self, number: int, to: str, over: bool, link: bool) -> None:
         """Under the name that it had as a checkpoint; also what was set aside."""
         if (there := self.checkpoints()) and Path(to, "checkpoints").is_dir():
             source = Path(there[number % len(there)])
             target = Path(to, "checkpoints", source.name[source.name.index("step-") :])
-            if over and target.is_dir() and not target.is_symlink() and target.resolve() != source.resolve():
+            if (
+                over
+                and target.is_dir()
+                and not target.is_symlink()
+                and target.resolve() != source.resolve()
+            ):
                 shutil.rmtree(target)
-            if not os.path.lexists(target) and source.exists():  # a link may lead to what a run has removed
+            if (
+                not os.path.lexists(target) and source.exists()
+            ):  # a link may lead to what a run has removed
                 if link:
                     os.symlink(source.absolute(), target)
                 else:
@@ -479,7 +575,10 @@ REQUEST = Config()
 def request(place: str, asked: str) -> Config:
     log = REQUEST.log.model_copy(update={"dir": place})
     return REQUEST.model_copy(
-        update={"log": log, "checkpoint": REQUEST.checkpoint.model_copy(update={"resume": asked})}
+        update={
+            "log": log,
+            "checkpoint": REQUEST.checkpoint.model_copy(update={"resume": asked}),
+        }
     )
 
 
@@ -493,7 +592,12 @@ def loading_as(train_command: Callable[..., int], named: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resume, "load_config", load_config)
         patch.setattr("threefold.run.start.train_command", train_command)
-        options: dict[str, Any] = {"max_restarts": 0, "force": False, "accept_changes": False, "quiet": True}
+        options: dict[str, Any] = {
+            "max_restarts": 0,
+            "force": False,
+            "accept_changes": False,
+            "quiet": True,
+        }
         resume.command(SimpleNamespace(args=[]), Path(named), **options)  # type: ignore[arg-type]
 
 
@@ -503,9 +607,13 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Folders, "base", tmp_path, raising=False)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(run_folder.config_text, "dump", lambda config: f"log: {{dir: {config.log.dir}}}\n")
+    monkeypatch.setattr(
+        run_folder.config_text, "dump", lambda config: f"log: {{dir: {config.log.dir}}}\n"
+    )
     monkeypatch.setattr("threefold.report.facts.gather", lambda folder, name: folder)
-    monkeypatch.setattr("threefold.report.document.report", lambda folders: b"<title>a - threefold</title>")
+    monkeypatch.setattr(
+        "threefold.report.document.report", lambda folders: b"<title>a - threefold</title>"
+    )
 
 
 def histories(number: int, *, derandomize: bool = True) -> None:
@@ -568,9 +676,12 @@ LONG = (
 
 
 @pytest.mark.parametrize(
-    "planted", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in PLANTED]
+    "planted",
+    [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in PLANTED],
 )
-def test_guard_that_is_taken_out_is_found(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guard_that_is_taken_out_is_found(
+    planted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     *guard, before = PLANTED[planted]
     monkeypatch.setattr(*guard)
     monkeypatch.setattr(Folders, "befores", (before,))

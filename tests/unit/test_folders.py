@@ -33,7 +33,10 @@ def _run(path: Path) -> None:
     opened.checkpoints.begin(5)
     opened.checkpoints.commit(5, {**author, "data": {}})
     lines = [line.to_record() for line in record((1, 5, ONE, 8))]
-    write_lines(path / "audit.jsonl", [{**line, "link": author["link"]} if "mesh" in line else line for line in lines])
+    write_lines(
+        path / "audit.jsonl",
+        [{**line, "link": author["link"]} if "mesh" in line else line for line in lines],
+    )
     opened.journal.append("save", step=5, start=1)
     write_lines(opened.metrics, [step_line(step) for step in range(1, 6)])
 
@@ -99,7 +102,11 @@ def table() -> dict[tuple[str, str], str]:
         if line[:1] == "|"
     ]
     head, _, *body = rows
-    return {(row[0], command): cell for row in body for command, cell in zip(head[1:], row[1:], strict=True)}
+    return {
+        (row[0], command): cell
+        for row in body
+        for command, cell in zip(head[1:], row[1:], strict=True)
+    }
 
 
 CELLS = table()
@@ -117,7 +124,9 @@ def started(loaded: loading.LoadedConfig, **_: Any) -> int:
     opened = opened.resuming(next(iter(opened.candidates), None), ())
     opened.begin()
     opened.accept(loaded.config)
-    (PLACE / "steps").write_text(json.dumps([candidate.step for candidate in opened.candidates]))
+    (PLACE / "steps").write_text(
+        json.dumps([candidate.step for candidate in opened.candidates])
+    )
     return 0
 
 
@@ -157,14 +166,18 @@ def test_command_does_in_a_folder_what_the_table_says(kind: str, command: str) -
     KINDS[kind]()
     before = files()
     error = CliRunner().invoke(main.app, ARGUMENTS[command]).exception
-    after = {path: content for path, content in files().items() if not re.match("exported", path)}
+    after = {
+        path: content for path, content in files().items() if not re.match("exported", path)
+    }
     refused = isinstance(error, ThreefoldError)
     if CELLS[kind, command] in ("makes", "takes"):
         assert not refused, error
         resumed = json.loads((PLACE / "steps").read_text())
         assert resumed == ([5] if kind in ("run", "copy") else [])
         grows = ("config.yaml", "journal.jsonl", "run.json")
-        assert {path: after[path] for path in before if Path(path).name not in grows}.items() <= before.items()
+        assert {
+            path: after[path] for path in before if Path(path).name not in grows
+        }.items() <= before.items()
         return
     assert after == before
     assert refused == (CELLS[kind, command] == "refuses"), error
@@ -179,7 +192,9 @@ def test_answer_is_the_same_from_any_folder(monkeypatch: pytest.MonkeyPatch) -> 
     assert "dir: original" in text
     here = Path.cwd()
     Path("elsewhere").mkdir()
-    original = {path: path.read_bytes() for path in Path("original").rglob("*") if path.is_file()}
+    original = {
+        path: path.read_bytes() for path in Path("original").rglob("*") if path.is_file()
+    }
     for working in (here, here / "elsewhere"):
         monkeypatch.chdir(working)
         loaded = loading.load(str(here / PLACE / "config.yaml"), environ={})
@@ -191,5 +206,7 @@ def test_answer_is_the_same_from_any_folder(monkeypatch: pytest.MonkeyPatch) -> 
         error = CliRunner().invoke(main.app, ["resume", str(here / PLACE)]).exception
         assert isinstance(error, ThreefoldError) and str(here / PLACE) in str(error)
     monkeypatch.chdir(here)
-    assert {path: path.read_bytes() for path in Path("original").rglob("*") if path.is_file()} == original
+    assert {
+        path: path.read_bytes() for path in Path("original").rglob("*") if path.is_file()
+    } == original
     assert CheckpointFolder(Path("original")).newest() is not None

@@ -17,8 +17,12 @@ def test_the_reference_trains_what_the_class_trains(tmp_path: Path) -> None:
     config = reduced(config_of("afmoe"))
     built = AutoModelForCausalLM.from_config(config)
     built.save_pretrained(tmp_path)
-    frozen = {name for name, parameter in built.named_parameters() if not parameter.requires_grad}
+    frozen = {
+        name for name, parameter in built.named_parameters() if not parameter.requires_grad
+    }
     assert frozen and all(name.endswith("expert_bias") for name in frozen)
     asked = validate({"model": {"name_or_path": str(tmp_path)}})
     alone = reference._load(asked, load.read_config(asked.model))
-    assert {name for name, parameter in alone.named_parameters() if not parameter.requires_grad} == frozen
+    assert {
+        name for name, parameter in alone.named_parameters() if not parameter.requires_grad
+    } == frozen

@@ -24,18 +24,54 @@ from threefold.optim.fused_adamw import FusedAdamW
 from threefold.optim.fused_update import Factors, Tensors, update_by_operations
 
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed (the extra `triton`, 198 MB)"
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed (the extra `triton`, 198 MB)",
 )
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
+)
 GROUP = {"betas": (0.9, 0.95), "eps": 1e-8, "lr": 3e-3, "weight_decay": 0.1}
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 # Of gradients, of moments, and whether there is a copy.
 KINDS = list(itertools.product((FLOAT32, BFLOAT16), (FLOAT32, BFLOAT16), (True, False)))
 # One number, parts of a block, whole blocks and what is left of them, in one dim and in more.
-SIZES = [0, 1, 2, 3, 7, 8, 31, 127, 128, 129, 1000, 1023, 1024, 1025, 2047, 2048, 2049, 4095, 4096, 4097, 6143, 6145]
+SIZES = [
+    0,
+    1,
+    2,
+    3,
+    7,
+    8,
+    31,
+    127,
+    128,
+    129,
+    1000,
+    1023,
+    1024,
+    1025,
+    2047,
+    2048,
+    2049,
+    4095,
+    4096,
+    4097,
+    6143,
+    6145,
+]
 SHAPES = [(size,) for size in SIZES] + [
     *((1, 1), (1, 5), (5, 1), (3, 683), (2, 1024), (32, 64), (33, 65), (64, 97), (7, 293)),
-    *((2, 3, 5), (4, 8, 64), (16, 129), (1, 2049), (2049, 1), (13, 17, 19), (2, 2, 2, 2), (100, 41), (11, 373)),
+    *(
+        (2, 3, 5),
+        (4, 8, 64),
+        (16, 129),
+        (1, 2049),
+        (2049, 1),
+        (13, 17, 19),
+        (2, 2, 2, 2),
+        (100, 41),
+        (11, 373),
+    ),
 ]
 
 
@@ -54,15 +90,25 @@ def _imported(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def _at_once(module: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module, whose largest number of a block the interpreter finds at once, not number by number."""
-    monkeypatch.setattr("triton.language.standard._elementwise_max", module.larger, raising=False)
+    monkeypatch.setattr(
+        "triton.language.standard._elementwise_max", module.larger, raising=False
+    )
     return module
 
 
-def drawn(shape: tuple[int, ...], gradients: torch.dtype, moments: torch.dtype, copied: bool) -> Tensors:
+def drawn(
+    shape: tuple[int, ...], gradients: torch.dtype, moments: torch.dtype, copied: bool
+) -> Tensors:
     weight, gradient, mean = torch.randn(3, *shape)
     square = torch.rand(shape) * 1e-2
     copy = torch.full(shape, 7.0, dtype=BFLOAT16) if copied else None
-    return Tensors(weight, (gradient * 0.1).to(gradients), (mean * 0.1).to(moments), square.to(moments), copy)
+    return Tensors(
+        weight,
+        (gradient * 0.1).to(gradients),
+        (mean * 0.1).to(moments),
+        square.to(moments),
+        copy,
+    )
 
 
 def begun(weight: Tensor, *, signed: bool) -> Any:
@@ -88,11 +134,15 @@ def _clone(tensor: Any) -> Any:
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.clone()
     names, described = tensor.__tensor_flatten__()
-    return type(tensor).__tensor_unflatten__({name: getattr(tensor, name).clone() for name in names}, described)
+    return type(tensor).__tensor_unflatten__(
+        {name: getattr(tensor, name).clone() for name in names}, described
+    )
 
 
 def factors(count: int, *, clip: float = 0.37, skip: float = 0.0) -> Factors:
-    return Factors(-1e-2 * torch.rand(count), 1 + torch.rand(count), torch.tensor(clip), torch.tensor(skip))
+    return Factors(
+        -1e-2 * torch.rand(count), 1 + torch.rand(count), torch.tensor(clip), torch.tensor(skip)
+    )
 
 
 def bits(tensors: list[Tensors]) -> list[list[int]]:
@@ -109,14 +159,20 @@ def test_the_kernel_has_the_bits_of_single_operations(
     torch.manual_seed(0)
     expected = [drawn(shape, gradients, moments, copied) for shape in SHAPES]
     assert len(SHAPES) == 40
-    found, before, own = [cloned(each) for each in expected], bits(expected), factors(len(SHAPES))
+    found, before, own = (
+        [cloned(each) for each in expected],
+        bits(expected),
+        factors(len(SHAPES)),
+    )
     update_by_operations(expected, own, GROUP)
     kernel.update_by_kernel(found, own, GROUP)
     assert bits(found) == bits(expected) != before
     # The steps after it begin with what it wrote.
     versions = [each.weight._version for each in found]
     kernel.update_by_kernel(found, own, GROUP)
-    assert all(each.weight._version > version for each, version in zip(found, versions, strict=True))
+    assert all(
+        each.weight._version > version for each, version in zip(found, versions, strict=True)
+    )
 
 
 # Blocks of 256 numbers: the kernel's 2,048, and tails of one to seven; float32 below 4,096 numbers, or where blocks
@@ -125,7 +181,9 @@ IN_8_BITS = [4096, 4352, 5888, 6144, 8448, 12032, (64, 64), (17, 256), (2, 16, 1
 WIDE = [1, 256, 3840, 4095, 4097, 4351, 6145, (65, 65)]
 
 
-def in_8_bits(shapes: Any = (*IN_8_BITS, *WIDE), gradients: torch.dtype = BFLOAT16) -> tuple[list[Tensors], ...]:
+def in_8_bits(
+    shapes: Any = (*IN_8_BITS, *WIDE), gradients: torch.dtype = BFLOAT16
+) -> tuple[list[Tensors], ...]:
     """Tensors with moments of 8 bits, and those that are too small for them: launches of their own."""
     every = [
         drawn_in_8_bits(shape if isinstance(shape, tuple) else (shape,), gradients, copied)
@@ -133,13 +191,18 @@ def in_8_bits(shapes: Any = (*IN_8_BITS, *WIDE), gradients: torch.dtype = BFLOAT
         for copied in (True, False)
     ]
     kinds = [(narrow, copied) for narrow in (True, False) for copied in (True, False)]
-    return tuple([each for each in every if (len(each.stored) > 5, each.copy is not None) == kind] for kind in kinds)
+    return tuple(
+        [each for each in every if (len(each.stored) > 5, each.copy is not None) == kind]
+        for kind in kinds
+    )
 
 
 @needs_triton
 @needs_torchao
 @pytest.mark.parametrize("gradients", [FLOAT32, BFLOAT16])
-def test_moments_of_8_bits_have_the_bits_of_torchaos(kernel: Any, gradients: torch.dtype) -> None:
+def test_moments_of_8_bits_have_the_bits_of_torchaos(
+    kernel: Any, gradients: torch.dtype
+) -> None:
     torch.manual_seed(4)
     launches = in_8_bits(gradients=gradients)
     assert [len(each) for each in launches] == [len(IN_8_BITS)] * 2 + [len(WIDE)] * 2
@@ -154,7 +217,9 @@ def test_moments_of_8_bits_have_the_bits_of_torchaos(kernel: Any, gradients: tor
 
 @needs_triton
 @needs_torchao
-def test_every_code_and_the_numbers_between_two_are_found_as_torchao_finds_them(kernel: Any) -> None:
+def test_every_code_and_the_numbers_between_two_are_found_as_torchao_finds_them(
+    kernel: Any,
+) -> None:
     """Blocks of a map's own numbers, their middles, those beside a middle, zeros, and what is not finite."""
     for signed in (True, False):
         numbers = begun(torch.zeros(4096), signed=signed).qmap
@@ -164,7 +229,16 @@ def test_every_code_and_the_numbers_between_two_are_found_as_torchao_finds_them(
         ends = [torch.cat([odd[:255], torch.tensor([end])]) for end in (torch.inf, torch.nan)]
         scales = [torch.randn(256) * 10.0**power for power in range(-20, 3)]
         values = torch.cat(
-            [numbers, middles, *beside, odd, torch.zeros(256), torch.full((256,), 1e-13), *ends, *scales]
+            [
+                numbers,
+                middles,
+                *beside,
+                odd,
+                torch.zeros(256),
+                torch.full((256,), 1e-13),
+                *ends,
+                *scales,
+            ]
         )
         means, squares = (begun(values, signed=each) for each in (True, False))
         # With betas of 0 the moments are the gradient and its square.
@@ -182,9 +256,13 @@ def test_every_code_and_the_numbers_between_two_are_found_as_torchao_finds_them(
 @needs_triton
 def test_one_tensor_of_any_kind_and_at_an_odd_address_is_an_update(kernel: Any) -> None:
     torch.manual_seed(1)
-    expected = [drawn((37, 61), *kind) for kind in KINDS] + [drawn((1,), *kind) for kind in KINDS]
+    expected = [drawn((37, 61), *kind) for kind in KINDS] + [
+        drawn((1,), *kind) for kind in KINDS
+    ]
     storage = torch.randn(4099)
-    expected.append(Tensors(storage[1:4098], torch.randn(4097), torch.randn(4097), torch.rand(4097), None))
+    expected.append(
+        Tensors(storage[1:4098], torch.randn(4097), torch.randn(4097), torch.rand(4097), None)
+    )
     found, own = [cloned(each) for each in expected[:-1]], factors(len(expected))
     apart = torch.cat([torch.zeros(1), storage[1:]])
     found.append(Tensors(apart[1:4098], *(each.clone() for each in expected[-1][1:4]), None))
@@ -198,11 +276,33 @@ def test_one_tensor_of_any_kind_and_at_an_odd_address_is_an_update(kernel: Any) 
 
 @needs_triton
 def test_numbers_at_the_ends_are_rounded_as_torch_rounds(kernel: Any) -> None:
-    ends = [0.0, -0.0, 1e-45, 3.4e38, -3.4e38, float("inf"), float("nan"), 1.00390625, 1.01171875, 1e-38, 255.5]
-    patterns = torch.tensor([0x7FFFFFFF, 0x7F7FFFFF, 0x7F7F8000, 0x3F808000, 0x3F818000]).int().view(FLOAT32)
+    ends = [
+        0.0,
+        -0.0,
+        1e-45,
+        3.4e38,
+        -3.4e38,
+        float("inf"),
+        float("nan"),
+        1.00390625,
+        1.01171875,
+        1e-38,
+        255.5,
+    ]
+    patterns = (
+        torch.tensor([0x7FFFFFFF, 0x7F7FFFFF, 0x7F7F8000, 0x3F808000, 0x3F818000])
+        .int()
+        .view(FLOAT32)
+    )
     weight = torch.cat([torch.tensor(ends), patterns])
     still = {**GROUP, "weight_decay": 0.0}
-    one = Tensors(weight, torch.zeros(16), torch.zeros(16), torch.ones(16), torch.zeros(16, dtype=BFLOAT16))
+    one = Tensors(
+        weight,
+        torch.zeros(16),
+        torch.zeros(16),
+        torch.ones(16),
+        torch.zeros(16, dtype=BFLOAT16),
+    )
     other = cloned(one)
     update_by_operations([one], factors(1), still)
     kernel.update_by_kernel([other], factors(1), still)
@@ -213,20 +313,27 @@ def test_numbers_at_the_ends_are_rounded_as_torch_rounds(kernel: Any) -> None:
 
 @pytest.mark.parametrize("way", ["operations", pytest.param("kernel", marks=needs_triton)])
 @pytest.mark.parametrize("of_8_bits", [False, pytest.param(True, marks=needs_torchao)])
-def test_a_step_that_is_skipped_changes_nothing(way: str, of_8_bits: bool, request: pytest.FixtureRequest) -> None:
+def test_a_step_that_is_skipped_changes_nothing(
+    way: str, of_8_bits: bool, request: pytest.FixtureRequest
+) -> None:
     tensors = [drawn((2050,), BFLOAT16, BFLOAT16, True), drawn((3,), BFLOAT16, BFLOAT16, True)]
     if of_8_bits:
         tensors = [drawn_in_8_bits((size,), BFLOAT16, True) for size in (4096, 4352)]
     tensors[0].gradient[5] = torch.nan
     before = bits(tensors)
-    update = update_by_operations if way == "operations" else request.getfixturevalue("kernel").update_by_kernel
+    update = (
+        update_by_operations
+        if way == "operations"
+        else request.getfixturevalue("kernel").update_by_kernel
+    )
     update(tensors, factors(2, skip=1.0), GROUP)
     assert bits(tensors) == before
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    "fault", ["clip", "bias of the means", "bias of the squares", "decay", "stale copy", "cut off"]
+    "fault",
+    ["clip", "bias of the means", "bias of the squares", "decay", "stale copy", "cut off"],
 )
 def test_a_fault_in_either_is_found(kernel: Any, fault: str) -> None:
     torch.manual_seed(2)
@@ -257,9 +364,18 @@ FAULTS = {
     "the bias of the means is another tensor's": ("tl.load(rates + number)", "tl.load(rates)"),
     "no bias of the squares": (" * tl.load(root_scales + number)", ""),
     "a stale copy": ("if WITH_COPY:", "if False:"),
-    "the scale of the next block is read": ("scales + places // _SCALED", "scales + (places // _SCALED + 1) % 8"),
-    "the scale of the next block is written": ("scales + places, scale", "scales + (places + 1) % 8, scale"),
-    "a scale is the largest number's, not the farthest's": ("tl.abs(apart)", "tl.maximum(apart, 0.0)"),
+    "the scale of the next block is read": (
+        "scales + places // _SCALED",
+        "scales + (places // _SCALED + 1) % 8",
+    ),
+    "the scale of the next block is written": (
+        "scales + places, scale",
+        "scales + (places + 1) % 8, scale",
+    ),
+    "a scale is the largest number's, not the farthest's": (
+        "tl.abs(apart)",
+        "tl.maximum(apart, 0.0)",
+    ),
     "the scales of the squares for both": ("row + 3 * count", "6 * count + row % count"),
     "the map of the squares for both": ("row + 5 * count", "8 * count + row % count"),
     "numbers are cut off": (">= (high - low) * 0.5", ">= (high - low)"),
@@ -306,21 +422,44 @@ def test_it_compiles_for_a_gpu_without_fused_products_and_with_whole_vectors(
     from triton.compiler import ASTSource, compile
 
     kinds = {"float32": tl.float32, "bfloat16": tl.bfloat16, "uint8": tl.uint8}
-    constants = {"GRADIENT": tl.bfloat16, "MOMENTS": kinds[moments], "WITH_COPY": True, "BLOCK": 2048}
-    types = {"table": "*i64", "sizes": "*i64", "firsts": "*i32", "owners": "*i32", "count": "i32"}
+    constants = {
+        "GRADIENT": tl.bfloat16,
+        "MOMENTS": kinds[moments],
+        "WITH_COPY": True,
+        "BLOCK": 2048,
+    }
+    types = {
+        "table": "*i64",
+        "sizes": "*i64",
+        "firsts": "*i32",
+        "owners": "*i32",
+        "count": "i32",
+    }
     types |= {name: "*fp32" for name in ("rates", "root_scales", "clip", "skip")}
-    types |= {name: "fp32" for name in ("decay", "beta", "rest", "beta_square", "rest_square", "eps")}
+    types |= {
+        name: "fp32" for name in ("decay", "beta", "rest", "beta_square", "rest_square", "eps")
+    }
     types |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel._update, types, constants)
-    built = compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False, "num_warps": 8})
+    built = compile(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"enable_fp_fusion": False, "num_warps": 8},
+    )
     text = built.asm["ptx"]
     assert not re.search(r"\bfma\.", text) and "sqrt.rn.f32" in text and "div.rn.f32" in text
     assert not re.search(r"(sqrt|div)\.(approx|full)", text)
     # Eight numbers a thread: gradient and copy in one vector each, float32 in two.
-    vectors = len(re.findall(r"ld\.global\.v4\.b32", text)), len(re.findall(r"st\.global\.v4\.b32", text))
+    vectors = (
+        len(re.findall(r"ld\.global\.v4\.b32", text)),
+        len(re.findall(r"st\.global\.v4\.b32", text)),
+    )
     assert vectors == {"float32": (7, 7), "bfloat16": (5, 5), "uint8": (3, 3)}[moments]
     if moments == "uint8":
-        halves = len(re.findall(r"ld\.global\.v2\.b32", text)), len(re.findall(r"st\.global\.v2\.b32", text))
+        halves = (
+            len(re.findall(r"ld\.global\.v2\.b32", text)),
+            len(re.findall(r"st\.global\.v2\.b32", text)),
+        )
         assert halves == (2, 2)
     sys.modules.pop("threefold.optim.fused_kernel", None)
 
@@ -328,7 +467,10 @@ def test_it_compiles_for_a_gpu_without_fused_products_and_with_whole_vectors(
 class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Parameter(torch.randn(37, 61)), nn.Parameter(torch.randn(61))
+        self.first, self.second = (
+            nn.Parameter(torch.randn(37, 61)),
+            nn.Parameter(torch.randn(61)),
+        )
 
 
 def trained(kind: str, moments: torch.dtype, *, steps: int = 5) -> tuple[list[Tensor], Any]:
@@ -340,7 +482,9 @@ def trained(kind: str, moments: torch.dtype, *, steps: int = 5) -> tuple[list[Te
     if kind == "fused":
         optimizer: Any = FusedAdamW(parameters, working=working, moments=moments, **settings)
     else:
-        optimizer = (NarrowAdamW if moments == BFLOAT16 else torch.optim.AdamW)(parameters, **settings)
+        optimizer = (NarrowAdamW if moments == BFLOAT16 else torch.optim.AdamW)(
+            parameters, **settings
+        )
     if kind == "fused":
         working.refresh()
     for _ in range(steps):
@@ -372,7 +516,10 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Parameter(torch.randn(33, 512)), nn.Parameter(torch.randn(61, 70))
+        self.first, self.second = (
+            nn.Parameter(torch.randn(33, 512)),
+            nn.Parameter(torch.randn(61, 70)),
+        )
 
 
 @needs_torchao
@@ -414,7 +561,10 @@ def test_of_8_bits_it_is_torchaos_adamw(
             assert apart.max() <= 1 and apart.sum() <= 1e-3 * one.numel()
         apart = (one - two).abs()
         assert apart.max() <= 3e-4 and apart.flatten().quantile(0.999) <= 3e-6
-    assert "exp_avg.codes" in plain_state(ours.state[model.first]) and "exp_avg" in ours.state[model.second]  # type: ignore[arg-type]
+    assert (
+        "exp_avg.codes" in plain_state(ours.state[model.first])
+        and "exp_avg" in ours.state[model.second]
+    )  # type: ignore[arg-type]
 
 
 def test_moments_that_torch_widens_while_it_loads_are_narrow_again() -> None:
@@ -426,4 +576,6 @@ def test_moments_that_torch_widens_while_it_loads_are_narrow_again() -> None:
 
 def test_where_triton_is_missing_cuda_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not fused_adamw.can_step_on(torch.device("cuda")) and fused_adamw.can_step_on(torch.device("cpu"))
+    assert not fused_adamw.can_step_on(torch.device("cuda")) and fused_adamw.can_step_on(
+        torch.device("cpu")
+    )

@@ -29,6 +29,7 @@ def test_without_a_cache_where_the_cache_fails() -> None:
 
 def test_what_cannot_generate_is_said() -> None:
     with pytest.raises(
-        RunError, match="'some' cannot write a sample: ValueError: this cache has no length\n  expected"
+        RunError,
+        match="'some' cannot write a sample: ValueError: this cache has no length\n  expected",
     ):
         continued(_Model(), [1], num_tokens=1, end_id=0)

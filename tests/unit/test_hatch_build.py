@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 RELATIVE = re.compile(r"\]\((?!https?:)[^)]*\)")
 README = (ROOT / "README.md").read_text()
 TEXT = (
-    "![a picture of\ntwo lines](docs/a.png)\n\nSee [the page](docs/page.md#part), [there](https://a.test/b) and [Y](Z)."
+    "![a picture of\ntwo lines](docs/a.png)\n\nSee [the "
+    "page](docs/page.md#part), [there](https://a.test/b) and [Y](Z)."
 )
 
 
@@ -45,7 +46,10 @@ def test_readme_leads_to_no_file_beside_it(url: str | None) -> None:
 def test_address_is_what_ci_builds() -> None:
     github = {"GITHUB_SERVER_URL": "https://host.test", "GITHUB_REPOSITORY": "us/ours"}
     assert hatch_build.address(github) == "https://host.test/us/ours"
-    assert hatch_build.address({"CI_PROJECT_URL": "https://lab.test/us/ours"}) == "https://lab.test/us/ours"
+    assert (
+        hatch_build.address({"CI_PROJECT_URL": "https://lab.test/us/ours"})
+        == "https://lab.test/us/ours"
+    )
     assert hatch_build.address({"GITHUB_REPOSITORY": "us/ours"}) is None
 
 
@@ -55,5 +59,10 @@ def test_metadata_has_no_made_up_address(monkeypatch: pytest.MonkeyPatch) -> Non
     metadata: dict[str, object] = {}
     hatch_build.CustomMetadataHook(str(ROOT), {}).update(metadata)
     assert metadata["urls"] == {}
-    assert metadata["readme"] == {"content-type": "text/markdown", "text": hatch_build.alone(README, None)}
-    assert {"readme", "urls"} <= {*tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dynamic"]}
+    assert metadata["readme"] == {
+        "content-type": "text/markdown",
+        "text": hatch_build.alone(README, None),
+    }
+    assert {"readme", "urls"} <= {
+        *tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dynamic"]
+    }

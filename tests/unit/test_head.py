@@ -30,7 +30,11 @@ _PLAIN = """
 """
 _PLAIN_BY_FULL_NAME = (
     *("BertGenerationDecoder", "CTRLLMHeadModel", "GPT2LMHeadModel", "OpenAIGPTLMHeadModel"),
-    *("Gemma3ForConditionalGeneration", "GotOcr2ForConditionalGeneration", "ReformerModelWithLMHead"),
+    *(
+        "Gemma3ForConditionalGeneration",
+        "GotOcr2ForConditionalGeneration",
+        "ReformerModelWithLMHead",
+    ),
     "MossTranscribeDiarizeForConditionalGeneration",
 )
 # What the others do to the product.
@@ -52,11 +56,19 @@ def _forwards() -> dict[str, str]:
     names = {name for each in listed for name in ([each] if isinstance(each, str) else each)}
     found = {}
     for file in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
-        for text in re.split(r"^(?=class )", file.read_text(encoding="utf-8"), flags=re.MULTILINE):
+        for text in re.split(
+            r"^(?=class )", file.read_text(encoding="utf-8"), flags=re.MULTILINE
+        ):
             name = re.match(r"class (\w+)", text)
             if name is not None and name[1] in names:
-                own = re.search(r"^    def forward\(.*?(?=^    (?:def|@)|^\S|\Z)", text, flags=re.MULTILINE | re.DOTALL)
-                found[name[1]] = own[0] if own else inspect.getsource(getattr(transformers, name[1]).forward)
+                own = re.search(
+                    r"^    def forward\(.*?(?=^    (?:def|@)|^\S|\Z)",
+                    text,
+                    flags=re.MULTILINE | re.DOTALL,
+                )
+                found[name[1]] = (
+                    own[0] if own else inspect.getsource(getattr(transformers, name[1]).forward)
+                )
     assert found.keys() == names
     return found
 
@@ -70,11 +82,20 @@ def test_forwards_of_transformers_are_read_as_a_person_reads_them() -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("logits = self.lm_head(hidden_states)", "logits = self.lm_head(hidden_states) + self.bias"),
-        ("logits = self.lm_head(hidden_states)", "logits = self.lm_head(self.norm(hidden_states))"),
+        (
+            "logits = self.lm_head(hidden_states)",
+            "logits = self.lm_head(hidden_states) + self.bias",
+        ),
+        (
+            "logits = self.lm_head(hidden_states)",
+            "logits = self.lm_head(self.norm(hidden_states))",
+        ),
         ("outputs.last_hidden_state", "outputs.last_hidden_state * 2"),
         ("loss = None", "logits *= 2"),
-        ("loss = None", "logits = logits / self.config.logits_scaling\n    logits = logits * self.logit_scale"),
+        (
+            "loss = None",
+            "logits = logits / self.config.logits_scaling\n    logits = logits * self.logit_scale",
+        ),
     ],
 )
 def test_a_forward_that_does_more_is_not_understood(before: str, after: str) -> None:
@@ -111,7 +132,10 @@ def test_unknown_head_keeps_its_own_forward() -> None:
     assert kind_of(_model("falcon")) == (None, "the head of FalconForCausalLM is not known")
 
 
-@pytest.mark.parametrize("model_type", ["roberta", "camembert", "xlm-roberta", "data2vec-text", "roberta-prelayernorm"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["roberta", "camembert", "xlm-roberta", "data2vec-text", "roberta-prelayernorm"],
+)
 def test_head_with_layers_of_its_own_keeps_its_forward(model_type: str) -> None:
     assert kind_of(_model(model_type))[0] is None
 
@@ -127,7 +151,11 @@ def test_class_of_somebody_else_is_not_known_by_its_name() -> None:
 
 def test_chunks_hold_256_mebibytes() -> None:
     assert chunk_tokens("auto", tokens=4096, vocabulary=257, device="cpu") == 4096
-    assert chunk_tokens("auto", tokens=4096, vocabulary=128_256, device="cpu") == 2**28 // (4 * 128_256)
-    assert chunk_tokens("auto", tokens=4096, vocabulary=128_256, device="cuda") == 2**30 // (4 * 128_256)
+    assert chunk_tokens("auto", tokens=4096, vocabulary=128_256, device="cpu") == 2**28 // (
+        4 * 128_256
+    )
+    assert chunk_tokens("auto", tokens=4096, vocabulary=128_256, device="cuda") == 2**30 // (
+        4 * 128_256
+    )
     assert chunk_tokens(100, tokens=4096, vocabulary=257, device="cpu") == 100
     assert chunk_tokens(0, tokens=4096, vocabulary=10**9, device="cpu") == 4096

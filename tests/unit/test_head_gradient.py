@@ -17,7 +17,9 @@ SIZE, CHUNKS = 10, 3
 BENDS = {"plain": Bend(), "scaled": Bend(0.25), "capped": Bend(cap=1.5), "both": Bend(0.5, 1.5)}
 
 
-def example(*, bias: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Tensor, nn.Linear, Tensor]:
+def example(
+    *, bias: bool = False, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, nn.Linear, Tensor]:
     draws = torch.Generator().manual_seed(4)
     head = nn.Linear(HIDDEN, VOCABULARY, bias=bias)
     for parameter in head.parameters():
@@ -28,7 +30,9 @@ def example(*, bias: bool = False, dtype: torch.dtype = torch.float32) -> tuple[
     return hidden.to(dtype).requires_grad_(), head.to(dtype), labels
 
 
-@pytest.mark.parametrize("loss", [TokenLoss(), TokenLoss(label_smoothing=0.2), TokenLoss(z_loss=0.3)], ids=str)
+@pytest.mark.parametrize(
+    "loss", [TokenLoss(), TokenLoss(label_smoothing=0.2), TokenLoss(z_loss=0.3)], ids=str
+)
 @pytest.mark.parametrize("bend", BENDS.values(), ids=BENDS)
 @pytest.mark.parametrize("size", [1, 7, TOKENS])
 def test_gradient_is_that_of_whole_logits(bend: Bend, loss: TokenLoss, size: int) -> None:
@@ -39,7 +43,9 @@ def test_gradient_is_that_of_whole_logits(bend: Bend, loss: TokenLoss, size: int
     sums = sums_of(hidden, head, labels, loss, bend=bend, size=size)
     torch.testing.assert_close(sums[:2], (expected.detach(), entropy), check_stride=False)
     torch.testing.assert_close(sums[2], loss.of_each(bend.logits(head(hidden)), labels)[1])
-    for found, gradient in zip(torch.autograd.grad(sums[0] * 0.3, given), by_autograd, strict=True):
+    for found, gradient in zip(
+        torch.autograd.grad(sums[0] * 0.3, given), by_autograd, strict=True
+    ):
         torch.testing.assert_close(found, gradient, rtol=1e-5, atol=1e-5)
 
 
@@ -48,7 +54,9 @@ class Watched(TorchDispatchMode):
 
     products, numel = 0, 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         found = function(*args, **(kwargs or {}))
         self.products += function.overloadpacket.__name__ in ("mm", "addmm", "addmm_")
         if isinstance(found, Tensor) and not function.is_view:
@@ -57,9 +65,13 @@ class Watched(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("frozen", "products"), [((), 3), (("weight",), 2), (("hidden",), 2), (("weight", "hidden"), 1)], ids=str
+    ("frozen", "products"),
+    [((), 3), (("weight",), 2), (("hidden",), 2), (("weight", "hidden"), 1)],
+    ids=str,
 )
-def test_head_is_computed_once_and_what_is_frozen_has_no_gradient(frozen: tuple[str, ...], products: int) -> None:
+def test_head_is_computed_once_and_what_is_frozen_has_no_gradient(
+    frozen: tuple[str, ...], products: int
+) -> None:
     hidden, head, labels = example()
     head.weight.requires_grad_("weight" not in frozen)
     hidden.requires_grad_("hidden" not in frozen)
@@ -68,7 +80,10 @@ def test_head_is_computed_once_and_what_is_frozen_has_no_gradient(frozen: tuple[
         if objective.requires_grad:
             objective.backward()
     assert seen.products == products * CHUNKS
-    assert (hidden.grad is None, head.weight.grad is None) == ("hidden" in frozen, "weight" in frozen)
+    assert (hidden.grad is None, head.weight.grad is None) == (
+        "hidden" in frozen,
+        "weight" in frozen,
+    )
 
 
 def test_no_gradient_is_made_where_none_is_wanted() -> None:
@@ -93,7 +108,9 @@ def test_factor_of_backward_is_not_rounded_to_what_was_kept() -> None:
         hidden, head, labels = example(dtype=torch.bfloat16)
         (sums_of(hidden, head, labels, TokenLoss(), bend=Bend(), size=8)[0] * scale).backward()
         assert hidden.grad is not None and head.weight.grad is not None
-        gradients.append(torch.cat([hidden.grad.flatten(), head.weight.grad.flatten()]).double())
+        gradients.append(
+            torch.cat([hidden.grad.flatten(), head.weight.grad.flatten()]).double()
+        )
     whole, scaled = gradients
     assert scaled.abs().sum() / whole.abs().sum() == pytest.approx(factor, rel=5e-4)
 

@@ -24,12 +24,33 @@ Documents = list[tuple[list[int], list[bool]]]
 
 
 def store_of(folder: Path, documents: Documents, *, pairs: bool = False) -> TokenStore:
-    mask = LossMask("preference" if pairs else "chat", ("messages",), "completion" if pairs else "assistant")
+    mask = LossMask(
+        "preference" if pairs else "chat", ("messages",), "completion" if pairs else "assistant"
+    )
     with StoreWriter(folder / "x", dtype=np.dtype("<u2")) as writer:
         for ids, trained_on in documents:
-            writer.add_block(np.array(ids, "<u2"), np.array([len(ids)], np.int32), np.array(trained_on, np.bool_))
-        counts = ("", writer.num_tokens, writer.num_documents, 0, "", "", "", "", 60_001, 60_000)
-        of = {"loss_mask": mask, "num_loss_tokens": writer.num_loss_tokens, "pairs": True if pairs else None}
+            writer.add_block(
+                np.array(ids, "<u2"),
+                np.array([len(ids)], np.int32),
+                np.array(trained_on, np.bool_),
+            )
+        counts = (
+            "",
+            writer.num_tokens,
+            writer.num_documents,
+            0,
+            "",
+            "",
+            "",
+            "",
+            60_001,
+            60_000,
+        )
+        of = {
+            "loss_mask": mask,
+            "num_loss_tokens": writer.num_loss_tokens,
+            "pairs": True if pairs else None,
+        }
         writer.finish(lambda w: StoreInfo(w.content_hash(), *counts, **of))
     return TokenStore(folder / "x")
 
@@ -39,7 +60,12 @@ def some_documents(draw: st.DrawFn) -> Documents:
     """Documents whose tokens are all different, and which of them are trained on."""
     found, at = [], 0
     for length in draw(st.lists(st.integers(2, 9), min_size=3, max_size=30)):
-        found.append((list(range(at, at + length)), draw(st.lists(st.booleans(), min_size=length, max_size=length))))
+        found.append(
+            (
+                list(range(at, at + length)),
+                draw(st.lists(st.booleans(), min_size=length, max_size=length)),
+            )
+        )
         at += length
     found[0][1][1:] = [True] * (len(found[0][1]) - 1)
     return found
@@ -50,7 +76,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("held-out")
 
 
-@given(documents=some_documents(), share=st.floats(0.01, 0.6), seed=st.integers(0, 99), data=st.data())
+@given(
+    documents=some_documents(),
+    share=st.floats(0.01, 0.6),
+    seed=st.integers(0, 99),
+    data=st.data(),
+)
 @settings(max_examples=40, deadline=None)
 def test_a_side_reads_as_a_store_of_its_documents_alone(
     folder: Path, documents: Documents, share: float, seed: int, data: st.DataObject
@@ -63,23 +94,36 @@ def test_a_side_reads_as_a_store_of_its_documents_alone(
     for side, own in zip(sides, numbers, strict=True):
         ids = [id for number in own for id in documents[number][0]]
         mask = [trained_on for number in own for trained_on in documents[number][1]]
-        assert side.document_ends.tolist() == np.cumsum([len(documents[number][0]) for number in own]).tolist()
+        assert (
+            side.document_ends.tolist()
+            == np.cumsum([len(documents[number][0]) for number in own]).tolist()
+        )
         start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(ids))] * 2)))
         for each in (side, pickle.loads(pickle.dumps(side))):
             assert each.read(start, stop).tolist() == ids[start:stop]
             assert each.trained_on(start, stop).tolist() == mask[start:stop]
             starts = np.array([start, 0, stop])
             stops = np.array([stop, len(ids), stop])
-            assert each.count_trained_on(starts, stops).tolist() == [sum(mask[start:stop]), sum(mask), 0]
+            assert each.count_trained_on(starts, stops).tolist() == [
+                sum(mask[start:stop]),
+                sum(mask),
+                0,
+            ]
         places = [place for run in side.places(start, stop) for place in range(*run)]
         assert places == ids[start:stop]  # ids are places in the whole
-        first, last = side.inside(place := data.draw(st.integers(0, whole.num_tokens)), whole.num_tokens)
+        first, last = side.inside(
+            place := data.draw(st.integers(0, whole.num_tokens)), whole.num_tokens
+        )
         assert ids[first:last] == [id for id in ids if id >= place]
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
-def test_no_row_of_the_training_has_a_token_of_a_document_that_is_held_out(folder: Path, packing: str) -> None:
-    documents: Documents = [(list(range(at, at + 7)), [False, False, *[True] * 5]) for at in range(0, 700, 7)]
+def test_no_row_of_the_training_has_a_token_of_a_document_that_is_held_out(
+    folder: Path, packing: str
+) -> None:
+    documents: Documents = [
+        (list(range(at, at + 7)), [False, False, *[True] * 5]) for at in range(0, 700, 7)
+    ]
     whole = store_of(folder, documents)
 
     def tokens_of(rows: Rows) -> set[int]:
@@ -93,7 +137,9 @@ def test_no_row_of_the_training_has_a_token_of_a_document_that_is_held_out(folde
     one, other = tokens_of(training), tokens_of(held_out)
     assert one and other and not one & other
     documents_held_out = {id // 7 for id in other}
-    assert documents_held_out <= set(np.flatnonzero(held_out_documents(whole, share=0.1, seed=3)).tolist())
+    assert documents_held_out <= set(
+        np.flatnonzero(held_out_documents(whole, share=0.1, seed=3)).tolist()
+    )
     (part,) = parts_of(training)
     side = cast("StoreSide", part.rows.store)
     assert not side.has_held_out()

@@ -39,15 +39,22 @@ class Told(Copies):
 
 def gradients(again: Any, *, passes: int = 1) -> list[Tensor]:
     torch.manual_seed(0)
-    layers = [torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Dropout(0.5), torch.nn.GELU()) for _ in range(LAYERS)]
+    layers = [
+        torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Dropout(0.5), torch.nn.GELU())
+        for _ in range(LAYERS)
+    ]
     mask = torch.ones(3, 6)
     for number in range(passes):
         torch.manual_seed(7 + number)
         hidden = torch.randn(3, 6, requires_grad=True)
         for layer in layers:
-            hidden = again(lambda states, mask, layer=layer: layer(states * mask) + states, hidden, mask)
+            hidden = again(
+                lambda states, mask, layer=layer: layer(states * mask) + states, hidden, mask
+            )
         hidden.square().sum().backward()
-    return [each.grad for layer in layers for each in layer.parameters() if each.grad is not None]
+    return [
+        each.grad for layer in layers for each in layer.parameters() if each.grad is not None
+    ]
 
 
 def full(layer: Any, *inputs: Any) -> Any:
@@ -66,7 +73,16 @@ def test_one_layer_is_fetched_ahead_of_its_turn() -> None:
     told = Told()
     gradients(HostActivations(torch.device("cpu"), told).checkpoint)
     out = [("out", number) for number in range(LAYERS)]
-    back = [("back", 3), ("back", 2), ("used", 3), ("back", 1), ("used", 2), ("back", 0), ("used", 1), ("used", 0)]
+    back = [
+        ("back", 3),
+        ("back", 2),
+        ("used", 3),
+        ("back", 1),
+        ("used", 2),
+        ("back", 0),
+        ("used", 1),
+        ("used", 0),
+    ]
     assert told.log == out + back
 
 
@@ -80,7 +96,10 @@ def test_what_needs_no_gradient_stays() -> None:
     """Masks and positions are given to every layer: a copy for each would be more than the hidden states."""
     told = Told()
     gradients(HostActivations(torch.device("cpu"), told).checkpoint)
-    assert all(not torch.equal(each, torch.ones(3, 6)) for each in told.sent) and len(told.sent) == LAYERS
+    assert (
+        all(not torch.equal(each, torch.ones(3, 6)) for each in told.sent)
+        and len(told.sent) == LAYERS
+    )
 
 
 def test_tensors_of_another_device_stay() -> None:
@@ -92,7 +111,9 @@ def test_tensors_of_another_device_stay() -> None:
 def test_nothing_travels_without_gradients() -> None:
     told = Told()
     with torch.no_grad():
-        HostActivations(torch.device("cpu"), told).checkpoint(torch.nn.Linear(6, 6), torch.randn(3, 6))
+        HostActivations(torch.device("cpu"), told).checkpoint(
+            torch.nn.Linear(6, 6), torch.randn(3, 6)
+        )
     assert told.log == []
 
 
@@ -111,9 +132,14 @@ def test_layers_of_a_model_send_their_inputs(dtype: str) -> None:
     Copies.to_host = lambda self, tensor: (sent.append(tensor.shape), plain(self, tensor))[1]  # type: ignore[method-assign]
     try:
         for kind in ("full", "offload"):
-            asked = {"model": {"config": TINY_LLAMA, "dtype": dtype}, "train": {"activation_checkpointing": kind}}
+            asked = {
+                "model": {"config": TINY_LLAMA, "dtype": dtype},
+                "train": {"activation_checkpointing": kind},
+            }
             config = validate(asked)
-            step = TrainStep(build(config, load.read_config(config.model), mesh), lr=1e-3, micro_batch=2)
+            step = TrainStep(
+                build(config, load.read_config(config.model), mesh), lr=1e-3, micro_batch=2
+            )
             curves[kind] = [step(batch) for batch in make_batches(steps=3, rows=4, seq_len=16)]
     finally:
         Copies.to_host = plain  # type: ignore[method-assign]

@@ -68,7 +68,11 @@ def test_public_signatures_are_there() -> None:
 
 def test_packages_hold_nothing_themselves() -> None:
     speaking = {SOURCE / "__init__.py", SOURCE / "integrations" / "huggingface" / "__init__.py"}
-    assert [name_of(path) for path in SOURCE.rglob("__init__.py") if path.read_text() and path not in speaking] == []
+    assert [
+        name_of(path)
+        for path in SOURCE.rglob("__init__.py")
+        if path.read_text() and path not in speaking
+    ] == []
 
 
 def test_every_module_has_a_row_in_the_house() -> None:
@@ -80,17 +84,28 @@ def test_every_module_has_a_row_in_the_house() -> None:
         if not line.startswith("|") or len(cells) != 3 or cells[0] in ("floor", "---"):
             continue
         room = cells[0].strip("`") or room
-        rooms.setdefault(room.partition("/")[0], set()).update(re.findall(r"`([^`]+)`", cells[1]))
+        rooms.setdefault(room.partition("/")[0], set()).update(
+            re.findall(r"`([^`]+)`", cells[1])
+        )
     named = {name.strip("/") for names in rooms.values() for name in names}
     lacking = []
     for path in MODULES:
         room, *folders = path.relative_to(SOURCE).with_suffix("").parts
         known = rooms.get(room, set())
-        if folders and room != "commands" and not known & {"/".join(folders), folders[-1], f"{folders[0]}/"}:
+        if (
+            folders
+            and room != "commands"
+            and not known & {"/".join(folders), folders[-1], f"{folders[0]}/"}
+        ):
             lacking.append(name_of(path))
     assert lacking == []
     stems = {
-        part for path in SOURCE.rglob("*") for part in (path.stem, path.relative_to(SOURCE).with_suffix("").as_posix())
+        part
+        for path in SOURCE.rglob("*")
+        for part in (path.stem, path.relative_to(SOURCE).with_suffix("").as_posix())
     }
-    inside = {path.relative_to(SOURCE).with_suffix("").as_posix().partition("/")[2] for path in SOURCE.rglob("*")}
+    inside = {
+        path.relative_to(SOURCE).with_suffix("").as_posix().partition("/")[2]
+        for path in SOURCE.rglob("*")
+    }
     assert {name for name in named if name not in stems | inside} == set()

@@ -144,7 +144,10 @@ assert b"it is here" in report([gather(run)])
 
 PACKING = Addition(
     {
-        "config/schema.py": ('Literal["concat", "best_fit", "none"]', 'Literal["concat", "best_fit", "none", "dummy"]'),
+        "config/schema.py": (
+            'Literal["concat", "best_fit", "none"]',
+            'Literal["concat", "best_fit", "none", "dummy"]',
+        ),
         "data/rows/padded.py": (
             '    "none": Placement("none 1", one_per_row),\n',
             '    "none": Placement("none 1", one_per_row),\n    "dummy": Placement("dummy 1", one_per_row),\n',
@@ -183,12 +186,18 @@ def test_one_of_its_kind_is_added_in_two_files_at_most(tmp_path: Path, kind: str
     assert len(addition.edits) <= MOST_FILES
     copy = tmp_path / "src" / "threefold"
     shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    env = {**os.environ, "PYTHONPATH": str(tmp_path / "src"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path / "src"),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
     for name, (before, after) in addition.edits.items():
         path = copy / name
         text = path.read_text() if before else ""
         assert text.count(before) == 1 if before else not path.exists(), name
         path.write_text(text.replace(before, after) if before else after)
     command = [sys.executable, "-B", "-c", addition.program]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr

@@ -24,20 +24,33 @@ class Line(Dataset[dict[str, Any]]):
     def __init__(self, size: int = 64, labels: tuple[str, ...] = ("labels",)) -> None:
         random = np.random.default_rng(size)
         self.x = random.normal(size=size).astype(np.float32)
-        self.ys = [(2 * self.x + 3 + random.normal(scale=0.1, size=size)).astype(np.float32) for _ in labels]
+        self.ys = [
+            (2 * self.x + 3 + random.normal(scale=0.1, size=size)).astype(np.float32)
+            for _ in labels
+        ]
         self._labels = labels
 
     def __len__(self) -> int:
         return len(self.x)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"x": self.x[index], **{name: y[index] for name, y in zip(self._labels, self.ys, strict=True)}}
+        return {
+            "x": self.x[index],
+            **{name: y[index] for name, y in zip(self._labels, self.ys, strict=True)},
+        }
 
 
 class LineConfig(PretrainedConfig):
     model_type = "line"
 
-    def __init__(self, a: float = 0.0, b: float = 0.0, outputs: int = 1, noisy: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        a: float = 0.0,
+        b: float = 0.0,
+        outputs: int = 1,
+        noisy: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         self.a, self.b, self.outputs, self.noisy = a, b, outputs, noisy
 
@@ -47,10 +60,15 @@ class Fit(nn.Module):
 
     def __init__(self, config: LineConfig) -> None:
         super().__init__()
-        self.a, self.b = nn.Parameter(torch.tensor(config.a)), nn.Parameter(torch.tensor(config.b))
+        self.a, self.b = (
+            nn.Parameter(torch.tensor(config.a)),
+            nn.Parameter(torch.tensor(config.b)),
+        )
         self.line, self.seen = config, []  # type: ignore[var-annotated]
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, labels_2: Tensor | None = None) -> Any:
+    def forward(
+        self, x: Tensor, labels: Tensor | None = None, labels_2: Tensor | None = None
+    ) -> Any:
         y = self.a * x + self.b
         if self.line.noisy and self.training:
             y = y + 0.1 * torch.randn(()) + 0.1 * np.random.rand()
@@ -68,7 +86,10 @@ class PretrainedFit(PreTrainedModel):
 
     def __init__(self, config: LineConfig) -> None:
         super().__init__(config)
-        self.a, self.b = nn.Parameter(torch.tensor(config.a)), nn.Parameter(torch.tensor(config.b))
+        self.a, self.b = (
+            nn.Parameter(torch.tensor(config.a)),
+            nn.Parameter(torch.tensor(config.b)),
+        )
         self.line, self.seen = config, []
         self.post_init()
 
@@ -76,16 +97,30 @@ class PretrainedFit(PreTrainedModel):
         """The two numbers are given."""
 
 
-def made(folder: Path, *, pretrained: bool = True, train: Any = None, evaluate: Any = None, **settings: Any) -> Trainer:
+def made(
+    folder: Path,
+    *,
+    pretrained: bool = True,
+    train: Any = None,
+    evaluate: Any = None,
+    **settings: Any,
+) -> Trainer:
     names = ("a", "b", "outputs", "noisy")
     config = LineConfig(**{name: settings.pop(name) for name in names if name in settings})
     given = {
         name: settings.pop(name)
-        for name in ("compute_metrics", "preprocess_logits_for_metrics", "callbacks", "data_collator")
+        for name in (
+            "compute_metrics",
+            "preprocess_logits_for_metrics",
+            "callbacks",
+            "data_collator",
+        )
         if name in settings
     }
     model = PretrainedFit(config) if pretrained else Fit(config)
-    args = arguments(str(folder), **{"learning_rate": 0.1, "label_names": ["labels"], **settings})
+    args = arguments(
+        str(folder), **{"learning_rate": 0.1, "label_names": ["labels"], **settings}
+    )
     return Trainer(
         model,
         args,
@@ -102,7 +137,11 @@ def close(prediction: Any) -> dict[str, float]:
 
 def test_lengths_of_loaders(tmp_path: Path) -> None:
     trainer = made(
-        tmp_path, train=Line(66), evaluate=Line(74), per_device_train_batch_size=16, per_device_eval_batch_size=32
+        tmp_path,
+        train=Line(66),
+        evaluate=Line(74),
+        per_device_train_batch_size=16,
+        per_device_eval_batch_size=32,
     )
     assert trainer.get_train_dataloader().total_batch_size == 16
     assert trainer.get_eval_dataloader().total_batch_size == 32
@@ -122,7 +161,9 @@ def test_lengths_of_loaders(tmp_path: Path) -> None:
 
 def test_persistent_evaluation_loaders_are_kept(tmp_path: Path) -> None:
     rows = {"one": Line(4), "two": Line(6)}
-    kept = made(tmp_path, evaluate=rows, dataloader_persistent_workers=True, dataloader_num_workers=1)
+    kept = made(
+        tmp_path, evaluate=rows, dataloader_persistent_workers=True, dataloader_num_workers=1
+    )
     assert kept.get_eval_dataloader("one") is kept.get_eval_dataloader("one")
     assert kept.get_eval_dataloader("one") is not kept.get_eval_dataloader("two")
     anew = made(tmp_path, evaluate=rows)
@@ -165,27 +206,48 @@ def test_evaluation(rows: int, batched: bool, tmp_path: Path) -> None:
         return {"accuracy": torch.cat(seen).float().mean().item()} if compute_result else {}
 
     metrics: Callable[..., Any] = in_batches if batched else close
-    trainer = made(tmp_path, a=1.5, b=2.5, evaluate=Line(rows), compute_metrics=metrics, batch_eval_metrics=batched)
+    trainer = made(
+        tmp_path,
+        a=1.5,
+        b=2.5,
+        evaluate=Line(rows),
+        compute_metrics=metrics,
+        batch_eval_metrics=batched,
+    )
     found = trainer.evaluate()
     x, y = Line(rows).x, Line(rows).ys[0]
-    assert found["eval_loss"] == pytest.approx(float(((1.5 * x + 2.5 - y) ** 2).mean()), abs=1e-6)
-    assert found["eval_accuracy"] == pytest.approx(float((np.abs(1.5 * x + 2.5 - y) <= 0.5).mean()))
+    assert found["eval_loss"] == pytest.approx(
+        float(((1.5 * x + 2.5 - y) ** 2).mean()), abs=1e-6
+    )
+    assert found["eval_accuracy"] == pytest.approx(
+        float((np.abs(1.5 * x + 2.5 - y) <= 0.5).mean())
+    )
 
 
 def test_logits_are_preprocessed(tmp_path: Path) -> None:
     trainer = made(
-        tmp_path, a=1.5, b=2.5, compute_metrics=close, preprocess_logits_for_metrics=lambda logits, labels: logits + 1
+        tmp_path,
+        a=1.5,
+        b=2.5,
+        compute_metrics=close,
+        preprocess_logits_for_metrics=lambda logits, labels: logits + 1,
     )
     x, y = Line(66).x, Line(66).ys[0]
-    assert trainer.evaluate()["eval_accuracy"] == pytest.approx(float((np.abs(1.5 * x + 3.5 - y) <= 0.5).mean()))
+    assert trainer.evaluate()["eval_accuracy"] == pytest.approx(
+        float((np.abs(1.5 * x + 3.5 - y) <= 0.5).mean())
+    )
 
 
 def test_predictions_with_several_outputs_and_labels(tmp_path: Path) -> None:
     rows = Line(66, labels=("labels", "labels_2"))
-    trainer = made(tmp_path, a=1.5, b=2.5, outputs=2, evaluate=rows, label_names=["labels", "labels_2"])
+    trainer = made(
+        tmp_path, a=1.5, b=2.5, outputs=2, evaluate=rows, label_names=["labels", "labels_2"]
+    )
     output = trainer.predict(rows)
     assert len(output.predictions) == 2
-    for prediction, labels, y in zip(output.predictions, output.label_ids, rows.ys, strict=True):
+    for prediction, labels, y in zip(
+        output.predictions, output.label_ids, rows.ys, strict=True
+    ):
         np.testing.assert_allclose(prediction, 1.5 * rows.x + 2.5, rtol=1e-6)
         np.testing.assert_array_equal(labels, y)
 
@@ -220,7 +282,9 @@ def test_streams_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
     x, y = Line().x[:20], Line().ys[0][:20]
     a, b = trainer.model.a.item(), trainer.model.b.item()
     # 20 rows in batches of 8: transformers weighs the last four as its padding has it, so only about.
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(((a * x + b - y) ** 2).mean()), rel=0.2)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(
+        float(((a * x + b - y) ** 2).mean()), rel=0.2
+    )
 
 
 def test_data_seed_alone_decides_the_order(tmp_path: Path) -> None:
@@ -252,8 +316,15 @@ def test_loss_of_a_step_is_that_of_a_prediction(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("pretrained", "noisy"), [(True, True), (False, False)])
-def test_resume_is_exact_from_any_checkpoint(pretrained: bool, noisy: bool, tmp_path: Path) -> None:
-    settings = {"save_strategy": "steps", "save_steps": 5, "logging_strategy": "steps", "logging_steps": 5}
+def test_resume_is_exact_from_any_checkpoint(
+    pretrained: bool, noisy: bool, tmp_path: Path
+) -> None:
+    settings = {
+        "save_strategy": "steps",
+        "save_steps": 5,
+        "logging_strategy": "steps",
+        "logging_steps": 5,
+    }
     settings |= {"train": Line(128), "pretrained": pretrained, "noisy": noisy}
     whole = made(tmp_path, **settings)
     whole.train()
@@ -261,9 +332,14 @@ def test_resume_is_exact_from_any_checkpoint(pretrained: bool, noisy: bool, tmp_
     for step in (5, 15, 20):
         again = made(tmp_path, **settings)
         again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-        assert (again.model.a.item(), again.model.b.item()) == (whole.model.a.item(), whole.model.b.item())
+        assert (again.model.a.item(), again.model.b.item()) == (
+            whole.model.a.item(),
+            whole.model.b.item(),
+        )
         assert again.state.global_step == whole.state.global_step == 48
-        logged = [[line.get("loss") for line in one.state.log_history] for one in (again, whole)]
+        logged = [
+            [line.get("loss") for line in one.state.log_history] for one in (again, whole)
+        ]
         assert logged[0] == logged[1]
 
 
@@ -315,7 +391,11 @@ def test_batch_size_is_found_when_memory_is_short(tmp_path: Path) -> None:
                 raise RuntimeError("CUDA out of memory.")
 
     trainer = made(
-        tmp_path, auto_find_batch_size=True, per_device_train_batch_size=16, num_train_epochs=1, callbacks=[Short()]
+        tmp_path,
+        auto_find_batch_size=True,
+        per_device_train_batch_size=16,
+        num_train_epochs=1,
+        callbacks=[Short()],
     )
     trainer.train()
     assert sizes[0] == 16

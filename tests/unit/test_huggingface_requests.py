@@ -19,10 +19,20 @@ from ranks.huggingface_cases import Sentences, arguments, causal_model
 from ranks.spawn import run_ranks
 from threefold.data.sampling.sampler import DistributedSampler
 from threefold.errors import CheckpointError, ConfigError, DataError, ThreefoldError
-from threefold.integrations.huggingface import AuditCallback, Trainer, checks, prepare_evaluation_loader
+from threefold.integrations.huggingface import (
+    AuditCallback,
+    Trainer,
+    checks,
+    prepare_evaluation_loader,
+)
 from threefold.integrations.huggingface.data import Axis, TrainLoader
 from threefold.integrations.huggingface.loaders import BlockBatches, EvaluationLoader
-from threefold.integrations.huggingface.loss import RunningMean, nothing_of, part_of_mean, targets_in
+from threefold.integrations.huggingface.loss import (
+    RunningMean,
+    nothing_of,
+    part_of_mean,
+    targets_in,
+)
 
 
 def refusal(work: Callable[[], Any]) -> list[tuple[str, str, str]]:
@@ -70,7 +80,9 @@ def group_without_launcher(folder: str) -> str:
     from transformers import TrainingArguments
 
     try:
-        Trainer(causal_model(), TrainingArguments(output_dir=folder, use_cpu=True, report_to="none"))
+        Trainer(
+            causal_model(), TrainingArguments(output_dir=folder, use_cpu=True, report_to="none")
+        )
     except ConfigError as error:
         return str(error)
     return ""
@@ -88,9 +100,15 @@ def test_group_that_transformers_does_not_see_is_refused(tmp_path: Path) -> None
 
 
 REQUESTS = {
-    "train_sampling_strategy = 'batch_rebalance'": {"train_sampling_strategy": "batch_rebalance"},
-    "accelerator_config has split_batches = True": {"accelerator_config": {"split_batches": True}},
-    "accelerator_config has dispatch_batches = True": {"accelerator_config": {"dispatch_batches": True}},
+    "train_sampling_strategy = 'batch_rebalance'": {
+        "train_sampling_strategy": "batch_rebalance"
+    },
+    "accelerator_config has split_batches = True": {
+        "accelerator_config": {"split_batches": True}
+    },
+    "accelerator_config has dispatch_batches = True": {
+        "accelerator_config": {"dispatch_batches": True}
+    },
     "dataloader_in_order = False": {"dataloader_in_order": False, "dataloader_num_workers": 1},
 }
 FIXES = {
@@ -135,11 +153,17 @@ def asked(**settings: Any) -> SimpleNamespace:
     )
 
 
-def sharded(plan: dict[str, str], *, tied: bool = False, vocab_size: int = 64, **sizes: int) -> SimpleNamespace:
+def sharded(
+    plan: dict[str, str], *, tied: bool = False, vocab_size: int = 64, **sizes: int
+) -> SimpleNamespace:
     config = SimpleNamespace(tie_word_embeddings=tied, vocab_size=vocab_size)
-    config.distributed_config = SimpleNamespace(**{"tp_size": 1, "fsdp_size": 1, "pp_size": 1, **sizes})
+    config.distributed_config = SimpleNamespace(
+        **{"tp_size": 1, "fsdp_size": 1, "pp_size": 1, **sizes}
+    )
     config.get_text_config = lambda: config
-    return SimpleNamespace(is_distributed_loading_by_transformers=True, config=config, tp_plan=plan)
+    return SimpleNamespace(
+        is_distributed_loading_by_transformers=True, config=config, tp_plan=plan
+    )
 
 
 WORDS = {
@@ -162,7 +186,10 @@ WORDS = {
     "gradient_accumulation_steps = 4 with tp_size = 2, and this model has k_norm, q_norm": (
         asked(
             gradient_accumulation_steps=4,
-            model=sharded(dict.fromkeys(["a.q_norm", "a.k_norm"], "replicated_with_grad_allreduce"), tp_size=2),
+            model=sharded(
+                dict.fromkeys(["a.q_norm", "a.k_norm"], "replicated_with_grad_allreduce"),
+                tp_size=2,
+            ),
         ),
         "gradient_accumulation_steps=1   (or tp_size=1, or threefold train --mesh.tp 2, which sums once)",
     ),
@@ -194,12 +221,24 @@ def test_only_ranks_care_for_what_only_ranks_share(monkeypatch: pytest.MonkeyPat
         "fsdp is given, but on CPUs accelerate trains with plain DDP",
     ]
     assert problems[1][2] == "leave average_tokens_across_devices out"
-    assert problems[2][2] == "leave eval_use_gather_object out, and pad in preprocess_logits_for_metrics"
+    assert (
+        problems[2][2]
+        == "leave eval_use_gather_object out, and pad in preprocess_logits_for_metrics"
+    )
 
 
 def trained(folder: Path, **settings: Any) -> Trainer:
-    usual = {"per_device_train_batch_size": 4, "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    trainer = Trainer(causal_model(), arguments(str(folder), **{**usual, **settings}), train_dataset=Sentences(16))
+    usual = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    trainer = Trainer(
+        causal_model(),
+        arguments(str(folder), **{**usual, **settings}),
+        train_dataset=Sentences(16),
+    )
     trainer.train()
     return trainer
 
@@ -217,19 +256,30 @@ def test_resume_refuses_what_it_cannot_go_on_from(tmp_path: Path) -> None:
     ]
     trained(tmp_path)
     checkpoint = tmp_path / "checkpoint-2"
-    again = Trainer(causal_model(), arguments(str(tmp_path), data_seed=9), train_dataset=Sentences(16))
+    again = Trainer(
+        causal_model(), arguments(str(tmp_path), data_seed=9), train_dataset=Sentences(16)
+    )
     ((what, _, fix),) = refusal(lambda: again.train(resume_from_checkpoint=True))
     assert what == "the saved state has seed = 42, but here seed = 9"
-    assert fix == "pass the seed that the run began with (TrainingArguments(data_seed=...): 42), or start a new run"
+    assert (
+        fix
+        == "pass the seed that the run began with (TrainingArguments(data_seed=...): 42), or start a new run"
+    )
     (checkpoint / "threefold.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"threefold.json cannot be read \(JSONDecodeError"):
+    with pytest.raises(
+        CheckpointError, match=r"threefold.json cannot be read \(JSONDecodeError"
+    ):
         again.train(resume_from_checkpoint=str(checkpoint))
     (checkpoint / "threefold.json").unlink()
     ((what, _, fix),) = refusal(lambda: again.train(resume_from_checkpoint=str(checkpoint)))
     assert what == f"{checkpoint} has no threefold.json: another Trainer has saved it"
-    assert fix.startswith("TrainingArguments(ignore_data_skip=True) keeps these weights and begins the epoch")
+    assert fix.startswith(
+        "TrainingArguments(ignore_data_skip=True) keeps these weights and begins the epoch"
+    )
     anew = Trainer(
-        causal_model(), arguments(str(tmp_path), ignore_data_skip=True, max_steps=3), train_dataset=Sentences(16)
+        causal_model(),
+        arguments(str(tmp_path), ignore_data_skip=True, max_steps=3),
+        train_dataset=Sentences(16),
     )
     assert anew.train(resume_from_checkpoint=str(checkpoint)).global_step == 3
 
@@ -237,7 +287,9 @@ def test_resume_refuses_what_it_cannot_go_on_from(tmp_path: Path) -> None:
 def test_true_resumes_from_the_newest_that_was_written_to_its_end(tmp_path: Path) -> None:
     trained(tmp_path, max_steps=4)
     (tmp_path / "checkpoint-4" / "trainer_state.json").write_text('{"global')
-    again = Trainer(causal_model(), arguments(str(tmp_path), max_steps=3), train_dataset=Sentences(16))
+    again = Trainer(
+        causal_model(), arguments(str(tmp_path), max_steps=3), train_dataset=Sentences(16)
+    )
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 3
     assert [line["train_loss"] for line in again.state.log_history if "train_loss" in line]
@@ -248,7 +300,9 @@ def test_record_and_checkpoint_that_disagree_are_refused(tmp_path: Path) -> None
     path = tmp_path / "checkpoint-2" / "threefold.json"
     path.write_text(path.read_text().replace('"position": 8', '"position": 12'))
     again = Trainer(
-        causal_model(), arguments(str(tmp_path), per_device_train_batch_size=4), train_dataset=Sentences(16)
+        causal_model(),
+        arguments(str(tmp_path), per_device_train_batch_size=4),
+        train_dataset=Sentences(16),
     )
     ((what, _, fix),) = refusal(lambda: again.train(resume_from_checkpoint=True))
     assert what.startswith(
@@ -262,7 +316,9 @@ def test_audit_is_there_once_and_can_be_replaced(tmp_path: Path) -> None:
     usual = Trainer(causal_model(), arguments(str(tmp_path)))
     own = Trainer(causal_model(), arguments(str(tmp_path)), callbacks=[AuditCallback(every=50)])
     for trainer, every in ((usual, 10), (own, 50)):
-        (audit,) = [one for one in trainer.callback_handler.callbacks if isinstance(one, AuditCallback)]
+        (audit,) = [
+            one for one in trainer.callback_handler.callbacks if isinstance(one, AuditCallback)
+        ]
         assert audit.every == every
 
 
@@ -276,7 +332,9 @@ def test_signature_is_transformers() -> None:
 
 def test_evaluation_loader_refuses_what_it_cannot_keep() -> None:
     accelerator = Accelerator(cpu=True)
-    ((what, _, fix),) = refusal(lambda: prepare_evaluation_loader(accelerator, DataLoader(Sentences(4), shuffle=True)))
+    ((what, _, fix),) = refusal(
+        lambda: prepare_evaluation_loader(accelerator, DataLoader(Sentences(4), shuffle=True))
+    )
     assert what == "the evaluation loader draws its rows with a RandomSampler"
     assert fix == "DataLoader(dataset, batch_size=...) without shuffle and sampler"
 
@@ -284,8 +342,12 @@ def test_evaluation_loader_refuses_what_it_cannot_keep() -> None:
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_rows", range(1, 20))
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
-def test_blocks_are_every_row_once_in_order(num_rows: int, batch_size: int, dp_size: int) -> None:
-    ranks = [list(BlockBatches(num_rows, batch_size, Axis(rank, dp_size))) for rank in range(dp_size)]
+def test_blocks_are_every_row_once_in_order(
+    num_rows: int, batch_size: int, dp_size: int
+) -> None:
+    ranks = [
+        list(BlockBatches(num_rows, batch_size, Axis(rank, dp_size))) for rank in range(dp_size)
+    ]
     read = []
     for step, of_ranks in enumerate(zip(*ranks, strict=True)):
         assert len({len(batch) for batch in of_ranks}) == 1
@@ -304,8 +366,16 @@ def test_shares_of_an_epoch_from_any_place(dp_size: int, tail: str) -> None:
     for begin in (0, 6, 12, 18):
         shares = []
         for rank in range(dp_size):
-            settings = {"num_replicas": dp_size, "rank": rank, "seed": 1, "shuffle": False, "tail": tail}
-            sampler = DistributedSampler.for_loop(range(20), global_batch=6, stand_in=operator.invert, **settings)
+            settings = {
+                "num_replicas": dp_size,
+                "rank": rank,
+                "seed": 1,
+                "shuffle": False,
+                "tail": tail,
+            }
+            sampler = DistributedSampler.for_loop(
+                range(20), global_batch=6, stand_in=operator.invert, **settings
+            )
             sampler.load_state_dict({**sampler.state_dict(), "position": begin})
             sampler.open_pass()
             shares.append(list(sampler))
@@ -318,9 +388,16 @@ def test_shares_of_an_epoch_from_any_place(dp_size: int, tail: str) -> None:
 def test_loaders_hand_out_what_collate_made() -> None:
     accelerator = Accelerator(cpu=True)
     settings = {"num_replicas": 2, "rank": 1, "seed": 0, "shuffle": False, "tail": "exact"}
-    order = DistributedSampler.for_loop(range(5), global_batch=2, stand_in=operator.invert, **settings)
+    order = DistributedSampler.for_loop(
+        range(5), global_batch=2, stand_in=operator.invert, **settings
+    )
     loader = TrainLoader(
-        range(5), order, batch_size=1, accelerator=accelerator, axis=Axis(1, 2), collate_fn=torch.tensor
+        range(5),
+        order,
+        batch_size=1,
+        accelerator=accelerator,
+        axis=Axis(1, 2),
+        collate_fn=torch.tensor,
     )
     taken = loader.watch()
     given = []
@@ -330,10 +407,18 @@ def test_loaders_hand_out_what_collate_made() -> None:
     # Rank 1 has no third sample: the head stands in, and is no row.
     assert given == [[1], [3], [0]]
     assert list(taken) == [(1,), (3,), ()]
-    assert [(batch.rows, batch.rest) for batch in loader.returned] == [(1, None), (1, None), (0, None)]
+    assert [(batch.rows, batch.rest) for batch in loader.returned] == [
+        (1, None),
+        (1, None),
+        (0, None),
+    ]
     assert loader.dataset.stop == 5
     evaluation = EvaluationLoader(
-        range(3), batch_size=2, accelerator=accelerator, axis=Axis(0, 1), collate_fn=torch.tensor
+        range(3),
+        batch_size=2,
+        accelerator=accelerator,
+        axis=Axis(0, 1),
+        collate_fn=torch.tensor,
     )
     assert [evaluation.gather(batch).tolist() for batch in evaluation] == [[0, 1], [2]]
 
@@ -341,13 +426,21 @@ def test_loaders_hand_out_what_collate_made() -> None:
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
 @pytest.mark.parametrize("num_rows", [*range(1, 14), 64])
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
-def test_batches_of_all_ranks_have_one_size_and_every_row_once(num_rows: int, batch_size: int, dp_size: int) -> None:
+def test_batches_of_all_ranks_have_one_size_and_every_row_once(
+    num_rows: int, batch_size: int, dp_size: int
+) -> None:
     accelerator, ranks = Accelerator(cpu=True), []
     for rank in range(dp_size):
         marks = {"stand_in": operator.invert, "alone": partial(operator.add, num_rows)}
         sizes = {"num_replicas": dp_size, "rank": rank, "global_batch": dp_size * batch_size}
-        order = DistributedSampler.for_loop(range(num_rows), seed=1, tail="exact", **marks, **sizes)
-        made = {"batch_size": batch_size, "accelerator": accelerator, "axis": Axis(rank, dp_size)}
+        order = DistributedSampler.for_loop(
+            range(num_rows), seed=1, tail="exact", **marks, **sizes
+        )
+        made = {
+            "batch_size": batch_size,
+            "accelerator": accelerator,
+            "axis": Axis(rank, dp_size),
+        }
         loader = TrainLoader(range(num_rows), order, collate_fn=torch.tensor, **made)
         batches = [batch.tolist() for batch in loader]
         ranks.append(list(zip(batches, loader.returned, strict=True)))
@@ -371,7 +464,9 @@ def test_loss_of_parts_is_the_mean_of_the_whole() -> None:
     for rows in (slice(0, 3), slice(3, 4), slice(4, 12)):  # the first has no target
         loss = nn.functional.cross_entropy(logits[rows], labels[rows])
         count = int(targets_in({"labels": labels[rows]}, shifts_labels=False))
-        parts.append(part_of_mean(loss, {"logits": logits[rows]}, targets=count, all_targets=8, ranks=1))
+        parts.append(
+            part_of_mean(loss, {"logits": logits[rows]}, targets=count, all_targets=8, ranks=1)
+        )
     torch.testing.assert_close(torch.stack(parts).sum(), whole)
     (found,) = torch.autograd.grad(torch.stack(parts).sum(), logits)
     torch.testing.assert_close(found, wanted)
@@ -400,9 +495,15 @@ def test_mean_without_targets_is_not_a_number() -> None:
 def test_another_order_is_refused_in_the_trainers_words() -> None:
     from threefold.integrations.huggingface.state import check_order
 
-    order = DistributedSampler.for_loop(range(5), global_batch=1, num_replicas=1, rank=0, seed=0, tail="exact")
-    other = DistributedSampler.for_loop(range(6), global_batch=1, num_replicas=1, rank=0, seed=0, tail="exact")
-    with pytest.raises(DataError, match="the saved state has num_rows = 6, but here num_rows = 5"):
+    order = DistributedSampler.for_loop(
+        range(5), global_batch=1, num_replicas=1, rank=0, seed=0, tail="exact"
+    )
+    other = DistributedSampler.for_loop(
+        range(6), global_batch=1, num_replicas=1, rank=0, seed=0, tail="exact"
+    )
+    with pytest.raises(
+        DataError, match="the saved state has num_rows = 6, but here num_rows = 5"
+    ):
         check_order(other.state_dict(), loader=order)
 
 

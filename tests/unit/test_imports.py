@@ -138,7 +138,9 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, str]:
     """What each module has loaded that it should not."""
-    done = subprocess.run([sys.executable, "-c", ALONE, *TORCH_FREE], timeout=180, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, *TORCH_FREE], timeout=180, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -155,7 +157,9 @@ def test_help_loads_no_torch() -> None:
         "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], timeout=180, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], timeout=180, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "train" in done.stdout
 
@@ -192,13 +196,24 @@ DESK = ("records", "report", "why", "explain", "doctor", "jobs", "verify", "conv
 
 def test_a_run_loads_no_desk() -> None:
     code = "import sys; import threefold.run.start, threefold.run.rank, threefold.commands.train; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], timeout=180, capture_output=True, text=True, check=True)
-    loaded = [name for name in done.stdout.split() if name.startswith(tuple(f"threefold.{room}" for room in DESK))]
+    done = subprocess.run(
+        [sys.executable, "-c", code], timeout=180, capture_output=True, text=True, check=True
+    )
+    loaded = [
+        name
+        for name in done.stdout.split()
+        if name.startswith(tuple(f"threefold.{room}" for room in DESK))
+    ]
     assert "threefold.run.rank" in done.stdout.split() and loaded == []
 
 
 # Foreign dumps and logs, a model's config.json, and a message between processes of one command.
-OTHER_JSON = {"explain/flight.py", "explain/prefixes.py", "commands/model_config.py", "commands/verify.py"}
+OTHER_JSON = {
+    "explain/flight.py",
+    "explain/prefixes.py",
+    "commands/model_config.py",
+    "commands/verify.py",
+}
 
 
 def test_the_files_of_a_run_are_parsed_in_one_place() -> None:
@@ -208,7 +223,10 @@ def test_the_files_of_a_run_are_parsed_in_one_place() -> None:
     for room in ("records", "report", "why", "explain", "verify", "commands"):
         for path in (source / room).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Attribute) and ast.unparse(node) in ("json.loads", "json.load"):
+                if isinstance(node, ast.Attribute) and ast.unparse(node) in (
+                    "json.loads",
+                    "json.load",
+                ):
                     calls.add(path.relative_to(source).as_posix())
     assert calls == OTHER_JSON
     for name in ("metrics.jsonl", "journal.jsonl", "samples.jsonl"):

@@ -31,7 +31,9 @@ def test_setting_without_a_counterpart_leaves_it_to_pip() -> None:
     assert install.for_uv({"only-binary": ":all:"}) is None
 
 
-def test_environment_counts_before_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_environment_counts_before_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     file = tmp_path / "pip.conf"
     file.write_text(
         "[global]\nfind-links = /of-the-file\n[install]\nproxy = http://proxy.test\n[list]\nformat = json\n"
@@ -39,5 +41,8 @@ def test_environment_counts_before_files(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("PIP_CONFIG_FILE", str(file))
     monkeypatch.setenv("PIP_FIND_LINKS", "/of-the-environment")
     settings = install.settings(Path(sys.executable))
-    assert settings["find-links"] == "/of-the-environment" and settings["proxy"] == "http://proxy.test"
+    assert (
+        settings["find-links"] == "/of-the-environment"
+        and settings["proxy"] == "http://proxy.test"
+    )
     assert "format" not in settings

@@ -57,14 +57,18 @@ def test_size_and_absence_are_named(tmp_path: Path) -> None:
     assert wrong_checksums(tmp_path, seals, ["file"]) == "file: Is a directory"
 
 
-@pytest.mark.parametrize("values", [None, 5, "ab", [], [1], ["1", "a"], [1, 2], [True, "a"], [1, "a", 3], {}])
+@pytest.mark.parametrize(
+    "values", [None, 5, "ab", [], [1], ["1", "a"], [1, 2], [True, "a"], [1, "a", 3], {}]
+)
 def test_seal_that_is_none(values: Any) -> None:
     with pytest.raises(ValueError, match="is not a size and a checksum"):
         Seal.from_json(values)
 
 
 @given(st.dictionaries(st.text(), st.integers(0, 10**12), max_size=40), st.integers(1, 12))
-def test_shares_are_all_files_once_and_about_equal(sizes: dict[str, int], num_ranks: int) -> None:
+def test_shares_are_all_files_once_and_about_equal(
+    sizes: dict[str, int], num_ranks: int
+) -> None:
     seals = {name: Seal(size, "") for name, size in sizes.items()}
     parts = shares(seals, num_ranks)
     assert len(parts) == num_ranks

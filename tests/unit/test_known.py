@@ -28,7 +28,12 @@ from threefold.errors import DataError
 
 BLOCK = 64
 LATER = 1 << 62
-SETTINGS = (Packing(8), Packing(8, document_mask=True), Packing(8, "best_fit", document_mask=True), Packing(8, "none"))
+SETTINGS = (
+    Packing(8),
+    Packing(8, document_mask=True),
+    Packing(8, "best_fit", document_mask=True),
+    Packing(8, "none"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +60,11 @@ def foreign(prefix: Path, *documents: list[int]) -> TokenStore:
     prefix.parent.mkdir(parents=True, exist_ok=True)
     prefix.with_suffix(".bin").write_bytes(values.tobytes())
     with prefix.with_suffix(".idx").open("wb") as file:
-        write_index(file, np.array([len(document) for document in documents], np.int32), dtype=values.dtype)
+        write_index(
+            file,
+            np.array([len(document) for document in documents], np.int32),
+            dtype=values.dtype,
+        )
     return TokenStore(prefix)
 
 
@@ -90,7 +99,10 @@ def test_written_store_is_known(tmp_path: Path, passes: list[Path]) -> None:
 
 def test_store_of_another_maker_is_read_once(tmp_path: Path, passes: list[Path]) -> None:
     store = foreign(tmp_path / "x", [7, 3, 900])
-    assert [range_of(store, tmp_path), range_of(TokenStore(tmp_path / "x"), tmp_path)] == [(3, 900), (3, 900)]
+    assert [range_of(store, tmp_path), range_of(TokenStore(tmp_path / "x"), tmp_path)] == [
+        (3, 900),
+        (3, 900),
+    ]
     assert len(passes) == 1
     blocks = known(store, cache=tmp_path).blocks
     check_ids(store, blocks, vocab_size=901)
@@ -106,12 +118,16 @@ def test_folder_that_cannot_be_written(tmp_path: Path, passes: list[Path]) -> No
     assert range_of(foreign(tmp_path / "y", [1]), cache) == (1, 1)
 
 
-def test_copy_with_other_times_is_read_once_and_is_the_same(tmp_path: Path, passes: list[Path]) -> None:
+def test_copy_with_other_times_is_read_once_and_is_the_same(
+    tmp_path: Path, passes: list[Path]
+) -> None:
     prefix = prepared(tmp_path / "st")
     before = known(TokenStore(prefix), cache=tmp_path).blocks.digest
     for path in prefix.parent.iterdir():
         os.utime(path, ns=(LATER, LATER))
-    assert [known(TokenStore(prefix), cache=tmp_path).blocks.digest for _ in range(2)] == [before] * 2
+    assert [known(TokenStore(prefix), cache=tmp_path).blocks.digest for _ in range(2)] == [
+        before
+    ] * 2
     assert len(passes) == 1
 
 
@@ -123,7 +139,9 @@ def test_store_without_hashes_is_compared_with_its_fingerprint(tmp_path: Path) -
     data = bytearray(prefix.with_suffix(".bin").read_bytes())
     data[100] ^= 1
     prefix.with_suffix(".bin").write_bytes(data)
-    with pytest.raises(DataError, match=r"tokens.bin and .idx are not what tokens.json describes"):
+    with pytest.raises(
+        DataError, match=r"tokens.bin and .idx are not what tokens.json describes"
+    ):
         rows_at(prefix, tmp_path)
 
 
@@ -151,7 +169,9 @@ def test_cached_store_is_made_again_as_the_error_says(tmp_path: Path) -> None:
     source = Source(str(tmp_path / "a.txt"))
 
     def opened() -> Rows:
-        return open_rows(source, Packing(8), tokenizer=ByteTokenizer(), cache=tmp_path / "cache")
+        return open_rows(
+            source, Packing(8), tokenizer=ByteTokenizer(), cache=tmp_path / "cache"
+        )
 
     path = parts_of(opened())[0].rows.store.prefix.with_suffix(".bin")
     stat, data = path.stat(), bytearray(path.read_bytes())
@@ -169,11 +189,20 @@ def test_readers_are_the_rows_whose_tokens_lie_there(tmp_path: Path, packing: Pa
     lengths = [1, 3, 9, 20, 8, 17, 2, 5]
     store = foreign(tmp_path / "x", *(list(range(length)) for length in lengths))
     part = parts_of(packing.pack(store))[0].rows
-    read = [set(range(start, stop)) for row in range(part.num_rows) for start, stop in part.stretches(row)]
-    by_row = [set[int]().union(*(set(range(*s)) for s in part.stretches(row))) for row in range(part.num_rows)]
+    read = [
+        set(range(start, stop))
+        for row in range(part.num_rows)
+        for start, stop in part.stretches(row)
+    ]
+    by_row = [
+        set[int]().union(*(set(range(*s)) for s in part.stretches(row)))
+        for row in range(part.num_rows)
+    ]
     assert set().union(*read) <= set(range(sum(lengths)))
     for start in range(0, sum(lengths), 3):
-        expected = [row for row, tokens in enumerate(by_row) if tokens & set(range(start, start + 5))]
+        expected = [
+            row for row, tokens in enumerate(by_row) if tokens & set(range(start, start + 5))
+        ]
         assert part.readers(start, start + 5).tolist() == expected
 
 
@@ -196,7 +225,14 @@ def remove(path: Path, rng: random.Random) -> None:
     path.unlink()
 
 
-EDITS: tuple[Callable[[Path, random.Random], None], ...] = (flip, flip, flip, cut, extend, remove)
+EDITS: tuple[Callable[[Path, random.Random], None], ...] = (
+    flip,
+    flip,
+    flip,
+    cut,
+    extend,
+    remove,
+)
 
 
 def everything(rows: Rows) -> list[list[int]]:
@@ -214,9 +250,15 @@ def test_edits_are_named_or_harmless(tmp_path: Path, kind: str) -> None:
             prefix.with_suffix(".json").unlink()
             prefix.with_suffix(SUFFIX).unlink()
         rows_at(prefix, tmp_path)
-    files = sorted(path.name for path in (tmp_path / "good").iterdir() if path.suffix and path.name != ".lock")
+    files = sorted(
+        path.name
+        for path in (tmp_path / "good").iterdir()
+        if path.suffix and path.name != ".lock"
+    )
     assert len(files) == (4 if kind == "prepared" else 3)
-    good = {packing: rows_at(tmp_path / "good/tokens", tmp_path, packing) for packing in SETTINGS}
+    good = {
+        packing: rows_at(tmp_path / "good/tokens", tmp_path, packing) for packing in SETTINGS
+    }
     whole, prints = (
         {packing: everything(rows) for packing, rows in good.items()},
         {r.fingerprint for r in good.values()},
@@ -242,7 +284,9 @@ def test_edits_are_named_or_harmless(tmp_path: Path, kind: str) -> None:
         else:
             # Without a .json it is another program's store, which has no end token and another fingerprint.
             foreign_now = path.suffix == ".json" and not path.exists()
-            assert found == whole[packing] or (foreign_now and rows.fingerprint not in prints), (number, path.name)
+            assert found == whole[packing] or (
+                foreign_now and rows.fingerprint not in prints
+            ), (number, path.name)
         shutil.rmtree(folder)
     assert named > 200
 

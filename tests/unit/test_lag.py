@@ -26,11 +26,17 @@ STEP_S = 0.2
 Series = Callable[[int, int], float]
 
 
-def named(own: Series, *, steps: int, ranks: int = 2, elapsed_s: float = STEP_S, part: str = "compute") -> list[Lag]:
+def named(
+    own: Series, *, steps: int, ranks: int = 2, elapsed_s: float = STEP_S, part: str = "compute"
+) -> list[Lag]:
     """The lags of a series."""
     lags = Lags()
     told = [
-        lags.after(step, elapsed_s, [(f"host-{rank}", {part: own(step, rank)}) for rank in range(ranks)])
+        lags.after(
+            step,
+            elapsed_s,
+            [(f"host-{rank}", {part: own(step, rank)}) for rank in range(ranks)],
+        )
         for step in range(1, steps + 1)
     ]
     return [lag for lag in told if lag is not None]
@@ -43,13 +49,17 @@ def noisy(seed: int, *, spread: float, late: Mapping[int, float] = {}) -> Series
 
 
 def test_slowest_rank_and_the_share_that_the_others_wait_for_it() -> None:
-    assert slowest([{"core": 1.0}, {"data": 0.5, "still": 0.5}, {"compute": 4.0}, {"core": 1.0}], 5.0) == (
+    assert slowest(
+        [{"core": 1.0}, {"data": 0.5, "still": 0.5}, {"compute": 4.0}, {"core": 1.0}], 5.0
+    ) == (
         2,
         pytest.approx(0.6),
     )
     assert slowest([{"core": 2.0}, {"compute": 2.0}], 4.0) == (0, 0.0)
     assert slowest([{"core": 2.0}, {"compute": 3.0}], 0.0) == (1, 0.0)
-    assert slowest([{"core": 2.0, "throttled_s": 9.0}, {"compute": 3.0}], 1.0)[0] == 1  # a count is no time
+    assert (
+        slowest([{"core": 2.0, "throttled_s": 9.0}, {"compute": 3.0}], 1.0)[0] == 1
+    )  # a count is no time
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])
@@ -65,7 +75,9 @@ def test_rank_that_loses_30_percent_is_named_once_within_100_logged_steps(ranks:
 
 @pytest.mark.parametrize("lag", [0.0, 0.05])
 @pytest.mark.parametrize("spread", [0.02, 0.1, 0.5])
-def test_noise_is_not_named_nor_is_what_costs_less_than_10_percent(lag: float, spread: float) -> None:
+def test_noise_is_not_named_nor_is_what_costs_less_than_10_percent(
+    lag: float, spread: float
+) -> None:
     """2,000 logged steps for each of 8 seeds; the wildest noise has shares of 100 %."""
     for seed in range(8):
         assert named(noisy(seed, spread=spread, late={1: lag}), steps=2000) == [], seed
@@ -80,7 +92,11 @@ def test_false_alarms_are_as_rare_as_the_rule_says() -> None:
     rng, false = random.Random(3), 0
     for _ in range(1000):
         late = [rng.random() < 0.5 for _ in range(501)]
-        false += bool(named(lambda step, rank, late=late: late[step - 1] == rank, steps=501, elapsed_s=0.5))  # type: ignore[misc]
+        false += bool(
+            named(
+                lambda step, rank, late=late: late[step - 1] == rank, steps=501, elapsed_s=0.5
+            )
+        )  # type: ignore[misc]
     assert false <= 5
 
 
@@ -91,21 +107,31 @@ def test_rank_that_becomes_late_is_named_from_then_on_and_again_only_if_it_is_an
 
     found = named(own, steps=2000, ranks=4)
     assert [lag.rank for lag in found] == [2, 3]
-    assert [600 - 2 <= found[0].since <= 600, 1200 - 2 <= found[1].since <= 1200] == [True, True]
+    assert [600 - 2 <= found[0].since <= 600, 1200 - 2 <= found[1].since <= 1200] == [
+        True,
+        True,
+    ]
     # Two steps of 0.2 s are a block; 24 of them, late, are enough.
     assert [lag.step - lag.since for lag in found] == [48, 48]
-    again = named(lambda step, rank: STEP_S * (0.9 if rank == 1 and step % 600 > 300 else 0.5), steps=2000)
+    again = named(
+        lambda step, rank: STEP_S * (0.9 if rank == 1 and step % 600 > 300 else 0.5), steps=2000
+    )
     assert [lag.rank for lag in again] == [1]
 
 
 def test_some_steps_in_which_it_is_not_late_delay_it_only() -> None:
-    found = named(lambda step, rank: STEP_S * (0.9 if rank == 1 and step % 30 >= 3 else 0.5), steps=200)
+    found = named(
+        lambda step, rank: STEP_S * (0.9 if rank == 1 and step % 30 >= 3 else 0.5), steps=200
+    )
     assert [lag.rank for lag in found] == [1] and found[0].step > 49
 
 
 def test_turns_are_nobodys_lag() -> None:
     """Each rank is late for two seconds, then the other one: they have a core by turns."""
-    assert named(lambda step, rank: STEP_S * (0.9 if step // 10 % 2 == rank else 0.5), steps=5000) == []
+    assert (
+        named(lambda step, rank: STEP_S * (0.9 if step // 10 % 2 == rank else 0.5), steps=5000)
+        == []
+    )
 
 
 def test_what_is_no_number_is_no_time() -> None:
@@ -113,7 +139,10 @@ def test_what_is_no_number_is_no_time() -> None:
     assert named(lambda step, rank: math.inf if rank == 1 else 0.1, steps=500) == []
     assert named(lambda step, rank: 0.9 if rank else 0.1, steps=500, elapsed_s=math.nan) == []
     assert named(lambda step, rank: 0.9 if rank else 0.1, steps=500, elapsed_s=0.0) == []
-    between = named(lambda step, rank: math.nan if step % 2 else STEP_S * (0.9 if rank == 0 else 0.5), steps=500)
+    between = named(
+        lambda step, rank: math.nan if step % 2 else STEP_S * (0.9 if rank == 0 else 0.5),
+        steps=500,
+    )
     assert [lag.rank for lag in between] == [0]
 
 
@@ -125,7 +154,11 @@ def test_a_rank_that_was_named_lasts_until_it_has_caught_up() -> None:
     lags, lasting = Lags(), []
     for step in range(1, 300):
         late = step < 150 or step > 270  # then again, for too short a time to be named
-        lags.after(step, STEP_S, [("a", {"compute": STEP_S * (0.9 if late and rank else 0.5)}) for rank in range(2)])
+        lags.after(
+            step,
+            STEP_S,
+            [("a", {"compute": STEP_S * (0.9 if late and rank else 0.5)}) for rank in range(2)],
+        )
         lasting.append(lags.lasting == [1])
     assert lasting.index(True) == 48  # steps count from 1
     assert 150 + 5 < 1 + lasting.index(False, 48) < 150 + 30
@@ -162,7 +195,8 @@ def test_a_rank_that_costs_nothing_is_not_named() -> None:
     for step in range(40):
         own = (2.0, 0.0) if step % 12 == 11 else (0.0, 0.05)
         ranks = [
-            (str(rank), {"compute": 0.1 + late, "looks/1": 4.0, "stopped/1": 0.0}) for rank, late in enumerate(own)
+            (str(rank), {"compute": 0.1 + late, "looks/1": 4.0, "stopped/1": 0.0})
+            for rank, late in enumerate(own)
         ]
         found.append(lags.after(step, 0.4, ranks))
     assert found == [None] * 40
@@ -173,7 +207,10 @@ def test_who_is_late_by_turns_is_not_named_for_what_is_seen() -> None:
     lags = Lags()
     for step in range(3000):
         own = [0.3 if step // 8 % 2 == rank else 0.0 for rank in range(2)]
-        ranks = [("a", {"still": own[0], **SEEN}), ("a", {"still": own[1], "looks/0": 4.0, "stopped/0": 3.0})]
+        ranks = [
+            ("a", {"still": own[0], **SEEN}),
+            ("a", {"still": own[1], "looks/0": 4.0, "stopped/0": 3.0}),
+        ]
         assert lags.after(step, 0.4, ranks) is None
 
 
@@ -183,7 +220,15 @@ def test_who_is_late_by_turns_is_not_named_for_what_is_seen() -> None:
 def _lag(part: str, **more: float) -> Lag:
     """That of rank 1, which does more of a part; of what is counted, the looks at it are another rank's."""
     looks = {name: more.pop(name) for name in list(more) if "/" in name}
-    return Lag(1, "a", 20, 95, 0.6, {"compute": 0.2, part: 0.7, **more}, {"compute": 0.2, part: 0.1, **looks})
+    return Lag(
+        1,
+        "a",
+        20,
+        95,
+        0.6,
+        {"compute": 0.2, part: 0.7, **more},
+        {"compute": 0.2, part: 0.1, **looks},
+    )
 
 
 STOPPED = {"looks/1": 20.0, "stopped/1": 14.0}
@@ -227,11 +272,17 @@ STOPPED = {"looks/1": 20.0, "stopped/1": 14.0}
             {"major_faults": 2.0},
             "is blocked in the kernel for 70% of the time, the others for 10%: a file, a lock",
         ),
-        ("compute", {}, "it computes for 70% of the time, the others for 10%: a slower core, or more work"),
+        (
+            "compute",
+            {},
+            "it computes for 70% of the time, the others for 10%: a slower core, or more work",
+        ),
         ("device", {}, "a slower device, or one that is fed late"),
     ],
 )
-def test_why_is_what_it_does_most_beyond_the_others(part: str, counts: dict[str, float], why: str) -> None:
+def test_why_is_what_it_does_most_beyond_the_others(
+    part: str, counts: dict[str, float], why: str
+) -> None:
     lag = _lag(part, **counts)
     assert why in lag.why()
     assert lag.text() == (
@@ -269,12 +320,19 @@ class _Own:
 def test_ranks_tell_their_time_and_what_was_counted_meanwhile() -> None:
     store, found = HashStore(), list[Lag]()
     store.set_timeout(timedelta(seconds=20))
-    ranks = [Slowest(_mesh(store, rank, 2), notice=found.append if rank == 0 else _never) for rank in range(2)]
+    ranks = [
+        Slowest(_mesh(store, rank, 2), notice=found.append if rank == 0 else _never)
+        for rank in range(2)
+    ]
     metrics: list[dict[str, Any]] = []
     for step in range(1, 120):
         for rank, each in enumerate(ranks):
             counted = {"throttled_s": 0.12 * rank, "looks/1": 4.0, "stopped/1": 0.0}
-            each.tell(cast(OwnTime, _Own({"compute": 0.05, "core": 0.12 * rank, "data": 0.0}, counted)))
+            each.tell(
+                cast(
+                    OwnTime, _Own({"compute": 0.05, "core": 0.12 * rank, "data": 0.0}, counted)
+                )
+            )
         assert ranks[1].find(step, STEP_S) == {}
         metrics.append(ranks[0].find(step, STEP_S))
     assert [(lag.rank, lag.step) for lag in found] == [(1, 25)]
@@ -288,7 +346,10 @@ def test_a_rank_that_tells_late_is_judged_by_the_same_step_as_the_others() -> No
     """A tp rank, which the collective of the loss does not wait for: it tells when rank 0 has looked for it."""
     store, found = HashStore(), list[Lag]()
     store.set_timeout(timedelta(seconds=20))
-    ranks = [Slowest(_mesh(store, rank, 2), notice=found.append if rank == 0 else _never) for rank in range(2)]
+    ranks = [
+        Slowest(_mesh(store, rank, 2), notice=found.append if rank == 0 else _never)
+        for rank in range(2)
+    ]
     rng = random.Random(1)
     metrics: list[dict[str, Any]] = []
     for step in range(1, 400):
@@ -330,7 +391,11 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
     def moved(*parts: Any) -> Path:
         path = plain(*parts)
-        return tmp_path / str(path).lstrip("/") if path.is_absolute() and tmp_path not in path.parents else path
+        return (
+            tmp_path / str(path).lstrip("/")
+            if path.is_absolute() and tmp_path not in path.parents
+            else path
+        )
 
     monkeypatch.setattr(withheld, "Path", moved)
 
@@ -355,9 +420,21 @@ CPU_V1 = "nr_periods 9\nnr_throttled 7\nthrottled_time {}\n"
 @pytest.mark.parametrize(
     ("files", "throttled_s"),
     [
-        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.stat": CPU_V2.format(2_500_000)}, 2.5),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/cpu.stat": CPU_V2.format(2_500_000),
+            },
+            2.5,
+        ),
         # The quota of the cgroup around it, and a container that sees its own as the root.
-        ({"proc/self/cgroup": "0::/a/b c\n", "sys/fs/cgroup/a/cpu.stat": CPU_V2.format(500_000)}, 0.5),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b c\n",
+                "sys/fs/cgroup/a/cpu.stat": CPU_V2.format(500_000),
+            },
+            0.5,
+        ),
         ({"proc/self/cgroup": "0::/../x\n", "sys/fs/cgroup/cpu.stat": CPU_V2.format(7)}, 7e-6),
         (
             {
@@ -372,10 +449,14 @@ CPU_V1 = "nr_periods 9\nnr_throttled 7\nthrottled_time {}\n"
         ({}, None),
     ],
 )
-def test_throttling_of_cgroups(kernel: Path, files: dict[str, str], throttled_s: float | None) -> None:
+def test_throttling_of_cgroups(
+    kernel: Path, files: dict[str, str], throttled_s: float | None
+) -> None:
     _write(kernel, files)
     found = withheld.counters()
-    assert found.get("throttled_s") == (None if throttled_s is None else pytest.approx(throttled_s))
+    assert found.get("throttled_s") == (
+        None if throttled_s is None else pytest.approx(throttled_s)
+    )
     assert found["major_faults"] >= 0
 
 
@@ -390,7 +471,9 @@ def test_throttling_of_cgroups(kernel: Path, files: dict[str, str], throttled_s:
 )
 def test_steal(kernel: Path, line: str, ticks: int | None) -> None:
     _write(kernel, {"proc/stat": line + "intr 1 2 3 4 5 6 7 8 9\n"})
-    expected = None if ticks is None else ticks / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
+    expected = (
+        None if ticks is None else ticks / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
+    )
     assert withheld.counters().get("stolen_s") == expected
 
 

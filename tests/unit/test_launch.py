@@ -31,10 +31,18 @@ def refused(environ: dict[str, str]) -> str:
 
 
 def test_without_a_launcher_it_is_one_rank_of_one() -> None:
-    for environ in ({}, {"PATH": "/bin", "LOCAL_RANK": "3", "MASTER_ADDR": "host", "TORCHELASTIC_RUN_ID": "x"}):
+    for environ in (
+        {},
+        {"PATH": "/bin", "LOCAL_RANK": "3", "MASTER_ADDR": "host", "TORCHELASTIC_RUN_ID": "x"},
+    ):
         info = read(environ)
         assert info == LaunchInfo()
-        assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (0, 1, 0, 1)
+        assert (info.rank, info.world_size, info.local_rank, info.local_world_size) == (
+            0,
+            1,
+            0,
+            1,
+        )
         assert info.launcher is None
 
 
@@ -54,7 +62,13 @@ def test_torchrun() -> None:
 def test_the_four_variables_of_torch_are_enough() -> None:
     """Without local ones all ranks are taken to be on this machine."""
     assert read(PLAIN) == LaunchInfo(
-        3, 4, local_rank=3, local_world_size=4, master_addr="host", master_port=1, launcher="environment"
+        3,
+        4,
+        local_rank=3,
+        local_world_size=4,
+        master_addr="host",
+        master_port=1,
+        launcher="environment",
     )
 
 
@@ -80,10 +94,16 @@ def test_local_rank_is_the_launchers_where_it_is_given() -> None:
 )
 def test_half_set_variables_are_refused(given: list[str], missing: str) -> None:
     present = " and ".join(given)
-    assert refused({name: TORCHRUN[name] for name in given}) == f"{present} set, but {missing} not set"
+    assert (
+        refused({name: TORCHRUN[name] for name in given})
+        == f"{present} set, but {missing} not set"
+    )
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"])
+@pytest.mark.parametrize(
+    "name",
+    ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"],
+)
 @pytest.mark.parametrize("value", ["", "two", "-1", "1.0", " 1", "²", "\u0663"])
 def test_value_that_is_no_number_is_refused(name: str, value: str) -> None:
     assert refused({**TORCHRUN, name: value}) == f"{name} = {value!r} is not a number"
@@ -103,7 +123,11 @@ def test_only_the_given_mapping_is_read(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_start_is_told_from_those_before_where_the_store_is_the_launchers() -> None:
-    shared = {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    shared = {
+        **TORCHRUN,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+    }
     assert read(shared).generation == "start-2"
     assert read(shared).max_restarts == 3
     assert read({**shared, "TORCHELASTIC_USE_AGENT_STORE": "False"}).generation is None
@@ -143,7 +167,14 @@ def test_srun() -> None:
 def test_ranks_of_a_step_agree_on_a_port_and_steps_and_jobs_do_not_share_it() -> None:
     ports = {
         (job, step): {
-            read({**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_PROCID": str(rank)}).master_port
+            read(
+                {
+                    **SLURM,
+                    "SLURM_JOB_ID": str(job),
+                    "SLURM_STEP_ID": str(step),
+                    "SLURM_PROCID": str(rank),
+                }
+            ).master_port
             for rank in range(8)
         }
         for job in range(70, 90)
@@ -167,7 +198,12 @@ def test_users_master_wins_under_srun() -> None:
 
 def test_step_of_one_task_and_a_batch_script_are_no_launcher() -> None:
     assert read({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) == LaunchInfo()
-    batch = {"SLURM_JOB_ID": "71", "SLURM_JOB_NUM_NODES": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
+    batch = {
+        "SLURM_JOB_ID": "71",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "8",
+    }
     assert read(batch) == LaunchInfo()
 
 
@@ -188,7 +224,14 @@ def test_first_host_of_a_list(nodes: str, first: str) -> None:
 
 @pytest.mark.parametrize(
     ("tasks", "node", "count"),
-    [("4(x2)", 1, 4), ("2,1", 0, 2), ("2,1", 1, 1), ("2(x3),1", 3, 1), ("2(x3),1", 4, None), ("", 0, None)],
+    [
+        ("4(x2)", 1, 4),
+        ("2,1", 0, 2),
+        ("2,1", 1, 1),
+        ("2(x3),1", 3, 1),
+        ("2(x3),1", 4, None),
+        ("", 0, None),
+    ],
 )
 def test_tasks_of_a_node(tasks: str, node: int, count: int | None) -> None:
     assert tasks_of_node(tasks, node) == count
@@ -217,10 +260,16 @@ def test_mpich_on_one_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "local_size"), [(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE"), (MPICH, "MPI_LOCALNRANKS")]
+    ("environ", "local_size"),
+    [(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE"), (MPICH, "MPI_LOCALNRANKS")],
 )
-def test_mpirun_on_several_hosts_with_a_master(environ: dict[str, str], local_size: str) -> None:
-    local = {local_size: "1", local_size.replace("SIZE", "RANK").replace("NRANKS", "RANKID"): "0"}
+def test_mpirun_on_several_hosts_with_a_master(
+    environ: dict[str, str], local_size: str
+) -> None:
+    local = {
+        local_size: "1",
+        local_size.replace("SIZE", "RANK").replace("NRANKS", "RANKID"): "0",
+    }
     info = read({**environ, **local, "MASTER_ADDR": "first"})
     assert (info.local_rank, info.local_world_size) == (0, 1)
     assert info.master_addr == "first"
@@ -256,7 +305,9 @@ def test_pod_of_a_train_job_that_runs_one_process() -> None:
 
 
 def test_pod_of_a_pytorch_job_that_runs_one_process() -> None:
-    assert read(PYTORCH_JOB) == LaunchInfo(1, 2, 0, 1, master_addr="host", master_port=1, launcher="kubernetes")
+    assert read(PYTORCH_JOB) == LaunchInfo(
+        1, 2, 0, 1, master_addr="host", master_port=1, launcher="kubernetes"
+    )
 
 
 def test_ranks_of_an_older_operators_pods_are_one_a_pod() -> None:
@@ -273,7 +324,11 @@ def test_job_of_one_pod_is_no_launcher() -> None:
 # --- several at once ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outer", [SLURM, OPEN_MPI, MPICH, TRAIN_JOB], ids=["slurm", "open-mpi", "mpich", "kubernetes"])
+@pytest.mark.parametrize(
+    "outer",
+    [SLURM, OPEN_MPI, MPICH, TRAIN_JOB],
+    ids=["slurm", "open-mpi", "mpich", "kubernetes"],
+)
 def test_torchrun_inside_another_launcher_decides(outer: dict[str, str]) -> None:
     info = read({**outer, **TORCHRUN, "GROUP_WORLD_SIZE": "2"})
     assert (info.launcher, info.rank, info.world_size, info.local_rank) == ("torchrun", 5, 8, 1)

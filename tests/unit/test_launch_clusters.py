@@ -12,17 +12,32 @@ from threefold.mesh.environment import LaunchInfo, read
 from threefold.mesh.launchers.clusters import CLUSTERS
 
 VERTEX = json.dumps(
-    {"cluster": {"workerpool0": ["cmle-0:2222"], "workerpool1": ["cmle-1:2222"]}, "task": {"type": "workerpool1"}}
+    {
+        "cluster": {"workerpool0": ["cmle-0:2222"], "workerpool1": ["cmle-1:2222"]},
+        "task": {"type": "workerpool1"},
+    }
 )
 SEVERAL_HOSTS = {
-    "SkyPilot": {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"},
-    "dstack": {"DSTACK_NODES_NUM": "2", "DSTACK_NODE_RANK": "0", "DSTACK_MASTER_NODE_IP": "10.0.0.4"},
+    "SkyPilot": {
+        "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NUM_NODES": "2",
+    },
+    "dstack": {
+        "DSTACK_NODES_NUM": "2",
+        "DSTACK_NODE_RANK": "0",
+        "DSTACK_MASTER_NODE_IP": "10.0.0.4",
+    },
     "Vertex AI": {"CLUSTER_SPEC": VERTEX},
     "Azure Batch": {"AZ_BATCH_NODE_LIST": "10.0.0.4;10.0.0.5"},
     "LSF": {"LSB_JOBID": "81", "LSB_MCPU_HOSTS": "a 16 b 16"},
     "an Indexed Job": {"JOB_COMPLETION_INDEX": "1", "KUBERNETES_SERVICE_HOST": "10.96.0.1"},
     "SageMaker": {"SM_HOSTS": '["algo-1", "algo-2"]'},
-    "a LeaderWorkerSet": {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "lws-0.lws"},
+    "a LeaderWorkerSet": {
+        "LWS_GROUP_SIZE": "2",
+        "LWS_WORKER_INDEX": "1",
+        "LWS_LEADER_ADDRESS": "lws-0.lws",
+    },
     "AWS Batch": {"AWS_BATCH_JOB_NUM_NODES": "2", "AWS_BATCH_JOB_NODE_INDEX": "0"},
     "DGX Cloud Lepton": {"LEPTON_JOB_TOTAL_WORKERS": "2", "LEPTON_JOB_WORKER_INDEX": "1"},
     "Modal": {"MODAL_CLUSTER_ID": "cl-1", "MODAL_TASK_ID": "ta-1"},
@@ -34,8 +49,16 @@ SEVERAL_HOSTS = {
     "a script with NUM_NODES": {"NUM_NODES": "2", "NODE_RANK": "0"},
 }
 ONE_HOST = {
-    "SkyPilot": {"SKYPILOT_NODE_IPS": "10.0.0.4", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1"},
-    "dstack": {"DSTACK_NODES_NUM": "1", "DSTACK_NODE_RANK": "0", "DSTACK_MASTER_NODE_IP": "10.0.0.4"},
+    "SkyPilot": {
+        "SKYPILOT_NODE_IPS": "10.0.0.4",
+        "SKYPILOT_NODE_RANK": "0",
+        "SKYPILOT_NUM_NODES": "1",
+    },
+    "dstack": {
+        "DSTACK_NODES_NUM": "1",
+        "DSTACK_NODE_RANK": "0",
+        "DSTACK_MASTER_NODE_IP": "10.0.0.4",
+    },
     "Vertex AI": {"CLUSTER_SPEC": '{"cluster": {"workerpool0": ["cmle-0:2222"]}}'},
     "Azure Batch": {"AZ_BATCH_NODE_LIST": "10.0.0.4"},
     "LSF": {"LSB_JOBID": "81", "LSB_MCPU_HOSTS": "a 16"},
@@ -57,7 +80,12 @@ ONE_HOST = {
         "SLURM_LOCALID": "0",
         "SLURM_STEP_NUM_TASKS": "1",
     },
-    "damaged": {"CLUSTER_SPEC": "[]", "SM_HOSTS": "{", "DSTACK_NODES_NUM": "two", "LSB_MCPU_HOSTS": "a"},
+    "damaged": {
+        "CLUSTER_SPEC": "[]",
+        "SM_HOSTS": "{",
+        "DSTACK_NODES_NUM": "two",
+        "LSB_MCPU_HOSTS": "a",
+    },
 }
 
 
@@ -80,7 +108,12 @@ def test_neither_does_a_torchrun_that_knows_of_no_other(name: str) -> None:
     }  # fmt: skip
     with pytest.raises(ConfigError, match="but this torchrun has 4 ranks on one host"):
         read({**SEVERAL_HOSTS[name], **torchrun})
-    assert read({**SEVERAL_HOSTS[name], **torchrun, "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2"}).world_size == 8
+    assert (
+        read(
+            {**SEVERAL_HOSTS[name], **torchrun, "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2"}
+        ).world_size
+        == 8
+    )
 
 
 @pytest.mark.parametrize("name", ONE_HOST)
@@ -96,10 +129,21 @@ def test_hosts_of_pbs(tmp_path: Path) -> None:
     nodes.write_text("a\na\nb\nb\n")
     with pytest.raises(ConfigError, match="PBS_NODEFILE has 2 hosts"):
         read(environ)
-    pals = {"PALS_RANKID": "3", "PMI_RANK": "3", "PMI_SIZE": "4", "PALS_LOCAL_RANKID": "1", "PMI_LOCAL_SIZE": "2"}
+    pals = {
+        "PALS_RANKID": "3",
+        "PMI_RANK": "3",
+        "PMI_SIZE": "4",
+        "PALS_LOCAL_RANKID": "1",
+        "PMI_LOCAL_SIZE": "2",
+    }
     found = read({**environ, **pals})
-    assert found == LaunchInfo(3, 4, 1, 2, master_addr="a", master_port=found.master_port, launcher="pals")
-    assert read({**environ, **pals, "PALS_RANKID": "0", "PALS_LOCAL_RANKID": "0"}).master_port == found.master_port
+    assert found == LaunchInfo(
+        3, 4, 1, 2, master_addr="a", master_port=found.master_port, launcher="pals"
+    )
+    assert (
+        read({**environ, **pals, "PALS_RANKID": "0", "PALS_LOCAL_RANKID": "0"}).master_port
+        == found.master_port
+    )
 
 
 def test_jsrun() -> None:
@@ -111,43 +155,67 @@ def test_jsrun() -> None:
         "OMPI_COMM_WORLD_RANK": "7", "OMPI_COMM_WORLD_SIZE": "12",
     }  # fmt: skip
     found = read(environ)
-    assert found == LaunchInfo(7, 12, 1, 6, master_addr="a", master_port=found.master_port, launcher="jsrun")
+    assert found == LaunchInfo(
+        7, 12, 1, 6, master_addr="a", master_port=found.master_port, launcher="jsrun"
+    )
     assert 15000 <= (found.master_port or 0) < 29000
 
 
 def test_mvapich() -> None:
     names = {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
     environ = {f"MV2_COMM_WORLD_{part}": value for part, value in names.items()}
-    with pytest.raises(ConfigError, match="8 ranks on several hosts, but MASTER_ADDR is not set"):
+    with pytest.raises(
+        ConfigError, match="8 ranks on several hosts, but MASTER_ADDR is not set"
+    ):
         read(environ)
     found = read({**environ, "MASTER_ADDR": "a"})
-    assert found == LaunchInfo(5, 8, 1, 4, master_addr="a", master_port=29500, launcher="mvapich")
+    assert found == LaunchInfo(
+        5, 8, 1, 4, master_addr="a", master_port=29500, launcher="mvapich"
+    )
 
 
 def test_horovodrun() -> None:
     names = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
     environ = {f"HOROVOD_{part}": value for part, value in names.items()}
-    with pytest.raises(ConfigError, match="2 ranks on several hosts, but MASTER_ADDR is not set"):
+    with pytest.raises(
+        ConfigError, match="2 ranks on several hosts, but MASTER_ADDR is not set"
+    ):
         read(environ)
     found = read({**environ, "MASTER_ADDR": "a"})
-    assert found == LaunchInfo(1, 2, 0, 1, master_addr="a", master_port=29500, launcher="horovod")
+    assert found == LaunchInfo(
+        1, 2, 0, 1, master_addr="a", master_port=29500, launcher="horovod"
+    )
 
 
 def test_numbers_of_hosts_are_said() -> None:
-    with pytest.raises(ConfigError, match=r"^NNODES = 2 hosts, but no launcher has started this process"):
+    with pytest.raises(
+        ConfigError, match=r"^NNODES = 2 hosts, but no launcher has started this process"
+    ):
         read(SEVERAL_HOSTS["a script with NNODES"])
-    with pytest.raises(ConfigError, match=r"^MODAL_CLUSTER_ID = cl-1: there are several containers, but no launcher"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^MODAL_CLUSTER_ID = cl-1: there are several containers, but no launcher",
+    ):
         read(SEVERAL_HOSTS["Modal"])
 
 
 def test_flux() -> None:
-    environ = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "2"}
+    environ = {
+        "FLUX_TASK_RANK": "3",
+        "FLUX_JOB_SIZE": "4",
+        "FLUX_TASK_LOCAL_ID": "1",
+        "FLUX_JOB_NNODES": "2",
+    }
     # Its PMI is there too.
     environ |= {"PMI_RANK": "3", "PMI_SIZE": "4", "MASTER_ADDR": "a"}
-    assert read(environ) == LaunchInfo(3, 4, 1, 2, master_addr="a", master_port=29500, launcher="flux")
+    assert read(environ) == LaunchInfo(
+        3, 4, 1, 2, master_addr="a", master_port=29500, launcher="flux"
+    )
     with pytest.raises(ConfigError, match="flux run --env=MASTER_ADDR=HOST"):
         read({name: value for name, value in environ.items() if name != "MASTER_ADDR"})
-    with pytest.raises(ConfigError, match="FLUX_JOB_SIZE = 5 tasks on FLUX_JOB_NNODES = 2 hosts"):
+    with pytest.raises(
+        ConfigError, match="FLUX_JOB_SIZE = 5 tasks on FLUX_JOB_NNODES = 2 hosts"
+    ):
         read({**environ, "FLUX_JOB_SIZE": "5"})
     alone = {
         "PMI_RANK": "0",
@@ -166,9 +234,16 @@ def test_mpirun_of_a_cloud_names_the_first_host() -> None:
     names = {"RANK": "9", "SIZE": "16", "LOCAL_RANK": "1", "LOCAL_SIZE": "8"}
     mpi = {f"OMPI_COMM_WORLD_{part}": value for part, value in names.items()}
     found = read({**mpi, "AZ_BATCH_MASTER_NODE": "10.0.0.4:6105"})
-    assert (found.master_addr, found.master_port, found.launcher) == ("10.0.0.4", 6105, "open-mpi")
+    assert (found.master_addr, found.master_port, found.launcher) == (
+        "10.0.0.4",
+        6105,
+        "open-mpi",
+    )
     assert read({**mpi, "SM_HOSTS": '["algo-1", "algo-2"]'}).master_addr == "algo-1"
-    assert read({**mpi, "AZ_BATCH_MASTER_NODE": "10.0.0.4:6105", "MASTER_ADDR": "own"}).master_addr == "own"
+    assert (
+        read({**mpi, "AZ_BATCH_MASTER_NODE": "10.0.0.4:6105", "MASTER_ADDR": "own"}).master_addr
+        == "own"
+    )
 
 
 def test_ranks_of_a_host_follow_from_the_hosts() -> None:

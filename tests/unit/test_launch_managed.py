@@ -33,11 +33,17 @@ def test_no_job_and_no_sizes_suggest_nothing() -> None:
     assert defaults({}) == ()
 
 
-def test_hyperparameters_overrule_the_file_and_the_command_line_overrules_them(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("train: {steps: 5, global_batch: 4}\noptimizer: {lr: 1.0}\n")
+def test_hyperparameters_overrule_the_file_and_the_command_line_overrules_them(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "c.yaml").write_text(
+        "train: {steps: 5, global_batch: 4}\noptimizer: {lr: 1.0}\n"
+    )
     job = managed(JOB)
     assert job is not None
-    loaded = load(str(tmp_path / "c.yaml"), [("optimizer.lr", "0.5")], environ={}, settings=job.settings)
+    loaded = load(
+        str(tmp_path / "c.yaml"), [("optimizer.lr", "0.5")], environ={}, settings=job.settings
+    )
     config = loaded.config
     assert (config.train.steps, config.train.global_batch, config.optimizer.lr) == (7, 4, 0.5)
     assert (config.data.shuffle, config.log.every, config.model.dtype) == (False, 3, "bfloat16")
@@ -61,9 +67,16 @@ def test_sagemakers_own_hyperparameters_are_left_out() -> None:
 def test_checkpoint_folder_is_a_default_that_a_file_overrules(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("log: {dir: mine}\n")
     environ = {**JOB, "SAGEMAKER_BASE_DIR": str(tmp_path)}
-    assert load(None, environ={}, defaults=defaults(environ)).config.log.dir == str(tmp_path / "checkpoints")
-    assert load(str(tmp_path / "c.yaml"), environ={}, defaults=defaults(environ)).config.log.dir == "mine"
-    assert load(None, environ={}, defaults=defaults(JOB)).config.log.dir == "/opt/ml/checkpoints"
+    assert load(None, environ={}, defaults=defaults(environ)).config.log.dir == str(
+        tmp_path / "checkpoints"
+    )
+    assert (
+        load(str(tmp_path / "c.yaml"), environ={}, defaults=defaults(environ)).config.log.dir
+        == "mine"
+    )
+    assert (
+        load(None, environ={}, defaults=defaults(JOB)).config.log.dir == "/opt/ml/checkpoints"
+    )
 
 
 def test_folders_are_where_sagemaker_has_them() -> None:
@@ -72,7 +85,11 @@ def test_folders_are_where_sagemaker_has_them() -> None:
     assert job.model == Path("/opt/ml/model")
     assert job.failure == Path("/opt/ml/output/failure")
     moved = managed({"SM_HPS": "{}", "SM_OUTPUT_FAILURE": "/elsewhere/failure"})
-    assert moved is not None and moved.failure == Path("/elsewhere/failure") and moved.model is None
+    assert (
+        moved is not None
+        and moved.failure == Path("/elsewhere/failure")
+        and moved.model is None
+    )
 
 
 @pytest.mark.parametrize("source", ["channel:train", "channel:TRAIN"])
@@ -95,9 +112,22 @@ def test_accelerates_sizes_are_defaults_of_the_mesh(tmp_path: Path) -> None:
     mesh = load(None, environ=environ, defaults=defaults(environ)).config.mesh
     assert (mesh.dp, mesh.dp_shard, mesh.cp, mesh.tp) == (8, 4, 1, 2)
     (tmp_path / "c.yaml").write_text("mesh: {tp: 1}\n")
-    assert load(str(tmp_path / "c.yaml"), environ=environ, defaults=defaults(environ)).config.mesh.tp == 1
+    assert (
+        load(
+            str(tmp_path / "c.yaml"), environ=environ, defaults=defaults(environ)
+        ).config.mesh.tp
+        == 1
+    )
     assert defaults({**environ, "DP_SIZE": "8", "TP_SIZE": "2"}) == defaults(environ)
 
 
 def test_accelerates_sizes_of_1_leave_the_mesh_open() -> None:
-    assert defaults({f"PARALLELISM_CONFIG_{axis}_SIZE": "1" for axis in ("DP_REPLICATE", "DP_SHARD", "TP", "CP")}) == ()
+    assert (
+        defaults(
+            {
+                f"PARALLELISM_CONFIG_{axis}_SIZE": "1"
+                for axis in ("DP_REPLICATE", "DP_SHARD", "TP", "CP")
+            }
+        )
+        == ()
+    )

@@ -43,7 +43,12 @@ def test_committed_checkpoint_is_whole(checkpoints: CheckpointFolder) -> None:
     saved = save(checkpoints, 100)
     assert saved.path == checkpoints.path / "step-00000100"
     assert (saved.state / "0.distcp").read_text() == "weights"
-    assert {**saved.manifest(), "files": {}} == {"format": 2, "step": 100, **AUTHOR, "files": {}}
+    assert {**saved.manifest(), "files": {}} == {
+        "format": 2,
+        "step": 100,
+        **AUTHOR,
+        "files": {},
+    }
     assert [*saved.seals()] == ["state/0.distcp"]
     assert checkpoints.complete() == [saved]
     assert os.listdir(checkpoints.path) == ["step-00000100"]
@@ -60,7 +65,11 @@ def test_newest_is_by_step_and_not_by_time_or_name(checkpoints: CheckpointFolder
 
 def test_folder_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path / "nothing")
-    assert checkpoints.complete() == [] and checkpoints.newest() is None and checkpoints.best() is None
+    assert (
+        checkpoints.complete() == []
+        and checkpoints.newest() is None
+        and checkpoints.best() is None
+    )
     assert not (tmp_path / "nothing").exists()
 
 
@@ -82,7 +91,9 @@ def test_folder_without_marker_is_not_complete(checkpoints: CheckpointFolder) ->
         find(saved.path)
 
 
-@pytest.mark.parametrize("name", ["step-", "step-00000005-copy", "step-five", "step-²", "old-step-00000005", "5"])
+@pytest.mark.parametrize(
+    "name", ["step-", "step-00000005-copy", "step-five", "step-²", "old-step-00000005", "5"]
+)
 def test_folder_of_another_name_is_the_users(checkpoints: CheckpointFolder, name: str) -> None:
     shutil.copytree(save(checkpoints, 5).path, checkpoints.path / name)
     assert steps(checkpoints) == [5]
@@ -125,16 +136,24 @@ def test_prune_keeps_the_best(checkpoints: CheckpointFolder) -> None:
     assert steps(checkpoints) == [5, 6]
 
 
-def test_prune_removes_what_broken_saves_left_and_nothing_that_is_being_copied(checkpoints: CheckpointFolder) -> None:
+def test_prune_removes_what_broken_saves_left_and_nothing_that_is_being_copied(
+    checkpoints: CheckpointFolder,
+) -> None:
     save(checkpoints, 1)
     (save(checkpoints, 2).path / "COMPLETE").unlink()  # cp or rsync have not brought it yet
     checkpoints.begin(3)
     save(checkpoints, 4)
     checkpoints.prune(2)
-    assert sorted(os.listdir(checkpoints.path)) == ["step-00000001", "step-00000002", "step-00000004"]
+    assert sorted(os.listdir(checkpoints.path)) == [
+        "step-00000001",
+        "step-00000002",
+        "step-00000004",
+    ]
 
 
-def test_link_and_what_it_leads_to_are_left_alone(checkpoints: CheckpointFolder, tmp_path: Path) -> None:
+def test_link_and_what_it_leads_to_are_left_alone(
+    checkpoints: CheckpointFolder, tmp_path: Path
+) -> None:
     archive = CheckpointFolder(tmp_path / "archive")
     archived = save(archive, 1)
     checkpoints.path.mkdir(parents=True, exist_ok=True)
@@ -161,7 +180,9 @@ def test_checkpoint_of_another_run_is_left_alone(checkpoints: CheckpointFolder) 
 
 
 @pytest.mark.parametrize("kind", ["files", "another run's", "link"])
-def test_what_this_run_did_not_write_is_not_replaced_by_a_save(checkpoints: CheckpointFolder, kind: str) -> None:
+def test_what_this_run_did_not_write_is_not_replaced_by_a_save(
+    checkpoints: CheckpointFolder, kind: str
+) -> None:
     """A save of its name fails, also if it was copied in while the run was going."""
     place = checkpoints.path / "step-00000005"
     if kind == "link":
@@ -174,7 +195,8 @@ def test_what_this_run_did_not_write_is_not_replaced_by_a_save(checkpoints: Chec
         (place / "COMPLETE").touch()
     before = sorted(place.iterdir())
     with pytest.raises(
-        FileExistsError, match=r"move away what has its name: this start did not write it: '.*/step-00000005'"
+        FileExistsError,
+        match=r"move away what has its name: this start did not write it: '.*/step-00000005'",
     ):
         save(checkpoints, 5)
     assert sorted(place.iterdir()) == before and place.is_symlink() == (kind == "link")
@@ -189,10 +211,16 @@ def test_what_no_manifest_shows_to_be_this_runs_is_kept(checkpoints: CheckpointF
     (checkpoints.path / "step-00000004").mkdir()
     checkpoints.prune(1)
     assert checkpoints.set_aside_after(3) == []
-    assert sorted(os.listdir(checkpoints.path)) == ["step-00000001", "step-00000003", "step-00000004"]
+    assert sorted(os.listdir(checkpoints.path)) == [
+        "step-00000001",
+        "step-00000003",
+        "step-00000004",
+    ]
 
 
-def test_removal_cut_short_is_not_complete(checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removal_cut_short_is_not_complete(
+    checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever happens when the first file is gone: the rest does not look whole, and the next removal ends it."""
     for step in (1, 2):
         save(checkpoints, step)
@@ -210,7 +238,9 @@ def test_removal_cut_short_is_not_complete(checkpoints: CheckpointFolder, monkey
     assert os.listdir(checkpoints.path) == ["step-00000002"]
 
 
-def test_replacement_cut_short_is_not_complete(checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacement_cut_short_is_not_complete(
+    checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(checkpoints, 1)
     save(checkpoints, 2, "first")
     (checkpoints.begin(2) / "state" / "0.distcp").write_text("second")
@@ -234,9 +264,19 @@ def test_best_reads_back(checkpoints: CheckpointFolder) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "{}", '{"step": 1}', '{"step": 1, "eval_loss": null, "checksum": "0"}', "5"],
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"step": 1}',
+        '{"step": 1, "eval_loss": null, "checksum": "0"}',
+        "5",
+    ],
 )
-def test_damaged_record_of_the_best_is_refused(checkpoints: CheckpointFolder, text: str) -> None:
+def test_damaged_record_of_the_best_is_refused(
+    checkpoints: CheckpointFolder, text: str
+) -> None:
     (checkpoints.path / "best.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"best\.json cannot be read: "):
         checkpoints.best()
@@ -248,14 +288,18 @@ def test_find_takes_a_run_or_a_checkpoint(checkpoints: CheckpointFolder) -> None
     assert find(first.path) == first
 
 
-def test_find_refuses_what_holds_nothing_complete(checkpoints: CheckpointFolder, tmp_path: Path) -> None:
+def test_find_refuses_what_holds_nothing_complete(
+    checkpoints: CheckpointFolder, tmp_path: Path
+) -> None:
     for path in (tmp_path / "nothing", checkpoints.path.parent, checkpoints.path):
         with pytest.raises(CheckpointError, match="no complete checkpoint in"):
             find(path)
 
 
 @pytest.mark.parametrize("text", [None, "", "{"])
-def test_manifest_that_cannot_be_read_is_named(checkpoints: CheckpointFolder, text: str | None) -> None:
+def test_manifest_that_cannot_be_read_is_named(
+    checkpoints: CheckpointFolder, text: str | None
+) -> None:
     saved = save(checkpoints, 1)
     manifest = saved.path / "manifest.json"
     manifest.unlink()
@@ -302,7 +346,12 @@ def test_later_checkpoints_are_set_aside(checkpoints: CheckpointFolder) -> None:
     assert [path.name for path in aside] == ["aside-2-step-00000002", "aside-2-step-00000003"]
     checkpoints.prune(1)
     assert sorted(os.listdir(checkpoints.path)) == [
-        *("aside-1-step-00000002", "aside-1-step-00000003", "aside-2-step-00000002", "aside-2-step-00000003"),
+        *(
+            "aside-1-step-00000002",
+            "aside-1-step-00000003",
+            "aside-2-step-00000002",
+            "aside-2-step-00000003",
+        ),
         "step-00000001",
     ]
 

@@ -28,12 +28,18 @@ def lengths(rows: Int64) -> Int64:
 
 
 def order_of(num_rows: int, batch: int = 4, **keys: Any) -> Order:
-    return Order(num_rows, batch, seed=3, shuffle=True, **{"tail": "carry", "lengths": lengths, **keys})
+    return Order(
+        num_rows, batch, seed=3, shuffle=True, **{"tail": "carry", "lengths": lengths, **keys}
+    )
 
 
 @pytest.mark.parametrize("tail", ["carry", "drop", "pad", "exact"])
-@pytest.mark.parametrize(("num_rows", "batch"), [(1, 1), (3, 4), (200, 4), (201, 4), (999, 4), (1000, 16), (5000, 7)])
-def test_every_row_is_read_once_and_near_its_place(num_rows: int, batch: int, tail: Any) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "batch"), [(1, 1), (3, 4), (200, 4), (201, 4), (999, 4), (1000, 16), (5000, 7)]
+)
+def test_every_row_is_read_once_and_near_its_place(
+    num_rows: int, batch: int, tail: Any
+) -> None:
     order = order_of(num_rows, batch, tail=tail)
     bare, positions = replace(order, lengths=None), np.arange(num_rows)
     for epoch in range(3):
@@ -43,7 +49,10 @@ def test_every_row_is_read_once_and_near_its_place(num_rows: int, batch: int, ta
         assert abs(moved).max() < WINDOW * batch
         shares = [order.rows_at(epoch, positions[part::3]) for part in range(3)]
         assert all(np.array_equal(rows[part::3], share) for part, share in enumerate(shares))
-        assert all(order.position_of(epoch, int(rows[at])) == at for at in range(0, num_rows, 1 + num_rows // 20))
+        assert all(
+            order.position_of(epoch, int(rows[at])) == at
+            for at in range(0, num_rows, 1 + num_rows // 20)
+        )
     if num_rows > WINDOW * batch:
         assert not np.array_equal(order.rows_at(0, positions), order.rows_at(1, positions))
 
@@ -56,7 +65,10 @@ def test_ranks_share_the_rows_of_each_step_over_the_ends_of_epochs(dp_size: int)
         whole = order.rows(place, 1)[0]
         for rank in range(dp_size):
             own, ignored = order.rows_of_rank(place, dp_rank=rank, dp_size=dp_size)
-            assert np.array_equal(own, whole[rank::dp_size][: len(own)]) and len(own) + ignored == 4 // dp_size
+            assert (
+                np.array_equal(own, whole[rank::dp_size][: len(own)])
+                and len(own) + ignored == 4 // dp_size
+            )
             counts += np.bincount(own, minlength=333)
         place = order.after(place, 1)
     assert (counts == 3).all()
@@ -76,15 +88,25 @@ def test_padding_falls_and_short_and_long_batches_alternate() -> None:
     def places(order: Order) -> tuple[float, list[int]]:
         widths = [order.longest(order.after(Place(0, 0), step)) for step in range(5000 // 16)]
         tokens = LENGTHS[order.rows(Place(0, 0), 5000 // 16)].sum()
-        return sum(width or 512 for width in widths) * 16 / tokens, [width or 512 for width in widths]
+        return sum(width or 512 for width in widths) * 16 / tokens, [
+            width or 512 for width in widths
+        ]
 
     grouped, widths = places(order_of(5000, 16))
     whole, _ = places(order_of(5000, 16, lengths=None))
-    mixed = LENGTHS[order_of(5000, 16, lengths=None).rows(Place(0, 0), 312)].max(axis=1).sum() * 16 / LENGTHS.sum()
-    print(f"places per token: {whole:.2f} padded to 512, {mixed:.2f} cut to the longest, {grouped:.2f} grouped")
+    mixed = (
+        LENGTHS[order_of(5000, 16, lengths=None).rows(Place(0, 0), 312)].max(axis=1).sum()
+        * 16
+        / LENGTHS.sum()
+    )
+    print(
+        f"places per token: {whole:.2f} padded to 512, {mixed:.2f} cut to the longest, {grouped:.2f} grouped"
+    )
     assert grouped < 1.15 < 2 < mixed < whole
     first, second = np.array(widths[:WINDOW]), np.array(widths[WINDOW : 2 * WINDOW])
-    assert abs(np.corrcoef(first, np.arange(WINDOW))[0, 1]) < 0.5 and not np.array_equal(first, second)
+    assert abs(np.corrcoef(first, np.arange(WINDOW))[0, 1]) < 0.5 and not np.array_equal(
+        first, second
+    )
 
 
 def recorded(run: Path, order: Order, steps: int, *, every: int = 5) -> None:
@@ -93,7 +115,9 @@ def recorded(run: Path, order: Order, steps: int, *, every: int = 5) -> None:
     from threefold.jsonl import MetricsFile
 
     digest = keep(run, lengths, order.num_rows)
-    start = SegmentLine.of(order, Place(0, 0), first_step=1, topology=Topology(2, 1, 1, 1), every=every)
+    start = SegmentLine.of(
+        order, Place(0, 0), first_step=1, topology=Topology(2, 1, 1, 1), every=every
+    )
     start = replace(start, grouped=digest, lengths=order.lengths)
     file = MetricsFile(run / "audit.jsonl", continue_on_error=False)
     start = replace(start, **compare.begin(start, run / "audit.jsonl", file, fix=""))
@@ -101,7 +125,8 @@ def recorded(run: Path, order: Order, steps: int, *, every: int = 5) -> None:
 
     told: list[Any] = []
     audits = [
-        Audit(start, lambda _: np.stack(told), lambda _: [], record=file if rank == 0 else None) for rank in range(2)
+        Audit(start, lambda _: np.stack(told), lambda _: [], record=file if rank == 0 else None)
+        for rank in range(2)
     ]
     for step, rows in enumerate(batches, start=1):
         for rank, audit in enumerate(audits):
@@ -118,7 +143,10 @@ def test_record_proves_the_order_from_the_lengths_that_the_run_kept(tmp_path: Pa
     segments = read(tmp_path / "audit.jsonl")
     assert sum(each.stop - each.start for each in prove(segments)) == 240
     row = int(order_of(150).rows(Place(0, 0), 60)[45, 1])
-    assert any(each.step == 46 and each.dp_rank == 1 for each in find_sample(stretches_of(segments), row))
+    assert any(
+        each.step == 46 and each.dp_rank == 1
+        for each in find_sample(stretches_of(segments), row)
+    )
 
 
 def test_other_lengths_and_another_grouping_are_found(tmp_path: Path) -> None:
@@ -130,7 +158,9 @@ def test_other_lengths_and_another_grouping_are_found(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"has changed: it is not what audit\.jsonl names"):
         read(tmp_path / "audit.jsonl")
     file.unlink()
-    with pytest.raises(RunError, match=r"lengths/[0-9a-f]{32}\.i32 cannot be read: No such file"):
+    with pytest.raises(
+        RunError, match=r"lengths/[0-9a-f]{32}\.i32 cannot be read: No such file"
+    ):
         read(tmp_path / "audit.jsonl")
     other = keep(tmp_path, lambda rows: LENGTHS[::-1][rows], 150)
     record = (tmp_path / "audit.jsonl").read_text().replace(file.stem, other)
@@ -141,6 +171,8 @@ def test_other_lengths_and_another_grouping_are_found(tmp_path: Path) -> None:
 
 def test_stored_lengths_are_those_of_the_rows(tmp_path: Path) -> None:
     digest = keep(tmp_path, lengths, 5000)
-    assert np.array_equal(stored(tmp_path, digest, 5000)(np.array([7, 4999])), LENGTHS[[7, 4999]])
+    assert np.array_equal(
+        stored(tmp_path, digest, 5000)(np.array([7, 4999])), LENGTHS[[7, 4999]]
+    )
     with pytest.raises(RunError, match="has changed"):
         stored(tmp_path, digest, 4999)

@@ -36,7 +36,13 @@ from unit.test_audit import CLEAN, CountingRows
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "threefold"
 sys.path.insert(0, str(ROOT / "benchmarks"))
-MODEL = {"model_type": "llama", "vocab_size": 67, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 67,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+}
 MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 # --- the lies ---------------------------------------------------------------------------------------------------------
@@ -166,7 +172,9 @@ def families(room: Room, name: str | None) -> bool:
     from families import cell_of
 
     truth = training()
-    return not cell_of(compare_trainings(lie(name, truth) if name else truth, truth)).startswith("wrong")
+    return not cell_of(
+        compare_trainings(lie(name, truth) if name else truth, truth)
+    ).startswith("wrong")
 
 
 def verify(room: Room, name: str | None) -> bool:
@@ -188,7 +196,9 @@ def verify(room: Room, name: str | None) -> bool:
         return lie(name, truth) if name else truth
 
     room.patch.setattr(mesh_side, "run_alone", lying)
-    verification = mesh_side.verify_on(room.mesh, validate(values), VerifyOptions(steps=3, admission=False))
+    verification = mesh_side.verify_on(
+        room.mesh, validate(values), VerifyOptions(steps=3, admission=False)
+    )
     return Verification.from_record(json.loads(json.dumps(verification.to_record()))).holds
 
 
@@ -200,7 +210,10 @@ def verify_against(room: Room, name: str | None) -> bool:
     for run, logged in (("a", truth), ("b", lie(name, truth) if name else truth)):
         (room.folder / run).mkdir()
         lines = zip(logged.losses, logged.norms, strict=True)
-        text = [json.dumps({"step": step, "loss": a, "grad_norm": b}) + "\n" for step, (a, b) in enumerate(lines, 1)]
+        text = [
+            json.dumps({"step": step, "loss": a, "grad_norm": b}) + "\n"
+            for step, (a, b) in enumerate(lines, 1)
+        ]
         (room.folder / run / "metrics.jsonl").write_text("".join(text))
     first, second = room.folder / "a", room.folder / "b"
     return compare_runs(first, second)[1] or compare_runs(second, first)[1]
@@ -212,13 +225,18 @@ def verify_bits(room: Room, name: str | None) -> bool:
 
     def steps(computed: Training) -> list[Any]:
         hashes = {
-            key: str(tensor.tolist()) if tensor.isfinite().all() else None for key, tensor in computed.gradients.items()
+            key: str(tensor.tolist()) if tensor.isfinite().all() else None
+            for key, tensor in computed.gradients.items()
         }
         numbers = zip(computed.losses, computed.norms, strict=True)
-        return [{"loss": loss, "gradient norm": norm, "weights": hashes} for loss, norm in numbers]
+        return [
+            {"loss": loss, "gradient norm": norm, "weights": hashes} for loss, norm in numbers
+        ]
 
     truth = training()
-    return compared({"dp=1": steps(truth), "dp=2": steps(lie(name, truth) if name else truth)})[1]
+    return compared({"dp=1": steps(truth), "dp=2": steps(lie(name, truth) if name else truth)})[
+        1
+    ]
 
 
 def admission(room: Room, name: str | None) -> bool:
@@ -230,7 +248,9 @@ def admission(room: Room, name: str | None) -> bool:
         assert truth is not None
         numbers = Training([truth.loss], [truth.grad_norm], truth.gradients)
         told = lie(name, numbers) if name else numbers
-        return replace(truth, loss=told.losses[0], grad_norm=told.norms[0], gradients=told.gradients)
+        return replace(
+            truth, loss=told.losses[0], grad_norm=told.norms[0], gradients=told.gradients
+        )
 
     from threefold.check.probe_rows import Mode
     from threefold.config.loading import validate
@@ -238,7 +258,9 @@ def admission(room: Room, name: str | None) -> bool:
 
     room.patch.setattr(probes, "_expected", lying)
     config = validate({"model": {"config": MODEL}, "data": {"seq_len": 32}})
-    subject = Subject(config, load.read_config(config.model), Mode(documents=True, padding=True))
+    subject = Subject(
+        config, load.read_config(config.model), Mode(documents=True, padding=True)
+    )
     return Comparison(probes.probe(subject, room.mesh)).holds
 
 
@@ -280,7 +302,10 @@ TRAININGS: dict[str, tuple[Callable[[Room, str | None], bool], dict[str, Any]]] 
     # One step, so a list of losses cannot be shorter.
     "check/probes.py": (admission, {name: LIES[name] for name in LIES if "list" not in name}),
     # One tensor of logits.
-    "export/model_folder.py": (exported_logits, {name: GRADIENTS[name] for name in [*GRADIENTS][:2]}),
+    "export/model_folder.py": (
+        exported_logits,
+        {name: GRADIENTS[name] for name in [*GRADIENTS][:2]},
+    ),
     "export/hashes.py": (hashes, GRADIENTS),
 }
 
@@ -290,7 +315,10 @@ def test_the_truth_is_believed(place: str, room: Room) -> None:
     assert TRAININGS[place][0](room, None)
 
 
-@pytest.mark.parametrize(("place", "name"), [(place, name) for place, (_, lies) in TRAININGS.items() for name in lies])
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [(place, name) for place, (_, lies) in TRAININGS.items() for name in lies],
+)
 def test_a_lie_is_found(place: str, name: str, room: Room) -> None:
     try:
         assert not TRAININGS[place][0](room, name)
@@ -328,9 +356,15 @@ def test_rounding_explains_gradients_that_are_as_far_from_float32s_as_the_models
     ):
         for name in truth:
             run, plain = ({**truth, name: truth[name] * times} for times in (own, rounded))
-            assert probes._beyond_rounding(run, truth, plain).holds == holds, (own, rounded, name)
+            assert probes._beyond_rounding(run, truth, plain).holds == holds, (
+                own,
+                rounded,
+                name,
+            )
     for name in truth:
-        assert not probes._beyond_rounding({key: truth[key] for key in truth if key != name}, truth, truth).holds
+        assert not probes._beyond_rounding(
+            {key: truth[key] for key in truth if key != name}, truth, truth
+        ).holds
     assert not probes._beyond_rounding({**truth, "more": truth["head"]}, truth, truth).holds
 
 
@@ -342,7 +376,13 @@ def test_rounding_explains_gradients_that_are_as_far_from_float32s_as_the_models
     [
         ([{"quantity": "loss", "figure": 1e-6, "bound": 1e-4}], True),
         ([{"quantity": "loss", "figure": math.nan, "bound": 1e-4}], False),
-        ([{"quantity": "a", "figure": 0.0, "bound": 0.0}, {"quantity": "b", "figure": math.nan, "bound": 1.0}], False),
+        (
+            [
+                {"quantity": "a", "figure": 0.0, "bound": 0.0},
+                {"quantity": "b", "figure": math.nan, "bound": 1.0},
+            ],
+            False,
+        ),
         ([{"quantity": "loss", "figure": 2e-4, "bound": 1e-4}], False),
         ([{"quantity": "loss", "figure": 1e-6}], False),
         ([], False),
@@ -350,7 +390,9 @@ def test_rounding_explains_gradients_that_are_as_far_from_float32s_as_the_models
         (None, False),
     ],
 )
-def test_results_of_admission_that_are_kept_must_hold(written: Any, holds: bool, room: Room) -> None:
+def test_results_of_admission_that_are_kept_must_hold(
+    written: Any, holds: bool, room: Room
+) -> None:
     (room.folder / "cache/threefold/admission").mkdir(parents=True)
     (room.folder / "cache/threefold/admission/key.json").write_text(json.dumps(written))
     assert (admission_cache.read("key") is not None) == holds
@@ -359,11 +401,16 @@ def test_results_of_admission_that_are_kept_must_hold(written: Any, holds: bool,
 def _checkpoint(folder: Path) -> Any:
     partial = folder / "partial"
     (partial / "state").mkdir(parents=True)
-    seals = {f"state/{name}": write_sealed(partial / "state" / name, name.encode() * 9) for name in ("a", "b")}
+    seals = {
+        f"state/{name}": write_sealed(partial / "state" / name, name.encode() * 9)
+        for name in ("a", "b")
+    }
     return seal_folder(partial, folder / "checkpoints" / "step-00000001", 1, {}, seals)
 
 
-@pytest.mark.parametrize("change", ["a byte", "a shorter file", "a missing file", "a list without files"])
+@pytest.mark.parametrize(
+    "change", ["a byte", "a shorter file", "a missing file", "a list without files"]
+)
 def test_a_changed_checkpoint_is_not_resumed(change: str, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     checkpoint = _checkpoint(tmp_path)
@@ -377,7 +424,9 @@ def test_a_changed_checkpoint_is_not_resumed(change: str, tmp_path: Path) -> Non
         file.unlink()
     else:
         (tmp_path / "partial").mkdir()
-        checkpoint = seal_folder(tmp_path / "partial", tmp_path / "checkpoints" / "step-00000002", 2, {}, {})
+        checkpoint = seal_folder(
+            tmp_path / "partial", tmp_path / "checkpoints" / "step-00000002", 2, {}, {}
+        )
     assert checkpoint.damage() is not None
 
 
@@ -389,14 +438,30 @@ LAST = CLEAN[-1].to_record()
     [
         [{**LAST, "contents": [math.nan]}],
         [{**LAST, "samples": [math.nan]}],
-        [{**LAST, "contents": [LAST["contents"][0][:-1] + ("0" if LAST["contents"][0][-1] != "0" else "1")]}],
+        [
+            {
+                **LAST,
+                "contents": [
+                    LAST["contents"][0][:-1] + ("0" if LAST["contents"][0][-1] != "0" else "1")
+                ],
+            }
+        ],
         [{**LAST, "contents": []}],
         [{**LAST, "samples": []}],
         [{key: value for key, value in LAST.items() if key != "contents"}],
         [LAST, LAST],
         None,
     ],
-    ids=["NaN contents", "NaN samples", "one digit", "no contents", "no samples", "no key", "a line twice", "no line"],
+    ids=[
+        "NaN contents",
+        "NaN samples",
+        "one digit",
+        "no contents",
+        "no samples",
+        "no key",
+        "a line twice",
+        "no line",
+    ],
 )
 def test_a_changed_record_proves_nothing(records: Any, tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
@@ -432,7 +497,12 @@ COVERED = {
 }
 # Ids and labels: integers, which have no NaN.
 OF_INTEGERS = {
-    *("data/chat/preference.py", "data/rows/pieces.py", "data/store/in_memory.py", "data/store/index.py"),
+    *(
+        "data/chat/preference.py",
+        "data/rows/pieces.py",
+        "data/store/in_memory.py",
+        "data/store/index.py",
+    ),
     *("training/batches.py", "why/contents.py"),
 }
 
@@ -441,7 +511,11 @@ def _calls(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
-            names.add(node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""))
+            names.add(
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", "")
+            )
     return names
 
 
@@ -454,7 +528,9 @@ def test_every_place_is_in_the_table() -> None:
     }
     known = {*COVERED, *OF_INTEGERS}
     assert comparing - known == set(), "compares, and no lie is tried on it"
-    assert known - comparing - {"tests/ranks/reference.py", "export/hashes.py"} == set(), "compares nothing any more"
+    assert known - comparing - {"tests/ranks/reference.py", "export/hashes.py"} == set(), (
+        "compares nothing any more"
+    )
 
 
 # Distances of positions in an order, which are integers.
@@ -471,7 +547,10 @@ def _takes_a_largest_difference(node: ast.AST) -> bool:
     if not isinstance(node, ast.Compare):
         return False
     side = [inner for inner in ast.walk(node.left) if isinstance(inner, ast.Call)]
-    names = {call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "") for call in side}
+    names = {
+        call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        for call in side
+    }
     return {"max", "abs"} <= names and isinstance(node.ops[0], ast.Lt | ast.LtE)
 
 
@@ -481,7 +560,8 @@ def test_no_largest_difference_is_taken_by_hand(folder: str) -> None:
     own = [
         f"{path.relative_to(ROOT / folder)}:{node.lineno}"
         for path in (ROOT / folder).rglob("*.py")
-        if path.relative_to(ROOT / folder).as_posix() not in DISTANCES and "abs" in (text := path.read_text())
+        if path.relative_to(ROOT / folder).as_posix() not in DISTANCES
+        and "abs" in (text := path.read_text())
         for node in ast.walk(ast.parse(text))
         if _takes_a_largest_difference(node)
     ]
@@ -489,9 +569,15 @@ def test_no_largest_difference_is_taken_by_hand(folder: str) -> None:
 
 
 def test_a_largest_difference_by_hand_is_seen() -> None:
-    for text in ("max(abs(a - b) for a, b in pairs) <= 1e-4", "abs(a - b).max() < 1e-3 * abs(b).max()"):
+    for text in (
+        "max(abs(a - b) for a, b in pairs) <= 1e-4",
+        "abs(a - b).max() < 1e-3 * abs(b).max()",
+    ):
         assert _takes_a_largest_difference(ast.parse(text, mode="eval").body)
 
 
 def test_a_difference_without_a_figure_does_not_hold() -> None:
-    assert not Difference("loss", math.nan, 1.0).holds and not Difference("loss", math.nan, math.inf).holds
+    assert (
+        not Difference("loss", math.nan, 1.0).holds
+        and not Difference("loss", math.nan, math.inf).holds
+    )

@@ -24,7 +24,12 @@ from threefold.run.watch import pulse, withheld
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
+    for name in (
+        "SLURM_JOB_ID",
+        "SLURM_RESTART_COUNT",
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+    ):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -81,12 +86,15 @@ def test_fork_that_has_not_saved_takes_no_other_run_at_its_origins_place() -> No
     shutil.copytree("a", "archive")
     origin = Identity.read(Path("a"))
     shutil.rmtree("a")
-    with pytest.raises(CheckpointError, match=r"log.dir = b forks step 5 of run .*, and .* is gone"):
+    with pytest.raises(
+        CheckpointError, match=r"log.dir = b forks step 5 of run .*, and .* is gone"
+    ):
         read("b")
     start("a", saves=(5,))
     assert origin is not None
     with pytest.raises(
-        CheckpointError, match=rf"forks step 5 of run {origin.id}, and .* is another checkpoint now, of"
+        CheckpointError,
+        match=rf"forks step 5 of run {origin.id}, and .* is another checkpoint now, of",
     ):
         read("b")
     (candidate,) = open_run(config("b", step("archive", 5))).candidates
@@ -101,7 +109,10 @@ def test_fork_that_has_not_saved_takes_no_other_timeline_of_its_origin() -> None
     start("a", saves=(5,))
     with pytest.raises(CheckpointError, match=r"is another checkpoint now"):
         read("b")
-    with pytest.raises(ConfigError, match=r"log.dir = b holds a run, and another run wrote checkpoint.resume = .*"):
+    with pytest.raises(
+        ConfigError,
+        match=r"log.dir = b holds a run, and another run wrote checkpoint.resume = .*",
+    ):
         open_run(config("b", "a"))
 
 
@@ -122,7 +133,10 @@ def test_moved_run_is_the_same_run(folder: Path) -> None:
 def test_another_runs_folder_is_refused() -> None:
     start("a", saves=(20,))
     start("b", saves=(5, 10))
-    with pytest.raises(ConfigError, match=r"log.dir = b holds a run, and another run wrote checkpoint.resume = .*"):
+    with pytest.raises(
+        ConfigError,
+        match=r"log.dir = b holds a run, and another run wrote checkpoint.resume = .*",
+    ):
         open_run(config("b", step("a", 20)))
 
 
@@ -130,7 +144,9 @@ def test_another_runs_checkpoint_is_refused() -> None:
     start("a", saves=(20,))
     start("b", saves=(5,))
     shutil.copytree(step("a", 20), step("b", 20))
-    with pytest.raises(ConfigError, match=r"has a checkpoint that another run wrote: step-00000020"):
+    with pytest.raises(
+        ConfigError, match=r"has a checkpoint that another run wrote: step-00000020"
+    ):
         read("b")
 
 
@@ -138,10 +154,15 @@ def test_own_checkpoint_that_was_copied_out_is_gone_back_to() -> None:
     start("a", saves=(5, 10))
     shutil.copytree(step("a", 5), "kept/checkpoints/step-00000005")
     assert start("a", "kept/checkpoints/step-00000005") == 5
-    assert sorted(path.name for path in Path("a/checkpoints").iterdir()) == ["aside-1-step-00000010", "step-00000005"]
+    assert sorted(path.name for path in Path("a/checkpoints").iterdir()) == [
+        "aside-1-step-00000010",
+        "step-00000005",
+    ]
 
 
-def test_rewind_is_repeated_by_hand_and_not_by_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewind_is_repeated_by_hand_and_not_by_a_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     start("a", saves=(5, 10))
     assert start("a", step("a", 5), saves=(6,)) == 5
@@ -153,7 +174,9 @@ def test_rewind_is_repeated_by_hand_and_not_by_a_restart(monkeypatch: pytest.Mon
     assert start("a", step("a", 5)) == 5
 
 
-def test_restart_before_the_rewind_was_accepted_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_before_the_rewind_was_accepted_goes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The run's own later checkpoints are of the future that the request abandons."""
     start("a", saves=(5, 10, 20))
     monkeypatch.setenv("SLURM_JOB_ID", "8")
@@ -189,7 +212,10 @@ def test_runs_files_without_an_id_are_refused_and_taken_by_the_pasted_fix() -> N
         shutil.copytree("a run", left_out, ignore=shutil.ignore_patterns(left_out, "run.json"))
         kept = {path: path.stat().st_mtime_ns for path in Path(left_out).rglob("*")}
         problem = refused(left_out)
-        assert problem.what == f"{left_out} has a run's files, and no run.json says which run is here"
+        assert (
+            problem.what
+            == f"{left_out} has a run's files, and no run.json says which run is here"
+        )
         assert {path: path.stat().st_mtime_ns for path in Path(left_out).rglob("*")} == kept
         subprocess.run(["bash", "-c", problem.fix], check=True)
         after = Identity.read(Path(left_out))
@@ -229,7 +255,9 @@ def test_checkpoint_of_a_copy_that_has_parted_is_refused(place: int) -> None:
 def test_copy_that_has_parted_is_not_gone_back_to() -> None:
     """Its id is the run's; a checkpoint from before the two parted is."""
     parted()
-    with pytest.raises(ConfigError, match=r"and start 2 of a copy of this run, which has parted from it, wrote"):
+    with pytest.raises(
+        ConfigError, match=r"and start 2 of a copy of this run, which has parted from it, wrote"
+    ):
         open_run(config("a", step("copy", 20)))
     assert start("a", step("copy", 5)) == 5
     assert start("fork", step("copy", 20)) == 20
@@ -239,7 +267,9 @@ def test_checkpoint_that_was_left_behind_is_not_taken_under_its_old_name() -> No
     start("a", saves=(5, 10))
     assert start("a", step("a", 5), saves=(7,)) == 5
     Path("a/checkpoints/aside-1-step-00000010").rename(step("a", 10))
-    with pytest.raises(ConfigError, match=r"is left behind: start 2 of the run went back to step 5"):
+    with pytest.raises(
+        ConfigError, match=r"is left behind: start 2 of the run went back to step 5"
+    ):
         open_run(config("a", step("a", 10)))
     assert start("a") == 7
     assert Path("a/checkpoints/aside-1-step-00000010").exists()
@@ -260,9 +290,16 @@ def test_starts_hold_the_checksum_of_the_one_before_and_of_what_they_resume() ->
     fork = Identity.read(Path("b"))
     assert identity is not None and fork is not None and fork.origin is not None
     first, second = identity.starts
-    assert second.before == first.link and first.resumed is None and second.resumed == checkpoints[0].checksum
+    assert (
+        second.before == first.link
+        and first.resumed is None
+        and second.resumed == checkpoints[0].checksum
+    )
     assert fork.starts[0].resumed == fork.origin.manifest == checkpoints[0].checksum
-    assert [each.author.link for each in checkpoints if each.author is not None] == [first.link, second.link]
+    assert [each.author.link for each in checkpoints if each.author is not None] == [
+        first.link,
+        second.link,
+    ]
 
 
 @pytest.mark.parametrize("change", [{"step": 4}, {"nonce": "0"}, {"before": "0"}])
@@ -272,7 +309,9 @@ def test_broken_chain_is_refused(change: dict[str, Any]) -> None:
     values = json.loads(Path("a/run.json").read_text())
     values["starts"][0] |= change
     Path("a/run.json").write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match=r"its start [12] does not follow from the one before"):
+    with pytest.raises(
+        ConfigError, match=r"its start [12] does not follow from the one before"
+    ):
         read("a")
 
 
@@ -290,7 +329,9 @@ def test_fork_whose_checkpoints_are_gone_does_not_begin_at_its_origin_again() ->
     start("b", step("a", 5), saves=(7,))
     Journal(Path("b")).append("save", step=7, start=1)
     shutil.rmtree("b/checkpoints")
-    with pytest.raises(CheckpointError, match=r"a run that has saved checkpoints, and none of them is left"):
+    with pytest.raises(
+        CheckpointError, match=r"a run that has saved checkpoints, and none of them is left"
+    ):
         read("b")
 
 
@@ -303,15 +344,21 @@ def test_files_of_no_run_or_of_several_are_refused() -> None:
     start("b", saves=(5,))
     shutil.copytree(step("a", 20), step("b", 20))
     Path("b/run.json").unlink()
-    ids = sorted(each.author.run for each in CheckpointFolder(Path("b")).all() if each.author is not None)
-    assert refused("b").fix == f"--log.dir ANOTHER_FOLDER   (its files name {ids[0]} and {ids[1]})"
+    ids = sorted(
+        each.author.run for each in CheckpointFolder(Path("b")).all() if each.author is not None
+    )
+    assert (
+        refused("b").fix == f"--log.dir ANOTHER_FOLDER   (its files name {ids[0]} and {ids[1]})"
+    )
 
 
 def test_run_whose_checkpoints_are_all_gone_does_not_begin_again() -> None:
     start("a", saves=(5,))
     Journal(Path("a")).append("save", step=5, start=1)
     shutil.rmtree("a/checkpoints")
-    with pytest.raises(CheckpointError, match=r"a run that has saved checkpoints, and none of them is left"):
+    with pytest.raises(
+        CheckpointError, match=r"a run that has saved checkpoints, and none of them is left"
+    ):
         read("a")
 
 
@@ -344,8 +391,21 @@ def test_best_of_an_abandoned_future_is_forgotten() -> None:
     assert checkpoints.best() is None
 
 
-def test_ending_comes_back_from_the_journal_and_a_damaged_one_is_left_out(tmp_path: Path) -> None:
-    ending = Ending("numbers", (2, 3), "a", 0, "optimizer", 4, (7, 8), "not finite\n  expected: ...", "in step", 1)
+def test_ending_comes_back_from_the_journal_and_a_damaged_one_is_left_out(
+    tmp_path: Path,
+) -> None:
+    ending = Ending(
+        "numbers",
+        (2, 3),
+        "a",
+        0,
+        "optimizer",
+        4,
+        (7, 8),
+        "not finite\n  expected: ...",
+        "in step",
+        1,
+    )
     journal = Journal(tmp_path)
     journal.append("start", start=1)
     (tmp_path / "logs").mkdir()
@@ -355,10 +415,19 @@ def test_ending_comes_back_from_the_journal_and_a_damaged_one_is_left_out(tmp_pa
     lost = replace(ending, how="lost", ranks=(0,))
     for each in (lost, ending, replace(ending, ranks=(1,))):
         journal.end(each)
-    assert ending_of(journal.lines()) == ending  # the first that knows more than that a rank was lost
+    assert (
+        ending_of(journal.lines()) == ending
+    )  # the first that knows more than that a rank was lost
     journal.end(replace(ending, how="signal", code=9))  # who has started the ranks knows most
     assert ending_of(journal.lines()) == replace(ending, how="signal", code=9)
-    for damage in ({"ranks": ["a"]}, {"step": "4"}, {"rows": None}, {"how": 3}, {"rows": [True]}, {"error": ""}):
+    for damage in (
+        {"ranks": ["a"]},
+        {"step": "4"},
+        {"rows": None},
+        {"how": 3},
+        {"rows": [True]},
+        {"error": ""},
+    ):
         journal.append("ending", **{**asdict(ending), **damage})
         assert ending_of(journal.lines()[-1:]) is None or damage == {"error": ""}
     assert state_of(tmp_path, journal.lines()[-1:])[0] == "failed"
@@ -369,7 +438,13 @@ def test_ending_comes_back_from_the_journal_and_a_damaged_one_is_left_out(tmp_pa
 @pytest.mark.parametrize(
     ("files", "count"),
     [
-        ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.events": "oom 1\noom_kill 3\n"}, 3),
+        (
+            {
+                "proc/self/cgroup": "0::/job\n",
+                "sys/fs/cgroup/job/memory.events": "oom 1\noom_kill 3\n",
+            },
+            3,
+        ),
         ({"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/memory.events": "oom_kill 2\n"}, 2),
         (
             {

@@ -12,7 +12,16 @@ import pytest
 
 from threefold.data.store.resolve import files_of, open_text
 from threefold.data.text.files import Files
-from threefold.data.text.listing import FileList, Known, counted, kind_of, list_folder, list_glob, summary, write_list
+from threefold.data.text.listing import (
+    FileList,
+    Known,
+    counted,
+    kind_of,
+    list_folder,
+    list_glob,
+    summary,
+    write_list,
+)
 from threefold.data.text.source import Source
 from threefold.errors import DataError
 
@@ -51,7 +60,19 @@ def test_kind_is_told_by_the_name(name: str, kind: tuple[str, str | None] | None
 
 
 def test_folder_says_what_it_leaves_out(tmp_path: Path) -> None:
-    make(tmp_path, "a.txt", "b.jsonl", "c.jsonl.gz", "d.bin", "e.bin", "f", ".g.txt", ".git/h.txt", "i/j.md", "k.json")
+    make(
+        tmp_path,
+        "a.txt",
+        "b.jsonl",
+        "c.jsonl.gz",
+        "d.bin",
+        "e.bin",
+        "f",
+        ".g.txt",
+        ".git/h.txt",
+        "i/j.md",
+        "k.json",
+    )
     (tmp_path / "l.txt.gz").touch()
     (tmp_path / "m.txt").touch()
     os.mkfifo(tmp_path / "n.txt")
@@ -67,9 +88,15 @@ def test_folder_says_what_it_leaves_out(tmp_path: Path) -> None:
         "l.txt.gz": "empty",
         "n.txt": "not an ordinary file",
     }
-    assert counted(files.left_out) == "2 hidden, 2 .bin, 1 without a suffix, 1 .json, 1 empty, 1 special"
+    assert (
+        counted(files.left_out)
+        == "2 hidden, 2 .bin, 1 without a suffix, 1 .json, 1 empty, 1 special"
+    )
     num_bytes = len("of a.txtof b.jsonlof c.jsonl.gzof i/j.md")
-    assert summary([files]) == f"5 files read ({num_bytes} bytes), 8 left out ({counted(files.left_out)})"
+    assert (
+        summary([files])
+        == f"5 files read ({num_bytes} bytes), 8 left out ({counted(files.left_out)})"
+    )
 
 
 def test_folder_of_rows_leaves_its_readme_out(tmp_path: Path) -> None:
@@ -85,7 +112,12 @@ def test_folder_of_rows_leaves_its_readme_out(tmp_path: Path) -> None:
     assert list_folder(tmp_path / "alone", {}).read == ("README.md",)
     (tmp_path / "alone" / "README.md").unlink()
     make(tmp_path, "data/other.md")
-    assert list_folder(tmp_path, {}).read == ("README.md", "data/a.parquet", "data/b.jsonl", "data/other.md")
+    assert list_folder(tmp_path, {}).read == (
+        "README.md",
+        "data/a.parquet",
+        "data/b.jsonl",
+        "data/other.md",
+    )
     assert list_glob(f"{tmp_path}/*.md", {}).read == ("README.md",)
 
 
@@ -94,7 +126,9 @@ def test_compressed_copy_beside_its_file_is_left_out(tmp_path: Path) -> None:
     make(tmp_path, "a.jsonl", "a.jsonl.gz", "b.jsonl.gz", "c/a.jsonl.zst")
     files = list_folder(tmp_path, {})
     assert files.read == ("a.jsonl", "b.jsonl.gz", "c/a.jsonl.zst")
-    assert reasons(files) == {"a.jsonl.gz": "its name says that it is a copy of a file beside it"}
+    assert reasons(files) == {
+        "a.jsonl.gz": "its name says that it is a copy of a file beside it"
+    }
 
 
 def test_later_kinds_do_not_change_a_folder_of_documents(tmp_path: Path) -> None:
@@ -105,7 +139,9 @@ def test_later_kinds_do_not_change_a_folder_of_documents(tmp_path: Path) -> None
 
 def test_linked_folders_are_entered_once(tmp_path: Path) -> None:
     make(tmp_path, "corpus/b/1.txt", "other/2.txt", "other/deep/3.txt")
-    (tmp_path / "corpus" / "a").symlink_to(tmp_path / "corpus" / "b")  # sorts first, but b is the folder itself
+    (tmp_path / "corpus" / "a").symlink_to(
+        tmp_path / "corpus" / "b"
+    )  # sorts first, but b is the folder itself
     (tmp_path / "corpus" / "c").symlink_to(tmp_path / "other")
     (tmp_path / "corpus" / "d").symlink_to(tmp_path / "other" / "deep")
     (tmp_path / "other" / "loop").symlink_to(tmp_path)
@@ -150,10 +186,15 @@ def test_files_with_one_inode_number_that_are_no_links_are_all_read(
     assert list_folder(tmp_path, {}).read == ("a.txt", "b.txt")
 
 
-@pytest.mark.parametrize("pattern", ["**/**/*.txt", "**/en/**/*.txt", "**/*.txt", "{en,en/en}/**/*.txt"])
+@pytest.mark.parametrize(
+    "pattern", ["**/**/*.txt", "**/en/**/*.txt", "**/*.txt", "{en,en/en}/**/*.txt"]
+)
 def test_glob_gives_a_file_once(tmp_path: Path, pattern: str) -> None:
     make(tmp_path, "en/en/a.txt", "en/b.txt")
-    assert sorted(Path(path).name for path in list_glob(f"{tmp_path}/{pattern}", {}).read) == ["a.txt", "b.txt"]
+    assert sorted(Path(path).name for path in list_glob(f"{tmp_path}/{pattern}", {}).read) == [
+        "a.txt",
+        "b.txt",
+    ]
     source = open_text(Source(f"{tmp_path}/{pattern}"))
     assert len(source.pieces) == 2
 
@@ -162,12 +203,26 @@ def test_braces_in_a_glob_stand_for_either(tmp_path: Path) -> None:
     make(tmp_path, "a.txt", "b.md", "c.py", "d/e.md", "d/f.bin")
     assert list_glob(f"{tmp_path}/**/*.{{txt,md}}", {}).read == ("a.txt", "b.md", "d/e.md")
     files = list_glob(f"{tmp_path}/{{a,d/*}}.{{txt,md,bin}}", {})
-    assert (files.root, files.read, counted(files.left_out)) == (tmp_path, ("a.txt", "d/e.md"), "1 .bin")
+    assert (files.root, files.read, counted(files.left_out)) == (
+        tmp_path,
+        ("a.txt", "d/e.md"),
+        "1 .bin",
+    )
 
 
 def test_a_folder_as_before_by_a_glob(tmp_path: Path) -> None:
     """The glob that a refused resume names: the same files in the same order, and so the same fingerprint."""
-    make(tmp_path, "a.txt", "b.jsonl", "README.md", ".hidden.txt", "x/.git/c.txt", "x/y/d.py", "e.json", "f.bin")
+    make(
+        tmp_path,
+        "a.txt",
+        "b.jsonl",
+        "README.md",
+        ".hidden.txt",
+        "x/.git/c.txt",
+        "x/y/d.py",
+        "e.json",
+        "f.bin",
+    )
     before = open_text(Source(str(tmp_path)))
     make(tmp_path, "x/g.txt.gz")
     assert open_text(Source(str(tmp_path))).fingerprint != before.fingerprint
@@ -177,7 +232,14 @@ def test_a_folder_as_before_by_a_glob(tmp_path: Path) -> None:
 
 def test_a_run_inside_a_source_is_left_out_by_name(tmp_path: Path) -> None:
     """Its journal and audit are rows to any reader; a run that lies at the root of a source is no source at all."""
-    make(tmp_path, "a.jsonl", "runs/a/run.json", "runs/a/audit.jsonl", "runs/a/rows/x.jsonl", "runs/b.jsonl")
+    make(
+        tmp_path,
+        "a.jsonl",
+        "runs/a/run.json",
+        "runs/a/audit.jsonl",
+        "runs/a/rows/x.jsonl",
+        "runs/b.jsonl",
+    )
     for files in (list_folder(tmp_path, {}), list_glob(f"{tmp_path}/**/*.jsonl", {})):
         assert files.read == ("a.jsonl", "runs/b.jsonl")
         assert reasons(files) == {"runs/a": "the folder of a run: its records are no data"}
@@ -189,9 +251,23 @@ def test_a_run_inside_a_source_is_left_out_by_name(tmp_path: Path) -> None:
 
 def test_list_reads_each_file_once_in_the_order_of_its_entries(tmp_path: Path) -> None:
     make(tmp_path, "b/2.txt", "b/1.txt", "a/3.txt", "a/4.txt")
-    lists = files_of(Source((f"{tmp_path}/b/2.txt", f"{tmp_path}/a", f"{tmp_path}/**/*.txt", f"{tmp_path}/a/3.txt")))
+    lists = files_of(
+        Source(
+            (
+                f"{tmp_path}/b/2.txt",
+                f"{tmp_path}/a",
+                f"{tmp_path}/**/*.txt",
+                f"{tmp_path}/a/3.txt",
+            )
+        )
+    )
     assert [files.read for files in lists] == [("2.txt",), ("3.txt", "4.txt"), ("b/1.txt",), ()]
-    assert [counted(files.left_out) for files in lists] == ["", "", "3 read already", "1 read already"]
+    assert [counted(files.left_out) for files in lists] == [
+        "",
+        "",
+        "3 read already",
+        "1 read already",
+    ]
 
 
 def test_unreadable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +279,14 @@ def test_unreadable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             raise PermissionError(13, "Permission denied", path)
         return scan(path)
 
-    monkeypatch.setattr("os.scandir", closed)  # the superuser of a test machine may read everything
+    monkeypatch.setattr(
+        "os.scandir", closed
+    )  # the superuser of a test machine may read everything
     files = list_folder(tmp_path, {})
-    assert (files.read, reasons(files)) == (("a.txt",), {"closed": "the folder: Permission denied"})
+    assert (files.read, reasons(files)) == (
+        ("a.txt",),
+        {"closed": "the folder: Permission denied"},
+    )
 
 
 def test_link_to_nothing_is_refused_by_name(tmp_path: Path) -> None:
@@ -220,13 +301,19 @@ def test_list_in_a_file(tmp_path: Path) -> None:
     lists = files_of(Source(str(tmp_path / "corpus")))
     lists = [dataclasses.replace(files, key="data.source") for files in lists]
     assert write_list(lists, tmp_path) == f"listed in {tmp_path}/data.files.jsonl"
-    read, left = (json.loads(line) for line in (tmp_path / "data.files.jsonl").read_text().splitlines())
+    read, left = (
+        json.loads(line) for line in (tmp_path / "data.files.jsonl").read_text().splitlines()
+    )
     assert read == {"path": f"{tmp_path}/corpus/a.txt", "bytes": 15, "key": "data.source"}
-    assert left["path"] == f"{tmp_path}/corpus/b.bin" and left["left_out"].startswith("not one of .txt")
+    assert left["path"] == f"{tmp_path}/corpus/b.bin" and left["left_out"].startswith(
+        "not one of .txt"
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "data.files.jsonl"]
 
 
-def test_list_that_cannot_be_written_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_that_cannot_be_written_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -247,4 +334,8 @@ def test_sources_without_files_have_no_list(tmp_path: Path) -> None:
 def test_files_carry_their_list(tmp_path: Path) -> None:
     make(tmp_path, "a.txt", "b.bin")
     source = open_text(Source(str(tmp_path)))
-    assert isinstance(source, Files) and source.paths == ("a.txt",) and len(source.files.left_out) == 1
+    assert (
+        isinstance(source, Files)
+        and source.paths == ("a.txt",)
+        and len(source.files.left_out) == 1
+    )

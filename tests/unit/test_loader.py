@@ -54,19 +54,31 @@ class CountingRows:
         }
 
 
-def loader(num_rows: int, *, batch: int, dp: tuple[int, int] = (0, 1), **keys: Any) -> TokenLoader:
+def loader(
+    num_rows: int, *, batch: int, dp: tuple[int, int] = (0, 1), **keys: Any
+) -> TokenLoader:
     """A loader of one dp rank; `dp` is (rank, size)."""
     workers = keys.pop("num_workers", 0)
     order: dict[str, Any] = {"seed": 0, "shuffle": True, "tail": "drop", **keys}
     rows = CountingRows(num_rows)
-    return TokenLoader(rows, Order(num_rows, batch, **order), dp_rank=dp[0], dp_size=dp[1], num_workers=workers)
+    return TokenLoader(
+        rows, Order(num_rows, batch, **order), dp_rank=dp[0], dp_size=dp[1], num_workers=workers
+    )
 
 
 def indices(batch: Batch) -> list[int]:
     return batch["indices"].tolist()
 
 
-def read(num_rows: int, steps: int, *, batch: int, dp_size: int, state: dict[str, Any] | None, tail: Tail) -> Any:
+def read(
+    num_rows: int,
+    steps: int,
+    *,
+    batch: int,
+    dp_size: int,
+    state: dict[str, Any] | None,
+    tail: Tail,
+) -> Any:
     """(rows of each step over all dp ranks, sorted; the state afterwards, the same on all of them)."""
     per_rank, states = [], []
     for rank in range(dp_size):
@@ -77,7 +89,9 @@ def read(num_rows: int, steps: int, *, batch: int, dp_size: int, state: dict[str
         states.append(one.state_dict())
     assert all(found == states[0] for found in states)
     assert {len(part) for found in per_rank for part in found} <= {batch // dp_size}
-    return [sorted(chain.from_iterable(parts)) for parts in zip(*per_rank, strict=True)], states[0]
+    return [
+        sorted(chain.from_iterable(parts)) for parts in zip(*per_rank, strict=True)
+    ], states[0]
 
 
 # --- the same data -----------------------------------------------------------------------------------------------
@@ -97,7 +111,9 @@ def test_steps_read_the_same_rows_over_any_mesh_and_stop(
     """Ten steps of twelve rows, across the ends of epochs: one process, and D ranks that stop and go on as D'."""
     whole, end = read(num_rows, 10, batch=12, dp_size=1, state=None, tail=tail)
     first, state = read(num_rows, stop, batch=12, dp_size=before, state=None, tail=tail)
-    second, end_again = read(num_rows, 10 - stop, batch=12, dp_size=after, state=state, tail=tail)
+    second, end_again = read(
+        num_rows, 10 - stop, batch=12, dp_size=after, state=state, tail=tail
+    )
     assert first + second == whole
     assert end_again == end
 
@@ -131,7 +147,9 @@ def test_batch_holds_the_rows_that_its_indices_name() -> None:
 
 def test_documents_are_handed_out_where_attention_stops_at_them() -> None:
     order = Order(8, 2, seed=0, shuffle=False)
-    batch = next(iter(TokenLoader(CountingRows(8), order, dp_rank=0, dp_size=1, document_mask=True)))
+    batch = next(
+        iter(TokenLoader(CountingRows(8), order, dp_rank=0, dp_size=1, document_mask=True))
+    )
     assert batch["document_ids"].shape == (2, SEQ_LEN)
 
 
@@ -156,7 +174,9 @@ def test_padding_is_what_belongs_to_no_document() -> None:
 
 def test_workers_change_neither_batches_nor_state() -> None:
     """Two workers prefetch; the state counts the batches that the loop took, and no workers go on from it."""
-    multiprocessing.set_forkserver_preload(PRELOAD)  # a worker that imports torch itself needs seconds
+    multiprocessing.set_forkserver_preload(
+        PRELOAD
+    )  # a worker that imports torch itself needs seconds
     plain, prefetched = loader(22, batch=4), loader(22, batch=4, num_workers=2)
     ours, theirs = iter(plain), iter(prefetched)
     with closing(cast(Any, theirs)):  # ends the workers
@@ -179,7 +199,13 @@ def test_state_in_the_middle_counts_what_was_consumed() -> None:
         next(batches)
         state = one.state_dict()
         assert (state["epoch"], state["position"]) == (0, 4 * consumed)
-    assert state["fingerprint"] == {"data": "counting", "num_rows": 22, "seed": 3, "shuffle": True, "tail": "drop"}
+    assert state["fingerprint"] == {
+        "data": "counting",
+        "num_rows": 22,
+        "seed": 3,
+        "shuffle": True,
+        "tail": "drop",
+    }
 
 
 @pytest.mark.parametrize("stop", range(12))
@@ -260,11 +286,18 @@ def test_batch_that_cannot_be_shared_or_filled_is_refused() -> None:
 
 @settings(deadline=None)
 @given(num_rows=st.integers(1, 70), dp_size=st.integers(1, 6), rows_per_rank=st.integers(1, 7))
-def test_evaluation_reads_every_row_once_in_equal_batches(num_rows: int, dp_size: int, rows_per_rank: int) -> None:
+def test_evaluation_reads_every_row_once_in_equal_batches(
+    num_rows: int, dp_size: int, rows_per_rank: int
+) -> None:
     """Every dp rank gives as many batches, all of the same size, so that no rank is alone in a collective."""
     found = [
         list(
-            evaluation_batches(CountingRows(num_rows), rows_per_rank=rows_per_rank, dp_rank=rank, dp_size=dp_size),
+            evaluation_batches(
+                CountingRows(num_rows),
+                rows_per_rank=rows_per_rank,
+                dp_rank=rank,
+                dp_size=dp_size,
+            ),
         )
         for rank in range(dp_size)
     ]
@@ -281,7 +314,9 @@ def test_evaluation_reads_every_row_once_in_equal_batches(num_rows: int, dp_size
                     in CountingRows(num_rows).rows(np.arange(num_rows))["input_ids"].tolist()
                 )
             else:
-                assert batch["labels"][place].tolist() == [100 * index + k for k in range(1, SEQ_LEN + 1)]
+                assert batch["labels"][place].tolist() == [
+                    100 * index + k for k in range(1, SEQ_LEN + 1)
+                ]
     counted.pop(-1, None)
     assert counted == Counter(range(num_rows))
 
@@ -292,8 +327,14 @@ def test_evaluation_batches_that_are_alike_do_not_depend_on_the_dp_ranks(
 ) -> None:
     def read(num_ranks: int) -> list[list[list[int]]]:
         every = CountingRows(num_rows)
-        ranks = [{"rows_per_rank": size, "dp_rank": rank, "dp_size": num_ranks} for rank in range(num_ranks)]
-        return [[indices(batch) for batch in evaluation_batches(every, **each, alike=True)] for each in ranks]
+        ranks = [
+            {"rows_per_rank": size, "dp_rank": rank, "dp_size": num_ranks}
+            for rank in range(num_ranks)
+        ]
+        return [
+            [indices(batch) for batch in evaluation_batches(every, **each, alike=True)]
+            for each in ranks
+        ]
 
     (alone,), found = read(1), read(dp_size)
     assert [found[number % dp_size][number // dp_size] for number in range(len(alone))] == alone
@@ -302,8 +343,15 @@ def test_evaluation_batches_that_are_alike_do_not_depend_on_the_dp_ranks(
 
 
 def test_evaluation_of_a_single_row_over_three_ranks_by_hand() -> None:
-    found = [list(evaluation_batches(CountingRows(1), rows_per_rank=2, dp_rank=rank, dp_size=3)) for rank in range(3)]
-    assert [[indices(batch) for batch in batches] for batches in found] == [[[0, -1]], [[-1, -1]], [[-1, -1]]]
+    found = [
+        list(evaluation_batches(CountingRows(1), rows_per_rank=2, dp_rank=rank, dp_size=3))
+        for rank in range(3)
+    ]
+    assert [[indices(batch) for batch in batches] for batches in found] == [
+        [[0, -1]],
+        [[-1, -1]],
+        [[-1, -1]],
+    ]
 
 
 def test_rows_read_go_on_with_another_global_batch() -> None:

@@ -38,7 +38,11 @@ def test_what_is_listed_is_marked_and_nothing_else(marked: Callable[..., list[st
     assert marked("tests/test_other.py::test_b[1]") == []
 
 
-def test_what_is_not_there_is_an_error_unless_a_part_was_asked_for(marked: Callable[..., list[str]]) -> None:
-    with pytest.raises(pytest.UsageError, match=r"there is no test tests/test_a.py::test_b\[3\]"):
+def test_what_is_not_there_is_an_error_unless_a_part_was_asked_for(
+    marked: Callable[..., list[str]],
+) -> None:
+    with pytest.raises(
+        pytest.UsageError, match=r"there is no test tests/test_a.py::test_b\[3\]"
+    ):
         marked("tests/test_a.py::test_b[3]")
     assert marked("tests/test_a.py::test_b[3]", all_there=False) == []

@@ -16,7 +16,17 @@ from threefold.model import load, lora
 from threefold.model.reduced import reduced
 from threefold.run.load_model import load_model
 
-KINDS = ("deepseek_v3", "glm4_moe", "qwen3_next", "ernie4_5_moe", "afmoe", "mixtral", "gpt_oss", "minicpm3", "llama")
+KINDS = (
+    "deepseek_v3",
+    "glm4_moe",
+    "qwen3_next",
+    "ernie4_5_moe",
+    "afmoe",
+    "mixtral",
+    "gpt_oss",
+    "minicpm3",
+    "llama",
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -39,6 +49,12 @@ def test_a_models_initialisation_passes_over_adapters() -> None:
     mesh = Mesh(Topology(), 0, torch.device("cpu"))
     lora = {"r": 2, "target_modules": "all-linear"}
     model = load_model(mesh=mesh, config=config, lora=lora, admission="off")
-    values = {name: parameter for name, parameter in model.module.named_parameters() if ".lora_" in name}
+    values = {
+        name: parameter
+        for name, parameter in model.module.named_parameters()
+        if ".lora_" in name
+    }
     assert any("igate" in name for name in values)
-    assert all((parameter == 0).all() == (".lora_B." in name) for name, parameter in values.items())
+    assert all(
+        (parameter == 0).all() == (".lora_B." in name) for name, parameter in values.items()
+    )

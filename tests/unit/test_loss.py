@@ -69,7 +69,9 @@ def test_ignored_rows_do_not_count() -> None:
 
 def test_sum_is_additive_over_micro_batches() -> None:
     logits, labels = example(3.0, 0.4)
-    parts = sum(cross_entropy_sum(logits[row : row + 1], labels[row : row + 1]) for row in range(3))
+    parts = sum(
+        cross_entropy_sum(logits[row : row + 1], labels[row : row + 1]) for row in range(3)
+    )
     torch.testing.assert_close(cross_entropy_sum(logits, labels), parts)
 
 

@@ -22,7 +22,8 @@ from threefold.model import head
 from threefold.training.loss import TokenLoss
 
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed (the extra `triton`, 198 MB)"
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed (the extra `triton`, 198 MB)",
 )
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 MODULES = ("threefold.optim.fused_kernel", "threefold.training.loss_kernel")
@@ -49,10 +50,16 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     _forget()
     module = importlib.import_module(MODULES[1])
     # Which the interpreter finds at once, not number by number.
-    monkeypatch.setattr("triton.language.standard._elementwise_max", module.larger, raising=False)
+    monkeypatch.setattr(
+        "triton.language.standard._elementwise_max", module.larger, raising=False
+    )
     monkeypatch.setattr("triton.language.standard._sum_combine", module._sum, raising=False)
     # What a kernel leaves out would else be what another left there.
-    monkeypatch.setattr(torch, "empty_like", lambda like, **settings: torch.full_like(like, torch.nan, **settings))
+    monkeypatch.setattr(
+        torch,
+        "empty_like",
+        lambda like, **settings: torch.full_like(like, torch.nan, **settings),
+    )
     yield module
     _forget()
 
@@ -70,7 +77,9 @@ def drawn(tokens: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return logits.to(dtype), labels
 
 
-def agree(found: TokenLoss, logits: Tensor, labels: Tensor, *, dtype: torch.dtype = FLOAT32) -> None:
+def agree(
+    found: TokenLoss, logits: Tensor, labels: Tensor, *, dtype: torch.dtype = FLOAT32
+) -> None:
     """By kernels, sums and gradients are those of operations."""
     *expected, gradient_of = replace(found, fused=False).measure(logits, labels)
     *own, own_gradient_of = replace(found, fused=True).measure(logits.clone(), labels)
@@ -88,7 +97,9 @@ def agree(found: TokenLoss, logits: Tensor, labels: Tensor, *, dtype: torch.dtyp
 @needs_triton
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 @pytest.mark.parametrize("name", LOSSES)
-def test_kernels_have_the_sums_and_gradients_of_operations(kernel: Any, name: str, dtype: torch.dtype) -> None:
+def test_kernels_have_the_sums_and_gradients_of_operations(
+    kernel: Any, name: str, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     assert len(SHAPES) == 40
     for shape in SHAPES:
@@ -114,7 +125,10 @@ def test_what_is_not_a_number_is_not_one_in_the_loss_and_what_is_left_out_of_a_v
     logits[:, :4200] = -torch.inf
     labels[labels >= 0] = 8999
     agree(LOSSES["z"], logits, labels)
-    gradient = replace(LOSSES["z"], fused=True).measure(logits, labels)[2](FLOAT32) * (labels != -100)[:, None]
+    gradient = (
+        replace(LOSSES["z"], fused=True).measure(logits, labels)[2](FLOAT32)
+        * (labels != -100)[:, None]
+    )
     assert torch.equal(gradient[:, :4200], torch.zeros(4, 4200))
 
 
@@ -132,7 +146,9 @@ def test_bits_of_a_token_do_not_depend_on_the_tokens_beside_it(kernel: Any) -> N
 class Parts:
     """In the place of the ranks of a tp axis: what each would send is kept, and summed when all have been asked."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, parts: list[tuple[Tensor, int]], labels: Tensor) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, parts: list[tuple[Tensor, int]], labels: Tensor
+    ) -> None:
         self._sent: list[list[Tensor]] = [[], []]
         monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
         self._calls = 0
@@ -153,7 +169,9 @@ class Parts:
     @staticmethod
     def loss(start: int, **settings: Any) -> TokenLoss:
         group: Any = object()
-        return TokenLoss(group, start, vocabulary=61, label_smoothing=0.2, z_loss=0.1, **settings)
+        return TokenLoss(
+            group, start, vocabulary=61, label_smoothing=0.2, z_loss=0.1, **settings
+        )
 
     def _all_reduce(self, tensor: Tensor, *_: Any, **__: Any) -> None:
         number, self._calls = self._calls % 2, self._calls + 1
@@ -164,7 +182,9 @@ class Parts:
 
 
 @needs_triton
-def test_parts_of_a_vocabulary_are_the_whole_of_it(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_vocabulary_are_the_whole_of_it(
+    kernel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last part is shorter, and one is empty."""
     torch.manual_seed(3)
     logits, labels = drawn(9, 61, FLOAT32)
@@ -179,13 +199,22 @@ def test_parts_of_a_vocabulary_are_the_whole_of_it(kernel: Any, monkeypatch: pyt
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
         torch.testing.assert_close(
-            own_gradient_of(FLOAT32) * counted, gradient[:, begin:end] * counted, rtol=4e-6, atol=1e-7
+            own_gradient_of(FLOAT32) * counted,
+            gradient[:, begin:end] * counted,
+            rtol=4e-6,
+            atol=1e-7,
         )
 
 
 FAULTS = {
-    "the last block is cut off": ("inside = begin + places < width", "inside = begin + places < width - 1"),
-    "a sum that was not begun at its largest": ("tl.exp(values - most)", "tl.exp(values - most + 1e-4)"),
+    "the last block is cut off": (
+        "inside = begin + places < width",
+        "inside = begin + places < width - 1",
+    ),
+    "a sum that was not begun at its largest": (
+        "tl.exp(values - most)",
+        "tl.exp(values - most + 1e-4)",
+    ),
     "a row further on": ("start = logits + row * width", "start = logits + row * (width + 1)"),
     "no z-loss in the gradient": ("(1 + z_factor * (largest + log))", "1"),
     "no smoothing in the gradient": (" - spread\n", "\n"),
@@ -193,20 +222,30 @@ FAULTS = {
     "the target of the first row": ("tl.load(targets + row)", "tl.load(targets)"),
     "the largest number of the first row": ("tl.load(largest_of + row)", "tl.load(largest_of)"),
     "the sum of the first row": ("tl.load(logs + row)", "tl.load(logs)"),
-    "places are those of the first block": ("tl.program_id(1) * BLOCK + tl.arange", "tl.arange"),
-    "totals of what is beyond the row": ("tl.where(inside, values, 0.0)", "tl.where(inside, values, 1.0)"),
+    "places are those of the first block": (
+        "tl.program_id(1) * BLOCK + tl.arange",
+        "tl.arange",
+    ),
+    "totals of what is beyond the row": (
+        "tl.where(inside, values, 0.0)",
+        "tl.where(inside, values, 1.0)",
+    ),
 }
 
 
 @needs_triton
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found(kernel: Any, fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_planted_faults_are_found(
+    kernel: Any, fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     source, (right, wrong) = inspect.getsource(kernel), FAULTS[fault]
     assert right in source
     (tmp_path / "faulty_loss.py").write_text(source.replace(right, wrong))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "faulty_loss", raising=False)
-    monkeypatch.setitem(sys.modules, MODULES[1], faulty := importlib.import_module("faulty_loss"))
+    monkeypatch.setitem(
+        sys.modules, MODULES[1], faulty := importlib.import_module("faulty_loss")
+    )
     monkeypatch.setattr("triton.language.standard._sum_combine", faulty._sum)
     torch.manual_seed(4)
     logits, labels = drawn(8, 4500, FLOAT32)
@@ -217,13 +256,22 @@ def test_planted_faults_are_found(kernel: Any, fault: str, monkeypatch: pytest.M
 @needs_triton
 @pytest.mark.parametrize(
     ("kind", "extra"),
-    [("llama", {}), ("granite", {"logits_scaling": 2.0}), ("gemma2", {"final_logit_softcapping": 3.0, "head_dim": 16})],
+    [
+        ("llama", {}),
+        ("granite", {"logits_scaling": 2.0}),
+        ("gemma2", {"final_logit_softcapping": 3.0, "head_dim": 16}),
+    ],
 )
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 def test_a_model_has_the_loss_and_gradients_of_its_operations(
     kernel: Any, kind: str, extra: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+    }
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0}
     results = []
     for fused in (False, True):
@@ -243,14 +291,18 @@ def test_a_model_has_the_loss_and_gradients_of_its_operations(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=0)
     torch.testing.assert_close(fused_sums.of_rows, plain.of_rows, rtol=1e-5, atol=0)
     comparison = Comparison(
-        compare_tensors(Bound("gradient", 1e-5 if dtype == FLOAT32 else 1e-2, "kernels"), found, expected)
+        compare_tensors(
+            Bound("gradient", 1e-5 if dtype == FLOAT32 else 1e-2, "kernels"), found, expected
+        )
     )
     assert comparison.holds, str(comparison)
 
 
 @needs_triton
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_they_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: str, tmp_path: Any) -> None:
+def test_they_compile_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, tmp_path: Any
+) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     _forget()
@@ -259,7 +311,13 @@ def test_they_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: str, tmp
     from triton.compiler import ASTSource, compile
 
     logits = {"logits": f"*{dtype}"}
-    sums = {"largest_of": "*fp32", "logs": "*fp32", "totals": "*fp32", "width": "i32", "BLOCK": "constexpr"}
+    sums = {
+        "largest_of": "*fp32",
+        "logs": "*fp32",
+        "totals": "*fp32",
+        "width": "i32",
+        "BLOCK": "constexpr",
+    }
     rest = {
         "largest_of": "*fp32",
         "logs": "*fp32",
@@ -284,6 +342,8 @@ def test_they_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: str, tmp
             if types[name] in ("i32",) or "*" in types[name]
         }
         source = ASTSource(function, types, constants, attrs=aligned)
-        text = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
+        text = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm[
+            "ptx"
+        ]
         assert re.search(r"ld\.global\S*\.v4\.b32", text), function
     _forget()

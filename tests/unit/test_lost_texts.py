@@ -25,16 +25,23 @@ PLAIN = "{% for m in messages %}" + TURN + "{% endfor %}" + ASKS
 # The system text is written before the last message, if that is a question: when training it never is.
 SYSTEM_LAST = (
     "{% for m in messages %}{% if m.role == 'user' %}<user>{% if loop.last and messages[0].role == 'system' %}"
-    "{{ messages[0].content }} {% endif %}{{ m.content }}<|end|>{% elif m.role == 'assistant' %}" + TURN + "{% endif %}"
+    "{{ messages[0].content }} {% endif %}{{ m.content }}<|end|>{% elif m.role == 'assistant' %}"
+    + TURN
+    + "{% endif %}"
     "{% endfor %}" + ASKS
 )
 CALLS_ONLY = (
     "{% for m in messages %}{% if m.tool_calls %}<assistant>{% for call in m.tool_calls %}"
-    "{{ call.function | tojson }}{% endfor %}<|end|>{% else %}" + TURN + "{% endif %}{% endfor %}" + ASKS
+    "{{ call.function | tojson }}{% endfor %}<|end|>{% else %}"
+    + TURN
+    + "{% endif %}{% endfor %}"
+    + ASKS
 )
 THINKS = (
     "{% for m in messages %}{% if m.role == 'assistant' %}<assistant>{% if loop.last %}<think>\n"
-    "{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}<|end|>{% else %}" + TURN + "{% endif %}"
+    "{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}{{ m.content }}<|end|>{% else %}"
+    + TURN
+    + "{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<assistant><think>\n\n</think>\n\n{% endif %}"
 )
 SPLITS = (
@@ -49,15 +56,22 @@ ASKED = {"role": "user", "content": "Rain?"}
 SYSTEM = {"role": "system", "content": "You are a pirate."}
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"place": "Oslo"}}}
 CALLING = {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL]}
-RESULT, ANSWER = {"role": "tool", "content": "rain, 12"}, {"role": "assistant", "content": "It rains."}
+RESULT, ANSWER = (
+    {"role": "tool", "content": "rain, 12"},
+    {"role": "assistant", "content": "It rains."},
+)
 
 
 def thinking(**more: str) -> dict[str, Any]:
     return {**ANSWER, **more}
 
 
-def encoder(source: str, lost_texts: str = "refuse", train_on: str = "assistant", **special: str) -> Encoder:
-    return Encoder(BYTES, 256, ChatTemplate(source, special, {}), train_on, lost_texts=lost_texts)
+def encoder(
+    source: str, lost_texts: str = "refuse", train_on: str = "assistant", **special: str
+) -> Encoder:
+    return Encoder(
+        BYTES, 256, ChatTemplate(source, special, {}), train_on, lost_texts=lost_texts
+    )
 
 
 def learnt(made: Encoder, *messages: Any) -> list[str]:
@@ -121,14 +135,18 @@ def test_lost_text_is_refused_by_name_or_counted(name: str, train_on: str) -> No
     with pytest.raises(RowError) as raised:
         encoder(source, train_on=train_on).labelled(Example(messages))
     assert raised.value.what == what
-    assert raised.value.expected == f"{expected}   (or --data.lost_texts count, to train without it)"
+    assert (
+        raised.value.expected
+        == f"{expected}   (or --data.lost_texts count, to train without it)"
+    )
     assert encoder(source, "count", train_on).labelled(Example(messages)).lost == counts
 
 
 def test_text_that_is_elsewhere_too_is_not_taken_for_it() -> None:
     """The system text is also what the user says: only other texts in their places show which of them is written."""
     with pytest.raises(
-        RowError, match=r"messages\[0\] \(system\): the chat template does not write its content: 'Rain"
+        RowError,
+        match=r"messages\[0\] \(system\): the chat template does not write its content: 'Rain",
     ):
         encoder(SYSTEM_LAST).labelled(Example(({**SYSTEM, "content": "Rain?"}, ASKED, ANSWER)))
 
@@ -151,7 +169,9 @@ def test_reasoning_of_the_last_turn_is_trained_on() -> None:
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_under_any_key_that_is_written_is_no_loss(key: str) -> None:
-    assert learnt(encoder(THINKS), ASKED, thinking(**{key: "hm"})) == ["hm\n</think>\n\nIt rains.<|end|>"]
+    assert learnt(encoder(THINKS), ASKED, thinking(**{key: "hm"})) == [
+        "hm\n</think>\n\nIt rains.<|end|>"
+    ]
 
 
 def test_reasoning_under_two_keys_is_one_text() -> None:
@@ -182,7 +202,9 @@ def test_calls_without_content_are_as_the_template_asks_for_them(form: str) -> N
 
 def test_switches_of_the_template_are_no_texts() -> None:
     """A system text may hold /no_think, which a template reads and does not write."""
-    source = "{% set ns = namespace(short=false) %}" + PLAIN.replace("m.content", "m.content.replace('/no_think', '')")
+    source = "{% set ns = namespace(short=false) %}" + PLAIN.replace(
+        "m.content", "m.content.replace('/no_think', '')"
+    )
     said = ({**SYSTEM, "content": "Be kind. /no_think"}, ASKED, ANSWER)
     assert encoder(source).labelled(Example(said)).lost == {}
 
@@ -198,22 +220,37 @@ def test_keys_that_nothing_reads_are_named_and_not_refused() -> None:
 def test_function_call_of_sharegpt_is_a_call() -> None:
     rows = columns_of(["conversations"])
     call = {"from": "function_call", "value": json.dumps(CALL["function"])}
-    said = [{"from": "human", "value": "Rain?"}, call, {"from": "observation", "value": "rain, 12"}]
-    example = example_of({"conversations": [*said, {"from": "gpt", "value": "It rains."}]}, rows)
-    assert example.messages == (ASKED, {"role": "assistant", "tool_calls": [CALL]}, RESULT, ANSWER)
+    said = [
+        {"from": "human", "value": "Rain?"},
+        call,
+        {"from": "observation", "value": "rain, 12"},
+    ]
+    example = example_of(
+        {"conversations": [*said, {"from": "gpt", "value": "It rains."}]}, rows
+    )
+    assert example.messages == (
+        ASKED,
+        {"role": "assistant", "tool_calls": [CALL]},
+        RESULT,
+        ANSWER,
+    )
     with pytest.raises(RowError, match=r"conversations\[0\]: a function_call that is no call"):
         example_of({"conversations": [{**call, "value": "look()"}]}, rows)
 
 
 MARKED = "{% generation %}{{ m.content }}<|end|>\n{% endgeneration %}"
 EVERY_END = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}" + MARKED + "{% else %}{{ m.content }}<|end|>"
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
+    + MARKED
+    + "{% else %}{{ m.content }}<|end|>"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% else %}{% generation %}{{ eos_token }}"
     "{% endgeneration %}{% endif %}"
 )
 TWO_MARKS = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% if m.reasoning_content %}{% generation %}"
-    "<think>{{ m.reasoning_content }}</think>{% endgeneration %}\n\n{% endif %}" + MARKED + "{% else %}{{ m.content }}"
+    "<think>{{ m.reasoning_content }}</think>{% endgeneration %}\n\n{% endif %}"
+    + MARKED
+    + "{% else %}{{ m.content }}"
     "<|end|>{% endif %}{% endfor %}" + ASKS
 )
 
@@ -227,7 +264,9 @@ TWO_MARKS = (
         (TWO_MARKS, "last", ["<think>hm</think>", "It rains.<|end|>"]),
     ],
 )
-def test_every_mark_of_a_turn_is_followed(source: str, train_on: str, wanted: list[str]) -> None:
+def test_every_mark_of_a_turn_is_followed(
+    source: str, train_on: str, wanted: list[str]
+) -> None:
     said = (ASKED, ANSWER, {**ASKED, "content": "And now?"}, thinking(reasoning_content="hm"))
     said = said if source == TWO_MARKS else (*said[:3], ANSWER)
     assert learnt(encoder(source, train_on=train_on, eos_token=END), *said) == wanted
@@ -246,7 +285,10 @@ LATER_ENDS = (
 
 @pytest.mark.parametrize(
     ("source", "wanted"),
-    [(HEADERS, ["It rains.", "It rains.<|end|>"]), (LATER_ENDS, ["It rains.<|end|>", "It rains."])],
+    [
+        (HEADERS, ["It rains.", "It rains.<|end|>"]),
+        (LATER_ENDS, ["It rains.<|end|>", "It rains."]),
+    ],
 )
 def test_header_of_the_next_turn_is_no_end(source: str, wanted: list[str]) -> None:
     backend = Tokenizer.from_str(BYTES.to_str())
@@ -258,55 +300,107 @@ def test_header_of_the_next_turn_is_no_end(source: str, wanted: list[str]) -> No
 
 def test_first_word_of_an_answer_is_trained_on_with_the_space_before_it() -> None:
     """The template's space and the word are one token, which no model would learn to write otherwise."""
-    words = Tokenizer(models.WordLevel({"USER:": 0, "ASSISTANT:": 1, " Rain?": 2, " It": 3, " rains.": 4, "</s>": 5}))
+    words = Tokenizer(
+        models.WordLevel(
+            {"USER:": 0, "ASSISTANT:": 1, " Rain?": 2, " It": 3, " rains.": 4, "</s>": 5}
+        )
+    )
     words.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?[^ ]+"), "isolated")
     words.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
     source = "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}</s>{% endfor %}"
-    made = replace(encoder(source + "{% if add_generation_prompt %}ASSISTANT: {% endif %}"), backend=words)
+    made = replace(
+        encoder(source + "{% if add_generation_prompt %}ASSISTANT: {% endif %}"), backend=words
+    )
     found = made.labelled(Example((ASKED, ANSWER)))
     assert found.ids[found.loss_mask].tolist() == [3, 4, 5]
 
 
 def test_renderers_own_parameters_are_no_variables_of_a_row() -> None:
-    with pytest.raises(RowError, match="'continue_final_message', which is no variable of a template"):
-        encoder(PLAIN).labelled(Example((ASKED, ANSWER), variables={"continue_final_message": True}))
+    with pytest.raises(
+        RowError, match="'continue_final_message', which is no variable of a template"
+    ):
+        encoder(PLAIN).labelled(
+            Example((ASKED, ANSWER), variables={"continue_final_message": True})
+        )
 
 
-def test_head_and_show_say_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_and_show_say_what_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("t.jinja").write_text(SYSTEM_LAST)
     rows = [{"messages": [*([SYSTEM] if number else []), ASKED, ANSWER]} for number in range(3)]
     Path("c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    named = ("--data.source", "c.jsonl", "--data.tokenizer", "bytes", "--data.chat_template", "t.jinja")
+    named = (
+        "--data.source",
+        "c.jsonl",
+        "--data.tokenizer",
+        "bytes",
+        "--data.chat_template",
+        "t.jinja",
+    )
     refused = CliRunner().invoke(app, ["show", *named]).exception
-    assert "c.jsonl, line 2: messages[0] (system): the chat template does not write its content" in str(refused)
+    assert (
+        "c.jsonl, line 2: messages[0] (system): the chat template does not write its content"
+        in str(refused)
+    )
     counted = CliRunner().invoke(app, ["show", *named, "--data.lost_texts", "count"]).stdout
     lost = "not written by the chat template: 1 texts of the system"
-    assert "row 0: 33 tokens, 10 trained on\n" in counted and f"row 1: 33 tokens, 10 trained on; {lost}" in counted
+    assert (
+        "row 0: 33 tokens, 10 trained on\n" in counted
+        and f"row 1: 33 tokens, 10 trained on; {lost}" in counted
+    )
     CliRunner().invoke(app, ["prepare", *named, "--data.lost_texts", "count", "--to", "store"])
     info = TokenStore(Path("store/tokens")).info
     assert info is not None and info.lost_texts == {"texts of the system": 2}
-    assert info.mask_summary.endswith("; not written by the chat template: 2 texts of the system")
+    assert info.mask_summary.endswith(
+        "; not written by the chat template: 2 texts of the system"
+    )
 
 
-def row_shown(messages: Any, template: str, *options: str, **more: Any) -> tuple[dict[str, Any], list[str]]:
+def row_shown(
+    messages: Any, template: str, *options: str, **more: Any
+) -> tuple[dict[str, Any], list[str]]:
     """What `data show` says of a row, as JSON and as lines."""
     Path("t.jinja").write_text(template)
     Path("c.jsonl").write_text(json.dumps({"messages": messages, **more}) + "\n")
-    named = ("show", "--data.source", "c.jsonl", "--data.tokenizer", "bytes", "--data.chat_template", "t.jinja")
-    results = [CliRunner().invoke(app, [*named, *options, *form]) for form in (["--json"], ["--row", "0"])]
+    named = (
+        "show",
+        "--data.source",
+        "c.jsonl",
+        "--data.tokenizer",
+        "bytes",
+        "--data.chat_template",
+        "t.jinja",
+    )
+    results = [
+        CliRunner().invoke(app, [*named, *options, *form])
+        for form in (["--json"], ["--row", "0"])
+    ]
     assert [each.exit_code for each in results] == [0, 0], [each.output for each in results]
     return json.loads(results[0].stdout), results[1].stdout.splitlines()
 
 
-def test_shown_row_names_each_text_and_why_it_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shown_row_names_each_text_and_why_it_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The template leaves out the system text, what a tool gave, the tools and earlier reasoning."""
     monkeypatch.chdir(tmp_path)
     template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}<assistant>{% if loop.last %}{{ m.reasoning_content }}"
-        "{% endif %}{{ m.content }}<|end|>{% elif m.role == 'user' %}" + TURN + "{% endif %}{% endfor %}" + ASKS
+        "{% endif %}{{ m.content }}<|end|>{% elif m.role == 'user' %}"
+        + TURN
+        + "{% endif %}{% endfor %}"
+        + ASKS
     )
-    said = [SYSTEM, ASKED, thinking(reasoning_content="one"), RESULT, ASKED, thinking(reasoning_content="two")]
+    said = [
+        SYSTEM,
+        ASKED,
+        thinking(reasoning_content="one"),
+        RESULT,
+        ASKED,
+        thinking(reasoning_content="two"),
+    ]
     tools = [{"type": "function", "function": {"name": "look"}}]
     row, lines = row_shown(said, template, "--data.lost_texts", "count", tools=tools)
     names = ("message", "kind", "in_rendering", "reason")
@@ -330,8 +424,12 @@ def test_shown_row_names_each_text_and_why_it_is_lost(tmp_path: Path, monkeypatc
     ]
 
 
-def test_shown_texts_have_their_control_tokens_spelled_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shown_texts_have_their_control_tokens_spelled_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     asked, answer = "Say <|end|> twice.", "<|end|><|end|>"
-    row, _ = row_shown([{"role": "user", "content": asked}, {"role": "assistant", "content": answer}], PLAIN)
+    row, _ = row_shown(
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}], PLAIN
+    )
     assert [each["text"] for each in row["texts"]] == [asked, answer]

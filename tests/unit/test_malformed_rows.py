@@ -47,7 +47,10 @@ CHATS: list[tuple[Any, str]] = [
     ({}, "'messages' is missing or null"),
     ({"messages": None}, "'messages' is missing or null"),
     ({"messages": "hi"}, "'messages' is text, not a list of messages"),
-    ({"messages": {"role": "user", "content": "hi"}}, "'messages' is an object, not a list of messages"),
+    (
+        {"messages": {"role": "user", "content": "hi"}},
+        "'messages' is an object, not a list of messages",
+    ),
     (chat(), "'messages' is an empty list"),
     (chat("hi", SAID), "messages[0] is text, not a message"),
     (chat(ASKED, None), "messages[1] is null, not a message"),
@@ -62,15 +65,27 @@ CHATS: list[tuple[Any, str]] = [
     (asked(content=5), "messages[0]: the content is a number, not text"),
     (asked(content=True), "messages[0]: the content is true or false, not text"),
     (asked(content={"text": "hi"}), "messages[0]: the content is an object, not text"),
-    (asked(content=[{"type": "image", "url": "x"}]), "messages[0]: the content is a list, not text"),
+    (
+        asked(content=[{"type": "image", "url": "x"}]),
+        "messages[0]: the content is a list, not text",
+    ),
     (asked(content="\ud83d"), "messages[0]: half of a surrogate pair in the text"),
     (asked(content=LONG + "\udead"), "messages[0]: half of a surrogate pair in the text"),
     (chat(ASKED), "no token of it would be trained on"),
-    (chat(ASKED, {"role": "tool", "content": LONG}, SAID), "the chat template refuses it: no tools: xxx"),
-    (chat(ASKED, SAID, tools=[{"name": "f"}]), "it has tools, and the chat template does not write them"),
+    (
+        chat(ASKED, {"role": "tool", "content": LONG}, SAID),
+        "the chat template refuses it: no tools: xxx",
+    ),
+    (
+        chat(ASKED, SAID, tools=[{"name": "f"}]),
+        "it has tools, and the chat template does not write them",
+    ),
     (chat(ASKED, SAID, tools="{"), "'tools' is not JSON: "),
     (chat(ASKED, SAID, tools=[5]), "'tools' is a list"),
-    (chat(ASKED, {**SAID, "tool_calls": [{"name": "f"}]}), "it has tool_calls, and the chat template does not write"),
+    (
+        chat(ASKED, {**SAID, "tool_calls": [{"name": "f"}]}),
+        "it has tool_calls, and the chat template does not write",
+    ),
     (chat(ASKED, SAID, system=5), "'system' is a number, beside a list"),
     (chat(ASKED, SAID, chat_template_kwargs=[1]), "'chat_template_kwargs' is a list"),
 ]
@@ -82,7 +97,9 @@ PAIRS: list[tuple[Any, str]] = [
     ({"prompt": 5, "completion": 6}, "'prompt' is a number, not a list of messages"),
     ({"prompt": [], "completion": [SAID]}, "'prompt' is an empty list"),
 ]
-CASES = [(chat(ASKED, SAID), *each) for each in CHATS] + [({"prompt": "a", "completion": "b"}, *each) for each in PAIRS]
+CASES = [(chat(ASKED, SAID), *each) for each in CHATS] + [
+    ({"prompt": "a", "completion": "b"}, *each) for each in PAIRS
+]
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +112,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def prepared(name: str, **options: Any) -> stores.PreparedStore:
     source = Source(name, labels=Labels(chat_template="t.jinja"), **options)
-    return stores.prepare(open_text(source, labeller_for(source, ByteTokenizer())), ByteTokenizer(), to=Path("store"))
+    return stores.prepare(
+        open_text(source, labeller_for(source, ByteTokenizer())),
+        ByteTokenizer(),
+        to=Path("store"),
+    )
 
 
 def refused(name: str) -> list[str]:
@@ -126,17 +147,30 @@ def test_malformed_line_is_named_by_file_and_line(good: Any, bad: Any, what: str
 def test_malformed_line_of_a_later_piece_is_named_by_its_line() -> None:
     """Files are read in pieces of 4 MiB, some of them at the same time."""
     turn = {"role": "user", "content": "x" * 400_000}
-    lines = [json.dumps(chat(turn, SAID))] * 11 + [json.dumps(chat(turn))] + [json.dumps(chat(ASKED, SAID))] * 3 + ["{"]
+    lines = (
+        [json.dumps(chat(turn, SAID))] * 11
+        + [json.dumps(chat(turn))]
+        + [json.dumps(chat(ASKED, SAID))] * 3
+        + ["{"]
+    )
     Path("rows/a.jsonl").write_text("\n".join(lines) + "\n")
     first, second = refused("rows/a.jsonl")
-    assert first.startswith("rows/a.jsonl, line 12: no token") and second.startswith("rows/a.jsonl, line 16: not JSON")
+    assert first.startswith("rows/a.jsonl, line 12: no token") and second.startswith(
+        "rows/a.jsonl, line 16: not JSON"
+    )
 
 
 @pytest.mark.slow
 def test_turn_of_ten_megabytes_is_read() -> None:
-    Path("rows/a.jsonl").write_text(json.dumps(chat({"role": "user", "content": LONG}, SAID)) + "\n")
+    Path("rows/a.jsonl").write_text(
+        json.dumps(chat({"role": "user", "content": LONG}, SAID)) + "\n"
+    )
     made = prepared("rows/a.jsonl").open()
-    assert made.info is not None and made.info.num_loss_tokens == len("hello") + 1 and made.num_tokens > len(LONG)
+    assert (
+        made.info is not None
+        and made.info.num_loss_tokens == len("hello") + 1
+        and made.num_tokens > len(LONG)
+    )
 
 
 PARQUET: list[tuple[Any, str]] = [
@@ -144,7 +178,10 @@ PARQUET: list[tuple[Any, str]] = [
     ({"messages": []}, "'messages' is an empty list"),
     ({"messages": [None, SAID]}, "messages[0] is null, not a message"),
     ({"messages": [{"role": None, "content": "hi"}, SAID]}, "messages[0] has no 'role'"),
-    ({"messages": [{"role": "usr", "content": "hi"}, SAID]}, "messages[0]: the role 'usr' is not known"),
+    (
+        {"messages": [{"role": "usr", "content": "hi"}, SAID]},
+        "messages[0]: the role 'usr' is not known",
+    ),
     ({"messages": [{"role": "user", "content": None}, SAID]}, "messages[0] has no 'content'"),
     ({"messages": [ASKED]}, "no token of it would be trained on"),
     ({"messages": [ASKED, SAID], "tools": "{"}, "'tools' is not JSON: "),
@@ -158,13 +195,17 @@ PARQUET: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("bad", "what"), PARQUET, ids=[each[1][:40] for each in PARQUET])
 @pytest.mark.parametrize("place", [0, 7, 16])
-def test_malformed_row_of_a_parquet_is_named_by_its_row(bad: Any, what: str, place: int) -> None:
+def test_malformed_row_of_a_parquet_is_named_by_its_row(
+    bad: Any, what: str, place: int
+) -> None:
     """Row groups of five rows: the number is that in the file."""
     rows = [{"messages": [ASKED, SAID], "tools": None} for _ in range(20)]
     rows[place] = {"tools": None, **bad}
     message = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string())])
     schema = pyarrow.schema([("messages", pyarrow.list_(message)), ("tools", pyarrow.string())])
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), "rows/a.parquet", row_group_size=5)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows, schema), "rows/a.parquet", row_group_size=5
+    )
     (found,) = refused("rows/a.parquet")
     assert found.startswith(f"rows/a.parquet, row {place}: {what}"), found
 
@@ -176,11 +217,20 @@ def test_all_malformed_rows_are_counted_and_ten_are_named() -> None:
     Path("rows/a.jsonl").write_text("\n".join([good, *lines]) + "\n")
     found = refused("rows/a.jsonl")
     named = [int(re.search(r", line (\d+): ", each)[1]) for each in found]  # type: ignore[index]
-    assert named == sorted(named) and named[0] == 2 and len(named) == 10 and named != list(range(2, 12))
+    assert (
+        named == sorted(named)
+        and named[0] == 2
+        and len(named) == 10
+        and named != list(range(2, 12))
+    )
     assert f"(and {len(lines) - 10} more like these)" in found[-1]
     kept = stores.prepare(
         open_text(
-            (source := Source("rows/a.jsonl", skip_bad_lines=True, labels=Labels(chat_template="t.jinja"))),
+            (
+                source := Source(
+                    "rows/a.jsonl", skip_bad_lines=True, labels=Labels(chat_template="t.jinja")
+                )
+            ),
             labeller_for(source, ByteTokenizer()),
         ),
         ByteTokenizer(),

@@ -67,7 +67,10 @@ def test_what_is_pasted_is_what_was_meant(key: str, value: str, meant: Any) -> N
     try:
         assert _pasted(fix) == meant
     except ConfigError as error:
-        assert all(not each.what.startswith(f"{key} = ") or " not accepted" not in each.what for each in error.problems)
+        assert all(
+            not each.what.startswith(f"{key} = ") or " not accepted" not in each.what
+            for each in error.problems
+        )
 
 
 def _value(fix: str) -> Any:
@@ -91,17 +94,25 @@ def _annotation(key: str) -> Any:
     return owner.model_fields[name].annotation
 
 
-WORDS = [(key, word) for key in every_key() for word in _words(_annotation(key)) if len(word) > 2]
+WORDS = [
+    (key, word) for key in every_key() for word in _words(_annotation(key)) if len(word) > 2
+]
 
 
 @pytest.mark.parametrize(("key", "word"), WORDS, ids=str)
 def test_every_word_is_found_in_capitals_and_with_a_letter_missing(key: str, word: str) -> None:
-    for written in (word.upper(), f" {word.replace('_', '-')}!"[1:], word[:-1] if len(word) > 4 else word.title()):
+    for written in (
+        word.upper(),
+        f" {word.replace('_', '-')}!"[1:],
+        word[:-1] if len(word) > 4 else word.title(),
+    ):
         try:
             loading.load(None, [(key, written)], environ={})
         except ConfigError as error:
             mine = [
-                each for each in error.problems if each.what.startswith(f"{key} = ") and "not accepted" in each.what
+                each
+                for each in error.problems
+                if each.what.startswith(f"{key} = ") and "not accepted" in each.what
             ]
             assert not mine or _value(mine[0].fix) in (word, [word]), (written, mine[0].fix)
 
@@ -110,6 +121,8 @@ def test_float16_is_said_not_to_be_there() -> None:
     assert "float16 is not supported" in _fix("model.dtype", "half")
 
 
-@pytest.mark.parametrize(("key", "value"), [("optimizer.lr", "3e-4x"), ("train.steps", "soon"), ("mesh.dp", "-1")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("optimizer.lr", "3e-4x"), ("train.steps", "soon"), ("mesh.dp", "-1")]
+)
 def test_what_is_like_nothing_gets_the_default_or_is_left_out(key: str, value: str) -> None:
     assert "(the default)" in _fix(key, value) or _fix(key, value) == f"leave {key} out"

@@ -20,8 +20,19 @@ from threefold.plan.accelerators import ACCELERATORS, Accelerator
 from threefold.run import measured
 
 _VALUES: dict[str, Any] = {
-    **{"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "head_dim": 16},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50000, "pad_token_id": 49999},
+    **{
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 8,
+        "head_dim": 16,
+    },
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 50000,
+        "pad_token_id": 49999,
+    },
 }
 _H100 = ACCELERATORS["h100-80gb"]
 _CPU = Accelerator("cpu", 2**30, 10e9, 1e12, 0, 1e9)
@@ -75,14 +86,29 @@ def test_a_device_with_other_work_is_told(clock: _Clock) -> None:
 
 
 def test_the_layers_that_are_measured() -> None:
-    few, many = measured._depths(_config(train={"micro_batch": 4, "global_batch": 64}), _VALUES, _H100)
+    few, many = measured._depths(
+        _config(train={"micro_batch": 4, "global_batch": 64}), _VALUES, _H100
+    )
     cut = {"hidden_size": 64, "vocab_size": 1024, "pad_token_id": None}
     for config, depth in ((few, 2), (many, 4)):
         values = config.model.config or {}
-        assert {name: values[name] for name in (*cut, "num_hidden_layers")} == {**cut, "num_hidden_layers": depth}
-        assert (config.train.global_batch, config.train.micro_batch, config.data.seq_len) == (4, 4, 64)
+        assert {name: values[name] for name in (*cut, "num_hidden_layers")} == {
+            **cut,
+            "num_hidden_layers": depth,
+        }
+        assert (config.train.global_batch, config.train.micro_batch, config.data.seq_len) == (
+            4,
+            4,
+            64,
+        )
     # As many as there is room for.
-    wide = {**_VALUES, "hidden_size": 8192, "intermediate_size": 32768, "num_attention_heads": 64, "head_dim": 128}
+    wide = {
+        **_VALUES,
+        "hidden_size": 8192,
+        "intermediate_size": 32768,
+        "num_attention_heads": 64,
+        "head_dim": 128,
+    }
     few, many = measured._depths(_config(), wide, _H100)
     assert [(each.model.config or {})["num_hidden_layers"] for each in (few, many)] == [1, 2]
     with pytest.raises(ConfigError, match="cannot be measured here: 80 GiB are too few"):
@@ -111,11 +137,22 @@ def model(tmp_path: Path) -> Path:
 
 
 def _plan(model: Path, *arguments: str) -> Any:
-    keys = ("--data.seq_len", "64", "--train.global_batch", "64", "--mesh.tp", "1", "--mesh.cp", "1")
+    keys = (
+        "--data.seq_len",
+        "64",
+        "--train.global_batch",
+        "64",
+        "--mesh.tp",
+        "1",
+        "--mesh.cp",
+        "1",
+    )
     return CliRunner().invoke(main.app, ["plan", str(model), *keys, *arguments])
 
 
-def test_only_the_device_that_is_here_is_measured(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_device_that_is_here_is_measured(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = ("--gpus", "8", "--gpu", "h100-80gb", "--measure")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "torch sees no CUDA device here" in str(_plan(model, *asked).exception)
@@ -126,12 +163,17 @@ def test_only_the_device_that_is_here_is_measured(model: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("gpu", ["h100-80gb", "l4"])
-def test_times_are_scaled_by_what_was_measured(model: Path, gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_scaled_by_what_was_measured(
+    model: Path, gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: f"NVIDIA {ACCELERATORS[gpu].sign} PCIe")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", lambda: f"NVIDIA {ACCELERATORS[gpu].sign} PCIe"
+    )
     monkeypatch.setattr(measured, "slowness", lambda *asked, **settings: 100.0)
     published, here = (
-        json.loads(_plan(model, "--gpus", "8", "--gpu", gpu, "--json", *more).output) for more in ((), ("--measure",))
+        json.loads(_plan(model, "--gpus", "8", "--gpu", gpu, "--json", *more).output)
+        for more in ((), ("--measure",))
     )
     assert here[0]["step_time_s"] > 5 * published[0]["step_time_s"]
     low, figure, high = (here[0][f"step_time_s{end}"] for end in ("_low", "", "_high"))

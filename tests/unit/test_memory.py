@@ -44,7 +44,11 @@ def _advice(topology: Topology, **sections: Any) -> tuple[str, str]:
         # Where state takes most of it, a part of the state.
         ({"train": {"micro_batch": 1, "global_batch": 2}}, TWO, "--mesh.dp_shard 2"),
         # Where nothing saves a fifth, what saves anything.
-        ({"train": {"micro_batch": 1, "global_batch": 4}}, FOUR, "--train.activation_checkpointing selective"),
+        (
+            {"train": {"micro_batch": 1, "global_batch": 4}},
+            FOUR,
+            "--train.activation_checkpointing selective",
+        ),
     ],
     ids=str,
 )
@@ -61,11 +65,16 @@ def test_a_model_that_is_not_estimated_is_given_the_first_that_needs_less() -> N
 
 def test_where_all_is_used_up_more_ranks_are_left() -> None:
     train = {"micro_batch": 1, "global_batch": 4, "activation_checkpointing": "full"}
-    assert _advice(FOUR, train=train)[1] == "more ranks: threefold plan shows what fits on which devices"
+    assert (
+        _advice(FOUR, train=train)[1]
+        == "more ranks: threefold plan shows what fits on which devices"
+    )
 
 
 @pytest.mark.parametrize("writes", [True, False], ids=["snapshot", "no snapshot"])
-def test_error_of_torch_becomes_ours(writes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_torch_becomes_ours(
+    writes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def dump(path: str) -> None:
         if not writes:
             raise OSError("no space left on device")
@@ -81,7 +90,11 @@ def test_error_of_torch_becomes_ours(writes: bool, tmp_path: Path, monkeypatch: 
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has a total capacity of 8 GiB."
         )
-    snapshot = f"; what it holds is in {tmp_path}/memory/rank-0000.pickle, for pytorch.org/memory_viz" if writes else ""
+    snapshot = (
+        f"; what it holds is in {tmp_path}/memory/rank-0000.pickle, for pytorch.org/memory_viz"
+        if writes
+        else ""
+    )
     assert str(caught.value) == (
         "rank 0 has no memory left: CUDA out of memory. Tried to allocate 2 GiB\n"
         "  expected: about 0.2 GiB to fit in its device, as estimated for the backward of layer 3: 0.0 GiB of weights, "
@@ -90,7 +103,9 @@ def test_error_of_torch_becomes_ours(writes: bool, tmp_path: Path, monkeypatch: 
     )
 
 
-def test_on_a_device_the_allocator_remembers_who_holds_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_device_the_allocator_remembers_who_holds_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked_for: list[Any] = []
 
     def record(*arguments: Any, **settings: Any) -> None:

@@ -27,7 +27,9 @@ def read_metrics(path: Path) -> list[Any]:
 
 @settings(deadline=None)
 @given(losses=st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=20))
-def test_floats_read_back_to_the_same_value(tmp_path_factory: pytest.TempPathFactory, losses: list[float]) -> None:
+def test_floats_read_back_to_the_same_value(
+    tmp_path_factory: pytest.TempPathFactory, losses: list[float]
+) -> None:
     """Bit for bit, the sign of zero and subnormal numbers included."""
     path = tmp_path_factory.getbasetemp() / "floats.jsonl"
     path.unlink(missing_ok=True)
@@ -47,12 +49,17 @@ def test_what_is_not_finite_is_null_and_reads_back_as_no_number(tmp_path: Path) 
     for step, loss in enumerate((1.5, math.nan, math.inf, -math.inf), start=1):
         file.log({"step": step, "loss": loss, "grad_norm": loss})
     file.close()
-    lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line, parse_constant=pytest.fail)
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
     assert [line["loss"] for line in lines] == [1.5, None, None, None]
     metrics = Metrics(path)
     assert not metrics.damaged
     for name in ("loss", "grad_norm"):
-        np.testing.assert_array_equal(metrics.points(name).values, [1.5, math.nan, math.nan, math.nan])
+        np.testing.assert_array_equal(
+            metrics.points(name).values, [1.5, math.nan, math.nan, math.nan]
+        )
 
 
 def test_each_line_is_there_as_soon_as_it_is_logged(tmp_path: Path) -> None:
@@ -73,7 +80,9 @@ def test_resumed_run_appends(tmp_path: Path) -> None:
     assert [line["step"] for line in read_metrics(tmp_path / "m.jsonl")] == [1, 2, 2, 3]
 
 
-@pytest.mark.parametrize("torn", [b"", b"{", b'{"step": 3, "loss": 0.', b'{"step": 3}', "{é".encode()[:2]])
+@pytest.mark.parametrize(
+    "torn", [b"", b"{", b'{"step": 3, "loss": 0.', b'{"step": 3}', "{é".encode()[:2]]
+)
 def test_torn_last_line_is_cut_before_the_first_append(tmp_path: Path, torn: bytes) -> None:
     """A line counts when its end is written; one that happens to parse may still be half a number."""
     path = tmp_path / "m.jsonl"
@@ -153,17 +162,34 @@ def test_what_a_rewind_left_behind_does_not_stand(tmp_path: Path) -> None:
 
 
 def test_a_damaged_line_is_named_and_left_out(tmp_path: Path) -> None:
-    logged = _logged(tmp_path, {"step": 1, "loss": 2.0}, '{"step": 2, "lo', {"step": "x"}, [], {"step": 3, "loss": 1.0})
+    logged = _logged(
+        tmp_path,
+        {"step": 1, "loss": 2.0},
+        '{"step": 2, "lo',
+        {"step": "x"},
+        [],
+        {"step": 3, "loss": 1.0},
+    )
     assert logged.steps == [1, 3]
-    assert [(file, line) for file, line, _ in logged.damaged] == [(METRICS, number) for number in (2, 3, 4)]
+    assert [(file, line) for file, line, _ in logged.damaged] == [
+        (METRICS, number) for number in (2, 3, 4)
+    ]
     with (tmp_path / METRICS).open("a") as file:
         file.write('{"step": 4, "lo')
-    assert Metrics(tmp_path / METRICS).damaged == [*logged.damaged, (METRICS, 6, "it is not whole")]
+    assert Metrics(tmp_path / METRICS).damaged == [
+        *logged.damaged,
+        (METRICS, 6, "it is not whole"),
+    ]
     assert Metrics(tmp_path / METRICS).damaged[:-1] == logged.damaged
     assert Metrics(tmp_path / "nowhere").steps == []
 
 
 def test_an_update_that_was_left_out_is_logged_late_and_begins_no_pass(tmp_path: Path) -> None:
     lines = [{"step": step, "loss": 3.0} for step in range(1, 9)]
-    logged = _logged(tmp_path, *lines, {"step": 7, "skipped": "the loss is not finite"}, {"step": 9, "loss": 2.0})
+    logged = _logged(
+        tmp_path,
+        *lines,
+        {"step": 7, "skipped": "the loss is not finite"},
+        {"step": 9, "loss": 2.0},
+    )
     assert logged.steps == [*range(1, 10)] and logged.skipped == {7: "the loss is not finite"}

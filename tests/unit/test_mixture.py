@@ -20,7 +20,9 @@ SOURCES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), min_size=1
 @pytest.fixture(scope="module")
 def stats() -> Any:
     """Not at the head: each process that collects tests would import it."""
-    return pytest.importorskip("scipy.stats", reason="scipy (in the dev extra) gives the p-values")
+    return pytest.importorskip(
+        "scipy.stats", reason="scipy (in the dev extra) gives the p-values"
+    )
 
 
 def mixture_of(sources: list[tuple[int, int]], *, seed: int = 0) -> Mixture:
@@ -35,12 +37,16 @@ def mixture_of(sources: list[tuple[int, int]], *, seed: int = 0) -> Mixture:
 
 @settings(deadline=None)
 @given(sources=SOURCES, begin=st.integers(0, 10**12))
-def test_every_window_of_a_period_holds_each_source_its_quota(sources: list[tuple[int, int]], begin: int) -> None:
+def test_every_window_of_a_period_holds_each_source_its_quota(
+    sources: list[tuple[int, int]], begin: int
+) -> None:
     mixture = mixture_of(sources)
     turns = mixture.locate(np.arange(begin, begin + 3 * mixture.period)).source
     taken = turns[:, None] == np.arange(len(sources))
     counts = np.concatenate((np.zeros((1, len(sources)), dtype=int), np.cumsum(taken, axis=0)))
-    assert np.all(counts[mixture.period :] - counts[: -mixture.period] == np.array(mixture.quotas))
+    assert np.all(
+        counts[mixture.period :] - counts[: -mixture.period] == np.array(mixture.quotas)
+    )
     weights = [weight for _, weight in sources]
     assert [Fraction(quota, mixture.period) for quota in mixture.quotas] == [
         Fraction(weight, sum(weights)) for weight in weights
@@ -51,15 +57,22 @@ def test_every_window_of_a_period_holds_each_source_its_quota(sources: list[tupl
 @given(sources=SOURCES)
 def test_no_source_is_ever_a_whole_turn_ahead_or_behind(sources: list[tuple[int, int]]) -> None:
     mixture = mixture_of(sources)
-    counts = np.cumsum(mixture.locate(np.arange(mixture.period)).source[:, None] == np.arange(len(sources)), axis=0)
+    counts = np.cumsum(
+        mixture.locate(np.arange(mixture.period)).source[:, None] == np.arange(len(sources)),
+        axis=0,
+    )
     # In units of 1 / period, so that all is integer.
-    ahead = counts * mixture.period - np.arange(1, mixture.period + 1)[:, None] * np.array(mixture.quotas)
+    ahead = counts * mixture.period - np.arange(1, mixture.period + 1)[:, None] * np.array(
+        mixture.quotas
+    )
     assert np.abs(ahead).max() < mixture.period
 
 
 @settings(deadline=None, max_examples=60)
 @given(sources=SOURCES, seed=st.integers(0, 2**70))
-def test_each_source_is_read_in_epochs_of_its_own(sources: list[tuple[int, int]], seed: int) -> None:
+def test_each_source_is_read_in_epochs_of_its_own(
+    sources: list[tuple[int, int]], seed: int
+) -> None:
     mixture = mixture_of(sources, seed=seed)
     positions = np.arange(400)
     turns, (source, index) = mixture.locate(positions), mixture.at(positions)
@@ -88,14 +101,21 @@ def test_every_mesh_reads_the_same_rows_and_resumes_anywhere() -> None:
         again = mixture_of([(100, 3), (17, 2)])
         for rank in range(dp_size):
             assert np.array_equal(
-                np.stack(again.at(np.arange(96 + rank, 240, dp_size))), whole[:, 96 + rank :: dp_size]
+                np.stack(again.at(np.arange(96 + rank, 240, dp_size))),
+                whole[:, 96 + rank :: dp_size],
             )
 
 
 def test_shuffling_depends_on_seed_source_and_epoch() -> None:
     mixture = mixture_of([(64, 1), (64, 1)])
-    orders = [mixture.order_of(source, epoch).at(np.arange(64)).tolist() for source in (0, 1) for epoch in (0, 1)]
-    orders.append(mixture_of([(64, 1), (64, 1)], seed=1).order_of(0, 0).at(np.arange(64)).tolist())
+    orders = [
+        mixture.order_of(source, epoch).at(np.arange(64)).tolist()
+        for source in (0, 1)
+        for epoch in (0, 1)
+    ]
+    orders.append(
+        mixture_of([(64, 1), (64, 1)], seed=1).order_of(0, 0).at(np.arange(64)).tolist()
+    )
     assert len({tuple(order) for order in orders}) == 5
     source, index = mixture.at(np.arange(256), shuffle=False)
     assert index[source == 1].tolist() == [*range(64), *range(64)]
@@ -103,9 +123,14 @@ def test_shuffling_depends_on_seed_source_and_epoch() -> None:
 
 def test_a_fifth_and_a_tenth_are_what_they_say() -> None:
     assert quotas([Fraction("0.7"), Fraction("0.2"), Fraction("0.1")]) == (7, 2, 1)
-    mixture = Mixture({"web": 9, "code": 5, "books": 4}, {"web": 0.7, "code": 0.2, "books": "0.1"})
+    mixture = Mixture(
+        {"web": 9, "code": 5, "books": 4}, {"web": 0.7, "code": 0.2, "books": "0.1"}
+    )
     assert mixture.quotas == (7, 2, 1)
-    assert mixture.fingerprint() == {"seed": 0, "mixture": "web (9 rows) x 7, code (5 rows) x 2, books (4 rows) x 1"}
+    assert mixture.fingerprint() == {
+        "seed": 0,
+        "mixture": "web (9 rows) x 7, code (5 rows) x 2, books (4 rows) x 1",
+    }
 
 
 def test_ten_thousand_sources_have_a_turn_each() -> None:
@@ -149,7 +174,9 @@ def test_ten_thousand_sources_have_a_turn_each() -> None:
         ),
     ],
 )
-def test_a_wrong_mixture_is_refused(sizes: dict[str, int], weights: dict[str, Any], text: str) -> None:
+def test_a_wrong_mixture_is_refused(
+    sizes: dict[str, int], weights: dict[str, Any], text: str
+) -> None:
     with pytest.raises(ConfigError) as raised:
         Mixture(sizes, weights)
     assert str(raised.value) == text
@@ -169,9 +196,13 @@ def test_no_position_is_below_zero() -> None:
 
 
 @given(
-    st.lists(st.one_of(st.just(0.0), st.floats(1e-12, 1e12)), min_size=1, max_size=200).filter(any),
+    st.lists(st.one_of(st.just(0.0), st.floats(1e-12, 1e12)), min_size=1, max_size=200).filter(
+        any
+    ),
 )
-@example([434433256380.82214] * 3)  # three times their share, divided by their sum, is more than 1
+@example(
+    [434433256380.82214] * 3
+)  # three times their share, divided by their sum, is more than 1
 @example([0.1] * 3)
 def test_the_alias_table_holds_the_very_weights(weights: list[float]) -> None:
     """Buckets are chosen equally often, so a row's probability can be summed up from the table."""
@@ -200,7 +231,9 @@ def test_draws_follow_the_weights(weights: Any, stats: Any) -> None:
     expected = 100_000 * weights[drawable] / weights.sum()
     p_values = []
     for seed in range(20):
-        counts = np.bincount(WeightedDraws(weights, seed=seed).at(np.arange(100_000)), minlength=len(weights))
+        counts = np.bincount(
+            WeightedDraws(weights, seed=seed).at(np.arange(100_000)), minlength=len(weights)
+        )
         assert not counts[~drawable].any()
         p_values.append(stats.chisquare(counts[drawable], expected).pvalue)
     assert stats.kstest(p_values, "uniform").pvalue > 1e-3
@@ -219,9 +252,13 @@ def test_a_draw_depends_on_nothing_but_its_position() -> None:
     positions = np.random.default_rng(1).integers(0, 2**62, (30, 10))
     whole = draws.at(positions)
     assert np.array_equal(draws.at(positions[::-1, ::3]), whole[::-1, ::3])
-    assert np.array_equal(WeightedDraws(np.arange(1, 50), seed=5).in_epoch(2).at(positions), whole)
+    assert np.array_equal(
+        WeightedDraws(np.arange(1, 50), seed=5).in_epoch(2).at(positions), whole
+    )
     assert not np.array_equal(draws.in_epoch(3).at(positions), whole)
-    assert not np.array_equal(WeightedDraws(np.arange(1, 50), seed=6, epoch=2).at(positions), whole)
+    assert not np.array_equal(
+        WeightedDraws(np.arange(1, 50), seed=6, epoch=2).at(positions), whole
+    )
     assert whole.dtype == np.int64
 
 

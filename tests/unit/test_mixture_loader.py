@@ -50,24 +50,38 @@ class NamedRows:
 
     @property
     def report(self) -> PackingReport:
-        return PackingReport(self.num_rows, self.num_rows * self.seq_len + 1, 3, 1, padding_share=0.1 * self.base)
+        return PackingReport(
+            self.num_rows, self.num_rows * self.seq_len + 1, 3, 1, padding_share=0.1 * self.base
+        )
 
     def rows(self, indices: npt.NDArray[np.integer[Any]]) -> dict[str, npt.NDArray[np.int64]]:
         assert len(indices) and indices.min() >= 0 and indices.max() < self.num_rows
         tokens = np.repeat(indices.astype(np.int64)[:, None] + self.base, self.seq_len, axis=1)
-        return {name: tokens.copy() for name in ("input_ids", "labels", "position_ids", "document_ids")}
+        return {
+            name: tokens.copy()
+            for name in ("input_ids", "labels", "position_ids", "document_ids")
+        }
 
 
 def mixed(sizes: dict[str, int] = SIZES) -> MixedRows:
     """Row ids are the tokens: each source's base is the number of rows before it."""
     bases = np.cumsum([0, *sizes.values()])
     return MixedRows(
-        {name: NamedRows(size, int(base)) for (name, size), base in zip(sizes.items(), bases, strict=False)}
+        {
+            name: NamedRows(size, int(base))
+            for (name, size), base in zip(sizes.items(), bases, strict=False)
+        }
     )
 
 
 def loader(
-    dp_rank: int = 0, dp_size: int = 1, *, batch: int = 12, workers: int = 0, weights: Any = None, **order: Any
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    *,
+    batch: int = 12,
+    workers: int = 0,
+    weights: Any = None,
+    **order: Any,
 ) -> TokenLoader:
     rows = mixed()
     mixture = Mixture(rows.sizes, weights or WEIGHTS, seed=order.get("seed", 0))
@@ -76,7 +90,9 @@ def loader(
     return TokenLoader(rows, one, dp_rank=dp_rank, dp_size=dp_size, num_workers=workers)
 
 
-def read(steps: int, dp_size: int = 1, state: Any = None, **settings: Any) -> tuple[list[list[int]], Any]:
+def read(
+    steps: int, dp_size: int = 1, state: Any = None, **settings: Any
+) -> tuple[list[list[int]], Any]:
     """(row ids of each step in global order; the state afterwards, the same on all dp ranks)."""
     parts, states = [], []
     for rank in range(dp_size):
@@ -85,7 +101,9 @@ def read(steps: int, dp_size: int = 1, state: Any = None, **settings: Any) -> tu
             one.load_state_dict(state)
         batches = list(islice(one, steps))
         for batch in batches:
-            assert batch["input_ids"][:, 0].tolist() == batch["indices"].tolist(), "the row of that id"
+            assert batch["input_ids"][:, 0].tolist() == batch["indices"].tolist(), (
+                "the row of that id"
+            )
         parts.append([batch["indices"].tolist() for batch in batches])
         states.append(one.state_dict())
     assert all(found == states[0] for found in states)
@@ -127,7 +145,12 @@ def test_fingerprint_is_of_every_source_and_of_their_order() -> None:
 
 def test_report_is_of_all_sources() -> None:
     report = mixed({"a": 2, "b": 6}).report
-    assert (report.num_rows, report.num_tokens, report.num_documents, report.dropped_tokens) == (8, 34, 6, 2)
+    assert (
+        report.num_rows,
+        report.num_tokens,
+        report.num_documents,
+        report.dropped_tokens,
+    ) == (8, 34, 6, 2)
     assert report.padding_share == pytest.approx(0.1 * 2 * 6 / 8)
 
 
@@ -135,9 +158,15 @@ def test_report_is_of_all_sources() -> None:
 
 
 @settings(deadline=None, max_examples=30)
-@given(dp_size=DP_SIZES, seed=st.integers(0, 5), shuffle=st.booleans(), steps=st.integers(1, 12))
-def test_order_is_the_same_on_every_mesh(dp_size: int, seed: int, shuffle: bool, steps: int) -> None:
-    assert read(steps, dp_size, seed=seed, shuffle=shuffle) == read(steps, seed=seed, shuffle=shuffle)
+@given(
+    dp_size=DP_SIZES, seed=st.integers(0, 5), shuffle=st.booleans(), steps=st.integers(1, 12)
+)
+def test_order_is_the_same_on_every_mesh(
+    dp_size: int, seed: int, shuffle: bool, steps: int
+) -> None:
+    assert read(steps, dp_size, seed=seed, shuffle=shuffle) == read(
+        steps, seed=seed, shuffle=shuffle
+    )
 
 
 @settings(deadline=None, max_examples=30)
@@ -180,7 +209,10 @@ def test_any_number_of_workers(workers: tuple[int, int], stop: int) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "named"),
-    [({"weights": {"code": 1, "prose": 1, "maths": 1}}, "mixture = "), ({"seed": 1}, "seed = 0, but here seed = 1")],
+    [
+        ({"weights": {"code": 1, "prose": 1, "maths": 1}}, "mixture = "),
+        ({"seed": 1}, "seed = 0, but here seed = 1"),
+    ],
 )
 def test_state_of_another_mixture_is_refused(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(DataError) as caught:
@@ -209,7 +241,10 @@ def test_mixture_in_the_config_reads_back(tmp_path: Path) -> None:
     mixture = loaded.config.data.mixture
     assert (mixture["code"].source, mixture["code"].weight) == ("a", 0.7)
     assert (mixture["prose"].split, mixture["code"].split) == ("test", None)
-    assert as_yaml(mixture) == "{code: {source: a, weight: 0.7}, prose: {source: hf:x, weight: 3.0, split: test}}"
+    assert (
+        as_yaml(mixture)
+        == "{code: {source: a, weight: 0.7}, prose: {source: hf:x, weight: 3.0, split: test}}"
+    )
     path = tmp_path / "c.yaml"
     path.write_text(dump(loaded.config))
     assert loading.load(str(path), environ={}).config == loaded.config
@@ -259,7 +294,10 @@ def test_mixture_contradicts_one_source_and_a_number_of_epochs() -> None:
     source, epochs = caught.value.problems
     assert source.what == "data.source = corpus and data.mixture are both set"
     assert source.expected == ONE_SOURCE
-    assert source.fix == "leave data.source out, or add it to the mixture: {source: corpus, weight: 1}"
+    assert (
+        source.fix
+        == "leave data.source out, or add it to the mixture: {source: corpus, weight: 1}"
+    )
     assert epochs.what == "train.epochs = 2 with data.mixture"
     assert epochs.expected == (
         "train.steps: a mixture has no end, because each of its sources starts over when it is exhausted"
@@ -301,7 +339,9 @@ def test_run_reads_its_sources_in_proportion(corpus: Path) -> None:
         batches = assemble.loader_of(config, rows, mesh)
         for batch in islice(batches, 12):
             tokens = batch["input_ids"]
-            assert int((tokens.max(1).values < ord("a")).sum()) == 2, "a quarter of 8 rows is of capitals"
+            assert int((tokens.max(1).values < ord("a")).sum()) == 2, (
+                "a quarter of 8 rows is of capitals"
+            )
     finally:
         mesh.close()
 

@@ -28,19 +28,27 @@ def _read(**values: Any) -> Any:
             "did you mean rope_parameters.rope_type?",
         ),
         (
-            {"model_type": "gemma3_text", "rope_parameters": {"full_attention": {**ROPE, "rope_thta": 1e4}}},
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"full_attention": {**ROPE, "rope_thta": 1e4}},
+            },
             "rope_parameters.full_attention.rope_thta",
             "did you mean rope_parameters.full_attention.rope_theta?",
         ),
         (
-            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hiddensize": 64}},
+            {
+                "model_type": "gemma3",
+                "text_config": {"model_type": "gemma3_text", "hiddensize": 64},
+            },
             "text_config.hiddensize",
             "leave text_config.hiddensize out",
         ),
     ],
     ids=["rope", "kind of layer", "part"],
 )
-def test_an_unknown_key_is_named_with_its_path(values: dict[str, Any], path: str, fix: str) -> None:
+def test_an_unknown_key_is_named_with_its_path(
+    values: dict[str, Any], path: str, fix: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         _read(**values)
     (problem,) = caught.value.problems
@@ -49,7 +57,12 @@ def test_an_unknown_key_is_named_with_its_path(values: dict[str, Any], path: str
 
 def test_keys_that_are_data_or_known_are_taken() -> None:
     assert _read(model_type="llama", rope_parameters=ROPE).rope_parameters["factor"] == 2.0
-    assert _read(model_type="llama", id2label={"0": "yes", "1": "no"}, label2id={"yes": 0, "no": 1}).num_labels == 2
+    assert (
+        _read(
+            model_type="llama", id2label={"0": "yes", "1": "no"}, label2id={"yes": 0, "no": 1}
+        ).num_labels
+        == 2
+    )
 
 
 @pytest.mark.long

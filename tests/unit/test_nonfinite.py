@@ -13,8 +13,15 @@ def part(rows: list[list[int]], wrong: list[int] | None = None) -> dict[str, Any
 
 def test_ranks_and_rows_of_the_bad_micro_batches_are_named_once() -> None:
     """The tp ranks of a dp rank read the same rows."""
-    parts = [part([[1, 2], [3, 4]]), part([[1, 2], [3, 4]]), *[part([[5, 6], [7, 8]], [7, 8])] * 2]
-    assert _what(9, float("nan"), parts) == "step 9: the loss is not finite on ranks 2 and 3: rows 7, 8"
+    parts = [
+        part([[1, 2], [3, 4]]),
+        part([[1, 2], [3, 4]]),
+        *[part([[5, 6], [7, 8]], [7, 8])] * 2,
+    ]
+    assert (
+        _what(9, float("nan"), parts)
+        == "step 9: the loss is not finite on ranks 2 and 3: rows 7, 8"
+    )
 
 
 def test_with_finite_losses_all_rows_of_the_step_are_named() -> None:
@@ -25,7 +32,10 @@ def test_with_finite_losses_all_rows_of_the_step_are_named() -> None:
 
 
 def test_rank_without_row_numbers_is_named_all_the_same() -> None:
-    assert _what(1, float("nan"), [part([[]], [])]) == "step 1: the loss is not finite on rank 0: no row"
+    assert (
+        _what(1, float("nan"), [part([[]], [])])
+        == "step 1: the loss is not finite on rank 0: no row"
+    )
 
 
 def test_step_without_a_token_to_train_on_is_named_with_its_rows() -> None:

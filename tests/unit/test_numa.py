@@ -17,7 +17,12 @@ _ALL = set(range(16))
 
 
 def _stayed(
-    monkeypatch: pytest.MonkeyPatch, system: Path, own: set[int], *, nodes: dict[str, str], at: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    system: Path,
+    own: set[int],
+    *,
+    nodes: dict[str, str],
+    at: str | None,
 ) -> dict[int, set[int]]:
     """The cores of each thread of a process that could use `own`, but for one thread that was bound to core 0.
 
@@ -51,15 +56,23 @@ def _known(bound: dict[int, set[int]], thread: int) -> set[int]:
     return bound[thread]
 
 
-@pytest.mark.parametrize(("at", "cores"), [("0", {0, 1, 2, 3, 8, 9, 10, 11}), ("1", {4, 5, 6, 7, 12, 13, 14, 15})])
+@pytest.mark.parametrize(
+    ("at", "cores"), [("0", {0, 1, 2, 3, 8, 9, 10, 11}), ("1", {4, 5, 6, 7, 12, 13, 14, 15})]
+)
 def test_every_thread_is_bound_to_the_node_of_the_device(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, at: str, cores: set[int]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    at: str,
+    cores: set[int],
 ) -> None:
     caplog.set_level(logging.INFO, "threefold")
     bound = _stayed(monkeypatch, tmp_path, _ALL, nodes=_TWO, at=at)
     assert len(bound) and all(each == cores for each in bound.values())
     listed = _TWO[f"node{at}"]
-    assert caplog.messages == [f"bound to the cores of NUMA node {at}, where cuda:3 is: {listed}"]
+    assert caplog.messages == [
+        f"bound to the cores of NUMA node {at}, where cuda:3 is: {listed}"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +81,9 @@ def test_every_thread_is_bound_to_the_node_of_the_device(
         pytest.param(_ALL, _TWO, "-1", id="the kernel does not know the node"),
         pytest.param(_ALL, _TWO, None, id="the kernel does not show the device"),
         pytest.param(_ALL, {"node0": "0-15"}, "0", id="one node"),
-        pytest.param(_ALL, {"node0": "0-15", "node1": ""}, "0", id="another node without cores"),
+        pytest.param(
+            _ALL, {"node0": "0-15", "node1": ""}, "0", id="another node without cores"
+        ),
         pytest.param(_ALL, {"node0": "0-15", "node1": ""}, "1", id="a node without cores"),
         pytest.param({4, 5}, _TWO, "0", id="bound to some cores"),
         pytest.param({0, 1, 2, 3, 8, 9, 10, 11}, _TWO, "0", id="bound to a node"),

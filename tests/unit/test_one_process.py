@@ -11,20 +11,36 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ranks.reference import PARITY, TINY_LLAMA, make_batches, require
 from ranks.reference import train_alone as train_by_hand
-from threefold.check.compare import LOSS, ROUTERS_LOSS, Training, compare_number, compare_tensors, compare_trainings
+from threefold.check.compare import (
+    LOSS,
+    ROUTERS_LOSS,
+    Training,
+    compare_number,
+    compare_tensors,
+    compare_trainings,
+)
 from threefold.check.reference import forward_backward, gradients_of, norm_of, train_alone
 from threefold.config.loading import validate
 from threefold.optim.build import build_optimizer
 
-MIXTRAL = {**TINY_LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+MIXTRAL = {
+    **TINY_LLAMA,
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 MIXTRAL |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
 def model_of(values: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     kind = values["model_type"]
-    config = AutoConfig.for_model(kind, **{name: value for name, value in values.items() if name != "model_type"})
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    config = AutoConfig.for_model(
+        kind, **{name: value for name, value in values.items() if name != "model_type"}
+    )
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
 
 
 def test_steps_are_those_of_a_loop_by_hand() -> None:
@@ -32,8 +48,12 @@ def test_steps_are_those_of_a_loop_by_hand() -> None:
     losses, norms, _ = train_by_hand(TINY_LLAMA, batches, lr=3e-3, clip=0.5, decay=0.1)
     unclipped = train_by_hand(TINY_LLAMA, batches[:1], lr=3e-3, clip=1e9, decay=0.1)[2]
     model = model_of(TINY_LLAMA)
-    optimizer = build_optimizer(model, validate({"optimizer": {"lr": 3e-3, "weight_decay": 0.1}}).optimizer)
-    training = train_alone(model, batches, optimizer=optimizer, lr=lambda step: 3e-3, grad_clip=0.5)
+    optimizer = build_optimizer(
+        model, validate({"optimizer": {"lr": 3e-3, "weight_decay": 0.1}}).optimizer
+    )
+    training = train_alone(
+        model, batches, optimizer=optimizer, lr=lambda step: 3e-3, grad_clip=0.5
+    )
     assert min(norms) > 0.5, "no gradient is clipped"
     require(compare_trainings(training, Training(losses, norms, unclipped), PARITY))
 
@@ -48,14 +68,21 @@ def test_documents_are_computed_alone_and_padding_not_at_all() -> None:
     total = torch.zeros(())
     for row, begin, end in ((0, 0, 5), (0, 5, 16), (1, 0, 9)):
         logits = by_hand(input_ids=batch["input_ids"][row : row + 1, begin:end]).logits[0]
-        total = total + F.cross_entropy(logits, batch["labels"][row, begin:end], reduction="sum")
+        total = total + F.cross_entropy(
+            logits, batch["labels"][row, begin:end], reduction="sum"
+        )
     loss = total / (batch["labels"] != -100).sum()
     loss.backward()
     expected = {name: parameter.grad for name, parameter in by_hand.named_parameters()}
     require(
-        [compare_number(LOSS, sums.loss, loss.item()), *compare_tensors(PARITY.gradient, gradients_of(model), expected)]
+        [
+            compare_number(LOSS, sums.loss, loss.item()),
+            *compare_tensors(PARITY.gradient, gradients_of(model), expected),
+        ]
     )
-    assert norm_of(model) == pytest.approx(torch.nn.utils.get_total_norm(expected.values()).item(), rel=1e-5)
+    assert norm_of(model) == pytest.approx(
+        torch.nn.utils.get_total_norm(expected.values()).item(), rel=1e-5
+    )
 
 
 def test_the_routers_loss_is_transformers_own() -> None:

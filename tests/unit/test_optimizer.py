@@ -24,11 +24,21 @@ SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
 
 def rates(num_steps: int, **keys: Any) -> list[float]:
     config = OptimizerConfig(**keys)
-    return [learning_rate(step, num_steps=num_steps, config=config) for step in range(1, num_steps + 1)]
+    return [
+        learning_rate(step, num_steps=num_steps, config=config)
+        for step in range(1, num_steps + 1)
+    ]
 
 
 def test_constant_by_hand() -> None:
-    assert rates(6, lr=1.0, warmup_steps=4, schedule="constant") == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert rates(6, lr=1.0, warmup_steps=4, schedule="constant") == [
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+        1.0,
+        1.0,
+    ]
 
 
 def test_linear_by_hand() -> None:
@@ -40,18 +50,28 @@ def test_linear_by_hand() -> None:
 def test_cosine_by_hand() -> None:
     half_root = math.sqrt(0.5)
     found = rates(6, lr=1.0, warmup_steps=2, schedule="cosine")
-    assert found == pytest.approx([0.5, 1.0, 0.5 + half_root / 2, 0.5, 0.5 - half_root / 2, 0.0])
+    assert found == pytest.approx(
+        [0.5, 1.0, 0.5 + half_root / 2, 0.5, 0.5 - half_root / 2, 0.0]
+    )
     found = rates(6, lr=1.0, warmup_steps=2, schedule="cosine", min_lr=0.5)
-    assert found == pytest.approx([0.5, 1.0, 0.75 + half_root / 4, 0.75, 0.75 - half_root / 4, 0.5])
+    assert found == pytest.approx(
+        [0.5, 1.0, 0.75 + half_root / 4, 0.75, 0.75 - half_root / 4, 0.5]
+    )
 
 
 def test_wsd_by_hand() -> None:
     """Up, constant, and down over the last steps, by equal steps or by the root of what is done."""
     keys: dict[str, Any] = {"lr": 1.0, "warmup_steps": 2, "schedule": "wsd", "decay_steps": 4}
-    assert rates(9, **keys, min_lr=0.2) == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+    assert rates(9, **keys, min_lr=0.2) == pytest.approx(
+        [0.5, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
+    )
     found = rates(9, **keys, decay_shape="1-sqrt")
-    assert found == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75), 0.0])
-    assert rates(3, lr=1.0, warmup_steps=2, schedule="wsd", decay_steps=99) == pytest.approx([0.5, 1.0, 0.0])
+    assert found == pytest.approx(
+        [0.5, 1.0, 1.0, 1.0, 1.0, 0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75), 0.0]
+    )
+    assert rates(3, lr=1.0, warmup_steps=2, schedule="wsd", decay_steps=99) == pytest.approx(
+        [0.5, 1.0, 0.0]
+    )
 
 
 def test_inverse_square_root_by_hand() -> None:
@@ -76,10 +96,14 @@ def test_without_warmup_the_first_step_has_the_full_rate(schedule: str) -> None:
     lr=st.floats(1e-6, 1.0),
     lowest=st.floats(0.0, 1.0),
 )
-def test_shape_of_every_schedule(num_steps: int, warmup: int, schedule: str, lr: float, lowest: float) -> None:
+def test_shape_of_every_schedule(
+    num_steps: int, warmup: int, schedule: str, lr: float, lowest: float
+) -> None:
     """Up in equal steps to the full rate and there in step `warmup`; then never up; the last step is the lowest."""
     min_lr = lr * lowest
-    found = rates(num_steps, lr=lr, warmup_steps=warmup, schedule=schedule, min_lr=min_lr, decay_steps=7)
+    found = rates(
+        num_steps, lr=lr, warmup_steps=warmup, schedule=schedule, min_lr=min_lr, decay_steps=7
+    )
     rising, after = found[:warmup], found[max(0, warmup - 1) :]
     assert rising == pytest.approx([lr * step / warmup for step in range(1, len(rising) + 1)])
     assert all(later <= earlier for earlier, later in itertools.pairwise(after))
@@ -108,8 +132,14 @@ class Tiny(nn.Module):
 
 def test_decay_falls_on_matrices_only() -> None:
     model = Tiny()
-    optimizer = build_optimizer(model, OptimizerConfig(lr=0.5, weight_decay=0.25, betas=(0.8, 0.9), eps=1e-6))
-    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    optimizer = build_optimizer(
+        model, OptimizerConfig(lr=0.5, weight_decay=0.25, betas=(0.8, 0.9), eps=1e-6)
+    )
+    decay = {
+        id(p): group["weight_decay"]
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     found = {name: decay.get(id(parameter)) for name, parameter in model.named_parameters()}
     assert found == {
         "embedding.weight": 0.25,
@@ -134,18 +164,29 @@ def test_first_step_is_adamw_by_hand() -> None:
         if parameter.requires_grad:
             parameter.grad = torch.full_like(parameter, -3.0)
     optimizer.step()
-    torch.testing.assert_close(model.layer.weight.detach(), before["layer.weight"] * (1 - 0.1 * 0.5) + 0.1)
+    torch.testing.assert_close(
+        model.layer.weight.detach(), before["layer.weight"] * (1 - 0.1 * 0.5) + 0.1
+    )
     torch.testing.assert_close(model.layer.bias.detach(), before["layer.bias"] + 0.1)
     torch.testing.assert_close(model.frozen.detach(), before["frozen"])
 
 
 def test_groups_by_pattern() -> None:
     """The first pattern that is found counts; the others stay as they are; rates follow the run's."""
-    asked = {"match": "layer", "lr": 0.05, "name": "slow"}, {"match": "weight", "weight_decay": 0.5}
+    asked = (
+        {"match": "layer", "lr": 0.05, "name": "slow"},
+        {"match": "weight", "weight_decay": 0.5},
+    )
     groups = tuple(GroupConfig(**each) for each in asked)
     model = Tiny()
-    optimizer = build_optimizer(model, OptimizerConfig(lr=0.5, weight_decay=0.25, groups=groups))
-    found = {id(p): (g["weight_decay"], g["lr_share"]) for g in optimizer.param_groups for p in g["params"]}
+    optimizer = build_optimizer(
+        model, OptimizerConfig(lr=0.5, weight_decay=0.25, groups=groups)
+    )
+    found = {
+        id(p): (g["weight_decay"], g["lr_share"])
+        for g in optimizer.param_groups
+        for p in g["params"]
+    }
     assert {name: found.get(id(parameter)) for name, parameter in model.named_parameters()} == {
         "embedding.weight": (0.5, 1.0),
         "layer.weight": (0.25, 0.1),
@@ -187,11 +228,16 @@ def test_muon_is_torchs_bit_for_bit_in_bfloat16(adjust: str | None) -> None:
         for parameter in ours:
             parameter.grad = torch.randn(parameter.shape, generator=draw)
         gradients: list[Any] = [each.grad for each in ours]
-        for gradient, other in zip([*gradients[:3], *gradients[3]], [*whole, *experts], strict=True):
+        for gradient, other in zip(
+            [*gradients[:3], *gradients[3]], [*whole, *experts], strict=True
+        ):
             other.grad = gradient.clone()
         muon.step()
         torchs.step()
-    assert all(torch.equal(a, b) for a, b in zip([*ours[:3], *ours[3]], [*whole, *experts], strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip([*ours[:3], *ours[3]], [*whole, *experts], strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,10 +254,14 @@ def test_muon_is_torchs_bit_for_bit_in_bfloat16(adjust: str | None) -> None:
         (Muon, "cuda", True, {}),
     ],
 )
-def test_kernel_of_an_optimizer(kind: Any, device: str, sharded: bool, expected: dict[str, bool]) -> None:
+def test_kernel_of_an_optimizer(
+    kind: Any, device: str, sharded: bool, expected: dict[str, bool]
+) -> None:
     assert kernel_of(kind, device=device, sharded=sharded) == expected
 
 
 def test_optimizers_are_built_with_their_kernel() -> None:
     for name in ("adamw", "torch.optim.Adam"):
-        assert build_optimizer(nn.Linear(2, 2), OptimizerConfig(name=name)).param_groups[0]["fused"]
+        assert build_optimizer(nn.Linear(2, 2), OptimizerConfig(name=name)).param_groups[0][
+            "fused"
+        ]

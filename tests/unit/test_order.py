@@ -13,7 +13,9 @@ from threefold.data.order.order import Cursor
 from threefold.data.order.permutation import ORDER_VERSION
 from threefold.errors import DataError
 
-PLAIN = st.one_of(st.integers(), st.text(), st.booleans(), st.none(), st.floats(allow_nan=False))
+PLAIN = st.one_of(
+    st.integers(), st.text(), st.booleans(), st.none(), st.floats(allow_nan=False)
+)
 SAVED = {"order": "threefold", "seed": 1, "shuffle": True, "num_rows": 1000, "data": "a1b2"}
 
 
@@ -30,7 +32,12 @@ def test_a_state_survives_json(epoch: int, position: int, fingerprint: dict[str,
 
 def test_the_state_is_plain_and_names_the_order_version() -> None:
     state = Cursor(2, 640, SAVED).state_dict()
-    assert state == {"epoch": 2, "position": 640, "order_version": ORDER_VERSION, "fingerprint": SAVED}
+    assert state == {
+        "epoch": 2,
+        "position": 640,
+        "order_version": ORDER_VERSION,
+        "fingerprint": SAVED,
+    }
     state["fingerprint"]["seed"] = 9
     assert SAVED["seed"] == 1
 

@@ -56,15 +56,22 @@ def test_overlap_is_what_a_reading_of_every_span_finds(
     draws = random.Random(seed)
     training = documents_of(draws, 40)
     evaluation = documents_of(draws, 30, training)
-    stores = [store_of(tmp_path / name, each) for name, each in (("t", training), ("e", evaluation))]
+    stores = [
+        store_of(tmp_path / name, each) for name, each in (("t", training), ("e", evaluation))
+    ]
     monkeypatch.setattr(module, "_BATCH", batch)
     found = overlap({"source": stores[0]}, stores[1])
     exact, alike = by_reading(training, evaluation)
     assert exact and alike and found.num_documents == 30 and found.share_read == 1
     assert {match.document for match in found.exact} == exact and len(found.exact) == len(exact)
     for match in found.exact:
-        assert training[match.trained_document][0] == evaluation[match.document][0] and match.source == "source"
-    assert {match.document: match.num_tokens for match in found.alike} == alike and len(found.alike) == len(alike)
+        assert (
+            training[match.trained_document][0] == evaluation[match.document][0]
+            and match.source == "source"
+        )
+    assert {match.document: match.num_tokens for match in found.alike} == alike and len(
+        found.alike
+    ) == len(alike)
     for match in found.alike:
         ids = training[match.trained_document][0]
         mine = evaluation[match.document][0]
@@ -77,12 +84,17 @@ def test_other_stores_have_nothing_in_common(tmp_path: Path) -> None:
     other: Documents = [(list(range(1, 64)) + list(range(200, 300)), [True] * 163)]
     found = overlap({"source": store_of(tmp_path / "a", one)}, store_of(tmp_path / "b", other))
     assert not found.exact and not found.alike
-    assert list(found.lines()) == ["none of 1 held-out documents, nor 64 tokens in a row of one, is trained on"]
+    assert list(found.lines()) == [
+        "none of 1 held-out documents, nor 64 tokens in a row of one, is trained on"
+    ]
 
 
 def test_what_is_not_compared_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draws = random.Random(1)
-    store = store_of(tmp_path / "a", [([draws.randrange(60_000) for _ in range(70)], [True] * 70) for _ in range(50)])
+    store = store_of(
+        tmp_path / "a",
+        [([draws.randrange(60_000) for _ in range(70)], [True] * 70) for _ in range(50)],
+    )
     monkeypatch.setattr(module, "_BATCH", 200)
     monkeypatch.setattr(module, "_MOST_SPANS", 1000)
     found = overlap({"source": store}, store, most=500)

@@ -40,10 +40,24 @@ def store_of(folder: Path, lengths: list[int]) -> TokenStore:
     with StoreWriter(folder / "x", dtype=np.dtype("<u2")) as writer:
         at = 0
         for length in lengths:
-            writer.add_block(np.append(np.arange(at, at + length - 1), END), np.array([length], np.int32))
+            writer.add_block(
+                np.append(np.arange(at, at + length - 1), END), np.array([length], np.int32)
+            )
             at += length - 1
         writer.finish(
-            lambda w: StoreInfo(w.content_hash(), "", w.num_tokens, w.num_documents, 0, "", "", "", "", END + 1, END)
+            lambda w: StoreInfo(
+                w.content_hash(),
+                "",
+                w.num_tokens,
+                w.num_documents,
+                0,
+                "",
+                "",
+                "",
+                "",
+                END + 1,
+                END,
+            )
         )
     return TokenStore(folder / "x")
 
@@ -75,14 +89,19 @@ def check_documents(batch: dict[str, np.ndarray], *, document_mask: bool) -> Non
                 assert (batch["labels"][row, place:] == IGNORED).all()
                 break
             expected = (document, position) if document_mask else (0, place)
-            assert (batch["document_ids"][row, place], batch["position_ids"][row, place]) == expected
+            assert (
+                batch["document_ids"][row, place],
+                batch["position_ids"][row, place],
+            ) == expected
             position += 1
             if batch["input_ids"][row, place] == END:
                 document, position = document + 1, 0
 
 
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 24), document_mask=st.booleans())
-def test_concat_is_the_stream_in_windows(folder: Path, lengths: list[int], seq_len: int, document_mask: bool) -> None:
+def test_concat_is_the_stream_in_windows(
+    folder: Path, lengths: list[int], seq_len: int, document_mask: bool
+) -> None:
     store = store_of(folder, lengths)
     stream = [token for document in documents_of(lengths) for token in document]
     num_rows = (len(stream) - 1) // seq_len
@@ -99,20 +118,31 @@ def test_concat_is_the_stream_in_windows(folder: Path, lengths: list[int], seq_l
     check_documents(batch, document_mask=document_mask)
 
 
-@given(lengths=lengths_of_documents, seq_len=st.integers(1, 24), document_mask=st.booleans(), truncate=st.booleans())
+@given(
+    lengths=lengths_of_documents,
+    seq_len=st.integers(1, 24),
+    document_mask=st.booleans(),
+    truncate=st.booleans(),
+)
 def test_none_gives_each_document_rows_of_its_own(
     folder: Path, lengths: list[int], seq_len: int, document_mask: bool, truncate: bool
 ) -> None:
     if max(lengths) < 2:
         return
     rows = pack(
-        store_of(folder, lengths), seq_len=seq_len, packing="none", document_mask=document_mask, truncate=truncate
+        store_of(folder, lengths),
+        seq_len=seq_len,
+        packing="none",
+        document_mask=document_mask,
+        truncate=truncate,
     )
     batch = all_rows(rows)
     check_documents(batch, document_mask=document_mask)
     expected = []
     for document in documents_of(lengths):
-        windows = [document[at : at + seq_len + 1] for at in range(0, len(document) - 1, seq_len)]
+        windows = [
+            document[at : at + seq_len + 1] for at in range(0, len(document) - 1, seq_len)
+        ]
         expected.extend(windows[:1] if truncate else windows)
     assert rows.num_rows == len(expected)
     for row, window in enumerate(expected):
@@ -123,7 +153,9 @@ def test_none_gives_each_document_rows_of_its_own(
         assert (batch["input_ids"][row, used:] == END).all()
     longer = sum(length > seq_len + 1 for length in lengths)
     report = rows.report
-    assert (report.split_documents, report.truncated_documents) == ((0, longer) if truncate else (longer, 0))
+    assert (report.split_documents, report.truncated_documents) == (
+        (0, longer) if truncate else (longer, 0)
+    )
     lost = sum(max(0, length - seq_len - 1) for length in lengths) if truncate else 0
     assert report.dropped_tokens == lengths.count(1) + lost
     places = batch["document_ids"]
@@ -166,7 +198,9 @@ def test_best_fit_holds_every_token_once_and_cuts_only_longer_documents(
         # Where the row ends inside a document, its last label is that document's next token.
         assert labels[-1] == (IGNORED if tokens[-1] == END else next_token[tokens[-1]])
         assert tokens[-1] == END or len(tokens) == seq_len
-    whole = {tuple(document) for document in documents_of(lengths) if 2 <= len(document) <= seq_len}
+    whole = {
+        tuple(document) for document in documents_of(lengths) if 2 <= len(document) <= seq_len
+    }
     flat = [tuple(batch["input_ids"][row][real[row]].tolist()) for row in range(rows.num_rows)]
     assert all(any(_within(document, row) for row in flat) for document in whole)
     assert rows.report.padding_share == pytest.approx(1 - real.mean())
@@ -174,7 +208,9 @@ def test_best_fit_holds_every_token_once_and_cuts_only_longer_documents(
 
 
 def _within(document: tuple[int, ...], row: tuple[int, ...]) -> bool:
-    return any(row[at : at + len(document)] == document for at in range(len(row) - len(document) + 1))
+    return any(
+        row[at : at + len(document)] == document for at in range(len(row) - len(document) + 1)
+    )
 
 
 @given(lengths=st.lists(st.integers(1, 16), max_size=60), lookahead=st.integers(1, 70))
@@ -187,7 +223,9 @@ def test_best_fit_plan_is_a_partition_that_fits(lengths: list[int], lookahead: i
         assert sum(lengths[i] for i in row) <= 16
         # Near neighbours only: a row never reaches beyond one look-ahead.
         assert row[0] // lookahead == row[-1] // lookahead
-    assert [row[0] for row in rows if row[0] < lookahead] == sorted(row[0] for row in rows if row[0] < lookahead)
+    assert [row[0] for row in rows if row[0] < lookahead] == sorted(
+        row[0] for row in rows if row[0] < lookahead
+    )
 
 
 def test_best_fit_takes_the_tightest_row() -> None:
@@ -210,13 +248,20 @@ def test_best_fit_pads_little_on_real_lengths(folder: Path) -> None:
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
 @pytest.mark.parametrize("document_mask", [False, True])
 def test_any_rows_in_any_order(folder: Path, packing: str, document_mask: bool) -> None:
-    rows = pack(store_of(folder, [9, 1, 30, 4, 17, 2]), seq_len=8, packing=packing, document_mask=document_mask)
+    rows = pack(
+        store_of(folder, [9, 1, 30, 4, 17, 2]),
+        seq_len=8,
+        packing=packing,
+        document_mask=document_mask,
+    )
     everything = all_rows(rows)
     indices = np.array([3, 0, 3, rows.num_rows - 1], np.int32)
     for name, values in rows.rows(indices).items():
         assert values.dtype == np.int64 and values.flags.c_contiguous and values.flags.writeable
         assert np.array_equal(values, everything[name][indices])
-    assert {name: values.shape for name, values in rows.rows(indices[:0]).items()} == dict.fromkeys(everything, (0, 8))
+    assert {
+        name: values.shape for name, values in rows.rows(indices[:0]).items()
+    } == dict.fromkeys(everything, (0, 8))
     for wrong in (-1, rows.num_rows):
         with pytest.raises(IndexError):
             rows.rows(np.array([wrong]))
@@ -224,7 +269,9 @@ def test_any_rows_in_any_order(folder: Path, packing: str, document_mask: bool) 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
 def test_rows_pickle_as_their_recipe(folder: Path, packing: str) -> None:
-    rows = pack(store_of(folder, [9, 1, 30, 4] * 200), seq_len=8, packing=packing, document_mask=True)
+    rows = pack(
+        store_of(folder, [9, 1, 30, 4] * 200), seq_len=8, packing=packing, document_mask=True
+    )
     pickled = pickle.dumps(rows)
     assert len(pickled) < 1000
     again = pickle.loads(pickled)
@@ -252,7 +299,9 @@ def test_fingerprint_follows_every_setting(folder: Path) -> None:
 
 
 def test_padding_begins_a_document_of_its_own(folder: Path) -> None:
-    batch = pack(store_of(folder, [3]), seq_len=6, packing="none", document_mask=True).rows(np.array([0]))
+    batch = pack(store_of(folder, [3]), seq_len=6, packing="none", document_mask=True).rows(
+        np.array([0])
+    )
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2]]
     assert batch["document_ids"].tolist() == [[0, 0, 0, PADDING, PADDING, PADDING]]
     assert batch["labels"].tolist() == [[1, END, IGNORED, IGNORED, IGNORED, IGNORED]]
@@ -268,7 +317,10 @@ def test_document_of_a_row_and_its_end_token_needs_no_second_row() -> None:
 
 def test_report_in_words(folder: Path) -> None:
     store = store_of(folder, [9, 1, 30, 4])
-    assert str(pack(store, seq_len=8).report) == "5 rows of 44 tokens in 4 documents, 3 tokens dropped"
+    assert (
+        str(pack(store, seq_len=8).report)
+        == "5 rows of 44 tokens in 4 documents, 3 tokens dropped"
+    )
     assert (
         str(pack(store, seq_len=8, packing="none").report)
         == "6 rows of 44 tokens in 4 documents, 12.50% padding, 1 document split, 1 token dropped"
@@ -285,13 +337,29 @@ def test_padded_rows_of_a_store_without_end_token_are_filled_with_zero(folder: P
 # --- what is learnt ------------------------------------------------------------------------------------------------
 
 
-def labelled_store(folder: Path, documents: list[list[int]], targets: list[list[bool]]) -> TokenStore:
+def labelled_store(
+    folder: Path, documents: list[list[int]], targets: list[list[bool]]
+) -> TokenStore:
     with StoreWriter(folder / "y", dtype=np.dtype("<u2")) as writer:
         for ids, learnt in zip(documents, targets, strict=True):
-            writer.add_block(np.array(ids), np.array([len(ids)], np.int32), np.array(learnt, np.bool_))
+            writer.add_block(
+                np.array(ids), np.array([len(ids)], np.int32), np.array(learnt, np.bool_)
+            )
         writer.finish(
             lambda w: StoreInfo(
-                *(w.content_hash(), "", w.num_tokens, w.num_documents, 0, "", "", "", "", END + 1, END),
+                *(
+                    w.content_hash(),
+                    "",
+                    w.num_tokens,
+                    w.num_documents,
+                    0,
+                    "",
+                    "",
+                    "",
+                    "",
+                    END + 1,
+                    END,
+                ),
                 loss_mask=LossMask("chat", ("messages",), "assistant"),
                 num_loss_tokens=w.num_loss_tokens,
             )
@@ -307,7 +375,9 @@ def learnt_tokens(batch: dict[str, np.ndarray]) -> list[int]:
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
 @settings(max_examples=40)
 @given(
-    documents=st.lists(st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=20),
+    documents=st.lists(
+        st.lists(st.booleans(), min_size=1, max_size=30), min_size=1, max_size=20
+    ),
     seq_len=st.integers(1, 24),
     document_mask=st.booleans(),
 )
@@ -320,7 +390,9 @@ def test_token_is_learnt_once_if_its_bit_says_so(
         ids.append(list(range(at, at + len(learnt))))
         at += len(learnt)
     store = labelled_store(folder, ids, documents)
-    assert store.trained_on(0, store.num_tokens).tolist() == [bit for learnt in documents for bit in learnt]
+    assert store.trained_on(0, store.num_tokens).tolist() == [
+        bit for learnt in documents for bit in learnt
+    ]
     try:
         rows = pack(store, seq_len=seq_len, packing=packing, document_mask=document_mask)
     except (DataError, ConfigError):
@@ -329,19 +401,25 @@ def test_token_is_learnt_once_if_its_bit_says_so(
     found = learnt_tokens(batch)
     assert len(set(found)) == len(found)
     assert rows.num_targets.tolist() == (batch["labels"] != IGNORED).sum(axis=1).tolist()
-    assert rows.targets_of_documents().tolist() == [len({*found} & {*document}) for document in ids]
+    assert rows.targets_of_documents().tolist() == [
+        len({*found} & {*document}) for document in ids
+    ]
     inputs = np.where(batch["document_ids"] == PADDING, -1, batch["input_ids"])
     in_rows = [int(np.isin(inputs, document).any(axis=1).sum()) for document in ids]
     assert rows.spans_of_documents()[0].tolist() == in_rows
     why = why_cut(rows)
     assert all((each >= 0).all() for each in why.values())
-    assert sum(int(each.sum()) for each in why.values()) == sum(map(sum, documents)) - len(found)
+    assert sum(int(each.sum()) for each in why.values()) == sum(map(sum, documents)) - len(
+        found
+    )
     firsts = {document[0] for document in ids}
     bits = set(np.flatnonzero([bit for learnt in documents for bit in learnt]).tolist())
     assert set(found) <= bits
     missing = bits - set(found)
     if packing == "concat":
-        missing -= set(range(rows.num_rows * seq_len + 1, store.num_tokens))  # the tail that fills no row
+        missing -= set(
+            range(rows.num_rows * seq_len + 1, store.num_tokens)
+        )  # the tail that fills no row
         assert missing <= (firsts if document_mask else {0})
     else:
         # A document's first token follows nothing of it.
@@ -352,8 +430,12 @@ def test_token_is_learnt_once_if_its_bit_says_so(
 
 @settings(max_examples=40)
 @given(lengths=lengths_of_documents, seq_len=st.integers(1, 24))
-def test_number_of_targets_does_not_depend_on_the_packing(folder: Path, lengths: list[int], seq_len: int) -> None:
-    documents = [list(range(sum(lengths[:k]), sum(lengths[: k + 1]))) for k in range(len(lengths))]
+def test_number_of_targets_does_not_depend_on_the_packing(
+    folder: Path, lengths: list[int], seq_len: int
+) -> None:
+    documents = [
+        list(range(sum(lengths[:k]), sum(lengths[: k + 1]))) for k in range(len(lengths))
+    ]
     store = labelled_store(folder, documents, [[True] * len(each) for each in documents])
     counts = set()
     for packing in ("best_fit", "none"):
@@ -365,38 +447,59 @@ def test_number_of_targets_does_not_depend_on_the_packing(folder: Path, lengths:
     assert counts <= {sum(length - 1 for length in lengths)}
 
 
-@pytest.mark.parametrize(("packing", "truncate"), [("best_fit", True), ("none", True), ("concat", False)])
-def test_rows_in_which_nothing_is_trained_on_are_refused(folder: Path, packing: str, truncate: bool) -> None:
+@pytest.mark.parametrize(
+    ("packing", "truncate"), [("best_fit", True), ("none", True), ("concat", False)]
+)
+def test_rows_in_which_nothing_is_trained_on_are_refused(
+    folder: Path, packing: str, truncate: bool
+) -> None:
     """What is trained on lies beyond the cut; one token in one row of them all is enough."""
     prompts = [*[False] * 9, True]
     documents = [list(range(10)), list(range(10, 20))]
-    settings: dict[str, Any] = {"seq_len": 8 if packing != "concat" else 18, "packing": packing, "truncate": truncate}
+    settings: dict[str, Any] = {
+        "seq_len": 8 if packing != "concat" else 18,
+        "packing": packing,
+        "truncate": truncate,
+    }
     with pytest.raises(ConfigError) as raised:
         pack(labelled_store(folder, documents, [[False] * 10, prompts]), **settings)
     (problem,) = raised.value.problems
     assert problem.what.startswith("data.source has no token that is trained on in any of its ")
-    assert f"data.seq_len = {settings['seq_len']}, data.truncate = {str(truncate).lower()}" in problem.what
+    assert (
+        f"data.seq_len = {settings['seq_len']}, data.truncate = {str(truncate).lower()}"
+        in problem.what
+    )
     assert problem.fix.startswith("--data.seq_len 10 ")
     assert (", or --data.truncate false" in problem.fix) is truncate
-    kept = pack(labelled_store(folder, documents, [[False] * 10, [False] * 5 + [True] * 5]), **settings)
+    kept = pack(
+        labelled_store(folder, documents, [[False] * 10, [False] * 5 + [True] * 5]), **settings
+    )
     assert kept.num_targets.sum() == 4
     assert (kept.num_targets == 0).any() or packing != "none"
 
 
 @settings(max_examples=40)
 @given(bits=st.lists(st.booleans(), min_size=1, max_size=200), data=st.data())
-def test_counts_of_a_loss_mask_are_those_of_its_bits(folder: Path, bits: list[bool], data: st.DataObject) -> None:
+def test_counts_of_a_loss_mask_are_those_of_its_bits(
+    folder: Path, bits: list[bool], data: st.DataObject
+) -> None:
     store = labelled_store(folder, [list(range(len(bits)))], [bits])
     places = st.integers(0, len(bits))
-    stretches = [sorted(pair) for pair in data.draw(st.lists(st.tuples(places, places), max_size=20))]
+    stretches = [
+        sorted(pair) for pair in data.draw(st.lists(st.tuples(places, places), max_size=20))
+    ]
     starts, stops = np.array(stretches, np.int64).reshape(-1, 2).T
-    assert store.count_trained_on(starts, stops).tolist() == [sum(bits[start:stop]) for start, stop in stretches]
+    assert store.count_trained_on(starts, stops).tolist() == [
+        sum(bits[start:stop]) for start, stop in stretches
+    ]
 
 
 def test_cut_loss_mask_are_named(folder: Path) -> None:
     labelled_store(folder, [[1, 2, 3] * 9], [[True] * 27])
     (folder / "y.loss_mask").write_bytes(b"abc")
-    with pytest.raises(DataError, match=r"y\.loss_mask is missing, or is not the loss mask of 27 tokens"):
+    with pytest.raises(
+        DataError, match=r"y\.loss_mask is missing, or is not the loss mask of 27 tokens"
+    ):
         TokenStore(folder / "y")
 
 
@@ -413,7 +516,11 @@ def test_why_tokens_of_a_document_are_not_learnt(
     folder: Path, settings: dict[str, Any], spans: list[int], why: str
 ) -> None:
     lengths = [10, 4, 4]
-    store = labelled_store(folder, documents_of(lengths), [[True] * length for length in lengths])
+    store = labelled_store(
+        folder, documents_of(lengths), [[True] * length for length in lengths]
+    )
     rows = pack(store, seq_len=4, document_mask=False, **settings)
     assert rows.spans_of_documents()[0].tolist() == spans
-    assert reasons_text({reason: int(each.sum()) for reason, each in why_cut(rows).items()}) == why
+    assert (
+        reasons_text({reason: int(each.sum()) for reason, each in why_cut(rows).items()}) == why
+    )

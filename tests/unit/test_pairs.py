@@ -57,14 +57,32 @@ def pairs(draw: st.DrawFn, longest: int = 9) -> list[Pair]:
 
 
 def store_of(
-    folder: Path, sides: Sequence[Side], *, loss_mask: LossMask = PAIRS, of_pairs: bool | None = True
+    folder: Path,
+    sides: Sequence[Side],
+    *,
+    loss_mask: LossMask = PAIRS,
+    of_pairs: bool | None = True,
 ) -> TokenStore:
     with StoreWriter(folder / "x", dtype=np.dtype("<u2")) as writer:
         for side in sides:
-            writer.add_block(np.array(side.ids), np.array([len(side.ids)], np.int32), np.array(side.learnt))
+            writer.add_block(
+                np.array(side.ids), np.array([len(side.ids)], np.int32), np.array(side.learnt)
+            )
         writer.finish(
             lambda w: StoreInfo(
-                *(w.content_hash(), "", w.num_tokens, w.num_documents, 0, "", "", "", "", 60_001, 60_000),
+                *(
+                    w.content_hash(),
+                    "",
+                    w.num_tokens,
+                    w.num_documents,
+                    0,
+                    "",
+                    "",
+                    "",
+                    "",
+                    60_001,
+                    60_000,
+                ),
                 loss_mask=loss_mask,
                 num_loss_tokens=w.num_loss_tokens,
                 pairs=of_pairs,
@@ -93,7 +111,9 @@ def as_read(side: Side, kept: int) -> tuple[list[int], list[int]]:
     return side.ids[:kept], labels + [IGNORED] * (kept - len(labels))
 
 
-def pairs_in(batch: dict[str, np.ndarray], row: int, seq_len: int) -> list[tuple[list[int], list[int]]]:
+def pairs_in(
+    batch: dict[str, np.ndarray], row: int, seq_len: int
+) -> list[tuple[list[int], list[int]]]:
     """(inputs, labels) of each document in a row, by a loop over its places."""
     found: list[tuple[list[int], list[int]]] = []
     ended = False
@@ -134,9 +154,13 @@ def test_each_pair_is_in_one_row_once_and_learnt_once(
 ) -> None:
     seq_len = max(size_of(pair) for pair in found) + more
     placement = best_fit_among(lookahead) if packing == "best_fit" else PLACEMENTS["none"]
-    rows = PaddedRows(store_of(folder, flat(found)), seq_len=seq_len, placement=placement, **SETTINGS)
+    rows = PaddedRows(
+        store_of(folder, flat(found)), seq_len=seq_len, placement=placement, **SETTINGS
+    )
     batch = rows.rows(np.arange(rows.num_rows))
-    expected = {pair[0].ids[0]: [as_read(side, len(side.ids)) for side in pair] for pair in found}
+    expected = {
+        pair[0].ids[0]: [as_read(side, len(side.ids)) for side in pair] for pair in found
+    }
     read: list[int] = []
     for row in range(rows.num_rows):
         documents = pairs_in(batch, row, seq_len)
@@ -149,10 +173,15 @@ def test_each_pair_is_in_one_row_once_and_learnt_once(
     assert sorted(read) == sorted(expected)
     targets = batch["labels"][batch["labels"] != IGNORED].tolist()
     assert sorted(targets) == sorted(
-        id for side in flat(found) for id, learnt in zip(side.ids, side.learnt, strict=True) if learnt
+        id
+        for side in flat(found)
+        for id, learnt in zip(side.ids, side.learnt, strict=True)
+        if learnt
     )
     sizes = [size_of(pair) for pair in found]
-    assert rows.num_rows == (rows_by_hand(sizes, seq_len, lookahead) if packing == "best_fit" else len(found))
+    assert rows.num_rows == (
+        rows_by_hand(sizes, seq_len, lookahead) if packing == "best_fit" else len(found)
+    )
     report = rows.report
     assert (report.num_pairs, report.dropped_tokens, report.dropped_pairs) == (len(found), 0, 0)
     assert f"in {len(found):,} pair" in str(report)
@@ -178,7 +207,9 @@ def test_truncated_pair_keeps_both_beginnings_or_is_dropped(
     store = store_of(folder, flat(found))
     packing_of = Packing(seq_len, packing, truncate=True, **SETTINGS)
     if not expected:
-        with pytest.raises(DataError, match=r"tokens, which data\.truncate keeps, compare no two answers") as caught:
+        with pytest.raises(
+            DataError, match=r"tokens, which data\.truncate keeps, compare no two answers"
+        ) as caught:
             packing_of.pack(store)
         assert "truncate true" not in caught.value.problems[0].fix
         return
@@ -192,7 +223,11 @@ def test_truncated_pair_keeps_both_beginnings_or_is_dropped(
             read[documents[even][0][0]] = documents[even : even + 2]
     assert read == expected
     report = rows.report
-    assert (report.dropped_pairs, report.dropped_tokens, report.truncated_documents) == (dropped, lost, truncated)
+    assert (report.dropped_pairs, report.dropped_tokens, report.truncated_documents) == (
+        dropped,
+        lost,
+        truncated,
+    )
     assert not dropped or f"{dropped} pair" in str(report)
     # What the audit and the hashes of blocks ask: where the tokens of a row lie, and who reads a token.
     for row in range(rows.num_rows):
@@ -201,7 +236,10 @@ def test_truncated_pair_keeps_both_beginnings_or_is_dropped(
 
 
 def test_pair_that_does_not_fit_is_refused_with_a_fix_that_works(folder: Path) -> None:
-    short, long = Side([1, 2, 3], [False, True, True]), Side([*range(1, 9)], [False] * 4 + [True] * 4)
+    short, long = (
+        Side([1, 2, 3], [False, True, True]),
+        Side([*range(1, 9)], [False] * 4 + [True] * 4),
+    )
     other = Side([*range(1, 5), *range(11, 15)], long.learnt)
     store = store_of(folder, [short, short, short, long, long, other])
     with pytest.raises(DataError) as caught:
@@ -211,7 +249,9 @@ def test_pair_that_does_not_fit_is_refused_with_a_fix_that_works(folder: Path) -
         "data.seq_len = 10: 2 of 3 pairs do not fit in a row; the first, in row 1, has 11 tokens: 3 with the chosen "
         "answer and 8 with the rejected one"
     )
-    assert problem.fix.startswith("--data.seq_len 16   ") and "--data.truncate true" in problem.fix
+    assert (
+        problem.fix.startswith("--data.seq_len 16   ") and "--data.truncate true" in problem.fix
+    )
     assert Packing(16, None, **SETTINGS).pack(store).num_rows == 3
     rows = Packing(10, None, truncate=True, **SETTINGS).pack(store)
     assert rows.report.dropped_tokens == 3 * 2 and rows.report.truncated_documents == 3
@@ -239,7 +279,9 @@ def test_pair_that_differs_only_after_the_cut_is_dropped(folder: Path) -> None:
         ({"packing": None, "document_mask": False}, "data.document_mask = false with pairs"),
     ],
 )
-def test_settings_that_pairs_cannot_have(folder: Path, options: dict[str, Any], what: str) -> None:
+def test_settings_that_pairs_cannot_have(
+    folder: Path, options: dict[str, Any], what: str
+) -> None:
     side = Side([1, 2, 3], [False, True, True])
     with pytest.raises(ConfigError) as caught:
         Packing(8, **options).pack(store_of(folder, [side, side]))
@@ -249,14 +291,19 @@ def test_settings_that_pairs_cannot_have(folder: Path, options: dict[str, Any], 
 
 def test_store_with_a_document_of_one_token_is_refused(folder: Path) -> None:
     store = store_of(folder, [Side([1, 2], [False, True]), Side([1], [True])])
-    with pytest.raises(DataError, match=r"the pair in row 0 has a document of less than 2 tokens"):
+    with pytest.raises(
+        DataError, match=r"the pair in row 0 has a document of less than 2 tokens"
+    ):
         Packing(8, None, **SETTINGS).pack(store)
 
 
 def test_rows_of_pairs_are_not_those_of_its_documents(folder: Path) -> None:
     sides = [Side([7, index, 9], [False, True, True]) for index in range(6)]
     fingerprints = set()
-    for loss_mask, of_pairs in ((PAIRS, True), (LossMask("chat", ("messages",), "assistant"), None)):
+    for loss_mask, of_pairs in (
+        (PAIRS, True),
+        (LossMask("chat", ("messages",), "assistant"), None),
+    ):
         for packing in ("best_fit", "none"):
             store = store_of(folder, sides, loss_mask=loss_mask, of_pairs=of_pairs)
             fingerprints.add(Packing(8, packing, **SETTINGS).pack(store).fingerprint)
@@ -264,7 +311,11 @@ def test_rows_of_pairs_are_not_those_of_its_documents(folder: Path) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(found=pairs(), sizes=st.lists(st.sampled_from([1, 2, 4]), min_size=2, max_size=3), steps=st.integers(0, 4))
+@given(
+    found=pairs(),
+    sizes=st.lists(st.sampled_from([1, 2, 4]), min_size=2, max_size=3),
+    steps=st.integers(0, 4),
+)
 def test_order_of_pairs_goes_on_exactly_on_other_dp_sizes(
     folder: Path, found: list[Pair], sizes: list[int], steps: int
 ) -> None:
@@ -273,7 +324,9 @@ def test_order_of_pairs_goes_on_exactly_on_other_dp_sizes(
     rows = Packing(seq_len, None, **SETTINGS).pack(store_of(folder, flat(found)))
     order = Order(rows.num_rows, 4, seed=3, shuffle=True, tail="carry")
 
-    def read(dp_size: int, count: int, state: dict[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
+    def read(
+        dp_size: int, count: int, state: dict[str, Any] | None
+    ) -> tuple[list[Any], dict[str, Any]]:
         ranks = []
         for rank in range(dp_size):
             loader = TokenLoader(rows, order, dp_rank=rank, dp_size=dp_size, document_mask=True)
@@ -286,7 +339,12 @@ def test_order_of_pairs_goes_on_exactly_on_other_dp_sizes(
             place = np.concatenate([part["indices"].numpy() for part in parts])
             kept = np.argsort(place, kind="stable")
             names = ("indices", "input_ids", "labels", "document_ids", "position_ids")
-            steps.append([np.concatenate([part[name].numpy() for part in parts])[kept].tolist() for name in names])
+            steps.append(
+                [
+                    np.concatenate([part[name].numpy() for part in parts])[kept].tolist()
+                    for name in names
+                ]
+            )
         return steps, ranks[0][1]
 
     whole, _ = read(1, steps * len(sizes), None)

@@ -15,33 +15,51 @@ DP_SIZES = st.integers(1, 9)
 TAILS = st.sampled_from(partition.TAILS)
 
 
-def step_of_all(position: int, *, num_rows: int, global_batch: int, dp_size: int, tail: Tail) -> list[StepRows]:
+def step_of_all(
+    position: int, *, num_rows: int, global_batch: int, dp_size: int, tail: Tail
+) -> list[StepRows]:
     return [
-        Steps(num_rows, global_batch, tail).of_rank(position, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)
+        Steps(num_rows, global_batch, tail).of_rank(position, dp_rank=rank, dp_size=dp_size)
+        for rank in range(dp_size)
     ]
 
 
 def read_in_order(shares: list[StepRows]) -> list[int]:
     """The positions of one step as the dp ranks take turns."""
     rounds = max(len(rows.positions) for rows in shares)
-    return [int(rows.positions[k]) for k in range(rounds) for rows in shares if k < len(rows.positions)]
+    return [
+        int(rows.positions[k])
+        for k in range(rounds)
+        for rows in shares
+        if k < len(rows.positions)
+    ]
 
 
 @given(step=st.integers(0, 10**15), per_rank=st.integers(1, 8), dp_size=DP_SIZES)
 def test_dp_ranks_take_turns_in_a_step(step: int, per_rank: int, dp_size: int) -> None:
     batch = per_rank * dp_size
-    shares = step_of_all(step * batch, num_rows=(step + 1) * batch, global_batch=batch, dp_size=dp_size, tail="drop")
+    shares = step_of_all(
+        step * batch,
+        num_rows=(step + 1) * batch,
+        global_batch=batch,
+        dp_size=dp_size,
+        tail="drop",
+    )
     assert {len(share.positions) for share in shares} == {per_rank}
     assert read_in_order(shares) == list(range(step * batch, (step + 1) * batch))
 
 
 @given(num_rows=st.integers(1, 300), per_rank=st.integers(1, 5), dp_size=DP_SIZES, tail=TAILS)
-def test_an_epoch_is_covered_once_with_equal_steps(num_rows: int, per_rank: int, dp_size: int, tail: Tail) -> None:
+def test_an_epoch_is_covered_once_with_equal_steps(
+    num_rows: int, per_rank: int, dp_size: int, tail: Tail
+) -> None:
     batch = per_rank * dp_size
     steps = Steps(num_rows, batch, tail).left(0)
     read: list[int] = []
     for step in range(steps):
-        shares = step_of_all(step * batch, num_rows=num_rows, global_batch=batch, dp_size=dp_size, tail=tail)
+        shares = step_of_all(
+            step * batch, num_rows=num_rows, global_batch=batch, dp_size=dp_size, tail=tail
+        )
         assert {len(rows.positions) + rows.num_ignored for rows in shares} == {per_rank}
         assert tail == "exact" or not any(rows.num_ignored for rows in shares)
         read += read_in_order(shares)
@@ -50,7 +68,9 @@ def test_an_epoch_is_covered_once_with_equal_steps(num_rows: int, per_rank: int,
     elif tail == "exact":
         assert read == list(range(num_rows))
     else:
-        assert read == [position % num_rows for position in range(-(-num_rows // batch) * batch)]
+        assert read == [
+            position % num_rows for position in range(-(-num_rows // batch) * batch)
+        ]
 
 
 @given(
@@ -69,7 +89,9 @@ def test_another_mesh_and_batch_go_on_where_the_first_stopped(
         batch, made = per_rank * dp_size, 0
         while Steps(num_rows, batch, tail).left(position) and (number or made < stop):
             read += read_in_order(
-                step_of_all(position, num_rows=num_rows, global_batch=batch, dp_size=dp_size, tail=tail)
+                step_of_all(
+                    position, num_rows=num_rows, global_batch=batch, dp_size=dp_size, tail=tail
+                )
             )
             position += batch
             made += 1
@@ -80,21 +102,35 @@ def test_another_mesh_and_batch_go_on_where_the_first_stopped(
     assert tail != "pad" or len(read) >= num_rows
 
 
-@given(per_rank=st.integers(1, 4), first=DP_SIZES, second=DP_SIZES, num_rows=st.integers(1, 200), tail=TAILS)
+@given(
+    per_rank=st.integers(1, 4),
+    first=DP_SIZES,
+    second=DP_SIZES,
+    num_rows=st.integers(1, 200),
+    tail=TAILS,
+)
 def test_a_step_is_the_same_set_on_every_mesh(
     per_rank: int, first: int, second: int, num_rows: int, tail: Tail
 ) -> None:
     batch = per_rank * first * second
     for position in range(0, num_rows - batch + 1, batch):
         sets = [
-            read_in_order(step_of_all(position, num_rows=num_rows, global_batch=batch, dp_size=size, tail=tail))
+            read_in_order(
+                step_of_all(
+                    position, num_rows=num_rows, global_batch=batch, dp_size=size, tail=tail
+                )
+            )
             for size in (first, second)
         ]
         assert sets[0] == sets[1]
 
 
 @given(
-    num_rows=st.integers(1, 50), batch=st.integers(1, 9), start=st.integers(0, 60), ahead=st.integers(0, 60), tail=TAILS
+    num_rows=st.integers(1, 50),
+    batch=st.integers(1, 9),
+    start=st.integers(0, 60),
+    ahead=st.integers(0, 60),
+    tail=TAILS,
 )
 def test_many_steps_at_once_end_where_single_steps_do(
     num_rows: int, batch: int, start: int, ahead: int, tail: Tail
@@ -134,7 +170,8 @@ def test_a_padded_last_step_repeats_the_head_as_often_as_needed() -> None:
 @given(num_rows=st.integers(0, 200), start=st.integers(0, 220), dp_size=DP_SIZES, tail=TAILS)
 def test_shares_of_a_bare_sampler(num_rows: int, start: int, dp_size: int, tail: Tail) -> None:
     shares = [
-        partition.share(start, num_rows=num_rows, dp_rank=rank, dp_size=dp_size, tail=tail) for rank in range(dp_size)
+        partition.share(start, num_rows=num_rows, dp_rank=rank, dp_size=dp_size, tail=tail)
+        for rank in range(dp_size)
     ]
     lengths = [len(share) for share in shares]
     read = sorted(position for share in shares for position in share)
@@ -145,7 +182,11 @@ def test_shares_of_a_bare_sampler(num_rows: int, start: int, dp_size: int, tail:
         assert max(lengths) - min(lengths) <= 1
     else:
         assert len(set(lengths)) == 1
-        assert (left - dp_size < len(read) <= left) if tail == "drop" else (left <= len(read) < left + dp_size)
+        assert (
+            (left - dp_size < len(read) <= left)
+            if tail == "drop"
+            else (left <= len(read) < left + dp_size)
+        )
 
 
 def test_a_batch_that_cannot_be_divided_is_refused() -> None:
@@ -181,5 +222,7 @@ def test_an_epoch_without_a_step_is_refused() -> None:
 
 @pytest.mark.parametrize("position", [-4, 8, 12])
 def test_a_step_that_does_not_exist_is_refused(position: int) -> None:
-    with pytest.raises(IndexError, match=f"no step begins at position {position} of 10 rows with 4 rows a step"):
+    with pytest.raises(
+        IndexError, match=f"no step begins at position {position} of 10 rows with 4 rows a step"
+    ):
         Steps(10, 4, "drop").of_rank(position, dp_rank=0, dp_size=2)

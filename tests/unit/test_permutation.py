@@ -22,7 +22,11 @@ from threefold.data.order.permutation import (
 from threefold.errors import ConfigError, DataError
 
 SEEDS = st.integers(0, 2**200)
-SIZES = st.one_of(st.integers(1, 2**17), st.integers(1, MAX_ROWS), st.integers(0, 62).map(lambda bits: 2**bits))
+SIZES = st.one_of(
+    st.integers(1, 2**17),
+    st.integers(1, MAX_ROWS),
+    st.integers(0, 62).map(lambda bits: 2**bits),
+)
 
 
 def test_every_n_to_2000_is_a_bijection() -> None:
@@ -34,7 +38,9 @@ def test_every_n_to_2000_is_a_bijection() -> None:
         assert np.array_equal(order.inverse(indices), positions), n
 
 
-def test_every_n_to_2000_is_a_bijection_without_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_n_to_2000_is_a_bijection_without_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(permutation, "_TABLE_ROWS", 0)
     for n in range(1, 2001):
         positions = np.arange(n)
@@ -70,7 +76,9 @@ def test_words_of_64_bits_are_bijections(monkeypatch: pytest.MonkeyPatch) -> Non
 @example(n=2**32, seed=0, epoch=0, data=None)
 @example(n=2**32 + 1, seed=0, epoch=0, data=None)
 @example(n=MAX_ROWS, seed=0, epoch=0, data=None)
-def test_the_inverse_undoes_it_at_any_size(n: int, seed: int, epoch: int, data: st.DataObject | None) -> None:
+def test_the_inverse_undoes_it_at_any_size(
+    n: int, seed: int, epoch: int, data: st.DataObject | None
+) -> None:
     drawn = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=50)) if data else []
     positions = np.unique(np.array([0, n - 1, n // 2, n // 3, *drawn], dtype=np.int64))
     order = Permutation(n, seed=seed, epoch=epoch)
@@ -91,7 +99,9 @@ def test_any_slice_and_shape_gives_the_same_order(n: int) -> None:
     whole = order.at(positions)
     assert np.array_equal(order.at(positions[::-1])[::-1], whole)
     assert np.array_equal(order.at(positions[::7]), whole[::7])
-    assert np.array_equal(order.at(positions.reshape(10, 100, 100)), whole.reshape(10, 100, 100))
+    assert np.array_equal(
+        order.at(positions.reshape(10, 100, 100)), whole.reshape(10, 100, 100)
+    )
     assert np.array_equal(order.at(positions.astype(np.uint64)), whole)
     assert order.at(np.array([], dtype=np.int64)).shape == (0,)
     assert order.at(np.array(7)).shape == ()
@@ -107,11 +117,27 @@ def test_an_int_gives_an_int() -> None:
 
 
 def test_seed_epoch_and_size_each_change_the_order() -> None:
-    pairs = [(0, 0), (0, 1), (1, 0), (1, 1), (2**32, 0), (2**32 + 1, 0), (1, 2**32), (2**64, 0), (2**128 + 1, 0)]
+    pairs = [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (2**32, 0),
+        (2**32 + 1, 0),
+        (1, 2**32),
+        (2**64, 0),
+        (2**128 + 1, 0),
+    ]
     for n in (1000, 10**6):
-        orders = {Permutation(n, seed=seed, epoch=epoch).at(np.arange(64)).tobytes() for seed, epoch in pairs}
+        orders = {
+            Permutation(n, seed=seed, epoch=epoch).at(np.arange(64)).tobytes()
+            for seed, epoch in pairs
+        }
         assert len(orders) == len(pairs)
-    assert Permutation(10**6).at(np.arange(9)).tolist() != Permutation(10**6 + 1).at(np.arange(9)).tolist()
+    assert (
+        Permutation(10**6).at(np.arange(9)).tolist()
+        != Permutation(10**6 + 1).at(np.arange(9)).tolist()
+    )
 
 
 def test_order_never_changes() -> None:
@@ -119,7 +145,14 @@ def test_order_never_changes() -> None:
     golden = {
         10: [6, 1, 3, 4, 8, 7],
         10**6: [54576, 675727, 344820, 857451, 102638, 60734],
-        10**12: [222781204811, 729920705752, 305284897234, 764220841728, 191659416448, 885722958215],
+        10**12: [
+            222781204811,
+            729920705752,
+            305284897234,
+            764220841728,
+            191659416448,
+            885722958215,
+        ],
     }
     for n, expected in golden.items():
         assert Permutation(n, seed=42, epoch=7).at(np.arange(6)).tolist() == expected

@@ -29,7 +29,9 @@ MOST_OF_ALL = 7
 MOST_OF_ONE_SIZE = 3
 
 
-def chi_square(counts: npt.NDArray[np.int64], expected: npt.NDArray[np.float64], *, freedom: int) -> float:
+def chi_square(
+    counts: npt.NDArray[np.int64], expected: npt.NDArray[np.float64], *, freedom: int
+) -> float:
     return float(stats.chi2.sf(((counts - expected) ** 2 / expected).sum(), freedom))
 
 
@@ -39,7 +41,9 @@ def two_sided(z: float) -> float:
 
 def bins_of(values: Order, *, n: int, bins: int) -> tuple[Order, npt.NDArray[np.float64]]:
     """bin of each value, and how many of [0, n) each bin holds."""
-    return values * bins // n, np.bincount(np.arange(n) * bins // n, minlength=bins).astype(float)
+    return values * bins // n, np.bincount(np.arange(n) * bins // n, minlength=bins).astype(
+        float
+    )
 
 
 def differences(later: Order, earlier: Order) -> float:
@@ -74,7 +78,9 @@ def pair_uniformity(order: Order) -> float:
     n, bins = len(order), 8
     pairs = n // 2
     binned, sizes = bins_of(order, n=n, bins=bins)
-    counts = np.bincount(binned[: 2 * pairs : 2] * bins + binned[1 : 2 * pairs : 2], minlength=bins**2)
+    counts = np.bincount(
+        binned[: 2 * pairs : 2] * bins + binned[1 : 2 * pairs : 2], minlength=bins**2
+    )
     expected = (np.outer(sizes, sizes) - np.diag(sizes)).ravel() * pairs / (n * (n - 1))
     return chi_square(counts, expected, freedom=bins * (bins - 1))
 
@@ -88,7 +94,12 @@ def low_bits(order: Order) -> float:
 def contingency(rows: Order, columns: Order, *, bins: int) -> float:
     n = len(rows)
     counts = np.bincount(rows * bins + columns, minlength=bins**2)
-    expected = np.outer(np.bincount(rows, minlength=bins), np.bincount(columns, minlength=bins)).ravel() / n
+    expected = (
+        np.outer(
+            np.bincount(rows, minlength=bins), np.bincount(columns, minlength=bins)
+        ).ravel()
+        / n
+    )
     statistic = ((counts - expected) ** 2 / expected).sum() * (n - 1) / n
     return float(stats.chi2.sf(statistic, (bins - 1) ** 2))
 
@@ -97,7 +108,9 @@ def block_balance(order: Order) -> float:
     """Pairs that share a block of 64 positions and a block of 64 indices; exact moments (Mantel 1967)."""
     n = len(order)
     blocks = -(-n // 64)
-    cells = np.unique(np.arange(n) // 64 * blocks + order // 64, return_counts=True)[1].astype(float)
+    cells = np.unique(np.arange(n) // 64 * blocks + order // 64, return_counts=True)[1].astype(
+        float
+    )
     observed = float((cells * (cells - 1)).sum())
     sizes = np.bincount(np.arange(n) // 64).astype(float)
     ordered_pairs = float((sizes * (sizes - 1)).sum())
@@ -106,7 +119,8 @@ def block_balance(order: Order) -> float:
     square = (
         2 * ordered_pairs**2 / (n * (n - 1))
         + 4 * (degrees - ordered_pairs) ** 2 / (n * (n - 1) * (n - 2))
-        + (ordered_pairs**2 + 2 * ordered_pairs - 4 * degrees) ** 2 / (n * (n - 1) * (n - 2) * (n - 3))
+        + (ordered_pairs**2 + 2 * ordered_pairs - 4 * degrees) ** 2
+        / (n * (n - 1) * (n - 2) * (n - 3))
     )
     return two_sided((observed - mean) / (square - mean**2) ** 0.5)
 
@@ -154,11 +168,15 @@ def measured() -> dict[int, dict[str, list[float]]]:
     return {n: p_values(n, ours) for n in SIZES}
 
 
-def test_no_more_than_chance_below_a_thousandth(measured: dict[int, dict[str, list[float]]]) -> None:
+def test_no_more_than_chance_below_a_thousandth(
+    measured: dict[int, dict[str, list[float]]],
+) -> None:
     by_size = {n: low(found) for n, found in measured.items()}
     count = sum(len(values) for found in measured.values() for values in found.values())
     total = sum(map(len, by_size.values()))
-    print(f"{total} of {count} p-values below {SIGNIFICANCE}; chance: {count * SIGNIFICANCE:.1f}; {by_size}")
+    print(
+        f"{total} of {count} p-values below {SIGNIFICANCE}; chance: {count * SIGNIFICANCE:.1f}; {by_size}"
+    )
     assert count == 1600
     assert total <= MOST_OF_ALL, by_size
     assert max(map(len, by_size.values())) <= MOST_OF_ONE_SIZE, by_size

@@ -56,7 +56,9 @@ def place(environ: dict[str, str]) -> ObjectStore:
 
 
 @pytest.fixture(params=["s3", "gs"])
-def url(request: pytest.FixtureRequest, environ: dict[str, str], monkeypatch: Any, tmp_path: Path) -> str:
+def url(
+    request: pytest.FixtureRequest, environ: dict[str, str], monkeypatch: Any, tmp_path: Path
+) -> str:
     """The prefix by S3's protocol and by Google's, whose client finds the stub by the file of a service account."""
     account = {"gcs_base_url": environ["AWS_ENDPOINT_URL"], "disable_oauth": True}
     account |= dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
@@ -87,9 +89,21 @@ def test_address(text: str, parts: tuple[str, str, str]) -> None:
         ("s3://", "s3:// names no bucket", "s3://bucket/prefix"),
         ("s3:///x", "s3:///x names no bucket", "s3://bucket/x"),
         ("s3://Runs/x", "s3://Runs/x: 'Runs' is not a bucket's name", "s3://bucket/x"),
-        ("s3://runs/a//b", "s3://runs/a//b: '' cannot be a part of a prefix", "s3://runs/another-prefix"),
-        ("s3://runs/../b", "s3://runs/../b: '..' cannot be a part of a prefix", "s3://runs/another-prefix"),
-        ("s3://runs/a b", "s3://runs/a b: 'a b' cannot be a part of a prefix", "s3://runs/another-prefix"),
+        (
+            "s3://runs/a//b",
+            "s3://runs/a//b: '' cannot be a part of a prefix",
+            "s3://runs/another-prefix",
+        ),
+        (
+            "s3://runs/../b",
+            "s3://runs/../b: '..' cannot be a part of a prefix",
+            "s3://runs/another-prefix",
+        ),
+        (
+            "s3://runs/a b",
+            "s3://runs/a b: 'a b' cannot be a part of a prefix",
+            "s3://runs/another-prefix",
+        ),
         (
             "hf://me/x",
             "hf://me/x is no store that threefold can use",
@@ -115,10 +129,15 @@ def test_address_with_a_secret_is_not_shown() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(f"s3://AKIDOFTEST:{SECRET}@runs/x")
     assert SECRET not in str(caught.value) and "AKIDOFTEST" not in str(caught.value)
-    assert caught.value.problems[0].what == "the address s3://... holds more than a bucket and a prefix"
+    assert (
+        caught.value.problems[0].what
+        == "the address s3://... holds more than a bucket and a prefix"
+    )
 
 
-def test_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
+def test_library_that_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ConfigError) as caught:
         open_store(URL, environ)
@@ -137,7 +156,10 @@ def test_protocol(url: str, environ: dict[str, str], tmp_path: Path, store: Stub
     place.write("folder/big", tmp_path / "big")
     assert place.read("one", start=1, length=3) == b"234"
     assert place.read("one", start=1, length=0) == b""
-    assert place.read("folder/big", start=8 * 2**20 - 5, length=10) == big[8 * 2**20 - 5 : 8 * 2**20 + 5]
+    assert (
+        place.read("folder/big", start=8 * 2**20 - 5, length=10)
+        == big[8 * 2**20 - 5 : 8 * 2**20 + 5]
+    )
     assert store.objects["a/b/folder/big"] == big
     assert {each.key: each.size for each in place.list()} == {"one": 5, "folder/big": len(big)}
     assert [each.key for each in place.list("folder")] == ["folder/big"]
@@ -168,12 +190,37 @@ def test_bytes_that_are_not_there(place: ObjectStore, key: str, start: int, what
 
 ANSWERS = [
     (404, "NoSuchBucket", "there is no bucket runs", ConfigError),
-    (403, "SignatureDoesNotMatch", "the secret does not belong to the access key (403 ", ConfigError),
-    (403, "InvalidAccessKeyId", "it does not know the access key (403 InvalidAccessKeyId)", ConfigError),
-    (400, "ExpiredToken", "the session's token has expired or is not one (400 ExpiredToken)", ConfigError),
-    (403, "RequestTimeTooSkewed", "this machine's clock differs too much from its own (403 ", ConfigError),
+    (
+        403,
+        "SignatureDoesNotMatch",
+        "the secret does not belong to the access key (403 ",
+        ConfigError,
+    ),
+    (
+        403,
+        "InvalidAccessKeyId",
+        "it does not know the access key (403 InvalidAccessKeyId)",
+        ConfigError,
+    ),
+    (
+        400,
+        "ExpiredToken",
+        "the session's token has expired or is not one (400 ExpiredToken)",
+        ConfigError,
+    ),
+    (
+        403,
+        "RequestTimeTooSkewed",
+        "this machine's clock differs too much from its own (403 ",
+        ConfigError,
+    ),
     (301, "PermanentRedirect", "the bucket runs is in another region (redirect)", ConfigError),
-    (400, "AuthorizationHeaderMalformed", "the bucket runs is in another region (400 ", ConfigError),
+    (
+        400,
+        "AuthorizationHeaderMalformed",
+        "the bucket runs is in another region (400 ",
+        ConfigError,
+    ),
     (403, "AccessDenied", "these credentials may not do that (403 AccessDenied)", ConfigError),
     (405, "MethodNotAllowed", "it answered 405 MethodNotAllowed", PlaceError),
 ]
@@ -181,7 +228,12 @@ ANSWERS = [
 
 @pytest.mark.parametrize(("status", "code", "told", "kind"), ANSWERS)
 def test_answer_is_one_sentence(
-    place: ObjectStore, store: StubStore, status: int, code: str, told: str, kind: type[ThreefoldError]
+    place: ObjectStore,
+    store: StubStore,
+    status: int,
+    code: str,
+    told: str,
+    kind: type[ThreefoldError],
 ) -> None:
     store.answers["PUT"] = (status, code, 100)
     with pytest.raises(kind) as caught:
@@ -195,29 +247,40 @@ def test_answer_is_one_sentence(
 
 
 @pytest.mark.parametrize("times", [2, 1000])
-def test_busy_store_is_asked_again_for_a_while(place: ObjectStore, store: StubStore, times: int) -> None:
+def test_busy_store_is_asked_again_for_a_while(
+    place: ObjectStore, store: StubStore, times: int
+) -> None:
     store.answers["PUT"] = (503, "SlowDown", times)
     if times == 2:
         place.write("one", b"1")
         assert store.objects == {"a/b/one": b"1"} and len(store.requests) == 3
         return
     with pytest.raises(
-        PlaceError, match=r"^s3://runs/a/b: one cannot be written: it asks to slow down \(503 SlowDown\)"
+        PlaceError,
+        match=r"^s3://runs/a/b: one cannot be written: it asks to slow down \(503 SlowDown\)",
     ):
         place.write("one", b"1")
     assert 3 <= len(store.requests) <= 13
 
 
 @pytest.mark.parametrize("write", ["create", "swap"])
-def test_writer_whose_answer_is_lost_knows_that_it_has_won(place: ObjectStore, store: StubStore, write: str) -> None:
+def test_writer_whose_answer_is_lost_knows_that_it_has_won(
+    place: ObjectStore, store: StubStore, write: str
+) -> None:
     etag = place.create("pointer", b"0")
     store.cut_after = 1
-    won = place.create("seal", b"mine") if write == "create" else place.swap("pointer", b"mine", etag=etag or "")
+    won = (
+        place.create("seal", b"mine")
+        if write == "create"
+        else place.swap("pointer", b"mine", etag=etag or "")
+    )
     assert won is not None
     assert place.create("seal", b"theirs") is None or write == "swap"
 
 
-def test_writer_in_a_conflict_that_nobody_has_won_tries_again(place: ObjectStore, store: StubStore) -> None:
+def test_writer_in_a_conflict_that_nobody_has_won_tries_again(
+    place: ObjectStore, store: StubStore
+) -> None:
     store.answers["PUT"] = (409, "ConditionalRequestConflict", 2)
     etag = place.create("seal", b"mine")
     store.answers["PUT"] = (409, "ConditionalRequestConflict", 1)
@@ -225,10 +288,16 @@ def test_writer_in_a_conflict_that_nobody_has_won_tries_again(place: ObjectStore
     assert store.objects == {"a/b/seal": b"again"}
 
 
-def test_store_that_is_not_there(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_that_is_not_there(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     place = open_store(URL, {**environ, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, retry_s=0.5)
-    for ask in (lambda: place.write("one", b"1"), lambda: place.create("one", b"1"), lambda: list(place.list())):
+    for ask in (
+        lambda: place.write("one", b"1"),
+        lambda: place.create("one", b"1"),
+        lambda: list(place.list()),
+    ):
         with pytest.raises(PlaceError, match="it did not answer, or ended the connection"):
             ask()
 
@@ -242,14 +311,20 @@ def test_store_that_is_not_there(environ: dict[str, str], monkeypatch: pytest.Mo
         ("ftp://host", "{}=https://host   (http:// without TLS)"),
     ],
 )
-@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "endpoint_url"])
+@pytest.mark.parametrize(
+    "name", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "endpoint_url"]
+)
 def test_what_is_no_servers_address_is_refused(
     name: str, given: str, fix: str, environ: dict[str, str], tmp_path: Path
 ) -> None:
     """The library would panic at it, in the middle of a request."""
     del environ["AWS_ENDPOINT_URL"], environ["AWS_ACCESS_KEY_ID"]
     (tmp_path / "config").write_text(f"[default]\nendpoint_url = {given}\n")
-    of_profile = {"AWS_CONFIG_FILE": str(tmp_path / "config")} if name == "endpoint_url" else {name: given}
+    of_profile = (
+        {"AWS_CONFIG_FILE": str(tmp_path / "config")}
+        if name == "endpoint_url"
+        else {name: given}
+    )
     with pytest.raises(ConfigError) as error:
         open_store(URL, {"HOME": str(tmp_path), **environ, **of_profile})
     assert str(error.value).startswith(f"{name} is {given!r}, which is no server's address\n")
@@ -282,7 +357,9 @@ def test_ctrl_c_is_heard_while_a_store_does_not_answer() -> None:
     assert process.returncode == -signal.SIGINT
 
 
-def test_store_is_not_used_after_a_fork(place: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_is_not_used_after_a_fork(
+    place: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(object_store.os, "getpid", lambda: -1)
     with pytest.raises(RunError, match="was opened before this process was forked"):
         place.stat("one")
@@ -301,7 +378,9 @@ def test_no_store_is_opened_after_a_fork(place: ObjectStore, environ: dict[str, 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_profile(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: StubStore) -> None:
+def test_profile(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: StubStore
+) -> None:
     """Keys and endpoint of a profile, where the environment has none; a file that cannot be parsed is not shown."""
     for name in environ:
         monkeypatch.delenv(name)
@@ -309,7 +388,9 @@ def test_profile(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_p
     (tmp_path / ".aws" / "config").write_text(
         f"[profile lab]\nregion = eu-west-1\nendpoint_url = {environ['AWS_ENDPOINT_URL']}\n"
     )
-    (tmp_path / ".aws" / "credentials").write_text(f"[lab]\naws_access_key_id = K\naws_secret_access_key = {SECRET}\n")
+    (tmp_path / ".aws" / "credentials").write_text(
+        f"[lab]\naws_access_key_id = K\naws_secret_access_key = {SECRET}\n"
+    )
     variables = {"HOME": str(tmp_path), "AWS_PROFILE": "lab"}
     open_store(URL, variables, retry_s=1).write("one", b"1")
     assert store.objects == {"a/b/one": b"1"}
@@ -320,9 +401,15 @@ def test_profile(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 FAULTS = {
-    "put if absent": ("the second writer of a key is not refused (If-None-Match is ignored)", "If-None-Match"),
+    "put if absent": (
+        "the second writer of a key is not refused (If-None-Match is ignored)",
+        "If-None-Match",
+    ),
     "races of writers": ("0 of ", "If-None-Match"),
-    "swap by etag": ("a write by a stale etag is not refused (If-Match is ignored)", "If-Match"),
+    "swap by etag": (
+        "a write by a stale etag is not refused (If-Match is ignored)",
+        "If-Match",
+    ),
     "parts and ranges": ("other bytes than were written", "range"),
     "listing after writing": ("7 of 8 are listed at once", "listing"),
     "delete": ("what is deleted is still there", "delete"),
@@ -330,7 +417,9 @@ FAULTS = {
 }
 
 
-def test_store_that_keeps_all_is_admitted(url: str, environ: dict[str, str], store: StubStore) -> None:
+def test_store_that_keeps_all_is_admitted(
+    url: str, environ: dict[str, str], store: StubStore
+) -> None:
     told = admit(url, environ)
     assert [probe.name for probe in told.probes if not probe.holds] == []
     assert [probe.name for probe in told.probes] == [*FAULTS, "latency, bandwidth"]
@@ -338,13 +427,18 @@ def test_store_that_keeps_all_is_admitted(url: str, environ: dict[str, str], sto
 
 
 @pytest.mark.parametrize("probe", FAULTS)
-def test_fault_is_refused_by_name(url: str, environ: dict[str, str], store: StubStore, probe: str) -> None:
+def test_fault_is_refused_by_name(
+    url: str, environ: dict[str, str], store: StubStore, probe: str
+) -> None:
     what, fault = FAULTS[probe]
     (store.ignored if fault.startswith("If") else store.wrong).add(fault)
     told = {each.name: each for each in admit(url, environ).probes}
     assert not told[probe].holds and told[probe].what.startswith(what), told[probe]
     assert told[probe].expected and told[probe].fix
-    with_it = {"put if absent": {"races of writers", "swap by etag"}, "races of writers": {"put if absent"}}
+    with_it = {
+        "put if absent": {"races of writers", "swap by etag"},
+        "races of writers": {"put if absent"},
+    }
     others = {each.name for each in told.values() if not each.holds} - {probe}
     assert others <= with_it.get(probe, set())
 
@@ -357,18 +451,24 @@ def test_fault_is_refused_by_name(url: str, environ: dict[str, str], store: Stub
         ("header", "parts and ranges", "s3://runs/a/b: .threefold-probe-"),
     ],
 )
-def test_other_faults_of_a_store(environ: dict[str, str], store: StubStore, fault: str, probe: str, what: str) -> None:
+def test_other_faults_of_a_store(
+    environ: dict[str, str], store: StubStore, fault: str, probe: str, what: str
+) -> None:
     store.wrong.add(fault)
     failed = {each.name: each.what for each in admit(URL, environ).probes if not each.holds}
     assert failed[probe].startswith(what)
     assert fault != "header" or "it answered out of protocol" in failed[probe]
 
 
-def test_a_run_asks_a_bucket_once(url: str, environ: dict[str, str], store: StubStore, tmp_path: Path) -> None:
+def test_a_run_asks_a_bucket_once(
+    url: str, environ: dict[str, str], store: StubStore, tmp_path: Path
+) -> None:
     said = list[str]()
     store.wrong.add("range")
     for _ in range(2):
-        with pytest.raises(ThreefoldError, match="a/b: parts and ranges: other bytes than were written"):
+        with pytest.raises(
+            ThreefoldError, match="a/b: parts and ranges: other bytes than were written"
+        ):
             require_admitted(url, environ, tmp_path / "kept", said.append)
     store.wrong.clear()
     require_admitted(url, environ, tmp_path / "kept", said.append)
@@ -376,12 +476,22 @@ def test_a_run_asks_a_bucket_once(url: str, environ: dict[str, str], store: Stub
     num_requests = len(store.requests)
     require_admitted(f"{url}/other", environ, tmp_path / "kept", said.append)
     assert len(said) == 1 and len(store.requests) == num_requests
-    require_admitted(url, {**environ, "AWS_ENDPOINT_URL": environ["AWS_ENDPOINT_URL"] + "/"}, tmp_path, said.append)
+    require_admitted(
+        url,
+        {**environ, "AWS_ENDPOINT_URL": environ["AWS_ENDPOINT_URL"] + "/"},
+        tmp_path,
+        said.append,
+    )
     assert len(store.requests) > num_requests and store.objects == {}
 
 
 def test_folder_is_sent_with_its_mark_last(environ: dict[str, str], store: StubStore) -> None:
-    files = {"model.safetensors": b"w" * 100, "config.json": b"{}", "model.safetensors.index.json": b"[]", "a/b": b"x"}
+    files = {
+        "model.safetensors": b"w" * 100,
+        "config.json": b"{}",
+        "model.safetensors.index.json": b"[]",
+        "a/b": b"x",
+    }
     with sent_to(URL, environ) as folder:
         for name, data in files.items():
             (folder / name).parent.mkdir(exist_ok=True)
@@ -389,16 +499,22 @@ def test_folder_is_sent_with_its_mark_last(environ: dict[str, str], store: StubS
     assert not folder.exists()
     mark = json.loads(store.objects.pop(f"a/b/{MARK}"))
     assert store.objects == {f"a/b/{name}": data for name, data in files.items()}
-    assert {name: file["bytes"] for name, file in mark["files"].items()} == {k: len(v) for k, v in files.items()}
+    assert {name: file["bytes"] for name, file in mark["files"].items()} == {
+        k: len(v) for k, v in files.items()
+    }
     for name, data in files.items():
         assert mark["files"][name]["xxh3_128"] == xxhash.xxh3_128_hexdigest(data)
-    written = [line.removeprefix("PUT a/b/") for line in store.requests if line.startswith("PUT")]
+    written = [
+        line.removeprefix("PUT a/b/") for line in store.requests if line.startswith("PUT")
+    ]
     assert next(name for name in written if PROBE not in name) == CLAIM
     assert written[-3:] == ["config.json", "model.safetensors.index.json", MARK]
 
 
 @pytest.mark.parametrize("there", ["a/b/other", f"a/b/{CLAIM}", "a/b"])
-def test_prefix_that_holds_something_is_refused(environ: dict[str, str], store: StubStore, there: str) -> None:
+def test_prefix_that_holds_something_is_refused(
+    environ: dict[str, str], store: StubStore, there: str
+) -> None:
     store.objects[there] = b"of somebody"
     with pytest.raises(ConfigError) as caught, sent_to(URL, environ):
         pytest.fail("nothing is made")
@@ -416,7 +532,11 @@ def prepared(folder: Path, text: bytes = b"1") -> dict[str, Path]:
 
 @pytest.mark.parametrize("killed_at", [1, 2, 3, 4])
 def test_prepared_files_go_on_where_a_sender_was_killed(
-    environ: dict[str, str], store: StubStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int
+    environ: dict[str, str],
+    store: StubStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    killed_at: int,
 ) -> None:
     written, write = list[str](), ObjectStore.write
 
@@ -441,9 +561,15 @@ def test_prepared_files_go_on_where_a_sender_was_killed(
     assert f"a/b/{CLAIM}" in store.objects and f"a/b/{MARK}" not in store.objects
     (tmp_path / "other").mkdir()
     there = dict(store.objects)
-    with pytest.raises(ConfigError, match="something else is being written to s3://runs/a/b, or its writer was killed"):
+    with pytest.raises(
+        ConfigError,
+        match="something else is being written to s3://runs/a/b, or its writer was killed",
+    ):
         send_files(prepared(tmp_path / "other", b"2"), URL, environ)
-    with pytest.raises(ConfigError, match="something else is being"), sent_to(URL, environ) as folder:
+    with (
+        pytest.raises(ConfigError, match="something else is being"),
+        sent_to(URL, environ) as folder,
+    ):
         (folder / "one").write_bytes(b"1")
     assert store.objects == there
     store.objects["a/b/strange"] = b"of somebody"
@@ -451,7 +577,9 @@ def test_prepared_files_go_on_where_a_sender_was_killed(
         send_files(prepared(tmp_path), URL, environ)
     del store.objects["a/b/strange"]
     send_files(prepared(tmp_path), URL, environ)
-    assert set(store.objects) == {f"a/b/{name}" for name in ("tokens.bin", "tokens.idx", "tokens.json", MARK)}
+    assert set(store.objects) == {
+        f"a/b/{name}" for name in ("tokens.bin", "tokens.idx", "tokens.json", MARK)
+    }
     assert json.loads(store.objects[f"a/b/{MARK}"])["files"]["tokens.bin"]["bytes"] == 1
 
 
@@ -468,10 +596,14 @@ def test_prepared_files_are_sent_by_two_at_once(
 
     monkeypatch.setattr(ObjectStore, "write", with_another)
     send_files(prepared(tmp_path), URL, environ)
-    assert set(store.objects) == {f"a/b/{name}" for name in ("tokens.bin", "tokens.idx", "tokens.json", MARK)}
+    assert set(store.objects) == {
+        f"a/b/{name}" for name in ("tokens.bin", "tokens.idx", "tokens.json", MARK)
+    }
 
 
-def test_neighbours_of_a_prefix_are_no_part_of_it(environ: dict[str, str], store: StubStore) -> None:
+def test_neighbours_of_a_prefix_are_no_part_of_it(
+    environ: dict[str, str], store: StubStore
+) -> None:
     store.objects["a/bc/other"] = b"of somebody"
     with sent_to(URL, environ) as folder:
         (folder / "one").write_bytes(b"1")
@@ -479,7 +611,10 @@ def test_neighbours_of_a_prefix_are_no_part_of_it(environ: dict[str, str], store
 
 
 def test_of_two_exports_one_is_refused(environ: dict[str, str], store: StubStore) -> None:
-    with pytest.raises(ConfigError, match="s3://runs/a/b holds "), sent_to(URL, environ) as folder:
+    with (
+        pytest.raises(ConfigError, match="s3://runs/a/b holds "),
+        sent_to(URL, environ) as folder,
+    ):
         (folder / "one").write_bytes(b"1")
         with sent_to(URL, environ) as other:
             (other / "one").write_bytes(b"2")
@@ -489,7 +624,9 @@ def test_of_two_exports_one_is_refused(environ: dict[str, str], store: StubStore
     assert set(store.objects) == {"a/b/one", f"a/b/{MARK}"}
 
 
-def test_store_without_put_if_absent_gets_no_export(environ: dict[str, str], store: StubStore) -> None:
+def test_store_without_put_if_absent_gets_no_export(
+    environ: dict[str, str], store: StubStore
+) -> None:
     store.ignored.add("If-None-Match")
     with pytest.raises(ThreefoldError, match="it ignores If-None-Match"), sent_to(URL, environ):
         pytest.fail("nothing is made")
@@ -506,7 +643,10 @@ def test_what_was_sent_before_a_failure_is_gone_on_with(
         store.answers["PUT"] = (403, "AccessDenied", int(key == "b"))
         write(place, key, data, **how)
 
-    with monkeypatch.context() as patched, pytest.raises((ZeroDivisionError, ConfigError)) as caught:
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises((ZeroDivisionError, ConfigError)) as caught,
+    ):
         patched.setattr(ObjectStore, "write", refused_from_b_on)
         with sent_to(URL, environ) as folder:
             (folder / "a").write_bytes(b"1")
@@ -562,7 +702,9 @@ def test_local_paths_load_nothing_of_it(tmp_path: Path) -> None:
         "import sys, threefold.commands.export, threefold.commands.doctor\n"
         "sys.exit([name for name in sys.modules if name.startswith(('threefold.places', 'obstore'))] or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -578,9 +720,15 @@ def test_local_paths_load_nothing_of_it(tmp_path: Path) -> None:
             "  expected: a folder of this machine, or of a shared disk\n"
             "  fix: --log.dir runs/NAME --checkpoint.store s3://bucket/a\n",
         ),
-        ("train --checkpoint.resume https://bucket/a", "https://bucket/a is no store that threefold can use"),
+        (
+            "train --checkpoint.resume https://bucket/a",
+            "https://bucket/a is no store that threefold can use",
+        ),
         ("train --checkpoint.store runs/a", "runs/a is no store that threefold can use"),
-        ("train --checkpoint.store s3://key:secret@bucket/a", "the address s3://... holds more than a bucket"),
+        (
+            "train --checkpoint.store s3://key:secret@bucket/a",
+            "the address s3://... holds more than a bucket",
+        ),
         ("import a --to s3://bucket/a", "--to s3:/bucket/a is an address of a store"),
         ("report a --to s3://bucket/a.html", "--to s3:/bucket/a.html is an address of a store"),
     ],

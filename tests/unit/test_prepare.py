@@ -59,7 +59,9 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def make(corpus: Path, to: Path, tokenizer: ByteTokenizer = BYTES, **options: Any) -> PreparedStore:
+def make(
+    corpus: Path, to: Path, tokenizer: ByteTokenizer = BYTES, **options: Any
+) -> PreparedStore:
     return prepare.prepare(open_text(Source(str(corpus))), tokenizer, to=to, **options)
 
 
@@ -79,7 +81,10 @@ def texts_of(source: Path) -> list[str]:
 
 
 def documents_in(store: TokenStore) -> list[list[int]]:
-    return [part.tolist() for part in np.split(store.tokens, store.document_ends)[: store.num_documents]]
+    return [
+        part.tolist()
+        for part in np.split(store.tokens, store.document_ends)[: store.num_documents]
+    ]
 
 
 def test_store_is_each_document_and_the_end_token(corpus: Path, tmp_path: Path) -> None:
@@ -88,7 +93,12 @@ def test_store_is_each_document_and_the_end_token(corpus: Path, tmp_path: Path) 
     texts = texts_of(corpus)
     assert documents_in(store) == [[*text.encode(), 256] for text in texts]
     assert store.dtype == np.uint16
-    assert sorted(contents(tmp_path / "to")) == ["tokens.bin", "tokens.blocks", "tokens.idx", "tokens.json"]
+    assert sorted(contents(tmp_path / "to")) == [
+        "tokens.bin",
+        "tokens.blocks",
+        "tokens.idx",
+        "tokens.json",
+    ]
     assert (made.info.tokenizer, made.info.vocab_size, made.info.end_id) == ("bytes", 257, 256)
     assert (made.info.num_documents, made.info.num_tokens, made.reused) == (40, 40 * 12, False)
 
@@ -103,14 +113,19 @@ def test_processes_read_every_kind_of_a_list(corpus: Path, tmp_path: Path) -> No
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
     (tmp_path / "b.csv").write_text("id,text\n1,three\n")
     asked = Source((str(tmp_path / "b.csv"), str(corpus), str(tmp_path / "*.gz")))
-    made = [prepare.prepare(open_text(asked), BYTES, to=tmp_path / str(n), num_workers=n) for n in (1, 3)]
+    made = [
+        prepare.prepare(open_text(asked), BYTES, to=tmp_path / str(n), num_workers=n)
+        for n in (1, 3)
+    ]
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
     texts = ["three", *texts_of(corpus), "one", "two"]
     assert documents_in(made[1].open()) == [[*text.encode(), 256] for text in texts]
     assert made[1].info.source == f"[{tmp_path}/b.csv, {corpus}, {tmp_path}/*.gz]"
 
 
-def test_part_size_does_not_show_in_the_store(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_size_does_not_show_in_the_store(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(corpus, tmp_path / "small")
     monkeypatch.setattr(parts, "PART_BYTES", 1 << 20)
     make(corpus, tmp_path / "large")
@@ -131,7 +146,9 @@ def test_batches_do_not_show_in_the_store(
 
 
 @pytest.mark.parametrize("stop", [0, 1, 17, 39])
-def test_interrupted_it_goes_on_where_it_stopped(corpus: Path, tmp_path: Path, stop: int) -> None:
+def test_interrupted_it_goes_on_where_it_stopped(
+    corpus: Path, tmp_path: Path, stop: int
+) -> None:
     make(corpus, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         make(corpus, tmp_path / "to", CountingBytes(stop_at=f"document {stop:02}"))
@@ -169,7 +186,9 @@ def test_file_that_changes_while_it_is_read_is_named_and_no_store_is_kept(
     assert not (tmp_path / "to" / "tokens.json").exists()
 
 
-def test_parts_of_a_killed_preparation_are_used_for_equal_bytes_alone(corpus: Path, tmp_path: Path) -> None:
+def test_parts_of_a_killed_preparation_are_used_for_equal_bytes_alone(
+    corpus: Path, tmp_path: Path
+) -> None:
     """What was there for a while, and is gone, is in no part: parts have the bytes that the fingerprint is of."""
     make(corpus, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
@@ -197,10 +216,17 @@ def test_a_damaged_part_is_made_again(corpus: Path, tmp_path: Path) -> None:
     assert contents(tmp_path / "to") == contents(tmp_path / "whole")
 
 
-def test_killed_process_ends_the_work_and_keeps_the_finished_parts(corpus: Path, tmp_path: Path) -> None:
+def test_killed_process_ends_the_work_and_keeps_the_finished_parts(
+    corpus: Path, tmp_path: Path
+) -> None:
     make(corpus, tmp_path / "whole")
     with pytest.raises(RunError, match="ended while it encoded part 10"):
-        make(corpus, tmp_path / "to", CountingBytes(stop_at="document 20", kill=True), num_workers=2)
+        make(
+            corpus,
+            tmp_path / "to",
+            CountingBytes(stop_at="document 20", kill=True),
+            num_workers=2,
+        )
     (folder,) = (tmp_path / "to").glob(".parts-*")
     assert len(list(folder.glob("*.json"))) >= 9
     make(corpus, tmp_path / "to")
@@ -259,7 +285,10 @@ def test_damaged_cached_store_is_made_again(corpus: Path, tmp_path: Path) -> Non
 def test_same_tokens_elsewhere_have_the_same_fingerprint(corpus: Path, tmp_path: Path) -> None:
     rows = "".join(json.dumps({"text": text}) + "\n" for text in texts_of(corpus))
     (tmp_path / "x.jsonl").write_text(rows)
-    assert make(corpus, tmp_path / "a").info.fingerprint == make(tmp_path / "x.jsonl", tmp_path / "b").info.fingerprint
+    assert (
+        make(corpus, tmp_path / "a").info.fingerprint
+        == make(tmp_path / "x.jsonl", tmp_path / "b").info.fingerprint
+    )
 
 
 class CountingFolder(ByteTokenizer):
@@ -285,7 +314,9 @@ def test_one_process_makes_it_while_the_others_wait(corpus: Path, tmp_path: Path
     (tmp_path / "counted").mkdir()
     barrier, results = context.Barrier(3), context.Queue()
     arguments = (corpus, tmp_path / "cache", tmp_path / "counted", barrier, results)
-    processes = [context.Process(target=_open_cached, args=arguments, daemon=True) for _ in range(3)]
+    processes = [
+        context.Process(target=_open_cached, args=arguments, daemon=True) for _ in range(3)
+    ]
     for process in processes:
         process.start()
     answers = sorted(results.get(timeout=180) for _ in processes)
@@ -299,13 +330,18 @@ def test_one_process_makes_it_while_the_others_wait(corpus: Path, tmp_path: Path
 def _prepare_slowly(corpus: Path, to: Path) -> None:
     parts.PART_BYTES = 20
     prepare.prepare(
-        open_text(Source(str(corpus))), CountingBytes(stop_at="document 30", kill=True), to=to, num_workers=1
+        open_text(Source(str(corpus))),
+        CountingBytes(stop_at="document 30", kill=True),
+        to=to,
+        num_workers=1,
     )
 
 
 def test_killed_outright_it_goes_on_where_it_stopped(corpus: Path, tmp_path: Path) -> None:
     make(corpus, tmp_path / "whole")
-    process = multiprocessing.get_context("spawn").Process(target=_prepare_slowly, args=(corpus, tmp_path / "to"))
+    process = multiprocessing.get_context("spawn").Process(
+        target=_prepare_slowly, args=(corpus, tmp_path / "to")
+    )
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -324,7 +360,9 @@ def test_files_of_a_killed_preparation_are_removed(corpus: Path, tmp_path: Path)
     """Killed while it joined the parts, it leaves the store a second time, and no lock."""
     make(corpus, tmp_path / "whole")
     for _ in range(2):
-        process = multiprocessing.get_context("fork").Process(target=_join_and_die, args=(corpus, tmp_path / "to"))
+        process = multiprocessing.get_context("fork").Process(
+            target=_join_and_die, args=(corpus, tmp_path / "to")
+        )
         process.start()
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
@@ -337,7 +375,9 @@ def test_files_of_a_killed_preparation_are_removed(corpus: Path, tmp_path: Path)
     (tmp_path / "to" / ".parts-0").mkdir()
     assert make(corpus, tmp_path / "to").reused
     # The last may be of a reader, which needs no lock.
-    assert sorted(contents(tmp_path / "to")) == sorted([".tokens.blocks.18.tmp", *contents(tmp_path / "whole")])
+    assert sorted(contents(tmp_path / "to")) == sorted(
+        [".tokens.blocks.18.tmp", *contents(tmp_path / "whole")]
+    )
 
 
 def test_files_of_a_living_preparation_stay(corpus: Path, tmp_path: Path) -> None:
@@ -355,25 +395,36 @@ def test_files_of_a_living_preparation_stay(corpus: Path, tmp_path: Path) -> Non
 
 
 def test_parts_hold_all_pieces_in_order() -> None:
-    pieces = [Piece(i, 0, size, size) for i, size in enumerate([5, 0, 1 << 30, 7 << 20, 1 << 20, 3])]
+    pieces = [
+        Piece(i, 0, size, size) for i, size in enumerate([5, 0, 1 << 30, 7 << 20, 1 << 20, 3])
+    ]
     plan = parts.plan_parts(pieces)
     assert [piece for part in plan for piece in part.pieces] == pieces
     assert [part.number for part in plan] == list(range(len(plan)))
     assert [len(part.pieces) for part in plan] == [3, 2, 1]
-    assert len(parts.plan_parts([Piece(0, i, i + 1, 8 << 20) for i in range(100_000)])) <= parts.MAX_PARTS + 1
+    assert (
+        len(parts.plan_parts([Piece(0, i, i + 1, 8 << 20) for i in range(100_000)]))
+        <= parts.MAX_PARTS + 1
+    )
 
 
 def test_joined_documents_end_with_the_end_token() -> None:
     ids: Iterable[list[int]] = ([1, 2], [], [3])
-    tokens, lengths = parts.joined([np.array(a, np.uint8) for a in ids], end_id=9, dtype=np.dtype("<u2"))
+    tokens, lengths = parts.joined(
+        [np.array(a, np.uint8) for a in ids], end_id=9, dtype=np.dtype("<u2")
+    )
     assert (tokens.tolist(), lengths.tolist()) == ([1, 2, 9, 9, 3, 9], [3, 1, 2])
 
 
-def test_documents_of_one_file_larger_than_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_of_one_file_larger_than_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 50)
     monkeypatch.setattr("threefold.data.text.rows._PIECE_BYTES", 30)
     texts = [f"{i} " * (i % 7) for i in range(60)]
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "x.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     make(tmp_path / "x.jsonl", tmp_path / "to", num_workers=2)
     store = TokenStore(tmp_path / "to" / "tokens")
     assert [bytes(document[:-1]).decode() for document in documents_in(store)] == texts

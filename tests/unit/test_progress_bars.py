@@ -30,14 +30,25 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 
 def shown(*, terminal: bool) -> tuple[Bars, io.StringIO]:
     out = io.StringIO()
-    return Bars(Console(file=out, force_terminal=terminal, width=100, soft_wrap=True, _environ={"TERM": "xterm"})), out
+    return Bars(
+        Console(
+            file=out,
+            force_terminal=terminal,
+            width=100,
+            soft_wrap=True,
+            _environ={"TERM": "xterm"},
+        )
+    ), out
 
 
 def test_lines_come_every_ten_seconds_where_there_is_no_terminal(clock: Clock) -> None:
     found, out = shown(terminal=False)
     for _ in found.track(list(range(40)), "evaluation"):
         clock.now += 1
-    assert out.getvalue() == "evaluation: 25%\nevaluation: 50%\nevaluation: 75%\nevaluation: 100%\n"
+    assert (
+        out.getvalue()
+        == "evaluation: 25%\nevaluation: 50%\nevaluation: 75%\nevaluation: 100%\n"
+    )
     with found.show("preparing") as bar:
         clock.now += 11
         bar.at(3, total=12)
@@ -66,7 +77,12 @@ def test_a_terminal_has_bars_below_one_another(clock: Clock) -> None:
             evaluation.advance(2)
             found._live.refresh()  # type: ignore[union-attr]
         text = out.getvalue()
-        assert "step 25/100  loss 2.5" in text and "25%" in text and "evaluation" in text and "50%" in text
+        assert (
+            "step 25/100  loss 2.5" in text
+            and "25%" in text
+            and "evaluation" in text
+            and "50%" in text
+        )
         assert found._live is not None
     assert found._live is None
 
@@ -95,7 +111,9 @@ def test_silent_process_shows_nothing(clock: Clock, monkeypatch: pytest.MonkeyPa
     assert out.getvalue() == ""
 
 
-def test_a_notebook_or_ci_that_asks_for_colours_gets_no_cursor_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_or_ci_that_asks_for_colours_gets_no_cursor_escapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert Console().is_terminal
     assert not Bars().console.is_terminal and not Screen().is_terminal

@@ -44,8 +44,14 @@ def test_a_row_can_be_looked_up(speeds: Any) -> None:
     models, rows = speeds.read()
     for row in rows:
         mesh = row["mesh"]
-        assert mesh["dp_replicate"] * mesh["dp_shard"] * mesh["cp"] * mesh["tp"] == row["gpus"], row
-        assert row["model"] in models and row["source"].split("/")[0].endswith((".com", ".org")) and row["date"]
+        assert (
+            mesh["dp_replicate"] * mesh["dp_shard"] * mesh["cp"] * mesh["tp"] == row["gpus"]
+        ), row
+        assert (
+            row["model"] in models
+            and row["source"].split("/")[0].endswith((".com", ".org"))
+            and row["date"]
+        )
 
 
 def test_the_rates_are_those_that_fit(speeds: Any) -> None:
@@ -59,7 +65,9 @@ def test_the_rates_are_those_that_fit(speeds: Any) -> None:
     least = speeds.loss(rates, rows)
     for name, (_, sigma) in speeds.PRIORS.items():
         for way in (-0.25, 0.25):
-            assert speeds.loss({**rates, name: rates[name] + way * sigma}, rows) > 0.999 * least, (name, way)
+            assert (
+                speeds.loss({**rates, name: rates[name] + way * sigma}, rows) > 0.999 * least
+            ), (name, way)
 
 
 def test_the_half_that_judges(speeds: Any) -> None:
@@ -70,7 +78,9 @@ def test_the_half_that_judges(speeds: Any) -> None:
     assert all(math.isfinite(each) for each in errors)
     assert statistics.median(map(abs, errors)) <= 0.08
     factors = [speeds.margin(row).figure for row in judged]
-    inside = [1 / factor <= 1 + off <= factor for factor, off in zip(factors, errors, strict=True)]
+    inside = [
+        1 / factor <= 1 + off <= factor for factor, off in zip(factors, errors, strict=True)
+    ]
     assert sum(inside) >= 0.75 * len(inside)
 
 
@@ -79,25 +89,38 @@ def test_margins_are_those_of_the_rows_to_fit(speeds: Any) -> None:
     fitted = [row for row in rows if row["half"] == "fit"]
     found = speeds.margins(fitted)
     h100, l4 = ACCELERATORS["h100-80gb"], ACCELERATORS["l4"]
-    dense, mixture, other = margin_of(h100, mixture=False), margin_of(h100, mixture=True), margin_of(l4, mixture=False)
+    dense, mixture, other = (
+        margin_of(h100, mixture=False),
+        margin_of(h100, mixture=True),
+        margin_of(l4, mixture=False),
+    )
     assert dense.figure == pytest.approx(found["dense"], abs=0.01)
     assert mixture.figure == pytest.approx(found["mixture"], abs=0.01)
     assert dense.difference == pytest.approx(found["a difference"], abs=0.01)
-    assert other.figure / dense.figure == pytest.approx(found["a device without rows"], abs=0.01)
+    assert other.figure / dense.figure == pytest.approx(
+        found["a device without rows"], abs=0.01
+    )
     counts = Counter(
-        speeds.family_of(ACCELERATORS[row["device"]]) for row in fitted if speeds.stratum(row)[1] == "dense"
+        speeds.family_of(ACCELERATORS[row["device"]])
+        for row in fitted
+        if speeds.stratum(row)[1] == "dense"
     )
     assert {family: own.rows for family, own in speeds.EFFICIENCIES.items()} == counts
     few = margin_of(ACCELERATORS["mi300x"], mixture=False)
     assert dense.figure < few.figure < other.figure and dense.difference < few.difference
-    assert "none was published of such a device" in other.source and "only 2 of such a device" in few.source
+    assert (
+        "none was published of such a device" in other.source
+        and "only 2 of such a device" in few.source
+    )
 
 
 def test_a_published_figure_that_is_wrong_is_seen(speeds: Any) -> None:
     """Of a row that is published ten times as fast, or with no number, the error is no small one."""
     _, rows = speeds.read()
     row = rows[0]
-    assert abs(speeds.error(row)) < 0.2 < abs(speeds.error({**row, "tokens_per_s_per_gpu": 57620}))
+    assert (
+        abs(speeds.error(row)) < 0.2 < abs(speeds.error({**row, "tokens_per_s_per_gpu": 57620}))
+    )
     assert not speeds.error({**row, "tokens_per_s_per_gpu": math.nan}) < 0.2
 
 

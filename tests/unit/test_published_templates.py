@@ -25,7 +25,9 @@ from threefold.data.chat.template import ChatTemplate
 
 LIST = Path(__file__).parent.parent / "published_templates.txt"
 ELSEWHERE = "THREEFOLD_TEMPLATES"
-_CONTROL = re.compile(r"<\|[\w:]+\|>|</?s>|<(?:start|end)_of_turn>|\[/?INST\]|<\uff5c[^\uff5c]+\uff5c>")
+_CONTROL = re.compile(
+    r"<\|[\w:]+\|>|</?s>|<(?:start|end)_of_turn>|\[/?INST\]|<\uff5c[^\uff5c]+\uff5c>"
+)
 
 TOOLS = [
     {
@@ -33,18 +35,30 @@ TOOLS = [
         "function": {
             "name": "look",
             "description": "zqtools",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "d"}}},
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "description": "d"}},
+            },
         },
     }
 ]
-CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"city": "zqargument"}}}
+CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "look", "arguments": {"city": "zqargument"}},
+}
 RESULT = {"role": "tool", "content": "zqresult", "name": "look", "tool_call_id": "call00001"}
 _ASKED = {"role": "user", "content": "zqask."}
 _ANSWER = {"role": "assistant", "content": "zqanswer."}
 ROWS: dict[str, list[dict[str, Any]]] = {
     "one turn": [_ASKED, _ANSWER],
     "system": [{"role": "system", "content": "zqsystem."}, _ASKED, _ANSWER],
-    "three turns": [_ASKED, _ANSWER, {"role": "user", "content": "zqmore."}, {**_ANSWER, "content": "zqagain!"}],
+    "three turns": [
+        _ASKED,
+        _ANSWER,
+        {"role": "user", "content": "zqmore."},
+        {**_ANSWER, "content": "zqagain!"},
+    ],
     "reasoning": [_ASKED, {**_ANSWER, "reasoning_content": "zqreason"}],
     "thinking": [_ASKED, {**_ANSWER, "thinking": "zqreason"}],
     "reasoning earlier": [
@@ -53,8 +67,18 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         _ASKED,
         {**_ANSWER, "content": "zqend."},
     ],
-    "call": [_ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT, _ANSWER],
-    "call and words": [_ASKED, {"role": "assistant", "content": "zqwords.", "tool_calls": [CALL]}, RESULT, _ANSWER],
+    "call": [
+        _ASKED,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        RESULT,
+        _ANSWER,
+    ],
+    "call and words": [
+        _ASKED,
+        {"role": "assistant", "content": "zqwords.", "tool_calls": [CALL]},
+        RESULT,
+        _ANSWER,
+    ],
     "call at the end": [_ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}],
 }
 
@@ -73,19 +97,32 @@ def listed() -> dict[str, str]:
 
 def texts_here() -> Iterator[str]:
     """The chat templates that lie on this machine."""
-    hub = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
+    hub = (
+        os.environ.get("HF_HUB_CACHE")
+        or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
+    )
     for folder in (os.environ.get(ELSEWHERE), hub):
         root = Path(folder).expanduser() if folder else None
         for path in sorted(root.rglob("*.jinja")) if root is not None and root.is_dir() else ():
             yield path.read_text(encoding="utf-8", errors="replace")
-        for path in sorted(root.rglob("tokenizer_config.json")) if root is not None and root.is_dir() else ():
+        for path in (
+            sorted(root.rglob("tokenizer_config.json"))
+            if root is not None and root.is_dir()
+            else ()
+        ):
             template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
-            yield from [template] if isinstance(template, str) else [each["template"] for each in template or ()]
+            yield from (
+                [template]
+                if isinstance(template, str)
+                else [each["template"] for each in template or ()]
+            )
 
 
 def hash_of(text: str) -> str:
     content = text.encode()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    return hashlib.sha1(
+        b"blob %d\0" % len(content) + content, usedforsecurity=False
+    ).hexdigest()
 
 
 LISTED = listed()
@@ -96,10 +133,17 @@ HERE = {LISTED[name]: text for text in texts_here() if (name := hash_of(text)) i
 def tokenizer_of(source: str) -> Tokenizer:
     """A token for each byte, and the control tokens that a template names."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made = Tokenizer(
+        models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[])
+    )
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     controls = sorted({"<|bos|>", "<|eos|>", *_CONTROL.findall(source)})
-    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in controls])
+    made.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in controls]
+    )
     return made
 
 
@@ -116,7 +160,9 @@ def test_list_names_150_templates_by_their_hashes() -> None:
     assert hash_of("what is up, doc?") == "bd9dbf5aae1a3862dd1526723246b20206e5fc37"
 
 
-@pytest.mark.skipif(not HERE, reason=f"no published template in the Hub's cache, or below ${ELSEWHERE}")
+@pytest.mark.skipif(
+    not HERE, reason=f"no published template in the Hub's cache, or below ${ELSEWHERE}"
+)
 @pytest.mark.parametrize("name", sorted(HERE) or ["none"])
 def test_published_template_loses_and_learns_nothing_in_silence(name: str) -> None:
     source = HERE[name]
@@ -127,22 +173,40 @@ def test_published_template_loses_and_learns_nothing_in_silence(name: str) -> No
     for form, messages in ROWS.items():
         tools = TOOLS if any("tool_calls" in each for each in messages) else None
         # No null reaches a template: a row is read without them.
-        said = [{key: value for key, value in each.items() if value is not None} for each in messages]
+        said = [
+            {key: value for key, value in each.items() if value is not None}
+            for each in messages
+        ]
         try:
-            found = encoder.labelled(Example(tuple(said), tools=tuple(tools) if tools else None))
+            found = encoder.labelled(
+                Example(tuple(said), tools=tuple(tools) if tools else None)
+            )
         except RowError as error:
             refused[form] = error.what
             continue
         text = encoder.backend.decode(found.ids.tolist(), skip_special_tokens=False)
-        learnt = encoder.backend.decode(found.ids[found.loss_mask].tolist(), skip_special_tokens=False)
-        ours = [word for each in messages if each["role"] == "assistant" for word in words_of(each)]
-        others = [word for each in (*messages, tools) if not each or "zq" in str(each) for word in words_of(each)]
+        learnt = encoder.backend.decode(
+            found.ids[found.loss_mask].tolist(), skip_special_tokens=False
+        )
+        ours = [
+            word for each in messages if each["role"] == "assistant" for word in words_of(each)
+        ]
+        others = [
+            word
+            for each in (*messages, tools)
+            if not each or "zq" in str(each)
+            for word in words_of(each)
+        ]
         others = [word for word in others if word not in ours]
         lost = sum((found.lost or {}).values())
         assert not [word for word in others if word in learnt], (form, learnt)
         # Reasoning of earlier turns is of texts that some templates leave out.
         missing = {word for word in (*ours, *others) if word not in text}
         assert len(missing) <= lost, (form, missing, dict(found.lost or {}))
-        assert not [word for word in ours if word in text and word not in learnt], (form, text, learnt)
+        assert not [word for word in ours if word in text and word not in learnt], (
+            form,
+            text,
+            learnt,
+        )
     if len(refused) == len(ROWS):
         pytest.skip(f"every row is refused: {refused['call']}")

@@ -7,7 +7,17 @@ from collections import Counter
 
 import pytest
 from jinja2 import TemplateError
-from tests.random_templates import BOS, CONTROLS, EOS, Row, Template, lost, row, template, violations
+from tests.random_templates import (
+    BOS,
+    CONTROLS,
+    EOS,
+    Row,
+    Template,
+    lost,
+    row,
+    template,
+    violations,
+)
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from threefold.data.chat.formats import Example, RowError
@@ -18,9 +28,16 @@ from threefold.data.chat.template import ChatTemplate
 def letters() -> Tokenizer:
     """A token for each byte, and the control tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in CONTROLS])
+    made = Tokenizer(
+        models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[])
+    )
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    made.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in CONTROLS]
+    )
     return made
 
 
@@ -34,7 +51,12 @@ def outcome(made: Template, said: Row) -> str:
     except (TemplateError, TypeError):
         return "not rendered"
     missing = lost(made, said, rendered)
-    encoder = Encoder(LETTERS, 0, ChatTemplate(made.source, {"bos_token": BOS, "eos_token": EOS}, {}), "assistant")
+    encoder = Encoder(
+        LETTERS,
+        0,
+        ChatTemplate(made.source, {"bos_token": BOS, "eos_token": EOS}, {}),
+        "assistant",
+    )
     example = Example(tuple(said.messages), tools=tuple(said.tools) if said.tools else None)
     try:
         found = encoder.labelled(example)
@@ -45,14 +67,20 @@ def outcome(made: Template, said: Row) -> str:
         inside = made.choices["results"] == "inside" and "writes it inside" in error.what
         return "inside" if inside else f"refused: {error.what}"
     earlier = [text for text in missing if text[1] in ("reasoning_content", "thoughts")]
-    assert len(missing) == len(earlier) == sum((found.lost or {}).values()), f"lost in silence: {missing}, {found.lost}"
+    assert len(missing) == len(earlier) == sum((found.lost or {}).values()), (
+        f"lost in silence: {missing}, {found.lost}"
+    )
     encoding = LETTERS.encode(rendered, add_special_tokens=False)
     assert encoding.ids == found.ids.tolist()
     learnt = [False] * len(rendered)
-    for (begin, end), trained_on in zip(encoding.offsets, found.loss_mask.tolist(), strict=True):
+    for (begin, end), trained_on in zip(
+        encoding.offsets, found.loss_mask.tolist(), strict=True
+    ):
         learnt[begin:end] = [trained_on] * (end - begin)
     wrong = violations(made, said, rendered, learnt)
-    assert not wrong, f"{wrong}: {[rendered, ''.join(c if y else '.' for c, y in zip(rendered, learnt, strict=True))]}"
+    assert not wrong, (
+        f"{wrong}: {[rendered, ''.join(c if y else '.' for c, y in zip(rendered, learnt, strict=True))]}"
+    )
     return "right"
 
 

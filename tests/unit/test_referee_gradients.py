@@ -24,8 +24,19 @@ from threefold.referee.rank.rows import token_weights
 from threefold.referee.rank.weights import StepCurve, architecture_of
 from threefold.referee.record import RankRecord
 
-SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-CONFIG = {"vocab_size": 97, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False, **SIZES}
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+CONFIG = {
+    "vocab_size": 97,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "tie_word_embeddings": False,
+    **SIZES,
+}
 # Two ranks, each with two micro-batches of two rows.
 COUNTS = [[[23, 5], [12, 20]], [[3, 9], [17, 22]]]
 NUM_TARGETS = 111
@@ -43,7 +54,11 @@ def _rows() -> list[TrainedRows]:
                 targets[:, :count] = ids[:, 1 : count + 1]
                 weights = (targets != -100).float()
                 counted = weights * sum(counts)
-                rows.append(TrainedRows(rank, call, row, {"input_ids": ids}, targets, weights, counted=counted))
+                rows.append(
+                    TrainedRows(
+                        rank, call, row, {"input_ids": ids}, targets, weights, counted=counted
+                    )
+                )
     return rows
 
 
@@ -69,10 +84,15 @@ def combined(model: Qwen3ForCausalLM, weight: Callable[[int, int, int], float]) 
 
 
 def judged(
-    model: Qwen3ForCausalLM, gradients: Gradients, types: set[str] | None = None, rows: list[TrainedRows] = ROWS
+    model: Qwen3ForCausalLM,
+    gradients: Gradients,
+    types: set[str] | None = None,
+    rows: list[TrainedRows] = ROWS,
 ) -> JudgedPart:
     weights = {name: value.detach().clone() for name, value in model.named_parameters()}
-    step = CheckedStep(1, weights, gradients, rows, types or {"float32"}, {"float32"}, list(weights), {}, {})
+    step = CheckedStep(
+        1, weights, gradients, rows, types or {"float32"}, {"float32"}, list(weights), {}, {}
+    )
     shown = {"architecture": {"dropout": []}, "device": "cpu"}
     return judge_gradients([step], shown, model)
 
@@ -90,7 +110,10 @@ def of_ranks(rank: int, call: int, targets: int) -> float:
 
 
 LAWS = [
-    (of_calls, "those of row 1 of micro-batch 1 of rank 1 (3 targets) count 3.25 x those of row 1 of micro-batch 2 of"),
+    (
+        of_calls,
+        "those of row 1 of micro-batch 1 of rank 1 (3 targets) count 3.25 x those of row 1 of micro-batch 2 of",
+    ),
     (of_calls, "it is the mean of each micro-batch's mean"),
     (of_ranks, "it is the mean of each rank's mean"),
     (lambda rank, call, targets: 1 / (8 * targets), "it is the mean of each row's mean"),
@@ -98,7 +121,10 @@ LAWS = [
         lambda rank, call, targets: 2 / NUM_TARGETS,
         "x2.0000: the number of ranks or the number of micro-batches of a rank",
     ),
-    (lambda rank, call, targets: 0.25 / NUM_TARGETS, "x0.2500: one over the number of all micro-batches"),
+    (
+        lambda rank, call, targets: 0.25 / NUM_TARGETS,
+        "x0.2500: one over the number of all micro-batches",
+    ),
     (
         lambda rank, call, targets: (call == 0) / NUM_TARGETS,
         "4 of 8 rows are not in the gradient: row 1 of micro-batch 2",
@@ -111,7 +137,9 @@ LAWS = [
 
 
 @pytest.mark.parametrize(("weight", "what"), LAWS)
-def test_law_that_is_not_the_mean_over_all_targets_is_named(model: Any, weight: Any, what: str) -> None:
+def test_law_that_is_not_the_mean_over_all_targets_is_named(
+    model: Any, weight: Any, what: str
+) -> None:
     part = judged(model, combined(model, weight))
     assert part.status is PartStatus.REFUTED and what in part.what
 
@@ -119,20 +147,32 @@ def test_law_that_is_not_the_mean_over_all_targets_is_named(model: Any, weight: 
 def test_mean_and_sum_over_all_targets_are_proved(model: Any) -> None:
     part = judged(model, combined(model, mean))
     assert part.status is PartStatus.PROVED
-    assert "each of 25 parameters has the gradient of the mean over all targets (111 in step 1)" in part.what
+    assert (
+        "each of 25 parameters has the gradient of the mean over all targets (111 in step 1)"
+        in part.what
+    )
     part = judged(model, combined(model, lambda *size: 1.0))
-    assert part.status is PartStatus.PROVED and "the gradient of the sum over all targets" in part.what
+    assert (
+        part.status is PartStatus.PROVED
+        and "the gradient of the sum over all targets" in part.what
+    )
 
 
 def test_weights_of_the_programs_own_loss_are_said_and_not_refuted(model: Any) -> None:
     """Classes that count more, rows that are drawn less often: each row has a weight that no law gives it."""
     wanted = [1.0, 3.0, 0.5, 2.0, 1.0, 1.5, 0.1, 4.0]
     rows = [
-        replace(row, weights=torch.as_tensor(row.weights) * by, counted=torch.as_tensor(row.counted) * by)
+        replace(
+            row,
+            weights=torch.as_tensor(row.weights) * by,
+            counted=torch.as_tensor(row.counted) * by,
+        )
         for row, by in zip(ROWS, wanted, strict=True)
     ]
     names = [name for name, _ in model.named_parameters()]
-    made = OwnModel(model).gradients([(row, by / 9) for row, by in zip(ROWS, wanted, strict=True)], names, low=None)
+    made = OwnModel(model).gradients(
+        [(row, by / 9) for row, by in zip(ROWS, wanted, strict=True)], names, low=None
+    )
     gradients = dict(zip(names, made, strict=True))
     part = judged(model, gradients, rows=rows)
     assert part.status is PartStatus.NOT_JUDGED
@@ -145,10 +185,19 @@ def test_weights_of_the_programs_own_loss_are_said_and_not_refuted(model: Any) -
 @pytest.mark.parametrize(
     ("first_rank", "otherwise"),
     [
-        (lambda row: 12, "the program's loss counts the targets of a row differently, as it may"),
-        (lambda row: 6, "the program's loss counts the targets of a row differently, as it may"),
+        (
+            lambda row: 12,
+            "the program's loss counts the targets of a row differently, as it may",
+        ),
+        (
+            lambda row: 6,
+            "the program's loss counts the targets of a row differently, as it may",
+        ),
         # Of each row all targets are on one rank.
-        (lambda row: 24 * (row < 3), "as the program's own loss weighs them; each parameter follows it"),
+        (
+            lambda row: 24 * (row < 3),
+            "as the program's own loss weighs them; each parameter follows it",
+        ),
     ],
 )
 def test_ranks_that_share_rows_and_divide_by_their_own_targets_are_refuted(
@@ -158,7 +207,10 @@ def test_ranks_that_share_rows_and_divide_by_their_own_targets_are_refuted(
     places = torch.arange(24)[None]
     on_first = [places < first_rank(number) for number in range(len(ROWS))]
     targets = [torch.as_tensor(row.targets) != -100 for row in ROWS]
-    held = [sum(int((own & on).sum()) for own, on in zip(targets, on_first, strict=True)), NUM_TARGETS]
+    held = [
+        sum(int((own & on).sum()) for own, on in zip(targets, on_first, strict=True)),
+        NUM_TARGETS,
+    ]
     held[1] -= held[0]
     rows = []
     for row, own, on in zip(ROWS, targets, on_first, strict=True):
@@ -181,9 +233,15 @@ def test_penalty_on_the_weights_is_no_fault_and_hides_none(model: Any) -> None:
     penalized = {name: value + 0.02 * own[name].detach() for name, value in gradients.items()}
     part = judged(model, penalized)
     assert part.status is PartStatus.NOT_JUDGED
-    assert part.what == "in step 1 the gradient has a multiple of the weights, as of a penalty on them"
+    assert (
+        part.what
+        == "in step 1 the gradient has a multiple of the weights, as of a penalty on them"
+    )
     torch.manual_seed(3)
-    noisy = {name: value + 0.1 * value.norm() * torch.randn_like(value) for name, value in penalized.items()}
+    noisy = {
+        name: value + 0.1 * value.norm() * torch.randn_like(value)
+        for name, value in penalized.items()
+    }
     assert judged(model, noisy).status is PartStatus.REFUTED
 
 
@@ -194,8 +252,23 @@ def test_gradient_of_the_step_before_is_found(model: Any) -> None:
         weights = {name: value.detach().clone() for name, value in own.named_parameters()}
         gradients = combined(own, mean)
         if steps:  # clipped, and never set to zero
-            gradients = {name: value + 0.7 * steps[0].gradients[name] for name, value in gradients.items()}
-        steps.append(CheckedStep(number, weights, gradients, ROWS, {"float32"}, {"float32"}, list(weights), {}, {}))
+            gradients = {
+                name: value + 0.7 * steps[0].gradients[name]
+                for name, value in gradients.items()
+            }
+        steps.append(
+            CheckedStep(
+                number,
+                weights,
+                gradients,
+                ROWS,
+                {"float32"},
+                {"float32"},
+                list(weights),
+                {},
+                {},
+            )
+        )
         with torch.no_grad():
             for parameter in own.parameters():
                 parameter += 0.02 * torch.randn_like(parameter)
@@ -204,7 +277,9 @@ def test_gradient_of_the_step_before_is_found(model: Any) -> None:
     assert part.what == "in step 2 the gradient of the step before is still in the gradient"
 
 
-def test_labels_that_are_counted_before_they_are_shifted(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_that_are_counted_before_they_are_shifted(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(OwnModel, "num_labels", lambda self, rows: self.num_targets(rows) + 1)
     part = judged(model, combined(model, lambda *size: 1 / (NUM_TARGETS + len(ROWS))))
     assert part.status is PartStatus.PROVED
@@ -213,7 +288,10 @@ def test_labels_that_are_counted_before_they_are_shifted(model: Any, monkeypatch
 
 def test_factor_that_nobody_knows_is_not_judged(model: Any) -> None:
     part = judged(model, combined(model, lambda *size: 0.3 / NUM_TARGETS))
-    assert part.status is PartStatus.NOT_JUDGED and "each gradient is x0.3 of the mean over all targets" in part.what
+    assert (
+        part.status is PartStatus.NOT_JUDGED
+        and "each gradient is x0.3 of the mean over all targets" in part.what
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,9 +304,13 @@ def test_factor_that_nobody_knows_is_not_judged(model: Any) -> None:
         ("down_proj", 1.02, "model.layers.*.mlp.down_proj.weight x1.02"),
     ],
 )  # fmt: skip
-def test_parameters_with_another_factor_are_named(model: Any, pattern: str, factor: float, what: str) -> None:
+def test_parameters_with_another_factor_are_named(
+    model: Any, pattern: str, factor: float, what: str
+) -> None:
     gradients = combined(model, mean)
-    wrong = {name: value * factor if pattern in name else value for name, value in gradients.items()}
+    wrong = {
+        name: value * factor if pattern in name else value for name, value in gradients.items()
+    }
     part = judged(model, wrong)
     assert part.status is PartStatus.REFUTED and what in part.what
 
@@ -253,25 +335,44 @@ def test_another_forward_is_no_sum_of_the_rows(model: Any, changed: str) -> None
     given = {"position_ids": torch.arange(24)[None] * 2} if changed == "positions" else {}
     hooks = []
     if changed == "layer":
-        hooks.append(model.model.layers[0].register_forward_hook(lambda module, inputs, output: output * 1.05))
+        hooks.append(
+            model.model.layers[0].register_forward_hook(
+                lambda module, inputs, output: output * 1.05
+            )
+        )
     logits = model(input_ids=ids, **given).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=-100
+    )
     gradients = dict(
-        zip([name for name, _ in model.named_parameters()], torch.autograd.grad(loss, model.parameters()), strict=True)
+        zip(
+            [name for name, _ in model.named_parameters()],
+            torch.autograd.grad(loss, model.parameters()),
+            strict=True,
+        )
     )
     for hook in hooks:
         hook.remove()
     part = judged(model, gradients)
-    assert part.status is PartStatus.REFUTED and "is no sum of the gradients of its rows" in part.what
+    assert (
+        part.status is PartStatus.REFUTED
+        and "is no sum of the gradients of its rows" in part.what
+    )
 
 
 def test_noise_of_bfloat16_is_no_fault_and_hides_none(model: Any) -> None:
     names = [name for name, _ in model.named_parameters()]
-    low = OwnModel(model).gradients([(row, 1 / NUM_TARGETS) for row in ROWS], names, low=torch.bfloat16)
+    low = OwnModel(model).gradients(
+        [(row, 1 / NUM_TARGETS) for row in ROWS], names, low=torch.bfloat16
+    )
     torch.manual_seed(2)
-    gradients = {n: g * (1 + 0.003 * torch.randn_like(g)) for n, g in zip(names, low, strict=True)}
+    gradients = {
+        n: g * (1 + 0.003 * torch.randn_like(g)) for n, g in zip(names, low, strict=True)
+    }
     assert judged(model, gradients, {"bfloat16"}).status is PartStatus.PROVED
-    assert judged(model, gradients).status is PartStatus.REFUTED  # where float32 is computed in, it is one
+    assert (
+        judged(model, gradients).status is PartStatus.REFUTED
+    )  # where float32 is computed in, it is one
     gradients["lm_head.weight"] = gradients["lm_head.weight"] * 2
     part = judged(model, gradients, {"bfloat16"})
     assert part.status is PartStatus.REFUTED and part.what.endswith("lm_head.weight x2")
@@ -282,17 +383,24 @@ def test_weights_that_are_no_longer_tied_are_refuted() -> None:
     weights = {name: value.detach().clone() for name, value in tied.named_parameters()}
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     gradients = {name: torch.ones_like(value) for name, value in weights.items()}
-    step = CheckedStep(1, weights, gradients, ROWS, {"float32"}, {"float32"}, list(weights), {}, {})
+    step = CheckedStep(
+        1, weights, gradients, ROWS, {"float32"}, {"float32"}, list(weights), {}, {}
+    )
     part = judge_gradients([step], {"architecture": {"dropout": []}, "device": "cpu"}, tied)
     assert part.status is PartStatus.REFUTED
     assert part.what.startswith("lm_head.weight is a weight of its own in the program")
 
 
-def test_what_is_not_finite_or_too_large_is_not_judged(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_finite_or_too_large_is_not_judged(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gradients = combined(model, mean)
     gradients["lm_head.weight"][0, 0] = torch.nan
     part = judged(model, gradients)
-    assert part.status is PartStatus.NOT_JUDGED and part.what == "step 1 has a gradient that is not finite"
+    assert (
+        part.status is PartStatus.NOT_JUDGED
+        and part.what == "step 1 has a gradient that is not finite"
+    )
     monkeypatch.setattr("threefold.referee.judge.gradients._MOST_WORK", 1.0)
     assert (
         "operations to compute the gradients of step 1 here, of at most 1e+00"
@@ -309,7 +417,9 @@ def test_targets_and_weights_are_read_from_the_gradient() -> None:
     targets = torch.randint(0, 11, (3, 7))
     weights = torch.rand(3, 7)
     weights[0, :3] = 0
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="none"
+    )
     (gradient,) = torch.autograd.grad((losses * weights.flatten()).sum(), logits)
     known = token_weights(logits.detach(), gradient)
     assert known is not None
@@ -336,17 +446,40 @@ def trained(
 ) -> list[CheckedStep]:
     """Three steps of AdamW on two parameters, as they would be recorded."""
     torch.manual_seed(0)
-    weights = {"a": torch.nn.Parameter(torch.randn(8, 8)), "b": torch.nn.Parameter(torch.randn(8))}
+    weights = {
+        "a": torch.nn.Parameter(torch.randn(8, 8)),
+        "b": torch.nn.Parameter(torch.randn(8)),
+    }
     optimizer = torch.optim.AdamW(weights.values(), lr=1e-2, weight_decay=0.1)
     settings = {"lr": 1e-2, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
     steps = []
     for number in (1, 2, 3):
         gradients = {name: torch.randn_like(value) for name, value in weights.items()}
-        described = {"class": "AdamW", "is_new": number == 1, "groups": [{"names": ["a", "b"], "settings": settings}]}
-        norm = float(torch.linalg.vector_norm(torch.cat([value.flatten() for value in gradients.values()])))
+        described = {
+            "class": "AdamW",
+            "is_new": number == 1,
+            "groups": [{"names": ["a", "b"], "settings": settings}],
+        }
+        norm = float(
+            torch.linalg.vector_norm(
+                torch.cat([value.flatten() for value in gradients.values()])
+            )
+        )
         clipped = {} if clip is None else {"most": clip, "norm": norm, "by_norm": True}
         held = {name: value.detach().clone() for name, value in weights.items()}
-        steps.append(CheckedStep(number, held, gradients, [], {"float32"}, {"float32"}, ["a", "b"], clipped, described))
+        steps.append(
+            CheckedStep(
+                number,
+                held,
+                gradients,
+                [],
+                {"float32"},
+                {"float32"},
+                ["a", "b"],
+                clipped,
+                described,
+            )
+        )
         scale = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
         for name, value in weights.items():
             value.grad = gradients[name] * scale
@@ -359,22 +492,32 @@ def trained(
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_updates_of_adamw_are_proved(clip: float | None) -> None:
     part = judge_updates(trained(clip=clip))
-    assert str(part) == "proved      updates: in steps 1 to 2 each of 2 parameters moves as torch's AdamW says"
+    assert (
+        str(part)
+        == "proved      updates: in steps 1 to 2 each of 2 parameters moves as torch's AdamW says"
+    )
 
 
 def test_updates_that_are_others_are_refuted() -> None:
     part = judge_updates(trained(change=lambda weights: weights["b"].add_(0.01)))
     assert (
-        part.status is PartStatus.REFUTED and "1 of 2 parameters do not move as AdamW says: b another way" in part.what
+        part.status is PartStatus.REFUTED
+        and "1 of 2 parameters do not move as AdamW says: b another way" in part.what
     )
     steps = trained()
     for step in steps:
-        step.optimizer["groups"][0]["settings"] = {**step.optimizer["groups"][0]["settings"], "lr": 2e-2}
+        step.optimizer["groups"][0]["settings"] = {
+            **step.optimizer["groups"][0]["settings"],
+            "lr": 2e-2,
+        }
     part = judge_updates(steps)
     assert part.status is PartStatus.REFUTED and "a x0.5, b x0.5" in part.what
     steps = trained()
     steps[0].optimizer["groups"][0]["names"] = ["a"]
-    assert "1 parameters that are trained are in no group of the optimizer: b" in judge_updates(steps).what
+    assert (
+        "1 parameters that are trained are in no group of the optimizer: b"
+        in judge_updates(steps).what
+    )
 
 
 def test_updates_that_do_not_show_are_not_judged() -> None:
@@ -400,20 +543,31 @@ def test_what_is_not_a_number_proves_nothing(model: Any) -> None:
         assert judge_updates(steps).status is PartStatus.REFUTED
     weights = {name: value.detach().clone() for name, value in model.named_parameters()}
     weights["model.norm.weight"][0] = math.nan
-    step = CheckedStep(1, weights, combined(model, mean), ROWS, {"float32"}, {"float32"}, list(weights), {}, {})
-    part = judge_gradients([step], {"architecture": {"dropout": []}, "device": "cpu"}, copy.deepcopy(model))
+    step = CheckedStep(
+        1, weights, combined(model, mean), ROWS, {"float32"}, {"float32"}, list(weights), {}, {}
+    )
+    part = judge_gradients(
+        [step], {"architecture": {"dropout": []}, "device": "cpu"}, copy.deepcopy(model)
+    )
     assert part.status is PartStatus.REFUTED
 
 
 def test_place_that_holds_two_values_is_not_judged() -> None:
     def written(values: list[float]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        curve = StepCurve(torch.nn.ParameterDict({"w": torch.tensor(values)}), 0, keeps_copy=True, most_bytes=1000)
+        curve = StepCurve(
+            torch.nn.ParameterDict({"w": torch.tensor(values)}),
+            0,
+            keeps_copy=True,
+            most_bytes=1000,
+        )
         return {"curve": curve.values}, curve.tensors
 
     whole, other, short = written([1.0, 2.0]), written([1.0, math.nan]), written([1.0])
     assert torch.equal(whole[1]["weight.w"], torch.tensor([1.0, 2.0]))
     lines, files = zip(whole, whole, strict=True)
-    assert torch.equal(dict(_assembled("weight", [*lines], [*files]))["w"], torch.tensor([1.0, 2.0]))
+    assert torch.equal(
+        dict(_assembled("weight", [*lines], [*files]))["w"], torch.tensor([1.0, 2.0])
+    )
     lines, files = zip(whole, other, strict=True)
     with pytest.raises(Unjudgeable, match="ranks hold different values of w in the same place"):
         dict(_assembled("weight", [*lines], [*files]))
@@ -425,16 +579,23 @@ def test_place_that_holds_two_values_is_not_judged() -> None:
 def test_nothing_to_compare_is_not_judged(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = trained(clip=1.0)
     for step in steps:
-        step.gradients = {name: torch.zeros_like(value) for name, value in step.gradients.items()}
+        step.gradients = {
+            name: torch.zeros_like(value) for name, value in step.gradients.items()
+        }
         assert step.clip is not None
         step.clip["norm"] = 0.0
     assert judge_norms(steps).status is PartStatus.PROVED
     steps = trained()
-    steps[1].optimizer["groups"] = [*steps[1].optimizer["groups"], {"names": [], "settings": {}}]
+    steps[1].optimizer["groups"] = [
+        *steps[1].optimizer["groups"],
+        {"names": [], "settings": {}},
+    ]
     assert "groups of the optimizer change" in judge_updates(steps).what
     monkeypatch.setattr("threefold.referee.judge.gradients._TOO_NOISY", 0.0)
     part = judged(model, combined(model, mean))
-    assert part.status is PartStatus.NOT_JUDGED and part.what.endswith("each gradient is as small as its rounding")
+    assert part.status is PartStatus.NOT_JUDGED and part.what.endswith(
+        "each gradient is as small as its rounding"
+    )
 
 
 def test_norm_of_a_part_is_refuted() -> None:
@@ -452,7 +613,9 @@ def test_norm_of_a_part_is_refuted() -> None:
 def holding(rank: int, value: str, *, module: int = 0, **placement: Any) -> RankRecord:
     part = {"w": {"shape": [4], "begin": [0], "size": [4], "digest": value}}
     checked = [{"step": 1, "curve": {"module": module, "weights": part, "gradients": {}}}]
-    return RankRecord(rank, 2, placement={"module": 0, "data_ranks": [0, 1], **placement}, checked=checked)
+    return RankRecord(
+        rank, 2, placement={"module": 0, "data_ranks": [0, 1], **placement}, checked=checked
+    )
 
 
 @pytest.mark.parametrize(
@@ -462,20 +625,30 @@ def holding(rank: int, value: str, *, module: int = 0, **placement: Any) -> Rank
         ([{"how": "parameters are sharded over tp only"}] * 2, PartStatus.REFUTED),
         ([{"how": "FullyShardedDataParallel"}] * 2, PartStatus.REFUTED),
         # Each of another group, as ranks that divide tensors by hand.
-        ([{"how": "DistributedDataParallel", "data_ranks": [each]} for each in (0, 1)], PartStatus.NONE),
+        (
+            [{"how": "DistributedDataParallel", "data_ranks": [each]} for each in (0, 1)],
+            PartStatus.NONE,
+        ),
         ([{"unknown": "nothing shows it"}] * 2, PartStatus.NONE),
         # A step of another model, which may be divided in another way.
         ([{"how": "DistributedDataParallel", "module": 1}] * 2, PartStatus.NONE),
     ],
 )
-def test_only_what_is_known_to_be_a_copy_is_compared(placements: list[dict[str, Any]], status: PartStatus) -> None:
+def test_only_what_is_known_to_be_a_copy_is_compared(
+    placements: list[dict[str, Any]], status: PartStatus
+) -> None:
     ranks = [holding(rank, str(rank), **placement) for rank, placement in enumerate(placements)]
     part = judge_copies(RankGroups([[each] for each in ranks], "", 2))
     assert part.status is status
     if status is PartStatus.REFUTED:
         assert part.what == "ranks 0 and 1 hold different weights of w in step 1"
-        equal = [holding(rank, "the same", **placement) for rank, placement in enumerate(placements)]
-        assert judge_copies(RankGroups([[each] for each in equal], "", 2)).status is PartStatus.PROVED
+        equal = [
+            holding(rank, "the same", **placement) for rank, placement in enumerate(placements)
+        ]
+        assert (
+            judge_copies(RankGroups([[each] for each in equal], "", 2)).status
+            is PartStatus.PROVED
+        )
 
 
 # --- attention and losses of the program's own --------------------------------------------------------------------
@@ -486,10 +659,14 @@ def labelled(rows: list[TrainedRows], *, later: int) -> list[TrainedRows]:
     units = []
     for unit in rows:
         assert unit.targets is not None
-        labels = torch.nn.functional.pad(unit.targets, (later, 0), value=-100)[:, : unit.targets.shape[1]]
+        labels = torch.nn.functional.pad(unit.targets, (later, 0), value=-100)[
+            :, : unit.targets.shape[1]
+        ]
         # A mask of another meaning than that of transformers.
         inputs = {**unit.inputs, "labels": labels, "attention_mask": torch.zeros_like(labels)}
-        units.append(replace(unit, inputs=inputs, targets=None, weights=None, has_own_loss=True))
+        units.append(
+            replace(unit, inputs=inputs, targets=None, weights=None, has_own_loss=True)
+        )
     return units
 
 
@@ -509,7 +686,9 @@ def test_programs_own_mask_and_labels_are_read_as_its_gradients_say(
     weights = {name: value.detach().clone() for name, value in model.named_parameters()}
     kinds = {"float32"}
     rows = labelled(ROWS, later=later)
-    step = CheckedStep(1, weights, combined(model, mean), rows, kinds, kinds, list(weights), {}, {})
+    step = CheckedStep(
+        1, weights, combined(model, mean), rows, kinds, kinds, list(weights), {}, {}
+    )
     architecture = {**architecture_of(model), "attention": attention, "replaced": loss}
     part = judge_gradients([step], {"architecture": architecture, "device": "cpu"})
     assert part.status is status, part
@@ -521,7 +700,13 @@ def test_parts_in_a_row_are_put_together() -> None:
     whole = torch.arange(12.0).reshape(3, 4)
     parts = [(0, whole.flatten()[:5]), (5, whole.flatten()[5:])]
     described = [
-        {"curve": {"weights": {"w": {"shape": [3, 4], "begin": [begin], "size": [len(part)], "digest": ""}}}}
+        {
+            "curve": {
+                "weights": {
+                    "w": {"shape": [3, 4], "begin": [begin], "size": [len(part)], "digest": ""}
+                }
+            }
+        }
         for begin, part in parts
     ]
     files = [{"weight.w": part} for _, part in parts]

@@ -25,7 +25,9 @@ NUM_ROWS, BATCH = 40, 5
 Orders = list[list[list[int]]]  # epoch, rank, place
 
 
-def dealt(*, ranks: int = 2, epochs: int = 2, set_epoch: bool = True, seeds: Sequence[int] = (0, 0)) -> Orders:
+def dealt(
+    *, ranks: int = 2, epochs: int = 2, set_epoch: bool = True, seeds: Sequence[int] = (0, 0)
+) -> Orders:
     """What DistributedSampler deals out: one shuffled order an epoch, each rank every so-manieth row of it."""
     orders = []
     for epoch in range(epochs):
@@ -39,7 +41,14 @@ def dealt(*, ranks: int = 2, epochs: int = 2, set_epoch: bool = True, seeds: Seq
 
 
 def sampler(rank: int, **settings: Any) -> dict[str, Any]:
-    known = {"num_replicas": 2, "rank": rank, "seed": 0, "epoch": 0, "shuffle": True, "drop_last": False}
+    known = {
+        "num_replicas": 2,
+        "rank": rank,
+        "seed": 0,
+        "epoch": 0,
+        "shuffle": True,
+        "drop_last": False,
+    }
     return {"class": "DistributedSampler", "package": "torch", **known, **settings}
 
 
@@ -74,12 +83,25 @@ def record(
     for rank in range(num_ranks):
         file = SealedFile(folder / f"rank-{rank:05d}.jsonl", most_bytes=1 << 20)
         file.write("start", {"rank": rank, "start": 1, "world_size": num_ranks, "versions": {}})
-        ddp = {"together": [], "how": "DistributedDataParallel", "data_ranks": list(range(num_ranks))}
-        file.write("placement", {"module": 0, "model": 0, **(placement(rank) if placement else ddp)})
+        ddp = {
+            "together": [],
+            "how": "DistributedDataParallel",
+            "data_ranks": list(range(num_ranks)),
+        }
+        file.write(
+            "placement", {"module": 0, "model": 0, **(placement(rank) if placement else ddp)}
+        )
         step = 0
         if trial is not None:
             file.write("placement", {"module": 7, "model": trial, **ddp})
-            tried = {"module": 7, "rows": ["trial"], "ignored": [], "labelled": False, "begin": 0, "pass": None}
+            tried = {
+                "module": 7,
+                "rows": ["trial"],
+                "ignored": [],
+                "labelled": False,
+                "begin": 0,
+                "pass": None,
+            }
             file.write("step", {"step": 0, "optimizer": 9, "calls": [tried]})
         for epoch, order in enumerate(orders):
             for start in range(0, len(order[rank]), batch):
@@ -96,7 +118,10 @@ def record(
                 }
                 calls = [values] * calls_a_step
                 if step <= trials:
-                    calls = [{**values, "rows": ["zeros"], "pass": None, "cleared": True}, *calls]
+                    calls = [
+                        {**values, "rows": ["zeros"], "pass": None, "cleared": True},
+                        *calls,
+                    ]
                 file.write("step", {"step": step, "optimizer": 0, "calls": calls})
         for epoch, order in enumerate(orders):
             batches = {"class": "BatchSampler", "package": "torch", "drop_last": False}
@@ -104,7 +129,9 @@ def record(
                 batches["batch_size"] = batch
             known = {"rows": NUM_ROWS, "samplers": [batches, samplers(rank, epoch)]}
             num_batches = -(-len(order[rank]) // batch) + unread_batches
-            file.write("pass", {"pass": (0, epoch), "batches": num_batches, "ended": True, **known})
+            file.write(
+                "pass", {"pass": (0, epoch), "batches": num_batches, "ended": True, **known}
+            )
         file.write("end", {"steps": step, "calls_after": 0})
         file.close()
     (folder / "command.json").write_text(json.dumps({"command": ["train"], "exit_code": 0}))
@@ -150,7 +177,9 @@ def test_all_ranks_read_the_same_rows(tmp_path: Path) -> None:
 
 def test_sampler_seeded_by_rank(tmp_path: Path) -> None:
     orders = dealt(seeds=(0, 1))
-    verdict = record(tmp_path, orders, samplers=lambda rank, epoch: sampler(rank, seed=rank, epoch=epoch))
+    verdict = record(
+        tmp_path, orders, samplers=lambda rank, epoch: sampler(rank, seed=rank, epoch=epoch)
+    )
     twice = len(set(orders[0][0]) & set(orders[0][1]))
     assert text(verdict, "rows of an epoch") == (
         f"refuted     rows of an epoch: epoch 1 read {twice} rows more than once and {twice} of 40 never\n"
@@ -172,13 +201,19 @@ def test_rows_are_refuted_without_a_word_of_the_sampler(tmp_path: Path) -> None:
 
 
 def test_epochs_that_differ_by_rank(tmp_path: Path) -> None:
-    verdict = record(tmp_path, dealt(), samplers=lambda rank, epoch: sampler(rank, epoch=epoch + rank))
-    assert "the sampler of rank 1 has epoch 1, that of rank 0 has 0" in text(verdict, "order of epochs")
+    verdict = record(
+        tmp_path, dealt(), samplers=lambda rank, epoch: sampler(rank, epoch=epoch + rank)
+    )
+    assert "the sampler of rank 1 has epoch 1, that of rank 0 has 0" in text(
+        verdict, "order of epochs"
+    )
     assert verdict.exit_code == 1
 
 
 def test_no_set_epoch(tmp_path: Path) -> None:
-    verdict = record(tmp_path, dealt(epochs=3, set_epoch=False), samplers=lambda rank, epoch: sampler(rank))
+    verdict = record(
+        tmp_path, dealt(epochs=3, set_epoch=False), samplers=lambda rank, epoch: sampler(rank)
+    )
     assert status(verdict, "rows of an epoch") is PartStatus.PROVED
     assert text(verdict, "order of epochs") == (
         "refuted     order of epochs: epoch 2 read its rows in the order of the epoch before (2 of 2 epochs do)\n"
@@ -189,14 +224,20 @@ def test_no_set_epoch(tmp_path: Path) -> None:
 
 def test_order_that_is_not_shuffled_is_no_fault(tmp_path: Path) -> None:
     orders = dealt(set_epoch=False)
-    verdict = record(tmp_path, orders, samplers=lambda rank, epoch: sampler(rank, shuffle=False))
+    verdict = record(
+        tmp_path, orders, samplers=lambda rank, epoch: sampler(rank, shuffle=False)
+    )
     assert status(verdict, "order of epochs") is PartStatus.NONE
     assert verdict.exit_code == 0
 
 
 def test_shares_of_more_ranks_than_there_are(tmp_path: Path) -> None:
     orders = [[order[0], order[1]] for order in dealt(ranks=4, seeds=(0, 0, 0, 0))]
-    verdict = record(tmp_path, orders, samplers=lambda rank, epoch: sampler(rank, num_replicas=4, epoch=epoch))
+    verdict = record(
+        tmp_path,
+        orders,
+        samplers=lambda rank, epoch: sampler(rank, num_replicas=4, epoch=epoch),
+    )
     assert "epoch 1 made 20 reads of 40 rows: 20 never" in text(verdict, "rows of an epoch")
     assert text(verdict, "order of epochs") == (
         "refuted     order of epochs: the samplers divide the rows by 4 and read the shares 0, 1 on 2 data ranks\n"
@@ -207,11 +248,19 @@ def test_shares_of_more_ranks_than_there_are(tmp_path: Path) -> None:
 
 def test_every_rank_reads_all_rows_in_an_order_of_its_own(tmp_path: Path) -> None:
     orders = [
-        [random.Random(10 * epoch + rank).sample(range(NUM_ROWS), NUM_ROWS) for rank in (0, 1)] for epoch in (0, 1)
+        [random.Random(10 * epoch + rank).sample(range(NUM_ROWS), NUM_ROWS) for rank in (0, 1)]
+        for epoch in (0, 1)
     ]
-    plain = {"class": "RandomSampler", "package": "torch", "num_samples": NUM_ROWS, "replacement": False}
+    plain = {
+        "class": "RandomSampler",
+        "package": "torch",
+        "num_samples": NUM_ROWS,
+        "replacement": False,
+    }
     verdict = record(tmp_path, orders, samplers=lambda rank, epoch: plain)
-    assert "epoch 1 made 80 reads of 40 rows: 40 more than once" in text(verdict, "rows of an epoch")
+    assert "epoch 1 made 80 reads of 40 rows: 40 more than once" in text(
+        verdict, "rows of an epoch"
+    )
 
 
 def test_ranks_with_files_of_their_own_are_no_fault(tmp_path: Path) -> None:
@@ -235,10 +284,14 @@ def test_padding_of_the_last_batch_is_no_fault(tmp_path: Path) -> None:
 def test_dropped_rows_need_drop_last(tmp_path: Path) -> None:
     orders = [[rows[:18] for rows in epoch] for epoch in dealt()]
     kept = record(tmp_path, orders, samplers=lambda rank, epoch: sampler(rank, epoch=epoch))
-    assert "4 of 40 rows left the DataLoader and did not reach the model" in text(kept, "rows of an epoch")
+    assert "4 of 40 rows left the DataLoader and did not reach the model" in text(
+        kept, "rows of an epoch"
+    )
     assert kept.exit_code == 3
     (again := tmp_path / "again").mkdir()
-    dropped = record(again, orders, samplers=lambda rank, epoch: sampler(rank, epoch=epoch, drop_last=True))
+    dropped = record(
+        again, orders, samplers=lambda rank, epoch: sampler(rank, epoch=epoch, drop_last=True)
+    )
     assert "4 were left out at its end (drop_last)" in text(dropped, "rows of an epoch")
 
 
@@ -250,16 +303,31 @@ def test_equal_rows_of_a_data_set_are_not_refuted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("different", [1, 2, 4, 10])
 def test_data_set_of_few_different_rows_is_not_refuted(tmp_path: Path, different: int) -> None:
-    verdict = record(tmp_path, dealt(epochs=4), name=lambda row, epoch: f"row {row % different}", batch=1)
+    verdict = record(
+        tmp_path, dealt(epochs=4), name=lambda row, epoch: f"row {row % different}", batch=1
+    )
     assert verdict.exit_code == 3, verdict.lines()
 
 
 def test_augmented_rows_are_neither_proved_nor_refuted(tmp_path: Path) -> None:
-    plain = {"class": "RandomSampler", "package": "torch", "num_samples": NUM_ROWS, "replacement": False}
+    plain = {
+        "class": "RandomSampler",
+        "package": "torch",
+        "num_samples": NUM_ROWS,
+        "replacement": False,
+    }
     orders = [[[*range(NUM_ROWS)], [*range(50, 50 + NUM_ROWS)]]] * 2
-    verdict = record(tmp_path, orders, samplers=lambda rank, epoch: plain, name=lambda row, epoch: f"{row} {epoch}")
+    verdict = record(
+        tmp_path,
+        orders,
+        samplers=lambda rank, epoch: plain,
+        name=lambda row, epoch: f"{row} {epoch}",
+    )
     assert verdict.exit_code == 3
-    assert {part.status for part in verdict.parts[1:]} == {PartStatus.NOT_JUDGED, PartStatus.NONE}
+    assert {part.status for part in verdict.parts[1:]} == {
+        PartStatus.NOT_JUDGED,
+        PartStatus.NONE,
+    }
 
 
 def test_sampler_of_an_unknown_kind_is_judged_by_its_epochs(tmp_path: Path) -> None:
@@ -272,22 +340,37 @@ def test_sampler_of_an_unknown_kind_is_judged_by_its_epochs(tmp_path: Path) -> N
 
 
 def test_replacement_and_skipped_batches_are_not_judged(tmp_path: Path) -> None:
-    drawn = {"class": "RandomSampler", "package": "torch", "num_samples": NUM_ROWS, "replacement": True}
+    drawn = {
+        "class": "RandomSampler",
+        "package": "torch",
+        "num_samples": NUM_ROWS,
+        "replacement": True,
+    }
     verdict = record(tmp_path, dealt(), samplers=lambda rank, epoch: drawn)
     assert "with replacement" in text(verdict, "rows of an epoch")
 
 
 def test_one_epoch_is_proved_only_by_samplers_that_deal_rows_out(tmp_path: Path) -> None:
     assert record(tmp_path, dealt(epochs=1)).exit_code == 0
-    plain = {"class": "RandomSampler", "package": "torch", "num_samples": NUM_ROWS, "replacement": False}
+    plain = {
+        "class": "RandomSampler",
+        "package": "torch",
+        "num_samples": NUM_ROWS,
+        "replacement": False,
+    }
     (again := tmp_path / "again").mkdir()
     orders = [[[*range(NUM_ROWS)], [*range(NUM_ROWS, 2 * NUM_ROWS)]]]
     verdict = record(again, orders, samplers=lambda rank, epoch: plain)
-    assert "one epoch does not show whether a row looks the same each time" in text(verdict, "rows of an epoch")
+    assert "one epoch does not show whether a row looks the same each time" in text(
+        verdict, "rows of an epoch"
+    )
     assert "no row came again" in text(verdict, "rows of data ranks")
 
 
-@pytest.mark.parametrize("settings", [{"class": "SubsetRandomSampler"}, {"class": "RandomSampler", "num_samples": 20}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"class": "SubsetRandomSampler"}, {"class": "RandomSampler", "num_samples": 20}],
+)
 def test_part_of_a_data_set_is_no_fault(tmp_path: Path, settings: dict[str, Any]) -> None:
     verdict = record(
         tmp_path,
@@ -300,7 +383,9 @@ def test_part_of_a_data_set_is_no_fault(tmp_path: Path, settings: dict[str, Any]
 def test_batches_that_do_not_reach_the_model_are_not_judged(tmp_path: Path) -> None:
     orders = [[rows[:10] for rows in epoch] for epoch in dealt()]
     verdict = record(tmp_path, orders, unread_batches=2)
-    assert "the model is called with 10 rows of 4 batches of 5" in text(verdict, "rows of an epoch")
+    assert "the model is called with 10 rows of 4 batches of 5" in text(
+        verdict, "rows of an epoch"
+    )
     assert verdict.exit_code == 3
 
 
@@ -335,7 +420,11 @@ def test_call_that_repeats_the_one_before_reads_nothing_more(tmp_path: Path) -> 
 
 
 def test_ranks_that_cannot_be_told_apart_are_not_judged(tmp_path: Path) -> None:
-    verdict = record(tmp_path, dealt(seeds=(0, 1)), placement=lambda rank: {"together": [], "unknown": "no wrapper"})
+    verdict = record(
+        tmp_path,
+        dealt(seeds=(0, 1)),
+        placement=lambda rank: {"together": [], "unknown": "no wrapper"},
+    )
     why = "it does not show which ranks read rows of their own (rank 0: no wrapper)"
     assert text(verdict, "rows of data ranks") == f"not judged  rows of data ranks: {why}"
     assert text(verdict, "rows of an epoch") == f"not judged  rows of an epoch: {why}"
@@ -350,7 +439,11 @@ def test_ranks_with_other_numbers_of_steps(tmp_path: Path) -> None:
 def model_copies(rank: int) -> dict[str, Any]:
     """2 data ranks of 2 ranks each."""
     first = rank - rank % 2
-    return {"together": [first, first + 1], "how": "fully_shard", "data_ranks": [rank % 2, rank % 2 + 2]}
+    return {
+        "together": [first, first + 1],
+        "how": "fully_shard",
+        "data_ranks": [rank % 2, rank % 2 + 2],
+    }
 
 
 def test_ranks_of_one_model_copy(tmp_path: Path) -> None:
@@ -361,7 +454,12 @@ def test_ranks_of_one_model_copy(tmp_path: Path) -> None:
     assert "the same rows in each of 8 steps" in text(clean, "rows of one model copy")
     (again := tmp_path / "again").mkdir()
     by_rank = dealt(ranks=4, seeds=(0, 0, 0, 0))
-    faulty = record(again, by_rank, samplers=lambda rank, epoch: sampler(rank, num_replicas=4), placement=model_copies)
+    faulty = record(
+        again,
+        by_rank,
+        samplers=lambda rank, epoch: sampler(rank, num_replicas=4),
+        placement=model_copies,
+    )
     assert text(faulty, "rows of one model copy") == (
         "refuted     rows of one model copy: ranks 0 and 1 read different rows in 4 of 4 steps, first in step 1\n"
         "  expected: the same rows on ranks that compute one copy of the model: each holds a part of it\n"
@@ -370,9 +468,14 @@ def test_ranks_of_one_model_copy(tmp_path: Path) -> None:
 
 
 def test_ranks_that_share_nothing_are_not_one_copy(tmp_path: Path) -> None:
-    apart = lambda rank: {"together": [], "how": "DistributedDataParallel", "data_ranks": [rank]}  # noqa: E731
+
+    def apart(rank):
+        return {"together": [], "how": "DistributedDataParallel", "data_ranks": [rank]}
+
     verdict = record(tmp_path, dealt(), placement=apart)
-    assert "have the same data rank and share no parameter" in text(verdict, "rows of one model copy")
+    assert "have the same data rank and share no parameter" in text(
+        verdict, "rows of one model copy"
+    )
     assert verdict.exit_code == 3
 
 
@@ -410,7 +513,9 @@ def test_every_changed_byte_is_found(tmp_path: Path) -> None:
     )
     path.unlink()
     assert "rank 1 left no record" in text(judge_data(tmp_path), "record")
-    assert "only 1 of 2 data ranks left a record" in text(judge_data(tmp_path), "rows of data ranks")
+    assert "only 1 of 2 data ranks left a record" in text(
+        judge_data(tmp_path), "rows of data ranks"
+    )
 
 
 def test_second_process_of_a_rank_and_a_failed_command_are_not_judged(tmp_path: Path) -> None:
@@ -444,7 +549,9 @@ def test_sealed_lines_hold_what_is_not_finite_as_null(tmp_path: Path) -> None:
 # --- programs that show little of their loaders ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loader_pass", [None, (0, 0)], ids=["no loader", "a loader without end"])
+@pytest.mark.parametrize(
+    "loader_pass", [None, (0, 0)], ids=["no loader", "a loader without end"]
+)
 def test_epochs_are_found_by_their_rows(tmp_path: Path, loader_pass: Any) -> None:
     verdict = record(tmp_path, dealt(epochs=3), **{"pass": loader_pass}, sized=False)
     assert text(verdict, "rows of an epoch") == (
@@ -480,11 +587,15 @@ def test_ranks_that_hold_later_places_of_rows_are_no_data_ranks(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("model", "is_left_out"), [(5, True), (0, False)])
-def test_trial_of_another_model_is_left_out(tmp_path: Path, model: int, is_left_out: bool) -> None:
+def test_trial_of_another_model_is_left_out(
+    tmp_path: Path, model: int, is_left_out: bool
+) -> None:
     """Of a model that the training wraps it is a part of the training, which is then not known."""
     verdict = record(tmp_path, dealt(epochs=1), trial=model)
     assert "left out are steps of other optimizers: 1" in text(verdict, "record")
-    assert (status(verdict, "rows of an epoch") is PartStatus.PROVED) is is_left_out, verdict.lines()
+    assert (status(verdict, "rows of an epoch") is PartStatus.PROVED) is is_left_out, (
+        verdict.lines()
+    )
 
 
 def test_calls_whose_gradients_are_not_in_the_first_step_are_no_rows(tmp_path: Path) -> None:

@@ -31,8 +31,13 @@ def test_sums_of_parts_add_up_to_that_of_the_whole(kind: torch.dtype) -> None:
     whole = torch.randn(7, 5, 3).to(kind)
     for axis in range(3):
         parts = whole.split(2, dim=axis)
-        begins = [[2 * place if each == axis else 0 for each in range(3)] for place in range(len(parts))]
-        sums = [sum_of(part, begin, whole.shape) for part, begin in zip(parts, begins, strict=True)]
+        begins = [
+            [2 * place if each == axis else 0 for each in range(3)]
+            for place in range(len(parts))
+        ]
+        sums = [
+            sum_of(part, begin, whole.shape) for part, begin in zip(parts, begins, strict=True)
+        ]
         assert sum(sums) % (1 << 64) == sum_of(whole, [0, 0, 0], whole.shape)
     assert sum_of(torch.tensor(3.0), [], []) == sum_of(torch.tensor([3.0]), [0], [1])
     assert sum_of(torch.empty(0, 4), [0, 0], [0, 4]) == 0
@@ -48,8 +53,15 @@ def test_sums_of_large_tensors_are_taken_in_pieces(monkeypatch: pytest.MonkeyPat
 def test_another_value_place_or_order_is_another_sum() -> None:
     whole = torch.randn(6, 4)
     known = {sum_of(whole, [0, 0], [6, 4])}
-    others = [whole.t().contiguous().reshape(6, 4), whole.flip(0), whole.roll(1, 1), whole * (1 + 2**-23)]
-    others += [torch.where(torch.arange(24).reshape(6, 4) == place, 0.0, whole) for place in range(24)]
+    others = [
+        whole.t().contiguous().reshape(6, 4),
+        whole.flip(0),
+        whole.roll(1, 1),
+        whole * (1 + 2**-23),
+    ]
+    others += [
+        torch.where(torch.arange(24).reshape(6, 4) == place, 0.0, whole) for place in range(24)
+    ]
     for other in others:
         known.add(sum_of(other, [0, 0], [6, 4]))
     assert len(known) == 1 + len(others)
@@ -107,18 +119,54 @@ def start(
     for rank in range(ranks):
         name = f"rank-{rank:05d}" + (f"-{number}" if number > 1 else "")
         file = SealedFile(folder / f"{name}.jsonl", most_bytes=1 << 20)
-        file.write("start", {"rank": rank, "start": number, "world_size": ranks, "program": "a.py", "versions": {}})
-        ddp = {"together": [], "how": "DistributedDataParallel", "data_ranks": list(range(ranks))}
+        file.write(
+            "start",
+            {
+                "rank": rank,
+                "start": number,
+                "world_size": ranks,
+                "program": "a.py",
+                "versions": {},
+            },
+        )
+        ddp = {
+            "together": [],
+            "how": "DistributedDataParallel",
+            "data_ranks": list(range(ranks)),
+        }
         file.write("placement", {"module": 0, "model": 0, **ddp})
         samplers = [
-            {"class": "BatchSampler", "package": "torch", "batch_size": BATCH // ranks, "drop_last": False},
-            {"class": "DistributedSampler", "package": "torch", "num_replicas": ranks, "rank": rank, "seed": 0},
+            {
+                "class": "BatchSampler",
+                "package": "torch",
+                "batch_size": BATCH // ranks,
+                "drop_last": False,
+            },
+            {
+                "class": "DistributedSampler",
+                "package": "torch",
+                "num_replicas": ranks,
+                "rank": rank,
+                "seed": 0,
+            },
         ]
         ended = 0
         for step, read in enumerate(rows, start=1):
             mine = [f"row {row}" for row in read[rank::ranks]]
-            call = {"module": 0, "rows": mine, "ignored": [], "labelled": False, "begin": 0, "pass": (0, 0)}
-            values = {"step": step, "optimizer": 0, "calls": [call], "rates": [rates(first_step + step)]}
+            call = {
+                "module": 0,
+                "rows": mine,
+                "ignored": [],
+                "labelled": False,
+                "begin": 0,
+                "pass": (0, 0),
+            }
+            values = {
+                "step": step,
+                "optimizer": 0,
+                "calls": [call],
+                "rates": [rates(first_step + step)],
+            }
             if step == 1 and number > 1:
                 values["begins"] = {**(begins or STATES[first_step]), "loaded": loaded}
             file.write("step", values)
@@ -170,39 +218,73 @@ def test_three_starts_on_other_ranks(tmp_path: Path) -> None:
     start(tmp_path, 2, ROWS[2:6], first_step=2, saved=[2], cut=True)
     start(tmp_path, 3, ROWS[4:], first_step=4, ranks=1)
     resumes = [str(each) for each in judge(tmp_path).parts if each.name == "resume"]
-    assert [each.split(":")[1].split(" goes")[1] for each in resumes] == [" on from step 2", " on from step 4"]
+    assert [each.split(":")[1].split(" goes")[1] for each in resumes] == [
+        " on from step 2",
+        " on from step 4",
+    ]
     assert all(each.startswith("proved") for each in resumes)
 
 
 WRONG = [
-    ({"begins": STATES[2]}, "from step 2 and reads other rows than start 1 did: 4 of 4 in step 3"),
-    ({"begins": {**STATES[4], "moments": STATES[2]["moments"]}}, "from step 4 with the moments of step 2"),
+    (
+        {"begins": STATES[2]},
+        "from step 2 and reads other rows than start 1 did: 4 of 4 in step 3",
+    ),
+    (
+        {"begins": {**STATES[4], "moments": STATES[2]["moments"]}},
+        "from step 4 with the moments of step 2",
+    ),
     (
         {"begins": {**STATES[4], "moments": {}}, "loaded": False},
         "from step 4 with an optimizer without a state: weight step, weight exp_avg, weight exp_avg_sq, bias step, "
         "bias exp_avg, bias exp_avg_sq begin at 0",
     ),
     (
-        {"begins": {**STATES[4], "moments": {k: v for k, v in STATES[4]["moments"].items() if k.startswith("weight")}}},
+        {
+            "begins": {
+                **STATES[4],
+                "moments": {
+                    k: v for k, v in STATES[4]["moments"].items() if k.startswith("weight")
+                },
+            }
+        },
         "with 3 of 6 values of the optimizer that are not as saved: bias step, bias exp_avg, bias exp_avg_sq",
     ),
     (
-        {"begins": {**STATES[4], "weights": {**STATES[4]["weights"], "bias": STATES[0]["weights"]["bias"]}}},
+        {
+            "begins": {
+                **STATES[4],
+                "weights": {**STATES[4]["weights"], "bias": STATES[0]["weights"]["bias"]},
+            }
+        },
         "from step 4 with 1 of 2 weights that are not as saved: bias",
     ),
     (
-        {"begins": {**STATES[4], "weights": {**STATES[4]["weights"], "head": STATES[0]["weights"]["bias"]}}},
+        {
+            "begins": {
+                **STATES[4],
+                "weights": {**STATES[4]["weights"], "head": STATES[0]["weights"]["bias"]},
+            }
+        },
         "from step 4 with weights that were not saved: head",
     ),
     ({"begins": STATES[8]}, "with 2 of 2 weights that are not as saved: weight, bias"),
-    ({"rates": lambda step: 0.2}, "from step 4 with other learning rates: in step 5 they were 0.1 and 0.2"),
+    (
+        {"rates": lambda step: 0.2},
+        "from step 4 with other learning rates: in step 5 they were 0.1 and 0.2",
+    ),
     ({"rows": ROWS}, "from step 4 and reads other rows than start 1 did: 4 of 4 in step 5"),
-    ({"rows": [*ROWS[5:], ROWS[4]]}, "from step 4 and reads other rows than start 1 did: 4 of 4 in step 5"),
+    (
+        {"rows": [*ROWS[5:], ROWS[4]]},
+        "from step 4 and reads other rows than start 1 did: 4 of 4 in step 5",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("settings", "what"), WRONG)
-def test_start_that_goes_on_otherwise_is_refuted(tmp_path: Path, settings: dict[str, Any], what: str) -> None:
+def test_start_that_goes_on_otherwise_is_refuted(
+    tmp_path: Path, settings: dict[str, Any], what: str
+) -> None:
     start(tmp_path, 1, ROWS[:6], saved=[2, 4], cut=True)
     start(tmp_path, 2, settings.pop("rows", ROWS[4:]), first_step=4, **settings)
     assert told(tmp_path).startswith("refuted     resume: start 2 goes on ")
@@ -213,18 +295,24 @@ def test_start_that_goes_on_otherwise_is_refuted(tmp_path: Path, settings: dict[
 def test_data_that_begins_anew_where_start_1_ended_shows_in_the_epoch(tmp_path: Path) -> None:
     start(tmp_path, 1, ROWS[:4], saved=[4], cut=True)
     start(tmp_path, 2, ROWS, first_step=4)
-    assert told(tmp_path, "rows of an epoch").endswith("epoch 1 made 48 reads of 32 rows: 16 more than once")
+    assert told(tmp_path, "rows of an epoch").endswith(
+        "epoch 1 made 48 reads of 32 rows: 16 more than once"
+    )
 
 
 def test_what_does_not_show_is_not_judged(tmp_path: Path) -> None:
     """Learning rates that change, of a first start that ended where it saved; and other ranks."""
     start(tmp_path, 1, ROWS[:4], saved=[4], cut=True, rates=float)
     start(tmp_path, 2, ROWS[4:], first_step=4, rates=float)
-    assert told(tmp_path).endswith("its next learning rates do not show: let it train beyond a save")
+    assert told(tmp_path).endswith(
+        "its next learning rates do not show: let it train beyond a save"
+    )
     for path in tmp_path.glob("rank-*-2.jsonl"):
         path.unlink()
     start(tmp_path, 2, ROWS[4:], first_step=4, ranks=1)
-    assert told(tmp_path).endswith("on other ranks the rows after it do not show: let start 1 train beyond a save")
+    assert told(tmp_path).endswith(
+        "on other ranks the rows after it do not show: let start 1 train beyond a save"
+    )
 
 
 def test_ranks_that_begin_with_different_weights(tmp_path: Path) -> None:
@@ -236,7 +324,10 @@ def test_ranks_that_begin_with_different_weights(tmp_path: Path) -> None:
     other.mkdir()
     start(other, 2, ROWS[4:], first_step=4, begins=STATES[3])
     (other / "rank-00001-2.jsonl").rename(tmp_path / "rank-00001-2.jsonl")
-    assert told(tmp_path) == "not judged  resume: start 2: ranks hold different values of weight in the same place"
+    assert (
+        told(tmp_path)
+        == "not judged  resume: start 2: ranks hold different values of weight in the same place"
+    )
 
 
 def test_program_that_does_not_go_on_is_another_training(tmp_path: Path) -> None:
@@ -255,16 +346,37 @@ def test_program_that_does_not_go_on_is_another_training(tmp_path: Path) -> None
 def exported(folder: Path, *, tied: bool = False, **saving: Any) -> LlamaForCausalLM:
     """A record of a model that was written to `folder`/model after its second step."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=31, num_key_value_heads=1, tie_word_embeddings=tied, **sizes)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = LlamaConfig(
+        vocab_size=31, num_key_value_heads=1, tie_word_embeddings=tied, **sizes
+    )
     model = LlamaForCausalLM(config)
     model.save_pretrained(folder / "model", **saving)
     file = SealedFile(folder / "rank-00000.jsonl", most_bytes=1 << 20)
-    file.write("start", {"rank": 0, "start": 1, "world_size": 1, "program": "a.py", "versions": {}})
-    shown = {"how": "one process", "architecture": architecture_of(model), "data_ranks": [0], "together": []}
+    file.write(
+        "start", {"rank": 0, "start": 1, "world_size": 1, "program": "a.py", "versions": {}}
+    )
+    shown = {
+        "how": "one process",
+        "architecture": architecture_of(model),
+        "data_ranks": [0],
+        "together": [],
+    }
     file.write("placement", {"module": 0, "model": 0, **shown})
     for step in (1, 2):
-        call = {"module": 0, "rows": ["row"], "ignored": [], "labelled": False, "begin": 0, "pass": None}
+        call = {
+            "module": 0,
+            "rows": ["row"],
+            "ignored": [],
+            "labelled": False,
+            "begin": 0,
+            "pass": None,
+        }
         file.write("step", {"step": step, "optimizer": 0, "calls": [call], "rates": [0.1]})
     where = {"step": 2, "module": 0, "folder": str(folder / "model")}
     file.write("exported", {**where, **state_of(model)})
@@ -283,7 +395,9 @@ def test_export_that_is_the_model_is_proved(tmp_path: Path, tied: bool) -> None:
 
 
 def _change(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = {name: value.clone() for name, value in load_file(folder / "model.safetensors").items()}
+    tensors = {
+        name: value.clone() for name, value in load_file(folder / "model.safetensors").items()
+    }
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -300,9 +414,18 @@ def _other_config(folder: Path) -> None:
 
 NORM = "model.layers.1.input_layernorm.weight"
 BROKEN: list[tuple[Callable[[Path], Any], str]] = [
-    (lambda folder: _change(folder, lambda tensors: tensors.pop("lm_head.weight")), "1 of 21 weights that are not as"),
-    (lambda folder: _change(folder, lambda tensors: tensors[NORM].add_(1e-6)), f"they were: {NORM}"),
-    (lambda folder: _change(folder, lambda tensors: tensors[NORM].fill_(torch.nan)), f"they were: {NORM}"),
+    (
+        lambda folder: _change(folder, lambda tensors: tensors.pop("lm_head.weight")),
+        "1 of 21 weights that are not as",
+    ),
+    (
+        lambda folder: _change(folder, lambda tensors: tensors[NORM].add_(1e-6)),
+        f"they were: {NORM}",
+    ),
+    (
+        lambda folder: _change(folder, lambda tensors: tensors[NORM].fill_(torch.nan)),
+        f"they were: {NORM}",
+    ),
     (_cut, "no model that can be read"),
     (lambda folder: (folder / "model.safetensors").unlink(), "no model that can be read"),
     (_other_config, "rms_norm_eps 0.001 in its config, where the model has 1e-06"),
@@ -310,7 +433,9 @@ BROKEN: list[tuple[Callable[[Path], Any], str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "what"), BROKEN)
-def test_export_that_is_another_model_is_refuted(tmp_path: Path, spoil: Callable[[Path], Any], what: str) -> None:
+def test_export_that_is_another_model_is_refuted(
+    tmp_path: Path, spoil: Callable[[Path], Any], what: str
+) -> None:
     exported(tmp_path)
     spoil(tmp_path / "model")
     assert part(tmp_path, "exports").status is PartStatus.REFUTED
@@ -329,7 +454,9 @@ def test_export_without_one_of_its_shards_is_refuted(tmp_path: Path) -> None:
 def test_exports_that_cannot_be_compared_are_not_judged(tmp_path: Path) -> None:
     model = exported(tmp_path)
     model.bfloat16().save_pretrained(tmp_path / "model")
-    assert told(tmp_path, "exports").endswith("weights were written as bfloat16, and are float32 in memory")
+    assert told(tmp_path, "exports").endswith(
+        "weights were written as bfloat16, and are float32 in memory"
+    )
     for path in (tmp_path / "model").iterdir():
         path.unlink()
     assert told(tmp_path, "exports").endswith("model is not here, or no longer")

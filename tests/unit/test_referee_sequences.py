@@ -19,7 +19,9 @@ from threefold.referee.record import RankRecord, ReadCall
 LENGTH = 16
 WHOLE = torch.arange(LENGTH).repeat(3, 1)
 # Two documents in each row, which begin anew.
-DOCUMENTS = torch.stack([torch.cat((torch.arange(cut), torch.arange(LENGTH - cut))) for cut in (3, 7, 11)])
+DOCUMENTS = torch.stack(
+    [torch.cat((torch.arange(cut), torch.arange(LENGTH - cut))) for cut in (3, 7, 11)]
+)
 
 
 def head_and_tail(whole: Tensor, size: int) -> list[Tensor]:
@@ -35,21 +37,45 @@ def in_turn(whole: Tensor, size: int) -> list[Tensor]:
     return [whole[:, rank::size] for rank in range(size)]
 
 
-def records(folder: Path, positions: list[Tensor], groups: list[list[int]], **inputs: list[Tensor]) -> list[RankRecord]:
+def records(
+    folder: Path, positions: list[Tensor], groups: list[list[int]], **inputs: list[Tensor]
+) -> list[RankRecord]:
     """Ranks that called their model once with these positions; groups: the process groups of all of them."""
     ranks = []
     for rank, own in enumerate(positions):
         name = f"rank-{rank}.safetensors"
-        tensors = {"0.position_ids": own, **{f"0.{key}": values[rank] for key, values in inputs.items()}}
+        tensors = {
+            "0.position_ids": own,
+            **{f"0.{key}": values[rank] for key, values in inputs.items()},
+        }
         save_file({key: value.contiguous() for key, value in tensors.items()}, folder / name)
         call = ReadCall(
-            1, 0, tuple(f"row {row} of {own[0, 0]}" for row in range(len(own))), (), False, None, int(own[:, 0].min())
+            1,
+            0,
+            tuple(f"row {row} of {own[0, 0]}" for row in range(len(own))),
+            (),
+            False,
+            None,
+            int(own[:, 0].min()),
         )
-        placement: dict[str, Any] = {"how": "fully_shard", "data_ranks": list(range(len(positions)))}
-        placement |= {"together": placement["data_ranks"], "groups": [group for group in groups if rank in group]}
+        placement: dict[str, Any] = {
+            "how": "fully_shard",
+            "data_ranks": list(range(len(positions))),
+        }
+        placement |= {
+            "together": placement["data_ranks"],
+            "groups": [group for group in groups if rank in group],
+        }
         checked = [{"inputs": {"file": name}, "calls": [{}]}]
         ranks.append(
-            RankRecord(rank, len(positions), calls=[call], placement=placement, checked=checked, folder=folder)
+            RankRecord(
+                rank,
+                len(positions),
+                calls=[call],
+                placement=placement,
+                checked=checked,
+                folder=folder,
+            )
         )
     return ranks
 
@@ -66,7 +92,8 @@ def test_parts_are_put_back_together(
     assert groups.num_data_ranks == 1 and len(groups.members) == 1, groups.unknown
     shared = groups.shared[0]
     parts = [
-        {"0.position_ids": each, "0.ids": own} for each, own in zip(split(whole, size), split(ids, size), strict=True)
+        {"0.position_ids": each, "0.ids": own}
+        for each, own in zip(split(whole, size), split(ids, size), strict=True)
     ]
     joined = shared.whole(parts)
     assert torch.equal(joined["0.position_ids"], whole) and torch.equal(joined["0.ids"], ids)
@@ -83,7 +110,9 @@ def test_ranks_that_take_turns(tmp_path: Path) -> None:
 def test_pairs_of_several_data_ranks_are_process_groups(tmp_path: Path) -> None:
     """2 data ranks of 2: which parts belong together follows from the groups, not from the positions."""
     parts = head_and_tail(WHOLE, 2)
-    groups = groups_of(records(tmp_path, [*parts, *parts], [[0, 1, 2, 3], [0, 1], [2, 3], [0, 2], [1, 3]]))
+    groups = groups_of(
+        records(tmp_path, [*parts, *parts], [[0, 1, 2, 3], [0, 1], [2, 3], [0, 2], [1, 3]])
+    )
     assert [[record.rank for record in group] for group in groups.members] == [[0, 1], [2, 3]]
     alone = groups_of(records(tmp_path, [*parts, *parts], [[0, 1, 2, 3]]))
     why = "rank 1 reads rows from position 4 on, as of a sequence that ranks share; the positions do not show which"
@@ -105,6 +134,9 @@ def test_positions_that_do_not_join_are_refuted(tmp_path: Path) -> None:
     groups = groups_of(records(tmp_path, [first, second + 1], [[0, 1]]))
     part = judge_model_copies(groups)
     assert part.status is PartStatus.REFUTED
-    assert part.what == "the positions of the parts of each row that ranks 0 and 1 hold do not join"
+    assert (
+        part.what
+        == "the positions of the parts of each row that ranks 0 and 1 hold do not join"
+    )
     right = judge_model_copies(groups_of(records(tmp_path, [first, second], [[0, 1]])))
     assert right.status is PartStatus.PROVED

@@ -48,11 +48,15 @@ def watched_as_started(folder: Path, program: str) -> tuple[CommandVerdict, str]
     path, printed = folder / "program.py", folder / "printed.txt"
     path.write_text(program)
     command = ["sh", "-c", f'exec "{sys.executable}" "{path}" > "{printed}" 2>&1']
-    assert watch(command, folder / "record", num_whole=2, keep_bytes=1 << 20, to_stderr=False) == 0
+    assert (
+        watch(command, folder / "record", num_whole=2, keep_bytes=1 << 20, to_stderr=False) == 0
+    )
     return judge_data(folder / "record"), printed.read_text()
 
 
-def watched(folder: Path, program: str, *, keep_bytes: int = 1 << 20) -> tuple[CommandVerdict, str]:
+def watched(
+    folder: Path, program: str, *, keep_bytes: int = 1 << 20
+) -> tuple[CommandVerdict, str]:
     """As `watched_as_started`, of a program that is forked: without seconds of imports."""
     (folder / "program.py").write_text(program)
     ended = runs.run(_watch, folder, (str(keep_bytes),), dict(os.environ))
@@ -63,7 +67,11 @@ def watched(folder: Path, program: str, *, keep_bytes: int = 1 << 20) -> tuple[C
 def _watch() -> None:
     warm_referee.fork_what_is_watched()
     command = [sys.executable, "program.py"]
-    sys.exit(watch(command, Path("record"), num_whole=2, keep_bytes=int(sys.argv[1]), to_stderr=False))
+    sys.exit(
+        watch(
+            command, Path("record"), num_whole=2, keep_bytes=int(sys.argv[1]), to_stderr=False
+        )
+    )
 
 
 def weights_alone(program: Path) -> str:
@@ -84,12 +92,15 @@ def test_program_of_one_process_is_proved_and_unchanged(tmp_path: Path) -> None:
     assert len(step["calls"][0]["rows"]) == 4
     path = record / "rank-00000-step-00002-inputs.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    assert "rank-00000-step-00002-inputs.safetensors is not as it was written" in str(judge_data(record).parts[0])
+    assert "rank-00000-step-00002-inputs.safetensors is not as it was written" in str(
+        judge_data(record).parts[0]
+    )
 
 
 def test_program_that_counts_its_batches_has_epochs_too(tmp_path: Path) -> None:
     counted = LOOP.replace(
-        "for inputs, targets in loader:", "for _, (inputs, targets) in zip(range(len(loader)), loader):"
+        "for inputs, targets in loader:",
+        "for _, (inputs, targets) in zip(range(len(loader)), loader):",
     )
     verdict, _ = watched(tmp_path, counted)
     assert counted != LOOP and verdict.exit_code == 0, verdict.lines()
@@ -124,7 +135,8 @@ def test_users_own_sitecustomize_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     (own / "sitecustomize.py").write_text("import sys\nsys.mine = 'as I like it'\n")
     monkeypatch.setenv("PYTHONPATH", str(own))
     verdict, printed = watched_as_started(
-        tmp_path, "import sys\nimport sitecustomize as own\nprint(sys.mine, own.__file__)" + LOOP
+        tmp_path,
+        "import sys\nimport sitecustomize as own\nprint(sys.mine, own.__file__)" + LOOP,
     )
     assert verdict.exit_code == 0, verdict.lines()
     assert printed.splitlines()[0] == f"as I like it {own / 'sitecustomize.py'}"
@@ -137,8 +149,12 @@ def test_users_own_sitecustomize_runs(tmp_path: Path, monkeypatch: pytest.Monkey
         ("optimizer = other if epoch else optimizer", "rank 0 trains 2 times, for 6, 6 steps"),
     ],
 )
-def test_steps_of_several_optimizers_are_not_judged(tmp_path: Path, choice: str, why: str) -> None:
-    turns = LOOP.replace("        optimizer.zero_grad()\n", f"        {choice}\n        optimizer.zero_grad()\n")
+def test_steps_of_several_optimizers_are_not_judged(
+    tmp_path: Path, choice: str, why: str
+) -> None:
+    turns = LOOP.replace(
+        "        optimizer.zero_grad()\n", f"        {choice}\n        optimizer.zero_grad()\n"
+    )
     other = "other = torch.optim.SGD(model.parameters(), lr=0.01)\nos.chdir"
     verdict, _ = watched(tmp_path, turns.replace("os.chdir", other))
     unknown = f"it does not show which ranks read rows of their own ({why})"
@@ -158,11 +174,15 @@ model(torch.ones(2, 4))
 os.chdir"""
     verdict, _ = watched(tmp_path, LOOP.replace("os.chdir", trial, 1))
     assert verdict.exit_code == 0, verdict.lines()
-    assert "as it was written; left out are steps of other optimizers: 1" in str(verdict.parts[0])
+    assert "as it was written; left out are steps of other optimizers: 1" in str(
+        verdict.parts[0]
+    )
 
 
 def test_optimizers_that_step_together_are_one(tmp_path: Path) -> None:
-    both = LOOP.replace("        optimizer.step()\n", "        optimizer.step()\n        other.step()\n")
+    both = LOOP.replace(
+        "        optimizer.step()\n", "        optimizer.step()\n        other.step()\n"
+    )
     other = "other = torch.optim.SGD(model.parameters(), lr=0.01)\nos.chdir"
     verdict, _ = watched(tmp_path, both.replace("os.chdir", other))
     assert verdict.exit_code == 0, verdict.lines()
@@ -193,25 +213,39 @@ step([[1, 3, 0], [0, 0, 0]], [[1, 1, 0], [0, 0, 0]], [[-100] * 3, [-100] * 3])
     first, padded_left, other_labels, ignored = (call["rows"] for call in calls)
     assert first == padded_left != other_labels
     assert len(ignored) == 2 and [call["ignored"] for call in calls] == [[], [], [], [0]]
-    assert "all labels are ignored (-100) in 1 of 5 rows: the first is row 0 of rank 0 in step 4" in str(
-        next(part for part in verdict.parts if part.name == "labels")
+    assert (
+        "all labels are ignored (-100) in 1 of 5 rows: the first is row 0 of rank 0 in step 4"
+        in str(next(part for part in verdict.parts if part.name == "labels"))
     )
 
 
 def test_interrupted_program_is_judged_by_what_it_did(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(LOOP.replace("print(", "print('ready', flush=True)\nimport signal\nsignal.pause()\nprint("))
+    program.write_text(
+        LOOP.replace(
+            "print(", "print('ready', flush=True)\nimport signal\nsignal.pause()\nprint("
+        )
+    )
     command = (*REFEREE, "--", sys.executable, str(program))
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         os.killpg(process.pid, signal.SIGINT)
         printed, errors = process.communicate(timeout=100)
     assert process.returncode == 3, errors
-    assert re.search(r"^not judged  record: the command ended with exit code \d+$", printed, re.M), printed
-    assert "proved      rows of an epoch: each of 24 rows was read once in each epoch, of 2" in printed
+    assert re.search(
+        r"^not judged  record: the command ended with exit code \d+$", printed, re.M
+    ), printed
+    assert (
+        "proved      rows of an epoch: each of 24 rows was read once in each epoch, of 2"
+        in printed
+    )
     assert errors.count("Traceback") == 1 and "threefold" not in errors
 
 
@@ -235,7 +269,9 @@ def test_requests_that_are_refused(tmp_path: Path) -> None:
     assert str(error.value) == (
         f"--record {tmp_path} is not empty\n  expected: a new folder, or an empty one\n  fix: --record {tmp_path}-2"
     )
-    assert watch(["true"], Path(f"{tmp_path}-2"), num_whole=1, keep_bytes=1, to_stderr=False) == 0
+    assert (
+        watch(["true"], Path(f"{tmp_path}-2"), num_whole=1, keep_bytes=1, to_stderr=False) == 0
+    )
     with pytest.raises(ConfigError) as error:
         watch(["true"], tmp_path / "file", num_whole=1, keep_bytes=1, to_stderr=False)
     assert str(error.value) == (
@@ -254,7 +290,9 @@ def test_requests_that_are_refused(tmp_path: Path) -> None:
 
 
 def test_command_that_is_not_python_is_not_judged(tmp_path: Path) -> None:
-    assert watch(["sh", "-c", "exit 5"], tmp_path, num_whole=1, keep_bytes=1, to_stderr=False) == 5
+    assert (
+        watch(["sh", "-c", "exit 5"], tmp_path, num_whole=1, keep_bytes=1, to_stderr=False) == 5
+    )
     verdict = judge_data(tmp_path)
     assert verdict.exit_code == 3
     what = "record: `sh -c 'exit 5'` ended with exit code 5 before its first optimizer step"
@@ -274,4 +312,6 @@ def test_changed_weights_prove_and_refute_nothing(tmp_path: Path, damage: str) -
     parts = {part.name: part for part in verdict.parts}
     assert verdict.exit_code == 3
     assert parts["record"].what.startswith("rank-00000-step-00001-curve.safetensors ")
-    assert {parts[name].what for name in ("gradients", "updates")} == {"the record is not as it was written"}
+    assert {parts[name].what for name in ("gradients", "updates")} == {
+        "the record is not as it was written"
+    }

@@ -26,7 +26,12 @@ from threefold.training.reference import Kept, Lookup, ReferenceIdentity, _read
 
 IDENTITY = ReferenceIdentity("rows-1", "weights-1", "float32")
 VALUES = np.array([-1.5, -2.25, -0.125, -30.0])
-LLAMA: dict[str, Any] = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+}
 LLAMA |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 37}
 
 
@@ -50,7 +55,13 @@ def test_one_byte_changed_anywhere_is_refused(kept: Path) -> None:
         kept.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"rows-1\.reference has changed\n"):
             _read(kept, IDENTITY, 4)
-    for other in (b"", content[:-8], content + bytes(8), b"[]\n" + bytes(32), json.dumps({}).encode()):
+    for other in (
+        b"",
+        content[:-8],
+        content + bytes(8),
+        b"[]\n" + bytes(32),
+        json.dumps({}).encode(),
+    ):
         kept.write_bytes(other)
         with pytest.raises(CheckpointError, match=r"has changed\n  expected: .*\n  fix: rm "):
             _read(kept, IDENTITY, 4)
@@ -80,7 +91,10 @@ def test_sums_are_looked_up_by_row() -> None:
         ({"beta": 0.5}, lambda c, r: math.log1p(math.exp(-0.5 * (c - r)))),
         (
             {"beta": 0.5, "label_smoothing": 0.1},
-            lambda c, r: 0.9 * math.log1p(math.exp(-0.5 * (c - r))) + 0.1 * math.log1p(math.exp(0.5 * (c - r))),
+            lambda c, r: (
+                0.9 * math.log1p(math.exp(-0.5 * (c - r)))
+                + 0.1 * math.log1p(math.exp(0.5 * (c - r)))
+            ),
         ),
         ({"loss": "hinge", "beta": 0.5}, lambda c, r: max(0.0, 1 - 0.5 * (c - r))),
         ({"loss": "ipo", "beta": 0.25}, lambda c, r: (c / 3 - r / 5 - 2) ** 2),
@@ -89,7 +103,9 @@ def test_sums_are_looked_up_by_row() -> None:
 def test_losses_of_pairs(asked: dict[str, Any], expected: Any) -> None:
     for chosen, rejected in ((0.0, 0.0), (2.0, -1.0), (-3.0, 0.5), (5.0, 1.0)):
         gained = torch.tensor([[chosen, rejected, 0.0, 0.0]]).double()
-        (found,) = pair_losses(DpoConfig(**asked), gained, torch.tensor([[3, 5, 1, 1]])).tolist()
+        (found,) = pair_losses(
+            DpoConfig(**asked), gained, torch.tensor([[3, 5, 1, 1]])
+        ).tolist()
         assert found[0] == pytest.approx(expected(chosen, rejected), abs=1e-12)
 
 
@@ -101,12 +117,18 @@ def mesh() -> Iterator[Mesh]:
 
 
 def model_of(mesh: Mesh, kind: dict[str, Any], chunk: int) -> Model:
-    asked = validate({"model": {"config": {**LLAMA, **kind}}, "train": {"loss_chunk_tokens": chunk}})
+    asked = validate(
+        {"model": {"config": {**LLAMA, **kind}}, "train": {"loss_chunk_tokens": chunk}}
+    )
     return build(asked, load.read_config(asked.model), mesh)
 
 
-@pytest.mark.parametrize("kind", [{}, {"model_type": "gemma2", "head_dim": 8}, {"model_type": "granite"}], ids=str)
-def test_log_probabilities_are_those_of_the_logits_in_any_chunks(mesh: Mesh, kind: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "kind", [{}, {"model_type": "gemma2", "head_dim": 8}, {"model_type": "granite"}], ids=str
+)
+def test_log_probabilities_are_those_of_the_logits_in_any_chunks(
+    mesh: Mesh, kind: dict[str, Any]
+) -> None:
     ids = torch.randint(37, (2, 9), generator=torch.Generator().manual_seed(0))
     labels = torch.where(torch.arange(9) % 3 == 0, -100, ids.roll(-1, 1))
     gradients = []
@@ -116,8 +138,15 @@ def test_log_probabilities_are_those_of_the_logits_in_any_chunks(mesh: Mesh, kin
             loss = token_loss_of(model, mesh)
             found = model.outputs(local, "log_probabilities", token_loss=loss).values
             (found * torch.arange(9)).sum().backward()
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))  # type: ignore[union-attr]
-        expected = model(input_ids=ids).detach().log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        gradients.append(
+            torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        )  # type: ignore[union-attr]
+        expected = (
+            model(input_ids=ids)
+            .detach()
+            .log_softmax(-1)
+            .gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        )
         torch.testing.assert_close(found, expected * (labels != -100), rtol=1e-5, atol=1e-5)
     whole, chunked = gradients
     bound = Bound("gradient", 1e-6, "the same sums in chunks")
@@ -129,7 +158,10 @@ def test_labels_whose_log_probabilities_a_loss_is_given_are_checked(mesh: Mesh) 
 
     model = model_of(mesh, {}, 0)
     step = threefold.TrainStep(
-        model, loss=lambda found, batch: (-found.sum(), found.numel()), loss_on="log_probabilities", lr=1e-3
+        model,
+        loss=lambda found, batch: (-found.sum(), found.numel()),
+        loss_on="log_probabilities",
+        lr=1e-3,
     )
     ids = torch.randint(37, (2, 9), generator=torch.Generator().manual_seed(0))
     with pytest.raises(ConfigError, match="the batch has no labels"):
@@ -138,4 +170,7 @@ def test_labels_whose_log_probabilities_a_loss_is_given_are_checked(mesh: Mesh) 
         step({"input_ids": ids, "labels": ids})
     with pytest.raises(ConfigError, match="the batch has 37 among its labels"):
         step({"input_ids": ids, "labels": ids + 37 - ids[0, 0]})
-    assert step({"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}).loss > 0
+    assert (
+        step({"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}).loss
+        > 0
+    )

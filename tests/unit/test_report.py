@@ -56,7 +56,11 @@ class Parsed(HTMLParser):
         self._inside = name
         if name == "script":
             self.scripts.append("")
-        self.running += [key for key, _ in attributes if key.startswith("on") or key in ("src", "href", "style")]
+        self.running += [
+            key
+            for key, _ in attributes
+            if key.startswith("on") or key in ("src", "href", "style")
+        ]
 
     def handle_endtag(self, name: str) -> None:
         self._inside = ""
@@ -81,7 +85,9 @@ def eventful(tmp_path_factory: pytest.TempPathFactory) -> RunFacts:
 
 
 @given(
-    st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=1, max_size=400),
+    st.lists(
+        st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=1, max_size=400
+    ),
     st.integers(min_value=5, max_value=60),
 )
 def test_thinning_loses_no_extreme_no_end_and_no_gap(values: list[float], most: int) -> None:
@@ -98,7 +104,9 @@ def test_thinning_loses_no_extreme_no_end_and_no_gap(values: list[float], most: 
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=8))
-def test_of_steps_that_were_trained_again_the_last_pass_stands(passes: list[tuple[int, int]]) -> None:
+def test_of_steps_that_were_trained_again_the_last_pass_stands(
+    passes: list[tuple[int, int]],
+) -> None:
     lines, stands, last = [], {}, 0
     for number, (first, length) in enumerate(passes):
         first = min(first, last + 1)  # a run resumes at or before where it ended
@@ -116,7 +124,12 @@ def test_of_steps_that_were_trained_again_the_last_pass_stands(passes: list[tupl
 
 def test_an_evaluation_of_steps_that_were_trained_again_is_replaced() -> None:
     lines = [step_line(step) for step in range(1, 11)]
-    lines += [{"step": 10, "eval_loss": 5.0}, step_line(6), step_line(7), {"step": 7, "eval_loss": 4.0}]
+    lines += [
+        {"step": 10, "eval_loss": 5.0},
+        step_line(6),
+        step_line(7),
+        {"step": 7, "eval_loss": 4.0},
+    ]
     metrics = metrics_of(lines)
     evaluated = metrics.points("eval_loss"), metrics.replaced("eval_loss")
     assert evaluated[0].steps.tolist() == [7]
@@ -129,7 +142,9 @@ def test_numbers_that_are_not_finite_are_found() -> None:
 
 
 @pytest.mark.examples
-def test_a_run_of_100_000_steps_is_a_small_page_soon_and_keeps_its_extremes(tmp_path: Path) -> None:
+def test_a_run_of_100_000_steps_is_a_small_page_soon_and_keeps_its_extremes(
+    tmp_path: Path,
+) -> None:
     lines = [step_line(step) for step in range(1, 100_001)]
     lines[54_320] = step_line(54_321, loss=77.7)
     lines[12_344] = step_line(12_345, loss=-1.5)
@@ -139,7 +154,9 @@ def test_a_run_of_100_000_steps_is_a_small_page_soon_and_keeps_its_extremes(tmp_
     page = report([gather(run)])
     assert time.process_time() - began < 15
     assert len(page) < 1_000_000
-    curve = json.loads(re.search(rb'id="values">(.*?)</script>', page)[1])["runs"][0]["curves"]["loss"]
+    curve = json.loads(re.search(rb'id="values">(.*?)</script>', page)[1])["runs"][0]["curves"][
+        "loss"
+    ]
     known = dict(zip(curve["x"], curve["y"], strict=True))
     assert known[54_321] == 77.7 and known[12_345] == -1.5 and known[70_001] is None
     assert curve["x"][0] == 1 and curve["x"][-1] == 100_000
@@ -157,7 +174,10 @@ def test_a_page_says_what_happened(eventful: RunFacts) -> None:
         "the loss rose to 9.0000",
     ):
         assert said in text, said
-    assert "fsdp: as asked" in text and "dp=4 (2 replicas x 2 shards) x cp=1 x tp=1: 4 ranks" in text
+    assert (
+        "fsdp: as asked" in text
+        and "dp=4 (2 replicas x 2 shards) x cp=1 x tp=1: 4 ranks" in text
+    )
     assert "not proved" in text and "has no audit.jsonl" in text
     marks = points_of([eventful], [None])["runs"][0]["marks"]
     assert marks == [
@@ -168,8 +188,13 @@ def test_a_page_says_what_happened(eventful: RunFacts) -> None:
 
 def test_damaged_lines_are_said_and_the_rest_is_shown(eventful: RunFacts) -> None:
     lines = sorted((each.file, each.line) for each in eventful.damaged)
-    assert lines == [*(("metrics.jsonl", number) for number in (47, 48, 49, 50, 51)), ("samples.jsonl", 2)]
-    assert summary(eventful.metrics.points("loss"))["count"] == 80 - 1  # that of step 46 is no number
+    assert lines == [
+        *(("metrics.jsonl", number) for number in (47, 48, 49, 50, 51)),
+        ("samples.jsonl", 2),
+    ]
+    assert (
+        summary(eventful.metrics.points("loss"))["count"] == 80 - 1
+    )  # that of step 46 is no number
     assert summary(eventful.metrics.points("loss"))["not_finite"] == 1
 
 
@@ -182,13 +207,19 @@ def test_texts_of_a_run_are_only_ever_text(eventful: RunFacts) -> None:
     assert "<" not in parsed.scripts[0]
 
 
-def test_the_page_has_a_policy_that_allows_its_own_script_and_nothing_else(eventful: RunFacts) -> None:
+def test_the_page_has_a_policy_that_allows_its_own_script_and_nothing_else(
+    eventful: RunFacts,
+) -> None:
     import base64
     import hashlib
 
     page = report([eventful]).decode()
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
-    assert policy.startswith("default-src 'none';") and "unsafe" not in policy and "http" not in policy
+    assert (
+        policy.startswith("default-src 'none';")
+        and "unsafe" not in policy
+        and "http" not in policy
+    )
     assert "connect-src 'none'" in policy
     for script in Parsed(page.encode()).scripts[1:]:
         assert base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() in policy
@@ -204,9 +235,12 @@ def test_any_text_in_a_block_of_json_reads_back_and_ends_nothing(text: str) -> N
     shown(text).encode()
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "journal.jsonl", "run.json", "config.yaml", "samples.jsonl"])
 @pytest.mark.parametrize(
-    "content", [b"", b"\x00\xff\xfe", b"{" * 1_200, b"[]\n", b"null\nnull\n", b'{"step": 1e999}\n']
+    "name", ["metrics.jsonl", "journal.jsonl", "run.json", "config.yaml", "samples.jsonl"]
+)
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x00\xff\xfe", b"{" * 1_200, b"[]\n", b"null\nnull\n", b'{"step": 1e999}\n'],
 )
 def test_any_file_may_be_damaged(tmp_path: Path, name: str, content: bytes) -> None:
     run = eventful_run(tmp_path / "run")
@@ -222,7 +256,10 @@ def test_a_head_reads_back_and_what_is_none_is_left_out() -> None:
     assert head is not None and head.to_values() == values
     lines = head.lines()
     assert "  steps  51 to 80, 4 rows each" in lines and "  lr     0.5: as asked" in lines
-    assert "  data parallelism: fsdp: as asked" in lines and lines[-1] == "  resumed from /run/step-4, bit for bit"
+    assert (
+        "  data parallelism: fsdp: as asked" in lines
+        and lines[-1] == "  resumed from /run/step-4, bit for bit"
+    )
     for strange in (
         None,
         [],
@@ -273,7 +310,10 @@ def test_a_file_that_grows_is_read_once_and_one_that_was_cut_again(tmp_path: Pat
 
 
 def test_several_runs_are_compared(tmp_path: Path) -> None:
-    runs = [gather(make_run(tmp_path / name, [step_line(step) for step in range(1, 30)])) for name in "ab"]
+    runs = [
+        gather(make_run(tmp_path / name, [step_line(step) for step in range(1, 30)]))
+        for name in "ab"
+    ]
     runs[1].config = {**runs[1].config, "optimizer": {"lr": 0.5}}
     page = report(runs)
     assert "optimizer.lr" in Parsed(page).text and "Keys that differ" in Parsed(page).text
@@ -283,16 +323,32 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     for name in "ab":
         make_run(tmp_path / name / "run", [step_line(1), step_line(2)])
-    done = CliRunner().invoke(main.app, ["report", *(str(tmp_path / name / "run") for name in "ab")])
+    done = CliRunner().invoke(
+        main.app, ["report", *(str(tmp_path / name / "run") for name in "ab")]
+    )
     text = Parsed((tmp_path / "a" / "run" / "report.html").read_bytes()).text
-    assert done.exit_code == 0 and str(tmp_path / "a" / "run") in text and str(tmp_path / "b" / "run") in text
+    assert (
+        done.exit_code == 0
+        and str(tmp_path / "a" / "run") in text
+        and str(tmp_path / "b" / "run") in text
+    )
 
 
 def test_a_page_stays_small_whatever_is_in_the_files(tmp_path: Path) -> None:
     run = eventful_run(tmp_path / "run")
     long = "x" * 2_000_000
-    write_lines(run / "metrics.jsonl", [{"step": 90, long: 1.0, "skipped": long}, long, {"step": long}], append=True)
-    start = {"event": "start", "step": 80, "mesh": long, "head": head_of(long), "changed": {long: [1, 2]}}
+    write_lines(
+        run / "metrics.jsonl",
+        [{"step": 90, long: 1.0, "skipped": long}, long, {"step": long}],
+        append=True,
+    )
+    start = {
+        "event": "start",
+        "step": 80,
+        "mesh": long,
+        "head": head_of(long),
+        "changed": {long: [1, 2]},
+    }
     write_lines(run / "journal.jsonl", [start] * 3)
     write_lines(run / "samples.jsonl", [{"step": 80, "prompt": long, "text": long}])
     (run / "config.yaml").write_text(f"data: {{source: {long}}}\n")
@@ -338,7 +394,9 @@ def test_the_command_writes_a_file_and_refuses_what_is_no_run(tmp_path: Path) ->
         assert refused.exit_code != 0 and refused.exception.problems[0].fix
 
 
-def test_the_command_writes_nothing_beside_no_run_and_over_no_other_file(tmp_path: Path) -> None:
+def test_the_command_writes_nothing_beside_no_run_and_over_no_other_file(
+    tmp_path: Path,
+) -> None:
     """A folder above with a config.yaml is no run of what is named; an earlier page is replaced."""
     run = eventful_run(tmp_path / "runs" / "a")
     (tmp_path / "config.yaml").write_text("train: {steps: 1}")
@@ -352,10 +410,19 @@ def test_the_command_writes_nothing_beside_no_run_and_over_no_other_file(tmp_pat
     ):
         refused = CliRunner().invoke(main.app, ["report", *arguments])
         assert isinstance(refused.exception, ConfigError) and refused.exception.problems[0].fix
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "notes.jsonl", "runs"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.yaml",
+        "notes.jsonl",
+        "runs",
+    ]
     assert (tmp_path / "notes.jsonl").read_text() == "mine"
     for _ in range(2):
-        assert CliRunner().invoke(main.app, ["report", str(run), "--to", str(tmp_path / "page")]).exit_code == 0
+        assert (
+            CliRunner()
+            .invoke(main.app, ["report", str(run), "--to", str(tmp_path / "page")])
+            .exit_code
+            == 0
+        )
 
 
 def test_a_page_names_the_row_that_made_a_spike_and_what_the_step_read(tmp_path: Path) -> None:
@@ -372,8 +439,13 @@ def test_a_page_names_the_row_that_made_a_spike_and_what_the_step_read(tmp_path:
 
 def test_figures_of_tasks_are_curves_and_among_the_first_figures(tmp_path: Path) -> None:
     runs = [gather(eventful_run(tmp_path / name)) for name in "ab"]
-    charts = {chart["title"]: chart["names"] for chart in points_of(runs, [None, None])["charts"]}
-    assert charts["Tasks"] == ("task_choose_acc", "task_choose_acc_norm")  # shares together, others by themselves
+    charts = {
+        chart["title"]: chart["names"] for chart in points_of(runs, [None, None])["charts"]
+    }
+    assert charts["Tasks"] == (
+        "task_choose_acc",
+        "task_choose_acc_norm",
+    )  # shares together, others by themselves
     assert charts["task_roll_perplexity"] == ("task_roll_perplexity",)
     for page in (report(runs[:1]), report(runs)):
         text = Parsed(page).text
@@ -391,7 +463,9 @@ def test_folders_for_transformers_are_beside_the_checkpoints(tmp_path: Path) -> 
     run = eventful_run(tmp_path / "run")
     (run / "exports" / "step-00000090").mkdir()  # being written
     facts = gather(run)
-    assert [(each.name, each.step) for each in facts.exported] == [("exports/step-00000080", 80)]
+    assert [(each.name, each.step) for each in facts.exported] == [
+        ("exports/step-00000080", 80)
+    ]
     assert "exports/step-00000080" in Parsed(report([facts])).text
 
 

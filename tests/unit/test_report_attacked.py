@@ -73,7 +73,9 @@ def test_nobody_waits_for_a_fifo(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["audit.jsonl", "metrics.jsonl", "rows/rank-0000.bin"])
-@pytest.mark.parametrize("words", [["why"], ["data", "audit"], ["data", "order", "--step", "1"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["why"], ["data", "audit"], ["data", "order", "--step", "1"]], ids=" ".join
+)
 def test_no_command_waits_for_a_fifo(tmp_path: Path, words: list[str], name: str) -> None:
     run = eventful_run(tmp_path / "run")
     os.mkfifo(put(run, name))
@@ -107,13 +109,17 @@ def test_a_config_that_stands_for_more_than_a_memory_holds(tmp_path: Path) -> No
     run = make_run(tmp_path / "run", [step_line(1)])
     lines = ["a0: &a0 {k: v}"]
     lines += [
-        f"a{level}: &a{level} {{{', '.join(f'k{n}: *a{level - 1}' for n in range(10))}}}" for level in range(1, 20)
+        f"a{level}: &a{level} {{{', '.join(f'k{n}: *a{level - 1}' for n in range(10))}}}"
+        for level in range(1, 20)
     ]
     (run / "config.yaml").write_text("\n".join(lines))
     page = within(60, lambda: report([gather(run), gather(run)]))
     assert "more than 1,000,000 entries" in Parsed(page).text
     (run / "config.yaml").write_text("a: b\n" * 200_000)
-    assert "config.yaml: it is larger than" in Parsed(within(20, lambda: report([gather(run)]))).text
+    assert (
+        "config.yaml: it is larger than"
+        in Parsed(within(20, lambda: report([gather(run)]))).text
+    )
 
 
 def test_a_page_is_written_through_no_link(tmp_path: Path) -> None:
@@ -124,7 +130,9 @@ def test_a_page_is_written_through_no_link(tmp_path: Path) -> None:
         (run / name).symlink_to(own)
     done = CliRunner().invoke(main.app, ["report", str(run)])
     assert done.exit_code == 0 and own.read_text() == "mine"
-    assert (run / "report.html").stat().st_size > 10_000 and not (run / "report.html").is_symlink()
+    assert (run / "report.html").stat().st_size > 10_000 and not (
+        run / "report.html"
+    ).is_symlink()
 
 
 def test_a_loop_of_links_is_an_error_of_reading(tmp_path: Path) -> None:
@@ -133,7 +141,9 @@ def test_a_loop_of_links_is_an_error_of_reading(tmp_path: Path) -> None:
         open_file(tmp_path / "a")
 
 
-def test_a_huge_journal_is_read_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_huge_journal_is_read_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from threefold.report import facts as module
 
     monkeypatch.setattr(module, "MOST_BYTES", 100_000)
@@ -146,7 +156,9 @@ def test_a_huge_journal_is_read_at_its_end(tmp_path: Path, monkeypatch: pytest.M
     assert ">done<" in listed(runs_in(tmp_path))
 
 
-def test_a_line_without_an_end_takes_no_more_and_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_without_an_end_takes_no_more_and_more_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from threefold import jsonl as module
 
     monkeypatch.setattr(module, "_BLOCK", 1000)

@@ -59,7 +59,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def train(*, force: bool = False, **sections: Any) -> int:
     return start.train_command(
-        LoadedConfig(validate({**sections, "mesh": {"device": "cpu", **sections["mesh"]}})), force=force
+        LoadedConfig(validate({**sections, "mesh": {"device": "cpu", **sections["mesh"]}})),
+        force=force,
     )
 
 
@@ -83,8 +84,12 @@ def test_more_ranks_than_room(started: list[int]) -> None:
 
 
 @pytest.mark.parametrize("key", ["data", "eval"])
-def test_source_that_is_not_there_starts_no_rank(started: list[int], tmp_path: Path, key: str) -> None:
-    with pytest.raises(DataError, match=rf"^{key}\.source = '{tmp_path}/gone' does not exist\n"):
+def test_source_that_is_not_there_starts_no_rank(
+    started: list[int], tmp_path: Path, key: str
+) -> None:
+    with pytest.raises(
+        DataError, match=rf"^{key}\.source = '{tmp_path}/gone' does not exist\n"
+    ):
         train(mesh={"dp": 2}, **{key: {"source": f"{tmp_path}/gone"}})
     assert max(started) == 0
 
@@ -103,41 +108,69 @@ def test_source_that_is_not_there_starts_no_rank(started: list[int], tmp_path: P
         ({"mesh": {"cp": 3}}, "data.seq_len = 256 cannot be split over 3 cp ranks"),
         ({"mesh": {"tp": 3}}, "mesh.tp = 3 cannot divide the 8 attention heads of 'llama'"),
         (
-            {"mesh": {"tp": 4}, "model": {"config": {"model_type": "qwen3", "num_attention_heads": 6}}},
+            {
+                "mesh": {"tp": 4},
+                "model": {"config": {"model_type": "qwen3", "num_attention_heads": 6}},
+            },
             "mesh.tp = 4 cannot divide the 6 attention heads of 'qwen3'",
         ),
         (
             {
                 "mesh": {},
-                "model": {"config": {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 32}},
+                "model": {
+                    "config": {
+                        "model_type": "llama",
+                        "num_attention_heads": 4,
+                        "num_key_value_heads": 32,
+                    }
+                },
             },
             "num_key_value_heads = 32 does not divide the 4 attention heads of 'llama'",
         ),
     ],
 )
-def test_impossible_mesh_starts_nothing(started: list[int], sections: dict[str, Any], what: str) -> None:
+def test_impossible_mesh_starts_nothing(
+    started: list[int], sections: dict[str, Any], what: str
+) -> None:
     """Not even the server that imports for the ranks."""
     assert refused(**sections)[0] == what
     assert started == []
 
 
 def test_heads_of_a_folder(started: list[int], tmp_path: Any) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "x", "text_config": {"num_attention_heads": 6}}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "x", "text_config": {"num_attention_heads": 6}}'
+    )
     model = {"name_or_path": str(tmp_path)}
-    assert refused(mesh={"tp": 4}, model=model)[0] == "mesh.tp = 4 cannot divide the 6 attention heads of 'x'"
+    assert (
+        refused(mesh={"tp": 4}, model=model)[0]
+        == "mesh.tp = 4 cannot divide the 6 attention heads of 'x'"
+    )
     (tmp_path / "config.json").write_text("[]")
     train(mesh={"tp": 4}, model=model)  # the ranks say what is wrong with it
     assert started == [0, 4]
 
 
 def test_default_mesh_is_checked_before_its_ranks(started: list[int]) -> None:
-    for mesh, servers in (({}, []), ({"device": "auto"}, [0])):  # on a machine with devices it depends on their number
-        assert refused(mesh=mesh, train={"global_batch": 3})[0].startswith("train.global_batch = 3 cannot be divided")
+    for mesh, servers in (
+        ({}, []),
+        ({"device": "auto"}, [0]),
+    ):  # on a machine with devices it depends on their number
+        assert refused(mesh=mesh, train={"global_batch": 3})[0].startswith(
+            "train.global_batch = 3 cannot be divided"
+        )
         assert started == servers
 
 
-def test_force_is_not_for_launchers(monkeypatch: pytest.MonkeyPatch, started: list[int]) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+def test_force_is_not_for_launchers(
+    monkeypatch: pytest.MonkeyPatch, started: list[int]
+) -> None:
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     assert refused(mesh={}, force=True) == [
         "--force, but a launcher started this rank",
@@ -157,4 +190,11 @@ def test_workers_need_room_as_ranks_do(started: list[int]) -> None:
         "  fix: --data.num_workers 4   (--force starts them all)"
     )
     assert 4 not in started
-    assert train(force=True, mesh={"dp": 2, "cp": 1, "tp": 2, "device": "cpu"}, data={"num_workers": 8}) == 0
+    assert (
+        train(
+            force=True,
+            mesh={"dp": 2, "cp": 1, "tp": 2, "device": "cpu"},
+            data={"num_workers": 8},
+        )
+        == 0
+    )

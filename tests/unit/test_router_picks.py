@@ -27,7 +27,9 @@ MIXTRAL = {
 
 
 @pytest.mark.parametrize(
-    "noise", [{"attention_dropout": 0.5}, {"router_jitter_noise": 0.5}], ids=lambda each: next(iter(each))
+    "noise",
+    [{"attention_dropout": 0.5}, {"router_jitter_noise": 0.5}],
+    ids=lambda each: next(iter(each)),
 )
 def test_picks_are_those_of_the_forwards_that_are_trained(
     noise: dict[str, float], monkeypatch: pytest.MonkeyPatch
@@ -39,7 +41,9 @@ def test_picks_are_those_of_the_forwards_that_are_trained(
     found: list[Tensor] = []
     share = RouterLoss.share
 
-    def kept(self: RouterLoss, router_logits: tuple[Tensor, ...], picks: Tensor, counted: Tensor) -> Tensor:
+    def kept(
+        self: RouterLoss, router_logits: tuple[Tensor, ...], picks: Tensor, counted: Tensor
+    ) -> Tensor:
         given.append(picks)
         found.append(self.picks(router_logits, counted))
         return share(self, router_logits, picks, counted)

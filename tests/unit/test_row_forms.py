@@ -31,7 +31,11 @@ TEMPLATE = (
 )
 # Arrow has one order of keys and one type of a value for all rows; what is generated keeps to them.
 PROPERTIES = ("city", "ticker", "unit")
-KINDS: dict[str, Any] = {"city": st.text("abc", max_size=4), "ticker": st.integers(0, 9), "unit": st.booleans()}
+KINDS: dict[str, Any] = {
+    "city": st.text("abc", max_size=4),
+    "ticker": st.integers(0, 9),
+    "unit": st.booleans(),
+}
 arguments = st.fixed_dictionaries({}, optional=KINDS).map(
     lambda drawn: {name: drawn[name] for name in PROPERTIES if name in drawn}
 )
@@ -43,22 +47,36 @@ def functions(draw: st.DrawFn) -> dict[str, Any]:
     about = {"description": "d"} if draw(st.booleans()) else {}
     properties = {name: {"type": "string", **about} for name in names}
     parameters = {"type": "object", "properties": properties, "required": names}
-    return {"type": "function", "function": {"name": draw(st.sampled_from("fgh")), "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": draw(st.sampled_from("fgh")), "parameters": parameters},
+    }
 
 
 @st.composite
 def rows(draw: st.DrawFn) -> dict[str, Any]:
     def call() -> dict[str, Any]:
-        return {"type": "function", "function": {"name": draw(st.sampled_from("fgh")), "arguments": draw(arguments)}}
+        return {
+            "type": "function",
+            "function": {"name": draw(st.sampled_from("fgh")), "arguments": draw(arguments)},
+        }
 
     messages: list[dict[str, Any]] = []
     for _ in range(draw(st.integers(1, 3))):
-        messages.append({"role": "user", "content": draw(st.text("xyz ", min_size=1, max_size=8))})
+        messages.append(
+            {"role": "user", "content": draw(st.text("xyz ", min_size=1, max_size=8))}
+        )
         if draw(st.booleans()):
             messages.append({"role": "assistant", "content": "", "tool_calls": [call()]})
             messages.append({"role": "tool", "content": "result", "name": "f"})
         weight = {"weight": draw(st.integers(0, 1))} if draw(st.booleans()) else {}
-        messages.append({"role": "assistant", "content": draw(st.text("pqr", min_size=1, max_size=8)), **weight})
+        messages.append(
+            {
+                "role": "assistant",
+                "content": draw(st.text("pqr", min_size=1, max_size=8)),
+                **weight,
+            }
+        )
     messages.append({"role": "assistant", "content": "last"})
     # That all of a row is null or empty is no form of it that Parquet knows.
     return {"messages": messages, "tools": draw(st.lists(functions(), min_size=1, max_size=2))}
@@ -74,7 +92,10 @@ COMPLETE = {
             "tool_calls": [
                 {
                     "type": "function",
-                    "function": {"name": "f", "arguments": {"city": "Oslo", "ticker": 1, "unit": True}},
+                    "function": {
+                        "name": "f",
+                        "arguments": {"city": "Oslo", "ticker": 1, "unit": True},
+                    },
                 }
             ],
         },
@@ -88,7 +109,9 @@ COMPLETE = {
                 "name": "f",
                 "parameters": {
                     "type": "object",
-                    "properties": {name: {"type": "string", "description": "d"} for name in PROPERTIES},
+                    "properties": {
+                        name: {"type": "string", "description": "d"} for name in PROPERTIES
+                    },
                     "required": list(PROPERTIES),
                 },
             },
@@ -112,11 +135,18 @@ def documents(name: str, folder: Path, **labels: Any) -> list[tuple[list[int], l
     read = [each for piece in text.pieces for each in text.read(piece, log)]
     if log.problems:
         raise DataError.of(log.problems)
-    return [(each.ids.tolist(), each.loss_mask.tolist()) for each in read if isinstance(each, Labelled)]
+    return [
+        (each.ids.tolist(), each.loss_mask.tolist())
+        for each in read
+        if isinstance(each, Labelled)
+    ]
 
 
 def trained_texts(found: list[tuple[list[int], list[bool]]]) -> list[str]:
-    return [bytes(id for id, bit in zip(*each, strict=True) if bit and id < 256).decode() for each in found]
+    return [
+        bytes(id for id, bit in zip(*each, strict=True) if bit and id < 256).decode()
+        for each in found
+    ]
 
 
 def write(path: Path, written: list[dict[str, Any]]) -> str:
@@ -132,7 +162,9 @@ def saved(path: Path, dataset: Any) -> str:
 
 @settings(max_examples=12, deadline=None)
 @given(drawn=st.lists(rows(), min_size=1, max_size=4))
-def test_tokens_and_masks_are_equal_from_every_kind_of_file(folder: Path, drawn: list[dict[str, Any]]) -> None:
+def test_tokens_and_masks_are_equal_from_every_kind_of_file(
+    folder: Path, drawn: list[dict[str, Any]]
+) -> None:
     import datasets
     import pyarrow
     import pyarrow.parquet
@@ -140,14 +172,18 @@ def test_tokens_and_masks_are_equal_from_every_kind_of_file(folder: Path, drawn:
     written = [COMPLETE, *drawn]
     expected = documents(write(folder / "rows.jsonl", written), folder)
     assert len(expected) == len(written)
-    assert "null" not in "".join(bytes(id for id in ids if id < 256).decode() for ids, _ in expected)
+    assert "null" not in "".join(
+        bytes(id for id in ids if id < 256).decode() for ids, _ in expected
+    )
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(written), folder / "rows.parquet")
     assert documents(str(folder / "rows.parquet"), folder) == expected
     dataset = datasets.Dataset.from_list(written)
     assert documents(saved(folder / "saved", dataset), folder) == expected
     # As `threefold.train(dataset=...)` takes them.
     for given_rows in (written, dataset):
-        place = in_memory.written(given_rows, name="dataset", cache=folder / "cache", tokenizer=ByteTokenizer)
+        place = in_memory.written(
+            given_rows, name="dataset", cache=folder / "cache", tokenizer=ByteTokenizer
+        )
         assert documents(str(place), folder) == expected
     shutil.rmtree(folder / "hub", ignore_errors=True)
     (folder / "hub").mkdir()
@@ -160,7 +196,9 @@ def test_lines_under_other_names_are_lines(folder: Path, tmp_path: Path, name: s
     expected = documents(write(folder / "rows.jsonl", [COMPLETE]), folder)
     content = (folder / "rows.jsonl").read_bytes()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    assert documents(str(tmp_path), folder) == documents(str(tmp_path / name), folder) == expected
+    assert (
+        documents(str(tmp_path), folder) == documents(str(tmp_path / name), folder) == expected
+    )
 
 
 def test_arguments_as_text_are_those_as_an_object(folder: Path) -> None:
@@ -171,7 +209,10 @@ def test_arguments_as_text_are_those_as_an_object(folder: Path) -> None:
     call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     assert documents(write(folder / "text.jsonl", [texts]), folder) == expected
     call["function"]["arguments"] = '{"city": '
-    with pytest.raises(DataError, match=r"text.jsonl, line 1: messages\[1\]: the arguments of a call are no JSON"):
+    with pytest.raises(
+        DataError,
+        match=r"text.jsonl, line 1: messages\[1\]: the arguments of a call are no JSON",
+    ):
         documents(write(folder / "text.jsonl", [texts]), folder)
 
 
@@ -190,11 +231,17 @@ def test_columns_that_datasets_keeps_as_json_are_read(folder: Path) -> None:
     """Objects of several forms, which `load_dataset` of a .jsonl makes texts of JSON of."""
     import datasets
 
-    other = json.loads(json.dumps(COMPLETE).replace('"city"', '"place"').replace('"ticker": 1', '"ticker": "one"'))
+    other = json.loads(
+        json.dumps(COMPLETE)
+        .replace('"city"', '"place"')
+        .replace('"ticker": 1', '"ticker": "one"')
+    )
     other["messages"][0]["name"] = ["me"]
     name = write(folder / "unlike.jsonl", [COMPLETE, other])
     expected = documents(name, folder)
-    dataset = datasets.load_dataset("json", data_files=name, split="train", cache_dir=str(folder / "cache"))
+    dataset = datasets.load_dataset(
+        "json", data_files=name, split="train", cache_dir=str(folder / "cache")
+    )
     assert "Json" in str(dataset.features)
     assert documents(saved(folder / "json", dataset), folder) == expected
     dataset.add_column("id", [1, 2]).to_parquet(str(folder / "json.parquet"))
@@ -212,7 +259,10 @@ def test_keys_that_arrow_fills_with_null_are_not_trained_on(folder: Path) -> Non
     written = [row({"city": "Oslo"}), row({"ticker": "ACME"})]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(written), folder / "calls.parquet")
     texts = trained_texts(documents(str(folder / "calls.parquet"), folder))
-    assert ['[f {"city": "Oslo"}]' in texts[0], '[f {"ticker": "ACME"}]' in texts[1]] == [True, True]
+    assert ['[f {"city": "Oslo"}]' in texts[0], '[f {"ticker": "ACME"}]' in texts[1]] == [
+        True,
+        True,
+    ]
 
 
 def test_pair_in_parquet_finds_the_prompt_that_its_answers_repeat(folder: Path) -> None:
@@ -220,7 +270,9 @@ def test_pair_in_parquet_finds_the_prompt_that_its_answers_repeat(folder: Path) 
     import pyarrow
     import pyarrow.parquet
 
-    good, bad = ({"role": "assistant", "content": text, "name": "me"} for text in ("good", "bad"))
+    good, bad = (
+        {"role": "assistant", "content": text, "name": "me"} for text in ("good", "bad")
+    )
     written = [{"prompt": [USER], "chosen": [USER, good], "rejected": [USER, bad]}]
     expected = documents(write(folder / "pairs.jsonl", written), folder)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(written), folder / "pairs.parquet")
@@ -232,12 +284,16 @@ USER = {"role": "user", "content": "q"}
 GOOD, BAD = {"role": "assistant", "content": "GOOD"}, {"role": "assistant", "content": "BAD"}
 
 
-@pytest.mark.parametrize("key", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"weight": 1, "train": False}])
+@pytest.mark.parametrize(
+    "key", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"weight": 1, "train": False}]
+)
 def test_message_of_no_weight_is_not_trained_on(folder: Path, key: dict[str, Any]) -> None:
     talk = [USER, {**BAD, **key}, USER, {**GOOD, "weight": 1, "train": True}]
     name = write(folder / "weights.jsonl", [{"messages": talk}])
     ((ids, mask),) = documents(name, folder)
-    ((plain, _),) = documents(write(folder / "plain.jsonl", [{"messages": [USER, BAD, USER, GOOD]}]), folder)
+    ((plain, _),) = documents(
+        write(folder / "plain.jsonl", [{"messages": [USER, BAD, USER, GOOD]}]), folder
+    )
     assert ids == plain  # it is read all the same
     assert trained_texts([(ids, mask)]) == ["GOOD"]
     (folder / "marked").mkdir(exist_ok=True)
@@ -248,14 +304,21 @@ def test_message_of_no_weight_is_not_trained_on(folder: Path, key: dict[str, Any
 
 
 @pytest.mark.parametrize("train_on", ["all", "completion"])
-def test_message_of_no_weight_inside_what_is_trained_as_a_whole_is_refused(folder: Path, train_on: str) -> None:
+def test_message_of_no_weight_inside_what_is_trained_as_a_whole_is_refused(
+    folder: Path, train_on: str
+) -> None:
     written = {"prompt": [USER], "completion": [{**BAD, "weight": 0}, USER, GOOD]}
     name = write(folder / "whole.jsonl", [written])
-    with pytest.raises(DataError, match=r"messages\[1\] is not to be trained on \(weight: 0 or train: false\)"):
+    with pytest.raises(
+        DataError, match=r"messages\[1\] is not to be trained on \(weight: 0 or train: false\)"
+    ):
         documents(name, folder, train_on=train_on)
     asked = {"prompt": [USER, {**BAD, "weight": 0}, USER], "completion": [GOOD]}
     if train_on == "completion":  # of the prompt nothing is trained on anyway
-        assert trained_texts(documents(write(folder / "asked.jsonl", [asked]), folder))[0].strip() == "GOOD"
+        assert (
+            trained_texts(documents(write(folder / "asked.jsonl", [asked]), folder))[0].strip()
+            == "GOOD"
+        )
 
 
 @pytest.mark.parametrize("key", [{"weight": 0.5}, {"weight": "0"}, {"train": "no"}])

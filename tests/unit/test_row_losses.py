@@ -16,7 +16,9 @@ from threefold.audit.row_losses import FOLDER, RankPart, packed, read
 GLOBAL = 8
 
 
-def write(run: Path, segment: int, steps: range, *, dp: int = 1, cp: int = 1, equal: bool = True) -> None:
+def write(
+    run: Path, segment: int, steps: range, *, dp: int = 1, cp: int = 1, equal: bool = True
+) -> None:
     """What the ranks of a start would write: row r of step t has the loss t + r / 16, over the cp ranks' parts."""
     (run / FOLDER).mkdir(exist_ok=True)
     counts = np.full(GLOBAL, 4) if equal else np.arange(GLOBAL)
@@ -36,12 +38,16 @@ def write(run: Path, segment: int, steps: range, *, dp: int = 1, cp: int = 1, eq
                 file.write(lines)
 
 
-HISTORY = standing([line for line in record((1, 6, ONE, 8), (4, 9, TWO, 8)) if isinstance(line, Line)])
+HISTORY = standing(
+    [line for line in record((1, 6, ONE, 8), (4, 9, TWO, 8)) if isinstance(line, Line)]
+)
 
 
 @pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (1, 2), (4, 2)])
-def test_rows_are_read_in_the_order_of_the_step(tmp_path: Path, dp: int, cp: int, equal: bool) -> None:
+def test_rows_are_read_in_the_order_of_the_step(
+    tmp_path: Path, dp: int, cp: int, equal: bool
+) -> None:
     write(tmp_path, 1, range(1, 4), dp=dp, cp=cp, equal=equal)
     found = read(tmp_path, HISTORY)
     assert (found.steps, found.damaged) == ([1, 2, 3], [])
@@ -98,7 +104,9 @@ def test_any_damage_costs_its_own_records_and_is_named(tmp_path: Path, seed: int
     lost = set(whole.steps) - set(found.steps)
     assert len(lost) <= (9 - at // size if kind == "cut" else 2)
     if kind != "cut" or at % size:
-        assert found.damaged and all(str(path) in text and "not what was written" in text for text in found.damaged)
+        assert found.damaged and all(
+            str(path) in text and "not what was written" in text for text in found.damaged
+        )
 
 
 def test_no_file_and_an_empty_one_are_no_rows(tmp_path: Path) -> None:

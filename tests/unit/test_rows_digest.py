@@ -35,4 +35,6 @@ def test_memory_does_not_count_and_every_value_does(part: Tensor) -> None:
 
 def test_the_same_values_in_another_shape_differ() -> None:
     assert digest_of_rows([{"rows": WHOLE}]) != digest_of_rows([{"rows": WHOLE.view(4, 12)}])
-    assert digest_of_rows([{"rows": WHOLE}]) != digest_of_rows([{"rows": WHOLE[:1]}, {"rows": WHOLE[1:]}])
+    assert digest_of_rows([{"rows": WHOLE}]) != digest_of_rows(
+        [{"rows": WHOLE[:1]}, {"rows": WHOLE[1:]}]
+    )

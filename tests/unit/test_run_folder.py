@@ -96,7 +96,9 @@ def test_never_refuses_a_folder_with_a_run() -> None:
     begun.metrics.write_text('{"step": 1}\n')
     save("other", 5)
     for name in ("run", "other"):
-        with pytest.raises(ConfigError, match=f"log.dir = {name} holds a run, and checkpoint.resume is never"):
+        with pytest.raises(
+            ConfigError, match=f"log.dir = {name} holds a run, and checkpoint.resume is never"
+        ):
             open_run(config("never", name))
     assert not Path("other/config.yaml").exists()
 
@@ -139,7 +141,9 @@ def test_file_in_the_place_of_a_folder_is_refused(place: str) -> None:
 
 def test_file_above_the_folder_is_refused() -> None:
     Path("runs").touch()
-    with pytest.raises(ConfigError, match=r"log\.dir = runs/a cannot be written: Not a directory"):
+    with pytest.raises(
+        ConfigError, match=r"log\.dir = runs/a cannot be written: Not a directory"
+    ):
         open_run(config(log_dir="runs/a"))
 
 
@@ -153,9 +157,18 @@ def test_other_ranks_open_the_same(resumes: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("config.yaml",), ("a.jsonl",), ("config.json", "model.safetensors"), (".bashrc",), ("logs/", "src/")]
+    "names",
+    [
+        ("config.yaml",),
+        ("a.jsonl",),
+        ("config.json", "model.safetensors"),
+        (".bashrc",),
+        ("logs/", "src/"),
+    ],
 )
-def test_folder_with_files_of_others_is_refused_and_left_as_it_was(names: tuple[str, ...], folder: Path) -> None:
+def test_folder_with_files_of_others_is_refused_and_left_as_it_was(
+    names: tuple[str, ...], folder: Path
+) -> None:
     """A project, data, a model, a home: and the fix is a folder that is taken."""
     for name in names:
         made = folder / name
@@ -164,14 +177,18 @@ def test_folder_with_files_of_others_is_refused_and_left_as_it_was(names: tuple[
         open_run(config(log_dir="."))
     (problem,) = error.value.problems
     assert problem.what.startswith("log.dir = . is not empty, and no run lies there: it has ")
-    assert sorted(path.name for path in folder.iterdir()) == sorted(name.strip("/") for name in names)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        name.strip("/") for name in names
+    )
     assert all(path.read_text() == "# mine" for path in folder.iterdir() if path.is_file())
     option, another = problem.fix.split()
     assert option == "--log.dir" and open_run(config(log_dir=another)).path == Path(another)
 
 
 def test_the_file_systems_root_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"log\.dir = / is not empty, and no run lies there: "):
+    with pytest.raises(
+        ConfigError, match=r"log\.dir = / is not empty, and no run lies there: "
+    ):
         open_run(config(log_dir="/"))
 
 
@@ -191,7 +208,9 @@ def test_folder_is_a_runs_before_its_first_records_are_written() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_log_on_a_full_disk_leaves_lines_out_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+def test_log_on_a_full_disk_leaves_lines_out_without_a_word(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """logging prints a traceback for each line otherwise; the run says once what it could not write."""
     Path("run/logs").mkdir(parents=True)
     Path("run/logs/rank-0000.log").symlink_to("/dev/full")
@@ -217,7 +236,10 @@ def test_new_run_inside_another_runs_folder_is_refused(inside: str) -> None:
     with pytest.raises(ConfigError) as refused:
         open_run(config(log_dir=f"a run/{inside}"))
     (problem,) = refused.value.problems
-    assert problem.what == f"log.dir = a run/{inside} is inside the folder of another run: {Path('a run').resolve()}"
+    assert (
+        problem.what
+        == f"log.dir = a run/{inside} is inside the folder of another run: {Path('a run').resolve()}"
+    )
     assert problem.fix == f"--log.dir {Path(Path(inside).name).resolve()}"
     assert sorted(Path("a run").rglob("*")) == before
     Path("link").symlink_to("a run")
@@ -225,7 +247,9 @@ def test_new_run_inside_another_runs_folder_is_refused(inside: str) -> None:
 
 
 def test_name_that_no_folder_can_have_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"log\.dir = x+ cannot be written: File name too long"):
+    with pytest.raises(
+        ConfigError, match=r"log\.dir = x+ cannot be written: File name too long"
+    ):
         open_run(config(log_dir="x" * 256))
     with pytest.raises(ConfigError, match=r"x+ is not a run"):
         run_and_checkpoint(Path("x" * 256))

@@ -27,7 +27,10 @@ HOLD = (
 def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process holds `folder`; it is killed at the end at the latest."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
@@ -52,7 +55,10 @@ def test_second_run_is_refused_with_the_holder(tmp_path: Path, impatient: None) 
         host = socket.gethostname()
         what, expected, fix = str(caught.value).splitlines()
         since = what.rpartition(", since ")
-        assert since[0] == f"log.dir = {tmp_path} is in use by another run: process {process.pid} on {host}"
+        assert (
+            since[0]
+            == f"log.dir = {tmp_path} is in use by another run: process {process.pid} on {host}"
+        )
         assert expected == (
             "  expected: one run at a time in a folder: two would mix their metrics and remove one another's "
             "checkpoints"
@@ -81,10 +87,14 @@ def test_end_releases(tmp_path: Path, impatient: None) -> None:
 def test_child_that_lives_on_holds_nothing(tmp_path: Path, impatient: None) -> None:
     """A loader worker forked from a rank outlives it for some seconds."""
     code = HOLD.replace(
-        "print('held'", "import os\nif os.fork() == 0:\n    sys.stdin.read()\n    os._exit(0)\nprint('held'"
+        "print('held'",
+        "import os\nif os.fork() == 0:\n    sys.stdin.read()\n    os._exit(0)\nprint('held'",
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None and process.stdin is not None
     assert process.stdout.readline() == "held\n"

@@ -31,7 +31,9 @@ ORDERS = st.sampled_from(["threefold", "torch"])
 
 
 def samplers(n: int, replicas: int, **settings: Any) -> list[DistributedSampler]:
-    return [DistributedSampler(range(n), replicas, rank, **settings) for rank in range(replicas)]
+    return [
+        DistributedSampler(range(n), replicas, rank, **settings) for rank in range(replicas)
+    ]
 
 
 def in_turns(ranks: list[Iterator[int]], rounds: int | None = None) -> list[int]:
@@ -67,28 +69,50 @@ def test_torch_order_is_torch_bit_for_bit(
 ) -> None:
     for rank in {0, replicas // 2, replicas - 1}:
         theirs = TorchSampler(range(n), replicas, rank, shuffle, seed, drop_last)
-        ours = DistributedSampler(range(n), replicas, rank, shuffle, seed, drop_last, order="torch")
+        ours = DistributedSampler(
+            range(n), replicas, rank, shuffle, seed, drop_last, order="torch"
+        )
         for sampler in (theirs, ours):
             sampler.set_epoch(epoch)
         assert list(ours) == list(theirs)
         assert list(ours) == list(theirs), "torch's does not advance by itself"
-        assert (len(ours), ours.num_samples, ours.total_size) == (len(theirs), theirs.num_samples, theirs.total_size)
+        assert (len(ours), ours.num_samples, ours.total_size) == (
+            len(theirs),
+            theirs.num_samples,
+            theirs.total_size,
+        )
 
 
 @settings(deadline=None)
 @given(n=st.integers(0, 200), replicas=REPLICAS, shuffle=st.booleans(), drop_last=st.booleans())
-def test_our_order_has_torchs_partition(n: int, replicas: int, shuffle: bool, drop_last: bool) -> None:
+def test_our_order_has_torchs_partition(
+    n: int, replicas: int, shuffle: bool, drop_last: bool
+) -> None:
     """Same lengths and places as torch's over our permutation of the rows."""
-    order = Permutation(n, seed=7).at(np.arange(n)).tolist() if n and shuffle else list(range(n))
+    order = (
+        Permutation(n, seed=7).at(np.arange(n)).tolist() if n and shuffle else list(range(n))
+    )
     for rank in range(replicas):
-        theirs = list(TorchSampler(range(n), replicas, rank, shuffle=False, drop_last=drop_last))
-        ours = DistributedSampler(range(n), replicas, rank, shuffle, seed=7, drop_last=drop_last)
+        theirs = list(
+            TorchSampler(range(n), replicas, rank, shuffle=False, drop_last=drop_last)
+        )
+        ours = DistributedSampler(
+            range(n), replicas, rank, shuffle, seed=7, drop_last=drop_last
+        )
         assert list(ours) == [order[place] for place in theirs]
 
 
 @settings(deadline=None)
-@given(n=st.integers(1, 300), replicas=REPLICAS, order=ORDERS, shuffle=st.booleans(), seed=st.integers(0, 2**40))
-def test_exact_reads_every_sample_once(n: int, replicas: int, order: Any, shuffle: bool, seed: int) -> None:
+@given(
+    n=st.integers(1, 300),
+    replicas=REPLICAS,
+    order=ORDERS,
+    shuffle=st.booleans(),
+    seed=st.integers(0, 2**40),
+)
+def test_exact_reads_every_sample_once(
+    n: int, replicas: int, order: Any, shuffle: bool, seed: int
+) -> None:
     ranks = samplers(n, replicas, order=order, shuffle=shuffle, seed=seed, tail="exact")
     shares = [list(rank) for rank in ranks]
     assert sorted(itertools.chain(*shares)) == list(range(n))
@@ -109,7 +133,14 @@ def test_exact_reads_every_sample_once(n: int, replicas: int, order: Any, shuffl
     weighted=st.booleans(),
 )
 def test_any_number_of_replicas_goes_on_after_any_stop(
-    n: int, first: int, second: int, stop: int, epoch: int, order: Any, tail: Tail, weighted: bool
+    n: int,
+    first: int,
+    second: int,
+    stop: int,
+    epoch: int,
+    order: Any,
+    tail: Tail,
+    weighted: bool,
 ) -> None:
     """D ranks stop after any number of rounds, D' go on: together they read the epoch in its one order."""
     made: dict[str, Any] = {"seed": 11, "order": order}
@@ -132,7 +163,9 @@ def test_any_number_of_replicas_goes_on_after_any_stop(
     (alone,) = samplers(n, 1, tail="exact", **made)
     alone.set_epoch(epoch)
     expected = list(alone)
-    if states[0]["epoch"] > epoch:  # the first ranks had exhausted the epoch, so the others read the next one
+    if (
+        states[0]["epoch"] > epoch
+    ):  # the first ranks had exhausted the epoch, so the others read the next one
         assert order == "threefold" or weighted
         alone.set_epoch(epoch + 1)
         before, expected = [], list(alone)
@@ -148,7 +181,9 @@ def test_any_number_of_replicas_goes_on_after_any_stop(
 
 @pytest.mark.parametrize("order", ["threefold", "torch"])
 @pytest.mark.parametrize(("replicas", "batch_size"), [(8, 4), (4, 16), (2, 3), (16, 1)])
-def test_a_dataloader_goes_on_with_other_replicas_and_batches(order: Any, replicas: int, batch_size: int) -> None:
+def test_a_dataloader_goes_on_with_other_replicas_and_batches(
+    order: Any, replicas: int, batch_size: int
+) -> None:
     n = 1003
     ranks = samplers(n, 8, order=order, tail="exact", seed=5)
     before: list[int] = []
@@ -162,7 +197,9 @@ def test_a_dataloader_goes_on_with_other_replicas_and_batches(order: Any, replic
     after: list[int] = []
     for rank in samplers(n, replicas, order=order, tail="exact", seed=5):
         rank.load_state_dict(states[0])
-        after += itertools.chain(*(batch.tolist() for batch in DataLoader(torch.arange(n), batch_size, sampler=rank)))
+        after += itertools.chain(
+            *(batch.tolist() for batch in DataLoader(torch.arange(n), batch_size, sampler=rank))
+        )
     assert sorted(before + after) == list(range(n))
 
 
@@ -172,7 +209,9 @@ def test_a_global_batch_is_the_same_set_for_every_number_of_replicas(
     per_rank: int, first: int, second: int, order: Any
 ) -> None:
     batch = per_rank * first * second
-    iterators = [[iter(rank) for rank in samplers(500, size, order=order)] for size in (first, second)]
+    iterators = [
+        [iter(rank) for rank in samplers(500, size, order=order)] for size in (first, second)
+    ]
     for _ in range(500 // batch):
         sets = [in_turns(ranks, rounds=batch // len(ranks)) for ranks in iterators]
         assert sets[0] == sets[1]
@@ -266,14 +305,19 @@ def test_numbers_of_libraries_become_plain_ones(epoch: Any) -> None:
     one.set_epoch(epoch)
     next(iter(one))
     state = one.state_dict()
-    assert all(type(value) is int for value in (state["epoch"], state["position"], state["fingerprint"]["seed"]))
+    assert all(
+        type(value) is int
+        for value in (state["epoch"], state["position"], state["fingerprint"]["seed"])
+    )
     plain, again = (DistributedSampler(range(20), 2, 1, seed=3) for _ in range(2))
     plain.set_epoch(2)
     again.load_state_dict(json.loads(json.dumps(state)))
     assert list(again) == list(plain)[1:]
 
 
-@pytest.mark.parametrize("settings", [{}, {"order": "torch"}, {"weights": [1.0, 2.0, 3.0] * 10}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"order": "torch"}, {"weights": [1.0, 2.0, 3.0] * 10}]
+)
 def test_new_seed_is_a_new_order_and_the_state_says_so(settings: dict[str, Any]) -> None:
     """Also after a first state, which kept the old seed for good. An iterator that is open keeps its order."""
     one, other = (DistributedSampler(range(30), 1, 0, seed=seed, **settings) for seed in (1, 9))
@@ -288,7 +332,9 @@ def test_new_seed_is_a_new_order_and_the_state_says_so(settings: dict[str, Any])
     assert next(begun) == next(iter(other))
     assert one.state_dict()["fingerprint"]["seed"] == 9 and one.state_dict()["position"] == 1
     with pytest.raises(DataError, match="the saved state has seed = 9, but here seed = 1"):
-        DistributedSampler(range(30), 1, 0, seed=1, **settings).load_state_dict(one.state_dict())
+        DistributedSampler(range(30), 1, 0, seed=1, **settings).load_state_dict(
+            one.state_dict()
+        )
     third = DistributedSampler(range(30), 1, 0, seed=9, **settings)
     third.load_state_dict(one.state_dict())
     assert list(third) == list(begun)
@@ -297,7 +343,10 @@ def test_new_seed_is_a_new_order_and_the_state_says_so(settings: dict[str, Any])
 def test_iterators_opened_before_the_first_index_begin_at_the_loaded_place() -> None:
     """A wrapper that reads ahead may open a sampler twice; only what is read moves the place."""
     whole = whole_epoch(20, seed=4)
-    one, loaded = DistributedSampler(range(20), 1, 0, seed=4), DistributedSampler(range(20), 1, 0, seed=4)
+    one, loaded = (
+        DistributedSampler(range(20), 1, 0, seed=4),
+        DistributedSampler(range(20), 1, 0, seed=4),
+    )
     iterator = iter(one)
     assert [next(iterator) for _ in range(12)] == whole[:12]
     loaded.load_state_dict(one.state_dict())
@@ -314,7 +363,9 @@ def test_weighted_epochs_are_draws_with_replacement() -> None:
     assert [len(rank) for rank in ranks] == [2000] * 4
     counts = np.bincount(in_turns([iter(rank) for rank in ranks]), minlength=4)
     assert counts[0] == 0
-    assert np.abs(counts[1:] - [1000, 2000, 5000]).max() < 200  # 5 standard deviations of the largest are 217
+    assert (
+        np.abs(counts[1:] - [1000, 2000, 5000]).max() < 200
+    )  # 5 standard deviations of the largest are 217
     (alone,) = samplers(4, 1, weights=weights, num_samples=8000, seed=1)
     first, second = list(alone), list(alone)
     assert np.array_equal(np.bincount(first, minlength=4), counts)
@@ -369,11 +420,15 @@ def test_the_first_index_and_a_resume_need_no_table(n: int) -> None:
     assert peak < 2**20
 
 
-def test_torch_order_keeps_four_bytes_a_sample_and_says_so_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_order_keeps_four_bytes_a_sample_and_says_so_where_it_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert sampler_module._torch_order(1000, seed=0).dtype == np.int32
     monkeypatch.setattr(sampler_module, "_MOST_INT32", 99)
     assert sampler_module._torch_order(100, seed=0).dtype == np.int64
-    with pytest.warns(UserWarning, match="order='torch' keeps 8 bytes for each of 100 samples on every rank"):
+    with pytest.warns(
+        UserWarning, match="order='torch' keeps 8 bytes for each of 100 samples on every rank"
+    ):
         (wide,) = samplers(100, 1, order="torch")
     assert list(wide) == list(TorchSampler(range(100), 1, 0))
 
@@ -384,7 +439,9 @@ def test_a_mesh_of_one_in_a_larger_process_group_is_refused() -> None:
     mesh = init_mesh(device="cpu")
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=8)
     try:
-        with pytest.raises(ConfigError, match="made a mesh of 1, and the process group has 8 ranks"):
+        with pytest.raises(
+            ConfigError, match="made a mesh of 1, and the process group has 8 ranks"
+        ):
             DistributedSampler(range(100))
     finally:
         torch.distributed.destroy_process_group()
@@ -397,7 +454,9 @@ def test_defaults_come_from_the_dp_axis_of_a_device_mesh(rank: int) -> None:
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
     try:
-        mesh = init_device_mesh("cpu", (2, 2, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
+        mesh = init_device_mesh(
+            "cpu", (2, 2, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp")
+        )
         on_mesh = DistributedSampler(range(100), mesh=mesh)
         on_world = DistributedSampler(range(100))
         with pytest.raises(ConfigError) as raised:
@@ -418,7 +477,10 @@ def test_defaults_come_from_the_active_mesh(monkeypatch: pytest.MonkeyPatch) -> 
     given = DistributedSampler(range(100), mesh=place)
     assert (given.num_replicas, given.rank) == (4, 2)
     monkeypatch.setattr("threefold.mesh.mesh.active_mesh", lambda: place)
-    for sampler in (DistributedSampler(range(100)), DistributedSampler(range(100), num_replicas=4)):
+    for sampler in (
+        DistributedSampler(range(100)),
+        DistributedSampler(range(100), num_replicas=4),
+    ):
         assert (sampler.num_replicas, sampler.rank) == (4, 2)
     explicit = DistributedSampler(range(100), num_replicas=7, rank=6)
     assert (explicit.num_replicas, explicit.rank) == (7, 6)
@@ -444,8 +506,14 @@ def test_defaults_come_from_the_active_mesh(monkeypatch: pytest.MonkeyPatch) -> 
             "  expected: one of them: the mesh's dp axis already gives the number of replicas and the rank\n"
             "  fix: leave out num_replicas and rank",
         ),
-        ({"order": "random"}, "order = 'random'\n  expected: threefold or torch\n  fix: order='threefold'"),
-        ({"tail": "keep"}, "tail = 'keep'\n  expected: drop, pad or exact\n  fix: tail='exact'"),
+        (
+            {"order": "random"},
+            "order = 'random'\n  expected: threefold or torch\n  fix: order='threefold'",
+        ),
+        (
+            {"tail": "keep"},
+            "tail = 'keep'\n  expected: drop, pad or exact\n  fix: tail='exact'",
+        ),
         (
             {"drop_last": True, "tail": "exact"},
             "drop_last = True contradicts tail = 'exact'\n"

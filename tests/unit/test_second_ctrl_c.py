@@ -33,8 +33,12 @@ with StopRequest(Mesh(Topology(), 0, torch.device("cpu"))) as stop:
 """
 
 
-@pytest.mark.parametrize(("arguments", "code"), [((), 130), (("saving",), 0)], ids=["in a step", "while it saves"])
-def test_a_second_ctrl_c_is_heard_beside_a_main_thread_that_waits(arguments: tuple[str, ...], code: int) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "code"), [((), 130), (("saving",), 0)], ids=["in a step", "while it saves"]
+)
+def test_a_second_ctrl_c_is_heard_beside_a_main_thread_that_waits(
+    arguments: tuple[str, ...], code: int
+) -> None:
     command = [sys.executable, "-c", WAITS, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"

@@ -34,7 +34,9 @@ NUM_PARTS, NUM_TASKS = 20, 3
 def _in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A task makes its parts itself: a forked one is its own worker."""
 
-    def make(maker: SharedParts, its: Sequence[EncodedPart], num_workers: int) -> Iterator[PartDone]:
+    def make(
+        maker: SharedParts, its: Sequence[EncodedPart], num_workers: int
+    ) -> Iterator[PartDone]:
         yield from map(maker.make, its)
 
     monkeypatch.setattr(shared_parts, "make_in_processes", make)
@@ -42,7 +44,10 @@ def _in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shared_of(source: Path, to: Path) -> SharedParts:
     text = open_text(Source(str(source)))
-    return SharedParts(PartMaker(text, BYTES, to / f"{PARTS}{request_of(text, BYTES, skip_bad=False)}", False), None)
+    return SharedParts(
+        PartMaker(text, BYTES, to / f"{PARTS}{request_of(text, BYTES, skip_bad=False)}", False),
+        None,
+    )
 
 
 def task(source: Path, to: Path, index: int, before: Callable[[], None] | None = None) -> int:
@@ -55,7 +60,9 @@ def join(source: Path, to: Path, shared: SharedParts | None = None) -> PreparedS
     """As `data prepare --task join`, and without `shared` as the command alone."""
     make = shared.collect if shared else None
     record = partial(parts_proof.write, to / "tokens")
-    return prepare.prepare(open_text(Source(str(source))), BYTES, to=to, make=make, record=record)
+    return prepare.prepare(
+        open_text(Source(str(source))), BYTES, to=to, make=make, record=record
+    )
 
 
 @pytest.fixture
@@ -63,7 +70,13 @@ def whole(corpus: Path, tmp_path: Path) -> dict[str, bytes]:  # noqa: F811
     """What one process makes of the corpus."""
     join(corpus, tmp_path / "whole")
     made = contents(tmp_path / "whole")
-    assert set(made) == {"tokens.bin", "tokens.blocks", "tokens.idx", "tokens.json", "tokens.parts"}
+    assert set(made) == {
+        "tokens.bin",
+        "tokens.blocks",
+        "tokens.idx",
+        "tokens.json",
+        "tokens.parts",
+    }
     return made
 
 
@@ -100,19 +113,26 @@ def test_killed_and_doubled_tasks_make_the_store_of_one_process(
     while kills < 10:
         index = chance.randrange(NUM_TASKS)
         # A task that has nothing left to do cannot be killed at work.
-        its = [part for part in shared_of(corpus, to).missing() if part.number % NUM_TASKS == index]
+        its = [
+            part for part in shared_of(corpus, to).missing() if part.number % NUM_TASKS == index
+        ]
         if not its:
             shutil.rmtree(to / shared_of(corpus, to).maker.folder.name)
             continue
         dying = begun(
-            corpus, to, index, partial(die_at, chance.randint(1, min(8, 4 * len(its))), chance.random() < 0.5)
+            corpus,
+            to,
+            index,
+            partial(die_at, chance.randint(1, min(8, 4 * len(its))), chance.random() < 0.5),
         )
         living = begun(corpus, to, index, None) if chance.random() < 0.2 else None
         dying.join(60)
         if living is not None:
             living.join(60)
             assert living.exitcode == 0
-        assert dying.exitcode == -signal.SIGKILL or living is not None  # which may have left nothing to do
+        assert (
+            dying.exitcode == -signal.SIGKILL or living is not None
+        )  # which may have left nothing to do
         kills += dying.exitcode == -signal.SIGKILL
     shared = shared_of(corpus, to)
     if missing := shared.missing():
@@ -154,7 +174,12 @@ def _damage(folder: Path, how: str, other: Path) -> None:
         here["json"].write_bytes(b"{")
     elif how == "doubled":
         for path in folder.glob("00004.*"):
-            shutil.copy(path, here[path.suffix[1:]] if path.suffix[1:] in here else folder / f"00003{path.suffix}")
+            shutil.copy(
+                path,
+                here[path.suffix[1:]]
+                if path.suffix[1:] in here
+                else folder / f"00003{path.suffix}",
+            )
     elif how == "swapped seals":
         _swap(here["json"], folder / "00004.json")
     elif how == "of another source":
@@ -175,7 +200,10 @@ def _damage(folder: Path, how: str, other: Path) -> None:
         ("missing", "part 3 is missing"),
         ("cut", "part 3 is cut, or its seal is another's"),
         ("seal", r"part 3 is cut, or its seal is another's: b'\{'"),
-        ("doubled", r"part 3 is cut, or its seal is another's: b'\{\"of\": \"\.parts-\w+\", \"part\": 4"),
+        (
+            "doubled",
+            r"part 3 is cut, or its seal is another's: b'\{\"of\": \"\.parts-\w+\", \"part\": 4",
+        ),
         ("swapped seals", r"part 3 is .*\"part\": 4.*; part 4 is .*\"part\": 3"),
         ("of another source", r"part 3 is .*b'\{\"of\": \"\.parts-OTHER"),
         ("swapped tokens", r"00003\.bin is not what was sealed"),
@@ -198,7 +226,9 @@ def test_a_wrong_part_is_named_and_made_again(
     of_other = shared_of(tmp_path / "other", tmp_path / "elsewhere")
     of_other.make(of_other.plan[3])
     _damage(shared.maker.folder, how, of_other.maker.folder)
-    with pytest.raises(DataError, match=named.replace("OTHER", of_other.maker.folder.name[-32:])) as raised:
+    with pytest.raises(
+        DataError, match=named.replace("OTHER", of_other.maker.folder.name[-32:])
+    ) as raised:
         join(corpus, to, shared)
     assert "again: " in raised.value.problems[0].fix
     assert not (to / "tokens.json").exists()
@@ -217,9 +247,15 @@ def test_many_missing_parts_are_counted(corpus: Path, tmp_path: Path) -> None:  
     with pytest.raises(DataError) as raised:
         join(corpus, tmp_path / "to", shared_of(corpus, tmp_path / "to"))
     (problem,) = raised.value.problems
-    assert problem.what == "; ".join(f"part {number} is missing" for number in range(5)) + "; and 15 more"
+    assert (
+        problem.what
+        == "; ".join(f"part {number} is missing" for number in range(5)) + "; and 15 more"
+    )
     assert problem.expected == f"the 20 parts of {corpus}, each once, where all hosts put them"
-    assert problem.fix == "run the same   threefold data prepare   again: only these parts are made"
+    assert (
+        problem.fix
+        == "run the same   threefold data prepare   again: only these parts are made"
+    )
 
 
 # --- the proof --------------------------------------------------------------------------------------------------------
@@ -230,7 +266,10 @@ def chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The prefix of a store of 12 labelled rows in 6 parts."""
     monkeypatch.setattr(parts, "PART_BYTES", 150)
     monkeypatch.setattr("threefold.data.text.rows._PIECE_BYTES", 80)
-    rows = [{"prompt": f"question {i}?", "completion": f"answer {i} " * (i % 4 + 1)} for i in range(12)]
+    rows = [
+        {"prompt": f"question {i}?", "completion": f"answer {i} " * (i % 4 + 1)}
+        for i in range(12)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     from threefold.data.chat.labeller import labeller_for
 
@@ -241,18 +280,30 @@ def chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_proof_counts_pieces_parts_documents_and_tokens(chats: Path) -> None:
-    seals = [json.loads(line) for line in chats.with_suffix(".parts").read_bytes().splitlines()[:-1]]
-    num_pieces, num_tokens = sum(len(seal["pieces"]) for seal in seals), sum(seal["num_tokens"] for seal in seals)
+    seals = [
+        json.loads(line) for line in chats.with_suffix(".parts").read_bytes().splitlines()[:-1]
+    ]
+    num_pieces, num_tokens = (
+        sum(len(seal["pieces"]) for seal in seals),
+        sum(seal["num_tokens"] for seal in seals),
+    )
     assert len(seals) > 3 and sum(seal["num_documents"] for seal in seals) == 12
     begins = f"proof: the {num_pieces} pieces of the source are in {len(seals)} parts, each in one; their 12 documents"
     begins += f" and {num_tokens:,} tokens are the store's; "
-    assert parts_proof.prove(chats, read=False) == f"{begins}every digest was equal when they were joined"
+    assert (
+        parts_proof.prove(chats, read=False)
+        == f"{begins}every digest was equal when they were joined"
+    )
     assert parts_proof.prove(chats, read=True) == f"{begins}read again, every digest is equal"
     chats.with_suffix(".parts").unlink()
-    assert parts_proof.prove(chats, read=True).startswith(f"no proof: {chats} was made by a run")
+    assert parts_proof.prove(chats, read=True).startswith(
+        f"no proof: {chats} was made by a run"
+    )
 
 
-def _changed_seal(number: int, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+def _changed_seal(
+    number: int, change: Callable[[dict[str, Any]], Any]
+) -> Callable[[Path], None]:
     def lie(prefix: Path) -> None:
         path = prefix.with_suffix(".parts")
         seals = [json.loads(line) for line in path.read_bytes().splitlines()]
@@ -293,7 +344,10 @@ LIES: dict[str, tuple[Callable[[Path], None], str]] = {
         _lines(lambda lines: lines.__setitem__(1, lines[0])),
         r"part 0 of \.parts-\w+ is where part 1 of \.parts-\w+ belongs",
     ),
-    "a part of another source": (_changed_seal(1, lambda seal: seal.update(of=".parts-0")), r"part 1 of \.parts-0 is "),
+    "a part of another source": (
+        _changed_seal(1, lambda seal: seal.update(of=".parts-0")),
+        r"part 1 of \.parts-0 is ",
+    ),
     "a piece is in two parts": (
         _changed_seal(1, lambda seal: seal["pieces"].insert(0, [0, 0, 80])),
         "part 1: its piece from 0 on does not follow the one before",
@@ -306,16 +360,31 @@ LIES: dict[str, tuple[Callable[[Path], None], str]] = {
         _changed_seal(5, lambda seal: seal.update(num_documents=seal["num_documents"] + 1)),
         r"its parts have 13 documents, .* the store has \(12, ",
     ),
-    "a skipped row": (_changed_seal(0, lambda seal: seal["log"].update(num_skipped=1)), "1 skipped; the store has"),
-    "no record": (_lines(lambda lines: lines.__setitem__(0, b"{}\n")), "it cannot be read: KeyError"),
+    "a skipped row": (
+        _changed_seal(0, lambda seal: seal["log"].update(num_skipped=1)),
+        "1 skipped; the store has",
+    ),
+    "no record": (
+        _lines(lambda lines: lines.__setitem__(0, b"{}\n")),
+        "it cannot be read: KeyError",
+    ),
     "no text": (_lines(lambda lines: lines.__setitem__(0, b"\xff\n")), "it cannot be read: "),
 }
 READ_LIES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a token": (_byte(".bin", 4), r"part 0 \(documents 0 to \d+\) has another bin in the store"),
-    "the last token": (_byte(".bin", -2), r"part \d \(documents \d+ to 11\) has another bin in the store"),
+    "a token": (
+        _byte(".bin", 4),
+        r"part 0 \(documents 0 to \d+\) has another bin in the store",
+    ),
+    "the last token": (
+        _byte(".bin", -2),
+        r"part \d \(documents \d+ to 11\) has another bin in the store",
+    ),
     "a label": (_byte(".loss_mask", 0), r"part 0 .* has another loss_mask in the store"),
     "a length": (_byte(".idx", 34), r"part 0 .* has another len in the store"),
-    "a digest": (_changed_seal(1, lambda seal: seal["xxh3"].update(len="0" * 32)), "part 1 .* has another len"),
+    "a digest": (
+        _changed_seal(1, lambda seal: seal["xxh3"].update(len="0" * 32)),
+        "part 1 .* has another len",
+    ),
 }
 
 
@@ -329,13 +398,20 @@ def test_a_store_that_is_not_its_parts_is_named(chats: Path, lie: str) -> None:
         parts_proof.prove(chats, read=lie in READ_LIES)
     (problem,) = raised.value.problems
     assert problem.what.startswith(f"{chats}.parts: ")
-    assert problem.fix == "threefold data prepare ... --to ANOTHER   (prepares the source again)"
+    assert (
+        problem.fix == "threefold data prepare ... --to ANOTHER   (prepares the source again)"
+    )
 
 
 def test_joined_tokens_are_those_of_the_parts(chats: Path) -> None:
     """What the digests are of: the tokens of the parts, one after the other."""
-    seals = [json.loads(line) for line in chats.with_suffix(".parts").read_bytes().splitlines()[:-1]]
-    tokens, ends = np.fromfile(chats.with_suffix(".bin"), "<u2"), np.cumsum([seal["num_tokens"] for seal in seals])
+    seals = [
+        json.loads(line) for line in chats.with_suffix(".parts").read_bytes().splitlines()[:-1]
+    ]
+    tokens, ends = (
+        np.fromfile(chats.with_suffix(".bin"), "<u2"),
+        np.cumsum([seal["num_tokens"] for seal in seals]),
+    )
     import xxhash
 
     for seal, own in zip(seals, np.split(tokens, ends[:-1]), strict=True):

@@ -38,7 +38,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     Path("t.jinja").write_text(TEMPLATE)
-    write("c.jsonl", [{"messages": turns(f"what is {i}?", str(i) * (1 + i % 3))} for i in range(12)])
+    write(
+        "c.jsonl",
+        [{"messages": turns(f"what is {i}?", str(i) * (1 + i % 3))} for i in range(12)],
+    )
     return tmp_path
 
 
@@ -83,30 +86,44 @@ def test_json_is_every_document_and_its_targets() -> None:
     assert [row["row"] for row in rows] == list(range(12))
     for number, row in enumerate(rows):
         learnt = [id for id, target in zip(row["ids"], row["loss_mask"], strict=True) if target]
-        assert bytes(learnt[:-1]).decode() == str(number) * (1 + number % 3) and learnt[-1] == 256
+        assert (
+            bytes(learnt[:-1]).decode() == str(number) * (1 + number % 3) and learnt[-1] == 256
+        )
         assert row["documents"] == [0] * len(row["ids"])
-    assert shown(*CHATS, "--row", "5") == [rows[5]] and shown(*CHATS, "--first", "2") == rows[:2]
+    assert (
+        shown(*CHATS, "--row", "5") == [rows[5]] and shown(*CHATS, "--first", "2") == rows[:2]
+    )
 
 
 def test_store_records_what_is_learnt_and_shows_the_same() -> None:
     said = data("prepare", *CHATS, "--to", "store")
     info = TokenStore(Path("store/tokens")).info
     assert info is not None and str(info.loss_mask) == "chat (messages), trained on: assistant"
-    assert f"  {info.mask_summary}\n" in said and re.search(r": 41 of 4\d\d tokens \(\d\.\d %\)$", info.mask_summary)
-    assert shown("--data.source", "store", "--data.tokenizer", "bytes") == tokens_of(shown(*CHATS))
+    assert f"  {info.mask_summary}\n" in said and re.search(
+        r": 41 of 4\d\d tokens \(\d\.\d %\)$", info.mask_summary
+    )
+    assert shown("--data.source", "store", "--data.tokenizer", "bytes") == tokens_of(
+        shown(*CHATS)
+    )
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
-def test_changed_block_of_targets_is_named_with_the_rows_that_read_its_tokens(packing: str) -> None:
+def test_changed_block_of_targets_is_named_with_the_rows_that_read_its_tokens(
+    packing: str,
+) -> None:
     data("prepare", *CHATS, "--to", "store")
     store = TokenStore("store/tokens")
     rows: Any = Packing(32, packing, document_mask=True).pack(store)
     size = -(-store.num_tokens // 8)
-    blocks = Blocks(0, 256, {LOSS_MASK: FileBlocks(size, 0, bytes(16 * -(-size // 2)))}, block_bytes=2)
+    blocks = Blocks(
+        0, 256, {LOSS_MASK: FileBlocks(size, 0, bytes(16 * -(-size // 2)))}, block_bytes=2
+    )
     before = [rows.rows(np.array([row]))["labels"][0] for row in range(rows.num_rows)]
     for block in (0, 3, -(-size // 2) - 1):
         bits = bytearray(Path("store/tokens.loss_mask").read_bytes())
-        bits[2 * block : 2 * block + 2] = bytes(each ^ 255 for each in bits[2 * block : 2 * block + 2])
+        bits[2 * block : 2 * block + 2] = bytes(
+            each ^ 255 for each in bits[2 * block : 2 * block + 2]
+        )
         named = block_text(blocks, Change(LOSS_MASK, block, size), rows, first_row=100)
         kept = Path("store/tokens.loss_mask").read_bytes()
         Path("store/tokens.loss_mask").write_bytes(bits)
@@ -122,7 +139,10 @@ def test_changed_block_of_targets_is_named_with_the_rows_that_read_its_tokens(pa
 
 
 def test_options_of_prepare_reach_the_store() -> None:
-    write("d.jsonl", [{"dialog": turns("a", "b"), "day": "x"}, {"dialog": turns("a", "b")[:1], "day": "x"}])
+    write(
+        "d.jsonl",
+        [{"dialog": turns("a", "b"), "day": "x"}, {"dialog": turns("a", "b")[:1], "day": "x"}],
+    )
     Path("dated.jinja").write_text("{{ strftime_now('%Y') }}" + TEMPLATE)
     options = (
         "--data.fields",
@@ -139,7 +159,17 @@ def test_options_of_prepare_reach_the_store() -> None:
         "--data.control_tokens",
         "ids",
     )
-    data("prepare", "--data.source", "d.jsonl", "--data.tokenizer", "bytes", *options, *dated, "--to", "store")
+    data(
+        "prepare",
+        "--data.source",
+        "d.jsonl",
+        "--data.tokenizer",
+        "bytes",
+        *options,
+        *dated,
+        "--to",
+        "store",
+    )
     info = TokenStore(Path("store/tokens")).info
     assert info is not None and str(info.loss_mask) == "chat (dialog), trained on: last"
     assert (info.num_documents, info.num_skipped, info.num_loss_tokens) == (1, 1, 2)
@@ -151,31 +181,50 @@ def test_options_of_prepare_reach_the_store() -> None:
     ("labels", "what"),
     [
         (Labels(train_on="last"), "data.train_on = last: "),
-        (Labels(format="prompt_completion", train_on="last"), "data.format = prompt_completion, data.train_on = last"),
+        (
+            Labels(format="prompt_completion", train_on="last"),
+            "data.format = prompt_completion, data.train_on = last",
+        ),
     ],
 )
 def test_store_refuses_keys_that_contradict_it(labels: Labels, what: str) -> None:
     data("prepare", *CHATS, "--to", "store")
-    for fits in (Labels(), Labels(format="chat", train_on="assistant", chat_template="t.jinja")):
-        assert open_store(Source("store", labels=fits), tokenizer=ByteTokenizer(), cache=Path("cache")).has_loss_mask
+    for fits in (
+        Labels(),
+        Labels(format="chat", train_on="assistant", chat_template="t.jinja"),
+    ):
+        assert open_store(
+            Source("store", labels=fits), tokenizer=ByteTokenizer(), cache=Path("cache")
+        ).has_loss_mask
     with pytest.raises(DataError) as caught:
-        open_store(Source("store", labels=labels), tokenizer=ByteTokenizer(), cache=Path("cache"))
+        open_store(
+            Source("store", labels=labels), tokenizer=ByteTokenizer(), cache=Path("cache")
+        )
     (problem,) = caught.value.problems
     assert problem.what.startswith(what)
-    assert problem.what.endswith("the token store store was made as chat (messages), trained on: assistant")
-    assert problem.expected.startswith("what the store has recorded") and problem.fix.startswith("leave the keys out")
+    assert problem.what.endswith(
+        "the token store store was made as chat (messages), trained on: assistant"
+    )
+    assert problem.expected.startswith(
+        "what the store has recorded"
+    ) and problem.fix.startswith("leave the keys out")
 
 
 def test_store_of_texts_refuses_labels() -> None:
     write("texts.jsonl", [{"text": "some words"}])
-    data("prepare", "--data.source", "texts.jsonl", "--data.tokenizer", "bytes", "--to", "store")
+    data(
+        "prepare", "--data.source", "texts.jsonl", "--data.tokenizer", "bytes", "--to", "store"
+    )
     for labels in (Labels(format="text"), Labels(train_on="all")):
         open_store(Source("store", labels=labels), tokenizer=None, cache=Path("cache"))
     with pytest.raises(
-        DataError, match=r"data\.format = chat, data\.train_on = assistant: .* made as text, trained on: al"
+        DataError,
+        match=r"data\.format = chat, data\.train_on = assistant: .* made as text, trained on: al",
     ):
         open_store(
-            Source("store", labels=Labels(format="chat", train_on="assistant")), tokenizer=None, cache=Path("cache")
+            Source("store", labels=Labels(format="chat", train_on="assistant")),
+            tokenizer=None,
+            cache=Path("cache"),
         )
 
 
@@ -184,10 +233,13 @@ def test_what_is_learnt_of_texts_is_not_chosen() -> None:
     write("texts.jsonl", [{"text": "some words"}])
     for name in ("a.txt", "texts.jsonl"):
         with pytest.raises(
-            DataError, match=r"train_on = last: .* is text, of which every token is trained on\n.*\n  fix: leave"
+            DataError,
+            match=r"train_on = last: .* is text, of which every token is trained on\n.*\n  fix: leave",
         ):
             open_store(
-                Source(name, labels=Labels(train_on="last")), tokenizer=ByteTokenizer(), cache=Path("cache").absolute()
+                Source(name, labels=Labels(train_on="last")),
+                tokenizer=ByteTokenizer(),
+                cache=Path("cache").absolute(),
             )
         data(
             "prepare",
@@ -214,22 +266,35 @@ def test_what_is_learnt_of_texts_is_not_chosen() -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["show", "prepare"])
-def test_options_for_rows_with_labels_are_refused_for_texts(command: str, options: tuple[str, ...], named: str) -> None:
+def test_options_for_rows_with_labels_are_refused_for_texts(
+    command: str, options: tuple[str, ...], named: str
+) -> None:
     Path("words.txt").write_text("some words")
     to = ("--to", "store") if command == "prepare" else ()
     with pytest.raises(DataError) as caught:
         data(command, "--data.source", "words.txt", "--data.tokenizer", "bytes", *options, *to)
     (problem,) = caught.value.problems
     assert problem.what == f"{named}: words.txt is text, of which every token is trained on"
-    assert problem.expected == "rows with messages, or with prompt and completion: only they have labels"
+    assert (
+        problem.expected
+        == "rows with messages, or with prompt and completion: only they have labels"
+    )
     assert problem.fix.startswith("leave data.") and not Path("store").exists()
 
 
 def test_template_without_an_end_of_answers_is_warned_of_once() -> None:
     Path("open.jinja").write_text(TEMPLATE.replace("{{ eos_token }}", ""))
-    named = ("--data.source", "c.jsonl", "--data.tokenizer", "bytes", "--data.chat_template", "open.jinja")
+    named = (
+        "--data.source",
+        "c.jsonl",
+        "--data.tokenizer",
+        "bytes",
+        "--data.chat_template",
+        "open.jinja",
+    )
     warning = (
-        "warning: the chat template of open.jinja writes no end token after the assistant's turn, so the model does"
+        "warning: the chat template of open.jinja writes no end token after the "
+        "assistant's turn, so the model does"
     )
     for arguments in (
         ("show", *named),
@@ -239,16 +304,32 @@ def test_template_without_an_end_of_answers_is_warned_of_once() -> None:
         result = CliRunner().invoke(app, list(arguments))
         assert result.exit_code == 0 and result.stderr.count(warning) == 1, result.output
     info = TokenStore(Path("store/tokens")).info
-    assert info is not None and str(info.loss_mask) == "chat (messages), trained on: assistant, which has no end token"
-    open_store(Source("store", labels=Labels(train_on="assistant")), tokenizer=ByteTokenizer(), cache=Path("cache"))
+    assert (
+        info is not None
+        and str(info.loss_mask)
+        == "chat (messages), trained on: assistant, which has no end token"
+    )
+    open_store(
+        Source("store", labels=Labels(train_on="assistant")),
+        tokenizer=ByteTokenizer(),
+        cache=Path("cache"),
+    )
     assert "warning" not in CliRunner().invoke(app, ["show", *CHATS]).stderr
 
 
-@pytest.mark.parametrize("column", ["talk and no end", "talk, trained on: all", "x), which has no end token"])
+@pytest.mark.parametrize(
+    "column", ["talk and no end", "talk, trained on: all", "x), which has no end token"]
+)
 def test_name_of_a_column_decides_nothing(column: str) -> None:
     """A store's loss mask is fields: no word in a column's name is taken for one of them."""
     write("named.jsonl", [{column: turns("a", "b")}])
-    named = ("--data.source", "named.jsonl", *NAMED, "--data.fields", json.dumps({"messages": column}))
+    named = (
+        "--data.source",
+        "named.jsonl",
+        *NAMED,
+        "--data.fields",
+        json.dumps({"messages": column}),
+    )
     for arguments in (
         ["show", *named],
         ["prepare", *named, "--to", "store"],
@@ -258,12 +339,21 @@ def test_name_of_a_column_decides_nothing(column: str) -> None:
         assert result.exit_code == 0 and "warning" not in result.stderr, result.output
     mask = TokenStore(Path("store/tokens")).loss_mask
     assert mask == LossMask("chat", (column,), "assistant", "trained", templated=True)
-    with pytest.raises(DataError, match=r"data\.train_on = all: the token store store was made as chat"):
-        open_store(Source("store", labels=Labels(train_on="all")), tokenizer=ByteTokenizer(), cache=Path("cache"))
+    with pytest.raises(
+        DataError, match=r"data\.train_on = all: the token store store was made as chat"
+    ):
+        open_store(
+            Source("store", labels=Labels(train_on="all")),
+            tokenizer=ByteTokenizer(),
+            cache=Path("cache"),
+        )
 
 
 def test_token_that_begins_a_text_is_refused_for_conversations() -> None:
-    with pytest.raises(DataError, match=r"data\.bos = true: the rows are conversations\n  expected: a chat template"):
+    with pytest.raises(
+        DataError,
+        match=r"data\.bos = true: the rows are conversations\n  expected: a chat template",
+    ):
         data("show", *CHATS, "--data.bos", "true")
 
 
@@ -271,16 +361,26 @@ def test_labels_that_tell_nothing_apart_are_refused() -> None:
     write("whole.jsonl", [{"prompt": "", "completion": "x"}])
     pair = ("--data.source", "whole.jsonl", "--data.tokenizer", "bytes")
     with pytest.raises(
-        DataError, match=r"trained on: completion: all of its 2 tokens would be trained on\n  expected: prompts"
+        DataError,
+        match=r"trained on: completion: all of its 2 tokens would be trained on\n  expected: prompts",
     ):
         data("prepare", *pair, "--to", "store")
     assert not Path("store/tokens.json").exists()
     data("prepare", *pair, "--data.train_on", "all", "--to", "store")
     write("none.jsonl", [{"messages": turns("a", "")[:1]}])
     with pytest.raises(
-        DataError, match=r"trained on: assistant: none of 1 rows, 1 of them skipped would be trained on"
+        DataError,
+        match=r"trained on: assistant: none of 1 rows, 1 of them skipped would be trained on",
     ):
-        data("prepare", "--data.source", "none.jsonl", *NAMED, *("--data.skip_bad_lines", "true"), "--to", "other")
+        data(
+            "prepare",
+            "--data.source",
+            "none.jsonl",
+            *NAMED,
+            *("--data.skip_bad_lines", "true"),
+            "--to",
+            "other",
+        )
 
 
 def test_preferences_are_trained_as_the_answer_that_is_named() -> None:
@@ -288,8 +388,21 @@ def test_preferences_are_trained_as_the_answer_that_is_named() -> None:
     write("p.jsonl", [row])
     write("c.jsonl", [{"chosen": turns("q", "good"), "rejected": turns("q", "bad")}])
     for name, options in (
-        ("p.jsonl", ("--data.format", "prompt_completion", "--data.fields", "{completion: chosen}")),
-        ("c.jsonl", ("--data.format", "chat", "--data.fields", "{messages: chosen}", "--data.train_on", "last")),
+        (
+            "p.jsonl",
+            ("--data.format", "prompt_completion", "--data.fields", "{completion: chosen}"),
+        ),
+        (
+            "c.jsonl",
+            (
+                "--data.format",
+                "chat",
+                "--data.fields",
+                "{messages: chosen}",
+                "--data.train_on",
+                "last",
+            ),
+        ),
     ):
         with pytest.raises(
             ConfigError, match=r"has pairs of answers .*: rejected answers would be trained on"
@@ -297,8 +410,14 @@ def test_preferences_are_trained_as_the_answer_that_is_named() -> None:
             refuse_other_rows({"data.source": rows_format(Source(name))}, "next_token")
         assert options[3] in caught.value.problems[0].fix
         (shown_row,) = shown("--data.source", name, *NAMED, *options)
-        learnt = [id for id, target in zip(shown_row["ids"], shown_row["loss_mask"], strict=True) if target]
-        assert bytes(learnt[:-1]) == b"good" and b"bad" not in bytes(id for id in shown_row["ids"] if id < 256)
+        learnt = [
+            id
+            for id, target in zip(shown_row["ids"], shown_row["loss_mask"], strict=True)
+            if target
+        ]
+        assert bytes(learnt[:-1]) == b"good" and b"bad" not in bytes(
+            id for id in shown_row["ids"] if id < 256
+        )
 
 
 @pytest.mark.parametrize("command", ["prepare", "show"])
@@ -310,32 +429,51 @@ def test_preferences_are_trained_as_the_answer_that_is_named() -> None:
         (["--skip-bad-lines"], "--data.skip_bad_lines true"),
         (["--no-shuffle"], "--data.shuffle false"),
         (["--text-field", "body"], "--data.fields '{text: NAME}'"),
-        (["--skip-empty-targets"], "--data.skip_bad_lines true also counts rows with nothing to train on"),
+        (
+            ["--skip-empty-targets"],
+            "--data.skip_bad_lines true also counts rows with nothing to train on",
+        ),
     ],
 )
-def test_flags_that_were_keys_are_refused_with_the_key(command: str, flags: list[str], fix: str) -> None:
+def test_flags_that_were_keys_are_refused_with_the_key(
+    command: str, flags: list[str], fix: str
+) -> None:
     to = ("--to", "store") if command == "prepare" else ()
     with pytest.raises(ConfigError) as caught:
         data(command, *flags, *to)
     (problem,) = caught.value.problems
-    assert problem.what == f"{flags[0].partition('=')[0]} is no option of `threefold data {command}`"
-    assert problem.expected.startswith("keys of the config, as every command takes them") and problem.fix == fix
+    assert (
+        problem.what
+        == f"{flags[0].partition('=')[0]} is no option of `threefold data {command}`"
+    )
+    assert (
+        problem.expected.startswith("keys of the config, as every command takes them")
+        and problem.fix == fix
+    )
 
 
 def test_config_file_names_the_source() -> None:
-    Path("job.yaml").write_text("data: {source: c.jsonl, tokenizer: bytes, chat_template: t.jinja}\n")
+    Path("job.yaml").write_text(
+        "data: {source: c.jsonl, tokenizer: bytes, chat_template: t.jinja}\n"
+    )
     assert data("show", "job.yaml", "--row", "4") == data("show", *CHATS, "--row", "4")
     data("prepare", "job.yaml", "--to", "store")
-    assert shown("--data.source", "store", "--data.tokenizer", "bytes") == tokens_of(shown(*CHATS))
+    assert shown("--data.source", "store", "--data.tokenizer", "bytes") == tokens_of(
+        shown(*CHATS)
+    )
     with pytest.raises(ConfigError, match=r"data\.mixture = a with `threefold data show`"):
         data("show", "--data.mixture", "{a: {source: c.jsonl, weight: 1}}")
 
 
 def test_errors_of_requests() -> None:
     write("none.jsonl", [{"messages": turns("a", "")[:1]}])
-    with pytest.raises(DataError, match=r"fix: correct the line, or --data\.skip_bad_lines true to count it"):
+    with pytest.raises(
+        DataError, match=r"fix: correct the line, or --data\.skip_bad_lines true to count it"
+    ):
         data("show", "--data.source", "none.jsonl", *NAMED)
-    with pytest.raises(ConfigError, match=r"has no chat template\n.*\n  fix: --data.chat_template FILE"):
+    with pytest.raises(
+        ConfigError, match=r"has no chat template\n.*\n  fix: --data.chat_template FILE"
+    ):
         data("show", "--data.source", "c.jsonl", "--data.tokenizer", "bytes")
     with pytest.raises(ConfigError, match=r"--row 12 is not there"):
         data("show", *CHATS, "--row", "12")
@@ -351,7 +489,10 @@ def test_errors_of_requests() -> None:
 def test_packed_rows_learn_what_their_documents_do(packing: str) -> None:
     data("prepare", *CHATS, "--to", "store")
     rows = Packing(64, packing, document_mask=True).pack(TokenStore(Path("store/tokens")))
-    learnt = sum(int(np.count_nonzero(packed_row(rows, number).loss_mask)) for number in range(rows.num_rows))
+    learnt = sum(
+        int(np.count_nonzero(packed_row(rows, number).loss_mask))
+        for number in range(rows.num_rows)
+    )
     # A document's first token is a label only where documents may cross, and none of a chat is learnt.
     labels = rows.rows(np.arange(rows.num_rows))["labels"]
     at_ends = int(np.count_nonzero(labels[:, -1] >= 0))
@@ -362,7 +503,10 @@ def test_packed_rows_learn_what_their_documents_do(packing: str) -> None:
 def test_escape_sequences_of_a_text_are_no_terminals() -> None:
     decode = byte_backend().decode
     text = b"a\x1b[2Jb"
-    assert marked(list(text), [False] * 3 + [True] * 3, lambda ids: decode(list(ids))) == r"a\x1b[[[2Jb]]"
+    assert (
+        marked(list(text), [False] * 3 + [True] * 3, lambda ids: decode(list(ids)))
+        == r"a\x1b[[[2Jb]]"
+    )
 
 
 def test_a_terminal_has_colour_instead_of_markers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,12 @@ def test_what_is_ignored_stays_ignored(own_handlers: list[object]) -> None:
 
 @pytest.mark.parametrize("number", STOPS, ids=lambda number: number.name)
 def test_process_that_ends_keeps_its_exit_code(number: int) -> None:
-    done = subprocess.run([sys.executable, "-c", _ENDS, str(int(number))], capture_output=True, text=True, timeout=180)
+    done = subprocess.run(
+        [sys.executable, "-c", _ENDS, str(int(number))],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
     assert (done.returncode, done.stderr) == (75, "")
 
 

@@ -35,7 +35,10 @@ class FlatRows:
 
     def rows(self, indices: npt.NDArray[np.integer[Any]]) -> dict[str, npt.NDArray[np.int64]]:
         flat = np.repeat(indices.astype(np.int64)[:, None], self.seq_len, axis=1)
-        return {name: flat.copy() for name in ("input_ids", "labels", "position_ids", "document_ids")}
+        return {
+            name: flat.copy()
+            for name in ("input_ids", "labels", "position_ids", "document_ids")
+        }
 
 
 def loader(*, dp: tuple[int, int] = (0, 1), num_workers: int = 0) -> TokenLoader:
@@ -102,11 +105,15 @@ def test_steps_that_are_done_cannot_be_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("skip", "left"), [((), 20), (((3, 4),), 18), (((3, 4), (6, 6)), 17), (((19, 30),), 18), (((21, 22),), 20)]
+    ("skip", "left"),
+    [((), 20), (((3, 4),), 18), (((3, 4), (6, 6)), 17), (((19, 30),), 18), (((21, 22),), 20)],
 )
 def test_steps_of_a_run_that_leaves_batches_out(skip: Any, left: int) -> None:
     """Four epochs of five steps."""
-    assert last_step(Order(22, 4, seed=0, shuffle=True, epochs=4), Place(0, 0), done=0, skip=skip) == left
+    assert (
+        last_step(Order(22, 4, seed=0, shuffle=True, epochs=4), Place(0, 0), done=0, skip=skip)
+        == left
+    )
 
 
 def test_setting_is_read_and_checked() -> None:
@@ -128,4 +135,7 @@ def test_setting_is_read_and_checked() -> None:
 def test_setting_of_another_form_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         validate({"data": {"skip": value}})
-    assert caught.value.problems[0].expected == "[first, last] ranges of steps, counted from 1: [[1000, 1100]]"
+    assert (
+        caught.value.problems[0].expected
+        == "[first, last] ranges of steps, counted from 1: [[1000, 1100]]"
+    )

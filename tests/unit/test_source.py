@@ -39,13 +39,24 @@ def test_text_goes_through_the_cache(text: Path, tmp_path: Path) -> None:
     assert again.fingerprint == rows.fingerprint
 
 
-def test_prepared_folder_prefix_and_files_are_the_same_rows_as_the_text(text: Path, tmp_path: Path) -> None:
+def test_prepared_folder_prefix_and_files_are_the_same_rows_as_the_text(
+    text: Path, tmp_path: Path
+) -> None:
     to = tmp_path / "prepared"
     prepare(open_text(Source(str(text))), BYTES, to=to)
     names = [to, to / "tokens", to / "tokens.bin", to / "tokens.idx"]
-    prints = {open_rows(Source(str(name)), Packing(10), tokenizer=BYTES, cache=tmp_path).fingerprint for name in names}
-    prints.add(open_rows(Source(str(to)), Packing(10), tokenizer=None, cache=tmp_path).fingerprint)
-    prints.add(open_rows(Source(str(text)), Packing(10), tokenizer=BYTES, cache=tmp_path / "cache").fingerprint)
+    prints = {
+        open_rows(Source(str(name)), Packing(10), tokenizer=BYTES, cache=tmp_path).fingerprint
+        for name in names
+    }
+    prints.add(
+        open_rows(Source(str(to)), Packing(10), tokenizer=None, cache=tmp_path).fingerprint
+    )
+    prints.add(
+        open_rows(
+            Source(str(text)), Packing(10), tokenizer=BYTES, cache=tmp_path / "cache"
+        ).fingerprint
+    )
     assert len(prints) == 1
 
 
@@ -54,23 +65,43 @@ def test_store_made_elsewhere_needs_no_tokenizer(text: Path, tmp_path: Path) -> 
     made.prefix.with_suffix(".json").unlink()
     store = open_store(Source(str(tmp_path / "x")), tokenizer=None, cache=tmp_path)
     assert (store.num_tokens, store.num_documents, store.end_id) == (63, 3, None)
-    assert open_store(Source(str(tmp_path / "x")), tokenizer=BYTES, cache=tmp_path).num_tokens == 63
+    assert (
+        open_store(Source(str(tmp_path / "x")), tokenizer=BYTES, cache=tmp_path).num_tokens
+        == 63
+    )
 
 
 def test_what_is_a_store(text: Path, tmp_path: Path) -> None:
     prepare(open_text(Source(str(text))), BYTES, to=tmp_path / "x")
     assert store_prefix(str(tmp_path / "x" / "tokens")) == tmp_path / "x" / "tokens"
-    for source in ("stdlib", "hf:owner/name", str(text), str(text / "a.txt"), str(text / "*.txt"), "nowhere"):
+    for source in (
+        "stdlib",
+        "hf:owner/name",
+        str(text),
+        str(text / "a.txt"),
+        str(text / "*.txt"),
+        "nowhere",
+    ):
         assert store_prefix(source) is None
 
 
 def test_every_packing_by_name(text: Path, tmp_path: Path) -> None:
-    for packing, kind in (("concat", ConcatRows), ("best_fit", PaddedRows), ("none", PaddedRows)):
-        rows = open_rows(Source(str(text)), Packing(50, packing), tokenizer=BYTES, cache=tmp_path / "cache")
+    for packing, kind in (
+        ("concat", ConcatRows),
+        ("best_fit", PaddedRows),
+        ("none", PaddedRows),
+    ):
+        rows = open_rows(
+            Source(str(text)), Packing(50, packing), tokenizer=BYTES, cache=tmp_path / "cache"
+        )
         assert type(rows) is kind
         assert rows.report.num_tokens == 63
-    best_fit = open_rows(Source(str(text)), Packing(50, "best_fit"), tokenizer=BYTES, cache=tmp_path / "cache")
-    none = open_rows(Source(str(text)), Packing(50, "none"), tokenizer=BYTES, cache=tmp_path / "cache")
+    best_fit = open_rows(
+        Source(str(text)), Packing(50, "best_fit"), tokenizer=BYTES, cache=tmp_path / "cache"
+    )
+    none = open_rows(
+        Source(str(text)), Packing(50, "none"), tokenizer=BYTES, cache=tmp_path / "cache"
+    )
     assert (best_fit.num_rows, none.num_rows) == (2, 3)
 
 

@@ -44,7 +44,10 @@ def write(prefix: Path, documents: list[list[int]], dtype: str = "<u2") -> Store
 
 
 def documents_in(store: TokenStore) -> list[list[int]]:
-    return [part.tolist() for part in np.split(store.tokens, store.document_ends)[: store.num_documents]]
+    return [
+        part.tolist()
+        for part in np.split(store.tokens, store.document_ends)[: store.num_documents]
+    ]
 
 
 def write_elsewhere(
@@ -67,14 +70,19 @@ def write_elsewhere(
 
 
 @given(documents=st.lists(st.lists(st.integers(0, 65535), max_size=20), max_size=20))
-def test_what_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]]) -> None:
+def test_what_is_written_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]]
+) -> None:
     prefix = tmp_path_factory.mktemp("store") / "tokens"
     info = write(prefix, documents)
     store = TokenStore(prefix)
     flat = [token for document in documents for token in document]
     assert store.tokens.tolist() == flat
     assert documents_in(store) == documents
-    assert store.document_ends.tolist() == np.cumsum([len(d) for d in documents], dtype=np.int64).tolist()
+    assert (
+        store.document_ends.tolist()
+        == np.cumsum([len(d) for d in documents], dtype=np.int64).tolist()
+    )
     assert (store.num_tokens, store.num_documents) == (len(flat), len(documents))
     assert (store.info, store.fingerprint, store.end_id) == (info, info.fingerprint, 256)
 
@@ -83,7 +91,9 @@ def test_layout_is_byte_for_byte_the_common_one(tmp_path: Path) -> None:
     write(tmp_path / "ours", [[5, 6, 7], [], [65535]])
     write_elsewhere(tmp_path / "theirs", [[5, 6, 7], [], [65535]], [0, 1, 2, 3], 8)
     for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+        assert (tmp_path / f"ours{suffix}").read_bytes() == (
+            tmp_path / f"theirs{suffix}"
+        ).read_bytes()
 
 
 def test_index_is_the_same_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +116,9 @@ def test_reads_every_dtype_made_elsewhere(tmp_path: Path, code: int) -> None:
 
 
 def test_document_of_several_sequences(tmp_path: Path) -> None:
-    write_elsewhere(tmp_path / "x", [[1, 2], [3], [4, 5, 6], [7]], [0, 2, 2, 4], 4, modes=bytes(4))
+    write_elsewhere(
+        tmp_path / "x", [[1, 2], [3], [4, 5, 6], [7]], [0, 2, 2, 4], 4, modes=bytes(4)
+    )
     store = TokenStore(tmp_path / "x")
     assert documents_in(store) == [[1, 2, 3], [], [4, 5, 6, 7]]
 
@@ -118,12 +130,16 @@ def test_fingerprint_without_json_follows_content_and_not_place(tmp_path: Path) 
     (tmp_path / "moved").mkdir()
     for suffix in (".bin", ".idx"):
         shutil.copy(tmp_path / f"a{suffix}", tmp_path / "moved" / f"z{suffix}")
-    a, b, c, moved = (TokenStore(tmp_path / name).fingerprint for name in ("a", "b", "c", "moved/z"))
+    a, b, c, moved = (
+        TokenStore(tmp_path / name).fingerprint for name in ("a", "b", "c", "moved/z")
+    )
     assert a == moved
     assert len({a, b, c}) == 3
 
 
-def test_fingerprint_of_a_large_store_samples_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_of_a_large_store_samples_both_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store_module, "_BLOCK", 16)
     seen = set()
     for changed in (None, 0, 999):
@@ -146,10 +162,18 @@ def test_pickles_as_its_prefix(tmp_path: Path) -> None:
 
 def test_interrupted_writer_leaves_the_old_store_and_no_litter(tmp_path: Path) -> None:
     write(tmp_path / "x", [[1]])
-    with pytest.raises(KeyboardInterrupt), StoreWriter(tmp_path / "x", dtype=np.dtype("<u2")) as writer:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        StoreWriter(tmp_path / "x", dtype=np.dtype("<u2")) as writer,
+    ):
         writer.add_block(np.array([2, 3]), np.array([2], np.int32))
         raise KeyboardInterrupt
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.blocks", "x.idx", "x.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "x.bin",
+        "x.blocks",
+        "x.idx",
+        "x.json",
+    ]
     assert TokenStore(tmp_path / "x").tokens.tolist() == [1]
 
 
@@ -162,11 +186,19 @@ def test_nothing_has_its_name_before_all_is_written(tmp_path: Path) -> None:
             return info_of(writer)
 
         writer.finish(last)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.blocks", "x.idx", "x.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "x.bin",
+        "x.blocks",
+        "x.idx",
+        "x.json",
+    ]
 
 
 def test_content_hash_tells_documents_apart(tmp_path: Path) -> None:
-    hashes = {write(tmp_path / "x", documents).fingerprint for documents in ([[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]])}
+    hashes = {
+        write(tmp_path / "x", documents).fingerprint
+        for documents in ([[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]])
+    }
     assert len(hashes) == 3
 
 

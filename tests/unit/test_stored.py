@@ -20,7 +20,14 @@ from store_stub import StubStore, serving
 from threefold.errors import CheckpointError, ConfigError, ThreefoldError
 from threefold.places import head, mirror, snapshot
 from threefold.places.faults import PlaceError
-from threefold.places.head import HeldHead, LeaseLost, RunHead, StoredCheckpoint, read_head, take
+from threefold.places.head import (
+    HeldHead,
+    LeaseLost,
+    RunHead,
+    StoredCheckpoint,
+    read_head,
+    take,
+)
 from threefold.places.lease import FILE, give_back, take_lease
 from threefold.places.mirror import Mirror, Sent, SentFiles, UploadError
 from threefold.places.object_store import ObjectStore, open_store
@@ -42,7 +49,11 @@ def place(store: StubStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectS
     monkeypatch.setattr(snapshot, "PIECE_BYTES", 1000)
     monkeypatch.setattr(mirror, "PIECE_BYTES", 1000)
     with serving(store) as endpoint:
-        values = {"AWS_ACCESS_KEY_ID": "AKIDOFTEST", "AWS_SECRET_ACCESS_KEY": "5ecret", "AWS_REGION": "us-east-1"}
+        values = {
+            "AWS_ACCESS_KEY_ID": "AKIDOFTEST",
+            "AWS_SECRET_ACCESS_KEY": "5ecret",
+            "AWS_REGION": "us-east-1",
+        }
         for name, value in {**values, "AWS_ENDPOINT_URL": endpoint}.items():
             monkeypatch.setenv(name, value)
         yield open_store(URL, os.environ, retry_s=1)
@@ -53,7 +64,9 @@ def taken(place: ObjectStore) -> Iterator[Callable[..., HeldHead]]:
     """Takes the lease of the prefix; what is left is ended."""
     held: list[HeldHead] = []
 
-    def take_it(owner: str = "me", *, dead: Callable[[str], bool] = lambda owner: False) -> HeldHead:
+    def take_it(
+        owner: str = "me", *, dead: Callable[[str], bool] = lambda owner: False
+    ) -> HeldHead:
         held.append(take(place, owner, f"process of {owner}", dead=dead, say=lambda line: None))
         return held[-1]
 
@@ -71,11 +84,15 @@ class Alone:
     def share(self, name: str, make: Callable[[], Any]) -> Any:
         return json.loads(json.dumps(make()))
 
-    def decide_on(self, name: str, make: Callable[[], Any], conclude: Callable[[list[Any]], Any]) -> Any:
+    def decide_on(
+        self, name: str, make: Callable[[], Any], conclude: Callable[[list[Any]], Any]
+    ) -> Any:
         return conclude([make()])
 
 
-def folder_of(path: Path, step: int, sizes: tuple[int, ...] = (2500, 1000, 1, 0)) -> dict[str, Path]:
+def folder_of(
+    path: Path, step: int, sizes: tuple[int, ...] = (2500, 1000, 1, 0)
+) -> dict[str, Path]:
     """A folder like a checkpoint's, and its files by their names in a store."""
     chance, files = random.Random(step), {}
     for number, size in enumerate(sizes):
@@ -95,11 +112,14 @@ def sent(place: ObjectStore, files: dict[str, Path], step: int) -> StoredCheckpo
 
 
 @pytest.mark.parametrize("num_shares", [1, 2, 3, 7, 50])
-def test_shares_are_equal_and_make_the_whole(place: ObjectStore, tmp_path: Path, num_shares: int) -> None:
+def test_shares_are_equal_and_make_the_whole(
+    place: ObjectStore, tmp_path: Path, num_shares: int
+) -> None:
     files = folder_of(tmp_path / "run", 4)
     whole = snapshot.read_seal(place, sent(place, files, 4).name)
     shares = [
-        snapshot.fetch(place, whole, tmp_path / "there", share=(index, num_shares)) for index in range(num_shares)
+        snapshot.fetch(place, whole, tmp_path / "there", share=(index, num_shares))
+        for index in range(num_shares)
     ]
     total = sum(path.stat().st_size for path in files.values())
     assert sum(shares) == total and max(shares) - min(shares) <= 1
@@ -142,7 +162,9 @@ def test_whatever_is_wrong_is_named(
 
     def changed(data: bytes) -> bytes:
         place = chance.randrange(len(data))
-        return data[:place] + bytes([data[place] ^ 1 << chance.randrange(8)]) + data[place + 1 :]
+        return (
+            data[:place] + bytes([data[place] ^ 1 << chance.randrange(8)]) + data[place + 1 :]
+        )
 
     ways: dict[str, Callable[[bytes], bytes | None]] = {
         **{f"changed {number}": changed for number in range(10)},
@@ -161,7 +183,9 @@ def test_whatever_is_wrong_is_named(
             store.objects.pop(key)
             store.objects.update({key: now} if now is not None else {})
             said: list[str] = []
-            wanted = Restore(checkpoints_of(place, None), str(tmp_path / "there"), whole=True, records=("",))
+            wanted = Restore(
+                checkpoints_of(place, None), str(tmp_path / "there"), whole=True, records=("",)
+            )
             restore(wanted, place, Alone(), said.append)
             assert said[-1].startswith("fetched"), "the older one is taken"
             skipped = next(line for line in said if line.startswith("skipped"))
@@ -170,19 +194,32 @@ def test_whatever_is_wrong_is_named(
             (tmp_path / "there").rename(tmp_path / f"there-{(cases := cases + 1)}")
             # By its name no older one is taken.
             with pytest.raises(StoredDamage, match=added[1].name):
-                restore(replace(wanted, candidates=checkpoints_of(place, added[1].name)), place, Alone(), said.append)
+                restore(
+                    replace(wanted, candidates=checkpoints_of(place, added[1].name)),
+                    place,
+                    Alone(),
+                    said.append,
+                )
             assert not (tmp_path / "there").exists()
     assert cases > 90
 
 
-def test_a_damaged_head_is_named(place: ObjectStore, store: StubStore, taken: Callable[..., HeldHead]) -> None:
-    taken().update(lambda before: replace(before, checkpoints=(StoredCheckpoint("step-00000004-a", 4, "f"),)))
+def test_a_damaged_head_is_named(
+    place: ObjectStore, store: StubStore, taken: Callable[..., HeldHead]
+) -> None:
+    taken().update(
+        lambda before: replace(
+            before, checkpoints=(StoredCheckpoint("step-00000004-a", 4, "f"),)
+        )
+    )
     key, chance = f"a/b/{head.KEY}", random.Random(2)
     good = store.objects[key]
     for case in range(90):
         at = chance.randrange(len(good))
         store.objects[key] = (
-            good[:at] if case % 3 == 0 else good[:at] + bytes([good[at] ^ 1 << case % 8]) + good[at + 1 :]
+            good[:at]
+            if case % 3 == 0
+            else good[:at] + bytes([good[at] ^ 1 << case % 8]) + good[at + 1 :]
         )
         with pytest.raises(CheckpointError, match="cannot be read: "):
             read_head(place)
@@ -205,18 +242,31 @@ def test_one_seal_is_put_and_the_head_knows_it(place: ObjectStore, tmp_path: Pat
 
 def test_seals_do_not_lead_out_of_the_folder(place: ObjectStore) -> None:
     for name in ("../a", "/a", "a/../../b", ""):
-        values = {"name": "n", "step": 1, "piece_bytes": 10, "files": {name: {"size": 0, "checksum": "", "pieces": []}}}
+        values = {
+            "name": "n",
+            "step": 1,
+            "piece_bytes": 10,
+            "files": {name: {"size": 0, "checksum": "", "pieces": []}},
+        }
         place.write("checkpoints/n/sealed.json", head.checked_text(values))
         with pytest.raises(StoredDamage, match="is not a file of a checkpoint"):
             snapshot.read_seal(place, "n")
 
 
-def test_of_many_writers_one_takes_the_lease(place: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_writers_one_takes_the_lease(
+    place: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(head, "RENEW_S", 0.1)
 
     def attempt(number: int) -> HeldHead | None:
         try:
-            return take(place, f"owner {number}", "a process", dead=lambda owner: False, say=lambda line: None)
+            return take(
+                place,
+                f"owner {number}",
+                "a process",
+                dead=lambda owner: False,
+                say=lambda line: None,
+            )
         except ConfigError as error:
             assert "is in use" in str(error)
             return None
@@ -279,7 +329,10 @@ def test_a_store_that_ignores_conditions_is_refused(
 
 
 def test_a_lost_answer_is_no_lost_lease(
-    place: ObjectStore, store: StubStore, taken: Callable[..., HeldHead], monkeypatch: pytest.MonkeyPatch
+    place: ObjectStore,
+    store: StubStore,
+    taken: Callable[..., HeldHead],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A swap that was carried out, of which nobody was told within the time for retries."""
     held = taken()
@@ -294,20 +347,45 @@ def test_a_lost_answer_is_no_lost_lease(
     monkeypatch.setattr(place, "swap", swap_once)
     with pytest.raises(PlaceError):
         held.update(lambda before: replace(before, aside=("one",)))
-    assert held.update(lambda before: replace(before, aside=("one", "two"))).aside == ("one", "two")
+    assert held.update(lambda before: replace(before, aside=("one", "two"))).aside == (
+        "one",
+        "two",
+    )
 
 
 def mirror_of(
-    place: ObjectStore, held: HeldHead, run: Path, *, keep: int = 2, continue_on_error: bool = False
+    place: ObjectStore,
+    held: HeldHead,
+    run: Path,
+    *,
+    keep: int = 2,
+    continue_on_error: bool = False,
 ) -> Mirror:
     def describe(each: Sent) -> SentFiles:
-        files = {name: path for name, path in folder_of(run, each.step).items() if name.startswith(STATE)}
-        sums = {name: snapshot.xxhash.xxh3_128_hexdigest(path.read_bytes()) for name, path in files.items()}
+        files = {
+            name: path
+            for name, path in folder_of(run, each.step).items()
+            if name.startswith(STATE)
+        }
+        sums = {
+            name: snapshot.xxhash.xxh3_128_hexdigest(path.read_bytes())
+            for name, path in files.items()
+        }
         described = {name: (0, path.stat().st_size, sums[name]) for name, path in files.items()}
-        return SentFiles(f"{each.folder.name}-x", described, {f"{RECORDS}journal.jsonl": run / "journal.jsonl"})
+        return SentFiles(
+            f"{each.folder.name}-x",
+            described,
+            {f"{RECORDS}journal.jsonl": run / "journal.jsonl"},
+        )
 
     return Mirror(
-        Alone(), dist.HashStore(), place, keep=keep, continue_on_error=continue_on_error, held=held, describe=describe
+        Alone(),
+        dist.HashStore(),
+        place,
+        keep=keep,
+        continue_on_error=continue_on_error,
+        held=held,
+        describe=describe,
     )
 
 
@@ -320,7 +398,15 @@ def test_the_newest_and_the_best_are_kept(
 ) -> None:
     held = taken()
     copies = mirror_of(place, held, tmp_path)
-    for step, best in ((1, True), (2, False), (3, False), (4, True), (5, False), (6, False), (7, False)):
+    for step, best in (
+        (1, True),
+        (2, False),
+        (3, False),
+        (4, True),
+        (5, False),
+        (6, False),
+        (7, False),
+    ):
         copies.send(Sent(tmp_path / f"step-{step:08d}", step, best))
         copies.wait(lambda: None)
     assert steps(held.head) == [(4, True), (6, False), (7, False)] and copies.pinned() == []
@@ -328,10 +414,14 @@ def test_the_newest_and_the_best_are_kept(
         each.name for each in held.head.checkpoints
     }
     # Gone back before: set aside, and kept; what a killed upload has left is removed.
-    store.objects["a/b/checkpoints/step-00000009-z/checkpoint/state/rank-00000.safetensors.00000"] = b"1"
+    store.objects[
+        "a/b/checkpoints/step-00000009-z/checkpoint/state/rank-00000.safetensors.00000"
+    ] = b"1"
     store.objects["a/b/checkpoints/notes/of/mine"] = b"1"
     mirror.begin(held, {"id": "run"}, 6)
-    assert steps(held.head) == [(4, True), (6, False)] and held.head.aside == ("step-00000007-x",)
+    assert steps(held.head) == [(4, True), (6, False)] and held.head.aside == (
+        "step-00000007-x",
+    )
     assert any("step-00000009-z" in key for key in store.objects), "it may be under way"
     mirror.sweep(held)
     assert any("step-00000007-x" in key for key in store.objects)
@@ -340,7 +430,10 @@ def test_the_newest_and_the_best_are_kept(
 
 
 def test_a_slow_store_gets_the_newest_and_the_best(
-    place: ObjectStore, taken: Callable[..., HeldHead], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: ObjectStore,
+    taken: Callable[..., HeldHead],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held, gate, begins, write = taken(), threading.Event(), threading.Event(), place.write
 
@@ -378,7 +471,12 @@ def test_a_failed_upload_ends_the_run_or_is_printed(
     if go_on:
         copies.wait(lambda: None)
         said = capsys.readouterr().err
-        assert said.startswith("the checkpoint of step 1 is saved, and not stored: s3://runs/a/b: ") and "fix: " in said
+        assert (
+            said.startswith(
+                "the checkpoint of step 1 is saved, and not stored: s3://runs/a/b: "
+            )
+            and "fix: " in said
+        )
         assert copies.refusal() is None
     else:
         with pytest.raises(UploadError, match="these credentials may not do that") as raised:
@@ -423,11 +521,16 @@ def test_a_file_that_changed_after_it_was_sealed_is_not_sent_as_it(
     assert steps(held.head) == []
 
 
-def test_a_folder_that_was_half_filled_is_filled_again(place: ObjectStore, tmp_path: Path) -> None:
+def test_a_folder_that_was_half_filled_is_filled_again(
+    place: ObjectStore, tmp_path: Path
+) -> None:
     """Killed at every move: what is there is removed, and the next start gets the same folder."""
     added = sent(place, folder_of(tmp_path / "run", 4), 4)
     wanted = Restore(
-        [(added.name, added.seal)], str(tmp_path / "new"), records=("",), files=(("run.json", '{"id": "x"}'),)
+        [(added.name, added.seal)],
+        str(tmp_path / "new"),
+        records=("",),
+        files=(("run.json", '{"id": "x"}'),),
     )
     replaced, moves = os.replace, 0
     while True:
@@ -447,6 +550,13 @@ def test_a_folder_that_was_half_filled_is_filled_again(place: ObjectStore, tmp_p
             except KeyboardInterrupt:
                 moves += 1
         forget_interrupted(tmp_path / "new", begun=(tmp_path / "new/run.json").exists())
-        assert list((tmp_path / "new").rglob("*.safetensors")) == [] and not (tmp_path / "new/journal.jsonl").exists()
+        assert (
+            list((tmp_path / "new").rglob("*.safetensors")) == []
+            and not (tmp_path / "new/journal.jsonl").exists()
+        )
     assert moves == 3
-    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["checkpoints", "journal.jsonl", "run.json"]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
+        "checkpoints",
+        "journal.jsonl",
+        "run.json",
+    ]

@@ -48,7 +48,9 @@ def flat(batches: Any) -> list[int]:
     buffer=st.sampled_from([0, 5]),
     epoch=st.integers(0, 2),
 )
-def test_every_sample_once_an_epoch(n: int, shards: int, size: int, buffer: int, epoch: int) -> None:
+def test_every_sample_once_an_epoch(
+    n: int, shards: int, size: int, buffer: int, epoch: int
+) -> None:
     read = []
     for rank in range(size):
         one = loader(stream(n, shards=min(shards, n), buffer=buffer), rank, size)
@@ -60,7 +62,10 @@ def test_every_sample_once_an_epoch(n: int, shards: int, size: int, buffer: int,
 @settings(deadline=None, max_examples=4)
 @given(shards=st.integers(2, 6), workers=st.integers(1, 2), buffer=st.sampled_from([0, 5]))
 def test_every_sample_once_with_workers(shards: int, workers: int, buffer: int) -> None:
-    ranks = [loader(stream(shards=shards, buffer=buffer), rank, 2, num_workers=workers) for rank in range(2)]
+    ranks = [
+        loader(stream(shards=shards, buffer=buffer), rank, 2, num_workers=workers)
+        for rank in range(2)
+    ]
     assert sorted(chain.from_iterable(map(flat, ranks))) == list(range(23))
 
 
@@ -75,11 +80,20 @@ def test_shuffled_stream_has_another_order_in_every_epoch() -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(stop=st.integers(0, 12), shards=st.integers(1, 4), size=st.integers(1, 2), buffer=st.sampled_from([0, 5]))
-def test_replay_goes_on_at_the_next_batch(stop: int, shards: int, size: int, buffer: int) -> None:
+@given(
+    stop=st.integers(0, 12),
+    shards=st.integers(1, 4),
+    size=st.integers(1, 2),
+    buffer=st.sampled_from([0, 5]),
+)
+def test_replay_goes_on_at_the_next_batch(
+    stop: int, shards: int, size: int, buffer: int
+) -> None:
     """Of endless batches, so that the stop is in the first epoch or in a later one."""
     for rank in range(size):
-        whole, first, second = (loader(stream(shards=shards, buffer=buffer), rank, size) for _ in range(3))
+        whole, first, second = (
+            loader(stream(shards=shards, buffer=buffer), rank, size) for _ in range(3)
+        )
         begun = list(islice(first.endless(), stop))
         state = json.loads(json.dumps(first.state_dict()))
         second.load_state_dict(state)
@@ -189,7 +203,9 @@ def test_stream_of_torch_is_shared_by_rows_and_replayed(workers: int) -> None:
     read = [list(rank) for rank in ranks]
     assert read[0][0] == [0, 2, 4] and read[1][0] == [1, 3, 5]
     # Row 22 has no companion for the other rank, so that both make as many steps.
-    assert sorted(chain.from_iterable(map(flat, read))) == list(range(22)) and len(read[0]) == len(read[1])
+    assert sorted(chain.from_iterable(map(flat, read))) == list(range(22)) and len(
+        read[0]
+    ) == len(read[1])
     begun = iter(ranks[0])
     next(begun), next(begun)
     state = json.loads(json.dumps(ranks[0].state_dict()))
@@ -220,7 +236,9 @@ def test_stream_of_torch_is_shared_by_rows_and_replayed(workers: int) -> None:
     ],
     ids=["workers", "seek"],
 )
-def test_stream_of_torch_refuses_what_it_cannot_have(settings: dict[str, Any], wanted: tuple[str, ...]) -> None:
+def test_stream_of_torch_refuses_what_it_cannot_have(
+    settings: dict[str, Any], wanted: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         loader(Stream(3), **settings)
     assert problem_of(caught) == wanted

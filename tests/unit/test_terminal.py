@@ -13,7 +13,14 @@ import pytest
 from threefold.run.terminal import SAMPLE, Screen, Terminal, folded
 
 STEP = {
-    **{"step": 3, "loss": 2.5, "grad_norm": 0.5, "lr": 1e-3, "step_time_s": 0.25, "tokens_per_s": 12345.6},
+    **{
+        "step": 3,
+        "loss": 2.5,
+        "grad_norm": 0.5,
+        "lr": 1e-3,
+        "step_time_s": 0.25,
+        "tokens_per_s": 12345.6,
+    },
     **{"peak_memory_bytes": 3 * 2**30, "mfu": 0.314},
 }
 HEAD = (
@@ -34,16 +41,22 @@ def test_a_head_fits_a_terminal_of_100_columns_and_keeps_whole_words() -> None:
     lines = text.split("\n")
     assert all(len(line) <= 100 for line in lines if "x" * 120 not in line)
     assert "x" * 120 in text, "paths are not cut"
-    assert [line[:9] for line in lines[:2]] == ["threefold", "  data   "] and lines[2].startswith(" " * 9)
+    assert [line[:9] for line in lines[:2]] == ["threefold", "  data   "] and lines[
+        2
+    ].startswith(" " * 9)
     assert " ".join(text.split()) == " ".join(HEAD.split())
-    assert folded(f"{SAMPLE}{'word ' * 50}", 100) == f"{SAMPLE}{'word ' * 50}", "a sample stays as it is"
+    assert folded(f"{SAMPLE}{'word ' * 50}", 100) == f"{SAMPLE}{'word ' * 50}", (
+        "a sample stays as it is"
+    )
 
 
 def test_lines_stay_whole_without_a_terminal() -> None:
     for terminal in (False, True):
         found, out = screen(terminal=terminal)
         found.print(HEAD)
-        assert (max(map(len, out.getvalue().split("\n"))) > 100) and (HEAD in out.getvalue()) == (not terminal)
+        assert (max(map(len, out.getvalue().split("\n"))) > 100) and (
+            HEAD in out.getvalue()
+        ) == (not terminal)
 
 
 def test_json_lines_have_a_kind_and_are_json(caplog: pytest.LogCaptureFixture) -> None:
@@ -62,7 +75,10 @@ def test_json_lines_have_a_kind_and_are_json(caplog: pytest.LogCaptureFixture) -
 
     lines = [json.loads(line, parse_constant=refuse) for line in out.getvalue().splitlines()]
     assert [line["kind"] for line in lines] == ["text", "step", "evaluation", "skipped", "step"]
-    assert lines[0]["text"] == "a head\nof two lines [bold]" and lines[1] == {"kind": "step", **STEP}
+    assert lines[0]["text"] == "a head\nof two lines [bold]" and lines[1] == {
+        "kind": "step",
+        **STEP,
+    }
     assert lines[4]["loss"] is None and lines[4]["grad_norm"] is None
     assert "step  3/10  loss 2.5000" in caplog.text, "logs stay as they are"
 
@@ -73,13 +89,18 @@ def test_quiet_prints_nothing_and_logs_all(caplog: pytest.LogCaptureFixture) -> 
         Terminal(found, num_steps=10, done=0).log(STEP)
         other, _ = screen(quiet=True, logs=False)
         other.print("of another rank")
-    assert out.getvalue() == "" and "loss 2.5000" in caplog.text and "another" not in caplog.text
+    assert (
+        out.getvalue() == "" and "loss 2.5000" in caplog.text and "another" not in caplog.text
+    )
 
 
 def test_a_terminal_has_a_live_line_with_loss_speed_memory_and_mfu() -> None:
     found, out = screen(terminal=True)
     terminal = Terminal(found, num_steps=10, done=0)
     terminal.log(STEP)
-    assert terminal._live_text(STEP) == "step 3/10  loss 2.5000  12,346 tokens/s  3.00 GiB  mfu 31.4%"
+    assert (
+        terminal._live_text(STEP)
+        == "step 3/10  loss 2.5000  12,346 tokens/s  3.00 GiB  mfu 31.4%"
+    )
     terminal.close()
     assert "step  3/10  loss 2.5000  grad norm 0.500" in out.getvalue()

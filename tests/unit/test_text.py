@@ -28,8 +28,12 @@ from threefold.errors import DataError
 
 
 @pytest.fixture(autouse=True)
-def cache_of_datasets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+def cache_of_datasets(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets")
+    )
 
 
 def write_jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
@@ -38,7 +42,9 @@ def write_jsonl(path: Path, rows: list[dict[str, object]]) -> Path:
 
 
 def write_parquet(path: Path, texts: list[str | None], group: int = 2) -> Path:
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts, "n": range(len(texts))}), path, row_group_size=group)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": texts, "n": range(len(texts))}), path, row_group_size=group
+    )
     return path
 
 
@@ -69,10 +75,15 @@ def test_stdlib_is_the_library_without_packages_and_tests() -> None:
     assert list(source.paths) == sorted(source.paths)
     first = source.paths.index("json/decoder.py")
     text = next(iter(source.read(source.pieces[first], ReadLog())))
-    assert text.encode() == (Path(sysconfig.get_paths()["stdlib"]) / "json/decoder.py").read_bytes()
+    assert (
+        text.encode()
+        == (Path(sysconfig.get_paths()["stdlib"]) / "json/decoder.py").read_bytes()
+    )
 
 
-def test_stdlib_leaves_undecodable_files_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdlib_leaves_undecodable_files_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, content in {
         "b.py": b"b",
         "a.py": b"\xe9",
@@ -123,7 +134,9 @@ def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"text")
     before = open_text(Source(str(tmp_path)))
     recipe = hashlib.blake2b(b"files 1 None False", digest_size=16)
-    content = hashlib.blake2b(hashlib.blake2b(b"text", digest_size=16).digest(), digest_size=16).hexdigest()
+    content = hashlib.blake2b(
+        hashlib.blake2b(b"text", digest_size=16).digest(), digest_size=16
+    ).hexdigest()
     recipe.update(f"\na.txt\0004\0{content}\nb.txt\0004\0{content}".encode())
     assert before.fingerprint == recipe.hexdigest()
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbftext")
@@ -138,17 +151,26 @@ def test_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     last=st.booleans(),
 )
 def test_jsonl_gives_each_line_once_for_any_pieces(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[str], piece_bytes: int, blank: str, last: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    lines: list[str],
+    piece_bytes: int,
+    blank: str,
+    last: bool,
 ) -> None:
     path = tmp_path_factory.mktemp("jsonl") / "x.jsonl"
     body = (blank + "\n").join(json.dumps({"text": line}, ensure_ascii=False) for line in lines)
     path.write_bytes((body + ("\n" if last else "")).encode())
     size, log = path.stat().st_size, ReadLog()
-    stretches = [Piece(0, at, min(at + piece_bytes, size), piece_bytes) for at in range(0, size, piece_bytes)]
+    stretches = [
+        Piece(0, at, min(at + piece_bytes, size), piece_bytes)
+        for at in range(0, size, piece_bytes)
+    ]
     texts = [
         text
         for piece in stretches
-        for text in text_rows.read_jsonl(SourceFile(path), piece, take=TextField("text"), log=log)
+        for text in text_rows.read_jsonl(
+            SourceFile(path), piece, take=TextField("text"), log=log
+        )
     ]
     assert texts == lines
     assert (log.num_rows, log.num_with_field, log.num_bad) == (len(lines), len(lines), 0)
@@ -159,7 +181,9 @@ def test_jsonl_with_byte_order_mark(tmp_path: Path) -> None:
     assert read(tmp_path / "x.jsonl") == ["a", "b"]
 
 
-def test_bad_line_is_named_in_whichever_piece_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_line_is_named_in_whichever_piece_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_rows, "_PIECE_BYTES", 40)
     lines = ["" if i == 5 else json.dumps({"text": f"line {i}"}) for i in range(1, 31)]
     lines[22] = "{not json"
@@ -169,11 +193,16 @@ def test_bad_line_is_named_in_whichever_piece_it_lies(tmp_path: Path, monkeypatc
     assert len(source.pieces) > 10
     texts = [text for piece in source.pieces for text in source.read(piece, log)]
     assert texts == [f"line {i}" for i in range(1, 31) if i not in (5, 23, 27)]
-    assert [problem.what.split(": ")[0].split(", ")[1] for problem in log.problems] == ["line 23", "line 27"]
+    assert [problem.what.split(": ")[0].split(", ")[1] for problem in log.problems] == [
+        "line 23",
+        "line 27",
+    ]
 
 
 def test_bad_lines_are_counted_when_skipped(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text('{"text": "a"}\nnope\n{"text": 1}\n{"t": ""}\n{"text": "b"}\n')
+    (tmp_path / "x.jsonl").write_text(
+        '{"text": "a"}\nnope\n{"text": 1}\n{"t": ""}\n{"text": "b"}\n'
+    )
     (tmp_path / "y.txt").write_bytes(b"\xff")
     source, log = open_text(Source(str(tmp_path))), ReadLog(skip_bad=True)
     assert [text for piece in source.pieces for text in source.read(piece, log)] == ["a", "b"]
@@ -223,7 +252,11 @@ def test_hub_source_through_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert documents(source) == [f"train {i}" for i in range(5)]
     held_out = open_text(Source(f"hf:{tmp_path}", split="test"))
     assert documents(held_out) == ["held out"]
-    assert open_text(Source(f"hf:{tmp_path}")).fingerprint == source.fingerprint != held_out.fingerprint
+    assert (
+        open_text(Source(f"hf:{tmp_path}")).fingerprint
+        == source.fingerprint
+        != held_out.fingerprint
+    )
     assert read(f"hf:{tmp_path}", split="train[:2]") == ["train 0", "train 1"]
 
 
@@ -260,12 +293,18 @@ def test_fingerprint_follows_content_names_and_field_but_not_the_place(tmp_path:
     assert rows != fingerprint("f", {}, text_field="body")
 
 
-def test_digests_are_remembered_while_files_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_are_remembered_while_files_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, memory, read = tmp_path / "a", tmp_path / "cache", list[str]()
     whole = known_bytes._digest
 
     def counted(data: bytes) -> bytes:
-        read.extend(name for name, text in (("1.txt", b"one"), ("2.txt", b"two"), ("2.txt", b"twO")) if text == data)
+        read.extend(
+            name
+            for name, text in (("1.txt", b"one"), ("2.txt", b"two"), ("2.txt", b"twO"))
+            if text == data
+        )
         return whole(data)
 
     def fingerprint(cache: Path | None = memory) -> str:
@@ -281,9 +320,17 @@ def test_digests_are_remembered_while_files_stay_as_they_are(tmp_path: Path, mon
     for name, text in (("1.txt", "one"), ("2.txt", "two")):
         (folder / name).write_text(text)
     base = fingerprint(None)
-    assert [fingerprint(), fingerprint()] == [base] * 2 and read == ["1.txt", "2.txt"]  # too new to be remembered
+    assert [fingerprint(), fingerprint()] == [base] * 2 and read == [
+        "1.txt",
+        "2.txt",
+    ]  # too new to be remembered
     settle()
-    assert [fingerprint(), read[:], fingerprint(), read[:]] == [base, ["1.txt", "2.txt"], base, []]
+    assert [fingerprint(), read[:], fingerprint(), read[:]] == [
+        base,
+        ["1.txt", "2.txt"],
+        base,
+        [],
+    ]
     stat = (folder / "2.txt").stat()
     (folder / "2.txt").write_text("twO")
     os.utime(folder / "2.txt", ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -342,7 +389,10 @@ def test_rows_of_the_hub_are_of_the_bytes_of_a_folder_and_of_nothing_else(
     monkeypatch.setattr(hub, "_loaded", load)
     with pytest.raises(DataError) as raised:
         open_text(Source(f"hf:{folder}"))
-    assert raised.value.problems[0].what == f"{file} has changed, or is gone, since its fingerprint was made"
+    assert (
+        raised.value.problems[0].what
+        == f"{file} has changed, or is gone, since its fingerprint was made"
+    )
     monkeypatch.setattr(hub, "_loaded", loaded)
     source = open_text(Source(f"hf:{folder}"))
     assert documents(source) == ["aaaa"]
@@ -350,10 +400,16 @@ def test_rows_of_the_hub_are_of_the_bytes_of_a_folder_and_of_nothing_else(
     (arrow,) = source.files  # type: ignore[attr-defined]
     content = arrow.read_bytes()
     arrow.write_bytes(content.replace(b"aaaa", b"cccc"))
-    for what in (lambda: source.refuse_changed(source.pieces), lambda: open_text(Source(f"hf:{folder}"))):
+    for what in (
+        lambda: source.refuse_changed(source.pieces),
+        lambda: open_text(Source(f"hf:{folder}")),
+    ):
         with pytest.raises(DataError) as raised:
             what()
-        assert raised.value.problems[0].what == f"{arrow} has changed, or is gone, since its fingerprint was made"
+        assert (
+            raised.value.problems[0].what
+            == f"{arrow} has changed, or is gone, since its fingerprint was made"
+        )
     arrow.write_bytes(content)
     assert open_text(Source(f"hf:{folder}")).fingerprint == source.fingerprint
 
@@ -383,4 +439,9 @@ def test_three_problems_of_a_kind_are_named() -> None:
     other.bad("a 5", expected="one", fix="f")
     other.bad("b 6", expected="other", fix="f")
     log.merge(other)
-    assert [each.what for each in log.problems] == ["a 0", "a 1", "a 2", "b 6"] and log.num_bad == 7
+    assert [each.what for each in log.problems] == [
+        "a 0",
+        "a 1",
+        "a 2",
+        "b 6",
+    ] and log.num_bad == 7

@@ -49,7 +49,9 @@ class Objects:
 
 @pytest.fixture
 def objects(monkeypatch: pytest.MonkeyPatch) -> Objects:
-    there = Objects({"a.txt": b"a" * 100, "sub/b.jsonl": b"{}\n" * 50, "c.bin": b"?", "empty.txt": b""})
+    there = Objects(
+        {"a.txt": b"a" * 100, "sub/b.jsonl": b"{}\n" * 50, "c.bin": b"?", "empty.txt": b""}
+    )
     monkeypatch.setattr(module, "open_store", lambda address, environ: there)
     monkeypatch.setattr(module, "_RANGE_BYTES", 64)
     return there
@@ -60,7 +62,11 @@ def fetch(cache: Path, address: str = "s3://b/p") -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize(
@@ -81,7 +87,9 @@ def test_addresses_are_taken_apart(address: str, folder: str, pattern: str) -> N
 
 def test_one_listing_is_one_folder(objects: Objects, tmp_path: Path) -> None:
     first = fetch(tmp_path)
-    assert contents(first) == {key: objects.objects[key] for key in ("a.txt", "sub/b.jsonl", "empty.txt")}
+    assert contents(first) == {
+        key: objects.objects[key] for key in ("a.txt", "sub/b.jsonl", "empty.txt")
+    }
     objects.read_keys.clear()
     assert fetch(tmp_path) == first and objects.read_keys == []
     objects.objects["a.txt"] = b"b" * 100  # of the same size
@@ -92,7 +100,9 @@ def test_one_listing_is_one_folder(objects: Objects, tmp_path: Path) -> None:
     assert fetch(tmp_path, "s3://b/p/*.txt").parent not in (first, second)
 
 
-def test_what_a_killed_fetch_left_is_kept_or_fetched_again(objects: Objects, tmp_path: Path) -> None:
+def test_what_a_killed_fetch_left_is_kept_or_fetched_again(
+    objects: Objects, tmp_path: Path
+) -> None:
     objects.fails = "sub/b.jsonl"
     with pytest.raises(PlaceError):
         fetch(tmp_path)
@@ -106,7 +116,9 @@ def test_what_a_killed_fetch_left_is_kept_or_fetched_again(objects: Objects, tmp
     assert set(objects.read_keys) == {"sub/b.jsonl"}
 
 
-def test_object_that_changes_while_it_is_fetched_is_named(objects: Objects, tmp_path: Path) -> None:
+def test_object_that_changes_while_it_is_fetched_is_named(
+    objects: Objects, tmp_path: Path
+) -> None:
     objects.before_stat = lambda: objects.objects.update({"a.txt": b"c" * 100})
     with pytest.raises(MissingObject, match=r"a\.txt has changed while it was fetched"):
         fetch(tmp_path)
@@ -115,7 +127,9 @@ def test_object_that_changes_while_it_is_fetched_is_named(objects: Objects, tmp_
 
 
 @pytest.mark.parametrize("key", ["../out.txt", "/etc/x.txt", "a//b.txt", "./a.txt", "a\0.txt"])
-def test_key_that_leads_elsewhere_is_refused(objects: Objects, tmp_path: Path, key: str) -> None:
+def test_key_that_leads_elsewhere_is_refused(
+    objects: Objects, tmp_path: Path, key: str
+) -> None:
     objects.objects[key] = b"text"
     with pytest.raises(DataError, match="is no path of a file"):
         fetch(tmp_path / "cache")
@@ -141,5 +155,7 @@ def test_bad_input(objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyP
     objects.objects.clear()
     problem = said(DataError)
     assert problem.what == "s3://b/p holds nothing"
-    assert problem.expected == ".txt or .jsonl; or what `threefold data prepare --to` has written"
+    assert (
+        problem.expected == ".txt or .jsonl; or what `threefold data prepare --to` has written"
+    )
     assert problem.fix == "--data.source s3://b/p   (or another prefix of the bucket)"

@@ -48,7 +48,9 @@ def as_csv(texts: list[str], *header: str) -> bytes:
 
 
 def as_lines(texts: list[str]) -> bytes:
-    return "".join(json.dumps({"id": 1, "text": text}, ensure_ascii=False) + "\n" for text in texts).encode()
+    return "".join(
+        json.dumps({"id": 1, "text": text}, ensure_ascii=False) + "\n" for text in texts
+    ).encode()
 
 
 def as_list(texts: list[str]) -> bytes:
@@ -63,9 +65,13 @@ def documents(source: TextSource, *, skip_bad: bool = False) -> list[str]:
     return texts
 
 
-def read(source: str | Path | tuple[str, ...], *, skip_bad: bool = False, **options: Any) -> list[str]:
+def read(
+    source: str | Path | tuple[str, ...], *, skip_bad: bool = False, **options: Any
+) -> list[str]:
     labels = Labels(fields={"text": options.pop("text_field", "text")})
-    opened = open_text(Source(source if isinstance(source, tuple) else str(source), labels=labels, **options))
+    opened = open_text(
+        Source(source if isinstance(source, tuple) else str(source), labels=labels, **options)
+    )
     return documents(pickle.loads(pickle.dumps(opened)), skip_bad=skip_bad)
 
 
@@ -81,7 +87,9 @@ def read(source: str | Path | tuple[str, ...], *, skip_bad: bool = False, **opti
         (".csv", lambda texts: b"\xef\xbb\xbf" + as_csv(texts, "text\n1", "text")),
     ],
 )
-def test_rows_of_every_kind(tmp_path: Path, suffix: str, content: Callable[[list[str]], bytes], packed: str) -> None:
+def test_rows_of_every_kind(
+    tmp_path: Path, suffix: str, content: Callable[[list[str]], bytes], packed: str
+) -> None:
     (tmp_path / f"a{suffix}{packed}").write_bytes(PACK[packed](content(TEXTS)))
     assert read(tmp_path / f"a{suffix}{packed}") == TEXTS
     assert read(tmp_path) == TEXTS
@@ -96,7 +104,11 @@ def test_compressed_text_is_a_document(tmp_path: Path, packed: str) -> None:
 
 
 def test_json_of_one_object_and_of_none(tmp_path: Path) -> None:
-    for name, content in {"a": '{"text": "one"}', "b": '{\n "text": "two",\n "id": 1\n}\n', "c": "[]"}.items():
+    for name, content in {
+        "a": '{"text": "one"}',
+        "b": '{\n "text": "two",\n "id": 1\n}\n',
+        "c": "[]",
+    }.items():
         (tmp_path / f"{name}.json").write_text(content)
     assert read(tmp_path) == ["one", "two"]
 
@@ -104,7 +116,9 @@ def test_json_of_one_object_and_of_none(tmp_path: Path) -> None:
 def test_bad_rows_are_named_by_line_or_row(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('[{"text": "one"}, 5, {"body": ""}, {"text": null}]')
     (tmp_path / "b.csv").write_bytes(b'id,text\n1,"two\nlines"\n2\n\n3,caf\xe9\n4,four\n')
-    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "five"}\n\nnope\n{"text": "six"}\n'))
+    (tmp_path / "c.jsonl.gz").write_bytes(
+        gzip.compress(b'{"text": "five"}\n\nnope\n{"text": "six"}\n')
+    )
     (tmp_path / "d.json").write_text("[{}")
     source = open_text(Source(str(tmp_path)))
     with pytest.raises(DataError) as caught:
@@ -141,7 +155,9 @@ def test_zeros_behind_a_gzip_are_no_damage(tmp_path: Path) -> None:
 def parquet_of(texts: list[str]) -> bytes:
     file = io.BytesIO()
     table = pyarrow.table({"text": texts})
-    pyarrow.parquet.write_table(table, file, compression="none", row_group_size=2, use_dictionary=False)
+    pyarrow.parquet.write_table(
+        table, file, compression="none", row_group_size=2, use_dictionary=False
+    )
     return file.getvalue()
 
 
@@ -175,12 +191,17 @@ def test_no_byte_is_read_that_the_fingerprint_is_not_of(
     file.write_bytes(KINDS_OF_FILES[suffix]([*texts[:-1], "text XXX"]))
     with pytest.raises(DataError) as raised:
         _ = [text for piece in source.pieces for text in source.read(piece, log)]
-    assert raised.value.problems[0].what == f"{file} has changed, or is gone, since its fingerprint was made"
+    assert (
+        raised.value.problems[0].what
+        == f"{file} has changed, or is gone, since its fingerprint was made"
+    )
 
 
 def test_quotes_of_a_csv_that_never_end(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('id,text\n1,one\n2,"two\n3,three\n')
-    with pytest.raises(DataError, match=r"a\.csv, line 3: unexpected end of data; nothing after it can be read"):
+    with pytest.raises(
+        DataError, match=r"a\.csv, line 3: unexpected end of data; nothing after it can be read"
+    ):
         read(tmp_path)
     assert read(tmp_path, skip_bad=True) == ["one"]
 
@@ -200,12 +221,20 @@ def test_documents_above_the_limit_of_the_csv_module(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packed", [".gz", ".zst"])
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".json", ".csv"])
-def test_damaged_compressed_file_is_named_and_gives_no_row(tmp_path: Path, suffix: str, packed: str) -> None:
-    content = {".txt": b"text", ".jsonl": as_lines(TEXTS), ".json": as_list(TEXTS), ".csv": as_csv(TEXTS)}[suffix]
+def test_damaged_compressed_file_is_named_and_gives_no_row(
+    tmp_path: Path, suffix: str, packed: str
+) -> None:
+    content = {
+        ".txt": b"text",
+        ".jsonl": as_lines(TEXTS),
+        ".json": as_list(TEXTS),
+        ".csv": as_csv(TEXTS),
+    }[suffix]
     (tmp_path / f"a{suffix}{packed}").write_bytes(PACK[packed](content * 2000)[:-5])
     (tmp_path / "b.jsonl").write_bytes(as_lines(["good"]))
     with pytest.raises(
-        DataError, match=rf"a{suffix}{packed} cannot be decompressed: (Truncated|Compressed file ended)"
+        DataError,
+        match=rf"a{suffix}{packed} cannot be decompressed: (Truncated|Compressed file ended)",
     ):
         read(tmp_path)
     source, log = open_text(Source(str(tmp_path))), ReadLog(skip_bad=True)
@@ -230,8 +259,12 @@ def write_nested(folder: Path, kind: str, rows: list[dict[str, Any]]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def cache_of_datasets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+def cache_of_datasets(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets")
+    )
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "hub", "saved"])
@@ -240,7 +273,9 @@ def test_field_inside_a_field(tmp_path: Path, kind: str) -> None:
     assert read(source, text_field="meta.text") == TEXTS
     with pytest.raises(DataError) as caught:
         read(source)
-    assert caught.value.problems[0].expected == "one of the existing fields: meta.text, meta.n, id"
+    assert (
+        caught.value.problems[0].expected == "one of the existing fields: meta.text, meta.n, id"
+    )
     assert caught.value.problems[0].fix == "--data.fields '{text: meta.text}'"
     with pytest.raises(DataError, match=r"data\.fields\.text = 'meta\.body'"):
         read(source, text_field="meta.body")
@@ -248,14 +283,18 @@ def test_field_inside_a_field(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "hub", "saved"])
 def test_field_whose_name_has_a_dot_comes_first(tmp_path: Path, kind: str) -> None:
-    source = write_nested(tmp_path, kind, [{"meta.text": "literal", "meta": {"text": "inside"}}])
+    source = write_nested(
+        tmp_path, kind, [{"meta.text": "literal", "meta": {"text": "inside"}}]
+    )
     assert read(source, text_field="meta.text") == ["literal"]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "saved"])
 def test_null_inside_a_field_is_named_by_row(tmp_path: Path, kind: str) -> None:
     source = write_nested(
-        tmp_path, kind, [NESTED[0], {"meta": None, "id": 1}, {"meta": {"text": None, "n": 2}, "id": 2}]
+        tmp_path,
+        kind,
+        [NESTED[0], {"meta": None, "id": 1}, {"meta": {"text": None, "n": 2}, "id": 2}],
     )
     with pytest.raises(DataError) as caught:
         read(source, text_field="meta.text")
@@ -287,15 +326,21 @@ def test_list_is_read_in_its_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", ["", "hf:"])
 def test_saved_dataset(tmp_path: Path, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("threefold.data.text.hub._PIECE_BYTES", 30)
-    rows = datasets.Dataset.from_dict({"id": list(range(50)), "text": [f"row {i}" for i in range(50)]})
+    rows = datasets.Dataset.from_dict(
+        {"id": list(range(50)), "text": [f"row {i}" for i in range(50)]}
+    )
     rows.save_to_disk(tmp_path / "one", num_shards=3)
-    datasets.DatasetDict({"train": rows, "test": rows.select([3, 1])}).save_to_disk(tmp_path / "splits")
+    datasets.DatasetDict({"train": rows, "test": rows.select([3, 1])}).save_to_disk(
+        tmp_path / "splits"
+    )
     assert read(f"{prefix}{tmp_path}/one") == [f"row {i}" for i in range(50)]
     assert read(f"{prefix}{tmp_path}/splits") == [f"row {i}" for i in range(50)]
     assert read(f"{prefix}{tmp_path}/splits", split="test") == ["row 3", "row 1"]
     again = open_text(Source(f"{tmp_path}/one"))
     assert again.fingerprint == open_text(Source(f"hf:{tmp_path}/one")).fingerprint
-    assert again.fingerprint != open_text(Source(f"{tmp_path}/splits", split="test")).fingerprint
+    assert (
+        again.fingerprint != open_text(Source(f"{tmp_path}/splits", split="test")).fingerprint
+    )
 
 
 # --- damaged .parquet, and lines longer than a piece ---------------------------------------------------------------
@@ -306,7 +351,12 @@ def test_damaged_page_is_named_by_row_group(tmp_path: Path, compression: str) ->
     path, texts = tmp_path / "a.parquet", [f"row {i} " + "x" * (i % 7) for i in range(30)]
     table = pyarrow.table({"text": texts})
     pyarrow.parquet.write_table(
-        table, path, row_group_size=10, compression=compression, use_dictionary=False, write_page_checksum=True
+        table,
+        path,
+        row_group_size=10,
+        compression=compression,
+        use_dictionary=False,
+        write_page_checksum=True,
     )
     column = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(0)
     content = bytearray(path.read_bytes())
@@ -315,7 +365,9 @@ def test_damaged_page_is_named_by_row_group(tmp_path: Path, compression: str) ->
     with pytest.raises(DataError, match=r"a\.parquet, row group 1, rows 10 to 19: .*CRC"):
         read(path)
     log, source = ReadLog(skip_bad=True), open_text(Source(str(path)))
-    assert [text for piece in source.pieces for text in source.read(piece, log)] == texts[:10] + texts[20:]
+    assert [text for piece in source.pieces for text in source.read(piece, log)] == texts[
+        :10
+    ] + texts[20:]
     assert log.num_skipped == 10
 
 
@@ -330,10 +382,14 @@ def test_cut_parquet_is_one_file_that_is_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dictionary", [False, True])
-def test_parquet_text_that_is_not_utf8_is_named_by_row(tmp_path: Path, dictionary: bool) -> None:
+def test_parquet_text_that_is_not_utf8_is_named_by_row(
+    tmp_path: Path, dictionary: bool
+) -> None:
     raw = pyarrow.array([b"good", b"caf\xe9", None, b"fine"], pyarrow.binary())
     text = pyarrow.Array.from_buffers(pyarrow.string(), 4, raw.buffers())
-    pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet", use_dictionary=dictionary)
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": text}), tmp_path / "a.parquet", use_dictionary=dictionary
+    )
     with pytest.raises(DataError) as caught:
         read(tmp_path)
     assert [each.what.rpartition(", ")[2] for each in caught.value.problems] == [
@@ -343,7 +399,9 @@ def test_parquet_text_that_is_not_utf8_is_named_by_row(tmp_path: Path, dictionar
     assert read(tmp_path, skip_bad=True) == ["good", "fine"]
 
 
-def test_a_line_over_many_pieces_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_over_many_pieces_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every piece in it used to read on to its end."""
     monkeypatch.setattr(text_rows, "_PIECE_BYTES", 1 << 12)
     path, long = tmp_path / "a.jsonl", "x" * (1 << 20)
@@ -369,15 +427,23 @@ def test_a_line_over_many_pieces_is_read_once(tmp_path: Path, monkeypatch: pytes
 
 
 @given(size=st.integers(1, 40), texts=st.lists(st.text(max_size=60), max_size=6))
-def test_lines_longer_than_pieces(tmp_path_factory: pytest.TempPathFactory, size: int, texts: list[str]) -> None:
+def test_lines_longer_than_pieces(
+    tmp_path_factory: pytest.TempPathFactory, size: int, texts: list[str]
+) -> None:
     path, log = tmp_path_factory.mktemp("lines") / "a.jsonl", ReadLog()
     path.write_bytes("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
     total = path.stat().st_size
     pieces = [Piece(0, at, min(at + size, total), size) for at in range(0, total, size)]
-    valid = [text for text in texts if not any("\ud800" <= character <= "\udfff" for character in text)]
+    valid = [
+        text
+        for text in texts
+        if not any("\ud800" <= character <= "\udfff" for character in text)
+    ]
     found = [
         text
         for piece in pieces
-        for text in text_rows.read_jsonl(SourceFile(path), piece, take=TextField("text"), log=log)
+        for text in text_rows.read_jsonl(
+            SourceFile(path), piece, take=TextField("text"), log=log
+        )
     ]
     assert (found, log.num_bad) == (valid, len(texts) - len(valid))

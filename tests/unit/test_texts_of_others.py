@@ -25,7 +25,10 @@ FORMS = {
     "trimmed": "{{ other.content | trim }}",
 }
 CALL = {"type": "function", "function": {"name": "look", "arguments": {}}}
-ASKED, ANSWERED = {"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "It rains, 12 degrees."}
+ASKED, ANSWERED = (
+    {"role": "user", "content": "Rain?"},
+    {"role": "assistant", "content": "It rains, 12 degrees."},
+)
 RESULT = {"role": "tool", "content": "rain\n12 degrees"}
 
 
@@ -39,12 +42,15 @@ def test_result_of_a_tool_inside_a_turn_is_refused(form: str, marked: bool) -> N
     source = CALLS.replace("RESULT", FORMS[form])
     if marked:
         source = source.replace("<model>{%- for", "<model>{% generation %}{%- for").replace(
-            "{{ message.content or '' }}<end>", "{{ message.content or '' }}<end>{% endgeneration %}"
+            "{{ message.content or '' }}<end>",
+            "{{ message.content or '' }}<end>{% endgeneration %}",
         )
     template = ChatTemplate(source, {}, {})
     with pytest.raises(RowError) as raised:
         template.rendered([ASKED, calling("Let me look."), RESULT, ANSWERED])
-    assert raised.value.what.startswith("messages[2]: the chat template writes it inside messages[1], a turn of the")
+    assert raised.value.what.startswith(
+        "messages[2]: the chat template writes it inside messages[1], a turn of the"
+    )
     assert raised.value.what.endswith("so that a text of the tool would be trained on")
 
 

@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from threefold.data.tokens import ByteTokenizer, for_texts, load_tokenizer
 from threefold.errors import DataError
@@ -28,7 +36,10 @@ def train_bpe() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(TEXT, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -69,7 +80,9 @@ def test_folder_encodes_whole_documents_without_special_tokens(folder: Path) -> 
     plain.no_truncation()
     plain.no_padding()
     encoded = tokenizer.encode_batch(texts)
-    assert [ids.tolist() for ids in encoded] == [plain.encode(t, add_special_tokens=False).ids for t in texts]
+    assert [ids.tolist() for ids in encoded] == [
+        plain.encode(t, add_special_tokens=False).ids for t in texts
+    ]
     assert not {0, 1} & {int(i) for ids in encoded for i in ids}
     assert [tokenizer.decode(ids) for ids in encoded] == texts
     assert tokenizer.decode([0, *encoded[0].tolist(), 1]) == texts[0]
@@ -87,13 +100,37 @@ def test_vocabulary_counts_to_the_largest_id(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "end_id"),
     [
-        ({"tokenizer_config.json": {"eos_token": "</s>"}, "config.json": {"eos_token_id": 9}}, 1),
+        (
+            {
+                "tokenizer_config.json": {"eos_token": "</s>"},
+                "config.json": {"eos_token_id": 9},
+            },
+            1,
+        ),
         ({"tokenizer_config.json": {"eos_token": {"content": "</s>", "lstrip": False}}}, 1),
-        ({"tokenizer_config.json": {"eos_token": None}, "special_tokens_map.json": {"eos_token": "<s>"}}, 0),
-        ({"generation_config.json": {"eos_token_id": [5, 6]}, "config.json": {"eos_token_id": 7}}, 5),
+        (
+            {
+                "tokenizer_config.json": {"eos_token": None},
+                "special_tokens_map.json": {"eos_token": "<s>"},
+            },
+            0,
+        ),
+        (
+            {
+                "generation_config.json": {"eos_token_id": [5, 6]},
+                "config.json": {"eos_token_id": 7},
+            },
+            5,
+        ),
         ({"config.json": {"eos_token_id": 7}}, 7),
         ({"config.json": {"text_config": {"eos_token_id": 8}}}, 8),
-        ({"tokenizer_config.json": {"eos_token": "<unknown>"}, "config.json": {"eos_token_id": 0}}, 0),
+        (
+            {
+                "tokenizer_config.json": {"eos_token": "<unknown>"},
+                "config.json": {"eos_token_id": 0},
+            },
+            0,
+        ),
     ],
 )
 def test_end_token(folder: Path, files: dict[str, object], end_id: int) -> None:
@@ -103,7 +140,9 @@ def test_end_token(folder: Path, files: dict[str, object], end_id: int) -> None:
     assert load_tokenizer(str(folder)).end_id == end_id
 
 
-def test_fingerprint_follows_content_and_end_token_but_not_the_place(folder: Path, tmp_path: Path) -> None:
+def test_fingerprint_follows_content_and_end_token_but_not_the_place(
+    folder: Path, tmp_path: Path
+) -> None:
     base = load_tokenizer(str(folder)).fingerprint
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -124,7 +163,9 @@ def test_pickles(folder: Path) -> None:
 
 
 def test_older_vocabulary_through_transformers(tmp_path: Path) -> None:
-    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s"]))
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s"])
+    )
     config = {"tokenizer_class": "BertTokenizer", "eos_token": "[SEP]", "do_lower_case": True}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
@@ -139,7 +180,9 @@ def test_hub_id_comes_from_the_cache_without_a_network(
     """The path of a Hub id, with the download itself replaced by a folder."""
     asked = {}
 
-    def snapshot_download(repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def snapshot_download(
+        repo_id: str, *, revision: str | None, allow_patterns: list[str]
+    ) -> str:
         asked.update(repo_id=repo_id, revision=revision, patterns=allow_patterns)
         return str(folder)
 
@@ -147,13 +190,19 @@ def test_hub_id_comes_from_the_cache_without_a_network(
     tokenizer = load_tokenizer("owner/name", revision="abc")
     assert (tokenizer.name, tokenizer.end_id) == ("owner/name", 1)
     assert (asked["repo_id"], asked["revision"]) == ("owner/name", "abc")
-    assert "tokenizer.json" in asked["patterns"] and not any(p.endswith(".safetensors") for p in asked["patterns"])
+    assert "tokenizer.json" in asked["patterns"] and not any(
+        p.endswith(".safetensors") for p in asked["patterns"]
+    )
 
 
 def test_folder_loads_no_torch(folder: Path) -> None:
     code = "import sys, threefold.data.tokens as t; t.load_tokenizer(sys.argv[1]); print('torch' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True, timeout=180
+        [sys.executable, "-c", code, str(folder)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=180,
     )
     assert done.stdout.strip() == "False"
 
@@ -173,7 +222,9 @@ def test_text_begins_as_the_tokenizer_begins_a_single_one(folder: Path) -> None:
     plain = [each.tolist() for each in tokenizer.encode_batch(texts)]
     for bos in ("auto", True):
         begun = for_texts(tokenizer, bos=bos, control_tokens="text")
-        assert [each.tolist() for each in begun.encode_batch(texts)] == [[0, *ids] for ids in plain]
+        assert [each.tolist() for each in begun.encode_batch(texts)] == [
+            [0, *ids] for ids in plain
+        ]
     without = for_texts(tokenizer, bos=False, control_tokens="ids")
     assert [each.tolist() for each in without.encode_batch(texts)] == plain
     assert without.recipe == tokenizer.fingerprint == begun.fingerprint != begun.recipe
@@ -188,7 +239,9 @@ def test_tokenizer_that_begins_no_text_begins_none(folder: Path) -> None:
     assert for_texts(tokenizer, bos="auto", control_tokens="text").bos_id is None
     with pytest.raises(DataError, match="names no token that begins a text"):
         for_texts(tokenizer, bos=True, control_tokens="text")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "bos_token": {"content": "<s>"}}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", "bos_token": {"content": "<s>"}})
+    )
     assert for_texts(load_tokenizer(str(folder)), bos=True, control_tokens="text").bos_id == 0
     assert for_texts(ByteTokenizer(), bos="auto", control_tokens="text").bos_id is None
     with pytest.raises(DataError, match=r"data\.bos = true, but the tokenizer 'bytes'"):

@@ -26,7 +26,9 @@ def sizes(
     """(dp_replicate, dp_shard, cp, tp) of the mesh keys, or what is wrong with them."""
     values: dict[str, Any] = keys
     try:
-        return resolve(MeshConfig(**values), launched_world_size=launched, num_devices=devices)[0].sizes
+        return resolve(MeshConfig(**values), launched_world_size=launched, num_devices=devices)[
+            0
+        ].sizes
     except ConfigError as error:
         (problem,) = error.problems
         return problem.what
@@ -62,10 +64,16 @@ def test_dp_rank_is_shared_by_cp_and_tp_alone(topology: Topology) -> None:
 
 @settings(deadline=None)
 @given(topology=TOPOLOGIES, axes=st.sampled_from(SUBSETS))
-def test_groups_partition_the_ranks_and_vary_only_along_their_axes(topology: Topology, axes: tuple[str, ...]) -> None:
+def test_groups_partition_the_ranks_and_vary_only_along_their_axes(
+    topology: Topology, axes: tuple[str, ...]
+) -> None:
     groups = topology.groups(*axes)
-    assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size))
-    assert {len(group) for group in groups} == {math.prod(topology.sizes[AXES.index(axis)] for axis in axes)}
+    assert sorted(rank for group in groups for rank in group) == list(
+        range(topology.world_size)
+    )
+    assert {len(group) for group in groups} == {
+        math.prod(topology.sizes[AXES.index(axis)] for axis in axes)
+    }
     for group in groups:
         assert group == sorted(group)
         places = [topology.coordinates(rank) for rank in group]
@@ -76,7 +84,10 @@ def test_groups_partition_the_ranks_and_vary_only_along_their_axes(topology: Top
 def test_text_says_how_dp_is_shared() -> None:
     assert str(Topology(dp_replicate=4, cp=2)) == "dp=4 x cp=2 x tp=1"
     assert str(Topology(dp_shard=4)) == "dp=4 (sharded) x cp=1 x tp=1"
-    assert str(Topology(dp_replicate=2, dp_shard=4, tp=2)) == "dp=8 (2 replicas x 4 shards) x cp=1 x tp=2"
+    assert (
+        str(Topology(dp_replicate=2, dp_shard=4, tp=2))
+        == "dp=8 (2 replicas x 4 shards) x cp=1 x tp=2"
+    )
 
 
 # --- the default -------------------------------------------------------------------------------------------------
@@ -91,13 +102,25 @@ def test_default_uses_every_rank_and_as_many_axes_as_fit(world_size: int) -> Non
     """
     mesh = default_topology(world_size)
     assert mesh.world_size == world_size
-    wanted = 3 if world_size % 4 == 0 and world_size > 4 else 2 if world_size % 2 == 0 and world_size > 2 else 1
-    assert sum(size > 1 for size in (mesh.dp, mesh.cp, mesh.tp)) == (wanted if world_size > 1 else 0)
+    wanted = (
+        3
+        if world_size % 4 == 0 and world_size > 4
+        else 2
+        if world_size % 2 == 0 and world_size > 2
+        else 1
+    )
+    assert sum(size > 1 for size in (mesh.dp, mesh.cp, mesh.tp)) == (
+        wanted if world_size > 1 else 0
+    )
     assert mesh.dp_shard == 1 and mesh.cp <= 2 and mesh.tp <= 2
 
 
 def test_default_of_small_machines() -> None:
-    found = {ranks: (mesh.dp, mesh.cp, mesh.tp) for ranks in range(1, 17) if (mesh := default_topology(ranks))}
+    found = {
+        ranks: (mesh.dp, mesh.cp, mesh.tp)
+        for ranks in range(1, 17)
+        if (mesh := default_topology(ranks))
+    }
     assert found[1] == (1, 1, 1)
     assert found[2] == (2, 1, 1)
     assert found[3] == (3, 1, 1)
@@ -134,7 +157,14 @@ def test_one_given_as_one_asks_for_a_single_rank() -> None:
 
 @pytest.mark.parametrize(
     ("dp", "dp_shard", "replicate_and_shard"),
-    [(4, 1, (4, 1)), (4, 4, (1, 4)), (4, 2, (2, 2)), (4, "auto", (1, 4)), (6, 3, (2, 3)), (1, 1, (1, 1))],
+    [
+        (4, 1, (4, 1)),
+        (4, 4, (1, 4)),
+        (4, 2, (2, 2)),
+        (4, "auto", (1, 4)),
+        (6, 3, (2, 3)),
+        (1, 1, (1, 1)),
+    ],
 )
 def test_dp_shard(dp: int, dp_shard: int | str, replicate_and_shard: tuple[int, int]) -> None:
     """1: DDP; dp (or auto): FSDP; between: HSDP."""
@@ -149,8 +179,16 @@ def test_dp_shard_alone_is_the_size_of_dp() -> None:
 
 
 @settings(deadline=None)
-@given(dp=SIZE, cp=SIZE, tp=SIZE, open_axis=st.sampled_from(["dp", "cp", "tp"]), where=st.sampled_from("ld"))
-def test_auto_fills_one_axis_from_the_rest(dp: int, cp: int, tp: int, open_axis: str, where: str) -> None:
+@given(
+    dp=SIZE,
+    cp=SIZE,
+    tp=SIZE,
+    open_axis=st.sampled_from(["dp", "cp", "tp"]),
+    where=st.sampled_from("ld"),
+)
+def test_auto_fills_one_axis_from_the_rest(
+    dp: int, cp: int, tp: int, open_axis: str, where: str
+) -> None:
     keys: dict[str, Any] = {"dp": dp, "cp": cp, "tp": tp}
     keys[open_axis] = "auto"
     world = dp * cp * tp
@@ -166,7 +204,9 @@ def test_auto_without_launcher_and_devices_fills_eight_ranks() -> None:
 
 @settings(deadline=None)
 @given(dp=SIZE, cp=SIZE, tp=SIZE, launched=st.integers(1, 130))
-def test_world_size_is_the_product_or_an_error(dp: int, cp: int, tp: int, launched: int) -> None:
+def test_world_size_is_the_product_or_an_error(
+    dp: int, cp: int, tp: int, launched: int
+) -> None:
     found = sizes(dp=dp, cp=cp, tp=tp, launched=launched)
     if launched == dp * cp * tp:
         assert found == (dp, 1, cp, tp)
@@ -179,9 +219,18 @@ def test_world_size_is_the_product_or_an_error(dp: int, cp: int, tp: int, launch
 def test_sizes_that_do_not_fit_are_refused() -> None:
     assert sizes(dp=4, dp_shard=3) == "mesh.dp_shard = 3 does not divide mesh.dp = 4"
     assert sizes(dp=2, dp_shard=4) == "mesh.dp_shard = 4 does not divide mesh.dp = 2"
-    assert sizes(dp="auto", cp="auto") == "mesh.dp = auto and mesh.cp = auto leave more than one axis open"
-    assert sizes(dp="auto", tp=3, launched=8) == "mesh.dp = auto cannot be filled: 8 ranks are not a multiple of 3"
-    assert sizes(dp="auto", tp=16, devices=8) == "mesh.dp = auto cannot be filled: 8 ranks are not a multiple of 16"
+    assert (
+        sizes(dp="auto", cp="auto")
+        == "mesh.dp = auto and mesh.cp = auto leave more than one axis open"
+    )
+    assert (
+        sizes(dp="auto", tp=3, launched=8)
+        == "mesh.dp = auto cannot be filled: 8 ranks are not a multiple of 3"
+    )
+    assert (
+        sizes(dp="auto", tp=16, devices=8)
+        == "mesh.dp = auto cannot be filled: 8 ranks are not a multiple of 16"
+    )
     assert sizes(dp_shard=3, cp="auto", launched=8) == (
         "mesh.cp = auto cannot be filled: 8 ranks are not a multiple of 3"
     )
@@ -210,7 +259,10 @@ def test_reason_is_given_with_the_sizes() -> None:
     ids=str,
 )
 def test_a_mesh_takes_its_sizes_from_the_variables_of_the_command(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], sizes: dict[str, int], expected: tuple[int, int, int]
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    sizes: dict[str, int],
+    expected: tuple[int, int, int],
 ) -> None:
     for name in ("DP_SIZE", "CP_SIZE", "TP_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -224,7 +276,9 @@ def test_a_mesh_takes_its_sizes_from_the_variables_of_the_command(
 
 
 @pytest.mark.parametrize("size", ["", "two", "0", "-1", "2.0"])
-def test_a_variable_that_is_no_size_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, size: str) -> None:
+def test_a_variable_that_is_no_size_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, size: str
+) -> None:
     monkeypatch.setenv("TP_SIZE", size)
     with pytest.raises(ConfigError, match=f"TP_SIZE is '{size}'"):
         mesh.init_mesh()

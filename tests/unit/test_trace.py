@@ -48,18 +48,36 @@ def test_moments_are_divided(device: str, seed: int) -> None:
     operators = _drawn(draws, "aten::mm", "cpu_op", draws.randint(0, 9))
     kernels = _drawn(draws, "sgemm", "kernel", draws.randint(1, 9)) if on_device else []
     sent = _drawn(
-        draws, *(("ncclKernel_AllReduce", "kernel") if on_device else ("gloo:all_reduce", "user_annotation")), 3
+        draws,
+        *(
+            ("ncclKernel_AllReduce", "kernel")
+            if on_device
+            else ("gloo:all_reduce", "user_annotation")
+        ),
+        3,
     )
     launches = _drawn(draws, "cudaLaunchKernel", "cuda_runtime", 4) if on_device else []
     data = draws.randint(0, 20)
-    found = summary_of([*phases(data=data), *operators, *kernels, *sent, *launches, {"ph": "i", "name": "mark"}])
+    found = summary_of(
+        [
+            *phases(data=data),
+            *operators,
+            *kernels,
+            *sent,
+            *launches,
+            {"ph": "i", "name": "mark"},
+        ]
+    )
 
     def during(events: list[dict[str, Any]], moment: int) -> bool:
         return any(each["ts"] <= moment < each["ts"] + each["dur"] for each in events)
 
     shares = dict.fromkeys(("compute", "communication", "host", "idle", "overlapped"), 0)
     for moment in range(MOMENTS):
-        computed, sending = during(kernels if on_device else operators, moment), during(sent, moment)
+        computed, sending = (
+            during(kernels if on_device else operators, moment),
+            during(sent, moment),
+        )
         shares["overlapped"] += computed and sending
         if computed:
             shares["compute"] += 1
@@ -84,7 +102,9 @@ def test_operators_are_counted_without_what_they_call() -> None:
     ]
     found = summary_of([*phases(data=0), *operators])
     expected = [("aten::addmm", 2, 13 + 4), ("aten::copy_", 2, 7), ("aten::linear", 1, 5)]
-    assert found.kernels == [(name, calls, pytest.approx(time / 1e6)) for name, calls, time in expected]
+    assert found.kernels == [
+        (name, calls, pytest.approx(time / 1e6)) for name, calls, time in expected
+    ]
 
 
 def test_trace_without_a_whole_step_is_refused() -> None:
@@ -112,7 +132,9 @@ def test_command_names_what_is_missing(tmp_path: Path) -> None:
     main._load(main._COMMANDS)
     (tmp_path / "run.json").write_text("{}")
     error = CliRunner().invoke(main.app, ["profile", str(tmp_path)]).exception
-    assert f"{tmp_path} has no traces" in str(error) and "--log.profile '[10, 12]'" in str(error)
+    assert f"{tmp_path} has no traces" in str(error) and "--log.profile '[10, 12]'" in str(
+        error
+    )
     (tmp_path / PROFILE_FOLDER).mkdir()
     (tmp_path / PROFILE_FOLDER / "rank-0000.summary.json").write_text(json.dumps({"steps": 1}))
     error = CliRunner().invoke(main.app, ["profile", str(tmp_path)]).exception

@@ -46,34 +46,58 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
-    return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(each.step, each.value) for each in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
 
 
 def test_run_and_its_resume_are_one_run_everywhere(folder: Path) -> None:
-    first = train(folder, 3, ALL, "--log.project", "tests", "--eval.source", "corpus/part-0.txt")
+    first = train(
+        folder, 3, ALL, "--log.project", "tests", "--eval.source", "corpus/part-0.txt"
+    )
     train(folder, 5, ALL, "--log.project", "tests", "--eval.source", "corpus/part-0.txt")
-    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()
+    ]
     losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
     assert sorted(losses) == [1, 2, 3, 4, 5]
 
     found = scalars(folder / "run/tensorboard")
     assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4, 5]
-    assert [value for _, value in found["train/loss"]] == pytest.approx([losses[step] for step in range(1, 6)])
+    assert [value for _, value in found["train/loss"]] == pytest.approx(
+        [losses[step] for step in range(1, 6)]
+    )
     assert [step for step, _ in found["eval/loss"]] == [3, 5]
     events = b"".join(path.read_bytes() for path in (folder / "run/tensorboard").iterdir())
-    assert b"global_batch: 8" in events and b"dp=1 x cp=1 x tp=1" in events and b"transformers: " in events
+    assert (
+        b"global_batch: 8" in events
+        and b"dp=1 x cp=1 x tp=1" in events
+        and b"transformers: " in events
+    )
 
     number = json.loads((folder / "run/trackers.json").read_text())["wandb"]
-    offline = [path for path in (folder / "run/wandb").iterdir() if path.name.startswith("offline-run")]
+    offline = [
+        path for path in (folder / "run/wandb").iterdir() if path.name.startswith("offline-run")
+    ]
     assert len(offline) == 2 and all(path.name.split("-")[3] == number for path in offline)
     kept = b"".join((path / f"run-{number}.wandb").read_bytes() for path in offline)
-    assert b"grad_norm" in kept and b"eval_loss" in kept and b"global_batch" in kept and b"dp=1 x cp=1" in kept
+    assert (
+        b"grad_norm" in kept
+        and b"eval_loss" in kept
+        and b"global_batch" in kept
+        and b"dp=1 x cp=1" in kept
+    )
 
     with sqlite3.connect(folder / "trackio/tests.db") as database:
-        rows = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
+        rows = database.execute(
+            "select run_name, step, metrics from metrics order by id"
+        ).fetchall()
     steps = [step for run, step, metrics in rows if "grad_norm" in json.loads(metrics)]
     # One run, by a name that no other folder called `run` gets.
-    assert {run for run, *_ in rows} == {json.loads((folder / "run/trackers.json").read_text())["trackio"]}
+    assert {run for run, *_ in rows} == {
+        json.loads((folder / "run/trackers.json").read_text())["trackio"]
+    }
     assert re.fullmatch("run-[0-9a-f]{8}", rows[0][0]) and steps == [1, 2, 3, 4, 5]
     assert not any(word in first.lower() for word in ("wandb:", "trackio", "tensorboard"))
 
@@ -93,16 +117,24 @@ def test_tracker_that_cannot_open_is_said_once_and_training_goes_on(
 
 @pytest.mark.examples
 def test_mlflow_keeps_a_run_and_its_resume_as_one(folder: Path) -> None:
-    pytest.importorskip("mlflow", reason="pip install mlflow-skinny   (make test-examples does)")
+    pytest.importorskip(
+        "mlflow", reason="pip install mlflow-skinny   (make test-examples does)"
+    )
     train(folder, 3, "[mlflow]", "--log.project", "tests", "--eval.source", "corpus/part-0.txt")
     train(folder, 5, "[mlflow]", "--log.project", "tests", "--eval.source", "corpus/part-0.txt")
-    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()
+    ]
     losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
     number = json.loads((folder / "run/trackers.json").read_text())["mlflow"]
     (place,) = (folder / "run/mlflow").glob(f"*/{number}")
     kept = [line.split() for line in (place / "metrics/loss").read_text().splitlines()]
-    assert {int(step): float(value) for _, value, step in kept} == losses and sorted(losses) == [1, 2, 3, 4, 5]
-    assert [line.split()[2] for line in (place / "metrics/eval_loss").read_text().splitlines()] == ["3", "5"]
+    assert {int(step): float(value) for _, value, step in kept} == losses and sorted(
+        losses
+    ) == [1, 2, 3, 4, 5]
+    assert [
+        line.split()[2] for line in (place / "metrics/eval_loss").read_text().splitlines()
+    ] == ["3", "5"]
     assert (place / "params/train.global_batch").read_text() == "8"
     assert "dp=1 x cp=1 x tp=1" in (place / "tags/mesh").read_text()
     assert "status: 3" in (place / "meta.yaml").read_text()  # finished
@@ -110,8 +142,12 @@ def test_mlflow_keeps_a_run_and_its_resume_as_one(folder: Path) -> None:
 
 
 @pytest.mark.examples
-def test_mlflow_without_its_server_stops_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mlflow", reason="pip install mlflow-skinny   (make test-examples does)")
+def test_mlflow_without_its_server_stops_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(
+        "mlflow", reason="pip install mlflow-skinny   (make test-examples does)"
+    )
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     said = train(folder, 2, "[mlflow]")
     assert said.count("tracker mlflow did not open: ") == 1
@@ -170,17 +206,23 @@ def _kept(tracker: str, folder: Path) -> dict[str, list[tuple[int, float]]]:
     found: dict[str, list[tuple[int, float]]] = {}
     if tracker == "trackio":
         with sqlite3.connect(folder / "trackio/p.db") as database:
-            for run, step, metrics in database.execute("select run_name, step, metrics from metrics order by id"):
+            for run, step, metrics in database.execute(
+                "select run_name, step, metrics from metrics order by id"
+            ):
                 found.setdefault(run, []).append((step, json.loads(metrics)["loss"]))
         return found
     for place in (folder / "run/mlflow").glob("*/*/metrics/loss"):
         if "lifecycle_stage: active" in (place.parents[1] / "meta.yaml").read_text():
             lines = (line.split() for line in place.read_text().splitlines())
-            found[place.parents[1].name] = [(int(step), float(value)) for _, value, step in lines]
+            found[place.parents[1].name] = [
+                (int(step), float(value)) for _, value, step in lines
+            ]
     return found
 
 
-@pytest.mark.parametrize("tracker", ["trackio", pytest.param("mlflow", marks=pytest.mark.examples)])
+@pytest.mark.parametrize(
+    "tracker", ["trackio", pytest.param("mlflow", marks=pytest.mark.examples)]
+)
 def test_steps_that_were_gone_back_over_are_kept_once(tracker: str, folder: Path) -> None:
     pytest.importorskip(tracker, reason=f"pip install {tracker}   (make test-examples does)")
     (folder / "run").mkdir()
@@ -205,12 +247,18 @@ def test_tracker_that_leaves_the_process_does_not_take_training_along() -> None:
     assert said == ["tracker mine did not close: 1 (training continues; see the rank's log)"]
 
 
-def test_tracker_is_opened_with_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracker_is_opened_with_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunDescription(tmp_path / "run-a", "p", {"train": {"steps": 3}}, {"mesh": "dp=2"})
     assert run.name == "run-a"
     assert run.told == {"train": {"steps": 3}, "run": {"mesh": "dp=2"}}
     run.folder.mkdir()
-    assert [run.id_of("wandb", lambda: "a"), run.id_of("wandb", lambda: "b"), run.id_of("trackio", lambda: "c")] == [
+    assert [
+        run.id_of("wandb", lambda: "a"),
+        run.id_of("wandb", lambda: "b"),
+        run.id_of("trackio", lambda: "c"),
+    ] == [
         "a",
         "a",
         "c",
@@ -219,7 +267,9 @@ def test_tracker_is_opened_with_what_it_needs(tmp_path: Path, monkeypatch: pytes
 
 
 def test_missing_package_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else object())
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "wandb" else object()
+    )
     assert [str(problem) for problem in problems(("tensorboard", "wandb"))] == [
         "log.trackers has wandb, and the package wandb is not installed\n"
         "  expected: a tracker that is installed when training begins\n"

@@ -23,12 +23,18 @@ def folder(tmp_path: Path) -> Path:
     place.mkdir(parents=True)
     for number, file in enumerate(("fp32", "exp_avg", "exp_avg_sq")):
         torch.save(torch.arange(6.0) + number, place / f"{file}.pt")
-    head = {"param_shapes": [OrderedDict({NAME: torch.Size([2, 3])})], "global_steps": 5, "skipped_steps": 1}
+    head = {
+        "param_shapes": [OrderedDict({NAME: torch.Size([2, 3])})],
+        "global_steps": 5,
+        "skipped_steps": 1,
+    }
     torch.save(head, tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     return tmp_path
 
 
-def test_vectors_have_the_shapes_of_their_weights_and_skipped_steps_do_not_count(folder: Path) -> None:
+def test_vectors_have_the_shapes_of_their_weights_and_skipped_steps_do_not_count(
+    folder: Path,
+) -> None:
     held = open_universal(folder)
     assert held is not None
     assert {name: each.shape for name, each in held.tensors.items()} == {
@@ -68,7 +74,9 @@ def _is_text(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [_is_run, _is_cut, _is_text])
-@pytest.mark.parametrize("file", [f"zero/{NAME}/fp32.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"])
+@pytest.mark.parametrize(
+    "file", [f"zero/{NAME}/fp32.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"]
+)
 def test_files_that_hold_something_else_are_refused_and_not_run(
     change: Any, file: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,7 +96,10 @@ def test_zero_s_own_files_are_refused_with_what_makes_them_universal(tmp_path: P
     with pytest.raises(CheckpointError) as refused:
         open_universal(place)
     (problem,) = refused.value.problems
-    assert problem.what == f"{place} is a checkpoint of DeepSpeed's ZeRO: pickles of DeepSpeed's own classes"
+    assert (
+        problem.what
+        == f"{place} is a checkpoint of DeepSpeed's ZeRO: pickles of DeepSpeed's own classes"
+    )
     assert problem.fix == (
         f"python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {place} "
         f"--output_folder {place}-universal; threefold import {place}-universal"

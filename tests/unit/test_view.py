@@ -45,8 +45,12 @@ class Client:
     def __init__(self, folder: Path) -> None:
         self.view, self.cookies = View(folder, token=TOKEN), ""
 
-    def get(self, target: str, *, host: str = "127.0.0.1:1", cookies: str | None = None) -> Reply:
-        return self.view.answer(target, hosts=[host], cookies=self.cookies if cookies is None else cookies)
+    def get(
+        self, target: str, *, host: str = "127.0.0.1:1", cookies: str | None = None
+    ) -> Reply:
+        return self.view.answer(
+            target, hosts=[host], cookies=self.cookies if cookies is None else cookies
+        )
 
     def json(self, target: str) -> Any:
         answer = self.get(target)
@@ -101,13 +105,27 @@ def test_the_token_becomes_a_cookie_and_leaves_the_address(client: Client) -> No
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.example", "127.0.0.1.evil.example", "localhost.", "evil@127.0.0.1", "0.0.0.0", "127.0.0.1:x", "", "[::2]"],
+    [
+        "evil.example",
+        "127.0.0.1.evil.example",
+        "localhost.",
+        "evil@127.0.0.1",
+        "0.0.0.0",
+        "127.0.0.1:x",
+        "",
+        "[::2]",
+    ],
 )
-def test_a_request_under_another_name_is_refused_even_with_the_token(client: Client, host: str) -> None:
+def test_a_request_under_another_name_is_refused_even_with_the_token(
+    client: Client, host: str
+) -> None:
     let_in(client)
     assert client.get("/", host=host).status == 403
     assert client.get(f"/?token={TOKEN}", host=host).status == 403
-    assert client.view.answer("/", hosts=["127.0.0.1", "127.0.0.1"], cookies=client.cookies).status == 403
+    assert (
+        client.view.answer("/", hosts=["127.0.0.1", "127.0.0.1"], cookies=client.cookies).status
+        == 403
+    )
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost:9999", "[::1]:80", "LOCALHOST"])
@@ -122,7 +140,9 @@ def test_only_reading_is_possible_and_nothing_is_allowed_for_others(address: str
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
         with pytest.raises(urllib.error.HTTPError, match="405"):
             opener.open(urllib.request.Request(f"{address}/", method=method), timeout=20)
-    headers = opener.open(urllib.request.Request(f"{address}/", headers={"origin": "http://evil.example"})).headers
+    headers = opener.open(
+        urllib.request.Request(f"{address}/", headers={"origin": "http://evil.example"})
+    ).headers
     assert not [name for name in headers if name.lower().startswith("access-control")]
     assert headers["x-frame-options"] == "DENY" and headers["cache-control"] == "no-store"
 
@@ -137,7 +157,9 @@ def test_pages_of_a_folder(client: Client, folder: Path) -> None:
     for path in ("/run", "/run?run=..", "/run?run=/etc", "/values?run=a/../a", "/step/x?run=a"):
         assert client.get(path).status == 404, path
     values = client.news("a")["values"]
-    assert values["runs"][0]["key"] == "a" and values["runs"][0]["curves"]["loss"]["x"][-1] == 20
+    assert (
+        values["runs"][0]["key"] == "a" and values["runs"][0]["curves"]["loss"]["x"][-1] == 20
+    )
     assert client.json("/step/3?run=a") is None  # it has no record
 
 
@@ -166,7 +188,9 @@ def test_what_has_changed_is_sent(client: Client, folder: Path, change: str) -> 
     elif change == "cut":
         os.truncate(path, 0)
     else:
-        write_lines(path.with_name("other"), [step_line(step, loss=1.0) for step in range(1, 41)])
+        write_lines(
+            path.with_name("other"), [step_line(step, loss=1.0) for step in range(1, 41)]
+        )
         os.replace(path.with_name("other"), path)
     time.sleep(0.4)
     after = client.news("a", before)
@@ -181,7 +205,9 @@ def test_what_has_changed_is_sent(client: Client, folder: Path, change: str) -> 
 
 def test_parts_are_only_ever_text(client: Client) -> None:
     found = settled(let_in(client), "deep/b")
-    assert HOSTILE not in json.dumps(client.news("deep/b")) and "not proved" in json.dumps(client.news("deep/b"))
+    assert HOSTILE not in json.dumps(client.news("deep/b")) and "not proved" in json.dumps(
+        client.news("deep/b")
+    )
     assert {*found["parts"]} == {"top", "0"}
 
 
@@ -210,7 +236,9 @@ def test_where_ranks_are_is_read_from_their_memory(tmp_path: Path) -> None:
         pulse.tell(Phase(7, 12, "backward"))
         assert place_of(os.getpid(), log) is None  # it does not write that log
         with log.open("w") as file:
-            file.write(f'2026-01-01 00:00:00,000 INFO {LOG_START}: {{"process": {os.getpid()}}}\nlater\n')
+            file.write(
+                f'2026-01-01 00:00:00,000 INFO {LOG_START}: {{"process": {os.getpid()}}}\nlater\n'
+            )
             file.flush()
             assert process_of(log) == os.getpid()
             assert place_of(os.getpid(), log) == Phase(7, 12, "backward")
@@ -223,7 +251,9 @@ def test_of_a_long_file_the_list_reads_the_end(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", [step_line(step) for step in range(1, 20_001)])
     row = listed({"run": path})
     assert "20,000" in row and f"{step_line(20_000)['loss']:.6g}" in row
-    write_lines(path / "metrics.jsonl", [{"step": 20_000, "eval_loss": 1.0}, {"loss": "x"}], append=True)
+    write_lines(
+        path / "metrics.jsonl", [{"step": 20_000, "eval_loss": 1.0}, {"loss": "x"}], append=True
+    )
     assert "<td>-</td>" in listed({"run": path})
 
 
@@ -250,7 +280,10 @@ def test_what_is_no_run_is_refused(folder: Path) -> None:
 def test_the_command_serves_and_ends_at_ctrl_c(folder: Path) -> None:
     code = "import sys; sys.argv = ['threefold', 'view', sys.argv[1]]; from threefold.__main__ import main; main()"
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         address = re.search(r"http://127\.0\.0\.1:\d+/\?token=\S+", process.stdout.readline())

@@ -26,7 +26,15 @@ WORKING = "  File loader.py, line 1, in read\n    file.read()"
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 
 
-def seen(rank: int, number: int, *, still_s: float = 30.0, silent_s: float = 0.5, host: str = "a", **what: Any) -> Seen:
+def seen(
+    rank: int,
+    number: int,
+    *,
+    still_s: float = 30.0,
+    silent_s: float = 0.5,
+    host: str = "a",
+    **what: Any,
+) -> Seen:
     """A rank that waits in a collective, unless it has a stack."""
     step, phase = divmod(number - 1, len(PHASES))
     waits = "" if "stack" in what else "collective"
@@ -35,7 +43,12 @@ def seen(rank: int, number: int, *, still_s: float = 30.0, silent_s: float = 0.5
 
 
 def found(*ranks: Seen, world_size: int = 4) -> Stall:
-    stall = find({each.report.rank: each for each in ranks}, world_size=world_size, stall_s=10, silent_s=5)
+    stall = find(
+        {each.report.rank: each for each in ranks},
+        world_size=world_size,
+        stall_s=10,
+        silent_s=5,
+    )
     assert stall is not None
     return stall
 
@@ -61,7 +74,10 @@ def test_rank_that_is_behind_is_late_and_the_others_wait() -> None:
 
 def test_rank_that_is_behind_but_goes_on_is_slow_and_no_stall() -> None:
     ranks = [seen(0, 17), seen(1, 17), seen(2, 16, still_s=3.0, stack=WORKING), seen(3, 17)]
-    assert find({each.report.rank: each for each in ranks}, world_size=4, stall_s=10, silent_s=5) is None
+    assert (
+        find({each.report.rank: each for each in ranks}, world_size=4, stall_s=10, silent_s=5)
+        is None
+    )
 
 
 def test_in_the_same_phase_the_one_outside_of_a_collective_is_late() -> None:
@@ -76,7 +92,9 @@ def test_where_nothing_tells_all_are_named() -> None:
 
 def test_of_many_late_ranks_a_few_are_described() -> None:
     stall = found(*(seen(rank, 17, stack=WORKING) for rank in range(64)), world_size=64)
-    assert stall.headline().endswith("rank 3 of host a (process 103) is in forward of step 4; and ranks 4 to 63")
+    assert stall.headline().endswith(
+        "rank 3 of host a (process 103) is in forward of step 4; and ranks 4 to 63"
+    )
     assert stall.text().count("innermost") == 4
 
 
@@ -92,7 +110,10 @@ def test_rank_without_a_sign_of_life_is_named_whatever_it_said_last() -> None:
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        ("stopped", "its process is stopped (SIGSTOP or a debugger): resume it with kill -CONT 101"),
+        (
+            "stopped",
+            "its process is stopped (SIGSTOP or a debugger): resume it with kill -CONT 101",
+        ),
         ("gone", "its process is gone"),
         ("held", "its process lives, but one call holds Python's lock (the GIL)"),
         (
@@ -102,13 +123,21 @@ def test_rank_without_a_sign_of_life_is_named_whatever_it_said_last() -> None:
     ],
 )
 def test_what_its_host_sees_of_a_silent_rank_is_said(state: str, text: str) -> None:
-    stall = found(seen(0, 17), seen(1, 18, silent_s=12.0, state=state, kernel="nfs_wait", stack=WORKING), seen(2, 17))
-    assert stall.headline().endswith(f"has given no sign of life for 12 s, in backward of step 4: {text}")
+    stall = found(
+        seen(0, 17),
+        seen(1, 18, silent_s=12.0, state=state, kernel="nfs_wait", stack=WORKING),
+        seen(2, 17),
+    )
+    assert stall.headline().endswith(
+        f"has given no sign of life for 12 s, in backward of step 4: {text}"
+    )
     assert ("innermost" in stall.text()) == (state in ("held", "uninterruptible"))
 
 
 def test_thread_that_waits_uninterruptibly_is_said() -> None:
-    stall = found(seen(0, 17), seen(1, 16, stack=WORKING, kernel="nfs_wait"), seen(2, 17), seen(3, 17))
+    stall = found(
+        seen(0, 17), seen(1, 16, stack=WORKING, kernel="nfs_wait"), seen(2, 17), seen(3, 17)
+    )
     assert stall.headline().endswith(
         "is in data of step 4, waiting uninterruptibly in nfs_wait: a disk, a file system or a driver is stuck"
     )
@@ -117,7 +146,12 @@ def test_thread_that_waits_uninterruptibly_is_said() -> None:
 def test_in_the_same_backward_the_one_that_has_begun_fewer_collectives_is_late() -> None:
     """Its collectives run in C++, where no stack shows them; who waits in one group lets others wait in another."""
     tp, dp = ("0,1/tp", "2,3/tp"), ("0,2/dp", "1,3/dp")
-    begun = [{tp[0]: 8, dp[0]: 3}, {tp[0]: 7, dp[1]: 3}, {tp[1]: 8, dp[0]: 4}, {tp[1]: 8, dp[1]: 4}]
+    begun = [
+        {tp[0]: 8, dp[0]: 3},
+        {tp[0]: 7, dp[1]: 3},
+        {tp[1]: 8, dp[0]: 4},
+        {tp[1]: 8, dp[1]: 4},
+    ]
     stall = found(*(seen(rank, 18, begun=counts) for rank, counts in enumerate(begun)))
     assert [each.report.rank for each in stall.late] == [1]
 
@@ -152,7 +186,12 @@ def test_all_at_their_own_data_wait_for_nobody() -> None:
 
 def test_same_stall_has_the_same_key_until_a_rank_moves() -> None:
     first = found(seen(0, 17), seen(1, 16), seen(2, 17), seen(3, 17))
-    later = found(seen(0, 17, still_s=60), seen(1, 16, still_s=60), seen(2, 17, still_s=60), seen(3, 17, still_s=60))
+    later = found(
+        seen(0, 17, still_s=60),
+        seen(1, 16, still_s=60),
+        seen(2, 17, still_s=60),
+        seen(3, 17, still_s=60),
+    )
     moved = found(seen(0, 22), seen(1, 21), seen(2, 22), seen(3, 22))
     assert first.key == later.key != moved.key
 
@@ -204,15 +243,23 @@ def test_what_is_noted_of_a_rank_is_told_once_and_none_is_lost() -> None:
     progress = Progress()
     own = OwnTime(progress)
     progress.blocked_s, progress.still_s = 2.0, 0.5
-    assert (own.parts()["blocked"], own.parts()["still"]) == (2.0, 0.5)  # asked for again, it is the same
+    assert (own.parts()["blocked"], own.parts()["still"]) == (
+        2.0,
+        0.5,
+    )  # asked for again, it is the same
     progress.still_s += 0.25  # noted between what was told and the next window
     own = OwnTime(progress)
     progress.blocked_s += 1.0
     assert (own.parts()["blocked"], own.parts()["still"]) == (1.0, 0.25)
-    assert (OwnTime(progress).parts()["blocked"], OwnTime(progress).parts()["still"]) == (0.0, 0.0)
+    assert (OwnTime(progress).parts()["blocked"], OwnTime(progress).parts()["still"]) == (
+        0.0,
+        0.0,
+    )
 
 
-def test_a_stop_that_is_over_is_noted_before_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_that_is_over_is_noted_before_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Who notes it may come to it only when this thread lets it."""
     progress, slept = Progress(), list[float]()
     progress.note_by = time.monotonic() - 0.3
@@ -228,7 +275,9 @@ def test_a_stop_that_is_over_is_noted_before_it_is_told(monkeypatch: pytest.Monk
     progress.note_by = time.monotonic() - 0.3
     monkeypatch.setattr("threefold.training.progress.time.sleep", partial(sleep, notes=False))
     begun = time.monotonic()
-    assert OwnTime(progress).parts()["still"] == 0.0 and len(slept) > 3  # nobody notes, and it goes on
+    assert (
+        OwnTime(progress).parts()["still"] == 0.0 and len(slept) > 3
+    )  # nobody notes, and it goes on
     assert time.monotonic() - begun < 5
 
 
@@ -236,7 +285,9 @@ def test_a_stop_that_is_over_is_noted_before_it_is_told(monkeypatch: pytest.Monk
 def test_a_thread_that_waits_for_a_core_is_seen_to() -> None:
     """Two processes on one core: one of them waits while the other computes."""
     if not Path("/proc/self/schedstat").exists():
-        pytest.skip("this kernel does not tell how long a thread waits for a core (/proc/self/schedstat)")
+        pytest.skip(
+            "this kernel does not tell how long a thread waits for a core (/proc/self/schedstat)"
+        )
     work = (
         "import time\n"
         "from threefold.training.progress import core_wait_s\n"
@@ -249,7 +300,12 @@ def test_a_thread_that_waits_for_a_core_is_seen_to() -> None:
     )
     core = min(os.sched_getaffinity(0))
     both = [
-        subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", work],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(2)
     ]
     try:
@@ -292,7 +348,15 @@ class _Event:
 def test_device_time_is_that_of_forwards() -> None:
     progress = Progress()
     progress.device = DeviceForward(_Event)
-    for phase in ("forward", "backward", "forward", "backward", "reduce", "evaluation", "backward"):
+    for phase in (
+        "forward",
+        "backward",
+        "forward",
+        "backward",
+        "reduce",
+        "evaluation",
+        "backward",
+    ):
         progress.enter(phase)
     assert progress.device.take_s() == 2.0
     for phase in ("forward", "forward", "backward"):  # one without a backward
@@ -357,9 +421,16 @@ def test_pulse_is_read_by_another_of_the_host() -> None:
     pulse.beat(3)
     peer = Peer.at(json.loads(json.dumps(pulse.address)))
     assert peer is not None
-    assert (peer.place, peer.last_beat[1], peer.silenced_by(5.0)) == (Phase(17, 4, "forward"), 3, "")
+    assert (peer.place, peer.last_beat[1], peer.silenced_by(5.0)) == (
+        Phase(17, 4, "forward"),
+        3,
+        "",
+    )
     assert peer.silenced_by(0.0) == "held"
-    assert "test_pulse_is_read_by_another_of_the_host" in peer.stack().splitlines()[-1] or "_ask" in peer.stack()
+    assert (
+        "test_pulse_is_read_by_another_of_the_host" in peer.stack().splitlines()[-1]
+        or "_ask" in peer.stack()
+    )
     assert Peer.at({**pulse.address, "here": "another host"}) is None
     assert Peer.at({**pulse.address, "file": 99999}) is None
     another = Peer(pulse.address | {"since": "1"})
@@ -383,8 +454,14 @@ class SilentPeer:
         return ""
 
 
-def test_what_its_host_sees_of_the_lowest_rank_is_there_before_the_judge_finds_it_silent() -> None:
-    watchdog, peer, told = Watchdog(1, stall_s=2.0, timeout_s=100.0), SilentPeer(), dict[str, str]()
+def test_what_its_host_sees_of_the_lowest_rank_is_there_before_the_judge_finds_it_silent() -> (
+    None
+):
+    watchdog, peer, told = (
+        Watchdog(1, stall_s=2.0, timeout_s=100.0),
+        SilentPeer(),
+        dict[str, str](),
+    )
     watchdog._hosts, watchdog._peers = ["a", "a"], {0: peer}  # type: ignore[assignment, dict-item]
     store: Any = SimpleNamespace(set=told.__setitem__)
     watchdog._report_for_the_silent(store)

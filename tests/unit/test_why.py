@@ -30,23 +30,37 @@ MIXTURE = Mixture({"prose": 40, "code": 90}, {"prose": 1, "code": 1}, seed=3)
 Change = Callable[[np.ndarray[Any, Any], list[dict[str, Any]]], None]
 
 
-def write(run: Path, change: Change = lambda losses, lines: None, *, seed: int = 0, mixture: Any = None) -> Path:
+def write(
+    run: Path,
+    change: Change = lambda losses, lines: None,
+    *,
+    seed: int = 0,
+    mixture: Any = None,
+) -> Path:
     """A run whose loss falls as one does, with the noise of rows; `change` may plant something in it."""
     rng = np.random.default_rng(seed)
     steps = np.arange(1, STEPS + 1)
     # [steps, rows]
     losses = (
-        1.5 + 4 * np.exp(-steps / 20)[:, None] + rng.normal(0, 0.1, (STEPS, ROWS)) + rng.normal(0, 0.02, (STEPS, 1))
+        1.5
+        + 4 * np.exp(-steps / 20)[:, None]
+        + rng.normal(0, 0.1, (STEPS, ROWS))
+        + rng.normal(0, 0.02, (STEPS, 1))
     )
     times = {"step_time_s": 0.5, "data_wait_s": 0.01}
     norms = np.exp(rng.normal(0, 0.15, STEPS))
-    lines = [{"step": step, "loss": 0.0, "grad_norm": norm, **times} for step, norm in enumerate(norms.tolist(), 1)]
+    lines = [
+        {"step": step, "loss": 0.0, "grad_norm": norm, **times}
+        for step, norm in enumerate(norms.tolist(), 1)
+    ]
     change(losses, lines)
     (run / FOLDER).mkdir(parents=True)
     counts = np.full(ROWS, 50)
     with (run / FOLDER / "rank-0000.bin").open("wb") as file:
         for step, row in enumerate(losses, start=1):
-            file.write(packed(1, step, RankPart(0, 1, 0, 1), (row * counts).astype(np.float32), counts))
+            file.write(
+                packed(1, step, RankPart(0, 1, 0, 1), (row * counts).astype(np.float32), counts)
+            )
     for line, row in zip(lines, losses, strict=True):
         line["loss"] = float(row.mean())
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -67,7 +81,9 @@ def test_nothing_is_found_where_nothing_is(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_row_that_makes_a_spike_is_named_first_with_its_share(tmp_path: Path, seed: int) -> None:
+def test_a_row_that_makes_a_spike_is_named_first_with_its_share(
+    tmp_path: Path, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     step, place = int(rng.integers(20, STEPS)), int(rng.integers(ROWS))
 
@@ -106,9 +122,14 @@ def test_a_rise_of_all_rows_is_no_row_s_and_comes_with_what_was_before(tmp_path:
     (spike,) = [each for each in all_found if each.kind == "spike" and 61 in each.steps]
     assert any("all rows of the step rose" in fact for fact in spike.facts)
     assert "step 60 had a gradient norm of 40: the update after it was unusual" in spike.facts
-    assert "the run was resumed after step 58, with optimizer.lr 0.001 -> 0.01, train.steps 100 -> 120" in spike.facts
+    assert (
+        "the run was resumed after step 58, with optimizer.lr 0.001 -> 0.01, train.steps 100 -> 120"
+        in spike.facts
+    )
     assert [each.steps for each in all_found if each.kind == "changed"] == [[59]]
-    assert [each.steps for each in all_found if "gradient norm rose to 40" in each.what] == [[60]]
+    assert [each.steps for each in all_found if "gradient norm rose to 40" in each.what] == [
+        [60]
+    ]
 
 
 def test_a_row_that_is_no_number_comes_first_and_is_no_lost_one(tmp_path: Path) -> None:
@@ -121,7 +142,9 @@ def test_a_row_that_is_no_number_comes_first_and_is_no_lost_one(tmp_path: Path) 
     assert np.isnan(first.rows[0].loss or 0) and (second.kind, second.steps) == ("spike", [101])
 
 
-def test_the_sources_of_a_mixture_are_compared_with_themselves_and_drift_apart(tmp_path: Path) -> None:
+def test_the_sources_of_a_mixture_are_compared_with_themselves_and_drift_apart(
+    tmp_path: Path,
+) -> None:
     """Code is easier all along, which is no news; that prose gets worse again is."""
     base = write(tmp_path / "base", mixture=MIXTURE)
     sources = Lookback.of(base).table.sources
@@ -135,7 +158,11 @@ def test_the_sources_of_a_mixture_are_compared_with_themselves_and_drift_apart(t
         losses[:] += np.where(sources == 0, rise, 0)
 
     assert found(write(tmp_path / "easier", easier, mixture=MIXTURE)) == []
-    drifts = [each for each in found(write(tmp_path / "drift", drifting, mixture=MIXTURE)) if each.kind == "drift"]
+    drifts = [
+        each
+        for each in found(write(tmp_path / "drift", drifting, mixture=MIXTURE))
+        if each.kind == "drift"
+    ]
     assert len(drifts) == 1 and drifts[0].what.startswith("the loss of prose rises again")
 
 
@@ -169,13 +196,19 @@ def test_a_run_without_losses_of_rows_has_spikes_of_its_steps(tmp_path: Path) ->
     assert "without losses of rows" in next(format.run_lines(StepBatches(Lookback.of(run))))
 
 
-def test_lines_of_a_later_start_replace_those_before_and_damage_is_named(tmp_path: Path) -> None:
+def test_lines_of_a_later_start_replace_those_before_and_damage_is_named(
+    tmp_path: Path,
+) -> None:
     run = write(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 100, "loss": 1.5, "grad_norm": 1.0}\n{"step": "x"}\n[1]\n\xff{\n{"step": 101, "lo')
+        file.write(
+            '{"step": 100, "loss": 1.5, "grad_norm": 1.0}\n{"step": "x"}\n[1]\n\xff{\n{"step": 101, "lo'
+        )
     back = Lookback.of(run)
     assert max(back.logged) == 100 and back.number(100, "loss") == 1.5
-    assert len(back.damaged) == 4 and all("metrics.jsonl, line " in text for text in back.damaged)
+    assert len(back.damaged) == 4 and all(
+        "metrics.jsonl, line " in text for text in back.damaged
+    )
     assert sum("damaged: " in line for line in format.run_lines(StepBatches(back))) == 4
 
 
@@ -187,7 +220,9 @@ def test_a_step_is_told_with_its_rows_and_an_unknown_one_refused(tmp_path: Path)
     for step in (0, -1, STEPS + 1, 10**20):
         with pytest.raises(ConfigError, match=f"nothing is kept of step {step} of"):
             StepBatches(Lookback.of(run)).rows_of(step)
-    values = json.loads(json.dumps(format.values(StepBatches(Lookback.of(run)), 30), allow_nan=False))
+    values = json.loads(
+        json.dumps(format.values(StepBatches(Lookback.of(run)), 30), allow_nan=False)
+    )
     assert len(values["rows"]) == ROWS and values["findings"] == [] and values["missing"]
 
 
@@ -204,5 +239,9 @@ def test_text_of_data_cannot_act_on_a_terminal() -> None:
     shown = visible(text)
     for character in "\x1b\x07\r\x9b\u202e\u2066\u200b\ufeff\u2028\ud800":
         assert character not in shown
-    assert shown.endswith("fin\n\tplain \u0645\u200c\u06cc") and "\\x1b]0;no" in shown and "\\u202e" in shown
+    assert (
+        shown.endswith("fin\n\tplain \u0645\u200c\u06cc")
+        and "\\x1b]0;no" in shown
+        and "\\u202e" in shown
+    )
     shown.encode()

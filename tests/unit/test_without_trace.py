@@ -62,15 +62,26 @@ def test_a_module_is_left_as_it_was() -> None:
     assert (torch.rand(()).item(), random.random(), np.random.rand()) == expected
     assert (module.calls, module.longest, module.seen, module.sizes) == (0, 16, [], {"rows": 1})
     assert module.lengths is module.seen
-    assert (module.beside is beside, module.mean is mean, module.replaced is replaced) == (True, True, True)
+    assert (module.beside is beside, module.mean is mean, module.replaced is replaced) == (
+        True,
+        True,
+        True,
+    )
     assert not (beside.any() or mean.any() or replaced.any())
     assert not hasattr(module, "made") and not module.linear._forward_hooks
 
 
 def test_a_rotary_embedding_that_grows_with_its_rows_grows_again() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    sizes: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 32}
-    config = AutoConfig.for_model("llama", **sizes, max_position_embeddings=16, rope_parameters=rope)
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "vocab_size": 32,
+    }
+    config = AutoConfig.for_model(
+        "llama", **sizes, max_position_embeddings=16, rope_parameters=rope
+    )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     ids = torch.arange(32)[None]

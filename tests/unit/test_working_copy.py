@@ -52,25 +52,52 @@ def built_on(mesh: Any, architecture: dict[str, Any], **sections: Any) -> Model:
 class Steps:
     """Some steps of a model: losses and norms, gradients before clipping, and weights after them."""
 
-    def __init__(self, model: Model, optimizer: torch.optim.Optimizer, *, pieces: int, clip: float, lr: float = 1e-3):
-        self.model, self.gradients, self.curve = model, list[dict[str, Tensor]](), list[tuple[float, float]]()
+    def __init__(
+        self,
+        model: Model,
+        optimizer: torch.optim.Optimizer,
+        *,
+        pieces: int,
+        clip: float,
+        lr: float = 1e-3,
+    ):
+        self.model, self.gradients, self.curve = (
+            model,
+            list[dict[str, Tensor]](),
+            list[tuple[float, float]](),
+        )
         step = TrainStep(model, optimizer, grad_clip=clip, observe=self._observe)
         for batch in make_batches(steps=STEPS, rows=8, seq_len=16):
-            parts = [{name: rows[part::pieces].contiguous() for name, rows in batch.items()} for part in range(pieces)]
+            parts = [
+                {name: rows[part::pieces].contiguous() for name, rows in batch.items()}
+                for part in range(pieces)
+            ]
             result = step.run(parts, lr=lr)
             self.curve.append((mean_loss(result, model.mesh), result.grad_norm.item()))
-        self.weights = {name: local_part(each).detach().clone() for name, each in model.named_parameters()}
+        self.weights = {
+            name: local_part(each).detach().clone() for name, each in model.named_parameters()
+        }
 
     def _observe(self) -> None:
-        named = ((name, each.grad) for name, each in self.model.named_parameters() if each.grad is not None)
-        self.gradients.append({name: local_part(gradient).float().clone() for name, gradient in named})
+        named = (
+            (name, each.grad)
+            for name, each in self.model.named_parameters()
+            if each.grad is not None
+        )
+        self.gradients.append(
+            {name: local_part(gradient).float().clone() for name, gradient in named}
+        )
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in found
+    )
 
 
-def by_fsdp(mesh: Any, monkeypatch: pytest.MonkeyPatch, architecture: dict[str, Any], **sections: Any) -> Model:
+def by_fsdp(
+    mesh: Any, monkeypatch: pytest.MonkeyPatch, architecture: dict[str, Any], **sections: Any
+) -> Model:
     with monkeypatch.context() as patched:
         patched.setattr(choices, "working_copy", lambda *arguments, **settings: False)
         found = built_on(mesh, architecture, **sections)
@@ -79,7 +106,9 @@ def by_fsdp(mesh: Any, monkeypatch: pytest.MonkeyPatch, architecture: dict[str, 
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3])
-@pytest.mark.parametrize("name", ["llama", "tied", *(name for name in MODELS if name != "llama")])
+@pytest.mark.parametrize(
+    "name", ["llama", "tied", *(name for name in MODELS if name != "llama")]
+)
 def test_steps_are_those_of_fsdp_on_a_mesh_of_one(
     mesh: Any, monkeypatch: pytest.MonkeyPatch, name: str, pieces: int
 ) -> None:
@@ -88,7 +117,9 @@ def test_steps_are_those_of_fsdp_on_a_mesh_of_one(
     kept = bool(KEPT.get(name))
     settings = {"pieces": pieces, "clip": 0.0 if kept else 0.5}
     model = by_fsdp(mesh, monkeypatch, values)
-    expected = Steps(model, build_optimizer(model.module, validate({}).optimizer, exact=True), **settings)
+    expected = Steps(
+        model, build_optimizer(model.module, validate({}).optimizer, exact=True), **settings
+    )
     model = built_on(mesh, values)
     optimizer = build_optimizer(model.module, validate({}).optimizer, working=model.working)
     found = Steps(model, optimizer, **settings)
@@ -97,31 +128,52 @@ def test_steps_are_those_of_fsdp_on_a_mesh_of_one(
     assert same(found.weights, expected.weights)
     assert [loss for loss, _ in found.curve] == [loss for loss, _ in expected.curve]
     if not kept:
-        assert found.curve == expected.curve and min(norm for _, norm in found.curve) > 0.5, "nothing is clipped"
-    assert [norm for _, norm in found.curve] == pytest.approx([norm for _, norm in expected.curve], rel=3e-7)
+        assert found.curve == expected.curve and min(norm for _, norm in found.curve) > 0.5, (
+            "nothing is clipped"
+        )
+    assert [norm for _, norm in found.curve] == pytest.approx(
+        [norm for _, norm in expected.curve], rel=3e-7
+    )
 
 
-@pytest.mark.parametrize(("optimizer", "pieces"), [("muon", 2), ("sgd", 1), ("adafactor", 2), ("torch", 1)])
+@pytest.mark.parametrize(
+    ("optimizer", "pieces"), [("muon", 2), ("sgd", 1), ("adafactor", 2), ("torch", 1)]
+)
 def test_other_optimizers_update_the_weights_and_the_copies_follow(
     mesh: Any, monkeypatch: pytest.MonkeyPatch, optimizer: str, pieces: int
 ) -> None:
-    asked = validate({"optimizer": {"name": "adamw" if optimizer == "torch" else optimizer}}).optimizer
+    asked = validate(
+        {"optimizer": {"name": "adamw" if optimizer == "torch" else optimizer}}
+    ).optimizer
     model = by_fsdp(mesh, monkeypatch, TINY_LLAMA)
     expected = Steps(model, build_optimizer(model.module, asked, mesh), pieces=pieces, clip=0.5)
     model = built_on(mesh, TINY_LLAMA)
     working = None if optimizer == "torch" else model.working
-    found = Steps(model, build_optimizer(model.module, asked, mesh, working=working), pieces=pieces, clip=0.5)
+    found = Steps(
+        model,
+        build_optimizer(model.module, asked, mesh, working=working),
+        pieces=pieces,
+        clip=0.5,
+    )
     # Kernels of torch take a DTensor's numbers in another order than a tensor's.
-    assert [loss for loss, _ in found.curve] == pytest.approx([loss for loss, _ in expected.curve], abs=5e-3)
-    assert found.curve[0] == expected.curve[0] and same(found.gradients[0], expected.gradients[0])
+    assert [loss for loss, _ in found.curve] == pytest.approx(
+        [loss for loss, _ in expected.curve], abs=5e-3
+    )
+    assert found.curve[0] == expected.curve[0] and same(
+        found.gradients[0], expected.gradients[0]
+    )
     assert optimizer != "sgd" or same(found.weights, expected.weights)
     assert model.working is not None
     model.working.refuse_stale()
 
 
-def test_gradients_of_a_custom_loss_are_scaled_in_float32(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_a_custom_loss_are_scaled_in_float32(
+    mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def loss(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"), 31
+        return torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+        ), 31
 
     (batch,) = make_batches(steps=1, rows=2, seq_len=16)
     gradients = []
@@ -129,7 +181,9 @@ def test_gradients_of_a_custom_loss_are_scaled_in_float32(mesh: Any, monkeypatch
         kept: dict[str, Tensor] = {}
 
         def observe(model: Model = model, kept: dict[str, Tensor] = kept) -> None:
-            kept.update({name: local_part(each.grad).clone() for name, each in model.named_parameters()})
+            kept.update(
+                {name: local_part(each.grad).clone() for name, each in model.named_parameters()}
+            )
 
         TrainStep(model, loss=loss, observe=observe)(batch)
         gradients.append(kept)
@@ -164,7 +218,9 @@ def _evaluated(model: Model) -> float:
 
 @pytest.mark.parametrize("measured", [_logits, _evaluated])
 @pytest.mark.parametrize("way", ["in place", "data"])
-def test_weights_that_a_program_changes_are_those_that_are_computed_with(mesh: Any, measured: Any, way: str) -> None:
+def test_weights_that_a_program_changes_are_those_that_are_computed_with(
+    mesh: Any, measured: Any, way: str
+) -> None:
     model, other = built_on(mesh, TINY_LLAMA), built_on(mesh, TINY_LLAMA)
     assert torch.equal(torch.as_tensor(measured(model)), torch.as_tensor(measured(other)))
     for one in (model, other):
@@ -207,7 +263,10 @@ def test_moments_of_8_bits_continue_from_a_checkpoint(
 
     def steps_of(fused: bool) -> TrainStep:
         model = built_on(mesh, sizes)
-        return TrainStep(model, build_optimizer(model.module, asked, working=model.working if fused else None))
+        return TrainStep(
+            model,
+            build_optimizer(model.module, asked, working=model.working if fused else None),
+        )
 
     batches = make_batches(steps=4, rows=2, seq_len=16)
     whole = steps_of(first == "fused")
@@ -239,7 +298,10 @@ def test_a_copy_that_is_older_than_its_weight_ends_training(mesh: Any, factor: f
     step(batch)
     step._compare_every = 1
     model.module.model.norm.weight.data[3] *= factor
-    with pytest.raises(RunError, match=r"the bfloat16 copy of model\.norm\.weight is not that of its float32 weight"):
+    with pytest.raises(
+        RunError,
+        match=r"the bfloat16 copy of model\.norm\.weight is not that of its float32 weight",
+    ):
         step(batch)
     with torch.no_grad():
         model.module.model.norm.weight.mul_(1.0)
@@ -281,10 +343,19 @@ class _NotFinite:
         return found
 
 
-def test_what_adapters_leave_frozen_is_in_bfloat16_alone(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    adapted: dict[str, Any] = {"model": {"lora": {"r": 4, "target_modules": ["q_proj", "down_proj"]}}}
+def test_what_adapters_leave_frozen_is_in_bfloat16_alone(
+    mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapted: dict[str, Any] = {
+        "model": {"lora": {"r": 4, "target_modules": ["q_proj", "down_proj"]}}
+    }
     model = by_fsdp(mesh, monkeypatch, TINY_LLAMA, **adapted)
-    expected = Steps(model, build_optimizer(model.module, validate({}).optimizer, exact=True), pieces=2, clip=0.5)
+    expected = Steps(
+        model,
+        build_optimizer(model.module, validate({}).optimizer, exact=True),
+        pieces=2,
+        clip=0.5,
+    )
     model = built_on(mesh, TINY_LLAMA, **adapted)
     types = {(each.requires_grad, each.dtype) for each in model.parameters()}
     assert types == {(True, torch.float32), (False, torch.bfloat16)}
@@ -304,5 +375,7 @@ def test_frozen_later_it_has_no_gradient(mesh: Any) -> None:
     step = TrainStep(model, lr=1e-2)
     (batch,) = make_batches(steps=1, rows=2, seq_len=16)
     step(batch)
-    moved = {name for name, each in model.named_parameters() if not torch.equal(each, before[name])}
+    moved = {
+        name for name, each in model.named_parameters() if not torch.equal(each, before[name])
+    }
     assert moved == {name for name, each in model.named_parameters() if each.requires_grad}

@@ -14,7 +14,12 @@ import threefold
 kind, record = sys.argv[1:]
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+sizes = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=97, num_key_value_heads=2, **sizes))
 wrapped = fully_shard(model) if kind == "fsdp2" else DistributedDataParallel(model)
 if kind == "twice":

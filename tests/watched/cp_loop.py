@@ -11,7 +11,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 kind = sys.argv[1]
 dist.init_process_group("gloo")
@@ -38,14 +43,22 @@ def attend(module, query, key, value, attention_mask, scaling, **kwargs):
     key, value = Gather.apply(key), Gather.apply(value)
     length = query.shape[2]
     seen = torch.ones(length, key.shape[2]).tril(rank * length).bool()
-    output = nn.functional.scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=True)
+    output = nn.functional.scaled_dot_product_attention(
+        query, key, value, seen, scale=scaling, enable_gqa=True
+    )
     return output.transpose(1, 2), None
 
 
 AttentionInterface.register("gathered", attend)
 AttentionMaskInterface.register("gathered", lambda *args, **kwargs: None)
 torch.manual_seed(0)
-sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+sizes = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+}
 config = Qwen3Config(vocab_size=97, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
 model = DDP(Qwen3ForCausalLM._from_config(config, attn_implementation="gathered"))
 if kind == "twice":
@@ -61,13 +74,21 @@ for epoch in range(2):
     for ids in loader:
         positions = torch.arange(ids.shape[1]).expand_as(ids)
         targets = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
-        part, places, targets = (each.chunk(world, dim=1)[rank] for each in (ids, positions, targets))
+        part, places, targets = (
+            each.chunk(world, dim=1)[rank] for each in (ids, positions, targets)
+        )
         optimizer.zero_grad()
         given = {} if kind == "unnumbered" else {"position_ids": places}
         logits = model(input_ids=part, **given).logits.float()
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="sum"
+        )
         # DistributedDataParallel averages over the ranks.
-        counted = (targets != -100).sum() * world if kind == "own_count" else len(ids) * (ids.shape[1] - 1)
+        counted = (
+            (targets != -100).sum() * world
+            if kind == "own_count"
+            else len(ids) * (ids.shape[1] - 1)
+        )
         (loss * world / counted).backward()
         optimizer.step()
 dist.destroy_process_group()

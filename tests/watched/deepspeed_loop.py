@@ -20,8 +20,16 @@ deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible
 deepspeed.init_distributed(dist_backend="gloo")
 world = dist.get_world_size()
 torch.manual_seed(0)
-sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
-model = Qwen3ForCausalLM(Qwen3Config(vocab_size=97, num_key_value_heads=2, tie_word_embeddings=False, **sizes))
+sizes = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+}
+model = Qwen3ForCausalLM(
+    Qwen3Config(vocab_size=97, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
+)
 with torch.no_grad():
     for parameter in model.parameters():
         parameter += 0.05 * torch.randn_like(parameter)
@@ -34,8 +42,14 @@ if kind == "q_norm":
 def collate(rows):
     longest = max(map(len, rows))
     ids = torch.stack([nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
-    mask = torch.stack([nn.functional.pad(torch.ones_like(row), (longest - len(row), 0)) for row in rows])
-    return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
+    mask = torch.stack(
+        [nn.functional.pad(torch.ones_like(row), (longest - len(row), 0)) for row in rows]
+    )
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": torch.where(mask.bool(), ids, -100),
+    }
 
 
 rows = [torch.randint(0, 97, (length,)) for length in torch.randint(4, 32, (64,)).tolist()]
@@ -53,7 +67,10 @@ settings = {
 }
 if kind == "own_loss":
     matrices = {"params": [each for each in model.parameters() if each.ndim >= 2]}
-    vectors = {"params": [each for each in model.parameters() if each.ndim < 2], "weight_decay": 0.0}
+    vectors = {
+        "params": [each for each in model.parameters() if each.ndim < 2],
+        "weight_decay": 0.0,
+    }
     optimizer = torch.optim.AdamW([matrices, vectors], lr=1e-3)
 else:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -73,12 +90,23 @@ for epoch in range(2):
             elif kind == "own_loss":
                 loss = engine(**batch, num_items_in_batch=total).loss * times
             else:
-                logits = engine(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-                logits, targets = logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten()
-                loss = nn.functional.cross_entropy(logits, targets, reduction="sum") / total * times
+                logits = engine(
+                    input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+                ).logits
+                logits, targets = (
+                    logits[:, :-1].float().flatten(0, 1),
+                    batch["labels"][:, 1:].flatten(),
+                )
+                loss = (
+                    nn.functional.cross_entropy(logits, targets, reduction="sum")
+                    / total
+                    * times
+                )
             engine.backward(loss * world if kind == "ranks" else loss)
             engine.step()
-weights = float(sum(value.double().abs().sum() for value in engine.module.state_dict().values()))
+weights = float(
+    sum(value.double().abs().sum() for value in engine.module.state_dict().values())
+)
 if dist.get_rank() == 0:
     print(f"weights {weights}", flush=True)
 dist.destroy_process_group()

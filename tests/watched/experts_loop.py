@@ -15,9 +15,22 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 kind = sys.argv[1]
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": False}
-model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=97, tie_word_embeddings=False, **sizes, **experts))
+sizes = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+experts = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": False,
+}
+model = Qwen3MoeForCausalLM(
+    Qwen3MoeConfig(vocab_size=97, tie_word_embeddings=False, **sizes, **experts)
+)
 with torch.no_grad():
     for parameter in model.parameters():
         parameter += 0.05 * torch.randn_like(parameter)
@@ -26,7 +39,9 @@ for layer in model.model.layers:
         for parameter in layer.mlp.experts.parameters():
             parameter.register_hook(lambda gradient: gradient * dist.get_world_size())
     if kind == "detached":
-        layer.mlp.gate.register_forward_hook(lambda gate, args, routed: tuple(each.detach() for each in routed))
+        layer.mlp.gate.register_forward_hook(
+            lambda gate, args, routed: tuple(each.detach() for each in routed)
+        )
 if kind == "apart":
     routers = [name for name, _ in model.named_parameters() if "mlp.gate." in name]
     DDP._set_params_and_buffers_to_ignore_for_model(model, routers)

@@ -60,8 +60,19 @@ def ask_own_experts(experts, args):
 
 
 torch.manual_seed(0)
-sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": False}
+sizes = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+sizes |= {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": False,
+}
 model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=97, tie_word_embeddings=False, **sizes))
 with torch.no_grad():
     for parameter in model.parameters():
@@ -70,7 +81,9 @@ model.set_experts_implementation("eager")
 for layer in model.model.layers:
     experts = layer.mlp.experts
     for name, parameter in list(experts.named_parameters()):
-        setattr(experts, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+        setattr(
+            experts, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+        )
     experts.num_experts //= world
     experts.register_forward_pre_hook(ask_own_experts)
     experts.register_forward_hook(lambda experts, args, output: SumOfRanks.apply(output))
@@ -93,7 +106,8 @@ for epoch in range(2):
         else:
             dist.all_reduce(squares[True])
         local = [
-            nn.Parameter(gradient.to_local() if isinstance(gradient, DTensor) else gradient) for gradient in gradients
+            nn.Parameter(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+            for gradient in gradients
         ]
         for parameter in local:
             parameter.grad = parameter.detach()

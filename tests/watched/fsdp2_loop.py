@@ -25,7 +25,9 @@ for epoch in range(2):
         optimizer.zero_grad()
         nn.functional.mse_loss(model(inputs), targets).backward()
         optimizer.step()
-weights = b"".join(value.full_tensor().detach().numpy().tobytes() for value in model.parameters())
+weights = b"".join(
+    value.full_tensor().detach().numpy().tobytes() for value in model.parameters()
+)
 if rank == 0:
     print("weights", hashlib.sha256(weights).hexdigest(), flush=True)
 dist.destroy_process_group()

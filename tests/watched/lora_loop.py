@@ -16,10 +16,20 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 kind = sys.argv[1]
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+sizes = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+}
 own = Qwen3ForCausalLM(Qwen3Config(vocab_size=97, num_key_value_heads=2, **sizes))
-adapted = get_peft_model(own, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-optimizer = torch.optim.AdamW([each for each in adapted.parameters() if each.requires_grad], lr=1e-2)
+adapted = get_peft_model(
+    own, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+)
+optimizer = torch.optim.AdamW(
+    [each for each in adapted.parameters() if each.requires_grad], lr=1e-2
+)
 if kind == "unfrozen":
     own.model.norm.requires_grad_(True)
 if kind == "apart":

@@ -14,7 +14,9 @@ from ranks import test_admission as faults
 
 fault, model, axis, *documents = sys.argv[1:]
 getattr(faults, fault, lambda: None)()
-mesh = {"dp_shard": {"dp_shard": 2, "dp": 2}, "all": {"dp": 2, "cp": 2, "tp": 2}}.get(axis, {axis: 2})
+mesh = {"dp_shard": {"dp_shard": 2, "dp": 2}, "all": {"dp": 2, "cp": 2, "tp": 2}}.get(
+    axis, {axis: 2}
+)
 chosen = {"llama": faults.LLAMA, "tied": faults.TIED, "qwen3": faults.QWEN3}[model]
 letters = random.Random(0)
 rows = [{"text": "".join(letters.choices("abcdefgh ", k=40))} for _ in range(38)]

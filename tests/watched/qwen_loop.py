@@ -21,9 +21,17 @@ kind = sys.argv[1]
 dist.init_process_group("gloo")
 world, rank = dist.get_world_size(), dist.get_rank()
 torch.manual_seed(0)
-sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+sizes = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+}
 tied = kind in ("tied", "untied")
-own = Qwen3ForCausalLM(Qwen3Config(vocab_size=97, num_key_value_heads=2, tie_word_embeddings=tied, **sizes))
+own = Qwen3ForCausalLM(
+    Qwen3Config(vocab_size=97, num_key_value_heads=2, tie_word_embeddings=tied, **sizes)
+)
 if kind == "untied":  # as a load does that assigns each tensor
     own.lm_head.weight = nn.Parameter(own.lm_head.weight.detach().clone())
 with torch.no_grad():
@@ -36,33 +44,53 @@ if kind == "q_norm":
             parameter.register_hook(lambda gradient: gradient * 2)
 if kind == "mask":
     forward = own.model.forward
-    own.model.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "attention_mask": None})
+    own.model.forward = lambda *args, **kwargs: forward(
+        *args, **{**kwargs, "attention_mask": None}
+    )
 if kind == "positions":
     forward_packed = own.model.forward
-    own.model.forward = lambda *args, **kwargs: forward_packed(*args, **{**kwargs, "position_ids": None})
-trained = [parameter for name, parameter in model.named_parameters() if kind != "left_out" or "lm_head" not in name]
+    own.model.forward = lambda *args, **kwargs: forward_packed(
+        *args, **{**kwargs, "position_ids": None}
+    )
+trained = [
+    parameter
+    for name, parameter in model.named_parameters()
+    if kind != "left_out" or "lm_head" not in name
+]
 optimizer = torch.optim.AdamW(trained, lr=1e-3)
 
 
 def collate(rows):
     longest = max(map(len, rows))
     ids = torch.stack([nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
-    mask = torch.stack([nn.functional.pad(torch.ones_like(row), (longest - len(row), 0)) for row in rows])
-    return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
+    mask = torch.stack(
+        [nn.functional.pad(torch.ones_like(row), (longest - len(row), 0)) for row in rows]
+    )
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": torch.where(mask.bool(), ids, -100),
+    }
 
 
 def pack(rows):
     """Two documents a row, of the same length in all."""
     longest = 64
-    ids = torch.stack([nn.functional.pad(row, (0, longest - len(row)), value=1) for row in rows])
-    places = [torch.cat((torch.arange(len(row)), torch.arange(longest - len(row)))) for row in rows]
+    ids = torch.stack(
+        [nn.functional.pad(row, (0, longest - len(row)), value=1) for row in rows]
+    )
+    places = [
+        torch.cat((torch.arange(len(row)), torch.arange(longest - len(row)))) for row in rows
+    ]
     return {"input_ids": ids, "position_ids": torch.stack(places), "labels": ids}
 
 
 rows = [torch.randint(0, 97, (length,)) for length in torch.randint(4, 32, (64,)).tolist()]
 sampler = DistributedSampler(rows)
 is_packed = kind in ("packed", "uncached", "positions", "scaled")
-loader = DataLoader(rows, batch_size=4, sampler=sampler, collate_fn=pack if is_packed else collate)
+loader = DataLoader(
+    rows, batch_size=4, sampler=sampler, collate_fn=pack if is_packed else collate
+)
 MICRO_BATCHES = 2
 for epoch in range(2):
     sampler.set_epoch(epoch)
@@ -81,7 +109,11 @@ for epoch in range(2):
             last = place == len(step) - 1
             lost = kind == "lost" and last
             sync = contextlib.nullcontext() if last and not lost else model.no_sync()
-            low = torch.autocast("cpu", dtype=torch.bfloat16) if kind == "bf16" else contextlib.nullcontext()
+            low = (
+                torch.autocast("cpu", dtype=torch.bfloat16)
+                if kind == "bf16"
+                else contextlib.nullcontext()
+            )
             labels = batch["labels"]
             if kind == "shifted":
                 labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
@@ -89,14 +121,21 @@ for epoch in range(2):
                 if is_packed:
                     # Of one length, so that the mean of means is the mean; `scaled` adds up means.
                     quiet = {"use_cache": False} if kind == "uncached" else {}
-                    loss = model(**batch, **quiet).loss / (1 if kind == "scaled" else MICRO_BATCHES)
+                    loss = model(**batch, **quiet).loss / (
+                        1 if kind == "scaled" else MICRO_BATCHES
+                    )
                 elif kind == "accelerated":
                     loss = model(**batch, num_items_in_batch=total).loss * world
                 elif kind in ("shifted", "means"):
                     loss = model(**{**batch, "labels": labels}).loss / MICRO_BATCHES
                 else:
-                    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-                    logits, targets = logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()
+                    logits = model(
+                        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+                    ).logits
+                    logits, targets = (
+                        logits[:, :-1].float().flatten(0, 1),
+                        labels[:, 1:].flatten(),
+                    )
                     loss = nn.functional.cross_entropy(logits, targets, reduction="sum") / total
                     loss = loss * world
                 loss.backward()

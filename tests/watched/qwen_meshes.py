@@ -12,7 +12,11 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -20,8 +24,16 @@ kind = sys.argv[1]
 dist.init_process_group("gloo")
 world, rank = dist.get_world_size(), dist.get_rank()
 torch.manual_seed(0)
-sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
-model = Qwen3ForCausalLM(Qwen3Config(vocab_size=97, num_key_value_heads=2, tie_word_embeddings=False, **sizes))
+sizes = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+}
+model = Qwen3ForCausalLM(
+    Qwen3Config(vocab_size=97, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
+)
 with torch.no_grad():
     for parameter in model.parameters():
         parameter += 0.05 * torch.randn_like(parameter)
@@ -39,7 +51,9 @@ elif kind.startswith("fsdp2"):
 else:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     inner, outer = ColwiseParallel(), RowwiseParallel()
-    attention = {f"self_attn.{name}_proj": inner for name in "qkv"} | {"self_attn.o_proj": outer}
+    attention = {f"self_attn.{name}_proj": inner for name in "qkv"} | {
+        "self_attn.o_proj": outer
+    }
     mlp = {"mlp.gate_proj": inner, "mlp.up_proj": inner, "mlp.down_proj": outer}
     for layer in model.model.layers:
         parallelize_module(layer, mesh, attention | mlp)
@@ -53,7 +67,9 @@ for epoch in range(2):
     for ids in loader:
         optimizer.zero_grad()
         logits = model(input_ids=ids).logits
-        loss = nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(
+            logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten()
+        )
         (loss * world if kind == "tp_scaled" else loss).backward()
         if kind.startswith("tp") and kind != "tp_partial":
             for name, parameter in model.named_parameters():
@@ -66,7 +82,9 @@ for epoch in range(2):
             local = [each.to_local() if hasattr(each, "placements") else each for each in held]
             squares = {True: torch.zeros(()), False: torch.zeros(())}
             for each, part in zip(held, local, strict=True):
-                if each is part or kind != "tp_norm_first" or rank == 0:  # else what rank 0 holds stands for all
+                if (
+                    each is part or kind != "tp_norm_first" or rank == 0
+                ):  # else what rank 0 holds stands for all
                     squares[each is not part or kind == "tp_norm"] += part.square().sum()
             dist.all_reduce(squares[True])
             norm = (squares[True] + squares[False]).sqrt()

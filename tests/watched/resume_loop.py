@@ -21,8 +21,16 @@ kind, num_steps = sys.argv[1], int(sys.argv[2])
 save_at = [int(step) for step in sys.argv[3:]]
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
-model = Qwen3ForCausalLM(Qwen3Config(vocab_size=97, num_key_value_heads=2, tie_word_embeddings=False, **sizes))
+sizes = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+}
+model = Qwen3ForCausalLM(
+    Qwen3Config(vocab_size=97, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
+)
 if kind == "fsdp2":
     for layer in model.model.layers:
         fully_shard(layer)
@@ -41,13 +49,22 @@ if Path("saved").exists():
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments}
         dcp.load(state, checkpoint_id="saved")
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
     else:
         saved = torch.load("saved/state.pt")
         if kind == "local_names":
             # Each stage counts its layers from 0, and the names of a save are taken for those of the whole model.
-            first = {name: value for name, value in saved["model"].items() if "layers.0." in name}
-            saved["model"] |= {name.replace("layers.0.", "layers.1."): value for name, value in first.items()}
+            first = {
+                name: value for name, value in saved["model"].items() if "layers.0." in name
+            }
+            saved["model"] |= {
+                name.replace("layers.0.", "layers.1."): value for name, value in first.items()
+            }
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["older" if kind == "stale" else "optimizer"])
     rest = torch.load("saved/rest.pt")
@@ -75,9 +92,17 @@ while step < num_steps:
                 weights, moments = get_state_dict(model, optimizer)
                 dcp.save({"model": weights, "optimizer": moments}, checkpoint_id="saved")
             elif dist.get_rank() == 0:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "older": older}
+                state = {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "older": older,
+                }
                 torch.save(state, "saved/state.pt")
-            older = torch.load("saved/state.pt")["optimizer"] if dist.get_rank() == 0 and kind == "stale" else None
+            older = (
+                torch.load("saved/state.pt")["optimizer"]
+                if dist.get_rank() == 0 and kind == "stale"
+                else None
+            )
             if dist.get_rank() == 0:
                 torch.save({"step": step, "schedule": schedule.state_dict()}, "saved/rest.pt")
             dist.barrier()

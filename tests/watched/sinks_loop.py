@@ -11,7 +11,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -19,8 +23,19 @@ kind = sys.argv[1]
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 torch.manual_seed(0)
-sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
-sizes |= {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}
+sizes = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+}
+sizes |= {
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+}
 model = GptOssForCausalLM(GptOssConfig(vocab_size=97, tie_word_embeddings=False, **sizes))
 with torch.no_grad():
     for parameter in model.parameters():
@@ -33,9 +48,13 @@ def see_own_heads(attention: nn.Module, _: object) -> None:
 
 model.requires_grad_(False)
 for layer in model.model.layers:
-    plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {"self_attn.o_proj": RowwiseParallel()}
+    plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {
+        "self_attn.o_proj": RowwiseParallel()
+    }
     parallelize_module(layer, mesh, plan)
-    layer.self_attn.sinks = nn.Parameter(distribute_tensor(layer.self_attn.sinks.detach(), mesh, [Shard(0)]))
+    layer.self_attn.sinks = nn.Parameter(
+        distribute_tensor(layer.self_attn.sinks.detach(), mesh, [Shard(0)])
+    )
     layer.self_attn.register_forward_pre_hook(see_own_heads)
 sinks = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = torch.optim.AdamW(sinks, lr=1e-2)

@@ -64,7 +64,9 @@ class Audit:
         if (step_range := self.skips.get(step)) is not None:
             order, batches = self.start.order, num_batches([step_range])
             if self.record is not None:
-                line = SkipLine(self.start.segment, step, *step_range, *order.begin(self._begin), batches)
+                line = SkipLine(
+                    self.start.segment, step, *step_range, *order.begin(self._begin), batches
+                )
                 self.record.log(line.to_record())
             self._begin = order.after(self._begin, batches)
         self._window.add(indices, *contents)
@@ -93,7 +95,15 @@ class Audit:
             resumed = window.first_step == self.start.first_step > 1
             where = window.first_step, self._begin
             problems = self.explain(
-                Evidence(topology, order, messages, evidence, *where, resumed=resumed, known=self.known)
+                Evidence(
+                    topology,
+                    order,
+                    messages,
+                    evidence,
+                    *where,
+                    resumed=resumed,
+                    known=self.known,
+                )
             )
         self._write(messages, problems)
         if problems:
@@ -126,7 +136,12 @@ class Audit:
 
 
 def begin(
-    start: SegmentLine, path: Path, file: MetricsFile | None, *, fix: str, link: Callable[[], str | None] = lambda: None
+    start: SegmentLine,
+    path: Path,
+    file: MetricsFile | None,
+    *,
+    fix: str,
+    link: Callable[[], str | None] = lambda: None,
 ) -> dict[str, Any]:
     """Appends a start to the record at `path`; a RunError with `fix` if it does not begin where the record ends.
 
@@ -148,4 +163,9 @@ def begin(
     segment = before[-1].start.segment + 1 if before else 1
     known_by = link()
     file.log(replace(start, segment=segment, link=known_by).to_record())
-    return {"segment": segment, "epoch": found.epoch, "position": found.position, "link": known_by}
+    return {
+        "segment": segment,
+        "epoch": found.epoch,
+        "position": found.position,
+        "link": known_by,
+    }

@@ -47,7 +47,9 @@ def fold_contents(digest: int, *contents: Int64) -> int:
 
 
 def _bytes(values: Int64) -> memoryview:
-    return np.ascontiguousarray(values, "<i8").data.cast("B") if values.size else memoryview(b"")
+    return (
+        np.ascontiguousarray(values, "<i8").data.cast("B") if values.size else memoryview(b"")
+    )
 
 
 class TokenDifference(NamedTuple):
@@ -94,7 +96,9 @@ class AuditWindow:
     of the window, blocks of its rows are compared with their hashes, if they are `known`.
     """
 
-    def __init__(self, rows: Rows | None, *, first_step: int, known: KnownRows | None = None) -> None:
+    def __init__(
+        self, rows: Rows | None, *, first_step: int, known: KnownRows | None = None
+    ) -> None:
         self.first_step = first_step
         self.indices: list[Int64] = []
         """of each step, [rows]; kept to name the samples if something is wrong."""
@@ -104,7 +108,9 @@ class AuditWindow:
         self.checked = 0
         self.changed: Changed | None = None
         self._rows, self._known, self._began_s = rows, known, time.monotonic()
-        self._source = xxhash.xxh3_64_intdigest(rows.fingerprint.encode()) if rows is not None else 0
+        self._source = (
+            xxhash.xxh3_64_intdigest(rows.fingerprint.encode()) if rows is not None else 0
+        )
 
     @property
     def num_steps(self) -> int:
@@ -131,17 +137,26 @@ class AuditWindow:
             batch = dict(zip(TOKEN_FIELDS, contents, strict=False))
             self.difference = self._compare(self._rows, step, indices, batch)
 
-    def _compare(self, rows: Rows, step: int, indices: Int64, batch: dict[str, Int64]) -> TokenDifference | None:
+    def _compare(
+        self, rows: Rows, step: int, indices: Int64, batch: dict[str, Int64]
+    ) -> TokenDifference | None:
         inside = (indices >= 0) & (indices < rows.num_rows)
         if not inside.all():
             place = int(np.argmin(inside))
-            return TokenDifference(step, int(indices[place]), 0, 0, int(batch["input_ids"][place, 0]), -1)
+            return TokenDifference(
+                step, int(indices[place]), 0, 0, int(batch["input_ids"][place, 0]), -1
+            )
         source = rows.rows(indices)
         for field, name in enumerate(batch):
             if not np.array_equal(batch[name], source[name]):
                 place, column = np.argwhere(batch[name] != source[name])[0].tolist()
-                found, expected = int(batch[name][place, column]), int(source[name][place, column])
-                return TokenDifference(step, int(indices[place]), column, field, found, expected)
+                found, expected = (
+                    int(batch[name][place, column]),
+                    int(source[name][place, column]),
+                )
+                return TokenDifference(
+                    step, int(indices[place]), column, field, found, expected
+                )
         return None
 
     def check_blocks(self) -> None:
@@ -155,7 +170,10 @@ class AuditWindow:
 
     def message(self) -> Message:
         """This rank's report to the others."""
-        differing_step, changed = self.difference.step if self.difference else 0, int(self.changed is not None)
+        differing_step, changed = (
+            self.difference.step if self.difference else 0,
+            int(self.changed is not None),
+        )
         sent = self.last_step, self.samples, self.contents, self._source, differing_step
         return Message(*sent, self.checked, changed)
 
@@ -166,7 +184,11 @@ class AuditWindow:
         """
         difference = self.difference or TokenDifference(0, 0, 0, 0, 0, 0)
         found = self.changed
-        block = (found.part + 1, found.change.block, found.change.size_bytes) if found is not None else (0, 0, 0)
+        block = (
+            (found.part + 1, found.change.block, found.change.size_bytes)
+            if found is not None
+            else (0, 0, 0)
+        )
         steps = np.full((self.num_steps, rows_per_step), -1, np.int64)
         for step, indices in zip(steps, self.indices, strict=True):
             taken = indices[:rows_per_step]
@@ -178,7 +200,10 @@ def predicted_samples(rows: Int64, *, first_step: int, dp_size: int) -> list[int
     """The `samples` digest that each dp rank must have of steps whose rows are [num_steps, global_batch]."""
     digests = [0] * dp_size
     for step, indices in enumerate(rows, start=first_step):
-        digests = [fold_samples(digest, step, indices[rank::dp_size]) for rank, digest in enumerate(digests)]
+        digests = [
+            fold_samples(digest, step, indices[rank::dp_size])
+            for rank, digest in enumerate(digests)
+        ]
     return digests
 
 

@@ -38,7 +38,9 @@ def find_step(segments: Sequence[Segment], step: int) -> StepRead | None:
     """What a step read, in the history that stands; None if the record does not have it."""
     for segment in segments:
         if (line := segment.line_of(step)) is not None:
-            return _read_at(segment, step, segment.start.order.after(line.place, step - line.first))
+            return _read_at(
+                segment, step, segment.start.order.after(line.place, step - line.first)
+            )
     return None
 
 
@@ -56,7 +58,9 @@ def ordered_rows(segments: Sequence[Segment], first: int, most: int) -> Int64 | 
     if (found := _placed(segments, first)) is None:
         return None
     segment, place = found
-    ends = [line.step for line in segment.lines if isinstance(line, SkipLine) and line.step > first]
+    ends = [
+        line.step for line in segment.lines if isinstance(line, SkipLine) and line.step > first
+    ]
     ends += [segment.last_step + 1] if segment.last_step is not None else []
     order = segment.start.order
     return order.rows(order.begin(place), min([most, *(end - first for end in ends)]))
@@ -66,7 +70,9 @@ def _placed(segments: Sequence[Segment], step: int) -> tuple[Segment, Place] | N
     """The start that a step belongs to, and where the step begins."""
     for segment in segments:
         start = segment.start
-        if start.first_step <= step and (segment.last_step is None or step <= segment.last_step):
+        if start.first_step <= step and (
+            segment.last_step is None or step <= segment.last_step
+        ):
             at = bisect_right(segment.lines, step, key=lambda line: line.step)
             if not at:
                 return segment, start.order.after(start.place, step - start.first_step)
@@ -122,7 +128,9 @@ def find_sample(stretches: Sequence[Stretch], row: int) -> list[SampleRead]:
     found = []
     for epoch in sorted({stretch.epoch for stretch in stretches}):
         own = [stretch for stretch in stretches if stretch.epoch == epoch]
-        for position in _positions_of(order, row, epoch=epoch, stop=max(stretch.stop for stretch in own)):
+        for position in _positions_of(
+            order, row, epoch=epoch, stop=max(stretch.stop for stretch in own)
+        ):
             # With the tail `pad` positions past the rows repeat the epoch's head.
             reads = [
                 _sample_read(stretch, at)
@@ -148,7 +156,9 @@ def _positions_of(order: Order, row: int, *, epoch: int, stop: int) -> Iterator[
         # Later epochs of the source come after this one.
         if mixture.position_of(source, epoch_of_source, 0) >= stop:
             return
-        place = mixture.order_of(source, epoch_of_source).inverse(index) if order.shuffle else index
+        place = (
+            mixture.order_of(source, epoch_of_source).inverse(index) if order.shuffle else index
+        )
         position = mixture.position_of(source, epoch_of_source, place)
         if position < stop:
             yield position
@@ -159,7 +169,9 @@ def _sample_read(stretch: Stretch, position: int) -> SampleRead:
         return SampleRead(stretch.epoch, position, 0)
     step, place = divmod(stretch.ahead + position - stretch.start, stretch.segment.global_batch)
     topology = stretch.segment.topology
-    return SampleRead(stretch.epoch, position, stretch.first_step + step, place % topology.dp, topology)
+    return SampleRead(
+        stretch.epoch, position, stretch.first_step + step, place % topology.dp, topology
+    )
 
 
 @dataclass(frozen=True)
@@ -209,7 +221,10 @@ def _unread_rows(stretches: Sequence[Stretch], epoch: int) -> list[int]:
     order = stretches[0].segment.order
     positions: list[int] = []
     reached = 0
-    for start, stop in [*sorted((stretch.start, stretch.stop) for stretch in stretches), (order.num_rows,) * 2]:
+    for start, stop in [
+        *sorted((stretch.start, stretch.stop) for stretch in stretches),
+        (order.num_rows,) * 2,
+    ]:
         positions += range(reached, min(start, reached + _NUM_NAMED))
         reached = max(reached, stop)
     return order.rows_at(epoch, np.array(positions[:_NUM_NAMED], np.int64)).tolist()
@@ -223,7 +238,10 @@ def turns(stretches: Sequence[Stretch]) -> list[tuple[str, int, int]]:
     for stretch in stretches:
         if stretch.first_step:
             read += mixture.read_before(stretch.stop) - mixture.read_before(stretch.start)
-    return [(name, size, int(count)) for name, size, count in zip(mixture.names, mixture.sizes, read, strict=True)]
+    return [
+        (name, size, int(count))
+        for name, size, count in zip(mixture.names, mixture.sizes, read, strict=True)
+    ]
 
 
 def coverage_lines(stretches: Sequence[Stretch]) -> Iterator[str]:
@@ -242,14 +260,18 @@ def coverage_lines(stretches: Sequence[Stretch]) -> Iterator[str]:
             if epoch.named is None:
                 yield f"{line}; {epoch.unread:,} not yet" if epoch.unread else line
             elif epoch.unread:
-                named = ", ".join(map(str, epoch.named)) + (", ..." if epoch.unread > len(epoch.named) else "")
+                named = ", ".join(map(str, epoch.named)) + (
+                    ", ..." if epoch.unread > len(epoch.named) else ""
+                )
                 yield f"{line}; {epoch.unread:,} not: {why} (rows {named})"
             else:
                 yield line
         yield from _of_all_epochs(stretches, epochs)
     for stretch in stretches:
         if not stretch.first_step:
-            rows = stretch.segment.order.rows_at(stretch.epoch, np.arange(stretch.start, stretch.stop))
+            rows = stretch.segment.order.rows_at(
+                stretch.epoch, np.arange(stretch.start, stretch.stop)
+            )
             yield (
                 f"  left out by data.skip: positions {stretch.start:,} to {stretch.stop - 1:,} of epoch "
                 f"{stretch.epoch} ({rows_text(rows)})"
@@ -267,6 +289,10 @@ def _of_all_epochs(stretches: Sequence[Stretch], epochs: Sequence[Coverage]) -> 
     if not is_over(stretches):
         yield f"{line}; {asked * order.num_rows - last.epoch * order.num_rows - last.stop:,} rows left"
     elif read == asked * order.num_rows:
-        yield f"{line}: every sample exactly {asked} times" if asked > 1 else f"{line}: every sample exactly once"
+        yield (
+            f"{line}: every sample exactly {asked} times"
+            if asked > 1
+            else f"{line}: every sample exactly once"
+        )
     else:
         yield f"{line}, no batch left"

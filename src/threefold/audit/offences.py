@@ -87,13 +87,22 @@ def _order_problems(evidence: Evidence, resume: str) -> list[Problem]:
     predicted = evidence.order.rows(evidence.begin, evidence.num_steps)
     found: dict[tuple[str, int, int], list[int]] = {}
     for rank in range(topology.world_size):
-        wrong = (evidence.read(rank) != predicted[:, topology.dp_rank(rank) :: topology.dp]).any(axis=1)
+        wrong = (
+            evidence.read(rank) != predicted[:, topology.dp_rank(rank) :: topology.dp]
+        ).any(axis=1)
         if wrong.any():
-            found.setdefault(_elsewhere(evidence, rank, int(np.argmax(wrong)), predicted), []).append(rank)
-    return [_order_problem(evidence, ranks, reason, predicted, resume) for reason, ranks in found.items()]
+            found.setdefault(
+                _elsewhere(evidence, rank, int(np.argmax(wrong)), predicted), []
+            ).append(rank)
+    return [
+        _order_problem(evidence, ranks, reason, predicted, resume)
+        for reason, ranks in found.items()
+    ]
 
 
-def _elsewhere(evidence: Evidence, rank: int, place: int, predicted: Int64) -> tuple[str, int, int]:
+def _elsewhere(
+    evidence: Evidence, rank: int, place: int, predicted: Int64
+) -> tuple[str, int, int]:
     """(kind, place, where): what a rank read in step `place` of the window belongs to another dp rank or step."""
     topology, order = evidence.topology, evidence.order
     read = evidence.read(rank)[place]
@@ -104,7 +113,10 @@ def _elsewhere(evidence: Evidence, rank: int, place: int, predicted: Int64) -> t
     if (before := order.before(evidence.begin)) is not None:
         earlier.insert(0, (-1, order.rows(before, 1)[0]))
     ahead = order.rows(order.after(evidence.begin, place + 1), evidence.num_steps + 1)
-    for kind, steps in (("earlier", reversed(earlier)), ("later", enumerate(ahead, start=place + 1))):
+    for kind, steps in (
+        ("earlier", reversed(earlier)),
+        ("later", enumerate(ahead, start=place + 1)),
+    ):
         for other, rows in steps:
             if np.array_equal(read, rows[topology.dp_rank(rank) :: topology.dp]):
                 return kind, place, other
@@ -112,11 +124,19 @@ def _elsewhere(evidence: Evidence, rank: int, place: int, predicted: Int64) -> t
 
 
 def _order_problem(
-    evidence: Evidence, ranks: list[int], reason: tuple[str, int, int], predicted: Int64, resume: str
+    evidence: Evidence,
+    ranks: list[int],
+    reason: tuple[str, int, int],
+    predicted: Int64,
+    resume: str,
 ) -> Problem:
     """The problem of ranks that `_elsewhere` gives the same reason for."""
     (kind, place, other), topology, first = reason, evidence.topology, ranks[0]
-    step, other_step, dp_rank = evidence.first_step + place, evidence.first_step + other, topology.dp_rank(first)
+    step, other_step, dp_rank = (
+        evidence.first_step + place,
+        evidence.first_step + other,
+        topology.dp_rank(first),
+    )
     own = predicted[place, dp_rank :: topology.dp]
     instead = f"{rows_text(evidence.read(first)[place])} instead of {rows_text(own)}"
     if len({topology.dp_rank(rank) for rank in ranks}) > 1:
@@ -124,7 +144,10 @@ def _order_problem(
     who, when = ranks_text(ranks), f"in step {step}"
     if evidence.resumed and step == evidence.first_step:
         when += " (the first after the resume)"
-    next_batch, fix = f"step {step} reads the batch after that of step {step - 1}", _again(resume)
+    next_batch, fix = (
+        f"step {step} reads the batch after that of step {step - 1}",
+        _again(resume),
+    )
     if kind == "dp rank":
         _, _, cp, tp = topology.coordinates(first)
         what = f"{who} (dp rank {dp_rank}, cp rank {cp}, tp rank {tp}) read the samples of dp rank {other} {when}"
@@ -132,9 +155,14 @@ def _order_problem(
         expected += "its own"
         fix = f"give its loader dp_rank=mesh.dp_rank and dp_size=mesh.dp_size, then: {resume}"
     elif kind == "earlier":
-        what, expected = f"{who} read the batch of step {other_step} again {when}", f"each batch once: {next_batch}"
+        what, expected = (
+            f"{who} read the batch of step {other_step} again {when}",
+            f"each batch once: {next_batch}",
+        )
     elif kind == "later":
-        left_out = f"step {step}" if other_step == step + 1 else f"steps {step} to {other_step - 1}"
+        left_out = (
+            f"step {step}" if other_step == step + 1 else f"steps {step} to {other_step - 1}"
+        )
         what = f"{who} read the batch of step {other_step} {when}: the batch of {left_out} was left out"
         expected = f"every batch: {next_batch}"
     else:

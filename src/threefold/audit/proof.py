@@ -24,7 +24,16 @@ from threefold.errors import Problem, RunError, rows_text
 from threefold.mesh.topology import Topology
 
 _LOST_LINES = "restore the file if lines were lost; what was not recorded cannot be proved"
-_ORDER_FIELDS = ("data", "num_rows", "seed", "shuffle", "tail", "order_version", "mixture", "grouped")
+_ORDER_FIELDS = (
+    "data",
+    "num_rows",
+    "seed",
+    "shuffle",
+    "tail",
+    "order_version",
+    "mixture",
+    "grouped",
+)
 
 
 class Stretch(NamedTuple):
@@ -74,10 +83,14 @@ def stretches_of(segments: Sequence[Segment]) -> list[Stretch]:
         order = segment.start.order
         for line in segment.lines:
             step = line.first if isinstance(line, StepsLine) else 0
-            for (epoch, position), count, before in order.stretches(line.place, segment.stands(line)):
+            for (epoch, position), count, before in order.stretches(
+                line.place, segment.stands(line)
+            ):
                 steps, ahead = divmod(before, order.global_batch)
                 first = step + steps if step else 0
-                found.append(Stretch(epoch, position, position + count, first, segment.start, ahead))
+                found.append(
+                    Stretch(epoch, position, position + count, first, segment.start, ahead)
+                )
     return found
 
 
@@ -116,7 +129,9 @@ def check_saved(lines: Sequence[Line], saved: Iterable[SavedPlace]) -> None:
     first_step = lines[0].first_step if isinstance(lines[0], SegmentLine) else 1
     for path, step, place, link in saved:
         readings = _places_after(lines, step, link)
-        if step < first_step or any(order.begin(place) == order.begin(reading) for order, reading in readings):
+        if step < first_step or any(
+            order.begin(place) == order.begin(reading) for order, reading in readings
+        ):
             continue
         if not readings:
             what = f"step {step} has no record, but {path} was saved after it"
@@ -134,7 +149,10 @@ def check_logged(segments: Sequence[Segment], logged: int) -> None:
 
     A run that was killed has logged steps after its last audit, but fewer than there are between two.
     """
-    start, recorded = segments[-1].start, max((line.last for segment in segments for line in segment.steps), default=0)
+    start, recorded = (
+        segments[-1].start,
+        max((line.last for segment in segments for line in segment.steps), default=0),
+    )
     due = (logged - 1) // start.every * start.every if start.every else 0
     if due > max(recorded, start.first_step - 1):
         raise RunError(
@@ -144,7 +162,9 @@ def check_logged(segments: Sequence[Segment], logged: int) -> None:
         )
 
 
-def _places_after(lines: Sequence[Line], step: int, link: str | None) -> list[tuple[Order, Place]]:
+def _places_after(
+    lines: Sequence[Line], step: int, link: str | None
+) -> list[tuple[Order, Place]]:
     found: list[tuple[Order, Place]] = []
     for line in lines:
         if isinstance(line, SegmentLine):
@@ -178,7 +198,11 @@ def _check_same_bytes(known: dict[str, str], start: SegmentLine) -> None:
 
 def _check_step(found: int, expected: int) -> None:
     if found > expected:
-        text = f"step {expected} has" if found == expected + 1 else f"steps {expected} to {found - 1} have"
+        text = (
+            f"step {expected} has"
+            if found == expected + 1
+            else f"steps {expected} to {found - 1} have"
+        )
         raise RunError(
             f"{text} no record",
             expected="every step in audit.jsonl, as a run writes it with audit.every > 0",
@@ -210,7 +234,11 @@ def _check_place(found: Place, expected: Place, *, step: int, order: Order) -> N
 
 def _check_digests(line: StepsLine, start: SegmentLine, rows: Rows | None) -> None:
     dp = start.topology.dp
-    steps = f"step {line.first}" if line.first == line.last else f"steps {line.first} to {line.last}"
+    steps = (
+        f"step {line.first}"
+        if line.first == line.last
+        else f"steps {line.first} to {line.last}"
+    )
     if line.faults:
         raise RunError.of(
             Problem(
@@ -226,8 +254,14 @@ def _check_digests(line: StepsLine, start: SegmentLine, rows: Rows | None) -> No
     for dp_rank in range(max(dp, len(line.samples))):
         recorded = line.samples[dp_rank] if dp_rank < len(line.samples) else None
         if dp_rank >= dp or recorded != predicted[dp_rank]:
-            raise _other_samples(steps, dp_rank, start.topology, indices[:, dp_rank::dp].ravel())
-        if rows is not None and contents_of(rows, indices[:, dp_rank::dp], start.tensors) != line.contents[dp_rank]:
+            raise _other_samples(
+                steps, dp_rank, start.topology, indices[:, dp_rank::dp].ravel()
+            )
+        if (
+            rows is not None
+            and contents_of(rows, indices[:, dp_rank::dp], start.tensors)
+            != line.contents[dp_rank]
+        ):
             raise RunError(
                 f"{steps}: the tokens that dp rank {dp_rank} read are not those that the source has now",
                 expected=f"the tokens of {rows_text(indices[:, dp_rank::dp].ravel())}, as the source has them",

@@ -47,7 +47,11 @@ class _AuditLine:
 
     def to_record(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "lengths"}
+        values = {
+            entry.name: getattr(self, entry.name)
+            for entry in fields(self)
+            if entry.name != "lengths"
+        }
         for name in ("samples", "contents"):
             if name in values:
                 values[name] = [f"{digest:016x}" for digest in values[name]]
@@ -56,7 +60,9 @@ class _AuditLine:
     @classmethod
     def from_record(cls: type[_Line], record: Mapping[str, Any]) -> _Line:
         """The inverse of `to_record`; ValueError, TypeError or KeyError for anything else."""
-        values = {entry.name: record[entry.name] for entry in fields(cls) if entry.name != "lengths"}
+        values = {
+            entry.name: record[entry.name] for entry in fields(cls) if entry.name != "lengths"
+        }
         for name in ("samples", "contents"):
             if name in values:
                 values[name] = tuple(int(digest, 16) for digest in values[name])
@@ -99,20 +105,42 @@ class SegmentLine(_AuditLine):
     """the rows' lengths, which are in a file of their own."""
 
     def __post_init__(self) -> None:
-        numbers = [self.segment, self.first_step, self.epoch, self.position, self.num_rows, self.every]
+        numbers = [
+            self.segment,
+            self.first_step,
+            self.epoch,
+            self.position,
+            self.num_rows,
+            self.every,
+        ]
         numbers += [self.global_batch, *self.mesh, self.order_version]
         _check(all(_is_count(number) for number in numbers) and len(self.mesh) == 4)
-        _check(min(self.segment, self.first_step, self.num_rows, self.global_batch, *self.mesh) > 0)
-        _check(self.global_batch <= max(_MOST_ROWS, self.num_rows) and self.topology.world_size <= _MOST_RANKS)
+        _check(
+            min(self.segment, self.first_step, self.num_rows, self.global_batch, *self.mesh) > 0
+        )
+        _check(
+            self.global_batch <= max(_MOST_ROWS, self.num_rows)
+            and self.topology.world_size <= _MOST_RANKS
+        )
         _check(self.tail in get_args(Tail) and self.global_batch % self.topology.dp == 0)
         _check(self.epochs is None or (_is_count(self.epochs) and self.epochs > 0))
         if self.mixture is not None:
-            _check(self.tail != "carry" and self.num_rows == sum(size for _, size, _ in self.mixture))
-        _check(isinstance(self.data, str) and isinstance(self.shuffle, bool) and type(self.seed) is int)
+            _check(
+                self.tail != "carry"
+                and self.num_rows == sum(size for _, size, _ in self.mixture)
+            )
+        _check(
+            isinstance(self.data, str)
+            and isinstance(self.shuffle, bool)
+            and type(self.seed) is int
+        )
         _check(set(self.tensors) <= set(TOKEN_FIELDS) and isinstance(self.link, str | None))
         _check(all(isinstance(text, str) for store in self.stores for text in store))
         _check(all(len(store) == 3 for store in self.stores))
-        _check(self.grouped is None or (re.fullmatch("[0-9a-f]{32}", self.grouped) and self.mixture is None))
+        _check(
+            self.grouped is None
+            or (re.fullmatch("[0-9a-f]{32}", self.grouped) and self.mixture is None)
+        )
 
     @classmethod
     def of(
@@ -128,7 +156,13 @@ class SegmentLine(_AuditLine):
     ) -> SegmentLine:
         """The first start of a run in `order`, whose step `first_step` begins at `place`."""
         mixture = described(order.mixture) if order.mixture is not None else None
-        rows: tuple[Any, ...] = (order.global_batch, order.num_rows, order.seed, order.shuffle, order.tail)
+        rows: tuple[Any, ...] = (
+            order.global_batch,
+            order.num_rows,
+            order.seed,
+            order.shuffle,
+            order.tail,
+        )
         rows += (ORDER_VERSION, data, mixture, every, checkpoint, order.epochs)
         return cls(1, first_step, *order.begin(place), topology.sizes, *rows)
 
@@ -178,10 +212,22 @@ class StepsLine(_AuditLine):
     """rows whose blocks were compared with their hashes in these steps, summed over the ranks."""
 
     def __post_init__(self) -> None:
-        _check(all(_is_count(number) for number in (self.segment, self.first, self.last, self.epoch, self.position)))
-        _check(0 < self.first <= self.last and len(self.samples) == len(self.contents) and _is_count(self.checked))
+        _check(
+            all(
+                _is_count(number)
+                for number in (self.segment, self.first, self.last, self.epoch, self.position)
+            )
+        )
+        _check(
+            0 < self.first <= self.last
+            and len(self.samples) == len(self.contents)
+            and _is_count(self.checked)
+        )
         _check(all(0 <= digest < 1 << 64 for digest in (*self.samples, *self.contents)))
-        _check(isinstance(self.faults, tuple) and all(isinstance(fault, str) for fault in self.faults))
+        _check(
+            isinstance(self.faults, tuple)
+            and all(isinstance(fault, str) for fault in self.faults)
+        )
 
     @property
     def step(self) -> int:
@@ -202,7 +248,10 @@ class SkipLine(_AuditLine):
     batches: int
 
     def __post_init__(self) -> None:
-        _check(all(map(_is_count, vars(self).values())) and 0 < self.batches <= self.last - self.first + 1)
+        _check(
+            all(map(_is_count, vars(self).values()))
+            and 0 < self.batches <= self.last - self.first + 1
+        )
 
     @property
     def step(self) -> int:
@@ -237,13 +286,17 @@ class Segment:
 
     def line_of(self, step: int) -> StepsLine | None:
         """The audit of a step, if it stands."""
-        return next((line for line in self.steps if 0 <= step - line.first < self.stands(line)), None)
+        return next(
+            (line for line in self.steps if 0 <= step - line.first < self.stands(line)), None
+        )
 
     def until(self, last_step: int) -> Segment:
         """What remains of it after a later start has read the steps after `last_step` again."""
         last_step = last_step if self.last_step is None else min(last_step, self.last_step)
         last_step = max(last_step, self.start.first_step - 1)
-        return Segment(self.start, tuple(line for line in self.lines if line.step <= last_step), last_step)
+        return Segment(
+            self.start, tuple(line for line in self.lines if line.step <= last_step), last_step
+        )
 
 
 def read(path: Path) -> list[Segment]:
@@ -269,7 +322,9 @@ def read_lines(path: Path) -> list[Line]:
     for number, content in enumerate(text.split("\n")[:-1], start=1):
         line = _parse(path, number, content, start)
         if isinstance(line, SegmentLine):
-            lengths = line.grouped and row_lengths.stored(path.parent, line.grouped, line.num_rows)
+            lengths = line.grouped and row_lengths.stored(
+                path.parent, line.grouped, line.num_rows
+            )
             start = line = replace(line, lengths=lengths or None)
             check_order_version(start.order_version)
         lines.append(line)
@@ -291,7 +346,9 @@ def standing(lines: Sequence[Line]) -> list[Segment]:
     for line in lines:
         if isinstance(line, SegmentLine):
             kept = (segment.until(line.first_step - 1) for segment in segments)
-            segments = [segment for segment in kept if segment.last_step != segment.start.first_step - 1]
+            segments = [
+                segment for segment in kept if segment.last_step != segment.start.first_step - 1
+            ]
             segments.append(Segment(line, (), None))
         else:
             last = segments[-1]
@@ -308,7 +365,14 @@ def _parse(path: Path, number: int, text: str, start: SegmentLine | None) -> Lin
             # A start audits at least every so many steps: more in a line are a damaged number, and no end of work.
             _check(isinstance(line, SkipLine) or line.last - line.first < start.every)
         return line
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, ThreefoldError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        ThreefoldError,
+    ) as error:
         raise RunError(
             f"{path}, line {number} is not what a run writes: {text[:60]!r}",
             expected="an object of kind segment, steps or skip, as the run wrote it",
@@ -317,7 +381,9 @@ def _parse(path: Path, number: int, text: str, start: SegmentLine | None) -> Lin
 
 
 def _as_tuple(value: Any) -> Any:
-    return tuple(_as_tuple(entry) for entry in value) if isinstance(value, list | tuple) else value
+    return (
+        tuple(_as_tuple(entry) for entry in value) if isinstance(value, list | tuple) else value
+    )
 
 
 def _is_count(value: Any) -> bool:

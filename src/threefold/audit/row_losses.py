@@ -68,7 +68,9 @@ class StepLosses(NamedTuple):
     @property
     def means(self) -> Float64:
         """Loss of a target, [rows]; NaN for a row without one."""
-        return np.divide(self.sums, self.counts, out=np.full(len(self.sums), np.nan), where=self.counts > 0)
+        return np.divide(
+            self.sums, self.counts, out=np.full(len(self.sums), np.nan), where=self.counts > 0
+        )
 
 
 def packed(segment: int, step: int, part: RankPart, sums: Float32, counts: Int64) -> bytes:
@@ -120,7 +122,9 @@ class RowLosses:
         sums = np.frombuffer(content, "<f4", rows, place.offset)
         if count != _EACH_ITS_OWN:
             return sums, np.full(rows, count, np.int64)
-        return sums, np.frombuffer(content, "<u4", rows, place.offset + 4 * rows).astype(np.int64)
+        return sums, np.frombuffer(content, "<u4", rows, place.offset + 4 * rows).astype(
+            np.int64
+        )
 
 
 def read(run: Path, segments: Sequence[Segment]) -> RowLosses:
@@ -144,7 +148,15 @@ def read(run: Path, segments: Sequence[Segment]) -> RowLosses:
             found.damaged.append(_damage(path, end, len(content)))
     # Records of a step that contradict one another are of no use, whichever is wrong.
     for step, places in list(found._places.items()):
-        if len({(each.record.rows, each.record.part.dp_size, each.record.part.cp_size) for each in places}) > 1:
+        if (
+            len(
+                {
+                    (each.record.rows, each.record.part.dp_size, each.record.part.cp_size)
+                    for each in places
+                }
+            )
+            > 1
+        ):
             found.damaged.append(f"the records of step {step} are of different meshes")
             del found._places[step]
     return found
@@ -165,8 +177,12 @@ def _records(content: bytes) -> Iterator[tuple[int, _LossRecord]]:
 def _record_at(content: bytes, at: int) -> _LossRecord | None:
     if at + _HEADER.size > len(content):
         return None
-    _, checksum, segment, step, dp_rank, dp_size, cp_rank, cp_size, rows, count = _HEADER.unpack_from(content, at)
-    record = _LossRecord(segment, step, RankPart(dp_rank, dp_size, cp_rank, cp_size), rows, count)
+    _, checksum, segment, step, dp_rank, dp_size, cp_rank, cp_size, rows, count = (
+        _HEADER.unpack_from(content, at)
+    )
+    record = _LossRecord(
+        segment, step, RankPart(dp_rank, dp_size, cp_rank, cp_size), rows, count
+    )
     end = at + _HEADER.size + _payload_bytes(record)
     if end - at > _MOST_BYTES or end > len(content) or dp_rank >= dp_size or cp_rank >= cp_size:
         return None

@@ -48,7 +48,12 @@ def store_named(name: str) -> TokenStore:
 
 
 def byte_lines(
-    run: Path, segments: Sequence[Segment], packing: Packing, *, cache: Path, sampled: int = SAMPLED
+    run: Path,
+    segments: Sequence[Segment],
+    packing: Packing,
+    *,
+    cache: Path,
+    sampled: int = SAMPLED,
 ) -> Iterator[str]:
     """A line for each store whose bytes are those that the run has read.
 
@@ -63,7 +68,9 @@ def byte_lines(
     start = segments[-1].start
     num_checked = sum(line.checked for segment in segments for line in segment.steps)
     for number, (name, digest, prefix) in enumerate(start.stores):
-        if "://" not in prefix and not any(with_suffix(prefix, suffix).exists() for suffix in IDENTITY):
+        if "://" not in prefix and not any(
+            with_suffix(prefix, suffix).exists() for suffix in IDENTITY
+        ):
             raise RunError(
                 f"the samples are proved, but not their bytes: {prefix}.bin and .idx are not on this machine",
                 expected="the stores that the run has read, to compare their blocks with its hashes",
@@ -84,16 +91,22 @@ def byte_lines(
     yield f"  rows whose blocks were compared while it ran: {num_checked:,}, over all ranks"
 
 
-def _compare(run: Path, store: TokenStore, found: Known, digest: str, packing: Packing, *, first_row: int) -> None:
+def _compare(
+    run: Path, store: TokenStore, found: Known, digest: str, packing: Packing, *, first_row: int
+) -> None:
     """RunError names a block that is not what the run has read."""
     blocks, _, change = found
     what, began = "", Blocks.read(list_at(run, digest))
     if change is not None:
-        what = changed(blocks, change, store.named, _rows(packing, store, change), first_row=first_row)
+        what = changed(
+            blocks, change, store.named, _rows(packing, store, change), first_row=first_row
+        )
     elif blocks.digest != digest:
         what = f"{store.named}.bin and .idx have other bytes than the run has read"
         if began is not None and (change := began.difference(blocks)) is not None:
-            where = block_text(began, change, _rows(packing, store, change), first_row=first_row)
+            where = block_text(
+                began, change, _rows(packing, store, change), first_row=first_row
+            )
             what = f"{store.named}{change.suffix} is not what the run has read: {where}"
     if what:
         raise RunError(

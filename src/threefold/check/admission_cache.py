@@ -28,30 +28,69 @@ from threefold.mesh.mesh import Mesh
 # `train` and `mesh` is part of the key.
 _IRRELEVANT = {
     "model": {
-        *("name_or_path", "revision", "init_missing"),  # weights are not probed here; the class is in the code's digest
+        *(
+            "name_or_path",
+            "revision",
+            "init_missing",
+        ),  # weights are not probed here; the class is in the code's digest
         *("config", "admission"),  # the architecture itself is in the key
     },
     "train": {
-        *("steps", "epochs", "global_batch", "micro_batch", "seed"),  # the probes have their own rows and seeds
-        *("grad_clip", "label_smoothing", "z_loss", "objective", "nonfinite"),  # of what follows the gradients probed
+        *(
+            "steps",
+            "epochs",
+            "global_batch",
+            "micro_batch",
+            "seed",
+        ),  # the probes have their own rows and seeds
+        *(
+            "grad_clip",
+            "label_smoothing",
+            "z_loss",
+            "objective",
+            "nonfinite",
+        ),  # of what follows the gradients probed
         *("memory_check", "timeout_s"),  # of the process
     },
-    "mesh": {"dp", "dp_shard", "cp", "tp", "device", "timeout_s"},  # the topology and the device are in the key
+    "mesh": {
+        "dp",
+        "dp_shard",
+        "cp",
+        "tp",
+        "device",
+        "timeout_s",
+    },  # the topology and the device are in the key
 }
 
 
 def key_of(subject: Subject, mesh: Mesh, code: str) -> str:
     """Identifies what the probes of a subject depend on; `code` is the digest of what computes them."""
     config = subject.config
-    device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else platform.machine()
+    device = (
+        torch.cuda.get_device_name(mesh.device)
+        if mesh.device.type == "cuda"
+        else platform.machine()
+    )
     parts: list[Any] = [
-        *(build_id(), torch.__version__, transformers.__version__, platform.python_version(), code),
+        *(
+            build_id(),
+            torch.__version__,
+            transformers.__version__,
+            platform.python_version(),
+            code,
+        ),
         *(mesh.device.type, device, mesh.topology.sizes, vars(subject.mode)),
         subject.narrow and subject.narrow.train.compile,
-        *(getattr(config, name).model_dump(mode="json", exclude=left) for name, left in _IRRELEVANT.items()),
+        *(
+            getattr(config, name).model_dump(mode="json", exclude=left)
+            for name, left in _IRRELEVANT.items()
+        ),
         subject.architecture.to_json_string(use_diff=False),
         (config.data.seq_len, subject.longer),
-        *((real.architecture.to_json_string(use_diff=False), real.seq_len) for real in subject.real),
+        *(
+            (real.architecture.to_json_string(use_diff=False), real.seq_len)
+            for real in subject.real
+        ),
     ]
     return xxhash.xxh3_128_hexdigest(json.dumps(parts).encode())
 
@@ -70,7 +109,9 @@ def keep(key: str, results: list[Difference]) -> None:
     """Keeps results under a key; a cache that cannot be written is left as it is."""
     try:
         _folder().mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=_folder(), suffix=".part", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=_folder(), suffix=".part", delete=False
+        ) as file:
             file.write(json.dumps([vars(result) for result in results]))
         os.replace(file.name, _folder() / f"{key}.json")
     except OSError:

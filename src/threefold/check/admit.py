@@ -66,14 +66,25 @@ def admit(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Admissi
         ConfigError: a probe does not hold, or the model cannot be computed on this mesh; on every rank.
     """
     if config.model.admission == "off":
-        return Admission(("admission: off", "model.admission is off: this model was not checked on this mesh"))
+        return Admission(
+            (
+                "admission: off",
+                "model.admission is off: this model was not checked on this mesh",
+            )
+        )
     begun = time.perf_counter()
     subject = _subject_or_refusal(config, architecture, mesh)
-    key = mesh.decide_on("code", lambda: tuple(_code_of(subject)), lambda codes: _key(subject, mesh, codes))
+    key = mesh.decide_on(
+        "code", lambda: tuple(_code_of(subject)), lambda codes: _key(subject, mesh, codes)
+    )
     if key is not None and config.model.admission == "auto":
-        kept = mesh.share("admission", lambda: [vars(result) for result in admission_cache.read(key) or ()])
+        kept = mesh.share(
+            "admission", lambda: [vars(result) for result in admission_cache.read(key) or ()]
+        )
         if kept:
-            return Admission(_said(subject, [Difference(**values) for values in kept], "found before"))
+            return Admission(
+                _said(subject, [Difference(**values) for values in kept], "found before")
+            )
     tried = _tried(subject, mesh)
     if tried.error is not None:
         raise _refusal(config, architecture, mesh, tried)
@@ -92,7 +103,9 @@ def _code_of(subject: Subject) -> CodeDigest:
     return code_digest(load.outline(subject.architecture, trust_remote_code=trusted), probes)
 
 
-def _key(subject: Subject, mesh: Mesh, codes: list[tuple[str | None, str | None]]) -> str | None:
+def _key(
+    subject: Subject, mesh: Mesh, codes: list[tuple[str | None, str | None]]
+) -> str | None:
     """The name under which a result is kept, of every rank's `CodeDigest`; None: it is not."""
     classes = [classes for classes, _ in codes]
     if other := [str(rank) for rank, digest in enumerate(classes) if digest != classes[0]]:
@@ -102,16 +115,30 @@ def _key(subject: Subject, mesh: Mesh, codes: list[tuple[str | None, str | None]
             fix="start all ranks from one installation, and patch on every rank or on none",
         )
     whole = {whole for _, whole in codes}
-    return admission_cache.key_of(subject, mesh, code) if len(whole) == 1 and (code := whole.pop()) else None
+    return (
+        admission_cache.key_of(subject, mesh, code)
+        if len(whole) == 1 and (code := whole.pop())
+        else None
+    )
 
 
 def _said(subject: Subject, results: list[Difference], when: str) -> tuple[str, str]:
     """What was compared, with the figure of the gradients, which is the widest of them."""
     num_probes = len({result.quantity for result in results} - {"positions", NOT_COMPARED})
-    figures = [result.figure for result in results if result.quantity == PROBE_GRADIENT.quantity]
-    lengths = " and ".join(map(str, (subject.config.data.seq_len, subject.longer)[: len(figures)]))
-    details = [each.detail for each in results if each.quantity in (REAL_SIZE.quantity, NOT_COMPARED)]
-    real = f"losses {', '.join(details)}" if details else "not at its real size: too large, or shorter rows"
+    figures = [
+        result.figure for result in results if result.quantity == PROBE_GRADIENT.quantity
+    ]
+    lengths = " and ".join(
+        map(str, (subject.config.data.seq_len, subject.longer)[: len(figures)])
+    )
+    details = [
+        each.detail for each in results if each.quantity in (REAL_SIZE.quantity, NOT_COMPARED)
+    ]
+    real = (
+        f"losses {', '.join(details)}"
+        if details
+        else "not at its real size: too large, or shorter rows"
+    )
     gradients = f"gradients within {max(figures):.0e} of the model's own in one process, in rows of {lengths} tokens"
     return f"admission: {num_probes} probes hold", f"causal, and {gradients}; {real}; {when}"
 
@@ -122,14 +149,20 @@ def _subject_or_refusal(config: Config, architecture: PretrainedConfig, mesh: Me
     except Exception as error:  # a config of any class
         name = config.model.name_or_path or architecture.model_type
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        expected = "an architecture that can be built at reduced size, to be probed on this mesh"
-        raise ConfigError(f"{name!r} cannot be reduced: {reason}", expected=expected, fix=_OFF) from error
+        expected = (
+            "an architecture that can be built at reduced size, to be probed on this mesh"
+        )
+        raise ConfigError(
+            f"{name!r} cannot be reduced: {reason}", expected=expected, fix=_OFF
+        ) from error
 
 
 def _subject(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Subject:
     """What is probed for this run; every rank calls it."""
     # Up to two ranks a core are as fast as one.
-    share = mesh.share("a rank's share", lambda: min(1.0, 2 * environment.num_cores() / mesh.local_world_size))
+    share = mesh.share(
+        "a rank's share", lambda: min(1.0, 2 * environment.num_cores() / mesh.local_world_size)
+    )
     topology, device = mesh.topology, mesh.device.type
     seq_len = row_length(topology, device=device)
     # Of the run, whose rows are longer than those of a probe: it is probed as it will be computed.
@@ -138,25 +171,38 @@ def _subject(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Subj
     shared_evenly = run_length % (topology.cp * topology.tp) == 0
     ranks = topology.tp * (topology.cp if method == "ulysses" else 1)
     leading = _leading(config, architecture)
-    small = reduced(architecture, ranks=ranks, seq_len=seq_len, real_seq_len=run_length, leading=leading)
+    small = reduced(
+        architecture, ranks=ranks, seq_len=seq_len, real_seq_len=run_length, leading=leading
+    )
     as_probed = config.model_copy(
         update={
-            "model": config.model.model_copy(update={"dtype": "float32", "lora": _adapters(config, small)}),
+            "model": config.model.model_copy(
+                update={"dtype": "float32", "lora": _adapters(config, small)}
+            ),
             "data": config.data.model_copy(update={"seq_len": seq_len}),
             # Chunks of the head that do not divide the tokens.
-            "train": config.train.model_copy(update={"compile": False, "float8": "none", "loss_chunk_tokens": 7}),
+            "train": config.train.model_copy(
+                update={"compile": False, "float8": "none", "loss_chunk_tokens": 7}
+            ),
             "mesh": config.mesh.model_copy(
                 update={
                     "cpu_offload": False,
                     "cp_method": method,
-                    "sequence_parallel": config.mesh.sequence_parallel if shared_evenly else False,
+                    "sequence_parallel": config.mesh.sequence_parallel
+                    if shared_evenly
+                    else False,
                 }
             ),
         }
     )
     real = real_sizes(config, architecture, topology, ranks=ranks, leading=leading, share=share)
-    narrow, longer = _narrow(config, as_probed, device=device), longer_row(topology, device=device)
-    return Subject(as_probed, small, Mode.of(config.data), narrow=narrow, longer=longer, real=real)
+    narrow, longer = (
+        _narrow(config, as_probed, device=device),
+        longer_row(topology, device=device),
+    )
+    return Subject(
+        as_probed, small, Mode.of(config.data), narrow=narrow, longer=longer, real=real
+    )
 
 
 def _narrow(config: Config, as_probed: Config, *, device: str) -> Config | None:
@@ -201,7 +247,9 @@ def _tried(subject: Subject, mesh: Mesh) -> _Tried:
         return _Tried([], error)
 
 
-def _refusal(config: Config, architecture: PretrainedConfig, mesh: Mesh, tried: _Tried) -> ConfigError:
+def _refusal(
+    config: Config, architecture: PretrainedConfig, mesh: Mesh, tried: _Tried
+) -> ConfigError:
     """Why the model is refused, and what works instead."""
     name = config.model.name_or_path or architecture.model_type
     if tried.error is not None:
@@ -210,23 +258,33 @@ def _refusal(config: Config, architecture: PretrainedConfig, mesh: Mesh, tried: 
             reason = " ".join(str(tried.error).split())
             expected = "sizes that fit one another, as transformers' own forward needs them"
             fix = "see the architecture's config page in the transformers documentation"
-            return ConfigError(f"{name!r} cannot be computed by transformers: {reason}", expected=expected, fix=fix)
+            return ConfigError(
+                f"{name!r} cannot be computed by transformers: {reason}",
+                expected=expected,
+                fix=fix,
+            )
         reason = " ".join(f"{type(tried.error).__name__}: {tried.error}".split())
         where, fix = _where_it_raises(config, architecture, mesh)
         expected = "an architecture whose step works there, with the model's own forward to compare it with"
-        return ConfigError(f"{name!r} cannot be computed {where}: {reason[:300]}", expected=expected, fix=fix)
+        return ConfigError(
+            f"{name!r} cannot be computed {where}: {reason[:300]}", expected=expected, fix=fix
+        )
     where, fix = _diagnosis(config, architecture, mesh)
     failed = [result for result in tried.results if not result.holds]
     first, *others = sorted(failed, key=lambda result: [*PROMISES].index(result.quantity))
     what, expected = PROMISES[first.quantity]
     at = f" ({first.place})" if first.place else ""
-    positions = next((result.detail for result in tried.results if result.quantity == "positions"), "")
+    positions = next(
+        (result.detail for result in tried.results if result.quantity == "positions"), ""
+    )
     if first.quantity in ("loss", "gradients") and positions != "reads position_ids":
         at += f" (it {positions})" if positions else ""
     if first.quantity == "causality" and fix == _OFF:
         fix = "use another architecture: this one would be trained to read its targets"
     also = "".join(f", {result.quantity} {result.figure:.1e}" for result in others)
-    measured = f"{what.format(first.figure)}{at}" + (f"; also fails: {also[2:]}" if also else "")
+    measured = f"{what.format(first.figure)}{at}" + (
+        f"; also fails: {also[2:]}" if also else ""
+    )
     return RefusedError(
         f"{name!r} fails the probe of {first.quantity} {where}: {measured}",
         expected=expected.format(first.bound),
@@ -236,7 +294,9 @@ def _refusal(config: Config, architecture: PretrainedConfig, mesh: Mesh, tried: 
 
 def _diagnosis(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[str, str]:
     """(where the model fails, what works instead), by trying parts of the request; every rank calls it."""
-    if (found := mesh.share("admission alone", lambda: _alone(config, architecture, mesh))) is not None:
+    if (
+        found := mesh.share("admission alone", lambda: _alone(config, architecture, mesh))
+    ) is not None:
         return found[0], found[1]
     wrong = [axis for axis, smaller in _axes(mesh) if not _holds(config, architecture, smaller)]
     if not wrong:
@@ -244,7 +304,9 @@ def _diagnosis(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tu
     return f"on {mesh.topology}, for its {' and '.join(wrong)}", _without(wrong)
 
 
-def _where_it_raises(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[str, str]:
+def _where_it_raises(
+    config: Config, architecture: PretrainedConfig, mesh: Mesh
+) -> tuple[str, str]:
     """As `_diagnosis`, without other ranks."""
     if (found := _alone(config, architecture, mesh)) is not None:
         return found
@@ -257,7 +319,9 @@ def _several(mesh: Mesh) -> list[str]:
     return axes or (["dp_shard"] if mesh.topology.dp_shard > 1 else ["dp"])
 
 
-def _alone(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[str, str] | None:
+def _alone(
+    config: Config, architecture: PretrainedConfig, mesh: Mesh
+) -> tuple[str, str] | None:
     """(where, what works instead) if the model fails in one process too; None if it does not."""
     one = Mesh(Topology(), 0, mesh.device)
     if _holds(config, architecture, one):
@@ -268,20 +332,29 @@ def _alone(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[
             (plain, "--model.attention sdpa --train.compile false"),
             ({"model": {"dtype": "float32"}}, "--model.dtype float32"),
         ):
-            sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+            sections = {
+                name: getattr(config, name).model_copy(update=values)
+                for name, values in changes.items()
+            }
             if _holds(config.model_copy(update=sections), architecture, one):
                 return "in bfloat16, on any mesh", fix
     for change, where, fix in (
         ({"document_mask": False}, "with documents kept apart", "--data.document_mask false"),
         ({"packing": "concat"}, "with padded rows", "--data.packing concat"),
-        (_PLAIN, "with documents kept apart or padded rows", "--data.document_mask false --data.packing concat"),
+        (
+            _PLAIN,
+            "with documents kept apart or padded rows",
+            "--data.document_mask false --data.packing concat",
+        ),
     ):
         without = config.model_copy(update={"data": config.data.model_copy(update=change)})
         if Mode.of(without.data) != Mode.of(config.data) and _holds(without, architecture, one):
             return f"{where}, on any mesh", fix
     decoder = copy.deepcopy(architecture)
     decoder.get_text_config().is_decoder = True
-    if not getattr(architecture.get_text_config(), "is_decoder", True) and _holds(config, decoder, one):
+    if not getattr(architecture.get_text_config(), "is_decoder", True) and _holds(
+        config, decoder, one
+    ):
         named = "--model.config '{..., is_decoder: true}'"
         if config.model.name_or_path is not None:
             named = f'"is_decoder": true in {config.model.name_or_path}/config.json'
@@ -310,10 +383,19 @@ def _axes(mesh: Mesh) -> Iterator[tuple[str, Mesh]]:
         size = getattr(asked, axis)
         if size == 1:
             continue
-        sizes = {"dp_replicate": mesh.world_size // size, axis: size} if axis != "dp_replicate" else {}
+        sizes = (
+            {"dp_replicate": mesh.world_size // size, axis: size}
+            if axis != "dp_replicate"
+            else {}
+        )
         smaller = Topology(**sizes) if sizes else Topology(dp_replicate=mesh.world_size)
         name = "dp" if axis == "dp_replicate" else axis
         if smaller == asked:
             yield name, mesh
         else:
-            yield name, join_mesh(smaller, environment.current(), device=mesh.device.type, timeout_s=600.0)
+            yield (
+                name,
+                join_mesh(
+                    smaller, environment.current(), device=mesh.device.type, timeout_s=600.0
+                ),
+            )

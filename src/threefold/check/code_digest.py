@@ -51,7 +51,10 @@ def code_digest(model: nn.Module, *rooms: ModuleType) -> CodeDigest:
         rooms: modules whose code takes part.
     """
     classes = {base for module in model.modules() for base in type(module).__mro__}
-    code = _Code({_package(base.__module__) for base in classes} | {_package(room.__name__) for room in rooms})
+    code = _Code(
+        {_package(base.__module__) for base in classes}
+        | {_package(room.__name__) for room in rooms}
+    )
     try:
         for base in classes:
             code.add_class(base)
@@ -59,7 +62,9 @@ def code_digest(model: nn.Module, *rooms: ModuleType) -> CodeDigest:
             code.add_functions(type(module).__module__, type(module).__qualname__, vars(module))
         for library in (torch, nn.functional):
             code.add_functions("torch", library.__name__, vars(library))
-        code.follow([*(base.__module__ for base in classes), *(room.__name__ for room in rooms)])
+        code.follow(
+            [*(base.__module__ for base in classes), *(room.__name__ for room in rooms)]
+        )
     except _UnknownOriginError:
         return CodeDigest(None, None)
     if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
@@ -92,14 +97,20 @@ class _Code:
                 continue
             module = sys.modules.get(name)
             path = _path_of(module)
-            if _package(name) not in self._packages and path is not None and path.startswith(_INSTALLED):
+            if (
+                _package(name) not in self._packages
+                and path is not None
+                and path.startswith(_INSTALLED)
+            ):
                 continue  # its version counts
             if path is None or not os.path.isfile(path):
                 raise _UnknownOriginError(name)
             self._sources[name] = Path(path).read_bytes()
             if hasattr(module, "__path__"):
                 continue  # a package names what happens to be loaded of it
-            for value in [value for own, value in vars(module).items() if own != "__builtins__"]:
+            for value in [
+                value for own, value in vars(module).items() if own != "__builtins__"
+            ]:
                 waiting += self._imports(name, value)
                 for own in _registered(value):
                     waiting += self._imports(name, own)
@@ -114,8 +125,12 @@ class _Code:
             return [value.__name__]
         if not isinstance(value, FunctionType | MethodType):
             return []
-        records = set() if _package(value.__module__) == _OURS else self._of_modules  # what we register, we know
-        origins = [function.__globals__.get("__name__") for function in _record(records, name, value)]
+        records = (
+            set() if _package(value.__module__) == _OURS else self._of_modules
+        )  # what we register, we know
+        origins = [
+            function.__globals__.get("__name__") for function in _record(records, name, value)
+        ]
         return [origin for origin in origins if origin in sys.modules]
 
     def add_class(self, base: type) -> None:
@@ -129,8 +144,12 @@ class _Code:
             for function in _record(self._of_classes, f"{module} {owner}.{name}", value):
                 origin = function.__globals__.get("__name__", "")
                 # collections makes the functions of a named tuple in a module that it names so.
-                own = _package(origin) in (_package(module), *_TRUSTED) or origin.startswith("namedtuple_")
-                if not own and not (_path_of(sys.modules.get(origin)) or "").startswith(_INSTALLED):
+                own = _package(origin) in (_package(module), *_TRUSTED) or origin.startswith(
+                    "namedtuple_"
+                )
+                if not own and not (_path_of(sys.modules.get(origin)) or "").startswith(
+                    _INSTALLED
+                ):
                     raise _UnknownOriginError(f"{owner}.{name} of {origin}")
 
 
@@ -139,8 +158,12 @@ def _record(records: set[str], place: str, value: Any) -> list[Any]:
     functions = _functions_of(value)
     for function in functions:
         code = function.__code__
-        cells = [repr(cell.cell_contents) for cell in function.__closure__ or () if _is_plain(cell)]
-        records.add(f"{place} {function.__globals__.get('__name__')} {code.co_qualname} {code.co_firstlineno} {cells}")
+        cells = [
+            repr(cell.cell_contents) for cell in function.__closure__ or () if _is_plain(cell)
+        ]
+        records.add(
+            f"{place} {function.__globals__.get('__name__')} {code.co_qualname} {code.co_firstlineno} {cells}"
+        )
     return functions
 
 
@@ -187,4 +210,11 @@ def _package(module: str) -> str:
 def _distributions() -> list[str]:
     """Names and versions of everything installed, as its folders name them."""
     folders = [folder for folder in (*sys.path, *_INSTALLED) if os.path.isdir(folder)]
-    return sorted({name for folder in folders for name in os.listdir(folder) if name.endswith(".dist-info")})
+    return sorted(
+        {
+            name
+            for folder in folders
+            for name in os.listdir(folder)
+            if name.endswith(".dist-info")
+        }
+    )

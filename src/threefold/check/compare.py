@@ -56,28 +56,48 @@ class Bound:
 # float32 rounds sums by about 1e-7 of their size. What a mesh changes is the order of sums: over 20 steps of all meshes
 # and families of the tests that moves losses by up to 1e-5 nats and gradients by up to 1e-4. A wrong mask, scale or
 # shard moves them by 1e-2 and more.
-LOSS = Bound("loss", 1e-4, "ten times what another order of float32 sums moves a loss by", relative=False)
-GRADIENT_NORM = Bound("gradient norm", 1e-3, "ten times what another order of float32 sums moves it by")
-GRADIENT = Bound("gradient", 1e-3, "as the gradient norm, of each parameter's largest entry", smallest=1e-4)
+LOSS = Bound(
+    "loss", 1e-4, "ten times what another order of float32 sums moves a loss by", relative=False
+)
+GRADIENT_NORM = Bound(
+    "gradient norm", 1e-3, "ten times what another order of float32 sums moves it by"
+)
+GRADIENT = Bound(
+    "gradient", 1e-3, "as the gradient norm, of each parameter's largest entry", smallest=1e-4
+)
 WEIGHT = Bound("weight", 1e-3, "as its gradients, whose sums made it")
 OUTPUT = Bound("output", 1e-3, "as the gradients: a layer's outputs pass fewer sums")
 LOGITS = Bound("head", 1e-3, "the same product in another order, of the largest logit")
 ROUTERS_LOSS = Bound("routers' loss", 1e-4, "as the loss, which it is added to", relative=False)
 # Of reduced models, on rows of few tokens: more of their gradients are zero but for rounding.
 PROBE_GRADIENT = Bound("gradients", 1e-3, GRADIENT.reason, smallest=1e-3)
-PROBE_REPLICA = Bound("replicas", 1e-3, "copies on tp ranks that differ by more would drift apart", smallest=1e-3)
+PROBE_REPLICA = Bound(
+    "replicas", 1e-3, "copies on tp ranks that differ by more would drift apart", smallest=1e-3
+)
 # 8 bits of mantissa, against float32: the largest of all architectures is 0.04.
-BFLOAT16_LOSS = Bound("bfloat16", 0.2, "five times the largest of all architectures", relative=False)
+BFLOAT16_LOSS = Bound(
+    "bfloat16", 0.2, "five times the largest of all architectures", relative=False
+)
 
 # Of a run's gradients in bfloat16, beyond rounding: those of dense architectures are within 0.08.
-KERNELS = Bound("kernels", 0.25, "a token that a near tie sends to another expert moves one by 0.2")
+KERNELS = Bound(
+    "kernels", 0.25, "a token that a near tie sends to another expert moves one by 0.2"
+)
 
-REAL_SIZE = Bound("real size", 1e-3, "of one token, whose loss moves more than a mean", relative=False)
+REAL_SIZE = Bound(
+    "real size", 1e-3, "of one token, whose loss moves more than a mean", relative=False
+)
 
 # Of the run's own forward: how far a token moves that does not see what was changed.
-FORWARD = Bound("forward", 1e-4, "equal operations on equal rows; experts of other sizes round otherwise, by 1e-6")
+FORWARD = Bound(
+    "forward",
+    1e-4,
+    "equal operations on equal rows; experts of other sizes round otherwise, by 1e-6",
+)
 FORWARD_BFLOAT16 = Bound("forward", 2e-2, "as in float32, rounded to 8 bits")
-FORWARD_FLOAT8 = Bound("forward", 0.2, "its scales depend on the largest number of a whole micro-batch")
+FORWARD_FLOAT8 = Bound(
+    "forward", 0.2, "its scales depend on the largest number of a whole micro-batch"
+)
 
 FINITE = Bound("numbers", 0.0, "no comparison holds for what is not finite", relative=False)
 
@@ -150,17 +170,23 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        return bool(self.differences) and all(difference.holds for difference in self.differences)
+        return bool(self.differences) and all(
+            difference.holds for difference in self.differences
+        )
 
     @property
     def first(self) -> Difference | None:
         """The first difference that exceeds its bound; None if the comparison holds."""
         if not self.differences:
             return Difference("comparison", math.inf, 0.0, detail="nothing was compared")
-        return next((difference for difference in self.differences if not difference.holds), None)
+        return next(
+            (difference for difference in self.differences if not difference.holds), None
+        )
 
     def of(self, quantity: str) -> list[Difference]:
-        return [difference for difference in self.differences if difference.quantity == quantity]
+        return [
+            difference for difference in self.differences if difference.quantity == quantity
+        ]
 
     def worst(self, quantity: str | None = None) -> Difference:
         """The difference that is largest in terms of its bound.
@@ -176,7 +202,9 @@ class Comparison:
             exceeding = sum(not difference.holds for difference in self.differences)
             return f"{first}" + (f", and {exceeding - 1} more differ" if exceeding > 1 else "")
         quantities = dict.fromkeys(difference.quantity for difference in self.differences)
-        return ", ".join(f"{quantity} {self.worst(quantity).figure:.1e}" for quantity in quantities)
+        return ", ".join(
+            f"{quantity} {self.worst(quantity).figure:.1e}" for quantity in quantities
+        )
 
 
 def _share_of_bound(difference: Difference) -> float:
@@ -185,25 +213,38 @@ def _share_of_bound(difference: Difference) -> float:
     return difference.figure / max(difference.bound, _LEAST_SIZE)
 
 
-def compare_trainings(actual: Training, expected: Training, bounds: Bounds | None = None) -> Comparison:
+def compare_trainings(
+    actual: Training, expected: Training, bounds: Bounds | None = None
+) -> Comparison:
     """Compares step by step: loss, norm, in the first step the gradients; the weights at the end."""
     bounds = bounds or Bounds()
     losses = compare_numbers(bounds.loss, actual.losses, expected.losses)
     norms = compare_numbers(bounds.norm, actual.norms, expected.norms)
     gradients = compare_tensors(bounds.gradient, actual.gradients, expected.gradients)
-    differences = _in_turn([losses[0]], [norms[0]]) + gradients + _in_turn(losses[1:], norms[1:])
+    differences = (
+        _in_turn([losses[0]], [norms[0]]) + gradients + _in_turn(losses[1:], norms[1:])
+    )
     if actual.weights or expected.weights:
         differences += compare_tensors(bounds.weight, actual.weights, expected.weights)
     return Comparison(differences)
 
 
 def compare_curves(
-    actual: Curve, expected: Curve, bounds: Bounds | None = None, *, places: Sequence[str] | None = None
+    actual: Curve,
+    expected: Curve,
+    bounds: Bounds | None = None,
+    *,
+    places: Sequence[str] | None = None,
 ) -> Comparison:
     """Compares the loss and the gradient norm of each step, in turn."""
     bounds = bounds or Bounds()
     losses, norms = (
-        compare_numbers(bound, [step[place] for step in actual], [step[place] for step in expected], places=places)
+        compare_numbers(
+            bound,
+            [step[place] for step in actual],
+            [step[place] for step in expected],
+            places=places,
+        )
         for place, bound in enumerate((bounds.loss, bounds.norm))
     )
     return Comparison(_in_turn(losses, norms))
@@ -214,7 +255,9 @@ def _in_turn(losses: Sequence[Difference], norms: Sequence[Difference]) -> list[
     return [difference for pair in pairs for difference in pair if difference is not None]
 
 
-def compare_number(bound: Bound, actual: float, expected: float, *, place: str = "") -> Difference:
+def compare_number(
+    bound: Bound, actual: float, expected: float, *, place: str = ""
+) -> Difference:
     """Compares two numbers."""
     if not (math.isfinite(actual) and math.isfinite(expected)):
         detail = f"{actual:g}, expected {expected:g}: what is not finite is never equal"
@@ -223,11 +266,17 @@ def compare_number(bound: Bound, actual: float, expected: float, *, place: str =
     if bound.relative:
         figure /= max(abs(expected), _LEAST_SIZE)
     exceeds = f"{actual:.9g}, expected {expected:.9g}: differs by {figure:.1e}, bound {bound.limit:.0e}"
-    return Difference(bound.quantity, figure, bound.limit, place, "" if figure <= bound.limit else exceeds)
+    return Difference(
+        bound.quantity, figure, bound.limit, place, "" if figure <= bound.limit else exceeds
+    )
 
 
 def compare_numbers(
-    bound: Bound, actual: Sequence[float], expected: Sequence[float], *, places: Sequence[str] | None = None
+    bound: Bound,
+    actual: Sequence[float],
+    expected: Sequence[float],
+    *,
+    places: Sequence[str] | None = None,
 ) -> list[Difference]:
     """Compares two lists, entry by entry; at least one difference.
 
@@ -244,7 +293,9 @@ def compare_numbers(
         elif number >= len(expected):
             differences.append(_absent(bound, place, "not expected"))
         else:
-            differences.append(compare_number(bound, actual[number], expected[number], place=place))
+            differences.append(
+                compare_number(bound, actual[number], expected[number], place=place)
+            )
     return differences
 
 
@@ -279,8 +330,13 @@ class TensorComparison:
         """The difference of each tensor in the order of the expected ones; what was never added is missing."""
         if not self._seen and not self._expected:
             return [_nothing(self._bound)]
-        ordered = [self._seen.get(name) or _absent(self._bound, name, "missing") for name in self._expected]
-        return ordered + [difference for name, difference in self._seen.items() if name not in self._expected]
+        ordered = [
+            self._seen.get(name) or _absent(self._bound, name, "missing")
+            for name in self._expected
+        ]
+        return ordered + [
+            difference for name, difference in self._seen.items() if name not in self._expected
+        ]
 
     def _compare(self, name: str, tensor: Any) -> Difference:
         bound = self._bound
@@ -288,11 +344,15 @@ class TensorComparison:
             return _absent(bound, name, "not expected")
         actual, expected = _float(tensor), _float(self._expected[name])
         if actual.shape != expected.shape:
-            return _absent(bound, name, f"of shape {[*actual.shape]}, expected {[*expected.shape]}")
+            return _absent(
+                bound, name, f"of shape {[*actual.shape]}, expected {[*expected.shape]}"
+            )
         for value, side in ((actual, ""), (expected, ", expected")):
             if not value.isfinite().all():
                 at = (~value.isfinite()).nonzero()[0].tolist()
-                return _absent(bound, name, f"not finite at {at}{side}: what is not finite is never equal")
+                return _absent(
+                    bound, name, f"not finite at {at}{side}: what is not finite is never equal"
+                )
         if not actual.numel():
             return Difference(bound.quantity, 0.0, bound.limit, name)
         figure = (actual - expected).abs().max().item()
@@ -301,7 +361,9 @@ class TensorComparison:
         return Difference(bound.quantity, figure, bound.limit, name)
 
 
-def compare_exactly(quantity: str, actual: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Difference]:
+def compare_exactly(
+    quantity: str, actual: Mapping[str, Any], expected: Mapping[str, Any]
+) -> list[Difference]:
     """Compares hashes, integers or floats by name, for equality; at least one difference.
 
     A float that is not finite is never equal, and neither is None, which stands for what could not be computed.

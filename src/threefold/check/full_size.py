@@ -31,7 +31,11 @@ from threefold.model.reduced import lengths_of
 _MOST_S = 10.0
 # What fails is said to be the first of these that does: what the rows do not keep apart fails the others too.
 _PROMISES = {
-    "finite": ("gives a number that is not finite", "numbers", "look at the weights that it begins with"),
+    "finite": (
+        "gives a number that is not finite",
+        "numbers",
+        "look at the weights that it begins with",
+    ),
     "composition": (
         "lets a row see the other rows of its micro-batch",
         "rows that do not see one another: train.micro_batch and the mesh must not change the curve",
@@ -64,7 +68,9 @@ class _Change(NamedTuple):
     boundary: int = 0
 
 
-def admit_full_size(model: Model, *, rows: int, seq_len: int, documents: bool) -> tuple[str, str] | None:
+def admit_full_size(
+    model: Model, *, rows: int, seq_len: int, documents: bool
+) -> tuple[str, str] | None:
     """Probes the forward of a model over micro-batches [rows, seq_len]; every rank calls it.
 
     Returns what was looked at and how, for the head of a run; None for a custom module, which may be anything.
@@ -91,12 +97,22 @@ def admit_full_size(model: Model, *, rows: int, seq_len: int, documents: bool) -
             again.rows_apart()
             for number in range(rounds):
                 again.round(number, changes)
-            probe.failures = {key: value for key, value in probe.failures.items() if key in again.failures}
+            probe.failures = {
+                key: value for key, value in probe.failures.items() if key in again.failures
+            }
     own = _first_failure([*key, *value] for key, value in probe.failures.items())
-    failed = mesh.decide("not at full size", own, lambda parts: _first_failure(part for part in parts if part))
+    failed = mesh.decide(
+        "not at full size", own, lambda parts: _first_failure(part for part in parts if part)
+    )
     if failed is not None:
         raise _refusal(model, failed, seq_len)
-    num_cuts = len({change.first for change in changes[: rounds * probe.slots] if change.promise == "causality"})
+    num_cuts = len(
+        {
+            change.first
+            for change in changes[: rounds * probe.slots]
+            if change.promise == "causality"
+        }
+    )
     apart = [", documents apart"] * documents + [", rows apart"] * (rows > 1)
     how = f"probed from {num_cuts} places on{''.join(apart)}, finite; {time.perf_counter() - begun:.1f} s"
     return f"its own forward: causal to token {seq_len:,} of {seq_len:,}", how
@@ -109,13 +125,17 @@ def admit_first(model: Model, batch: Mapping[str, Tensor]) -> None:
         ConfigError: as `admit_full_size`.
     """
     own = [*batch["input_ids"].shape, int("document_ids" in batch)]
-    rows, seq_len, documents = model.mesh.decide("first rows", own, lambda parts: [*map(max, zip(*parts, strict=True))])
+    rows, seq_len, documents = model.mesh.decide(
+        "first rows", own, lambda parts: [*map(max, zip(*parts, strict=True))]
+    )
     admit_full_size(model, rows=rows, seq_len=seq_len, documents=bool(documents))
 
 
 def _first_failure(failures: Iterable[list[Any]]) -> list[Any] | None:
     """The failure of the promise that stands first in the table, at the lowest token."""
-    return min(failures, key=lambda failure: ([*_PROMISES].index(failure[0]), failure[1]), default=None)
+    return min(
+        failures, key=lambda failure: ([*_PROMISES].index(failure[0]), failure[1]), default=None
+    )
 
 
 def _refusal(model: Model, failure: list[Any], seq_len: int) -> ConfigError:
@@ -123,7 +143,11 @@ def _refusal(model: Model, failure: list[Any], seq_len: int) -> ConfigError:
     assert model.asked is not None and model.architecture is not None
     name = model.asked.model.name_or_path or model.architecture.model_type
     what, expected, fix = _PROMISES[promise]
-    moved = "" if promise == "finite" else f" moves by {figure:.1e} of its size when {changed} changes"
+    moved = (
+        ""
+        if promise == "finite"
+        else f" moves by {figure:.1e} of its size when {changed} changes"
+    )
     return ConfigError(
         f"{name!r} {what}, at its full size on {model.mesh.topology}: token {place:,} of {seq_len:,}{moved}",
         expected=expected,
@@ -135,8 +159,14 @@ def _changes(seq_len: int, *, documents: bool, lengths: list[int]) -> list[_Chan
     """All that is looked at, the most telling first."""
     quarter, three = max(1, seq_len // 4), max(1, 3 * seq_len // 4)
     apart = [_Change("documents", 0, place, place) for place in (three, quarter) if documents]
-    cuts = [place for place in dict.fromkeys([seq_len - 1, quarter, three, *lengths]) if 0 < place < seq_len]
-    last, *others = [_Change("causality", place, seq_len) for place in cuts] or [_Change("causality", 0, seq_len)]
+    cuts = [
+        place
+        for place in dict.fromkeys([seq_len - 1, quarter, three, *lengths])
+        if 0 < place < seq_len
+    ]
+    last, *others = [_Change("causality", place, seq_len) for place in cuts] or [
+        _Change("causality", 0, seq_len)
+    ]
     return [last, *apart[:1], *others, *apart[1:]]
 
 
@@ -149,9 +179,17 @@ class _Probe:
         failures: by (promise, token): what was changed, and by how much of its size the token moved.
     """
 
-    def __init__(self, model: Model, rows: int, seq_len: int, documents: bool, seed: int = 0) -> None:
+    def __init__(
+        self, model: Model, rows: int, seq_len: int, documents: bool, seed: int = 0
+    ) -> None:
         assert model.asked is not None and model.architecture is not None
-        self._model, self._rows, self._seq_len, self._documents, self._seed = model, rows, seq_len, documents, seed
+        self._model, self._rows, self._seq_len, self._documents, self._seed = (
+            model,
+            rows,
+            seq_len,
+            documents,
+            seed,
+        )
         mesh, asked = model.mesh, model.asked
         self.slots, self.seconds = rows * mesh.dp_size, 0.0
         self.failures: dict[tuple[str, int], tuple[str, float]] = {}
@@ -163,7 +201,10 @@ class _Probe:
 
     def rows_apart(self) -> None:
         """A pair of forwards in which every second row is another one, and the rows between must stay as they are."""
-        same, other = _Change("composition", self._seq_len, self._seq_len), _Change("causality", 0, self._seq_len)
+        same, other = (
+            _Change("composition", self._seq_len, self._seq_len),
+            _Change("causality", 0, self._seq_len),
+        )
         if self._rows > 1:
             self._pair("rows", [(same, other)[row % 2] for row in range(self._rows)])
 
@@ -172,19 +213,32 @@ class _Probe:
         mesh, seq_len = self._model.mesh, self._seq_len
         first = number * self.slots + mesh.dp_rank * self._rows
         own = changes[first : first + self._rows]
-        generator = torch.Generator().manual_seed(seed_of("places", self._seed, number, mesh.dp_rank))
-        drawn = torch.randint(1, max(2, seq_len), (self._rows - len(own),), generator=generator).tolist()
-        self._pair(number, own + [_Change("causality", min(place, seq_len - 1), seq_len) for place in drawn])
+        generator = torch.Generator().manual_seed(
+            seed_of("places", self._seed, number, mesh.dp_rank)
+        )
+        drawn = torch.randint(
+            1, max(2, seq_len), (self._rows - len(own),), generator=generator
+        ).tolist()
+        self._pair(
+            number,
+            own + [_Change("causality", min(place, seq_len - 1), seq_len) for place in drawn],
+        )
 
     def _pair(self, name: int | str, own: list[_Change]) -> None:
         """Looks at what moves in rows [rows, seq_len] of which each has a change of its own."""
         begun, seq_len = time.perf_counter(), self._seq_len
-        generator = torch.Generator().manual_seed(seed_of("full size", self._seed, name, self._model.mesh.dp_rank))
+        generator = torch.Generator().manual_seed(
+            seed_of("full size", self._seed, name, self._model.mesh.dp_rank)
+        )
         lowest = min(3, self._vocabulary - 1)
-        ids = torch.randint(lowest, self._vocabulary, (self._rows, seq_len), generator=generator)
+        ids = torch.randint(
+            lowest, self._vocabulary, (self._rows, seq_len), generator=generator
+        )
         other = lowest + (ids - lowest + 1) % (self._vocabulary - lowest)
         place = torch.arange(seq_len)
-        limits = torch.tensor([[change.first, change.end, change.boundary or seq_len] for change in own])
+        limits = torch.tensor(
+            [[change.first, change.end, change.boundary or seq_len] for change in own]
+        )
         begin, end, boundary = (column[:, None] for column in limits.unbind(1))
         second = place >= boundary
         rows = {"input_ids": ids, "position_ids": place - boundary * second}
@@ -193,10 +247,14 @@ class _Probe:
         changed = (place >= begin) & (place < end)
         before = self._hidden(rows)
         after = self._hidden({**rows, "input_ids": other.where(changed, ids)})
-        moved = (after - before).norm(dim=-1) / before.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+        moved = (after - before).norm(dim=-1) / before.norm(dim=-1).clamp_min(
+            torch.finfo(torch.float32).tiny
+        )
         finite = before.isfinite().all(dim=-1) & after.isfinite().all(dim=-1)
         sees = ~changed[:, self._places].to(moved.device) & ~(moved <= self._bound.limit)
-        sees &= (place < end)[:, self._places].to(moved.device) | (boundary < seq_len).to(moved.device)
+        sees &= (place < end)[:, self._places].to(moved.device) | (boundary < seq_len).to(
+            moved.device
+        )
         for row, token in (sees & finite).nonzero().tolist():
             self._failed(own[row].promise, token, own[row], moved[row, token].item())
         for row, token in (~finite).nonzero().tolist():
@@ -206,14 +264,18 @@ class _Probe:
     def _failed(self, promise: str, token: int, change: _Change, moved: float) -> None:
         place = int(self._places[token])
         changed = (
-            "another row" if promise == "composition" else f"what is in tokens {change.first + 1:,} to {change.end:,}"
+            "another row"
+            if promise == "composition"
+            else f"what is in tokens {change.first + 1:,} to {change.end:,}"
         )
         self.failures.setdefault((promise, place + 1), (changed, moved))
 
     def _hidden(self, rows: Mapping[str, Tensor]) -> Tensor:
         """What is below the head, float32 [rows, tokens of this cp rank, hidden]; else the logits."""
         model = self._model
-        torch.manual_seed(seed_of("full size", *noise.places(model.mesh, model.tensor.sequence_group)))
+        torch.manual_seed(
+            seed_of("full size", *noise.places(model.mesh, model.tensor.sequence_group))
+        )
         # Compiled layers have another graph without gradients, which the run never uses.
         with torch.set_grad_enabled(self._compiled), model.computing(rows) as local:
             of = "logits" if below_head(model.module) is None else "hidden_states"
@@ -224,7 +286,9 @@ class _Probe:
 def _untouched(model: Model) -> Iterator[None]:
     """Inside, adapters add something; afterwards all is as it was."""
     module = model.module
-    ends = [local_part(weight) for name, weight in module.named_parameters() if ".lora_B." in name]
+    ends = [
+        local_part(weight) for name, weight in module.named_parameters() if ".lora_B." in name
+    ]
     weights = [end.detach().clone() for end in ends]
     with noise.without_trace(module, model.mesh.device), torch.no_grad():
         for number, end in enumerate(ends):

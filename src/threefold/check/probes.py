@@ -64,8 +64,14 @@ _SEEN = 10 * LOSS.limit
 
 # What a failed probe says, and what was expected; the first of these that fails is the one that a refusal names.
 PROMISES = {
-    "causality": ("later tokens move the loss of earlier ones by {:.1e} nats", "a causal model"),
-    "context": ("the loss of a token does not see the tokens before it", "a model that reads its context"),
+    "causality": (
+        "later tokens move the loss of earlier ones by {:.1e} nats",
+        "a causal model",
+    ),
+    "context": (
+        "the loss of a token does not see the tokens before it",
+        "a model that reads its context",
+    ),
     "documents": (
         "a document moves the loss of the next one in its row by {:.1e} nats",
         "documents that are kept apart, as data.document_mask promises",
@@ -90,7 +96,10 @@ PROMISES = {
         "the loss of its routers differs from transformers' by {:.1e}",
         "a difference of {:.0e} over the tokens that are not padding",
     ),
-    "loss": ("its loss differs from the model's own forward in one process by {:.1e} nats", "a difference of {:.0e}"),
+    "loss": (
+        "its loss differs from the model's own forward in one process by {:.1e} nats",
+        "a difference of {:.0e}",
+    ),
     "gradients": (
         "its gradients differ from the model's own in one process by {:.1e}",
         "a relative difference of {:.0e} in each parameter",
@@ -161,11 +170,15 @@ class Subject:
 def probe(subject: Subject, mesh: Mesh) -> list[Difference]:
     """The results of all probes, complete and the same on every rank; every rank calls it."""
     vocabulary = subject.architecture.get_text_config().vocab_size
-    rows_of = partial(probe_rows.probe_rows, subject.mode, vocabulary=vocabulary, seed=subject.seed)
+    rows_of = partial(
+        probe_rows.probe_rows, subject.mode, vocabulary=vocabulary, seed=subject.seed
+    )
     rows = rows_of(seq_len=subject.config.data.seq_len)
     with noise.kept(mesh.device):
         alone = perturbed_model(
-            subject.architecture, seed=subject.seed, trust_remote_code=subject.config.model.trust_remote_code
+            subject.architecture,
+            seed=subject.seed,
+            trust_remote_code=subject.config.model.trust_remote_code,
         )
         weights = {name: partial(_value, tensor) for name, tensor in alone.state_dict().items()}
         if subject.config.model.lora.r:
@@ -178,7 +191,9 @@ def probe(subject: Subject, mesh: Mesh) -> list[Difference]:
             results += _compared_longer(model, mesh, rows_of(seq_len=subject.longer), alone)
         if subject.narrow:
             results += _narrowed(mesh, subject, rows, weights, expected, alone)
-        results += compare_real_sizes(subject.config, subject.real, subject.mode, mesh, seed=subject.seed)
+        results += compare_real_sizes(
+            subject.config, subject.real, subject.mode, mesh, seed=subject.seed
+        )
     shared = mesh.share("probes", lambda: [vars(result) for result in results])
     return [Difference(**values) for values in shared]
 
@@ -227,29 +242,44 @@ def _expected(alone: Any, rows: Batch, mesh: Mesh) -> Expected | None:
     return computed[0] if computed else None
 
 
-def _unmoved(model: Model, mesh: Mesh, subject: Subject, vocabulary: int) -> Iterator[Difference]:
+def _unmoved(
+    model: Model, mesh: Mesh, subject: Subject, vocabulary: int
+) -> Iterator[Difference]:
     """Causality, documents, composition: the loss of some targets while other tokens change."""
     loss = partial(_mean_loss, model, mesh, token_loss_of(model, mesh))
     quarter = subject.config.data.seq_len // 4
     whole = Mode(documents=False, padding=False)
-    plain = probe_rows.probe_rows(whole, seq_len=4 * quarter, vocabulary=vocabulary, seed=subject.seed + 1)
+    plain = probe_rows.probe_rows(
+        whole, seq_len=4 * quarter, vocabulary=vocabulary, seed=subject.seed + 1
+    )
     if subject.mode.documents:
         plain["document_ids"] = torch.zeros_like(plain["input_ids"])
     # Two rows, which differ between dp ranks.
-    batch = {name: values[:2] for name, values in probe_rows.share_of(plain, dp_rank=mesh.dp_rank, dp_size=1).items()}
+    batch = {
+        name: values[:2]
+        for name, values in probe_rows.share_of(plain, dp_rank=mesh.dp_rank, dp_size=1).items()
+    }
     batch = _targets_in(batch, quarter, 2 * quarter)
     own = loss(batch)
-    yield _unchanged("causality", loss(_changed(batch, 2 * quarter, 4 * quarter, vocabulary)), own)
+    yield _unchanged(
+        "causality", loss(_changed(batch, 2 * quarter, 4 * quarter, vocabulary)), own
+    )
     moved = abs(loss(_changed(batch, 0, quarter, vocabulary)) - own)
     # As a figure that must be small: how far the change that must be seen stays below what can be seen.
     yield Difference("context", 0.0 if moved >= _SEEN else _SEEN - moved, 0.0)
-    rows = [loss({name: values[row : row + 1] for name, values in batch.items()}) for row in (0, 1)]
+    rows = [
+        loss({name: values[row : row + 1] for name, values in batch.items()}) for row in (0, 1)
+    ]
     yield _unchanged("composition", sum(rows) / 2, own)
     if subject.mode.documents:
         second = (torch.arange(4 * quarter) >= quarter).long().expand_as(batch["input_ids"])
-        positions = torch.cat([torch.arange(quarter), torch.arange(3 * quarter)]).expand_as(batch["input_ids"])
+        positions = torch.cat([torch.arange(quarter), torch.arange(3 * quarter)]).expand_as(
+            batch["input_ids"]
+        )
         apart = {**batch, "document_ids": second, "position_ids": positions}
-        yield _unchanged("documents", loss(_changed(apart, 0, quarter, vocabulary)), loss(apart))
+        yield _unchanged(
+            "documents", loss(_changed(apart, 0, quarter, vocabulary)), loss(apart)
+        )
 
 
 def _unchanged(probe: str, loss: float, expected: float) -> Difference:
@@ -279,7 +309,9 @@ def _mean_loss(model: Model, mesh: Mesh, token_loss: TokenLoss, batch: Batch) ->
     return (total / targets).item()
 
 
-def _compared(model: Model, mesh: Mesh, rows: Batch, expected: Expected | None) -> list[Difference]:
+def _compared(
+    model: Model, mesh: Mesh, rows: Batch, expected: Expected | None
+) -> list[Difference]:
     """A step of two micro-batches on the mesh, compared on rank 0 with the one process; every rank calls it."""
     own = probe_rows.share_of(rows, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
     gradients: dict[str, Tensor] = {}
@@ -290,20 +322,33 @@ def _compared(model: Model, mesh: Mesh, rows: Batch, expected: Expected | None) 
         if (group := mesh.group("tp")) is not None:
             replicas.append(_replicas(model, group))
 
-    step = TrainStep(model, build_optimizer(model.module, OptimizerConfig()), observe=observe, compare_copies=False)
+    step = TrainStep(
+        model,
+        build_optimizer(model.module, OptimizerConfig()),
+        observe=observe,
+        compare_copies=False,
+    )
     result = step.run(_halves(own), lr=0.0)
-    loss, aux_loss, norm = mean_loss(result, mesh), mean_aux_loss(result, mesh), result.grad_norm.item()
+    loss, aux_loss, norm = (
+        mean_loss(result, mesh),
+        mean_aux_loss(result, mesh),
+        result.grad_norm.item(),
+    )
     if expected is None:
         return replicas
     results = [
-        Difference("positions", 0.0, 0.0, detail=expected.positions),  # named where another probe fails
+        Difference(
+            "positions", 0.0, 0.0, detail=expected.positions
+        ),  # named where another probe fails
         expected.head,
         compare_number(LOSS, loss, expected.loss),
         compare_number(GRADIENT_NORM, norm, expected.grad_norm),
         Comparison(compare_tensors(PROBE_GRADIENT, gradients, expected.gradients)).worst(),
     ]
     if aux_loss is not None or expected.aux_loss is not None:
-        numbers = [math.nan if value is None else value for value in (aux_loss, expected.aux_loss)]
+        numbers = [
+            math.nan if value is None else value for value in (aux_loss, expected.aux_loss)
+        ]
         results.append(compare_number(ROUTERS_LOSS, *numbers))
     return results + replicas
 
@@ -317,15 +362,25 @@ def _compared_longer(model: Model, mesh: Mesh, rows: Batch, alone: Any) -> list[
         return []
     where = f"rows of {rows['labels'].shape[1]} tokens"
     results = _compared(model, mesh, rows, expected)
-    return [replace(each, place=f"{each.place}, {where}".removeprefix(", ")) for each in results]
+    return [
+        replace(each, place=f"{each.place}, {where}".removeprefix(", ")) for each in results
+    ]
 
 
 def _halves(rows: Batch) -> list[Batch]:
-    return [{name: values[part] for name, values in rows.items()} for part in (slice(0, 2), slice(2, 4))]
+    return [
+        {name: values[part] for name, values in rows.items()}
+        for part in (slice(0, 2), slice(2, 4))
+    ]
 
 
 def _narrowed(
-    mesh: Mesh, subject: Subject, rows: Batch, weights: Weights, expected: Expected | None, alone: Any
+    mesh: Mesh,
+    subject: Subject,
+    rows: Batch,
+    weights: Weights,
+    expected: Expected | None,
+    alone: Any,
 ) -> Iterator[Difference]:
     """A step in bfloat16, as the run makes it: that it can be computed, and is near float32; every rank calls it."""
     assert subject.narrow is not None
@@ -361,7 +416,9 @@ def _rounded(alone: Any, rows: Batch, mesh: Mesh) -> dict[str, Tensor]:
     own = copy.deepcopy(alone).bfloat16()
     own.zero_grad()
     try:
-        forward_backward(own, rows, times=probe_rows.times_counted(mesh.dp_size), copies=mesh.dp_size)
+        forward_backward(
+            own, rows, times=probe_rows.times_counted(mesh.dp_size), copies=mesh.dp_size
+        )
     except Exception:  # whatever a model's code may raise
         return {}
     return gradients_of(own)
@@ -369,7 +426,9 @@ def _rounded(alone: Any, rows: Batch, mesh: Mesh) -> dict[str, Tensor]:
 
 def _beyond_rounding(gradients: Tensors, expected: Tensors, rounded: Tensors) -> Difference:
     """By how much the run's gradients differ from float32's beyond three times what rounding does to them, at most."""
-    own, plain = (compare_tensors(PROBE_GRADIENT, each, expected) for each in (gradients, rounded))
+    own, plain = (
+        compare_tensors(PROBE_GRADIENT, each, expected) for each in (gradients, rounded)
+    )
     explained = {each.place: 3 * min(each.figure, 1.0) for each in plain}
     beyond = [max(0.0, each.figure - explained.get(each.place, 0.0)) for each in own]
     found = [
@@ -388,7 +447,12 @@ def _replicas(model: Model, group: dist.ProcessGroup) -> Difference:
         if parameter.grad is not None and (name not in split or split[name].is_replicate())
     }
     if not whole:
-        return Difference(PROBE_REPLICA.quantity, 0.0, PROBE_REPLICA.limit, detail="no parameter is whole on all ranks")
+        return Difference(
+            PROBE_REPLICA.quantity,
+            0.0,
+            PROBE_REPLICA.limit,
+            detail="no parameter is whole on all ranks",
+        )
     flat = torch.cat([gradient.flatten() for gradient in whole.values()])
     flat = flat.where(flat.isfinite(), math.inf)  # a maximum over ranks may pass over a NaN
     highest, lowest = flat.clone(), flat.clone()

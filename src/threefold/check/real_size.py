@@ -65,7 +65,13 @@ class RealSize:
 
 
 def real_sizes(
-    config: Config, architecture: PretrainedConfig, topology: Topology, *, ranks: int, leading: int, share: float = 1.0
+    config: Config,
+    architecture: PretrainedConfig,
+    topology: Topology,
+    *,
+    ranks: int,
+    leading: int,
+    share: float = 1.0,
 ) -> tuple[RealSize, ...]:
     """What can be compared for a run: its real width, and a reduced width; each as far as time and memory allow.
 
@@ -75,12 +81,18 @@ def real_sizes(
     """
     whole, device = config.data.seq_len, config.mesh.device
     unit = row_length(topology)
-    kind = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"
+    kind = (
+        "cuda"
+        if device == "cuda" or (device == "auto" and torch.cuda.is_available())
+        else "cpu"
+    )
     candidates = (
         ("at its real width", lambda: shallow(architecture, ranks=ranks, leading=leading)),
         (
             "at a reduced width",
-            lambda: reduced(architecture, ranks=ranks, seq_len=whole, real_seq_len=whole, leading=leading),
+            lambda: reduced(
+                architecture, ranks=ranks, seq_len=whole, real_seq_len=whole, leading=leading
+            ),
         ),
     )
     found: list[RealSize] = []
@@ -88,13 +100,17 @@ def real_sizes(
         try:
             cut = make()
             module = outline(cut, trust_remote_code=config.model.trust_remote_code)
-        except Exception:  # whatever a config's class refuses: its values may be tied to what is cut
+        except (
+            Exception
+        ):  # whatever a config's class refuses: its values may be tied to what is cut
             continue
         parameters = sum(parameter.numel() for parameter in module.parameters())
         if parameters > _MOST_PARAMETERS[kind]:
             continue
         text = cut.get_text_config()
-        heads, hidden = (common_number(text, name) or 1 for name in ("num_attention_heads", "hidden_size"))
+        heads, hidden = (
+            common_number(text, name) or 1 for name in ("num_attention_heads", "hidden_size")
+        )
         # Operations of T tokens: 2 x parameters x T + pairs x T^2.
         pairs = max(1, len(layers_of(module))) * (4 * hidden + _OF_A_SCORE * heads)
         most = math.sqrt(parameters**2 + pairs * share * _MOST_OPERATIONS[kind]) - parameters
@@ -116,7 +132,9 @@ def compare_real_sizes(
     return results
 
 
-def _compare(config: Config, asked: RealSize, mode: Mode, mesh: Mesh, *, seed: int) -> Difference:
+def _compare(
+    config: Config, asked: RealSize, mode: Mode, mesh: Mesh, *, seed: int
+) -> Difference:
     """How far the loss of a token on the mesh is from that of one process; every rank calls it.
 
     Of the quantity `NOT_COMPARED` if transformers' own forward cannot be computed at this size.
@@ -131,19 +149,30 @@ def _compare(config: Config, asked: RealSize, mode: Mode, mesh: Mesh, *, seed: i
     expected = mesh.share("own losses", lambda: _own_losses(alone, batch, mesh.device))
     if isinstance(expected, str):
         return Difference(NOT_COMPARED, 0.0, 0.0, detail=f"not {asked.width}: {expected}")
-    weights = {name: partial(Tensor.detach, tensor) for name, tensor in alone.state_dict().items()}
+    weights = {
+        name: partial(Tensor.detach, tensor) for name, tensor in alone.state_dict().items()
+    }
     data = config.data.model_copy(update={"seq_len": asked.seq_len})
     train = config.train.model_copy(update={"loss_chunk_tokens": "auto"})
-    whole = config.model.model_copy(update={"lora": LoraConfig()})  # adapters change nothing as they begin
+    whole = config.model.model_copy(
+        update={"lora": LoraConfig()}
+    )  # adapters change nothing as they begin
     real = config.model_copy(update={"data": data, "train": train, "model": whole})
     model = build(real, asked.architecture, mesh, weights=weights)
     with torch.no_grad(), model.computing(batch) as local:
-        own = model.outputs(local, "log_probabilities", token_loss=token_loss_of(model, mesh)).values
+        own = model.outputs(
+            local, "log_probabilities", token_loss=token_loss_of(model, mesh)
+        ).values
     places = local_positions(asked.seq_len, cp_size=mesh.size("cp"), cp_rank=mesh.cp_rank)
     bits = (-own[0]).double().cpu().numpy().view(np.int64)
     of_ranks = mesh.gather(np.concatenate([places.numpy(), bits]))
     figure = max(_difference(part, np.array(expected), counted) for part in of_ranks)
-    return Difference(REAL_SIZE.quantity, figure, REAL_SIZE.limit, detail=f"to token {asked.seq_len:,} {asked.width}")
+    return Difference(
+        REAL_SIZE.quantity,
+        figure,
+        REAL_SIZE.limit,
+        detail=f"to token {asked.seq_len:,} {asked.width}",
+    )
 
 
 def _own_losses(model: Any, batch: Batch, device: torch.device) -> list[float] | str:
@@ -160,8 +189,15 @@ def _losses(model: Any, batch: Batch, device: torch.device) -> list[float]:
     losses = torch.zeros(batch["labels"].shape[1], dtype=torch.float64)
     for document in documents_of(batch, 0):
         if not document.padding:
-            logits = model(input_ids=document.ids.to(device), use_cache=False).logits[0].float().cpu()
-            own = F.cross_entropy(logits, document.labels, ignore_index=IGNORED, reduction="none")
+            logits = (
+                model(input_ids=document.ids.to(device), use_cache=False)
+                .logits[0]
+                .float()
+                .cpu()
+            )
+            own = F.cross_entropy(
+                logits, document.labels, ignore_index=IGNORED, reduction="none"
+            )
             losses[document.places] = own.double()
     model.cpu()
     return losses.tolist()

@@ -58,11 +58,18 @@ def perturbed_model(config: PretrainedConfig, *, seed: int, trust_remote_code: b
     """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
-        copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32, trust_remote_code=trust_remote_code
+        copy.deepcopy(config),
+        attn_implementation="eager",
+        dtype=torch.float32,
+        trust_remote_code=trust_remote_code,
     )
     with torch.no_grad():
         for parameter in model.parameters():
-            std = min(_MATRIX_STD, parameter.shape[-1] ** -0.5) if parameter.ndim > 1 else _VECTOR_STD
+            std = (
+                min(_MATRIX_STD, parameter.shape[-1] ** -0.5)
+                if parameter.ndim > 1
+                else _VECTOR_STD
+            )
             parameter.add_(torch.randn_like(parameter), alpha=std)
     return model.train()
 
@@ -84,7 +91,11 @@ def forward_backward(
     """
     times = times if times is not None else [1] * len(batch["labels"])
     targets = max(
-        1, sum(count * int((row != IGNORED).sum()) for count, row in zip(times, batch["labels"], strict=True))
+        1,
+        sum(
+            count * int((row != IGNORED).sum())
+            for count, row in zip(times, batch["labels"], strict=True)
+        ),
     )
     router = RouterLoss.of(model)
     total, routed = 0.0, list[list[Tensor]]()
@@ -95,13 +106,17 @@ def forward_backward(
                 continue
             computed = _compute(model, document, outputs, routers=router is not None)
             labels = document.labels.to(_device_of(model))
-            loss = count * F.cross_entropy(computed.logits[0].float(), labels, ignore_index=IGNORED, reduction="sum")
+            loss = count * F.cross_entropy(
+                computed.logits[0].float(), labels, ignore_index=IGNORED, reduction="sum"
+            )
             total += loss.item()
             if router is None:
                 (loss / targets).backward()  # one document's graph at a time
             else:
                 objective = objective + loss / targets
-                routed += [] if document.padding else [_by_token(computed.router_logits)] * copies
+                routed += (
+                    [] if document.padding else [_by_token(computed.router_logits)] * copies
+                )
     if router is None:
         return MeanLoss(total / targets, None)
     aux = _routers_loss(router, routed)
@@ -127,13 +142,21 @@ def pairs_forward_backward(
         gained, counts = [], []
         for document in documents_of(batch, row):
             with torch.no_grad():
-                base = _log_probability(_compute(reference, document, None).logits[0], document.labels)
-            own = _log_probability(_compute(model, document, outputs).logits[0], document.labels)
-            if (counted := (document.labels != IGNORED).sum()) > 0:  # not padding, nor a row that fills up a batch
+                base = _log_probability(
+                    _compute(reference, document, None).logits[0], document.labels
+                )
+            own = _log_probability(
+                _compute(model, document, outputs).logits[0], document.labels
+            )
+            if (
+                counted := (document.labels != IGNORED).sum()
+            ) > 0:  # not padding, nor a row that fills up a batch
                 gained.append(own - base)
                 counts.append(counted)
         if gained:
-            loss = pair_losses(asked, torch.stack(gained)[None].double(), torch.stack(counts)[None]).sum()
+            loss = pair_losses(
+                asked, torch.stack(gained)[None].double(), torch.stack(counts)[None]
+            ).sum()
             (loss / pairs).backward()
             total += loss.item()
     return MeanLoss(total / pairs, None)
@@ -162,7 +185,11 @@ class Document:
 
 def documents_of(batch: Batch, row: int) -> Iterator[Document]:
     """The documents of a row in their order; a stretch of padding is one too."""
-    numbers = batch["document_ids"][row] if "document_ids" in batch else torch.zeros_like(batch["labels"][row])
+    numbers = (
+        batch["document_ids"][row]
+        if "document_ids" in batch
+        else torch.zeros_like(batch["labels"][row])
+    )
     if "padding" in batch:
         numbers = numbers.where(~batch["padding"][row], PADDING)
     for number in numbers.unique_consecutive().tolist():
@@ -171,7 +198,9 @@ def documents_of(batch: Batch, row: int) -> Iterator[Document]:
         yield Document(row, ids, labels, places, number == PADDING)
 
 
-def _compute(model: Any, document: Document, outputs: LayerOutputs | None, *, routers: bool = False) -> Any:
+def _compute(
+    model: Any, document: Document, outputs: LayerOutputs | None, *, routers: bool = False
+) -> Any:
     if outputs is not None:
         outputs.document = document
     asked: dict[str, Any] = {"output_router_logits": True} if routers else {}
@@ -199,7 +228,9 @@ def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """The gradient of each parameter that is trained, by the name under which it is stored; zeros where it has none."""
     tied = dict(model.all_tied_weights_keys)
     return {
-        tied.get(name, name): torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        tied.get(name, name): torch.zeros_like(parameter)
+        if parameter.grad is None
+        else parameter.grad.clone()
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
@@ -207,7 +238,9 @@ def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def norm_of(model: nn.Module) -> float:
     """The norm of the whole gradient."""
-    norms = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
+    norms = [
+        parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None
+    ]
     return torch.stack(norms).norm().item() if norms else 0.0
 
 
@@ -254,7 +287,12 @@ def train_alone(
 
 
 def run_alone(
-    config: Config, architecture: PretrainedConfig, batches: Sequence[Batch], *, num_steps: int, observed_rows: int
+    config: Config,
+    architecture: PretrainedConfig,
+    batches: Sequence[Batch],
+    *,
+    num_steps: int,
+    observed_rows: int,
 ) -> Training:
     """Trains the model of a config on complete global batches in this process, in float32.
 
@@ -293,7 +331,9 @@ def _load(config: Config, architecture: PretrainedConfig) -> Any:
         trust_remote_code=config.model.trust_remote_code,
         **settings,
     )
-    return frozen_as_built(model, outline(architecture, trust_remote_code=config.model.trust_remote_code)).train()
+    return frozen_as_built(
+        model, outline(architecture, trust_remote_code=config.model.trust_remote_code)
+    ).train()
 
 
 def frozen_as_built(model: Any, built: Any) -> Any:
@@ -329,7 +369,9 @@ class LayerOutputs:
             document = self.document
             if document is not None and document.row < self._num_rows:
                 hidden = output[0] if isinstance(output, tuple) else output
-                whole = rows.setdefault(document.row, torch.zeros(len(document.places), hidden.shape[-1]))
+                whole = rows.setdefault(
+                    document.row, torch.zeros(len(document.places), hidden.shape[-1])
+                )
                 whole[document.places] = hidden.detach()[0]
 
         return hook
@@ -349,7 +391,9 @@ def head_difference(model: PreTrainedModel, ids: Tensor) -> Difference:
         return Difference(LOGITS.quantity, 0.0, LOGITS.limit)  # its own forward is used
     expected = model(input_ids=ids, use_cache=False).logits
     inner: Any = head.below_head(model)
-    actual = head.logits_of(model, inner(input_ids=ids, use_cache=False).last_hidden_state, kind)
+    actual = head.logits_of(
+        model, inner(input_ids=ids, use_cache=False).last_hidden_state, kind
+    )
     (difference,) = compare_tensors(LOGITS, {"": actual}, {"": expected})
     return difference
 
@@ -360,6 +404,12 @@ def use_of_positions(model: PreTrainedModel, ids: Tensor) -> str:
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "takes no position_ids"
     half = ids.shape[1] // 2
-    plain, anew = torch.arange(2 * half, device=ids.device)[None], torch.arange(half, device=ids.device).repeat(2)[None]
-    logits = [model(input_ids=ids[:, : 2 * half], position_ids=each, use_cache=False).logits for each in (plain, anew)]
+    plain, anew = (
+        torch.arange(2 * half, device=ids.device)[None],
+        torch.arange(half, device=ids.device).repeat(2)[None],
+    )
+    logits = [
+        model(input_ids=ids[:, : 2 * half], position_ids=each, use_cache=False).logits
+        for each in (plain, anew)
+    ]
     return "ignores position_ids" if torch.equal(*logits) else "reads position_ids"

@@ -31,7 +31,9 @@ _FIX = (
 )
 
 
-def state_held(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, buffers: bool = True) -> dict[str, Tensor]:
+def state_held(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, buffers: bool = True
+) -> dict[str, Tensor]:
     """All parameters, buffers and tensors of the optimizer, live, by name; tied ones once.
 
     Args:
@@ -45,12 +47,16 @@ def state_held(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, buf
         kept = optimizer.state.get(parameter, {}) if optimizer is not None else {}
         for key, value in plain_state(kept).items():
             # A plain tensor of a split parameter belongs to this rank's part, as only the optimizer knows.
-            if isinstance(value, DTensor) or (isinstance(value, Tensor) and not sharded_axes(parameter)):
+            if isinstance(value, DTensor) or (
+                isinstance(value, Tensor) and not sharded_axes(parameter)
+            ):
                 state[f"optimizer.{key}.{name}"] = value
     return state
 
 
-def refuse_drift(state: Mapping[str, Tensor], mesh: Mesh, *, when: str, fix: str = _FIX) -> None:
+def refuse_drift(
+    state: Mapping[str, Tensor], mesh: Mesh, *, when: str, fix: str = _FIX
+) -> None:
     """Compares the copies of every tensor bit by bit; every rank calls it, after the same step.
 
     Args:
@@ -65,7 +71,9 @@ def refuse_drift(state: Mapping[str, Tensor], mesh: Mesh, *, when: str, fix: str
         return
     own = [digest([state[name] for name in names]) for names in groups.values()]
     of_ranks = mesh.gather(np.array(own, np.int64))
-    if not any(_differing(of_ranks[:, number].tolist(), axes) for number, axes in enumerate(groups)):
+    if not any(
+        _differing(of_ranks[:, number].tolist(), axes) for number, axes in enumerate(groups)
+    ):
         return
     each = {name: digest([state[name]]) for names in groups.values() for name in names}
     raise RunError(
@@ -88,11 +96,15 @@ def _copied(state: Mapping[str, Tensor], mesh: Mesh) -> dict[Axes, list[str]]:
 def _differing(digests: Sequence[int], axes: Axes) -> list[tuple[int, int]]:
     """The ranks whose digest is not that of the first rank which holds the same part, each with that rank."""
     first: dict[tuple[int, ...], int] = {}
-    pairs = [(rank, first.setdefault(place_on(axes, rank), rank)) for rank in range(len(digests))]
+    pairs = [
+        (rank, first.setdefault(place_on(axes, rank), rank)) for rank in range(len(digests))
+    ]
     return [(rank, other) for rank, other in pairs if digests[rank] != digests[other]]
 
 
-def _difference(parts: Sequence[Mapping[str, int]], groups: Mapping[Axes, Sequence[str]], when: str) -> str:
+def _difference(
+    parts: Sequence[Mapping[str, int]], groups: Mapping[Axes, Sequence[str]], when: str
+) -> str:
     """Names the first tensor of which ranks hold other bits, those ranks, and how many tensors differ besides."""
     for rank, part in enumerate(parts):
         if alone := sorted(part.keys() ^ parts[0].keys()):
@@ -105,7 +117,11 @@ def _difference(parts: Sequence[Mapping[str, int]], groups: Mapping[Axes, Sequen
     }
     name, pairs = next(iter(differing.items()))
     others = len(differing) - 1
-    more = f", and so {'do' if others > 1 else 'does'} {others} more tensor{'s' * (others > 1)}" if others else ""
+    more = (
+        f", and so {'do' if others > 1 else 'does'} {others} more tensor{'s' * (others > 1)}"
+        if others
+        else ""
+    )
     ranks = ranks_text([rank for rank, _ in pairs])
     return f"the copies of {name.removeprefix('model.')} differ {when}: {ranks} from rank {pairs[0][1]}{more}"
 
@@ -119,7 +135,10 @@ def digest(tensors: Sequence[Tensor]) -> int:
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)
-    sums = [torch.stack([_weighted(words) for words in _pieces(each)]) for each in by_device.values()]
+    sums = [
+        torch.stack([_weighted(words) for words in _pieces(each)])
+        for each in by_device.values()
+    ]
     return int(_weighted(torch.cat([each.cpu() for each in sums])))
 
 
@@ -140,7 +159,11 @@ def _words(tensor: Tensor) -> Tensor:
     """The bits of this rank's part, int64 [words], the last one filled up with zeros."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     size_bytes = local.numel() * local.element_size()
-    if size_bytes % 8 == 0 and local.is_contiguous() and local.storage_offset() * local.element_size() % 8 == 0:
+    if (
+        size_bytes % 8 == 0
+        and local.is_contiguous()
+        and local.storage_offset() * local.element_size() % 8 == 0
+    ):
         return local.detach().view(-1).view(torch.int64)
     filled = torch.zeros(-(-size_bytes // 8) * 8, dtype=torch.uint8, device=local.device)
     filled[:size_bytes] = local.detach().contiguous().view(-1).view(torch.uint8)
@@ -155,7 +178,9 @@ def _weighted(words: Tensor) -> Tensor:
         return (words * weights[: len(words)]).sum()
     whole = len(words) // block * block
     sums = [(part * weights).sum() for part in words[:whole].view(-1, block).unbind()]
-    return _weighted(torch.stack([*sums, (words[whole:] * weights[: len(words) - whole]).sum()]))
+    return _weighted(
+        torch.stack([*sums, (words[whole:] * weights[: len(words) - whole]).sum()])
+    )
 
 
 @functools.lru_cache(maxsize=2)

@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from threefold.checkpoint.lineage import Author, Identity
-from threefold.checkpoint.seal import Seal, checksum_of, shares, sync, write_sealed, wrong_checksums, wrong_sizes
+from threefold.checkpoint.seal import (
+    Seal,
+    checksum_of,
+    shares,
+    sync,
+    write_sealed,
+    wrong_checksums,
+    wrong_sizes,
+)
 from threefold.errors import CheckpointError
 
 FORMAT = 2
@@ -100,7 +108,9 @@ class Checkpoint:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._unreadable(f"it has no list of files ({error!r})") from error
         # An untrusted manifest must not lead out of its folder.
-        if strange := [name for name in seals if not _INSIDE.fullmatch(name) or ".." in name.split("/")]:
+        if strange := [
+            name for name in seals if not _INSIDE.fullmatch(name) or ".." in name.split("/")
+        ]:
             raise self._unreadable(f"{strange[0]!r} is not a file of a checkpoint")
         return seals
 
@@ -116,7 +126,9 @@ class Checkpoint:
             return error.problems[0].what
         if not seals:
             return "its manifest lists no files"
-        return wrong_sizes(self.path, seals) or wrong_checksums(self.path, seals, shares(seals, share[1])[share[0]])
+        return wrong_sizes(self.path, seals) or wrong_checksums(
+            self.path, seals, shares(seals, share[1])[share[0]]
+        )
 
     def _unreadable(self, reason: str) -> CheckpointError:
         return CheckpointError(
@@ -156,13 +168,17 @@ class CheckpointFolder:
         """Removes what a save of `step` wrote."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
-    def commit(self, step: int, manifest: Mapping[str, Any], seals: Mapping[str, Seal] | None = None) -> Checkpoint:
+    def commit(
+        self, step: int, manifest: Mapping[str, Any], seals: Mapping[str, Seal] | None = None
+    ) -> Checkpoint:
         """Writes the manifest and the marker, and gives the folder its name; one rank calls it when all are done.
 
         Args:
             seals: of the files that the ranks wrote, by their paths inside the checkpoint.
         """
-        return seal_folder(self.partial(step), self.path / _name(step), step, manifest, seals or {})
+        return seal_folder(
+            self.partial(step), self.path / _name(step), step, manifest, seals or {}
+        )
 
     def own(self) -> list[Checkpoint]:
         """Returns the checkpoints of this run, oldest first, complete or not; all of them in a folder without an id."""
@@ -210,7 +226,14 @@ class CheckpointFolder:
             return (step, eval_loss) if math.isfinite(eval_loss) else None
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise CheckpointError(
                 f"{self.path / _BEST} cannot be read: {error!r}",
                 expected="step and loss of the best checkpoint, as they were written: it is kept by this record",
@@ -241,7 +264,11 @@ class CheckpointFolder:
         for checkpoint in self.complete()[:-keep]:
             # A manifest without an author in a run's folder is damaged.
             kept = checkpoint.step == best or checkpoint.step in pinned
-            if not kept and not checkpoint.path.is_symlink() and (checkpoint.author or not named):
+            if (
+                not kept
+                and not checkpoint.path.is_symlink()
+                and (checkpoint.author or not named)
+            ):
                 _remove(checkpoint.path)
         for path in self.path.glob(".step-*.partial"):
             _remove(path)
@@ -252,15 +279,27 @@ class CheckpointFolder:
         Returns the new paths. Their content is unchanged; the user may remove them.
         """
         aside = []
-        later = [each for each in self.own() if each.step > step and (each.complete or each.author)]
+        later = [
+            each for each in self.own() if each.step > step and (each.complete or each.author)
+        ]
         for checkpoint in [each for each in later if not each.path.is_symlink()]:
-            targets = (self.path / f"aside-{number}-{checkpoint.path.name}" for number in count(1))
-            aside.append(checkpoint.path.rename(next(target for target in targets if not target.exists())))
+            targets = (
+                self.path / f"aside-{number}-{checkpoint.path.name}" for number in count(1)
+            )
+            aside.append(
+                checkpoint.path.rename(
+                    next(target for target in targets if not target.exists())
+                )
+            )
         return aside
 
 
 def seal_folder(
-    partial: Path, final: Path, step: int, manifest: Mapping[str, Any], seals: Mapping[str, Seal]
+    partial: Path,
+    final: Path,
+    step: int,
+    manifest: Mapping[str, Any],
+    seals: Mapping[str, Seal],
 ) -> Checkpoint:
     """Makes the written folder `partial` the checkpoint `final`: manifest, marker, name.
 
@@ -268,15 +307,24 @@ def seal_folder(
         FileExistsError: something else than a checkpoint of the same author has that name.
     """
     files = {name: seal.to_json() for name, seal in seals.items()}
-    content = json.dumps({"format": FORMAT, "step": step, **manifest, "files": files}, indent=1).encode() + b"\n"
+    content = (
+        json.dumps(
+            {"format": FORMAT, "step": step, **manifest, "files": files}, indent=1
+        ).encode()
+        + b"\n"
+    )
     write_sealed(partial / _MANIFEST, content)
     for folder in [path for path in partial.rglob("*") if path.is_dir()]:
         sync(folder)
     write_sealed(partial / _MARKER, _marker(step, content))
     sync(partial)
-    same = (final / _MANIFEST).exists() and Checkpoint(final, step).author == Author.of(manifest)
+    same = (final / _MANIFEST).exists() and Checkpoint(final, step).author == Author.of(
+        manifest
+    )
     if final.is_symlink() or (final.exists() and not same):
-        raise FileExistsError(errno.EEXIST, "move away what has its name: this start did not write it", str(final))
+        raise FileExistsError(
+            errno.EEXIST, "move away what has its name: this start did not write it", str(final)
+        )
     _remove(final)
     os.replace(partial, final)
     sync(final.parent)
@@ -359,7 +407,11 @@ def _name(step: int) -> str:
 
 def _step(path: Path) -> int | None:
     digits = path.name.removeprefix("step-")
-    return int(digits) if path.name == f"step-{digits}" and digits.isascii() and digits.isdecimal() else None
+    return (
+        int(digits)
+        if path.name == f"step-{digits}" and digits.isascii() and digits.isdecimal()
+        else None
+    )
 
 
 def _remove(folder: Path) -> None:

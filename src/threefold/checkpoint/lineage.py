@@ -102,7 +102,10 @@ class Identity:
 
     def begin(self, step: int, resumed: str | None) -> Identity:
         """Returns the identity with one more start."""
-        return replace(self, starts=(*self.starts, Start(self.author.link, step, resumed, uuid.uuid4().hex)))
+        return replace(
+            self,
+            starts=(*self.starts, Start(self.author.link, step, resumed, uuid.uuid4().hex)),
+        )
 
     @property
     def author(self) -> Author:
@@ -144,8 +147,14 @@ class Identity:
         """The identity of plain values; ValueError, KeyError or TypeError if they are none or its chain is broken."""
         origin = Origin(**values["origin"]) if values["origin"] is not None else None
         starts = tuple(Start(**start) for start in values["starts"])
-        known = cls(values["id"], values["created"], origin, starts, bool(values.get("program")))
-        texts = [known.id, known.created, *((origin.path, origin.run or "") if origin is not None else ())]
+        known = cls(
+            values["id"], values["created"], origin, starts, bool(values.get("program"))
+        )
+        texts = [
+            known.id,
+            known.created,
+            *((origin.path, origin.run or "") if origin is not None else ()),
+        ]
         if not all(isinstance(text, str) for text in texts) or not known.id:
             raise TypeError("a text is missing")
         for number, start in enumerate(known.starts):
@@ -196,7 +205,9 @@ class Ending:
         sound = [type(each) for each in taken.values()] == [
             type(each) for each in json.loads(json.dumps(blank)).values()
         ]
-        if not sound or {type(number) for number in (*taken["ranks"], *taken["rows"], 0)} != {int}:
+        if not sound or {type(number) for number in (*taken["ranks"], *taken["rows"], 0)} != {
+            int
+        }:
             return None
         return cls(**taken | {"ranks": tuple(taken["ranks"]), "rows": tuple(taken["rows"])})
 
@@ -215,7 +226,9 @@ class Journal:
     def end(self, ending: Ending) -> None:
         """Notes how a start ended; beside the logs where it ended before the folder became a run's."""
         folder = self._path.parent
-        (self if (folder / RUN_FILE).exists() else Journal(folder / "logs")).note("ending", **asdict(ending))
+        (self if (folder / RUN_FILE).exists() else Journal(folder / "logs")).note(
+            "ending", **asdict(ending)
+        )
 
     def append(self, event: str, **facts: Any) -> None:
         cut_torn_line(self._path)
@@ -226,7 +239,11 @@ class Journal:
 
     def lines(self) -> list[dict[str, Any]]:
         """All lines that can be read; what was saved, the checkpoints themselves say."""
-        return [line.values for line in Lines(self._path).read() if isinstance(line.values.get("event"), str)]
+        return [
+            line.values
+            for line in Lines(self._path).read()
+            if isinstance(line.values.get("event"), str)
+        ]
 
     def endings(self) -> list[dict[str, Any]]:
         """The lines of endings, with those from before the folder was a run's."""

@@ -37,7 +37,11 @@ class Words(NamedTuple):
         return f"the run's folder {folder}" if self.program else f"log.dir = {folder}"
 
     def another(self, folder: str = "ANOTHER_FOLDER") -> str:
-        return f"threefold.Run({folder!r}, ...)" if self.program else f"--log.dir {shlex.quote(folder)}"
+        return (
+            f"threefold.Run({folder!r}, ...)"
+            if self.program
+            else f"--log.dir {shlex.quote(folder)}"
+        )
 
     def resume(self, checkpoint: Path | str, into: str = "") -> str:
         """From a checkpoint; `into` another folder."""
@@ -64,12 +68,18 @@ class RunLock:
             ConfigError: another process holds the lock.
         """
         words = Words()
-        self._file = file = _locked(folder / _FILE, at or words.at(folder), other or words.another())
+        self._file = file = _locked(
+            folder / _FILE, at or words.at(folder), other or words.another()
+        )
         # Only what this process has locked is its own to remove.
         self._made = folder if fresh else None
         if not file.closed:
             file.truncate(0)
-            holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now():%Y-%m-%d %H:%M}"}
+            holder = {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "since": f"{datetime.now():%Y-%m-%d %H:%M}",
+            }
             file.write(json.dumps(holder) + "\n")
             file.flush()
 

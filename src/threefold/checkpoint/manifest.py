@@ -24,11 +24,31 @@ from threefold.errors import CheckpointError, Problem
 from threefold.mesh.topology import Topology
 
 # Fields and types that a manifest must have. A damaged one fails its checksum; this check is for a foreign one.
-_FIELDS = {"step": int, "mesh": list, "data": dict, "seed": int, "architecture": dict, "config": dict}
+_FIELDS = {
+    "step": int,
+    "mesh": list,
+    "data": dict,
+    "seed": int,
+    "architecture": dict,
+    "config": dict,
+}
 # Of a model that is quite another one, these are named.
-_TELLING = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_TELLING = (
+    "model_type",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "vocab_size",
+)
 _NUM_NAMED = 3
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "encoder_layers", "decoder_layers")
+_LAYERS = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layers",
+    "n_layer",
+    "encoder_layers",
+    "decoder_layers",
+)
 
 
 def read_manifest(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -39,7 +59,9 @@ def read_manifest(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     manifest = checkpoint.manifest()
     wrong = [name for name, kind in _FIELDS.items() if not isinstance(manifest.get(name), kind)]
-    wrong = wrong or [f"config.{name}" for name in _not_sections(manifest["config"], Config().model_dump())]
+    wrong = wrong or [
+        f"config.{name}" for name in _not_sections(manifest["config"], Config().model_dump())
+    ]
     if wrong or manifest["step"] != checkpoint.step:
         raise CheckpointError(
             f"the manifest of {checkpoint.path} has no {wrong[0] if wrong else f'step {checkpoint.step}'}",
@@ -59,9 +81,14 @@ def _not_sections(config: Mapping[str, Any], known: Mapping[str, Any]) -> Iterat
                 yield from (f"{name}.{key}" for key in _not_sections(config[name], default))
 
 
-def refuse_layers_without_tensors(architecture: PretrainedConfig, num_tensors: int, checkpoint: Checkpoint) -> None:
+def refuse_layers_without_tensors(
+    architecture: PretrainedConfig, num_tensors: int, checkpoint: Checkpoint
+) -> None:
     """Raises CheckpointError if a config has more layers than its checkpoint has tensors: building them has no end."""
-    layers = max((value for key, value in _every_key(architecture.to_dict()) if key in _LAYERS), default=0)
+    layers = max(
+        (value for key, value in _every_key(architecture.to_dict()) if key in _LAYERS),
+        default=0,
+    )
     if layers > num_tensors:
         raise CheckpointError(
             f"the config in {checkpoint.path} has {layers:,} layers, but its files hold {num_tensors:,} tensors",
@@ -79,16 +106,28 @@ def _every_key(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def refuse_other(
-    manifest: Mapping[str, Any], config: Config, architecture: PretrainedConfig, checkpoint: Checkpoint
+    manifest: Mapping[str, Any],
+    config: Config,
+    architecture: PretrainedConfig,
+    checkpoint: Checkpoint,
 ) -> None:
     """Raises CheckpointError if the checkpoint belongs to another model or seed."""
     problems, at, seed = [], f"the checkpoint {checkpoint.path}", manifest["seed"]
     problems += _other_model(manifest, architecture_of(architecture), checkpoint)
-    asked, trained = config.model.model_dump(mode="json")["lora"], manifest["config"]["model"].get("lora", {})
-    for key in sorted((asked.keys() & trained.keys()) - {"dropout"}) if asked["r"] or trained.get("r") else ():
+    asked, trained = (
+        config.model.model_dump(mode="json")["lora"],
+        manifest["config"]["model"].get("lora", {}),
+    )
+    for key in (
+        sorted((asked.keys() & trained.keys()) - {"dropout"})
+        if asked["r"] or trained.get("r")
+        else ()
+    ):
         if asked[key] != trained[key]:
             what = f"{at} was made with model.lora.{key} = {trained[key]}, not {asked[key]}"
-            expected = "the adapters of the run: others would not fit, or would mean something else"
+            expected = (
+                "the adapters of the run: others would not fit, or would mean something else"
+            )
             problems.append(to_set(what, expected, f"model.lora.{key}", trained[key]))
     if seed != config.train.seed:
         what = f"{at} was made with train.seed = {seed}, not {config.train.seed}"
@@ -101,17 +140,36 @@ def refuse_other(
 # Keys that change what is trained, and nothing else in a run would show it.
 _CONFIRMED = (
     *("model.dtype", "train.label_smoothing", "train.z_loss"),
-    *("optimizer.name", "optimizer.options", "optimizer.moments", "optimizer.betas", "optimizer.eps"),
+    *(
+        "optimizer.name",
+        "optimizer.options",
+        "optimizer.moments",
+        "optimizer.betas",
+        "optimizer.eps",
+    ),
     *("train.reduce", "train.objective", "dpo.beta", "dpo.loss", "dpo.label_smoothing"),
 )
 # With train.reduce exact: what the gradient of a micro-batch is made of.
 _OF_BITS = (
-    *("train.micro_batch", "train.loss_chunk_tokens", "train.activation_checkpointing", "model.attention"),
+    *(
+        "train.micro_batch",
+        "train.loss_chunk_tokens",
+        "train.activation_checkpointing",
+        "model.attention",
+    ),
     *("mesh.cp", "mesh.tp", "mesh.cp_method", "mesh.sequence_parallel"),
 )
 # What changes no weight, of sections that do.
 _WITHOUT_EFFECT = ("data.num_workers", "train.memory_check", "train.deterministic")
-_SECTIONS_OF_BITS = ("model.", "data.", "train.", "optimizer.", "mesh.cp", "mesh.tp", "mesh.sequence_parallel")
+_SECTIONS_OF_BITS = (
+    "model.",
+    "data.",
+    "train.",
+    "optimizer.",
+    "mesh.cp",
+    "mesh.tp",
+    "mesh.sequence_parallel",
+)
 # Where a run lies and resumes is said in its head.
 _NOT_COMPARED = ("checkpoint.resume", "log.dir")
 
@@ -141,15 +199,24 @@ def changes(manifest: Mapping[str, Any], config: Config) -> list[ChangedKey]:
         if (key, before) == ("model.dtype", "auto"):
             continue  # an import leaves it to the device of the first start
         value = functools.reduce(operator.getitem, key.split("."), now)
-        moved = isinstance(before, str) and isinstance(value, str) and value.endswith(f"/{before.removeprefix('./')}")
+        moved = (
+            isinstance(before, str)
+            and isinstance(value, str)
+            and value.endswith(f"/{before.removeprefix('./')}")
+        )
         found += [ChangedKey(key, before, value)] if before != value and not moved else []
     return found
 
 
-def with_axes(found: Sequence[ChangedKey], manifest: Mapping[str, Any], topology: Topology) -> list[ChangedKey]:
+def with_axes(
+    found: Sequence[ChangedKey], manifest: Mapping[str, Any], topology: Topology
+) -> list[ChangedKey]:
     """`changes` with the sizes that cp and tp had and have, in place of what was asked for."""
     then = Topology(*manifest["mesh"])
-    axes = [ChangedKey(f"mesh.{axis}", getattr(then, axis), getattr(topology, axis)) for axis in ("cp", "tp")]
+    axes = [
+        ChangedKey(f"mesh.{axis}", getattr(then, axis), getattr(topology, axis))
+        for axis in ("cp", "tp")
+    ]
     others = [change for change in found if change.key not in ("mesh.cp", "mesh.tp")]
     return [*others, *(change for change in axes if change.before != change.now)]
 
@@ -168,24 +235,42 @@ def versions() -> dict[str, str]:
 def _processor() -> str:
     """The processor's name, whose libraries choose their kernels by it."""
     with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-        return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
+        return next(
+            (line.partition(":")[2].strip() for line in file if line.startswith("model name")),
+            "",
+        )
     return platform.processor()
 
 
-def lost_bits(manifest: Mapping[str, Any], found: Sequence[ChangedKey], versions: Mapping[str, str]) -> list[str]:
+def lost_bits(
+    manifest: Mapping[str, Any], found: Sequence[ChangedKey], versions: Mapping[str, str]
+) -> list[str]:
     """Why a run with train.reduce exact does not continue bit for bit as if nobody had stopped it; empty if it does.
 
     Args:
         found: `with_axes`.
         versions: what results depend on, now; those of the checkpoint are in its manifest.
     """
-    lost = [each for each in found if each.key.startswith(_SECTIONS_OF_BITS) and each.key not in _WITHOUT_EFFECT]
-    then = {name: manifest.get("versions", {}).get(name, "unknown") for name in ("torch", "transformers", "cpu")}
-    other = [f"{name} {before} -> {versions[name]}" for name, before in then.items() if before != versions[name]]
+    lost = [
+        each
+        for each in found
+        if each.key.startswith(_SECTIONS_OF_BITS) and each.key not in _WITHOUT_EFFECT
+    ]
+    then = {
+        name: manifest.get("versions", {}).get(name, "unknown")
+        for name in ("torch", "transformers", "cpu")
+    }
+    other = [
+        f"{name} {before} -> {versions[name]}"
+        for name, before in then.items()
+        if before != versions[name]
+    ]
     return [*map(str, lost), *other]
 
 
-def refuse_unconfirmed(found: Sequence[ChangedKey], checkpoint: Checkpoint, *, exact: bool = False) -> None:
+def refuse_unconfirmed(
+    found: Sequence[ChangedKey], checkpoint: Checkpoint, *, exact: bool = False
+) -> None:
     """Raises CheckpointError for the changes that must be confirmed; `exact`: of a run whose bits depend on more."""
     confirmed = (*_CONFIRMED, *(_OF_BITS if exact else ()))
     problems = [
@@ -201,15 +286,23 @@ def refuse_unconfirmed(found: Sequence[ChangedKey], checkpoint: Checkpoint, *, e
         raise CheckpointError.of(problems)
 
 
-def _other_model(manifest: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Checkpoint) -> list[Problem]:
+def _other_model(
+    manifest: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Checkpoint
+) -> list[Problem]:
     """One problem for all keys of the architecture that differ, the sizes that tell most first."""
     then = manifest["architecture"]
     differing = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
     if not differing:
         return []
     differing.sort(key=lambda key: _TELLING.index(key) if key in _TELLING else len(_TELLING))
-    named = [f"{key} = {then.get(key)}, this run {now.get(key)}" for key in differing[:_NUM_NAMED]]
-    more = f"; {len(differing) - _NUM_NAMED} more keys differ" if len(differing) > _NUM_NAMED else ""
+    named = [
+        f"{key} = {then.get(key)}, this run {now.get(key)}" for key in differing[:_NUM_NAMED]
+    ]
+    more = (
+        f"; {len(differing) - _NUM_NAMED} more keys differ"
+        if len(differing) > _NUM_NAMED
+        else ""
+    )
     name = manifest["config"].get("model", {}).get("name_or_path")
     model = f"the model {name}" if name else "a model"
     what = f"the checkpoint {checkpoint.path} has {model} with {'; '.join(named)}{more}"
@@ -222,7 +315,9 @@ def _other_model(manifest: Mapping[str, Any], now: Mapping[str, Any], checkpoint
     return [Problem(what, expected, fix)]
 
 
-def refuse_other_base(manifest: Mapping[str, Any], base: str | None, config: Config, checkpoint: Checkpoint) -> None:
+def refuse_other_base(
+    manifest: Mapping[str, Any], base: str | None, config: Config, checkpoint: Checkpoint
+) -> None:
     """Raises CheckpointError if a run began with another base than `base`, the one in use now."""
     if manifest.get("base") != base:
         what = "the adapters" if config.model.lora.r else "the preferences"
@@ -233,14 +328,23 @@ def refuse_other_base(manifest: Mapping[str, Any], base: str | None, config: Con
         )
 
 
-def refuse_other_given(manifest: Mapping[str, Any], given: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+def refuse_other_given(
+    manifest: Mapping[str, Any], given: Mapping[str, Any], checkpoint: Checkpoint
+) -> None:
     """Raises CheckpointError if a program gave the run another loss or optimizer than it has now."""
     before, now = manifest.get("given") or {}, dict(given)
-    for key, usual in (("loss", "the cross entropy"), ("optimizer", "the optimizer of the config")):
+    for key, usual in (
+        ("loss", "the cross entropy"),
+        ("optimizer", "the optimizer of the config"),
+    ):
         then, other = before.get(key), now.get(key)
         if then != other:
             what = [f"the {key} {each}" if each else usual for each in (then, other)]
-            fix = f"threefold.train(config, {key}={then.rpartition('.')[2]})" if then else f"leave {key}= out"
+            fix = (
+                f"threefold.train(config, {key}={then.rpartition('.')[2]})"
+                if then
+                else f"leave {key}= out"
+            )
             raise CheckpointError(
                 f"{checkpoint.path} was trained with {what[0]}, and would go on with {what[1]}",
                 expected=f"one {key} for the whole run",
@@ -257,7 +361,13 @@ def refuse_other_given(manifest: Mapping[str, Any], given: Mapping[str, Any], ch
 def architecture_of(config: PretrainedConfig) -> dict[str, Any]:
     """The model's config as plain values, without those that do not belong to the weights."""
     values = json.loads(config.to_json_string(use_diff=False))
-    volatile = ("_name_or_path", "transformers_version", "dtype", "use_cache", "_attn_implementation")
+    volatile = (
+        "_name_or_path",
+        "transformers_version",
+        "dtype",
+        "use_cache",
+        "_attn_implementation",
+    )
     return {name: value for name, value in values.items() if name not in volatile}
 
 
@@ -276,14 +386,22 @@ def architecture_problems(config: PretrainedConfig) -> list[Problem]:
     except Exception as error:  # a config validates with exceptions of several families
         lost = f"it is refused: {' '.join(str(error).split())}"
     else:
-        changed = sorted(key for key in written.keys() | read.keys() if written.get(key) != read.get(key))
+        changed = sorted(
+            key for key in written.keys() | read.keys() if written.get(key) != read.get(key)
+        )
         if not changed:
             return []
         key = changed[0]
         lost = f"{key} = {written.get(key)} becomes {read.get(key)}"
     what = f"the config of {config.model_type!r} does not read back as it was written: {lost}"
     expected = "a config that a checkpoint can keep: the model of the run could not be resumed or exported"
-    return [Problem(what, expected, "give the key the value that it becomes, in model.config or in config.json")]
+    return [
+        Problem(
+            what,
+            expected,
+            "give the key the value that it becomes, in model.config or in config.json",
+        )
+    ]
 
 
 def with_infinities(values: Any) -> Any:

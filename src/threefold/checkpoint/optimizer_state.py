@@ -30,11 +30,17 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     for name, parameter in model.named_parameters():
         if id(parameter) not in own or not parameter.requires_grad:
             continue
-        kept = optimizer.state[parameter] if makes_its_state(optimizer) else optimizer.state.get(parameter, {})
+        kept = (
+            optimizer.state[parameter]
+            if makes_its_state(optimizer)
+            else optimizer.state.get(parameter, {})
+        )
         if makes_its_state(optimizer) and not kept:
             kept["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             kept["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            kept["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            kept["exp_avg_sq"] = torch.zeros_like(
+                parameter, memory_format=torch.preserve_format
+            )
         for key, value in plain_state(kept).items():
             if (wrong := _cannot_be_kept(value, parameter)) is not None:
                 kind = type(optimizer).__name__
@@ -52,10 +58,21 @@ def plain_state(kept: dict[str, object]) -> dict[str, object]:
     """The state with tensors that are made of others (torchao's of 8 bits) as those: `exp_avg.codes` and so on."""
     found: dict[str, object] = {}
     for key, value in kept.items():
-        if isinstance(value, DTensor) and is_traceable_wrapper_subclass(value.to_local()) and not _is_split(value):
+        if (
+            isinstance(value, DTensor)
+            and is_traceable_wrapper_subclass(value.to_local())
+            and not _is_split(value)
+        ):
             value = value.to_local()
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and is_traceable_wrapper_subclass(value):
-            found |= {f"{key}.{inner}": getattr(value, inner) for inner in value.__tensor_flatten__()[0]}
+        if (
+            isinstance(value, Tensor)
+            and not isinstance(value, DTensor)
+            and is_traceable_wrapper_subclass(value)
+        ):
+            found |= {
+                f"{key}.{inner}": getattr(value, inner)
+                for inner in value.__tensor_flatten__()[0]
+            }
         elif value is not None:
             found[key] = value
     return found
@@ -63,7 +80,9 @@ def plain_state(kept: dict[str, object]) -> dict[str, object]:
 
 def makes_its_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the state is Adam's, which is known before a step was made."""
-    return type(optimizer) in _ADAM and not any(group.get("amsgrad") for group in optimizer.param_groups)
+    return type(optimizer) in _ADAM and not any(
+        group.get("amsgrad") for group in optimizer.param_groups
+    )
 
 
 def _cannot_be_kept(value: object, parameter: Tensor) -> str | None:
@@ -85,7 +104,9 @@ def _is_split(tensor: Tensor) -> bool:
     return any(size > 1 and not placement.is_replicate() for placement, size in sizes)
 
 
-def refuse_other_state(model: nn.Module, optimizer: torch.optim.Optimizer, index: Index) -> None:
+def refuse_other_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, index: Index
+) -> None:
     """CheckpointError if a checkpoint has the state of another optimizer; forgets what it lacks altogether.
 
     The optimizer has a state for all parameters, whose values are to be read from the checkpoint.

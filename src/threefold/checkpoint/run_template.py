@@ -26,7 +26,11 @@ KEY = "chat_template"
 
 def digest_of(template: str | None) -> str | None:
     """Equal for equal templates; None without one."""
-    return hashlib.blake2b(template.encode(), digest_size=16).hexdigest() if template is not None else None
+    return (
+        hashlib.blake2b(template.encode(), digest_size=16).hexdigest()
+        if template is not None
+        else None
+    )
 
 
 def keep(template: str, run: Path) -> None:
@@ -42,7 +46,9 @@ def template_of(checkpoint: Checkpoint, config: Config) -> str | None:
         CheckpointError: neither is the template that the run was trained with.
     """
     recorded, copy = checkpoint.manifest().get(KEY), checkpoint.path.resolve().parents[1] / FILE
-    template = copy.read_text(encoding="utf-8") if copy.is_file() and recorded is not None else None
+    template = (
+        copy.read_text(encoding="utf-8") if copy.is_file() and recorded is not None else None
+    )
     if template is None and config.data.chat_template is not None:
         template = template_file(config.data.chat_template)
     if recorded is not None and template is not None and digest_of(template) != recorded:
@@ -55,12 +61,17 @@ def template_of(checkpoint: Checkpoint, config: Config) -> str | None:
     return template
 
 
-def refuse_other(manifest: Mapping[str, Any], template: str | None, config: Config, checkpoint: Checkpoint) -> None:
+def refuse_other(
+    manifest: Mapping[str, Any], template: str | None, config: Config, checkpoint: Checkpoint
+) -> None:
     """Raises CheckpointError if a run is resumed with another template than it was trained with."""
     recorded = manifest.get(KEY)
     if recorded is None or recorded == digest_of(template):
         return
-    name = config.data.chat_template or f"of the tokenizer {config.data.tokenizer or config.model.name_or_path}"
+    name = (
+        config.data.chat_template
+        or f"of the tokenizer {config.data.tokenizer or config.model.name_or_path}"
+    )
     kept = checkpoint.path.resolve().parents[1] / FILE
     raise CheckpointError(
         f"the chat template {name} has changed since {checkpoint.path} was saved"

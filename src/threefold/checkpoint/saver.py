@@ -79,7 +79,10 @@ class Stage:
     """
 
     def __init__(
-        self, parts: Sequence[TensorPart], device: torch.device, in_forward: Collection[str] | None = None
+        self,
+        parts: Sequence[TensorPart],
+        device: torch.device,
+        in_forward: Collection[str] | None = None,
     ) -> None:
         self._size_bytes = sum(part.values.nbytes for part in parts)
         self._device = device
@@ -98,10 +101,17 @@ class Stage:
             self._buffer = torch.empty(self._size_bytes, dtype=torch.uint8).zero_()
         except RuntimeError as error:
             size = size_text(self._size_bytes)
-            log.warning("no memory for a copy of %s: the training waits until a save is written: %s", size, error)
+            log.warning(
+                "no memory for a copy of %s: the training waits until a save is written: %s",
+                size,
+                error,
+            )
             return
         if self._device.type == "cuda" and (reason := _lock_pages(self._buffer)) is not None:
-            log.warning("the copy's pages cannot be locked: the training waits while it is made: %s", reason)
+            log.warning(
+                "the copy's pages cannot be locked: the training waits while it is made: %s",
+                reason,
+            )
 
     def copy(self, parts: Sequence[TensorPart]) -> list[TensorPart] | None:
         """Returns the parts with their values in the buffer, to read after `wait`. The last copy is overwritten.
@@ -121,7 +131,9 @@ class Stage:
         for part in parts:
             end = start + part.values.nbytes
             values = self._buffer[start:end].view(part.values.dtype).view(part.values.shape)
-            with torch.cuda.stream(None if part.name in (self._in_forward or ()) else self._stream):
+            with torch.cuda.stream(
+                None if part.name in (self._in_forward or ()) else self._stream
+            ):
                 values.copy_(part.values, non_blocking=True)
             staged.append(dataclasses.replace(part, values=values))
             start = end
@@ -176,8 +188,12 @@ class Saver:
     in_forward: Collection[str] | None = None
 
     def __post_init__(self) -> None:
-        self._stage = Stage(self.parts(), self.mesh.device, self.in_forward) if self.background else None
-        self._store = self.mesh.store.clone() if self.mesh.store is not None else dist.HashStore()
+        self._stage = (
+            Stage(self.parts(), self.mesh.device, self.in_forward) if self.background else None
+        )
+        self._store = (
+            self.mesh.store.clone() if self.mesh.store is not None else dist.HashStore()
+        )
         self._key = f"threefold/saves/{self.mesh.share('saver', lambda: uuid.uuid4().hex)}"
         self._number = 0
         self._running: threading.Thread | None = None
@@ -199,9 +215,13 @@ class Saver:
         live = self.parts()
         staged = self._stage.copy(live)
         name = f"threefold-save-{job.step}"
-        self._running = threading.Thread(target=self._run, args=(job, staged or live), name=name, daemon=True)
+        self._running = threading.Thread(
+            target=self._run, args=(job, staged or live), name=name, daemon=True
+        )
         self._running.start()
-        if staged is None:  # the next step changes what is written; how it ends, `check` tells all ranks alike
+        if (
+            staged is None
+        ):  # the next step changes what is written; how it ends, `check` tells all ranks alike
             self._running.join()
 
     def before_update(self) -> None:
@@ -277,13 +297,18 @@ class Saver:
         mesh, store, key = self.mesh, self._store, f"{self._key}/{self._number}"
         refusal = job.refusal() if mesh.rank == 0 else None
         if mesh.rank == 0:
-            store.set(f"{key}/begun", "refused" if refusal is not None else _attempt(job.begin) or "")
+            store.set(
+                f"{key}/begun", "refused" if refusal is not None else _attempt(job.begin) or ""
+            )
         store.wait([f"{key}/begun"], _LONGEST_SAVE)
         reason: str | None = store.get(f"{key}/begun").decode() or None
         seals: dict[str, Seal] = {}
         if reason is None:
             own = _attempt(lambda: seals.update(self._write(job.state, parts)))
-            report = {"reason": own, "seals": {name: seal.to_json() for name, seal in seals.items()}}
+            report = {
+                "reason": own,
+                "seals": {name: seal.to_json() for name, seal in seals.items()},
+            }
             store.set(f"{key}/written/{mesh.rank}", json.dumps(report))
         if refusal is not None:
             store.set(f"{key}/ended", json.dumps(described_error(refusal)))
@@ -295,7 +320,9 @@ class Saver:
                 )
             if reason is not None:
                 _attempt(job.abandon)
-            store.set(f"{key}/ended", json.dumps({**failed, "reason": reason}) if reason else "")
+            store.set(
+                f"{key}/ended", json.dumps({**failed, "reason": reason}) if reason else ""
+            )
         store.wait([f"{key}/ended"], _LONGEST_SAVE)
         return store.get(f"{key}/ended").decode()
 
@@ -309,7 +336,9 @@ class Saver:
             named = f"rank {rank}: " if self.mesh.world_size > 1 else ""
             if reason is None and report["reason"]:
                 reason, failed["rank"] = f"{named}{report['reason']}", rank
-            seals.update({name: Seal.from_json(values) for name, values in report["seals"].items()})
+            seals.update(
+                {name: Seal.from_json(values) for name, values in report["seals"].items()}
+            )
         return reason
 
     def _write(self, state: Path, parts: Sequence[TensorPart]) -> dict[str, Seal]:

@@ -34,7 +34,9 @@ class Seal:
     def from_json(cls, values: Any) -> Seal:
         """The inverse of `to_json`; ValueError if `values` is not a seal."""
         match values:
-            case [int(size_bytes), str(checksum)] if isinstance(values, list) and type(size_bytes) is int:
+            case [int(size_bytes), str(checksum)] if (
+                isinstance(values, list) and type(size_bytes) is int
+            ):
                 return cls(size_bytes, checksum)
         raise ValueError(f"{values!r} is not a size and a checksum")
 
@@ -114,7 +116,9 @@ def wrong_sizes(folder: Path, seals: Mapping[str, Seal]) -> str | None:
     return None
 
 
-def wrong_checksums(folder: Path, seals: Mapping[str, Seal], names: Iterable[str]) -> str | None:
+def wrong_checksums(
+    folder: Path, seals: Mapping[str, Seal], names: Iterable[str]
+) -> str | None:
     """Returns the first of `names` whose content differs from what was written, or None."""
     for name in names:
         try:

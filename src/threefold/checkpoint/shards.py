@@ -19,7 +19,18 @@ from threefold.errors import CheckpointError
 
 FILE = "index.json"
 ITEM_BYTES = {
-    **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2},
+    **{
+        "F64": 8,
+        "I64": 8,
+        "U64": 8,
+        "F32": 4,
+        "I32": 4,
+        "U32": 4,
+        "F16": 2,
+        "BF16": 2,
+        "I16": 2,
+        "U16": 2,
+    },
     **{"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
 }
 
@@ -39,19 +50,27 @@ class Box:
         """Returns the box that two boxes of one tensor share, or None."""
         offsets = tuple(max(pair) for pair in zip(self.offsets, other.offsets, strict=True))
         ends = tuple(
-            min(a + m, b + n) for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+            min(a + m, b + n)
+            for a, m, b, n in zip(
+                self.offsets, self.sizes, other.offsets, other.sizes, strict=True
+            )
         )
         sizes = tuple(end - offset for offset, end in zip(offsets, ends, strict=True))
         return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Returns where this box lies in a tensor that holds `outer`."""
-        starts = tuple(own - begin for own, begin in zip(self.offsets, outer.offsets, strict=True))
+        starts = tuple(
+            own - begin for own, begin in zip(self.offsets, outer.offsets, strict=True)
+        )
         return Box(starts, self.sizes).slices
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
+        return tuple(
+            slice(start, start + size)
+            for start, size in zip(self.offsets, self.sizes, strict=True)
+        )
 
 
 def boxes_of(indices: Sequence[Sequence[int]]) -> Iterator[tuple[Box, Box]]:
@@ -69,7 +88,11 @@ def _runs(indices: Sequence[int]) -> list[tuple[int, int, int]]:
     """Returns (first index, its position, length) of each stretch without a gap."""
     if len(indices) and indices[-1] - indices[0] + 1 == len(indices):
         return [(indices[0], 0, len(indices))]
-    starts = [place for place in range(len(indices)) if not place or indices[place] != indices[place - 1] + 1]
+    starts = [
+        place
+        for place in range(len(indices))
+        if not place or indices[place] != indices[place - 1] + 1
+    ]
     return [(indices[a], a, b - a) for a, b in itertools.pairwise([*starts, len(indices)])]
 
 
@@ -78,10 +101,16 @@ def _overlap(boxes: Sequence[Box]) -> bool:
     boxes = [box for box in boxes if box.numel]
     if len(boxes) < 2 or not boxes[0].offsets:
         return len(boxes) > 1
-    dim = max(range(len(boxes[0].offsets)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
+    dim = max(
+        range(len(boxes[0].offsets)), key=lambda dim: len({box.offsets[dim] for box in boxes})
+    )
     current: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
-        current = [other for other in current if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
+        current = [
+            other
+            for other in current
+            if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]
+        ]
         if any(box.overlap(other) is not None for other in current):
             return True
         current.append(box)
@@ -121,13 +150,19 @@ class Entry:
         if self.dtype not in ITEM_BYTES or any(size < 0 for size in self.shape):
             return f"{self.dtype} {list(self.shape)} is not a tensor"
         for chunk in self.chunks:
-            if len(chunk.box.offsets) != len(self.shape) or len(chunk.box.sizes) != len(self.shape):
+            if len(chunk.box.offsets) != len(self.shape) or len(chunk.box.sizes) != len(
+                self.shape
+            ):
                 return "a chunk has a different number of dims"
             if chunk.start < 0 or chunk.box.overlap(whole) != chunk.box:
                 return "a chunk lies outside the tensor"
         if sum(chunk.box.numel for chunk in self.chunks) != whole.numel:
             return "the chunks are not as large as the tensor"
-        return "chunks overlap, and leave a hole" if _overlap([chunk.box for chunk in self.chunks]) else None
+        return (
+            "chunks overlap, and leave a hole"
+            if _overlap([chunk.box for chunk in self.chunks])
+            else None
+        )
 
 
 @dataclass(frozen=True)
@@ -137,10 +172,16 @@ class Index:
     entries: Mapping[str, Entry]
 
     def to_json(self) -> str:
-        files = sorted({chunk.file for entry in self.entries.values() for chunk in entry.chunks})
+        files = sorted(
+            {chunk.file for entry in self.entries.values() for chunk in entry.chunks}
+        )
         number = {name: place for place, name in enumerate(files)}
         tensors = {
-            name: [e.dtype, e.shape, [[number[c.file], c.start, c.box.offsets, c.box.sizes] for c in e.chunks]]
+            name: [
+                e.dtype,
+                e.shape,
+                [[number[c.file], c.start, c.box.offsets, c.box.sizes] for c in e.chunks],
+            ]
             for name, e in self.entries.items()
         }
         return json.dumps({"files": files, "tensors": tensors})
@@ -156,11 +197,23 @@ class Index:
         try:
             found = json.loads(path.read_text())
             files = [str(name) for name in found["files"]]
-            if strange := [name for name in files if Path(name).name != name or name in (".", "..")]:
+            if strange := [
+                name for name in files if Path(name).name != name or name in (".", "..")
+            ]:
                 raise ValueError(f"{strange[0]!r} is not a file of this folder")
             ends = [(state / name).stat().st_size for name in files]
-            entries = {name: _entry(values, files, ends) for name, values in found["tensors"].items()}
-        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+            entries = {
+                name: _entry(values, files, ends) for name, values in found["tensors"].items()
+            }
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            IndexError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise CheckpointError(
                 f"{path} is not an index of a checkpoint: {error}",
                 expected="the index that was written with the checkpoint",
@@ -175,7 +228,10 @@ def _entry(values: Any, files: Sequence[str], ends: Sequence[int]) -> Entry:
     for number, start, offsets, sizes in chunks:
         _ints([number, start])
         chunk = Chunk(files[number], start, Box(_ints(offsets), _ints(sizes)))
-        if entry.dtype in ITEM_BYTES and start + chunk.box.numel * ITEM_BYTES[entry.dtype] > ends[number]:
+        if (
+            entry.dtype in ITEM_BYTES
+            and start + chunk.box.numel * ITEM_BYTES[entry.dtype] > ends[number]
+        ):
             raise ValueError(f"a chunk reaches beyond the end of {files[number]}")
         entry.chunks.append(chunk)
     if (problem := entry.problem()) is not None:
@@ -184,6 +240,8 @@ def _entry(values: Any, files: Sequence[str], ends: Sequence[int]) -> Entry:
 
 
 def _ints(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
+    if not isinstance(values, list) or any(
+        type(value) is not int or value < 0 for value in values
+    ):
         raise ValueError(f"{values!r} are not sizes")
     return tuple(values)

@@ -21,7 +21,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from threefold.checkpoint.layout import Checkpoint
 from threefold.checkpoint.optimizer_state import optimizer_state
 from threefold.checkpoint.shards import Box, Index, boxes_of
-from threefold.checkpoint.tensors import TYPE_NAMES, TensorPart, in_file_order, read_box, read_whole
+from threefold.checkpoint.tensors import (
+    TYPE_NAMES,
+    TensorPart,
+    in_file_order,
+    read_box,
+    read_whole,
+)
 from threefold.errors import CheckpointError
 from threefold.mesh.mesh import Mesh
 from threefold.model.weight_check import is_adapter
@@ -62,7 +68,11 @@ def index_of(checkpoint: Checkpoint, *, ema: bool = False) -> Index:
         CheckpointError: it has no moving average.
     """
     index = Index.read(checkpoint.state)
-    averages = {name: entry for name, entry in index.entries.items() if name.startswith(averaged_name(""))}
+    averages = {
+        name: entry
+        for name, entry in index.entries.items()
+        if name.startswith(averaged_name(""))
+    }
     if ema and not averages:
         raise CheckpointError(
             f"{checkpoint.path} has no moving average of the weights",
@@ -70,7 +80,11 @@ def index_of(checkpoint: Checkpoint, *, ema: bool = False) -> Index:
             fix="leave --ema out",
         )
     names = {name: f"model.{name.removeprefix(averaged_name(''))}" for name in averages}
-    return Index({**index.entries, **{names[name]: averages[name] for name in averages}}) if ema else index
+    return (
+        Index({**index.entries, **{names[name]: averages[name] for name in averages}})
+        if ema
+        else index
+    )
 
 
 def random_state(mesh: Mesh) -> dict[str, Tensor]:
@@ -151,9 +165,16 @@ def holdings(state: Mapping[str, Tensor], mesh: Mesh) -> list[Holding]:
     found = []
     for name, tensor in state.items():
         # Layers have the same boxes: compute them once.
-        kind = (tensor.shape, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else tensor.shape
+        kind = (
+            (tensor.shape, tensor.placements, tensor.device_mesh)
+            if isinstance(tensor, DTensor)
+            else tensor.shape
+        )
         if kind not in known:
-            known[kind] = holders(sharded_axes(tensor), mesh.rank, mesh.world_size), boxes_held(tensor)
+            known[kind] = (
+                holders(sharded_axes(tensor), mesh.rank, mesh.world_size),
+                boxes_held(tensor),
+            )
         sharers, boxes = known[kind]
         written = loads.setdefault(sharers, [0] * len(sharers))
         turn = written.index(min(written))
@@ -171,14 +192,19 @@ def boxes_held(tensor: Tensor) -> list[tuple[Box, tuple[slice, ...]]]:
 def parts(state: Mapping[str, Tensor], held: Sequence[Holding], mesh: Mesh) -> list[TensorPart]:
     """Returns what this rank writes of a state, with its random states, in file order, as live views."""
     random = random_state(mesh).items()
-    alone = [TensorPart(name, tuple(values.shape), Box((0,), tuple(values.shape)), values) for name, values in random]
+    alone = [
+        TensorPart(name, tuple(values.shape), Box((0,), tuple(values.shape)), values)
+        for name, values in random
+    ]
     return in_file_order([*own_parts(state, held), *alone])
 
 
 def own_parts(state: Mapping[str, Tensor], held: Sequence[Holding]) -> list[TensorPart]:
     """Returns what this rank writes of a state, in file order, as live views."""
     return in_file_order(
-        TensorPart(each.name, each.shape, each.box, each.values(state)) for each in held if each.writer
+        TensorPart(each.name, each.shape, each.box, each.values(state))
+        for each in held
+        if each.writer
     )
 
 
@@ -193,9 +219,15 @@ def sharded_axes(tensor: Tensor) -> Axes:
         ranks = tensor.device_mesh.mesh
         for dim, placed in enumerate(tensor.placements):
             if not placed.is_replicate() and ranks.size(dim) > 1:
-                line = ranks.movedim(dim, 0).flatten(1)[:, 0].tolist() if ranks.ndim > 1 else ranks.tolist()
+                line = (
+                    ranks.movedim(dim, 0).flatten(1)[:, 0].tolist()
+                    if ranks.ndim > 1
+                    else ranks.tolist()
+                )
                 stride, size = line[1] - line[0], len(line)
-                assert [rank // stride % size for rank in line] == list(range(size)), f"{line} is not regular"
+                assert [rank // stride % size for rank in line] == list(range(size)), (
+                    f"{line} is not regular"
+                )
                 axes.append((stride, size))
     return tuple(axes)
 
@@ -218,10 +250,14 @@ def _indices(tensor: Tensor) -> list[Sequence[int]]:
     held = [torch.arange(size) for size in tensor.shape]
     names, place = tensor.device_mesh.mesh_dim_names, tensor.device_mesh.get_coordinate()
     assert names is not None and place is not None
-    splits: list[tuple[int, Any]] = [pair for pair in enumerate(tensor.placements) if not pair[1].is_replicate()]
+    splits: list[tuple[int, Any]] = [
+        pair for pair in enumerate(tensor.placements) if not pair[1].is_replicate()
+    ]
     # A strided shard before another split of the same dim is FSDP's: it cut the rest of that split into plain chunks.
     late = [
-        (axis, p) for axis, p in splits if type(p) is not Shard and any(b > axis and q.dim == p.dim for b, q in splits)
+        (axis, p)
+        for axis, p in splits
+        if type(p) is not Shard and any(b > axis and q.dim == p.dim for b, q in splits)
     ]
     for axis, placement in [*(split for split in splits if split not in late), *reversed(late)]:
         dim = placement.dim
@@ -229,10 +265,14 @@ def _indices(tensor: Tensor) -> list[Sequence[int]]:
             chunks = held[dim].chunk(tensor.device_mesh.size(axis))
             held[dim] = chunks[place[axis]] if place[axis] < len(chunks) else held[dim][:0]
         else:
-            held[dim] = _split_as_weights(held[dim], tensor.device_mesh[names[axis]], placement, tensor.ndim)
+            held[dim] = _split_as_weights(
+                held[dim], tensor.device_mesh[names[axis]], placement, tensor.ndim
+            )
     local = tuple(tensor.to_local().shape)
     found = tuple(len(indices) for indices in held)
-    assert found == local, f"{tensor.placements} of {tuple(tensor.shape)} gave {found}, the rank holds {local}"
+    assert found == local, (
+        f"{tensor.placements} of {tuple(tensor.shape)} gave {found}, the rank holds {local}"
+    )
     return [_as_range(indices) for indices in held]
 
 
@@ -267,7 +307,10 @@ def fit(
     Raises:
         CheckpointError: a tensor is missing, or has another shape or type.
     """
-    wanted = {name: f"{TYPE_NAMES[tensor.dtype]} {list(tensor.shape)}" for name, tensor in state.items()}
+    wanted = {
+        name: f"{TYPE_NAMES[tensor.dtype]} {list(tensor.shape)}"
+        for name, tensor in state.items()
+    }
     held = {name: f"{entry.dtype} {list(entry.shape)}" for name, entry in index.entries.items()}
     if wrong := [name for name in wanted if held.get(name) != wanted[name]]:
         more = f"; {len(wrong) - 1} more differ" if len(wrong) > 1 else ""
@@ -284,7 +327,9 @@ def read_into(state: Mapping[str, Tensor], folder: Path, index: Index, mesh: Mes
         for held in holdings(state, mesh):
             values = held.values(state)
             read_box(folder, index.entries[held.name], held.box, values)
-            torch.autograd.graph.increment_version(values)  # it writes into memory, where torch counts nothing
+            torch.autograd.graph.increment_version(
+                values
+            )  # it writes into memory, where torch counts nothing
 
 
 def read_weights(model: nn.Module, folder: Path, index: Index) -> None:
@@ -292,4 +337,6 @@ def read_weights(model: nn.Module, folder: Path, index: Index) -> None:
     state = model_state(model)
     fit(state, index)
     for name, tensor in state.items():
-        read_box(folder, index.entries[name], Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor)
+        read_box(
+            folder, index.entries[name], Box((0,) * tensor.ndim, tuple(tensor.shape)), tensor
+        )

@@ -25,8 +25,19 @@ from threefold.errors import CheckpointError
 
 # Types by safetensors' names.
 _TYPES: dict[str, torch.dtype] = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    **{
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+    },
+    **{
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+    },
     **{"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
 TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
@@ -64,7 +75,10 @@ def write_parts(folder: Path, stem: str, parts: Sequence[TensorPart]) -> dict[st
             files.append([])
         files[met[part.name]].append(part)
         met[part.name] += 1
-    return {name: _write_boxes(folder / name, boxes) for name, boxes in zip(_names(stem), files, strict=False)}
+    return {
+        name: _write_boxes(folder / name, boxes)
+        for name, boxes in zip(_names(stem), files, strict=False)
+    }
 
 
 def _names(stem: str) -> Iterator[str]:
@@ -77,7 +91,9 @@ def _write_boxes(path: Path, parts: Sequence[TensorPart]) -> Seal:
     return write_boxes(path, boxes, (part.values.cpu() for part in parts))
 
 
-def write_boxes(path: Path, boxes: Sequence[tuple[str, str, tuple[int, ...], Box]], values: Iterable[Tensor]) -> Seal:
+def write_boxes(
+    path: Path, boxes: Sequence[tuple[str, str, tuple[int, ...], Box]], values: Iterable[Tensor]
+) -> Seal:
     """Writes one file of a checkpoint; requests each tensor only when it is its turn, and does not keep it.
 
     Args:
@@ -91,7 +107,9 @@ def write_boxes(path: Path, boxes: Sequence[tuple[str, str, tuple[int, ...], Box
         # Boxes alone do not say where a tensor ends, if the last one is missing.
         "shapes": json.dumps({name: shape for name, _, shape, _ in boxes}),
     }
-    return write_tensors(path, [(name, dtype, box.sizes) for name, dtype, _, box in boxes], values, metadata)
+    return write_tensors(
+        path, [(name, dtype, box.sizes) for name, dtype, _, box in boxes], values, metadata
+    )
 
 
 def write_tensors(
@@ -113,7 +131,9 @@ def write_tensors(
         return writer.close()
 
 
-def _header(described: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+def _header(
+    described: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> bytes:
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     end = 0
     for name, dtype, shape in described:
@@ -129,7 +149,12 @@ def entries_of(path: Path) -> Iterable[tuple[str, str, tuple[int, ...], Chunk]]:
     metadata, chunks = _contents(path)
     places, shapes = json.loads(metadata[_PLACES]), json.loads(metadata["shapes"])
     for name, dtype, start, sizes in chunks:
-        yield name, dtype, tuple(shapes[name]), Chunk(path.name, start, Box(tuple(places[name][_OFFSETS]), sizes))
+        yield (
+            name,
+            dtype,
+            tuple(shapes[name]),
+            Chunk(path.name, start, Box(tuple(places[name][_OFFSETS]), sizes)),
+        )
 
 
 def index_of_dcp(folder: Path) -> Index:
@@ -147,12 +172,21 @@ def index_of_dcp(folder: Path) -> Index:
             # Files without are those that it joins on request: each tensor lies whole in one of them.
             boxes = json.loads(metadata[_PLACES]) if _PLACES in metadata else None
             for name, dtype, start, sizes in chunks:
-                box = Box(tuple(boxes[name][_OFFSETS]) if boxes is not None else (0,) * len(sizes), sizes)
-                reach = tuple(offset + size for offset, size in zip(box.offsets, box.sizes, strict=True))
+                box = Box(
+                    tuple(boxes[name][_OFFSETS]) if boxes is not None else (0,) * len(sizes),
+                    sizes,
+                )
+                reach = tuple(
+                    offset + size for offset, size in zip(box.offsets, box.sizes, strict=True)
+                )
                 entry = entries.setdefault(name, Entry(dtype, reach))
                 entry.shape = tuple(map(max, entry.shape, reach))
                 entry.chunks += [Chunk(path.name, start, box)] if box.numel else []
-        if wrong := [f"{name}: {problem}" for name, entry in entries.items() if (problem := entry.problem())]:
+        if wrong := [
+            f"{name}: {problem}"
+            for name, entry in entries.items()
+            if (problem := entry.problem())
+        ]:
             raise ValueError(wrong[0])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(

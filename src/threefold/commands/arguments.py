@@ -19,14 +19,25 @@ if TYPE_CHECKING:
 # What typer needs to leave the config's part to `split`.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 # Of each command that prints results; docs/generate_schemas.py has its fields.
-AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON, as docs/schemas describes it.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print the answer as JSON, as docs/schemas describes it.")
+]
 
 MaxRestarts = Annotated[
-    int, typer.Option("--max-restarts", min=0, help="How often to restart the ranks after a failure.")
+    int,
+    typer.Option(
+        "--max-restarts", min=0, help="How often to restart the ranks after a failure."
+    ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Start more local ranks than this machine has room for.")]
-AcceptChanges = Annotated[bool, typer.Option("--accept-changes", help="Resume with keys that change what is trained.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors; the run's logs keep it all.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Start more local ranks than this machine has room for.")
+]
+AcceptChanges = Annotated[
+    bool, typer.Option("--accept-changes", help="Resume with keys that change what is trained.")
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", help="Print nothing but errors; the run's logs keep it all.")
+]
 
 
 def load_config(arguments: Sequence[str]) -> LoadedConfig:
@@ -92,7 +103,9 @@ def split(arguments: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
             if not equals:
                 if not rest or rest[0].startswith("--"):
                     fix = DROPPED.get(key, f"--{key} VALUE")
-                    problems.append(Problem(f"--{key} has no value", "exactly one value for each key", fix))
+                    problems.append(
+                        Problem(f"--{key} has no value", "exactly one value for each key", fix)
+                    )
                     continue
                 value = rest.pop(0)
             overrides.append((key, value))
@@ -110,7 +123,15 @@ def split(arguments: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
     return path, overrides
 
 
-_UNITS = {"": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KIB": 1024, "MIB": 1024**2, "GIB": 1024**3}
+_UNITS = {
+    "": 1,
+    "KB": 1000,
+    "MB": 1000**2,
+    "GB": 1000**3,
+    "KIB": 1024,
+    "MIB": 1024**2,
+    "GIB": 1024**3,
+}
 
 
 def num_bytes(text: str, *, option: str) -> int:
@@ -119,5 +140,9 @@ def num_bytes(text: str, *, option: str) -> int:
     factor = _UNITS.get(text[len(digits) :].strip().upper())
     if factor is None or not digits.isascii() or not digits.isdecimal() or int(digits) == 0:
         what = f"{option} = {text!r} is not a size"
-        raise ConfigError(what, expected="a whole number with KB, MB, GB, KiB, MiB or GiB", fix=f"{option} 5GB")
+        raise ConfigError(
+            what,
+            expected="a whole number with KB, MB, GB, KiB, MiB or GiB",
+            fix=f"{option} 5GB",
+        )
     return int(digits) * factor

@@ -29,7 +29,11 @@ class WithKeys(TyperCommand):
         item = import_module(f"{click}.shell_completion").CompletionItem
         keys = {f"--{key}": about for key, about in every_key_described()}
         if incomplete.startswith("-"):
-            matching = [item(key, help=about.meaning) for key, about in keys.items() if key.startswith(incomplete)]
+            matching = [
+                item(key, help=about.meaning)
+                for key, about in keys.items()
+                if key.startswith(incomplete)
+            ]
             return super().shell_complete(ctx, incomplete) + matching
         about = keys.get(ctx.args[-1]) if ctx.args else None
         words = "".join(about.values).split("`")[1::2] if about is not None else []

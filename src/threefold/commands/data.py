@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 _SHOWN = 3  # rows, without --first
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Prepare data, and prove which rank read what and when."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Prepare data, and prove which rank read what and when.",
 )
 
 _Run = Annotated[str, typer.Argument(autocompletion=runs_here, help="A run's folder.")]
@@ -40,16 +42,25 @@ def prepare(
     context: typer.Context,
     to: Annotated[
         str,
-        typer.Option(help="The folder to make, or s3://BUCKET/PREFIX; the same command resumes an unfinished one."),
+        typer.Option(
+            help="The folder to make, or s3://BUCKET/PREFIX; the same command resumes an unfinished one."
+        ),
     ],
     workers: Annotated[
-        int | None, typer.Option("--workers", "--num-workers", min=1, help="Processes; default: one per core.")
+        int | None,
+        typer.Option(
+            "--workers", "--num-workers", min=1, help="Processes; default: one per core."
+        ),
     ] = None,
     engine: Annotated[
-        Literal["local", "slurm", "ray"], typer.Option(help="What makes the parts: here, a Slurm array, a Ray cluster.")
+        Literal["local", "slurm", "ray"],
+        typer.Option(help="What makes the parts: here, a Slurm array, a Ray cluster."),
     ] = "local",
     task: Annotated[
-        str | None, typer.Option(help="Make only the parts of task I of N, I/N; or `join` what tasks have made.")
+        str | None,
+        typer.Option(
+            help="Make only the parts of task I of N, I/N; or `join` what tasks have made."
+        ),
     ] = None,
 ) -> None:
     """Make a memory-mapped token store (Megatron-LM's .bin and .idx) from the source that data.source names.
@@ -64,8 +75,12 @@ def prepare(
 @app.command("order", **ending("data order"))
 def order(
     run: _Run,
-    sample: Annotated[int | None, typer.Option(help="Show which ranks have read this row, and when.")] = None,
-    step: Annotated[int | None, typer.Option(help="Show the rows that this step has read.")] = None,
+    sample: Annotated[
+        int | None, typer.Option(help="Show which ranks have read this row, and when.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Show the rows that this step has read.")
+    ] = None,
     show: Annotated[bool, typer.Option("--show", help="Also print the rows' text.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -75,7 +90,11 @@ def order(
     folder = run_here(run)
     check_files(folder)
     if as_json and show:
-        raise ConfigError("--show has no effect with --json", expected="rows as numbers", fix="leave out --show")
+        raise ConfigError(
+            "--show has no effect with --json",
+            expected="rows as numbers",
+            fix="leave out --show",
+        )
     if sample is not None and step is None:
         if as_json:
             return typer.echo(jsonl.as_json(sample_values(folder, sample)))
@@ -85,7 +104,11 @@ def order(
             return typer.echo(jsonl.as_json(step_values(folder, step)))
         lines = step_lines(folder, step, show=show)
     else:
-        what = "--sample and --step are both given" if step is not None else "neither --sample nor --step is given"
+        what = (
+            "--sample and --step are both given"
+            if step is not None
+            else "neither --sample nor --step is given"
+        )
         fix = f"threefold data order {run} --step 1"
         raise ConfigError(what, expected="exactly one of them: a row or a step", fix=fix)
     for line in lines:
@@ -101,10 +124,15 @@ def overlap(context: typer.Context, as_json: AsJson = False) -> None:
 
     config = load_config(context.args).config
     if not config.evaluates:
-        what, fix = "nothing is held out to evaluate on", "--eval.source FILE_OR_FOLDER   (or --data.eval_share 0.01)"
+        what, fix = (
+            "nothing is held out to evaluate on",
+            "--eval.source FILE_OR_FOLDER   (or --data.eval_share 0.01)",
+        )
         raise ConfigError(what, expected="an evaluation to look for in the training", fix=fix)
     with Bars().show("reading the training") as bar:
-        found = overlaps_of(*sides_of(config), progress=lambda done, total: bar.at(done, total=total))
+        found = overlaps_of(
+            *sides_of(config), progress=lambda done, total: bar.at(done, total=total)
+        )
     if as_json:
         for each in found:
             typer.echo(jsonl.as_json(each.to_values()))
@@ -118,10 +146,17 @@ def overlap(context: typer.Context, as_json: AsJson = False) -> None:
 def audit(
     run: _Run,
     contents: Annotated[
-        bool, typer.Option("--contents", help="Also read every token of the source again and compare it.")
+        bool,
+        typer.Option(
+            "--contents", help="Also read every token of the source again and compare it."
+        ),
     ] = False,
     rows: Annotated[
-        bool, typer.Option("--rows", help="Also list each document: its tokens, and those trained on after packing.")
+        bool,
+        typer.Option(
+            "--rows",
+            help="Also list each document: its tokens, and those trained on after packing.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -142,7 +177,9 @@ def audit(
         from threefold.data.store.parts_proof import prove
 
         proof = prove(store, read=contents)
-        return typer.echo(jsonl.as_json({"run": run, "proved": proof, "epochs": []}) if as_json else proof)
+        return typer.echo(
+            jsonl.as_json({"run": run, "proved": proof, "epochs": []}) if as_json else proof
+        )
     check_files(folder)
     lines = audit_lines(folder, contents=contents)
     if as_json:
@@ -151,7 +188,9 @@ def audit(
         from threefold.audit.proof import stretches_of
 
         *_, proved = lines
-        epochs = [asdict(epoch) for epoch in coverage(stretches_of(record.read(folder / record.FILE)))]
+        epochs = [
+            asdict(epoch) for epoch in coverage(stretches_of(record.read(folder / record.FILE)))
+        ]
         return typer.echo(jsonl.as_json({"run": run, "proved": proved, "epochs": epochs}))
     for line in lines:
         typer.echo(line)
@@ -165,12 +204,19 @@ def audit(
 @app.command("show", context_settings=CONTEXT, **ending("data show"))
 def show(
     context: typer.Context,
-    row: Annotated[int | None, typer.Option(min=0, help="Only this row, or document of the source.")] = None,
-    first: Annotated[
-        int | None, typer.Option(min=1, help=f"The first N rows; default: {_SHOWN}, with --json all.")
+    row: Annotated[
+        int | None, typer.Option(min=0, help="Only this row, or document of the source.")
     ] = None,
-    ids: Annotated[bool, typer.Option("--ids", help="Also print token ids; those trained on in brackets.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each row.")] = False,
+    first: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"The first N rows; default: {_SHOWN}, with --json all."),
+    ] = None,
+    ids: Annotated[
+        bool, typer.Option("--ids", help="Also print token ids; those trained on in brackets.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A line of JSON for each row.")
+    ] = False,
 ) -> None:
     """Show rows as text, what is trained on in [[ ]] or in colour: of data.source, or the packed rows of a RUN.
 
@@ -185,7 +231,11 @@ def show(
     run = path if path is not None and Path(path).suffix not in (".yaml", ".yml") else None
     if run is not None and keys:
         what = f"{run} and --{keys[0][0]} are both given"
-        raise ConfigError(what, expected="a run, which has a source of its own, or a source", fix=f"leave out {run}")
+        raise ConfigError(
+            what,
+            expected="a run, which has a source of its own, or a source",
+            fix=f"leave out {run}",
+        )
     if run is not None:
         rows, named = documents.run_rows(run_here(run), row)
     else:
@@ -193,14 +243,18 @@ def show(
     if as_json:
         lines = documents.json_lines(islice(rows, first))
     else:
-        lines = documents.text_lines(rows, named, show=first or _SHOWN, ids=ids, count=row is None)
+        lines = documents.text_lines(
+            rows, named, show=first or _SHOWN, ids=ids, count=row is None
+        )
     there = False
     for line in lines:
         typer.echo(line)
         there = True
     if row is not None and not there:
         fix = "--row 0, or a row that is there"
-        raise ConfigError(f"--row {row} is not there", expected="a row of the source, counted from 0", fix=fix)
+        raise ConfigError(
+            f"--row {row} is not there", expected="a row of the source, counted from 0", fix=fix
+        )
 
 
 def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
@@ -225,7 +279,9 @@ def _reads_of(run: Path, row: int) -> tuple[list[Segment], list[SampleRead]]:
     num_rows = segments[0].start.num_rows
     if not 0 <= row < num_rows:
         what = f"--sample {row} is not a row of the source"
-        raise ConfigError(what, expected=f"a row from 0 to {num_rows - 1}", fix=f"--sample {num_rows - 1}")
+        raise ConfigError(
+            what, expected=f"a row from 0 to {num_rows - 1}", fix=f"--sample {num_rows - 1}"
+        )
     stretches = stretches_of(segments)
     return segments, find_sample(stretches, row) if stretches else []
 
@@ -245,7 +301,12 @@ def sample_lines(run: Path, sample: int, *, show: bool = False) -> Iterator[str]
 def sample_values(run: Path, sample: int) -> dict[str, Any]:
     """The same for programs; step 0 is a row that was left out, null one that was not read."""
     reads = [
-        {"epoch": read.epoch, "position": read.position, "step": read.step, "ranks": read.ranks if read.step else []}
+        {
+            "epoch": read.epoch,
+            "position": read.position,
+            "step": read.step,
+            "ranks": read.ranks if read.step else [],
+        }
         for read in _reads_of(run, sample)[1]
     ]
     return {"row": sample, "read": reads}
@@ -272,14 +333,18 @@ def _read_of(run: Path, step: int) -> tuple[list[Segment], StepRead]:
 def _rows_by_rank(read: StepRead) -> list[list[int]]:
     """The rows of each dp rank; those below 0 are padding."""
     size = read.topology.dp
-    return [[int(row) for row in read.rows[dp_rank::size] if row >= 0] for dp_rank in range(size)]
+    return [
+        [int(row) for row in read.rows[dp_rank::size] if row >= 0] for dp_rank in range(size)
+    ]
 
 
 def step_lines(run: Path, step: int, *, show: bool = False) -> Iterator[str]:
     """Which rows a step has read, by dp rank."""
     segments, read = _read_of(run, step)
     topology = read.topology
-    where = ", ".join(f"epoch {epoch}, positions from {position:,} on" for epoch, position in read.places)
+    where = ", ".join(
+        f"epoch {epoch}, positions from {position:,} on" for epoch, position in read.places
+    )
     yield f"step {step:,}: {where}, {topology}"
     size = topology.cp * topology.tp
     for dp_rank, rows in enumerate(_rows_by_rank(read)):

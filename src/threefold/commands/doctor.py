@@ -39,9 +39,12 @@ def command(
     context: typer.Context,
     as_json: AsJson = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Start more local ranks than this machine has room for.")
+        bool,
+        typer.Option("--force", help="Start more local ranks than this machine has room for."),
     ] = False,
-    limit: Annotated[float, typer.Option(min=0.1, help="Longest time of one test between ranks, s.")] = 30.0,
+    limit: Annotated[
+        float, typer.Option(min=0.1, help="Longest time of one test between ranks, s.")
+    ] = 30.0,
 ) -> None:
     """Find what would stop a run: threefold doctor [CONFIG.yaml] [--section.key value ...].
 
@@ -71,7 +74,10 @@ def _look_at_store(address: str, options: ReportOptions) -> int:
     from threefold.places.admission import admit, facts
 
     told = admit(address, environment.variables())
-    findings = [judged(each.name, each.what, each.holds, expected=each.expected, fix=each.fix) for each in told.probes]
+    findings = [
+        judged(each.name, each.what, each.holds, expected=each.expected, fix=each.fix)
+        for each in told.probes
+    ]
     return _show(findings, [], {"store": facts(told)}, options)
 
 
@@ -84,7 +90,9 @@ def doctor_command(loaded: LoadedConfig, options: ReportOptions, *, force: bool 
     info = environment.current()
     if info.launcher is not None:
         environment.settle_rank(info)
-        topology, _ = resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None)
+        topology, _ = resolve(
+            loaded.config.mesh, launched_world_size=info.world_size, num_devices=None
+        )
         return run_rank(loaded.config, topology, options)
     if not any(key in loaded.origins for key in _MESH_KEYS):
         report = look_at_machine(loaded.config, several_machines=False)
@@ -95,7 +103,9 @@ def doctor_command(loaded: LoadedConfig, options: ReportOptions, *, force: bool 
     if topology.world_size == 1:
         return run_rank(loaded.config, topology, options)
     local_ranks.preload(_PRELOAD)
-    return local_ranks.start_ranks(_rank_entry, (loaded.config, topology, options), num_ranks=topology.world_size)
+    return local_ranks.start_ranks(
+        _rank_entry, (loaded.config, topology, options), num_ranks=topology.world_size
+    )
 
 
 def _rank_entry(config: Config, topology: Topology, options: ReportOptions) -> None:
@@ -117,7 +127,9 @@ def run_rank(config: Config, topology: Topology, options: ReportOptions) -> int:
 
     info = environment.current()
     report = look_at_machine(config, several_machines=info.world_size > info.local_world_size)
-    report.findings.extend(_memory(config, topology, report.facts["torch"]["gpus"], info.local_world_size))
+    report.findings.extend(
+        _memory(config, topology, report.facts["torch"]["gpus"], info.local_world_size)
+    )
     from threefold.mesh.mesh import join_mesh
 
     try:
@@ -130,7 +142,9 @@ def run_rank(config: Config, topology: Topology, options: ReportOptions) -> int:
             _show(report.findings, [], {"machine": report.facts}, options)
         raise
     if mesh.store is None:
-        return _show(report.findings, ["rank 0: the only one"], {"machine": report.facts}, options)
+        return _show(
+            report.findings, ["rank 0: the only one"], {"machine": report.facts}, options
+        )
     found = look_at_mesh(mesh, report, info, limit_s=options.limit_s)
     code = _show(found.findings, found.ranks, found.facts, options) if mesh.rank == 0 else None
     code = agree_on_code(mesh, code, found.stuck, limit_s=options.limit_s)
@@ -143,7 +157,9 @@ def run_rank(config: Config, topology: Topology, options: ReportOptions) -> int:
     return code
 
 
-def _memory(config: Config, topology: Topology, gpus: Sequence[Mapping[str, Any]], ranks_here: int) -> list[Finding]:
+def _memory(
+    config: Config, topology: Topology, gpus: Sequence[Mapping[str, Any]], ranks_here: int
+) -> list[Finding]:
     """What a rank of the config's model is estimated to hold; nothing where that is not known here."""
     from threefold.commands.model_config import values_of
     from threefold.doctor.findings import ok, warning
@@ -170,7 +186,12 @@ def _memory(config: Config, topology: Topology, gpus: Sequence[Mapping[str, Any]
     moment = peak(*estimate)
     told = f"a rank would hold about {moment.total / 2**30:.2f} GiB in the {moment.name}, as estimated"
     if free is None or moment.total <= free:
-        return [ok("memory of a step", told + (f"; {free / 2**30:.2f} are free" if free is not None else ""))]
+        return [
+            ok(
+                "memory of a step",
+                told + (f"; {free / 2**30:.2f} are free" if free is not None else ""),
+            )
+        ]
     expected = f"at most the {free / 2**30:.2f} GiB that are free for a rank"
     fix = "--train.micro_batch 1, --train.activation_checkpointing full, or another mesh: threefold plan"
     return [warning("memory of a step", told, expected=expected, fix=fix)]
@@ -180,13 +201,21 @@ def _refused(error: ThreefoldError, findings: Sequence[Finding], facts: dict[str
     """Prints as JSON what was found before an error, and the error; returns its exit code."""
     from threefold.doctor.findings import stop
 
-    faults = [stop("request", each.what, expected=each.expected, fix=each.fix) for each in error.problems]
+    faults = [
+        stop("request", each.what, expected=each.expected, fix=each.fix)
+        for each in error.problems
+    ]
     sys.stderr.write(f"{error}\n")
     _show([*findings, *faults], [], facts, ReportOptions(as_json=True))
     return error.exit_code
 
 
-def _show(findings: Sequence[Finding], ranks: Sequence[str], facts: dict[str, Any], options: ReportOptions) -> int:
+def _show(
+    findings: Sequence[Finding],
+    ranks: Sequence[str],
+    facts: dict[str, Any],
+    options: ReportOptions,
+) -> int:
     """Prints a report; returns its exit code."""
     from threefold.doctor.findings import note, summary, would_stop
 
@@ -202,5 +231,8 @@ def _show(findings: Sequence[Finding], ranks: Sequence[str], facts: dict[str, An
         return code
     shown = [*findings, note("ranks", f"{len(ranks)} on the mesh")] if ranks else list(findings)
     lines = [line for finding in shown for line in finding.lines()]
-    print("\n".join([*lines, *(f"          {line}" for line in ranks), summary(findings)]), flush=True)
+    print(
+        "\n".join([*lines, *(f"          {line}" for line in ranks), summary(findings)]),
+        flush=True,
+    )
     return code

@@ -55,17 +55,24 @@ class Shown(NamedTuple):
         return [SIDES[number % 2] for number in range(count)]
 
 
-def rows_of_source(source: Source, tokenizer: Tokenizer, row: int | None) -> tuple[Iterator[Shown], Tokenizer]:
+def rows_of_source(
+    source: Source, tokenizer: Tokenizer, row: int | None
+) -> tuple[Iterator[Shown], Tokenizer]:
     """The documents of a source, or one of them; of a source of pairs, the pairs."""
     pairs, documents = documents_of(source, tokenizer)
     together = zip(*[documents] * (2 if pairs else 1), strict=True)
     found = islice(enumerate(together), row or 0, None if row is None else row + 1)
 
     def shown(number: int, parts: Sequence[Labelled]) -> Shown:
-        ids, loss_mask = (np.concatenate(each) for each in zip(*((p.ids, p.loss_mask) for p in parts), strict=True))
+        ids, loss_mask = (
+            np.concatenate(each)
+            for each in zip(*((p.ids, p.loss_mask) for p in parts), strict=True)
+        )
         inside = np.repeat(np.arange(len(parts)), [len(part.ids) for part in parts])
         lost = sum((Counter(part.lost) for part in parts), Counter())
-        return Shown(number, ids, loss_mask, inside, pairs, lost, [part.texts for part in parts])
+        return Shown(
+            number, ids, loss_mask, inside, pairs, lost, [part.texts for part in parts]
+        )
 
     return (shown(*each) for each in found), tokenizer
 
@@ -82,29 +89,41 @@ def documents_of(source: Source, tokenizer: Tokenizer) -> tuple[bool, Iterator[L
         return store.has_pairs, _documents_of_store(store)
     text = open_text(source, labeller_for(source, tokenizer))
     warn_of_no_end(text.loss_mask, source.labels.chat_template or tokenizer.name)
-    return text.loss_mask is not None and text.loss_mask.has_pairs, _documents_of_text(text, source, tokenizer)
+    return text.loss_mask is not None and text.loss_mask.has_pairs, _documents_of_text(
+        text, source, tokenizer
+    )
 
 
 def _documents_of_store(store: TokenStore) -> Iterator[Labelled]:
     begin = 0
     for end in store.document_ends.tolist():
-        mask = store.trained_on(begin, end) if store.has_loss_mask else np.ones(end - begin, np.bool_)
+        mask = (
+            store.trained_on(begin, end)
+            if store.has_loss_mask
+            else np.ones(end - begin, np.bool_)
+        )
         yield Labelled(store.read(begin, end).astype(np.int32), mask)
         begin = end
 
 
-def _documents_of_text(text: TextSource, source: Source, tokenizer: Tokenizer) -> Iterator[Labelled]:
+def _documents_of_text(
+    text: TextSource, source: Source, tokenizer: Tokenizer
+) -> Iterator[Labelled]:
     """Of a text all tokens are trained on."""
     from threefold.data.tokens import for_texts
 
-    own = for_texts(tokenizer, bos=source.labels.bos, control_tokens=source.labels.control_tokens)
+    own = for_texts(
+        tokenizer, bos=source.labels.bos, control_tokens=source.labels.control_tokens
+    )
     log = ReadLog(skip_bad=source.skip_bad_lines)
     for piece in text.pieces:
         for document in text.read(piece, log):
             if log.num_bad:
                 break
             if isinstance(document, str):
-                tokens = np.append(own.encode_batch([document])[0], tokenizer.end_id).astype(np.int32)
+                tokens = np.append(own.encode_batch([document])[0], tokenizer.end_id).astype(
+                    np.int32
+                )
                 document = Labelled(tokens, np.ones(len(tokens), np.bool_))
             yield document
         if log.num_bad:
@@ -148,7 +167,9 @@ def packed_row(rows: Rows, row: int) -> Shown:
 
 def json_lines(rows: Iterator[Shown]) -> Iterator[str]:
     for each in rows:
-        values = {name: getattr(each, name).tolist() for name in ("ids", "loss_mask", "documents")}
+        values = {
+            name: getattr(each, name).tolist() for name in ("ids", "loss_mask", "documents")
+        }
         more: dict[str, Any] = {"sides": each.sides} if each.pairs else {}
         more |= {"lost_texts": dict(each.lost)} if each.lost else {}
         texts = [
@@ -160,7 +181,9 @@ def json_lines(rows: Iterator[Shown]) -> Iterator[str]:
         yield json.dumps({"row": each.row, **values, **more})
 
 
-def text_lines(rows: Iterator[Shown], tokenizer: Tokenizer, *, show: int, ids: bool, count: bool) -> Iterator[str]:
+def text_lines(
+    rows: Iterator[Shown], tokenizer: Tokenizer, *, show: int, ids: bool, count: bool
+) -> Iterator[str]:
     counts: list[tuple[int, int]] = []
     for number, each in enumerate(islice(rows, max(show, COUNTED) if count else 1)):
         tokens = int(np.count_nonzero(each.documents >= 0))
@@ -171,13 +194,17 @@ def text_lines(rows: Iterator[Shown], tokenizer: Tokenizer, *, show: int, ids: b
         yield from histogram(counts)
 
 
-def _row(each: Shown, tokenizer: Tokenizer, counts: tuple[int, int], *, ids: bool) -> Iterator[str]:
+def _row(
+    each: Shown, tokenizer: Tokenizer, counts: tuple[int, int], *, ids: bool
+) -> Iterator[str]:
     padding = f", {len(each.ids) - counts[0]:,} of padding" if counts[0] < len(each.ids) else ""
     lost = f"; {lost_summary(each.lost)}" if each.lost else ""
     yield f"row {each.row}: {counts[0]:,} tokens, {counts[1]:,} trained on{padding}{lost}"
     for text in (text for known in each.texts for text in known if text.reason is not None):
         where = "" if text.message is None else f"messages[{text.message}] ({text.role}): "
-        yield f"  lost, {text.reason}: {where}{text.kind}" + (f": {visible(repr(text.text))}" if text.text else "")
+        yield f"  lost, {text.reason}: {where}{text.kind}" + (
+            f": {visible(repr(text.text))}" if text.text else ""
+        )
     several = len(np.unique(each.documents[each.documents >= 0])) > 1
     for document in np.unique(each.documents[each.documents >= 0]):
         inside = each.documents == document
@@ -187,14 +214,20 @@ def _row(each: Shown, tokenizer: Tokenizer, counts: tuple[int, int], *, ids: boo
             yield f"  document {document}, {side}: {np.count_nonzero(inside):,} tokens, {count:,} trained on"
         elif several:
             yield f"  document {document}:"
-        shown = marked(each.ids[inside].tolist(), each.loss_mask[inside].tolist(), decoder_of(tokenizer))
+        shown = marked(
+            each.ids[inside].tolist(), each.loss_mask[inside].tolist(), decoder_of(tokenizer)
+        )
         yield from (f"  | {line}" for line in shown.removesuffix("\n").split("\n"))
         if ids:
             pairs = zip(each.ids[inside].tolist(), each.loss_mask[inside].tolist(), strict=True)
-            yield "  ids " + " ".join(f"[{id}]" if trained_on else str(id) for id, trained_on in pairs)
+            yield "  ids " + " ".join(
+                f"[{id}]" if trained_on else str(id) for id, trained_on in pairs
+            )
 
 
-def marked(ids: Sequence[int], loss_mask: Sequence[bool], decode: Callable[[Sequence[int]], str]) -> str:
+def marked(
+    ids: Sequence[int], loss_mask: Sequence[bool], decode: Callable[[Sequence[int]], str]
+) -> str:
     """The text of tokens, with those that are trained on in colour on a terminal, else in [[ ]]."""
     parts, shown, end = [], "", 0
     for trained_on, group in groupby(loss_mask):
@@ -205,7 +238,10 @@ def marked(ids: Sequence[int], loss_mask: Sequence[bool], decode: Callable[[Sequ
         shown = whole
         text = visible(text)  # a text's escape sequences would be the terminal's own
         if trained_on and sys.stdout.isatty():
-            lines = (typer.style(line, fg=typer.colors.GREEN, bold=True) if line else "" for line in text.split("\n"))
+            lines = (
+                typer.style(line, fg=typer.colors.GREEN, bold=True) if line else ""
+                for line in text.split("\n")
+            )
             text = "\n".join(lines)
         elif trained_on:
             text = f"[[{text}]]"
@@ -249,11 +285,18 @@ def ledger_lines(run: Path) -> Iterator[str]:
     parts = [part for part in parts_of(rows) if part.rows.store.has_loss_mask]
     if not parts:
         what = f"--rows: every token of the documents of {run} is trained on"
-        raise ConfigError(what, expected="a run on conversations, or on prompts and answers", fix="leave --rows out")
+        raise ConfigError(
+            what,
+            expected="a run on conversations, or on prompts and answers",
+            fix="leave --rows out",
+        )
     for part in parts:
         ends = part.rows.store.document_ends
         starts = np.concatenate(([0], ends[:-1]))
-        trained_on, kept = part.rows.store.count_trained_on(starts, ends), part.rows.targets_of_documents()
+        trained_on, kept = (
+            part.rows.store.count_trained_on(starts, ends),
+            part.rows.targets_of_documents(),
+        )
         numbers, why = part.rows.store.document_numbers.tolist(), why_cut(part.rows)
         in_how_many, _ = part.rows.spans_of_documents()
         for at, number in enumerate(numbers):
@@ -273,7 +316,9 @@ def ledger_lines(run: Path) -> Iterator[str]:
         sums = {reason: int(each.sum()) for reason, each in why.items()}
         info, name = part.rows.store.info, f"{part.name}, {len(ends):,} documents"
         skipped = (
-            f"; {info.num_skipped:,} lines, rows or files skipped" if info is not None and info.num_skipped else ""
+            f"; {info.num_skipped:,} lines, rows or files skipped"
+            if info is not None and info.num_skipped
+            else ""
         )
         yield _ledger(name, int(ends[-1]), int(trained_on.sum()), in_rows, sums) + skipped
 
@@ -282,10 +327,14 @@ def _ledger(name: str, tokens: int, trained_on: int, kept: int, why: Mapping[str
     from threefold.data.rows.known_rows import reasons_text
 
     cut = f", {trained_on - kept:,} cut off ({reasons_text(why)})" if kept < trained_on else ""
-    return f"{name}: trained on: {trained_on:,} of {tokens:,} tokens; after packing: {kept:,}{cut}"
+    return (
+        f"{name}: trained on: {trained_on:,} of {tokens:,} tokens; after packing: {kept:,}{cut}"
+    )
 
 
-def texts_of_rows(run: Path, segments: Sequence[Segment], indices: Sequence[int]) -> Iterator[str]:
+def texts_of_rows(
+    run: Path, segments: Sequence[Segment], indices: Sequence[int]
+) -> Iterator[str]:
     """The texts of some rows of a run, without special tokens."""
     from threefold.data.rows.concat import PADDING
 
@@ -294,7 +343,9 @@ def texts_of_rows(run: Path, segments: Sequence[Segment], indices: Sequence[int]
         row = rows.rows(np.array([index], np.int64))
         tokens = row["input_ids"][0][row["document_ids"][0] != PADDING]
         yield f"row {index}:"
-        yield from (f"  | {line}" for line in visible(tokenizer.decode(tokens.tolist())).splitlines())
+        yield from (
+            f"  | {line}" for line in visible(tokenizer.decode(tokens.tolist())).splitlines()
+        )
 
 
 def sides_of(config: Config) -> tuple[Rows, Rows]:
@@ -304,7 +355,10 @@ def sides_of(config: Config) -> tuple[Rows, Rows]:
 
     mesh, tokenizer = _one_process(), tokenizer_of(config)
     config = with_packing(config, mesh)
-    training, held_out = (assemble.rows_of(config, tokenizer, mesh, held_out=held_out) for held_out in (False, True))
+    training, held_out = (
+        assemble.rows_of(config, tokenizer, mesh, held_out=held_out)
+        for held_out in (False, True)
+    )
     return training, held_out
 
 

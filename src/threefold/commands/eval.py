@@ -20,9 +20,17 @@ if TYPE_CHECKING:
 
 def command(
     context: typer.Context,
-    run: Annotated[str, typer.Argument(autocompletion=runs_here, help="A run's folder, or one of its checkpoints.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            autocompletion=runs_here, help="A run's folder, or one of its checkpoints."
+        ),
+    ],
     ema: Annotated[
-        bool, typer.Option("--ema", help="Evaluate the moving average of the weights (optimizer.ema).")
+        bool,
+        typer.Option(
+            "--ema", help="Evaluate the moving average of the weights (optimizer.ema)."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -48,7 +56,9 @@ def command(
         raise ConfigError(what, expected="held-out data or tasks to evaluate on", fix=fix)
     checkpoint, info = find(place), environment.current()
     if info.launcher is not None:
-        topology, _ = resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None)
+        topology, _ = resolve(
+            loaded.config.mesh, launched_world_size=info.world_size, num_devices=None
+        )
         sys.exit(_rank(loaded, topology, checkpoint.path, checkpoint.step, ema, as_json))
     from threefold.run.start import PRELOAD, topology_here
 
@@ -60,11 +70,20 @@ def command(
     sys.exit(local_ranks.start_ranks(_rank_entry, arguments, num_ranks=topology.world_size))
 
 
-def _rank(loaded: LoadedConfig, topology: Topology, checkpoint: Path, step: int, ema: bool, as_json: bool) -> int:
+def _rank(
+    loaded: LoadedConfig,
+    topology: Topology,
+    checkpoint: Path,
+    step: int,
+    ema: bool,
+    as_json: bool,
+) -> int:
     from threefold.checkpoint.layout import Checkpoint
     from threefold.run.evaluate import evaluate_rank
 
-    return evaluate_rank(loaded, topology, Checkpoint(checkpoint, step), ema=ema, values=as_json)
+    return evaluate_rank(
+        loaded, topology, Checkpoint(checkpoint, step), ema=ema, values=as_json
+    )
 
 
 def _rank_entry(*arguments: Any) -> None:

@@ -19,10 +19,16 @@ from threefold.errors import EXIT_FAILED, ConfigError
 def command(
     logs: Annotated[
         list[str] | None,
-        typer.Argument(help="Logs, folders of logs, Flight Recorder dumps, or the folder of a run; default: a pipe."),
+        typer.Argument(
+            help="Logs, folders of logs, Flight Recorder dumps, or the folder of a run; default: a pipe."
+        ),
     ] = None,
     ask: Annotated[
-        bool, typer.Option("--ask", help="Run the command that settles the cause on this machine; it only reads.")
+        bool,
+        typer.Option(
+            "--ask",
+            help="Run the command that settles the cause on this machine; it only reads.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -30,12 +36,16 @@ def command(
 
     For any torch.distributed program: threefold explain train.log, or ... 2>&1 | threefold explain.
     """
-    text, code = explain_command([run_here(log) for log in logs or []], ask=ask, as_json=as_json)
+    text, code = explain_command(
+        [run_here(log) for log in logs or []], ask=ask, as_json=as_json
+    )
     typer.echo(text)
     sys.exit(code)
 
 
-def explain_command(paths: Sequence[Path], *, ask: bool = False, as_json: bool = False) -> tuple[str, int]:
+def explain_command(
+    paths: Sequence[Path], *, ask: bool = False, as_json: bool = False
+) -> tuple[str, int]:
     """(what to print, exit code); ConfigError if there is no such log, or nothing is piped in (no `paths`)."""
     from threefold.explain import answer
     from threefold.explain.ask import asked
@@ -45,12 +55,20 @@ def explain_command(paths: Sequence[Path], *, ask: bool = False, as_json: bool =
     found = answer.answer(gather(paths) if paths else piped(_input()))
     if ask and found.explanation is not None:
         found = replace(found, explanation=asked(found.explanation))
-    told = json.dumps(answer.data(found), indent=2, ensure_ascii=False) if as_json else answer.text(found)
+    told = (
+        json.dumps(answer.data(found), indent=2, ensure_ascii=False)
+        if as_json
+        else answer.text(found)
+    )
     return told, EXIT_FAILED if found.status is Status.UNKNOWN else 0
 
 
 def _input() -> IO[bytes]:
     if sys.stdin.isatty():
         fix = "threefold explain train.log, or: torchrun ... 2>&1 | tee train.log | threefold explain"
-        raise ConfigError("no log given, and nothing piped in", expected="the output of a failed program", fix=fix)
+        raise ConfigError(
+            "no log given, and nothing piped in",
+            expected="the output of a failed program",
+            fix=fix,
+        )
     return sys.stdin.buffer

@@ -23,23 +23,41 @@ def _folder_of(address: str) -> AbstractContextManager[Path]:
 
 
 def command(
-    run: Annotated[str, typer.Argument(autocompletion=runs_here, help="A run's folder, or one of its checkpoints.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            autocompletion=runs_here, help="A run's folder, or one of its checkpoints."
+        ),
+    ],
     to: Annotated[str, typer.Option(help="The folder to make, or s3://BUCKET/PREFIX.")],
-    max_shard_size: Annotated[str, typer.Option(help="Largest file of weights: 500MB, 5GB, 2GiB.")] = "5GB",
+    max_shard_size: Annotated[
+        str, typer.Option(help="Largest file of weights: 500MB, 5GB, 2GiB.")
+    ] = "5GB",
     verify: Annotated[
         bool | None,
         typer.Option(
-            "--verify/--no-verify", help="Reload the folder and compare logits. Default: if the model fits into memory."
+            "--verify/--no-verify",
+            help="Reload the folder and compare logits. Default: if the model fits into memory.",
         ),
     ] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow code from the model's repository to run.")
+        bool,
+        typer.Option(
+            "--trust-remote-code", help="Allow code from the model's repository to run."
+        ),
     ] = False,
     ema: Annotated[
-        bool, typer.Option("--ema", help="Write the moving average of the weights (optimizer.ema), not the last ones.")
+        bool,
+        typer.Option(
+            "--ema",
+            help="Write the moving average of the weights (optimizer.ema), not the last ones.",
+        ),
     ] = False,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Write only the adapters of a LoRA run, as peft loads them.")
+        bool,
+        typer.Option(
+            "--adapter", help="Write only the adapters of a LoRA run, as peft loads them."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -59,10 +77,18 @@ def command(
 
         trust = trust_remote_code
         done = export(
-            place, folder, max_shard_bytes=largest, verify=verify, trust_remote_code=trust, adapter=adapter, ema=ema
+            place,
+            folder,
+            max_shard_bytes=largest,
+            verify=verify,
+            trust_remote_code=trust,
+            adapter=adapter,
+            ema=ema,
         )
     if as_json:
         typer.echo(jsonl.as_json({"folder": to, **asdict(done)}))
         return
     files = f"{len(done.files)} file{'s' if len(done.files) > 1 else ''} of weights"
-    typer.echo(f"{to}: step {done.step} of {run}, {done.num_parameters:,} parameters, {files}; {done.verified}")
+    typer.echo(
+        f"{to}: step {done.step} of {run}, {done.num_parameters:,} parameters, {files}; {done.verified}"
+    )

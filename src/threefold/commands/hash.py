@@ -18,11 +18,20 @@ from threefold.errors import EXIT_FAILED
 
 def command(
     paths: Annotated[
-        list[str], typer.Argument(autocompletion=runs_here, help="Runs, checkpoints, or folders with safetensors.")
+        list[str],
+        typer.Argument(
+            autocompletion=runs_here, help="Runs, checkpoints, or folders with safetensors."
+        ),
     ],
-    ema: Annotated[bool, typer.Option("--ema", help="Of the moving average of the weights (optimizer.ema).")] = False,
+    ema: Annotated[
+        bool,
+        typer.Option("--ema", help="Of the moving average of the weights (optimizer.ema)."),
+    ] = False,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow code from the model's repository to run.")
+        bool,
+        typer.Option(
+            "--trust-remote-code", help="Allow code from the model's repository to run."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -30,11 +39,15 @@ def command(
 
     Of several it says whether they are equal, and ends with 1 if they are not.
     """
-    found = [_hashed(run_here(path, state=True), ema=ema, trust_remote_code=trust_remote_code) for path in paths]
+    found = [
+        _hashed(run_here(path, state=True), ema=ema, trust_remote_code=trust_remote_code)
+        for path in paths
+    ]
     for each in found:
         step = f", step {each['step']}" if "step" in each else ""
         text = (
-            f"{each['sha256']}  {each['path']}{step}: {each['num_tensors']} tensors, {each['num_parameters']:,} numbers"
+            f"{each['sha256']}  {each['path']}{step}: {each['num_tensors']} tensors, "
+            f"{each['num_parameters']:,} numbers"
         )
         typer.echo(json.dumps(each) if as_json else text)
     if len({each["sha256"] for each in found}) > 1:

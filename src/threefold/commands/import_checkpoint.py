@@ -17,12 +17,14 @@ def command(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="CHECKPOINT", help="A folder of torch.distributed.checkpoint, or DeepSpeed's universal."
+            metavar="CHECKPOINT",
+            help="A folder of torch.distributed.checkpoint, or DeepSpeed's universal.",
         ),
     ],
     to: Annotated[Path, typer.Option(callback=on_this_machine, help="The folder to make.")],
     weights: Annotated[
-        bool, typer.Option("--weights", help="Make a Hugging Face folder of the weights, not a run.")
+        bool,
+        typer.Option("--weights", help="Make a Hugging Face folder of the weights, not a run."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -46,7 +48,9 @@ def command(
         typer.echo(jsonl.as_json({"folder": str(to), **asdict(done)}))
         return
     if exported is not None:
-        typer.echo(f"{to}: {exported.num_parameters:,} parameters, by the names of {done.program}; {exported.verified}")
+        typer.echo(
+            f"{to}: {exported.num_parameters:,} parameters, by the names of {done.program}; {exported.verified}"
+        )
     else:
         typer.echo(
             f"{to}: step {done.step}, {done.num_weights} weights and their moments, by the names of {done.program}"

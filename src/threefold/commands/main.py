@@ -62,7 +62,9 @@ _MODULES = {"import": "import_checkpoint"}
 
 
 def _load(names: Iterable[str]) -> None:
-    loaded = {each.name for each in app.registered_commands} | {each.name for each in app.registered_groups}
+    loaded = {each.name for each in app.registered_commands} | {
+        each.name for each in app.registered_groups
+    }
     for name in names:
         if name in loaded:
             continue
@@ -71,7 +73,9 @@ def _load(names: Iterable[str]) -> None:
             app.add_typer(module.app, name=name)
         else:
             kind = WithKeys if _COMMANDS[name] is CONTEXT else None
-            app.command(name, cls=kind, context_settings=_COMMANDS[name], **ending(name))(module.command)
+            app.command(name, cls=kind, context_settings=_COMMANDS[name], **ending(name))(
+                module.command
+            )
 
 
 def _show_version(wanted: bool) -> None:
@@ -85,7 +89,13 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Show the version and exit.",
+        ),
     ] = False,
 ) -> None:
     pass
@@ -132,9 +142,13 @@ def run() -> None:
             error.show()
             sys.exit(error.exit_code)
         path = context.command_path if context is not None else "threefold"
-        dropped = (DROPPED.get(f"{path} {argument.partition('=')[0]}") for argument in arguments)
+        dropped = (
+            DROPPED.get(f"{path} {argument.partition('=')[0]}") for argument in arguments
+        )
         fix = next(filter(None, dropped), f"`{path} --help` shows its options")
-        sys.stderr.write(f"{Problem(error.format_message(), f'{path} as its help describes it', fix)}\n")
+        sys.stderr.write(
+            f"{Problem(error.format_message(), f'{path} as its help describes it', fix)}\n"
+        )
         sys.exit(error.exit_code)
     except typer.Abort:
         sys.exit(130)

@@ -34,7 +34,14 @@ class Devices:
     measure: bool = False
 
 
-def ranked(devices: Devices, arguments: list[str], *, tokens: float | None, emit: Path | None, as_json: bool) -> Plan:
+def ranked(
+    devices: Devices,
+    arguments: list[str],
+    *,
+    tokens: float | None,
+    emit: Path | None,
+    as_json: bool,
+) -> Plan:
     """Prints the plans of some devices, or writes what is asked for; returns the first.
 
     Args:
@@ -70,12 +77,19 @@ def _question(devices: Devices, arguments: list[str]) -> Question:
     if count % nodes:
         expected = "as many devices on each host"
         fix = f"--nodes {max(size for size in range(1, nodes + 1) if count % size == 0)}"
-        raise ConfigError(f"--gpus {count} cannot be divided over --nodes {nodes}", expected=expected, fix=fix)
+        raise ConfigError(
+            f"--gpus {count} cannot be divided over --nodes {nodes}", expected=expected, fix=fix
+        )
     loaded = load_config(arguments)
-    config, pinned = with_dtype(with_default_model(loaded.config), Device("cuda")), frozenset(loaded.origins)
+    config, pinned = (
+        with_dtype(with_default_model(loaded.config), Device("cuda")),
+        frozenset(loaded.origins),
+    )
     values = values_of(config.model)
     decoder = adapted(decoder_of(values), config.model.lora)
-    fabric = fabric_of(device, in_host=count // nodes, link=devices.link, network=devices.network)
+    fabric = fabric_of(
+        device, in_host=count // nodes, link=devices.link, network=devices.network
+    )
     slow = _measured(config, values, device, devices.name) if devices.measure else None
     return Question(decoder, config, pinned, count, fabric, device, slow)
 
@@ -117,7 +131,9 @@ def _write(path: Path, text: str) -> None:
             file.write(text)
     except OSError as error:
         expected = "a new file, in a folder that this user can write"
-        raise ConfigError(f"{path}: {error.strerror}", expected=expected, fix="--emit ANOTHER_FILE") from error
+        raise ConfigError(
+            f"{path}: {error.strerror}", expected=expected, fix="--emit ANOTHER_FILE"
+        ) from error
 
 
 def number_of(text: str) -> float:
@@ -129,11 +145,15 @@ def number_of(text: str) -> float:
         number = 0.0
     if not 0 < number < float("inf"):
         expected = "a number above 0 with K, M, B or T"
-        raise ConfigError(f"--tokens {text} is not a number of tokens", expected=expected, fix="--tokens 20B")
+        raise ConfigError(
+            f"--tokens {text} is not a number of tokens", expected=expected, fix="--tokens 20B"
+        )
     return number
 
 
-def _print(question: Question, plans: list[Plan], devices: Devices, tokens: float | None) -> None:
+def _print(
+    question: Question, plans: list[Plan], devices: Devices, tokens: float | None
+) -> None:
     from threefold.plan.advise import pareto, what_fits, what_pays
     from threefold.plan.operations import formula
 
@@ -144,11 +164,15 @@ def _print(question: Question, plans: list[Plan], devices: Devices, tokens: floa
         f"{decoder.model_type}: {decoder.size:,} parameters on {devices.count} x {devices.name}, {in_host} in a host; "
         f"{rows} rows of {config.data.seq_len} tokens a step, {config.model.dtype}"
     )
-    typer.echo(f"{len(plans):,} set-ups are legal, {len(fitting):,} fit; estimated, see docs/plan.md for how far")
+    typer.echo(
+        f"{len(plans):,} set-ups are legal, {len(fitting):,} fit; estimated, see docs/plan.md for how far"
+    )
     for line in formula(decoder.flops, config.data.seq_len):
         typer.echo(line)
     if question.slowness is not None:
-        typer.echo(f"measured here: layers take {question.slowness:.2f} of the time that published speeds say")
+        typer.echo(
+            f"measured here: layers take {question.slowness:.2f} of the time that published speeds say"
+        )
     _table(fitting[:_SHOWN], set(map(id, pareto(plans))), devices, tokens)
     if fitting:
         best = fitting[0]
@@ -166,7 +190,9 @@ def _print(question: Question, plans: list[Plan], devices: Devices, tokens: floa
         typer.echo("\nof those that do not fit, the nearest:")
         for plan in rejected[:3]:
             fix = what_fits(plan, plans)
-            typer.echo(f"  {_shown(plan)}: {plan.why}" + (f"\n    fits with {fix}" if fix else ""))
+            typer.echo(
+                f"  {_shown(plan)}: {plan.why}" + (f"\n    fits with {fix}" if fix else "")
+            )
 
 
 def _of_store(rows: int, rows_of_rank: int, seconds: float) -> str:
@@ -184,9 +210,13 @@ def _table(plans: list[Plan], best: set[int], devices: Devices, tokens: float | 
 
     table = Table(box=None, pad_edge=False)
     heads = ["", "mesh", "rows", "checkpointing", "GiB", "s a step", "tokens/s a GPU", "MFU"]
-    heads += ["days"] * (tokens is not None) + ["cost"] * (tokens is not None and devices.price is not None)
+    heads += ["days"] * (tokens is not None) + ["cost"] * (
+        tokens is not None and devices.price is not None
+    )
     for head in heads:
-        table.add_column(head, justify="left" if head in ("", "mesh", "checkpointing") else "right")
+        table.add_column(
+            head, justify="left" if head in ("", "mesh", "checkpointing") else "right"
+        )
     for plan in plans:
         setup = plan.setup
         cells = [
@@ -206,7 +236,9 @@ def _table(plans: list[Plan], best: set[int], devices: Devices, tokens: float | 
     if plans:
         console.print(table)
         margin = plans[0].margin
-        typer.echo("  *: none is both faster and smaller; rows: of a micro-batch; cost: in the unit of --price")
+        typer.echo(
+            "  *: none is both faster and smaller; rows: of a micro-batch; cost: in the unit of --price"
+        )
         typer.echo(
             f"  low-high: what {margin.source}: a factor of {margin.figure:.2f} on either side; "
             f"=: as fast as the first, or less than {margin.difference:.0%} apart, which the estimate cannot tell"
@@ -215,4 +247,7 @@ def _table(plans: list[Plan], best: set[int], devices: Devices, tokens: float | 
 
 def _shown(plan: Plan) -> str:
     setup = plan.setup
-    return f"{setup.topology}, {setup.micro_batch} rows, {setup.recompute}" + ", cpu_offload" * setup.cpu_offload
+    return (
+        f"{setup.topology}, {setup.micro_batch} rows, {setup.recompute}"
+        + ", cpu_offload" * setup.cpu_offload
+    )

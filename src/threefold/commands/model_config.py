@@ -34,7 +34,9 @@ def with_default_model(config: Config) -> Config:
     if config.model.name_or_path is not None or config.model.config is not None:
         return config
     values = {**EMBEDDED_DEFAULT, "vocab_size": ByteTokenizer.vocab_size}
-    return config.model_copy(update={"model": config.model.model_copy(update={"config": values})})
+    return config.model_copy(
+        update={"model": config.model.model_copy(update={"config": values})}
+    )
 
 
 def values_of(model: ModelConfig) -> dict[str, Any]:
@@ -54,7 +56,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", expected=expected, fix="check the path") from error
+        raise ConfigError(
+            f"{path} cannot be read: {error}", expected=expected, fix="check the path"
+        ) from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is not an object", expected=expected, fix="check the path")
     return values
@@ -65,7 +69,9 @@ def _from_hub(model: str, revision: str | None) -> Path:
 
     try:
         return Path(hf_hub_download(model, "config.json", revision=revision))
-    except Exception as error:  # of several families: no such model, no network, a name that is none
+    except (
+        Exception
+    ) as error:  # of several families: no such model, no network, a name that is none
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         expected = "a Hub id, a folder with a config.json, or a config.json"
         what = f"{model} has no config.json that can be read: {reason}"

@@ -23,23 +23,50 @@ if TYPE_CHECKING:
 
 def command(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A Hub id, a folder, a config.json, or the YAML of a run.")],
+    model: Annotated[
+        str, typer.Argument(help="A Hub id, a folder, a config.json, or the YAML of a run.")
+    ],
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="Every legal mesh of so many devices, estimated and ranked; needs --gpu.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Every legal mesh of so many devices, estimated and ranked; needs --gpu.",
+        ),
     ] = None,
-    gpu: Annotated[str | None, typer.Option(help="The device, and whether it fits there: h100-80gb.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Hosts; default: one for every 8 devices.")] = None,
-    tokens: Annotated[str | None, typer.Option(help="Also the days of a run of so many tokens: 20B.")] = None,
-    price: Annotated[float | None, typer.Option(min=0, help="Also its cost, of a device's hour: 2.5.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="The device, and whether it fits there: h100-80gb.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Hosts; default: one for every 8 devices.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Also the days of a run of so many tokens: 20B.")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(min=0, help="Also its cost, of a device's hour: 2.5.")
+    ] = None,
     link: Annotated[
-        str | None, typer.Option(help="Inside of a host: nvlink4, nvlink5, pcie4, pcie5, or as measured: 9GB/s.")
+        str | None,
+        typer.Option(
+            help="Inside of a host: nvlink4, nvlink5, pcie4, pcie5, or as measured: 9GB/s."
+        ),
     ] = None,
     network: Annotated[
-        str | None, typer.Option(help="Between hosts: ib-ndr, ib-hdr, efa, efa-p4d, roce, 100gbe, 25gbe, or measured.")
+        str | None,
+        typer.Option(
+            help="Between hosts: ib-ndr, ib-hdr, efa, efa-p4d, roce, 100gbe, 25gbe, or measured."
+        ),
     ] = None,
-    emit: Annotated[Path | None, typer.Option(help="Write the first as a config that `threefold train` takes.")] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Times by layers that run here, on a --gpu.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON: a list with --gpus, else one object.")] = False,
+    emit: Annotated[
+        Path | None,
+        typer.Option(help="Write the first as a config that `threefold train` takes."),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Times by layers that run here, on a --gpu.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="JSON: a list with --gpus, else one object.")
+    ] = False,
 ) -> None:
     """What a mesh needs before there is one: threefold plan MODEL --gpus 64 --gpu h100-80gb --data.seq_len 8192.
 
@@ -57,11 +84,15 @@ def command(
     }  # fmt: skip
     if gpus is None:
         _refuse(
-            [name for name, value in only.items() if value is not None], "without --gpus", "--gpus 8 --gpu h100-80gb"
+            [name for name, value in only.items() if value is not None],
+            "without --gpus",
+            "--gpus 8 --gpu h100-80gb",
         )
         _one(keys, gpu, as_json=as_json)
         return
-    _refuse(["--price"] * (price is not None and tokens is None), "without --tokens", "--tokens 20B")
+    _refuse(
+        ["--price"] * (price is not None and tokens is None), "without --tokens", "--tokens 20B"
+    )
     from threefold.commands.mesh_ranking import Devices, number_of, ranked
 
     num_tokens = number_of(tokens) if tokens is not None else None
@@ -73,7 +104,11 @@ def command(
 
 def _refuse(names: list[str], where: str, fix: str) -> None:
     if names:
-        raise ConfigError(f"{names[0]} has no effect {where}", expected="options that change the output", fix=fix)
+        raise ConfigError(
+            f"{names[0]} has no effect {where}",
+            expected="options that change the output",
+            fix=fix,
+        )
 
 
 def _one(keys: list[str], gpu: str | None, *, as_json: bool) -> None:
@@ -95,7 +130,12 @@ def _one(keys: list[str], gpu: str | None, *, as_json: bool) -> None:
     topology, _ = resolve(config.mesh, launched_world_size=world_size, num_devices=None)
     name, parameters, operations, traced = _traced(config, topology)
     flops = operations.per_token(causal_keys(config.data.seq_len))
-    facts = {**asdict(traced), "ranks": world_size, "mesh": str(topology), "parameters": parameters}
+    facts = {
+        **asdict(traced),
+        "ranks": world_size,
+        "mesh": str(topology),
+        "parameters": parameters,
+    }
     if as_json:
         sent = [{"axis": axis, "collective": kind, "calls": calls, "bytes": size}
                 for (axis, kind), (calls, size) in traced.sent.items()]  # fmt: skip
@@ -118,9 +158,15 @@ def _refuse_without_effect(arguments: list[str]) -> None:
     from threefold.commands.arguments import split
 
     _, keys = split(arguments)
-    for key in (key for key, _ in keys if key.partition(".")[0] in ("eval", "log", "checkpoint", "audit", "dpo")):
+    for key in (
+        key
+        for key, _ in keys
+        if key.partition(".")[0] in ("eval", "log", "checkpoint", "audit", "dpo")
+    ):
         expected = "keys of model, data, mesh, train and optimizer"
-        raise ConfigError(f"--{key} has no effect on a step", expected=expected, fix="leave it out")
+        raise ConfigError(
+            f"--{key} has no effect on a step", expected=expected, fix="leave it out"
+        )
 
 
 def _traced(config: Config, topology: Topology) -> tuple[str, int, Flops, Traced]:
@@ -136,7 +182,9 @@ def _traced(config: Config, topology: Topology) -> tuple[str, int, Flops, Traced
     transformers.utils.logging.set_verbosity_error()
     architecture = load.read_config(config.model)
     # First what cannot be traced: some of it asks the device, and there need not be one.
-    if problems := refused(config) or setup_problems(config, architecture, topology, device="cuda"):
+    if problems := refused(config) or setup_problems(
+        config, architecture, topology, device="cuda"
+    ):
         raise ConfigError.of(problems)
     outline: Any = load.outline(architecture, trust_remote_code=config.model.trust_remote_code)
     parameters = sum(parameter.numel() for parameter in outline.parameters())
@@ -160,7 +208,8 @@ def _lines(config: Config, traced: Traced) -> list[str]:
     if traced.sent:
         lines.append("a rank sends in a step, in whole tensors of an axis")
         lines += [
-            f"  {axis:12} {kind:15} {calls:6} calls {_gib(size)}" for (axis, kind), (calls, size) in traced.sent.items()
+            f"  {axis:12} {kind:15} {calls:6} calls {_gib(size)}"
+            for (axis, kind), (calls, size) in traced.sent.items()
         ]
     return lines
 
@@ -170,16 +219,26 @@ def _gib(size: int) -> str:
 
 
 def _compute(
-    config: Config, topology: Topology, flops: float, device: Accelerator | None, gpu: str, traced: Traced
+    config: Config,
+    topology: Topology,
+    flops: float,
+    device: Accelerator | None,
+    gpu: str,
+    traced: Traced,
 ) -> list[str]:
     tokens = config.train.global_batch * config.data.seq_len
     of_rank = flops * tokens / topology.world_size
-    lines = [f"a rank computes in a step      {of_rank / 1e12:9.2f} TFLOP, without what is computed again"]
+    lines = [
+        f"a rank computes in a step      {of_rank / 1e12:9.2f} TFLOP, without what is computed again"
+    ]
     if device is None:
         return lines
     whole, peak = device.memory_bytes / 2**30, traced.peak_bytes / 2**30
     lines.append(f"  at least {of_rank / device.bfloat16:.3f} s, at the peak of {gpu}")
     if peak > whole:
-        return [*lines, f"it does not fit on {gpu}: {peak:.2f} GiB, and the device has {whole:.0f}"]
+        return [
+            *lines,
+            f"it does not fit on {gpu}: {peak:.2f} GiB, and the device has {whole:.0f}",
+        ]
     left = f"{whole - peak:.2f} are left for the driver, buffers of collectives and what the allocator rounds up"
     return [*lines, f"it fits on {gpu}: of {whole:.0f} GiB, {left}"]

@@ -33,12 +33,23 @@ _JOIN = "join"
 _MOST_TASKS = 64
 
 
-def prepare(arguments: Sequence[str], *, to: str, workers: int | None, engine: str, task: str | None) -> None:
+def prepare(
+    arguments: Sequence[str], *, to: str, workers: int | None, engine: str, task: str | None
+) -> None:
     """Does what the command says; errors are ThreefoldErrors."""
     numbers = re.fullmatch(r"(\d+)/(\d+)", task or "")
-    if task and (engine != "local" or not (task == _JOIN or (numbers and int(numbers[1]) < int(numbers[2])))):
-        expected = "I/N, with I from 0 to N - 1, or join; and no --engine, which has tasks of its own"
-        raise ConfigError(f"--task {task} with --engine {engine}", expected=expected, fix="--task 0/8 --engine local")
+    if task and (
+        engine != "local"
+        or not (task == _JOIN or (numbers and int(numbers[1]) < int(numbers[2])))
+    ):
+        expected = (
+            "I/N, with I from 0 to N - 1, or join; and no --engine, which has tasks of its own"
+        )
+        raise ConfigError(
+            f"--task {task} with --engine {engine}",
+            expected=expected,
+            fix="--task 0/8 --engine local",
+        )
     if engine == "slurm":
         return _submit(arguments, to, workers)
     shared, source, lists = _asked(arguments, to, alone=engine == "local" and task is None)
@@ -47,7 +58,9 @@ def prepare(arguments: Sequence[str], *, to: str, workers: int | None, engine: s
         make = shared.collect
     elif numbers is not None:
         made = shared.make_share(int(numbers[1]), int(numbers[2]), num_workers=workers)
-        return typer.echo(f"task {task}: {made:,} parts are made, the others of this task were there")
+        return typer.echo(
+            f"task {task}: {made:,} parts are made, the others of this task were there"
+        )
     elif engine == "ray":
         from threefold.data.store.by_ray import make_by_ray
 
@@ -58,17 +71,25 @@ def prepare(arguments: Sequence[str], *, to: str, workers: int | None, engine: s
         typer.echo(f"  {info.mask_summary}")
         warn_of_no_end(info.loss_mask, source.labels.chat_template or info.tokenizer)
     if info.num_skipped:
-        typer.echo(f"  {info.num_skipped:,} lines, rows or files could not be read and were skipped")
+        typer.echo(
+            f"  {info.num_skipped:,} lines, rows or files could not be read and were skipped"
+        )
     if lists:
         typer.echo(f"the files are {write_list(lists, store.prefix.parent)}", err=True)
-    typer.echo(f"use it: threefold train {objective}--data.source {to} --data.tokenizer {info.tokenizer}")
+    typer.echo(
+        f"use it: threefold train {objective}--data.source {to} --data.tokenizer {info.tokenizer}"
+    )
 
 
-def _asked(arguments: Sequence[str], to: str, *, alone: bool) -> tuple[SharedParts, Source, list[FileList]]:
+def _asked(
+    arguments: Sequence[str], to: str, *, alone: bool
+) -> tuple[SharedParts, Source, list[FileList]]:
     """What is prepared and where, and its files; `alone`: nobody else makes parts of it."""
     refuse_flags(arguments, "prepare")
     source, tokenizer = source_of(arguments, "prepare")
-    encoder = for_texts(tokenizer, bos=source.labels.bos, control_tokens=source.labels.control_tokens)
+    encoder = for_texts(
+        tokenizer, bos=source.labels.bos, control_tokens=source.labels.control_tokens
+    )
     address = to if is_address(to) else None
     # With the digests of the files, other tasks need not read all of them for the fingerprint.
     memory = cache_folder() / "files" if address else Path(to, f"{stores.PARTS}files")
@@ -81,7 +102,9 @@ def _asked(arguments: Sequence[str], to: str, *, alone: bool) -> tuple[SharedPar
     return SharedParts(maker, address), source, lists
 
 
-def _made(shared: SharedParts, to: str, workers: int | None, make: stores.MakeParts | None) -> stores.PreparedStore:
+def _made(
+    shared: SharedParts, to: str, workers: int | None, make: stores.MakeParts | None
+) -> stores.PreparedStore:
     """The store, proved, and sent if it is for an address."""
     maker = shared.maker
     prefix = maker.folder.parent / stores.STORE_NAME
@@ -102,7 +125,9 @@ def _made(shared: SharedParts, to: str, workers: int | None, make: stores.MakePa
         shared.remove()
     info, how = store.info, "is there already" if store.reused else "is made"
     where = f"{to}/{prefix.name}" if shared.address else prefix
-    typer.echo(f"{where}.bin {how}: {info.num_tokens:,} tokens in {info.counted} ({info.tokenizer})\n{proof}")
+    typer.echo(
+        f"{where}.bin {how}: {info.num_tokens:,} tokens in {info.counted} ({info.tokenizer})\n{proof}"
+    )
     return store
 
 
@@ -128,7 +153,9 @@ def _submit(arguments: Sequence[str], to: str, workers: int | None) -> None:
     job, asked = settings.read(slurm.SlurmSettings, arguments, variables())
     shared, _, _ = _asked(asked, to, alone=False)
     num_tasks = min(_MOST_TASKS, len(shared.plan))
-    script = slurm.preparation(read_config(*split(asked)), job, to, num_tasks=num_tasks, workers=workers)
+    script = slurm.preparation(
+        read_config(*split(asked)), job, to, num_tasks=num_tasks, workers=workers
+    )
     numbers = {part.number % num_tasks for part in shared.missing()}
     typer.echo(slurm.send_preparation(script, job, sorted(numbers)))
 
@@ -138,8 +165,16 @@ def refuse_flags(arguments: Sequence[str], command: str) -> None:
     for argument in arguments:
         flag = argument.partition("=")[0]
         key = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
-        if argument.startswith("--") and (key in DataConfig.model_fields or f"data.{key}" in DROPPED):
-            value = "false" if flag.startswith("--no-") else "true" if key == "skip_bad_lines" else "VALUE"
+        if argument.startswith("--") and (
+            key in DataConfig.model_fields or f"data.{key}" in DROPPED
+        ):
+            value = (
+                "false"
+                if flag.startswith("--no-")
+                else "true"
+                if key == "skip_bad_lines"
+                else "VALUE"
+            )
             raise ConfigError(
                 f"{flag} is no option of `threefold data {command}`",
                 expected="keys of the config, as every command takes them: --data.KEY VALUE, or a config file",
@@ -150,11 +185,18 @@ def refuse_flags(arguments: Sequence[str], command: str) -> None:
 def source_of(arguments: Sequence[str], command: str) -> tuple[Source, Tokenizer]:
     """The source and the tokenizer of a config; a ConfigError unless both are given."""
     loaded = load_config(arguments)
-    config, example = loaded.config, f"threefold data {command} --data.source chat.jsonl --data.tokenizer bytes"
+    config, example = (
+        loaded.config,
+        f"threefold data {command} --data.source chat.jsonl --data.tokenizer bytes",
+    )
     if config.data.mixture is not None:
-        what = f"data.mixture = {', '.join(config.data.mixture)} with `threefold data {command}`"
+        what = (
+            f"data.mixture = {', '.join(config.data.mixture)} with `threefold data {command}`"
+        )
         raise ConfigError(what, expected="one source at a time", fix=example)
-    if "data.source" not in loaded.origins or not (config.data.tokenizer or config.model.name_or_path):
+    if "data.source" not in loaded.origins or not (
+        config.data.tokenizer or config.model.name_or_path
+    ):
         lacking = "data.source" if "data.source" not in loaded.origins else "data.tokenizer"
         expected = "a source, and the tokenizer to read it with"
         raise ConfigError(f"{lacking} is not given", expected=expected, fix=example)

@@ -20,7 +20,9 @@ def command(
     run: Annotated[
         Path,
         typer.Argument(
-            autocompletion=runs_here, callback=only_here, help="A run's folder, trained with --log.profile '[10, 12]'."
+            autocompletion=runs_here,
+            callback=only_here,
+            help="A run's folder, trained with --log.profile '[10, 12]'.",
         ),
     ],
     as_json: AsJson = False,
@@ -33,7 +35,10 @@ def command(
     from threefold.config.paths import PROFILE_FOLDER, run_and_checkpoint
 
     folder = run_and_checkpoint(run)[0] / PROFILE_FOLDER
-    found = {path.name.partition(".")[0]: _read(path) for path in sorted(folder.glob("rank-*.summary.json"))}
+    found = {
+        path.name.partition(".")[0]: _read(path)
+        for path in sorted(folder.glob("rank-*.summary.json"))
+    }
     if not found:
         what, expected = f"{run} has no traces", "a run whose steps were traced"
         fix = f"threefold resume {run} --log.profile '[10, 12]'   (steps that are still to come), or a new run with it"
@@ -58,7 +63,11 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = str(error)
     expected = "the summary that a rank wrote after the last step that it traced"
-    raise ConfigError(f"{path} cannot be read: {reason}", expected=expected, fix="remove it, and trace once more")
+    raise ConfigError(
+        f"{path} cannot be read: {reason}",
+        expected=expected,
+        fix="remove it, and trace once more",
+    )
 
 
 def _lines(found: dict[str, dict[str, Any]]) -> list[str]:
@@ -68,7 +77,12 @@ def _lines(found: dict[str, dict[str, Any]]) -> list[str]:
         lines.append(f"{rank:9}  {values['step_s']:6.3f}  {shares}")
     rank, slowest = max(found.items(), key=lambda item: item[1]["compute"] * item[1]["step_s"])
     lines.append(f"{rank} computes longest; its phases, s a step, of {slowest['steps']} steps:")
-    lines.append("  " + ", ".join(f"{name} {time:.3f}" for name, time in slowest["phases"].items()))
+    lines.append(
+        "  " + ", ".join(f"{name} {time:.3f}" for name, time in slowest["phases"].items())
+    )
     lines.append("its longest kernels:")
-    lines += [f"  {time:9.4f} s  {calls:7.1f} calls a step  {name[:90]}" for name, calls, time in slowest["kernels"]]
+    lines += [
+        f"  {time:9.4f} s  {calls:7.1f} calls a step  {name[:90]}"
+        for name, calls, time in slowest["kernels"]
+    ]
     return lines

@@ -22,17 +22,25 @@ _EXAMPLE = "threefold referee -- torchrun --nproc-per-node 2 train.py"
 
 def command(
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="COMMAND...", help="What starts the training; or: judge DIR")
+        list[str] | None,
+        typer.Argument(metavar="COMMAND...", help="What starts the training; or: judge DIR"),
     ] = None,
-    steps: Annotated[int, typer.Option(min=0, help="Record the whole inputs of so many steps.")] = 3,
+    steps: Annotated[
+        int, typer.Option(min=0, help="Record the whole inputs of so many steps.")
+    ] = 3,
     record: Annotated[
-        Path | None, typer.Option(help="The new folder to record in; default: one that is removed.")
+        Path | None,
+        typer.Option(help="The new folder to record in; default: one that is removed."),
     ] = None,
     alone: Annotated[
         str | None,
-        typer.Option(metavar="COMMAND", help="What trains the model in one process, for a step."),
+        typer.Option(
+            metavar="COMMAND", help="What trains the model in one process, for a step."
+        ),
     ] = None,
-    keep: Annotated[float, typer.Option(min=0, help="How large the record may become, in GiB.")] = 1.0,
+    keep: Annotated[
+        float, typer.Option(min=0, help="How large the record may become, in GiB.")
+    ] = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """Watch any training and judge it: rows, gradients, copies and updates; no line of it is changed.
@@ -45,10 +53,16 @@ def command(
             as_json |= "--json" in rest
         case []:
             raise ConfigError(
-                "no command to watch is given", expected="what starts the training, after --", fix=_EXAMPLE
+                "no command to watch is given",
+                expected="what starts the training, after --",
+                fix=_EXAMPLE,
             )
         case watched:
-            settings = {"num_whole": steps, "keep_bytes": int(keep * 2**30), "to_stderr": as_json}
+            settings = {
+                "num_whole": steps,
+                "keep_bytes": int(keep * 2**30),
+                "to_stderr": as_json,
+            }
             verdict = _watched(watched, record, shlex.split(alone or ""), settings)
     typer.echo(jsonl.as_json(verdict.as_values()) if as_json else "\n".join(verdict.lines()))
     sys.exit(verdict.exit_code)
@@ -62,10 +76,14 @@ def _judged(arguments: list[str]) -> CommandVerdict:
             return judge(Path(folder))
         case others:
             what = f"`judge` takes one folder, not {shlex.join(others) or 'none'}"
-            raise ConfigError(what, expected="the folder of --record", fix="threefold referee judge DIR")
+            raise ConfigError(
+                what, expected="the folder of --record", fix="threefold referee judge DIR"
+            )
 
 
-def _watched(watched: list[str], record: Path | None, alone: list[str], settings: dict[str, Any]) -> CommandVerdict:
+def _watched(
+    watched: list[str], record: Path | None, alone: list[str], settings: dict[str, Any]
+) -> CommandVerdict:
     from threefold.referee.judge.verdict import judge
     from threefold.referee.watch import run_alone, watch
 

@@ -19,12 +19,16 @@ from threefold.errors import ConfigError
 
 def command(
     runs: Annotated[
-        list[str], typer.Argument(autocompletion=runs_here, help="Folders of runs; several are laid over one another.")
+        list[str],
+        typer.Argument(
+            autocompletion=runs_here, help="Folders of runs; several are laid over one another."
+        ),
     ],
     to: Annotated[
         Path | None,
         typer.Option(
-            callback=on_this_machine, help="The file to write; default: report.html in the first run, or here."
+            callback=on_this_machine,
+            help="The file to write; default: report.html in the first run, or here.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -45,7 +49,12 @@ def command(
         raise ConfigError(what, expected="each run once", fix=f"threefold report {runs[0]}")
     target = to or (Path() if is_address(str(runs[0])) else folders[0]) / "report.html"
     _refuse_other(target)
-    page = report([gather(folder, name=name) for folder, name in zip(folders, names_of(folders), strict=True)])
+    page = report(
+        [
+            gather(folder, name=name)
+            for folder, name in zip(folders, names_of(folders), strict=True)
+        ]
+    )
     # A new file of a name that nobody can have laid a link under.
     temporary = target.with_name(f".report-{secrets.token_hex(8)}")
     try:
@@ -72,4 +81,8 @@ def _refuse_other(target: Path) -> None:
         is_page = b" - threefold</title>" in file.read(1 << 16)
     if not is_page:
         what = f"{target} is there already, and is no page that `threefold report` wrote"
-        raise ConfigError(what, expected="a new file, or an earlier page to replace", fix="--to ANOTHER_FILE.html")
+        raise ConfigError(
+            what,
+            expected="a new file, or an earlier page to replace",
+            fix="--to ANOTHER_FILE.html",
+        )

@@ -20,11 +20,20 @@ if TYPE_CHECKING:
 
 
 def command(
-    run: Annotated[str, typer.Argument(autocompletion=runs_here, help="A run's folder, or one of its checkpoints.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            autocompletion=runs_here, help="A run's folder, or one of its checkpoints."
+        ),
+    ],
     prompt: Annotated[str, typer.Option(help="The text to continue.")] = "\n",
     tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to write.")] = 200,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Answer each line of the input as the assistant, until the input ends.")
+        bool,
+        typer.Option(
+            "--chat",
+            help="Answer each line of the input as the assistant, until the input ends.",
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -47,20 +56,39 @@ def command(
     tokenizer = tokenizer_of(config)
     if chat:
         if as_json:
-            raise ConfigError("--json has no effect with --chat", expected="one prompt", fix="leave out --json")
+            raise ConfigError(
+                "--json has no effect with --chat",
+                expected="one prompt",
+                fix="leave out --json",
+            )
         if prompt != "\n":
-            raise ConfigError("--chat and --prompt are both given", expected="one of them", fix="leave out --prompt")
+            raise ConfigError(
+                "--chat and --prompt are both given",
+                expected="one of them",
+                fix="leave out --prompt",
+            )
         return _converse(config, checkpoint, tokenizer, num_tokens=tokens)
     if not (ids := tokenizer.encode_batch([prompt])[0].tolist()):
-        raise ConfigError("--prompt has no token", expected="text to continue", fix="--prompt 'Once upon a time'")
+        raise ConfigError(
+            "--prompt has no token",
+            expected="text to continue",
+            fix="--prompt 'Once upon a time'",
+        )
     from threefold.export.generation import generate_sample
 
     text = generate_sample(checkpoint, tokenizer, ids, num_tokens=tokens)
-    answer = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "prompt": prompt, "text": text}
+    answer = {
+        "checkpoint": str(checkpoint.path),
+        "step": checkpoint.step,
+        "prompt": prompt,
+        "text": text,
+    }
     typer.echo(jsonl.as_json(answer) if as_json else text)
 
 
-def _converse(config: Config, checkpoint: Checkpoint, tokenizer: Tokenizer, *, num_tokens: int) -> None:
+def _converse(
+    config: Config, checkpoint: Checkpoint, tokenizer: Tokenizer, *, num_tokens: int
+) -> None:
     """Prints an answer to each line of the input; the conversation grows with them."""
     import torch
 
@@ -90,10 +118,16 @@ def _converse(config: Config, checkpoint: Checkpoint, tokenizer: Tokenizer, *, n
         try:
             ids, end_id = encoder.prompt(messages), encoder.end_of_turn(messages)
         except RowError as error:
-            raise ConfigError(f"--chat: {error.what}", expected=error.expected, fix="say it otherwise") from None
+            raise ConfigError(
+                f"--chat: {error.what}", expected=error.expected, fix="say it otherwise"
+            ) from None
         if isinstance(longest, int) and len(ids) + num_tokens > longest:
             what = f"the conversation has {len(ids):,} tokens, and the model supports {longest:,} positions"
-            raise ConfigError(what, expected=f"room for {num_tokens:,} more", fix="begin again, or --tokens fewer")
+            raise ConfigError(
+                what,
+                expected=f"room for {num_tokens:,} more",
+                fix="begin again, or --tokens fewer",
+            )
         found = continued(model, ids, num_tokens=num_tokens, end_id=end_id)
         answer = tokenizer.decode([id for id in found if id != end_id]).strip()
         typer.echo(answer)

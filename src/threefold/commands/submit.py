@@ -45,9 +45,12 @@ def _command_of(name: str) -> Callable[..., None]:
         context: typer.Context,
         nodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 1,
         ranks_per_node: Annotated[
-            int | None, typer.Option(min=1, help="Ranks on each host; default: what the mesh asks for.")
+            int | None,
+            typer.Option(min=1, help="Ranks on each host; default: what the mesh asks for."),
         ] = None,
-        dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job, but do not submit it.")] = False,
+        dry_run: Annotated[
+            bool, typer.Option("--dry-run", help="Print the job, but do not submit it.")
+        ] = False,
         as_json: AsJson = False,
     ) -> None:
         from threefold.jobs.job import ranks_of
@@ -56,7 +59,11 @@ def _command_of(name: str) -> Callable[..., None]:
         settings, rest = read(kind.Settings, context.args, environment.variables())
         path, overrides = split(rest)
         config = read_config(path, overrides)
-        job = Job(config, ranks_of(config.mesh, num_hosts=nodes, per_host=ranks_per_node), dict(overrides))
+        job = Job(
+            config,
+            ranks_of(config.mesh, num_hosts=nodes, per_host=ranks_per_node),
+            dict(overrides),
+        )
         if problems := list(kind.problems(config, job.ranks, settings)):
             raise ConfigError.of(problems)
         text = kind.text(job, settings) if dry_run else kind.send(job, settings)
@@ -84,5 +91,9 @@ ENDINGS = {
     for name in CLUSTERS
 }
 for _name in CLUSTERS:
-    _settled = {"context_settings": CONTEXT, "help": _help_of(_name), **ending_of(*ENDINGS[f"submit {_name}"])}
+    _settled = {
+        "context_settings": CONTEXT,
+        "help": _help_of(_name),
+        **ending_of(*ENDINGS[f"submit {_name}"]),
+    }
     app.command(_name, **_settled)(_command_of(_name))

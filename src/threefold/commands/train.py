@@ -8,7 +8,14 @@ from typing import Annotated
 
 import typer
 
-from threefold.commands.arguments import AcceptChanges, Force, MaxRestarts, Quiet, load_config, settled
+from threefold.commands.arguments import (
+    AcceptChanges,
+    Force,
+    MaxRestarts,
+    Quiet,
+    load_config,
+    settled,
+)
 
 
 def command(
@@ -16,7 +23,8 @@ def command(
     print_config: Annotated[
         bool,
         typer.Option(
-            "--print-config", help="Print the whole config: what automatic keys become, and why; do not train."
+            "--print-config",
+            help="Print the whole config: what automatic keys become, and why; do not train.",
         ),
     ] = False,
     max_restarts: MaxRestarts = 0,
@@ -24,7 +32,10 @@ def command(
     accept_changes: AcceptChanges = False,
     quiet: Quiet = False,
     local_rank: Annotated[
-        int | None, typer.Option("--local_rank", "--local-rank", hidden=True, help="Added by older launchers.")
+        int | None,
+        typer.Option(
+            "--local_rank", "--local-rank", hidden=True, help="Added by older launchers."
+        ),
     ] = None,
 ) -> None:
     """Train a model: threefold train [CONFIG.yaml] [--section.key value ...].

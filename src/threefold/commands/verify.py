@@ -24,18 +24,29 @@ if TYPE_CHECKING:
 def command(
     context: typer.Context,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps to compare: 3, or with --against all of both runs.")
+        int | None,
+        typer.Option(min=1, help="Steps to compare: 3, or with --against all of both runs."),
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Use only the first N layers.")] = None,
-    random: Annotated[bool, typer.Option("--random", help="Random weights instead of the named ones.")] = False,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Use only the first N layers.")
+    ] = None,
+    random: Annotated[
+        bool, typer.Option("--random", help="Random weights instead of the named ones.")
+    ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Start more local ranks than this machine has room for.")
+        bool,
+        typer.Option("--force", help="Start more local ranks than this machine has room for."),
     ] = False,
     bits: Annotated[
-        bool, typer.Option("--bits", help="Compare hashes on several numbers of data ranks (train.reduce: exact).")
+        bool,
+        typer.Option(
+            "--bits",
+            help="Compare hashes on several numbers of data ranks (train.reduce: exact).",
+        ),
     ] = False,
     against: Annotated[
-        tuple[Path, Path] | None, typer.Option(help="Compare the metrics of two finished runs instead.")
+        tuple[Path, Path] | None,
+        typer.Option(help="Compare the metrics of two finished runs instead."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -47,13 +58,24 @@ def command(
     """
     if as_json and (bits or against is not None):
         what = f"verify --json with {'--bits' if bits else '--against'}"
-        raise ConfigError(what, expected="a mesh and one process, whose numbers are printed", fix="leave out --json")
+        raise ConfigError(
+            what,
+            expected="a mesh and one process, whose numbers are printed",
+            fix="leave out --json",
+        )
     if against is not None:
         from threefold.verify.comparison import compare_runs
 
         if bits:
-            what, expected = "verify --bits with --against", "one of them: metrics of finished runs have no weights"
-            raise ConfigError(what, expected=expected, fix="threefold hash RUN_A RUN_B   (compares their weights)")
+            what, expected = (
+                "verify --bits with --against",
+                "one of them: metrics of finished runs have no weights",
+            )
+            raise ConfigError(
+                what,
+                expected=expected,
+                fix="threefold hash RUN_A RUN_B   (compares their weights)",
+            )
 
         lines, holds = compare_runs(*against, steps=steps)
         typer.echo("\n".join(lines))
@@ -63,7 +85,11 @@ def command(
 
     verified = bits_command if bits else verify_command
     sys.exit(
-        verified(load_config(context.args), VerifyOptions(steps or 3, layers, random, as_json=as_json), force=force)
+        verified(
+            load_config(context.args),
+            VerifyOptions(steps or 3, layers, random, as_json=as_json),
+            force=force,
+        )
     )
 
 
@@ -79,7 +105,9 @@ def verify_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool 
 
     info = environment.current()
     if info.launcher is not None:
-        topology, _ = resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None)
+        topology, _ = resolve(
+            loaded.config.mesh, launched_world_size=info.world_size, num_devices=None
+        )
         from threefold.verify.mesh_side import verify_rank
 
         return verify_rank(loaded.config, options, topology, None)
@@ -90,7 +118,10 @@ def verify_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool 
     topology, why = topology_here(loaded.config, force=force)
     refuse_impossible(loaded.config, topology)
     numbers = f"{topology.world_size} ranks ({why}) against one process, float32, {options.steps} steps"
-    heading = [f"mesh {topology} on {numbers}", *(f"files: {line}" for line in file_lines(loaded.config))]
+    heading = [
+        f"mesh {topology} on {numbers}",
+        *(f"files: {line}" for line in file_lines(loaded.config)),
+    ]
     print("\n".join(heading), file=sys.stderr if options.as_json else sys.stdout)
     verification = on_ranks(loaded.config, options, topology)
     if isinstance(verification, int):
@@ -102,7 +133,12 @@ def verify_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool 
     if verification.holds:
         print("the mesh follows the single process")
         return 0
-    print(diagnose(topology, lambda smaller: on_ranks(loaded.config, replace(options, admission=False), smaller)))
+    print(
+        diagnose(
+            topology,
+            lambda smaller: on_ranks(loaded.config, replace(options, admission=False), smaller),
+        )
+    )
     return EXIT_FAILED
 
 
@@ -118,7 +154,10 @@ def bits_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool = 
     from threefold.verify.bits import compared, meshes_of, refuse_fast
 
     if (launcher := environment.current().launcher) is not None:
-        what, expected = f"verify --bits under {launcher}", "one process, which starts the ranks of each mesh"
+        what, expected = (
+            f"verify --bits under {launcher}",
+            "one process, which starts the ranks of each mesh",
+        )
         raise ConfigError(what, expected=expected, fix="threefold verify CONFIG --bits")
     config = loaded.config
     refuse_fast(config)
@@ -126,7 +165,10 @@ def bits_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool = 
     topology, _ = topology_here(config, force=force)
     refuse_impossible(config, topology)
     meshes, found = meshes_of(config, topology), {}
-    print(f"{options.steps} steps on {len(meshes)} meshes, {config.model.dtype}, train.reduce exact", flush=True)
+    print(
+        f"{options.steps} steps on {len(meshes)} meshes, {config.model.dtype}, train.reduce exact",
+        flush=True,
+    )
     for mesh in meshes:
         steps = _on_ranks(True, config, options, mesh)
         if isinstance(steps, int):
@@ -158,11 +200,15 @@ def _on_ranks(bits: bool, config: Config, options: VerifyOptions, topology: Topo
         if topology.world_size == 1:
             code = _rank(*arguments)
         else:
-            code = local_ranks.start_ranks(_rank_entry, arguments, num_ranks=topology.world_size)
+            code = local_ranks.start_ranks(
+                _rank_entry, arguments, num_ranks=topology.world_size
+            )
         return json.loads(answer.read_text()) if answer.exists() else code or EXIT_FAILED
 
 
-def _rank(bits: bool, config: Config, options: VerifyOptions, topology: Topology, answer: str) -> int:
+def _rank(
+    bits: bool, config: Config, options: VerifyOptions, topology: Topology, answer: str
+) -> int:
     from threefold.verify.bits import bits_rank
     from threefold.verify.mesh_side import verify_rank
 

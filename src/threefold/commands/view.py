@@ -13,8 +13,13 @@ from threefold.commands.run_argument import only_here
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(callback=only_here, help="A run's folder, or one of runs.")] = Path("runs"),
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 8733, or another that is free.")] = None,
+    folder: Annotated[
+        Path, typer.Argument(callback=only_here, help="A run's folder, or one of runs.")
+    ] = Path("runs"),
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Default: 8733, or another that is free."),
+    ] = None,
 ) -> None:
     """Show runs in the browser while they go: threefold view [RUN or FOLDER] [--port N].
 
@@ -30,7 +35,9 @@ def command(
     at = server.server_port
     what = "the run" if is_run(folder) else "the runs in"
     typer.echo(f"{what} {folder}: http://127.0.0.1:{at}/?token={server.view.token}")
-    typer.echo(f"from elsewhere: ssh -N -L {at}:127.0.0.1:{at} THIS_HOST, then the same address. Ctrl-C ends it.")
+    typer.echo(
+        f"from elsewhere: ssh -N -L {at}:127.0.0.1:{at} THIS_HOST, then the same address. Ctrl-C ends it."
+    )
     serve(server)
     # A proof may go on in a thread, and one that the interpreter stops inside a C++ library aborts the process.
     sys.stdout.flush()

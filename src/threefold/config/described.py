@@ -33,10 +33,16 @@ def every_key_described() -> Iterator[tuple[str, KeyHelp]]:
 def keys_about(words: str) -> dict[str, KeyHelp]:
     """The keys of a section, or the key that is named; else those in whose name, values or meaning all words occur."""
     every, named = dict(every_key_described()), words.removeprefix("--")
-    if below := {key: about for key, about in every.items() if f"{key}.".startswith(f"{named}.")}:
+    if below := {
+        key: about for key, about in every.items() if f"{key}.".startswith(f"{named}.")
+    }:
         return below
     wanted = words.lower().split()
-    return {key: about for key, about in every.items() if all(word in f"{key} {about}".lower() for word in wanted)}
+    return {
+        key: about
+        for key, about in every.items()
+        if all(word in f"{key} {about}".lower() for word in wanted)
+    }
 
 
 def nearest_name(words: str) -> str:
@@ -50,7 +56,12 @@ def _keys(kind: Any, prefix: str = "") -> Iterator[KeyHelp]:
         if hasattr(entry.annotation, "model_fields"):
             yield from _keys(entry.annotation, f"{key}.")
         else:
-            yield KeyHelp(f"{prefix}{key}", as_yaml(entry.default), _values(entry.annotation), entry.description or "")
+            yield KeyHelp(
+                f"{prefix}{key}",
+                as_yaml(entry.default),
+                _values(entry.annotation),
+                entry.description or "",
+            )
 
 
 def _values(annotation: Any) -> tuple[str, ...]:
@@ -62,5 +73,13 @@ def _values(annotation: Any) -> tuple[str, ...]:
     if origin in (dict, tuple, list):
         return ("mapping",) if origin is dict else ("list",)
     if inner:
-        return tuple(dict.fromkeys(value for part in inner if part is not type(None) for value in _values(part)))
-    return ({int: "whole number", float: "number", str: "text", bool: "true, false"}.get(annotation, "mapping"),)
+        return tuple(
+            dict.fromkeys(
+                value for part in inner if part is not type(None) for value in _values(part)
+            )
+        )
+    return (
+        {int: "whole number", float: "number", str: "text", bool: "true, false"}.get(
+            annotation, "mapping"
+        ),
+    )

@@ -19,7 +19,10 @@ def with_values(loaded: LoadedConfig, automatic: Mapping[str, str]) -> str:
         automatic: section.key -> what the run takes for it, and why.
     """
     sources = (automatic, loaded.origins)
-    comments = {key: "; ".join(source[key] for source in sources if key in source) for key in every_key()}
+    comments = {
+        key: "; ".join(source[key] for source in sources if key in source)
+        for key in every_key()
+    }
     return _document(loaded.config, comments, active=comments)
 
 

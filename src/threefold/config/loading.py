@@ -22,7 +22,14 @@ from threefold.config.optimizer import GroupConfig
 from threefold.config.optimizer_rules import GROUPS_FIX
 from threefold.config.paths import RUN_CONFIG, is_of_program, is_run, literal_paths, run_of
 from threefold.config.rules import MIXTURE_FIX, contradictions
-from threefold.config.schema import Config, MixtureSource, every_key, inner_sections, keys_of, value_at
+from threefold.config.schema import (
+    Config,
+    MixtureSource,
+    every_key,
+    inner_sections,
+    keys_of,
+    value_at,
+)
 from threefold.config.text import as_yaml, parse, pasted, to_set
 from threefold.errors import ConfigError, Problem
 
@@ -99,7 +106,9 @@ def load(
     raise ConfigError.of(problems)
 
 
-def _parsed(texts: Iterable[tuple[str, str, str, str]], problems: list[Problem]) -> list[tuple[str, Any, str]]:
+def _parsed(
+    texts: Iterable[tuple[str, str, str, str]], problems: list[Problem]
+) -> list[tuple[str, Any, str]]:
     """(section.key, value, origin) of (section.key, text, name in an error, origin); not YAML: a problem."""
     found = []
     for key, text, name, origin in texts:
@@ -115,17 +124,34 @@ def _parsed(texts: Iterable[tuple[str, str, str, str]], problems: list[Problem])
         except ConfigError as error:
             problems += error.problems
             continue
-        if isinstance(value, str) and value != text and text.lstrip()[0] not in _MARKED and origin == "command line":
+        if (
+            isinstance(value, str)
+            and value != text
+            and text.lstrip()[0] not in _MARKED
+            and origin == "command line"
+        ):
             # Another folder would be meant: YAML folds line breaks, and leaves out blanks at the ends and ` #` with
             # what follows.
             expected = "a text that YAML leaves as it is, or one in quotes"
-            problems.append(Problem(f"{name} = {text!r} is read as {value!r}", expected, f"--{key} {pasted(text)}"))
+            problems.append(
+                Problem(
+                    f"{name} = {text!r} is read as {value!r}",
+                    expected,
+                    f"--{key} {pasted(text)}",
+                )
+            )
             continue
         found.append((key, value, origin))
     return found
 
 
-def _put(values: dict[str, dict[str, Any]], origins: dict[str, str], key: str, value: Any, origin: str) -> None:
+def _put(
+    values: dict[str, dict[str, Any]],
+    origins: dict[str, str],
+    key: str,
+    value: Any,
+    origin: str,
+) -> None:
     section, _, name = key.partition(".")
     inner, _, rest = name.partition(".")
     if inner not in inner_sections(section):
@@ -165,7 +191,8 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None
             _problem_of(entry, origins or {}, values)
             for entry in error.errors()
             if entry["type"] != "extra_forbidden" or entry["loc"][:2] in _WITH_KEYS_BELOW
-            if entry["type"] != "too_short" or not entry["input"]  # else its entries were refused already
+            if entry["type"] != "too_short"
+            or not entry["input"]  # else its entries were refused already
         ]
         raise ConfigError.of(_by_value(problems)) from None
     if problems := [*contradictions(config), *literal_paths(config)]:
@@ -192,10 +219,16 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
             what = f"{run} is the run of a program with a loop of its own (threefold.Run), which has no {RUN_CONFIG}"
             expected = "a run of threefold train: what this one reads and computes, the program alone knows"
             fix = "run the program again, which resumes it; its weights: "
-            problems.append(Problem(what, expected, f"{fix}threefold export {shlex.quote(str(run))} --to DIR"))
+            problems.append(
+                Problem(
+                    what, expected, f"{fix}threefold export {shlex.quote(str(run))} --to DIR"
+                )
+            )
             return []
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        fix = f"threefold resume {shlex.quote(path)}" if is_run(Path(path)) else "check the path"
+        fix = (
+            f"threefold resume {shlex.quote(path)}" if is_run(Path(path)) else "check the path"
+        )
         problems.append(Problem(f"{path}: {reason}", "a readable YAML file", fix))
         return []
     try:
@@ -217,7 +250,9 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
         elif isinstance(keys, Mapping):
             pairs += [(f"{section}.{key}", value) for key, value in keys.items()]
         elif keys is not None:
-            problems.append(Problem(f"{path}: {section} = {keys!r} is not a section", _KEYS_BELOW, fix))
+            problems.append(
+                Problem(f"{path}: {section} = {keys!r} is not a section", _KEYS_BELOW, fix)
+            )
     return pairs
 
 
@@ -238,7 +273,11 @@ def _unknown(values: Mapping[str, Any]) -> list[Problem]:
             expected = f"a key of the sections {', '.join(Config.model_fields)}"
             if in_section:
                 expected = f"one of {section}.{{{', '.join(keys_of(section))}}}"
-            fix = f"did you mean {meant}?" if meant else "`threefold train --print-config` lists every key"
+            fix = (
+                f"did you mean {meant}?"
+                if meant
+                else "`threefold train --print-config` lists every key"
+            )
             fix = DROPPED.get(name, fix)
             found.append(Problem(f"unknown key {name}", expected, fix))
     return found
@@ -280,7 +319,9 @@ _EXPECTED = {
 _AXIS_SIZE = "a whole number greater than 0, or auto"
 _EXPECTED_OF_KEY = {
     "optimizer.lr": "a number greater than 0, or auto",
-    **dict.fromkeys(("mesh.dp", "mesh.dp_shard", "mesh.cp", "mesh.tp", "train.micro_batch"), _AXIS_SIZE),
+    **dict.fromkeys(
+        ("mesh.dp", "mesh.dp_shard", "mesh.cp", "mesh.tp", "train.micro_batch"), _AXIS_SIZE
+    ),
     "optimizer.betas": "two numbers, both at least 0 and below 1",
     "data.skip": "[first, last] ranges of steps, counted from 1: [[1000, 1100]]",
     "log.profile": "[first, last] steps, counted from 1: [10, 12]",
@@ -329,7 +370,11 @@ def _refused(what: str, expected: str, entry: Any, key: str, origin: str) -> Pro
     default = value_at(Config(), key) if key in every_key() else None
     if origin.startswith("environment "):
         return Problem(what, expected, f"unset {origin.removeprefix('environment ')}")
-    if key in every_key() and len(entry["loc"]) <= len(key.split(".")) + 1 and not isinstance(entry["input"], Mapping):
+    if (
+        key in every_key()
+        and len(entry["loc"]) <= len(key.split(".")) + 1
+        and not isinstance(entry["input"], Mapping)
+    ):
         meant = meant_value(key, entry["input"])
         if meant is not None:
             value, remark = meant
@@ -345,26 +390,50 @@ def _mixture_problem(entry: Any, where: str) -> Problem:
     if entry["type"] == "extra_forbidden":
         return _unknown_below(entry, path + where, MixtureSource, MIXTURE_FIX)
     if entry["type"] == "missing":
-        return Problem(f"there is no {path}{where}", "a source and its weight under each name", MIXTURE_FIX)
-    expected = _expected(entry) if len(entry["loc"]) > 3 else "{name: {source: ..., weight: ...}, ...}"
-    return Problem(f"{path} = {as_yaml(entry['input'])} is not accepted{where}", expected, MIXTURE_FIX)
+        return Problem(
+            f"there is no {path}{where}", "a source and its weight under each name", MIXTURE_FIX
+        )
+    expected = (
+        _expected(entry) if len(entry["loc"]) > 3 else "{name: {source: ..., weight: ...}, ...}"
+    )
+    return Problem(
+        f"{path} = {as_yaml(entry['input'])} is not accepted{where}", expected, MIXTURE_FIX
+    )
 
 
 def _group_problem(entry: Any, where: str) -> Problem:
     """A problem inside optimizer.groups."""
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in entry["loc"][2:])
+    place = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in entry["loc"][2:]
+    )
     path = f"optimizer.groups{place}"
     if entry["type"] == "extra_forbidden":
-        return _unknown_below(entry, path + where, GroupConfig, "match, lr, weight_decay and name are its keys")
+        return _unknown_below(
+            entry, path + where, GroupConfig, "match, lr, weight_decay and name are its keys"
+        )
     if entry["type"] == "missing":
-        return to_set(f"there is no {path}{where}", "a regular expression for the parameters' names", *GROUPS_FIX)
-    expected = _expected(entry) if len(entry["loc"]) > 3 else "[{match: REGEX, lr: ..., weight_decay: ...}, ...]"
-    return to_set(f"{path} = {as_yaml(entry['input'])} is not accepted{where}", expected, *GROUPS_FIX)
+        return to_set(
+            f"there is no {path}{where}",
+            "a regular expression for the parameters' names",
+            *GROUPS_FIX,
+        )
+    expected = (
+        _expected(entry)
+        if len(entry["loc"]) > 3
+        else "[{match: REGEX, lr: ..., weight_decay: ...}, ...]"
+    )
+    return to_set(
+        f"{path} = {as_yaml(entry['input'])} is not accepted{where}", expected, *GROUPS_FIX
+    )
 
 
-def _unknown_below(entry: Any, path: str, kind: type[MixtureSource] | type[GroupConfig], fix: str) -> Problem:
+def _unknown_below(
+    entry: Any, path: str, kind: type[MixtureSource] | type[GroupConfig], fix: str
+) -> Problem:
     known = list(kind.model_fields)
     section, key, *_, leaf = entry["loc"]
     nearest = difflib.get_close_matches(str(leaf), known, n=1, cutoff=0.5)
-    fix = DROPPED.get(f"{section}.{key}.{leaf}") or (f"did you mean {nearest[0]}?" if nearest else fix)
+    fix = DROPPED.get(f"{section}.{key}.{leaf}") or (
+        f"did you mean {nearest[0]}?" if nearest else fix
+    )
     return Problem(f"unknown key {path}", f"one of {', '.join(known)}", fix)

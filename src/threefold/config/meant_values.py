@@ -14,18 +14,32 @@ from pydantic import ValidationError
 
 from threefold.config.schema import Config
 
-_YES_NO = {"yes": True, "y": True, "on": True, "1": True, "no": False, "n": False, "off": False, "0": False}
+_YES_NO = {
+    "yes": True,
+    "y": True,
+    "on": True,
+    "1": True,
+    "no": False,
+    "n": False,
+    "off": False,
+    "0": False,
+}
 _YES_NO |= {"true": True, "false": False}
 # By what others call it: torch, transformers, bitsandbytes, accelerate, DeepSpeed.
 _ALIASES: dict[str, dict[str, Any]] = {
-    "model.dtype": dict.fromkeys(("bf16", "half", "fp16", "float16", "f16"), "bfloat16") | {"fp32": "float32"},
+    "model.dtype": dict.fromkeys(("bf16", "half", "fp16", "float16", "f16"), "bfloat16")
+    | {"fp32": "float32"},
     "model.attention": {"flash_attention_2": "auto", "eager": "auto", "flex_attention": "flex"},
     "mesh.device": dict.fromkeys(("gpu", "gpus", "nccl"), "cuda") | {"gloo": "cpu"},
-    "train.objective": dict.fromkeys(("sft", "clm", "causal_lm", "cross_entropy"), "next_token"),
+    "train.objective": dict.fromkeys(
+        ("sft", "clm", "causal_lm", "cross_entropy"), "next_token"
+    ),
     "train.float8": {"true": "tensorwise", "false": "none"},
     "train.activation_checkpointing": {"true": "full", "false": "none"},
     "optimizer.name": {
-        **dict.fromkeys(("adamw8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adam8bit"), "adamw_8bit"),
+        **dict.fromkeys(
+            ("adamw8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adam8bit"), "adamw_8bit"
+        ),
         **dict.fromkeys(("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
     },
     "optimizer.schedule": {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"},
@@ -112,7 +126,11 @@ def _spelled(value: Any) -> str:
 def _whole(value: str | int | float) -> int | None:
     """1e3, 1_000 and "1,000" as 1000; None for what is no whole number."""
     number = _decimal(value) if isinstance(value, str) else float(value)
-    return int(number) if number is not None and abs(number) < 2**53 and number == int(number) else None
+    return (
+        int(number)
+        if number is not None and abs(number) < 2**53 and number == int(number)
+        else None
+    )
 
 
 def _decimal(text: str) -> float | None:

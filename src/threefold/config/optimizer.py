@@ -12,7 +12,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from threefold.config.section import Count, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from threefold.config.section import (
+    Count,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 
 @dataclass(frozen=True)
@@ -42,15 +48,25 @@ class NamedOptimizer:
 
 OPTIMIZERS: Mapping[str, NamedOptimizer] = {
     "adamw": NamedOptimizer(
-        "torch.optim:AdamW", moment_bytes=8.0, has_betas=True, exact_path="threefold.optim.exact:ExactAdamW"
+        "torch.optim:AdamW",
+        moment_bytes=8.0,
+        has_betas=True,
+        exact_path="threefold.optim.exact:ExactAdamW",
     ),
     # Two bytes, and two scales of float32 for 256 parameters.
     "adamw_8bit": NamedOptimizer(
-        "threefold.optim.eightbit:adamw_8bit", moment_bytes=2.0 + 8 / 256, has_betas=True, splits=False
+        "threefold.optim.eightbit:adamw_8bit",
+        moment_bytes=2.0 + 8 / 256,
+        has_betas=True,
+        splits=False,
     ),
-    "muon": NamedOptimizer("threefold.optim.muon:Muon", has_betas=True, needs_whole_matrices=True),
+    "muon": NamedOptimizer(
+        "threefold.optim.muon:Muon", has_betas=True, needs_whole_matrices=True
+    ),
     # Its eps are two other things than Adam's.
-    "adafactor": NamedOptimizer("threefold.optim.adafactor:Adafactor", options=("eps",), needs_whole_matrices=True),
+    "adafactor": NamedOptimizer(
+        "threefold.optim.adafactor:Adafactor", options=("eps",), needs_whole_matrices=True
+    ),
     "sgd": NamedOptimizer(
         "torch.optim:SGD",
         moment_bytes=0.0,
@@ -64,9 +80,15 @@ class GroupConfig(Section):
     """Parameters with a rate or a decay of their own."""
 
     match: str = Field(description="regular expression, found in the parameters' names")
-    lr: PositiveFloat | None = Field(None, description="peak learning rate; default: optimizer.lr")
-    weight_decay: NonNegativeFloat | None = Field(None, description="of all that match; default: as without groups")
-    name: str | None = Field(None, description="name in metrics (lr_NAME); default: group0, group1, ..")
+    lr: PositiveFloat | None = Field(
+        None, description="peak learning rate; default: optimizer.lr"
+    )
+    weight_decay: NonNegativeFloat | None = Field(
+        None, description="of all that match; default: as without groups"
+    )
+    name: str | None = Field(
+        None, description="name in metrics (lr_NAME); default: group0, group1, .."
+    )
 
 
 class OptimizerConfig(Section):
@@ -76,28 +98,42 @@ class OptimizerConfig(Section):
         "adamw",
         description=f"{', '.join(OPTIMIZERS)}, or the path of an installed class: torch.optim.NAdam",
     )
-    options: dict[str, Any] = Field({}, description="further arguments of its class: {momentum: 0.9}")
-    lr: PositiveFloat | Literal["auto"] = Field(
-        "auto", description="peak learning rate; auto: 2e-3 for random weights, 2e-5 for pretrained ones, 2e-4 for LoRA"
+    options: dict[str, Any] = Field(
+        {}, description="further arguments of its class: {momentum: 0.9}"
     )
-    betas: Annotated[tuple[float, float], Field(strict=False)] = Field((0.9, 0.95), description="Adam's two decays")
+    lr: PositiveFloat | Literal["auto"] = Field(
+        "auto",
+        description="peak learning rate; auto: 2e-3 for random weights, 2e-5 for pretrained ones, 2e-4 for LoRA",
+    )
+    betas: Annotated[tuple[float, float], Field(strict=False)] = Field(
+        (0.9, 0.95), description="Adam's two decays"
+    )
     eps: PositiveFloat = Field(1e-8, description="added to the root of the second moment")
     moments: Literal["float32", "bfloat16"] = Field(
-        "float32", description="type in which adamw keeps its two moments between steps; bfloat16: half their memory"
+        "float32",
+        description="type in which adamw keeps its two moments between steps; bfloat16: half their memory",
     )
     weight_decay: NonNegativeFloat = Field(0.1, description="decoupled, on matrices only")
     groups: Annotated[tuple[GroupConfig, ...], Field(strict=False)] = Field(
-        (), description="[{match: REGEX, lr: 1e-4, weight_decay: 0, name: NAME}, ..]; the first that matches counts"
+        (),
+        description="[{match: REGEX, lr: 1e-4, weight_decay: 0, name: NAME}, ..]; the first that matches counts",
     )
     warmup_steps: Count = Field(10, description="steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = Field(
-        "cosine", description="shape after the warm-up; wsd: constant, then a fall over the last decay_steps"
+        "cosine",
+        description="shape after the warm-up; wsd: constant, then a fall over the last decay_steps",
     )
-    decay_steps: PositiveInt | None = Field(None, description="wsd: number of last steps in which the rate falls")
+    decay_steps: PositiveInt | None = Field(
+        None, description="wsd: number of last steps in which the rate falls"
+    )
     decay_shape: Literal["linear", "1-sqrt"] = Field(
-        "linear", description="wsd: how it falls; 1-sqrt: by the root of the share of decay_steps that is done"
+        "linear",
+        description="wsd: how it falls; 1-sqrt: by the root of the share of decay_steps that is done",
     )
     ema: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] | None = Field(
-        None, description="decay of a moving average of the weights, kept besides them: 0.999; null: none"
+        None,
+        description="decay of a moving average of the weights, kept besides them: 0.999; null: none",
     )
-    min_lr: NonNegativeFloat = Field(0.0, description="learning rate at the last step of a falling schedule")
+    min_lr: NonNegativeFloat = Field(
+        0.0, description="learning rate at the last step of a falling schedule"
+    )

@@ -42,7 +42,13 @@ def _of_name(asked: OptimizerConfig) -> Iterator[Problem]:
         what = f"optimizer.name = {as_yaml(asked.name)} is not an optimizer"
         expected = f"one of {', '.join(OPTIMIZERS)}, or the dotted path of an installed class: torch.optim.NAdam"
         meant = meant_word("optimizer.name", asked.name, OPTIMIZERS)
-        yield to_set(what, expected, "optimizer.name", meant or "adamw", remark="" if meant else "   (the default)")
+        yield to_set(
+            what,
+            expected,
+            "optimizer.name",
+            meant or "adamw",
+            remark="" if meant else "   (the default)",
+        )
     defaults = OptimizerConfig()
     known = OPTIMIZERS.get(asked.name)
     for key in ("betas", "eps"):
@@ -72,9 +78,12 @@ def _of_moments(asked: OptimizerConfig) -> Iterator[Problem]:
         expected = "adamw without further options, whose moments are known"
         yield to_set(what, expected, "optimizer.moments", "float32")
     if asked.betas[1] > _SLOWEST_IN_BFLOAT16:
-        what = f"optimizer.moments = {asked.moments} with optimizer.betas = {as_yaml(asked.betas)}"
+        what = (
+            f"optimizer.moments = {asked.moments} with optimizer.betas = {as_yaml(asked.betas)}"
+        )
         expected = (
-            f"a second decay of at most {_SLOWEST_IN_BFLOAT16}: what a slower one changes in a step is rounded away"
+            f"a second decay of at most {_SLOWEST_IN_BFLOAT16}: what a slower one "
+            "changes in a step is rounded away"
         )
         remark = "   (or --optimizer.betas '[0.9, 0.95]')"
         yield to_set(what, expected, "optimizer.moments", "float32", remark=remark)
@@ -85,16 +94,31 @@ def _of_schedule(config: Config) -> Iterator[Problem]:
     wsd = asked.schedule == "wsd"
     if wsd and asked.decay_steps is None:
         what = "optimizer.schedule = wsd without optimizer.decay_steps"
-        yield Problem(what, "the number of last steps in which the rate falls", "--optimizer.decay_steps 20")
+        yield Problem(
+            what,
+            "the number of last steps in which the rate falls",
+            "--optimizer.decay_steps 20",
+        )
     for key in ("decay_steps", "decay_shape"):
         value = getattr(asked, key)
         if not wsd and value != OptimizerConfig.model_fields[key].default:
             what = f"optimizer.{key} = {value} has no effect with optimizer.schedule = {asked.schedule}"
             expected = "optimizer.schedule wsd, whose last steps fall"
-            yield Problem(what, expected, f"--optimizer.schedule wsd   (or leave optimizer.{key} out)")
-    if wsd and asked.decay_steps is not None and steps is not None and asked.decay_steps > (most := steps - 1):
+            yield Problem(
+                what, expected, f"--optimizer.schedule wsd   (or leave optimizer.{key} out)"
+            )
+    if (
+        wsd
+        and asked.decay_steps is not None
+        and steps is not None
+        and asked.decay_steps > (most := steps - 1)
+    ):
         what = f"optimizer.decay_steps = {asked.decay_steps}, but the run has train.steps = {steps}"
-        fix = f"--optimizer.decay_steps {max(1, most // 5)}" if most else "--optimizer.schedule constant"
+        fix = (
+            f"--optimizer.decay_steps {max(1, most // 5)}"
+            if most
+            else "--optimizer.schedule constant"
+        )
         yield Problem(what, "a fall that begins after the first step", fix)
     if asked.min_lr and asked.schedule == "inverse_sqrt":
         what = f"optimizer.min_lr = {asked.min_lr} has no effect with optimizer.schedule = {asked.schedule}"
@@ -115,12 +139,20 @@ def _of_groups(asked: OptimizerConfig) -> Iterator[Problem]:
             yield to_set(what, "what is different for these parameters", *GROUPS_FIX)
         if group.name is not None and not re.fullmatch(r"[A-Za-z0-9_.-]+", group.name):
             what = f"{at}.name = {as_yaml(group.name)}"
-            yield Problem(what, "letters, digits, _, - and .: it becomes a key of metrics", "name: embeddings")
+            yield Problem(
+                what,
+                "letters, digits, _, - and .: it becomes a key of metrics",
+                "name: embeddings",
+            )
     names = [group_name(asked, number) for number in range(len(asked.groups))]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
             what = f"optimizer.groups has the name {name} {names.count(name)} times"
-            yield Problem(what, "another name for each group: each has its own rate in the metrics", f"name: {name}2")
+            yield Problem(
+                what,
+                "another name for each group: each has its own rate in the metrics",
+                f"name: {name}2",
+            )
 
 
 def group_name(asked: OptimizerConfig, number: int) -> str:

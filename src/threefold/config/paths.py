@@ -41,7 +41,10 @@ def is_run(folder: Path) -> bool:
 
 def is_of_program(run: Path) -> bool:
     """Whether a run's loop is a program's own (`threefold.Run`), by its run.json."""
-    with contextlib.suppress(OSError, ValueError, AttributeError), open_file(run / RUN_FILE) as file:
+    with (
+        contextlib.suppress(OSError, ValueError, AttributeError),
+        open_file(run / RUN_FILE) as file,
+    ):
         return bool(json.loads(file.read()).get("program"))
     return False
 
@@ -57,12 +60,22 @@ def run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
     Raises:
         ConfigError: there is no run.
     """
-    in_checkpoints = path.absolute().parent.name == "checkpoints" and path.name.startswith("step-")
+    in_checkpoints = path.absolute().parent.name == "checkpoints" and path.name.startswith(
+        "step-"
+    )
     folder = path.absolute().parent.parent if in_checkpoints else path
     if not is_run(folder):
-        runs = sorted(filter(is_run, Path("runs").glob("*")), key=lambda run: run.stat().st_mtime)
-        fix = f"{shlex.quote(str(runs[-1]))}   (the newest run here)" if runs else "check the path"
-        raise ConfigError(f"{path} is not a run", expected="the folder of a run (log.dir)", fix=fix)
+        runs = sorted(
+            filter(is_run, Path("runs").glob("*")), key=lambda run: run.stat().st_mtime
+        )
+        fix = (
+            f"{shlex.quote(str(runs[-1]))}   (the newest run here)"
+            if runs
+            else "check the path"
+        )
+        raise ConfigError(
+            f"{path} is not a run", expected="the folder of a run (log.dir)", fix=fix
+        )
     return folder, path if in_checkpoints else None
 
 
@@ -70,21 +83,35 @@ def literal_paths(config: Config) -> Iterator[Problem]:
     """Paths with what a shell would have expanded, where nothing lies at that very name."""
     sources = [("data.source", config.data.source), ("eval.source", config.eval.source)]
     others = [("log.dir", config.log.dir), ("checkpoint.resume", config.checkpoint.resume)]
-    others += [("data.tokenizer", config.data.tokenizer), ("model.name_or_path", config.model.name_or_path)]
+    others += [
+        ("data.tokenizer", config.data.tokenizer),
+        ("model.name_or_path", config.model.name_or_path),
+    ]
     asked = config.checkpoint
-    for key, address in (("checkpoint.store", asked.store), ("checkpoint.resume", asked.resume)):
+    for key, address in (
+        ("checkpoint.store", asked.store),
+        ("checkpoint.resume", asked.resume),
+    ):
         if address is not None and (key == "checkpoint.store" or "://" in address):
             yield from _address_problems(key, address)
     for key, named in [*sources, *others]:
         for text in (named,) if isinstance(named, str) else named or ():
             # A source's ~ is expanded, and that of a model has an error of its own.
-            home = text.startswith("~") and key in ("log.dir", "checkpoint.resume", "data.tokenizer")
+            home = text.startswith("~") and key in (
+                "log.dir",
+                "checkpoint.resume",
+                "data.tokenizer",
+            )
             if text.startswith(("s3:", "gs:")) and key in ("data.source", "eval.source"):
                 yield from _address_problems(key, text)
             if "://" in text and key == "log.dir":
                 what = f"{key} = {text!r} is an address of a store"
                 kept = f" --checkpoint.store {text}" if text.startswith(("s3:", "gs:")) else ""
-                yield Problem(what, "a folder of this machine, or of a shared disk", f"--{key} runs/NAME{kept}")
+                yield Problem(
+                    what,
+                    "a folder of this machine, or of a shared disk",
+                    f"--{key} runs/NAME{kept}",
+                )
             if (home or _VARIABLE.search(text)) and not os.path.lexists(text):
                 yield Problem(
                     f"{key} = {text!r} does not exist, and {'~' if home else 'its $'} stands for itself",
@@ -116,7 +143,8 @@ def with_absolute_paths(config: Config) -> Config:
     """The config with absolute paths in place of relative ones that exist here; names of the Hub stay as they are."""
     data = config.data
     mixture = data.mixture and {
-        name: source.model_copy(update={"source": _absolutes(source.source)}) for name, source in data.mixture.items()
+        name: source.model_copy(update={"source": _absolutes(source.source)})
+        for name, source in data.mixture.items()
     }
     updates: dict[str, dict[str, Any]] = {
         "model": {"name_or_path": _absolute(config.model.name_or_path)},
@@ -128,11 +156,16 @@ def with_absolute_paths(config: Config) -> Config:
         },
         "eval": {
             "source": _absolutes(config.eval.source),
-            "tasks": tuple(_absolute(each) if is_task_file(each) else each for each in config.eval.tasks),
+            "tasks": tuple(
+                _absolute(each) if is_task_file(each) else each for each in config.eval.tasks
+            ),
         },
     }
     return config.model_copy(
-        update={section: getattr(config, section).model_copy(update=values) for section, values in updates.items()}
+        update={
+            section: getattr(config, section).model_copy(update=values)
+            for section, values in updates.items()
+        }
     )
 
 
@@ -142,11 +175,17 @@ def is_task_file(named: str) -> bool:
 
 
 def _absolutes(named: Sources | None) -> Sources | None:
-    return tuple(str(_absolute(each)) for each in named) if isinstance(named, tuple) else _absolute(named)
+    return (
+        tuple(str(_absolute(each)) for each in named)
+        if isinstance(named, tuple)
+        else _absolute(named)
+    )
 
 
 def _absolute(named: str | None) -> str | None:
     if named is None or named in _NAMES or ":" in named:
         return named
-    exists = Path(named).exists() or (glob.has_magic(named) and any(glob.iglob(named, recursive=True)))
+    exists = Path(named).exists() or (
+        glob.has_magic(named) and any(glob.iglob(named, recursive=True))
+    )
     return str(Path(named).absolute()) if exists else named

@@ -14,7 +14,8 @@ from threefold.config.text import as_yaml, to_set
 from threefold.errors import Problem
 
 MIXTURE_FIX = (
-    "--data.mixture '{code: {source: FOLDER, weight: 0.7}, prose: {source: hf:ID, weight: 0.3}}'   (any names)"
+    "--data.mixture '{code: {source: FOLDER, weight: 0.7}, prose: {source: "
+    "hf:ID, weight: 0.3}}'   (any names)"
 )
 # Rows times passes stay whole numbers in the records; more loader processes than cores only take turns.
 _MOST_EPOCHS, _MOST_WORKERS = 1_000_000, 64
@@ -27,13 +28,25 @@ def contradictions(config: Config) -> Iterator[Problem]:
     yield from _of_mixture(config)
     if config.model.name_or_path is not None and config.model.config is not None:
         expected = "one of them: trained weights by name, or random ones by sizes"
-        yield Problem("model.name_or_path and model.config are both set", expected, "leave one of them out")
+        yield Problem(
+            "model.name_or_path and model.config are both set",
+            expected,
+            "leave one of them out",
+        )
     if config.model.init_missing and config.model.name_or_path is None:
         what = f"model.init_missing = {as_yaml(config.model.init_missing)} has no effect without model.name_or_path"
         fix = "leave model.init_missing out"
-        yield Problem(what, "a model whose files may lack some weights; without one all weights are random", fix)
-    if config.data.allow_other_tokenizer and (config.model.name_or_path is None or config.data.tokenizer is None):
-        lacking = "model.name_or_path" if config.model.name_or_path is None else "data.tokenizer"
+        yield Problem(
+            what,
+            "a model whose files may lack some weights; without one all weights are random",
+            fix,
+        )
+    if config.data.allow_other_tokenizer and (
+        config.model.name_or_path is None or config.data.tokenizer is None
+    ):
+        lacking = (
+            "model.name_or_path" if config.model.name_or_path is None else "data.tokenizer"
+        )
         what = f"data.allow_other_tokenizer = true has no effect without {lacking}"
         expected = "pretrained weights, and a tokenizer for them that is not their own"
         yield Problem(what, expected, "leave data.allow_other_tokenizer out")
@@ -42,7 +55,9 @@ def contradictions(config: Config) -> Iterator[Problem]:
         yield Problem(what, "one measure of how long to train", "leave one of them out")
     if config.train.epochs is not None and config.train.epochs > _MOST_EPOCHS:
         what = f"train.epochs = {config.train.epochs} is more than {_MOST_EPOCHS:,}"
-        yield Problem(what, "passes that a run can count the rows of, and that end", "--train.epochs 3")
+        yield Problem(
+            what, "passes that a run can count the rows of, and that end", "--train.epochs 3"
+        )
     if config.data.num_workers > _MOST_WORKERS:
         what = f"data.num_workers = {config.data.num_workers} is more than {_MOST_WORKERS}"
         expected = "processes for each rank, which share its host's cores and memory with it: a few keep a rank busy"
@@ -50,13 +65,29 @@ def contradictions(config: Config) -> Iterator[Problem]:
     held_out = "--data.eval_share 0.01   (or --eval.source FILE_OR_FOLDER"
     if not config.evaluates and config.eval.every and not config.eval.tasks:
         what = f"eval.every = {config.eval.every} has no effect without eval.source or data.eval_share"
-        yield Problem(what, "held-out data to evaluate on", f"{held_out}, or leave eval.every out)")
+        yield Problem(
+            what, "held-out data to evaluate on", f"{held_out}, or leave eval.every out)"
+        )
     if config.eval.sample and (not config.evaluates or not config.log.sample_tokens):
-        lacking = "log.sample_tokens, which is 0" if config.evaluates else "eval.source or data.eval_share"
+        lacking = (
+            "log.sample_tokens, which is 0"
+            if config.evaluates
+            else "eval.source or data.eval_share"
+        )
         fix = "--log.sample_tokens 64   (or" if config.evaluates else f"{held_out}, or"
-        what = f"eval.sample = {as_yaml(list(config.eval.sample))} has no effect without {lacking}"
-        yield Problem(what, "an evaluation, after which tokens are generated", f"{fix} leave eval.sample out)")
-    lora = [name for name, value in config.model.lora if value != LoraConfig.model_fields[name].default]
+        what = (
+            f"eval.sample = {as_yaml(list(config.eval.sample))} has no effect without {lacking}"
+        )
+        yield Problem(
+            what,
+            "an evaluation, after which tokens are generated",
+            f"{fix} leave eval.sample out)",
+        )
+    lora = [
+        name
+        for name, value in config.model.lora
+        if value != LoraConfig.model_fields[name].default
+    ]
     if lora and not config.model.lora.r:
         what = f"model.lora.{lora[0]} has no effect without model.lora.r"
         fix = f"--model.lora.r 16   (or leave model.lora.{lora[0]} out)"
@@ -78,10 +109,20 @@ def _of_float8(config: Config) -> Iterator[Problem]:
     asked, without = f"train.float8 = {config.train.float8}", "leave train.float8 out"
     if config.model.dtype == "float32":
         expected = "model.dtype bfloat16, whose largest products are then made of 8 bits"
-        yield Problem(f"{asked} with model.dtype = float32", expected, f"--model.dtype bfloat16   (or {without})")
+        yield Problem(
+            f"{asked} with model.dtype = float32",
+            expected,
+            f"--model.dtype bfloat16   (or {without})",
+        )
     if config.train.compile is False:
-        expected = "compiled layers: casts in kernels of their own take longer than the products save"
-        yield Problem(f"{asked} with train.compile = false", expected, f"--train.compile auto   (or {without})")
+        expected = (
+            "compiled layers: casts in kernels of their own take longer than the products save"
+        )
+        yield Problem(
+            f"{asked} with train.compile = false",
+            expected,
+            f"--train.compile auto   (or {without})",
+        )
     if config.model.lora.r:
         expected = "weights that are trained: of frozen ones it would compute gradients that nobody reads"
         yield Problem(f"{asked} with model.lora.r = {config.model.lora.r}", expected, without)
@@ -93,25 +134,39 @@ def _of_float8(config: Config) -> Iterator[Problem]:
 
 def _of_objective(config: Config) -> Iterator[Problem]:
     """What does not go with train.objective, whichever it is."""
-    given = [name for name, value in config.dpo if value != DpoConfig.model_fields[name].default]
+    given = [
+        name for name, value in config.dpo if value != DpoConfig.model_fields[name].default
+    ]
     if config.train.objective != "dpo":
         for name in given[:1]:
             what = f"dpo.{name} has no effect with train.objective = {config.train.objective}"
-            yield Problem(what, "train.objective dpo", f"--train.objective dpo   (or leave dpo.{name} out)")
+            yield Problem(
+                what,
+                "train.objective dpo",
+                f"--train.objective dpo   (or leave dpo.{name} out)",
+            )
         return
     if config.data.format not in ("auto", "preference"):
         what = f"train.objective = dpo with data.format = {config.data.format}"
-        yield Problem(what, "rows with a chosen and a rejected answer", "--data.format preference")
+        yield Problem(
+            what, "rows with a chosen and a rejected answer", "--data.format preference"
+        )
     if config.dpo.label_smoothing and config.dpo.loss != "sigmoid":
         what = f"dpo.label_smoothing = {config.dpo.label_smoothing} has no effect with dpo.loss = {config.dpo.loss}"
-        yield Problem(what, "dpo.loss sigmoid", "--dpo.loss sigmoid   (or leave dpo.label_smoothing out)")
+        yield Problem(
+            what, "dpo.loss sigmoid", "--dpo.loss sigmoid   (or leave dpo.label_smoothing out)"
+        )
     for name, unset in (("label_smoothing", 0.0), ("z_loss", 0.0), ("fused_loss", "auto")):
         if (value := getattr(config.train, name)) not in (unset, False):
             expected = "train.objective next_token: the loss of pairs is computed from log-probabilities"
             fix = f"leave train.{name} out"
             if name == "label_smoothing":
                 fix += ", or for swapped answers --dpo.label_smoothing 0.1"
-            yield Problem(f"train.{name} = {value} has no effect with train.objective = dpo", expected, fix)
+            yield Problem(
+                f"train.{name} = {value} has no effect with train.objective = dpo",
+                expected,
+                fix,
+            )
 
 
 def _of_lengths(data: DataConfig) -> Iterator[Problem]:
@@ -120,7 +175,9 @@ def _of_lengths(data: DataConfig) -> Iterator[Problem]:
     if data.packing != "none":
         what = f"data.group_by_length = true has no effect with data.packing = {data.packing or 'best_fit or concat'}"
         expected = "data.packing none: the rows of the others are full, and of one length"
-        yield Problem(what, expected, "--data.packing none   (or leave data.group_by_length out)")
+        yield Problem(
+            what, expected, "--data.packing none   (or leave data.group_by_length out)"
+        )
     if data.mixture is not None:
         what = "data.group_by_length = true with data.mixture"
         expected = "one source: batches of like length would not have the mixture's shares"
@@ -128,7 +185,9 @@ def _of_lengths(data: DataConfig) -> Iterator[Problem]:
     if not data.shuffle:
         what = "data.group_by_length = true with data.shuffle = false"
         expected = "rows that may be reordered: without the shuffle they keep their order"
-        yield Problem(what, expected, "--data.shuffle true   (or leave data.group_by_length out)")
+        yield Problem(
+            what, expected, "--data.shuffle true   (or leave data.group_by_length out)"
+        )
 
 
 def _of_exports(config: Config) -> Iterator[Problem]:
@@ -148,7 +207,9 @@ def _of_skip(skip: Sequence[tuple[int, int]]) -> Iterator[Problem]:
     for first, last in skip:
         if last < first:
             what = f"data.skip has [{first}, {last}], which ends before it begins"
-            yield Problem(what, "[first, last], both steps included", f"--data.skip '[[{last}, {first}]]'")
+            yield Problem(
+                what, "[first, last], both steps included", f"--data.skip '[[{last}, {first}]]'"
+            )
     firsts = [first for first, _ in skip]
     if any(later <= earlier for earlier, later in itertools.pairwise(firsts)):
         ascending = sorted({first: [first, last] for first, last in skip}.values())
@@ -163,13 +224,19 @@ def _of_profile(config: Config) -> Iterator[Problem]:
     first, last = config.log.profile
     what, fix = f"log.profile = [{first}, {last}]", f"--log.profile '[{first}, {first + 2}]'"
     if last < first:
-        yield Problem(f"{what} ends before it begins", "[first, last], both steps included", fix)
+        yield Problem(
+            f"{what} ends before it begins", "[first, last], both steps included", fix
+        )
     elif last - first >= MOST_TRACED:
         expected = f"at most {MOST_TRACED} steps: a trace holds every kernel, and takes long to write and to open"
         yield Problem(f"{what} are {last - first + 1} steps", expected, fix)
     if config.train.steps is not None and first > config.train.steps:
         expected = f"steps of the run, which ends with step {config.train.steps}"
-        yield Problem(f"{what} has no effect", expected, "--log.profile '[3, 5]'   (or leave log.profile out)")
+        yield Problem(
+            f"{what} has no effect",
+            expected,
+            "--log.profile '[3, 5]'   (or leave log.profile out)",
+        )
 
 
 def _of_rows(config: Config) -> Iterator[Problem]:
@@ -178,7 +245,9 @@ def _of_rows(config: Config) -> Iterator[Problem]:
     if not config.audit.every:
         expected = "an audit: its record says which rows a step has read"
         yield Problem(
-            "audit.rows = true with audit.every = 0", expected, "--audit.every 10   (or leave audit.rows out)"
+            "audit.rows = true with audit.every = 0",
+            expected,
+            "--audit.every 10   (or leave audit.rows out)",
         )
 
 
@@ -187,17 +256,25 @@ def _of_trackers(log: LogConfig) -> Iterator[Problem]:
         if name not in TRACKERS:
             near = difflib.get_close_matches(name.lower(), TRACKERS, n=1, cutoff=0.4)
             yield to_set(
-                f"{as_yaml(name)} in log.trackers is not a supported tracker" + (f"; near: {near[0]}" if near else ""),
+                f"{as_yaml(name)} in log.trackers is not a supported tracker"
+                + (f"; near: {near[0]}" if near else ""),
                 f"one of {', '.join(TRACKERS)}; metrics.jsonl is always written",
                 "log.trackers",
                 [near[0] if near else TRACKERS[0]],
             )
         elif log.trackers.count(name) > 1:
             once = [*dict.fromkeys(log.trackers)]
-            yield to_set(f"log.trackers names {name} twice", "each tracker once", "log.trackers", once)
-    if log.project != LogConfig().project and not {"wandb", "trackio", "mlflow"} & {*log.trackers}:
+            yield to_set(
+                f"log.trackers names {name} twice", "each tracker once", "log.trackers", once
+            )
+    if log.project != LogConfig().project and not {"wandb", "trackio", "mlflow"} & {
+        *log.trackers
+    }:
         what = f"log.project = {as_yaml(log.project)} has no effect without a tracker that has projects"
-        expected, remark = "wandb, trackio or mlflow among log.trackers", "   (or leave log.project out)"
+        expected, remark = (
+            "wandb, trackio or mlflow among log.trackers",
+            "   (or leave log.project out)",
+        )
         yield to_set(what, expected, "log.trackers", ["wandb"], remark=remark)
 
 
@@ -210,7 +287,9 @@ def _of_mixture(config: Config) -> Iterator[Problem]:
     if source != DataConfig().source:
         what = f"data.source = {as_yaml(source)} and data.mixture are both set"
         fix = f"leave data.source out, or add it to the mixture: {{source: {as_yaml(source)}, weight: 1}}"
-        yield Problem(what, "one of them: a mixture names all of its sources, each with a weight", fix)
+        yield Problem(
+            what, "one of them: a mixture names all of its sources, each with a weight", fix
+        )
     if config.train.epochs is not None:
         what = f"train.epochs = {config.train.epochs} with data.mixture"
         expected = "train.steps: a mixture has no end, because each of its sources starts over when it is exhausted"

@@ -30,13 +30,21 @@ from threefold.config.section import (
 class LoraConfig(Section):
     """Low-rank adapters (LoRA), trained instead of the model's weights."""
 
-    r: Count = Field(0, description="rank of the adapters; above 0, only they are trained; 0: all weights are trained")
-    alpha: PositiveFloat | None = Field(None, description="scales the adapters' products by alpha / r; default: 2 x r")
+    r: Count = Field(
+        0,
+        description="rank of the adapters; above 0, only they are trained; 0: all weights are trained",
+    )
+    alpha: PositiveFloat | None = Field(
+        None, description="scales the adapters' products by alpha / r; default: 2 x r"
+    )
     dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
         0.0, description="share of an adapter's inputs to drop"
     )
-    target_modules: Annotated[tuple[str, ...], Field(strict=False)] | Literal["all-linear"] | None = Field(
-        None, description="projections that get adapters, by name; default: peft's own for the architecture"
+    target_modules: (
+        Annotated[tuple[str, ...], Field(strict=False)] | Literal["all-linear"] | None
+    ) = Field(
+        None,
+        description="projections that get adapters, by name; default: peft's own for the architecture",
     )
     rslora: bool = Field(False, description="scale by alpha / sqrt(r) instead")
 
@@ -44,17 +52,24 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """The model to train. With neither `name_or_path` nor `config`: a Llama of about one million parameters."""
 
-    name_or_path: str | None = Field(None, description="Hub id or local folder of a causal language model")
-    config: dict[str, Any] | None = Field(None, description="mapping with `model_type`: random weights from train.seed")
+    name_or_path: str | None = Field(
+        None, description="Hub id or local folder of a causal language model"
+    )
+    config: dict[str, Any] | None = Field(
+        None, description="mapping with `model_type`: random weights from train.seed"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="compute type, the same arithmetic on every mesh, with weights kept in float32; auto: bfloat16 on "
         "CUDA, float32 on a CPU",
     )
     revision: str | None = Field(None, description="branch, tag or commit on the Hub")
-    trust_remote_code: bool = Field(False, description="allow code from the model's repository to run")
+    trust_remote_code: bool = Field(
+        False, description="allow code from the model's repository to run"
+    )
     init_missing: list[str] = Field(
-        [], description="patterns of weights that may be missing from the files; drawn from train.seed"
+        [],
+        description="patterns of weights that may be missing from the files; drawn from train.seed",
     )
     admission: Literal["auto", "full", "off"] = Field(
         "auto",
@@ -72,28 +87,37 @@ class MixtureSource(Section):
     """One source of a mixture; keys that it omits come from the data section."""
 
     source: Sources = Field(description="as data.source")
-    weight: PositiveFloat = Field(description="share of the rows; only the ratio to the other weights counts")
+    weight: PositiveFloat = Field(
+        description="share of the rows; only the ratio to the other weights counts"
+    )
     split: str | None = Field(None, description="split of a Hub dataset")
     config_name: str | None = Field(None, description="configuration of a Hub dataset")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub dataset")
-    fields: dict[str, str] | None = Field(None, description="the source's names of columns and keys")
+    fields: dict[str, str] | None = Field(
+        None, description="the source's names of columns and keys"
+    )
 
 
 class DataConfig(Section):
     """What to read, and in which order."""
 
     source: Sources = Field(
-        "stdlib", description="stdlib, a file, folder or glob, hf:ID, a list of these, or a prepared folder"
+        "stdlib",
+        description="stdlib, a file, folder or glob, hf:ID, a list of these, or a prepared folder",
     )
     mixture: dict[str, MixtureSource] | None = Field(
-        None, description="several sources instead of data.source: {name: {source: ..., weight: ...}, ...}"
+        None,
+        description="several sources instead of data.source: {name: {source: ..., weight: ...}, ...}",
     )
     split: str = Field("train", description="split of a Hub dataset")
     config_name: str | None = Field(None, description="configuration of a Hub dataset")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub dataset")
-    tokenizer: str | None = Field(None, description="`bytes`, a Hub id or a folder; default: the model's own, or bytes")
+    tokenizer: str | None = Field(
+        None, description="`bytes`, a Hub id or a folder; default: the model's own, or bytes"
+    )
     allow_other_tokenizer: bool = Field(
-        False, description="train pretrained weights with a tokenizer that is not theirs: its ids mean other tokens"
+        False,
+        description="train pretrained weights with a tokenizer that is not theirs: its ids mean other tokens",
     )
     seq_len: PositiveInt = Field(256, description="tokens per row")
     format: Literal["auto", "text", "chat", "prompt_completion", "preference"] = Field(
@@ -105,35 +129,44 @@ class DataConfig(Section):
         "role: speaker, content: said}",
     )
     train_on: Literal["assistant", "last", "completion", "all"] | None = Field(
-        None, description="what is trained on of rows that are not text; default: assistant for chats, else completion"
+        None,
+        description="what is trained on of rows that are not text; default: assistant for chats, else completion",
     )
     lost_texts: Literal["refuse", "count"] = Field(
         "refuse",
         description="a text of a row that the chat template does not write, such as a system prompt or reasoning: "
         "refuse the row; count: train without it",
     )
-    chat_template: str | None = Field(None, description="file with a chat template; default: the tokenizer's own")
+    chat_template: str | None = Field(
+        None, description="file with a chat template; default: the tokenizer's own"
+    )
     template_variables: dict[str, Any] = Field(
-        {}, description="variables of the chat template; {date: 2026-01-31} for one that prints today's date"
+        {},
+        description="variables of the chat template; {date: 2026-01-31} for one that prints today's date",
     )
     control_tokens: Literal["text", "ids"] = Field(
-        "text", description="control tokens that are spelled out in a text: stay text, or become control tokens"
+        "text",
+        description="control tokens that are spelled out in a text: stay text, or become control tokens",
     )
     bos: bool | Literal["auto"] = Field(
-        "auto", description="a token before each document of text; auto: as the tokenizer does for a single text"
+        "auto",
+        description="a token before each document of text; auto: as the tokenizer does for a single text",
     )
     packing: Literal["concat", "best_fit", "none"] | None = Field(
-        None, description="how documents become rows; default: best_fit for conversations and the like, else concat"
+        None,
+        description="how documents become rows; default: best_fit for conversations and the like, else concat",
     )
     document_mask: bool | None = Field(
-        None, description="keep attention and positions inside each document; default: for conversations and the like"
+        None,
+        description="keep attention and positions inside each document; default: for conversations and the like",
     )
     truncate: bool = Field(
         False,
         description="best_fit, none: drop what does not fit in a row, not split it; of a pair, keep half a row each",
     )
     group_by_length: bool = Field(
-        False, description="none: batches of rows of like length, cut to their longest row; within 50 batches"
+        False,
+        description="none: batches of rows of like length, cut to their longest row; within 50 batches",
     )
     skip_bad_lines: bool = Field(
         False,
@@ -155,7 +188,8 @@ class DataConfig(Section):
     seed: Count = Field(0, description="seed of the order of rows")
     num_workers: Count = Field(0, description="loader processes per rank")
     skip: Annotated[tuple[StepRange, ...], Field(strict=False)] = Field(
-        (), description="[first, last] ranges of steps whose batches are left out; set it when resuming"
+        (),
+        description="[first, last] ranges of steps whose batches are left out; set it when resuming",
     )
 
 
@@ -163,53 +197,81 @@ class MeshConfig(Section):
     """How ranks are laid out: world size = dp x cp x tp."""
 
     dp: AxisSize = Field(
-        None, description="data ranks, each with its own rows; `auto`: the ranks that the other axes leave"
+        None,
+        description="data ranks, each with its own rows; `auto`: the ranks that the other axes leave",
     )
-    dp_shard: AxisSize = Field(None, description="data ranks that share one copy of the weights; 1: DDP, dp: FSDP")
+    dp_shard: AxisSize = Field(
+        None, description="data ranks that share one copy of the weights; 1: DDP, dp: FSDP"
+    )
     cp: AxisSize = Field(None, description="ranks that share one sequence")
     tp: AxisSize = Field(None, description="ranks that share one layer")
     ep: PositiveInt = Field(
-        1, description="tp ranks that divide the experts, each with complete ones; 1: each has a part of all"
+        1,
+        description="tp ranks that divide the experts, each with complete ones; 1: each has a part of all",
     )
     sequence_parallel: bool | Literal["auto", "async"] = Field(
-        "auto", description="tp ranks share the sequence between layers; async (auto: on NVLink): sent beside products"
+        "auto",
+        description="tp ranks share the sequence between layers; async (auto: on NVLink): sent beside products",
     )
     cp_method: Literal["auto", "gather", "ulysses"] = Field(
         "auto", description="how cp ranks exchange data in attention"
     )
-    cpu_offload: bool = Field(False, description="keep shards, their gradients and moments in the host's memory")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is one, else cpu")
+    cpu_offload: bool = Field(
+        False, description="keep shards, their gradients and moments in the host's memory"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda if there is one, else cpu"
+    )
     timeout_s: PositiveFloat = Field(600.0, description="longest wait in a collective, s")
 
 
 class TrainConfig(Section):
     """How long to train, and how much at a time."""
 
-    steps: PositiveInt | None = Field(None, description="optimizer steps; default: 120, or what train.epochs gives")
-    epochs: PositiveInt | None = Field(None, description="passes over the rows, instead of train.steps")
+    steps: PositiveInt | None = Field(
+        None, description="optimizer steps; default: 120, or what train.epochs gives"
+    )
+    epochs: PositiveInt | None = Field(
+        None, description="passes over the rows, instead of train.steps"
+    )
     objective: Literal["next_token", "dpo"] = Field(
         "next_token",
         description="what is minimised: cross entropy, or dpo of pairs of answers (data.format preference)",
     )
-    global_batch: PositiveInt = Field(16, description="rows per optimizer step over all dp ranks")
-    micro_batch: PositiveInt | Literal["auto"] = Field(
-        "auto", description="rows per dp rank in one forward; auto: all of a step, or as many as are estimated to fit"
+    global_batch: PositiveInt = Field(
+        16, description="rows per optimizer step over all dp ranks"
     )
-    reduce: Literal["fast", "exact"] = Field("fast", description="exact: same bits on any mesh.dp ([page](verify.md))")
-    memory_check: bool = Field(True, description="refuse a run that is estimated not to fit, before it loads anything")
+    micro_batch: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="rows per dp rank in one forward; auto: all of a step, or as many as are estimated to fit",
+    )
+    reduce: Literal["fast", "exact"] = Field(
+        "fast", description="exact: same bits on any mesh.dp ([page](verify.md))"
+    )
+    memory_check: bool = Field(
+        True, description="refuse a run that is estimated not to fit, before it loads anything"
+    )
     seed: Count = Field(0, description="seed of the random weights and of dropout")
-    grad_clip: NonNegativeFloat = Field(1.0, description="largest gradient norm; 0 turns clipping off")
+    grad_clip: NonNegativeFloat = Field(
+        1.0, description="largest gradient norm; 0 turns clipping off"
+    )
     label_smoothing: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
         0.0, description="share of the target's probability to spread over the vocabulary"
     )
-    z_loss: NonNegativeFloat = Field(0.0, description="weight of the squared log of the softmax sum; 0: none")
+    z_loss: NonNegativeFloat = Field(
+        0.0, description="weight of the squared log of the softmax sum; 0: none"
+    )
     loss_chunk_tokens: Count | Literal["auto"] = Field(
-        "auto", description="tokens whose logits exist at one time; auto: 256 MiB of logits, 1 GiB on CUDA; 0: all"
+        "auto",
+        description="tokens whose logits exist at one time; auto: 256 MiB of logits, 1 GiB on CUDA; 0: all",
     )
     fused_loss: bool | Literal["auto"] = Field(
-        "auto", description="the loss of a chunk's logits and its gradient by kernels of Triton; auto: on CUDA"
+        "auto",
+        description="the loss of a chunk's logits and its gradient by kernels of Triton; auto: on CUDA",
     )
-    compile: bool | Literal["auto"] = Field("auto", description="compile each layer; auto: on CUDA")
+    compile: bool | Literal["auto"] = Field(
+        "auto", description="compile each layer; auto: on CUDA"
+    )
     float8: Literal["none", "tensorwise", "rowwise"] = Field(
         "none",
         description="products of large layers in 8 bits (torchao), with a scale for each tensor or row; CUDA only",
@@ -220,7 +282,8 @@ class TrainConfig(Section):
         "layers are given kept in the host's memory",
     )
     deterministic: bool = Field(
-        False, description="use only algorithms that give the same bits every time; otherwise an error"
+        False,
+        description="use only algorithms that give the same bits every time; otherwise an error",
     )
     nonfinite: Literal["error", "skip"] = Field(
         "error",
@@ -228,7 +291,8 @@ class TrainConfig(Section):
         "skip its update; ten in a row end it",
     )
     timeout_s: PositiveFloat | None = Field(
-        None, description="longest time without progress, s; default: 0.9 of mesh.timeout_s, on one rank none"
+        None,
+        description="longest time without progress, s; default: 0.9 of mesh.timeout_s, on one rank none",
     )
 
 
@@ -236,16 +300,26 @@ class CheckpointConfig(Section):
     """What to keep, and where to resume."""
 
     every: Count = Field(0, description="steps between checkpoints; 0: at the end only")
-    keep: PositiveInt = Field(2, description="number of newest complete checkpoints to keep, besides the best")
+    keep: PositiveInt = Field(
+        2, description="number of newest complete checkpoints to keep, besides the best"
+    )
     export_every: Count = Field(
-        0, description="also write every n-th step's as transformers loads it, verified, to RUN/exports; 0: none"
+        0,
+        description="also write every n-th step's as transformers loads it, verified, to RUN/exports; 0: none",
     )
     on_error: Literal["error", "continue"] = Field(
         "error", description="if a save fails: end the run, or print the error and continue"
     )
-    store: str | None = Field(None, description="keep a copy in an object store, sent behind: s3://BUCKET/PREFIX")
-    resume: str = Field("auto", description="`auto`, `never`, or the path of a checkpoint or its address in a store")
-    grace_s: PositiveInt = Field(110, description="time for ranks to finish and save after a stop signal, s")
+    store: str | None = Field(
+        None, description="keep a copy in an object store, sent behind: s3://BUCKET/PREFIX"
+    )
+    resume: str = Field(
+        "auto",
+        description="`auto`, `never`, or the path of a checkpoint or its address in a store",
+    )
+    grace_s: PositiveInt = Field(
+        110, description="time for ranks to finish and save after a stop signal, s"
+    )
 
 
 class EvalConfig(Section):
@@ -257,10 +331,12 @@ class EvalConfig(Section):
     split: str = Field("validation", description="split of a Hub dataset")
     every: Count = Field(0, description="steps between evaluations; 0: at the end only")
     sample: Annotated[tuple[str, ...], Field(strict=False)] = Field(
-        (), description="prompts; what the model writes after each evaluation goes to samples.jsonl"
+        (),
+        description="prompts; what the model writes after each evaluation goes to samples.jsonl",
     )
     tasks: Annotated[tuple[str, ...], Field(strict=False)] = Field(
-        (), description="tasks of lm-evaluation-harness, by name or by a .yaml: [hellaswag, my-task.yaml]"
+        (),
+        description="tasks of lm-evaluation-harness, by name or by a .yaml: [hellaswag, my-task.yaml]",
     )
 
 
@@ -304,15 +380,23 @@ def keys_of(section: str) -> Iterator[str]:
     annotation: Any = Config.model_fields[section].annotation
     inner = inner_sections(section)
     for key in annotation.model_fields:
-        yield from (f"{key}.{each}" for each in inner[key].model_fields) if key in inner else (key,)
+        yield from (
+            (f"{key}.{each}" for each in inner[key].model_fields) if key in inner else (key,)
+        )
 
 
 def inner_sections(section: str) -> dict[str, Any]:
     """The keys of a section that are sections themselves, and their schemas."""
     field = Config.model_fields.get(section)
-    fields: Mapping[str, Any] = getattr(field.annotation, "model_fields", {}) if field is not None else {}
+    fields: Mapping[str, Any] = (
+        getattr(field.annotation, "model_fields", {}) if field is not None else {}
+    )
     kinds = {key: entry.annotation for key, entry in fields.items()}
-    return {key: kind for key, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}
+    return {
+        key: kind
+        for key, kind in kinds.items()
+        if isinstance(kind, type) and issubclass(kind, BaseModel)
+    }
 
 
 DEFAULT_STEPS = 120  # without train.steps and train.epochs

@@ -13,7 +13,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 AxisSize = PositiveInt | Literal["auto"] | None
 # Told apart before they are checked, so that an error speaks of the one that was meant.
 Sources = Annotated[
-    Annotated[str, Tag("one source")] | Annotated[tuple[str, ...], Field(strict=False, min_length=1), Tag("sources")],
+    Annotated[str, Tag("one source")]
+    | Annotated[tuple[str, ...], Field(strict=False, min_length=1), Tag("sources")],
     Discriminator(lambda given: "sources" if isinstance(given, list | tuple) else "one source"),
 ]
 StepRange = Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)]

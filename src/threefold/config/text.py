@@ -14,7 +14,9 @@ from pydantic import BaseModel
 
 from threefold.errors import ConfigError, Problem
 
-_SAME_IN_YAML_1_1 = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)\Z)[A-Za-z/].*", re.IGNORECASE | re.DOTALL)
+_SAME_IN_YAML_1_1 = re.compile(
+    r"(?!(?:y|n|yes|no|on|off|true|false|null)\Z)[A-Za-z/].*", re.IGNORECASE | re.DOTALL
+)
 
 # An alias of an alias of an alias: a short text can stand for more than a memory holds.
 _MOST_ENTRIES = 1_000_000
@@ -31,7 +33,13 @@ def as_yaml(value: Any) -> str:
     if isinstance(value, BaseModel):
         return as_yaml(value.model_dump(exclude_none=True))
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{as_yaml(str(key))}: {as_yaml(entry)}" for key, entry in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(
+                f"{as_yaml(str(key))}: {as_yaml(entry)}" for key, entry in value.items()
+            )
+            + "}"
+        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(as_yaml, value)) + "]"
     return "null" if value is None else str(value)
@@ -56,11 +64,15 @@ def parse(text: str, origin: str) -> Any:
     # Besides syntax: a date that does not exist, more digits than an int may have, a mapping inside itself.
     except (YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{origin}, line {mark.line + 1}" if mark is not None and "\n" in text else origin
+        place = (
+            f"{origin}, line {mark.line + 1}" if mark is not None and "\n" in text else origin
+        )
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         fix = f"text needs quotes inside the shell's quotes: {pasted(text.strip())}"
         what = f"{place}: {reason}"
-        raise ConfigError(what, expected="YAML 1.2", fix=fix if "\n" not in text else "correct the line") from None
+        raise ConfigError(
+            what, expected="YAML 1.2", fix=fix if "\n" not in text else "correct the line"
+        ) from None
 
 
 def read_yaml(text: str) -> Any:
@@ -90,8 +102,16 @@ def as_document(*documents: Mapping[str, Any]) -> str:
 
     def in_lines(representer: Any, text: str) -> Any:
         lines = text.split("\n")
-        whole = not text[:1].isspace() and all(line.isprintable() and line == line.rstrip() for line in lines)
-        style = "|" if len(lines) > 1 and whole else None if _SAME_IN_YAML_1_1.fullmatch(text) else '"'
+        whole = not text[:1].isspace() and all(
+            line.isprintable() and line == line.rstrip() for line in lines
+        )
+        style = (
+            "|"
+            if len(lines) > 1 and whole
+            else None
+            if _SAME_IN_YAML_1_1.fullmatch(text)
+            else '"'
+        )
         return representer.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
     InLines.add_representer(str, in_lines)

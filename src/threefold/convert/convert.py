@@ -80,7 +80,10 @@ def refuse_filled(to: Path) -> None:
 
 def _made(source: Path, to: Path, config: Config, *, weights_alone: bool) -> Imported:
     if config.model.lora.r:
-        what, expected = f"model.lora.r = {config.model.lora.r}", "the whole model: no adapters are taken over"
+        what, expected = (
+            f"model.lora.r = {config.model.lora.r}",
+            "the whole model: no adapters are taken over",
+        )
         raise ConfigError(what, expected=expected, fix="--model.lora.r 0")
     foreign = open_universal(source) or open_dcp(source)
     _, architecture = model_of(config)
@@ -88,12 +91,26 @@ def _made(source: Path, to: Path, config: Config, *, weights_alone: bool) -> Imp
         architecture, attention="eager", trust_remote_code=config.model.trust_remote_code
     )
     shapes = run_state.model_state(model)
-    found = find_names(foreign, _wanted(model, shapes, architecture), where=str(source), weights_alone=weights_alone)
+    found = find_names(
+        foreign,
+        _wanted(model, shapes, architecture),
+        where=str(source),
+        weights_alone=weights_alone,
+    )
     _refuse_other_twins(foreign, found)
     step = 0 if weights_alone else _step_of(foreign, found, source)
     made = not to.exists()
     try:
-        _write(foreign, found, shapes, to, config, architecture, step=step, weights_alone=weights_alone)
+        _write(
+            foreign,
+            found,
+            shapes,
+            to,
+            config,
+            architecture,
+            step=step,
+            weights_alone=weights_alone,
+        )
     except BaseException:
         shutil.rmtree(to, ignore_errors=True)
         if not made:
@@ -102,7 +119,9 @@ def _made(source: Path, to: Path, config: Config, *, weights_alone: bool) -> Imp
     return Imported(found.program, step, len(found.weights), tuple(found.left_out))
 
 
-def _wanted(model: torch.nn.Module, shapes: dict[str, Tensor], architecture: PretrainedConfig) -> Wanted:
+def _wanted(
+    model: torch.nn.Module, shapes: dict[str, Tensor], architecture: PretrainedConfig
+) -> Wanted:
     text = architecture.get_text_config()
     heads = getattr(text, "num_attention_heads", 1)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -128,10 +147,16 @@ def _refuse_other_twins(foreign: Foreign, found: Found) -> None:
 def _step_of(foreign: Foreign, found: Found, source: Path) -> int:
     """The number of steps that the optimizer has counted, the same for all weights."""
     if not found.moments:
-        beside = sorted(each.name for each in source.glob("optimizer*") if each.suffix in (".bin", ".pt"))
+        beside = sorted(
+            each.name for each in source.glob("optimizer*") if each.suffix in (".bin", ".pt")
+        )
         raise CheckpointError(
             f"{source} has no state of AdamW"
-            + (f" that is read: {beside[0]} is pickled, by accelerate or a Trainer" if beside else ""),
+            + (
+                f" that is read: {beside[0]} is pickled, by accelerate or a Trainer"
+                if beside
+                else ""
+            ),
             expected="exp_avg, exp_avg_sq and step of every weight: a run continues with them",
             fix="--weights   (makes a Hugging Face folder, from which --model.name_or_path begins a new run)",
         )
@@ -157,7 +182,8 @@ def _write(
     weights_alone: bool,
 ) -> None:
     sources: dict[str, tuple[str, Convert, tuple[int, ...]]] = {
-        f"model.{name}": (*pair, tuple(shapes[f"model.{name}"].shape)) for name, pair in found.weights.items()
+        f"model.{name}": (*pair, tuple(shapes[f"model.{name}"].shape))
+        for name, pair in found.weights.items()
     }
     for moment in MOMENTS if not weights_alone else ():
         for name, pair in found.moments[moment].items():
@@ -167,7 +193,12 @@ def _write(
     _refuse_inexact(foreign, sources, types)
     ordered = sorted(sources, key=lambda name: -types[name].itemsize)
     boxes = [
-        (name, TYPE_NAMES[types[name]], sources[name][2], Box((0,) * len(sources[name][2]), sources[name][2]))
+        (
+            name,
+            TYPE_NAMES[types[name]],
+            sources[name][2],
+            Box((0,) * len(sources[name][2]), sources[name][2]),
+        )
         for name in ordered
     ]
     (to / "logs").mkdir(parents=True)
@@ -182,7 +213,9 @@ def _write(
     seals = indexed(state, {_FILE: write_boxes(state / _FILE, boxes, values())})
     identity.write(to)
     keep_config(to, config)
-    Journal(to).append("import", program=found.program, step=step, left_out=sorted(found.left_out)[:100])
+    Journal(to).append(
+        "import", program=found.program, step=step, left_out=sorted(found.left_out)[:100]
+    )
     manifest = {
         **asdict(identity.author),
         **{"mesh": [], "device": "cpu", "data": {}, "seed": config.train.seed},
@@ -194,7 +227,9 @@ def _write(
 
 
 def _refuse_inexact(
-    foreign: Foreign, sources: dict[str, tuple[str, Convert, tuple[int, ...]]], types: dict[str, torch.dtype]
+    foreign: Foreign,
+    sources: dict[str, tuple[str, Convert, tuple[int, ...]]],
+    types: dict[str, torch.dtype],
 ) -> None:
     for name, (entry, _, _) in sources.items():
         theirs, ours = foreign.tensors[entry].dtype, types[name]

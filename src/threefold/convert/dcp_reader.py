@@ -56,13 +56,20 @@ def open_dcp(folder: Path) -> Foreign:
     Raises:
         CheckpointError: there is none, it cannot be read, or its `.metadata` names something that DCP does not.
     """
-    places = [folder] if _is_dcp(folder) else sorted(place for place in _folders(folder) if _is_dcp(place))
+    places = (
+        [folder]
+        if _is_dcp(folder)
+        else sorted(place for place in _folders(folder) if _is_dcp(place))
+    )
     if not places:
         raise CheckpointError(
-            f"{folder} has no checkpoint of torch.distributed.checkpoint", expected=_EXPECTED, fix="check the path"
+            f"{folder} has no checkpoint of torch.distributed.checkpoint",
+            expected=_EXPECTED,
+            fix="check the path",
         )
     found: list[Foreign] = [
-        _Native.open(place) if (place / METADATA).exists() else _Safetensors.open(place) for place in places
+        _Native.open(place) if (place / METADATA).exists() else _Safetensors.open(place)
+        for place in places
     ]
     return found[0] if len(found) == 1 else _Several.of(found, folder)
 
@@ -72,7 +79,9 @@ def _is_dcp(folder: Path) -> bool:
 
 
 def _folders(folder: Path) -> Iterator[Path]:
-    return (place for place in folder.iterdir() if place.is_dir()) if folder.is_dir() else iter(())
+    return (
+        (place for place in folder.iterdir() if place.is_dir()) if folder.is_dir() else iter(())
+    )
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,10 @@ class _Safetensors:
 
     @property
     def tensors(self) -> Mapping[str, TensorFormat]:
-        return {name: TensorFormat(entry.dtype, entry.shape) for name, entry in self.index.entries.items()}
+        return {
+            name: TensorFormat(entry.dtype, entry.shape)
+            for name, entry in self.index.entries.items()
+        }
 
     def read(self, name: str) -> Tensor:
         return read_whole(self.folder, self.index.entries[name])
@@ -114,11 +126,16 @@ class _Native:
 
     @property
     def tensors(self) -> Mapping[str, TensorFormat]:
-        return {name: TensorFormat(entry.dtype, entry.shape) for name, entry in self.entries.items()}
+        return {
+            name: TensorFormat(entry.dtype, entry.shape) for name, entry in self.entries.items()
+        }
 
     def read(self, name: str) -> Tensor:
         entry = self.entries[name]
-        whole = torch.empty(entry.shape, dtype=next(t for t, known in TYPE_NAMES.items() if known == entry.dtype))
+        whole = torch.empty(
+            entry.shape,
+            dtype=next(t for t, known in TYPE_NAMES.items() if known == entry.dtype),
+        )
         for chunk in entry.chunks:
             path = self.folder / chunk.file
             try:
@@ -128,8 +145,13 @@ class _Native:
                 part = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             except Exception as error:  # torch.load has no error of its own
                 raise _unreadable(path, error, name) from error
-            if not isinstance(part, Tensor) or (tuple(part.shape), part.dtype) != (chunk.box.sizes, whole.dtype):
-                raise _unreadable(path, ValueError("it holds something else than .metadata says"), name)
+            if not isinstance(part, Tensor) or (tuple(part.shape), part.dtype) != (
+                chunk.box.sizes,
+                whole.dtype,
+            ):
+                raise _unreadable(
+                    path, ValueError("it holds something else than .metadata says"), name
+                )
             whole[chunk.box.slices] = part
         return whole
 
@@ -175,14 +197,26 @@ class _PickledObject:
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _RECORDS = {
-    *((_METADATA_MODULE, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")),
-    *((_METADATA_MODULE, name) for name in ("ChunkStorageMetadata", "TensorProperties", "MetadataIndex")),
+    *(
+        (_METADATA_MODULE, name)
+        for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")
+    ),
+    *(
+        (_METADATA_MODULE, name)
+        for name in ("ChunkStorageMetadata", "TensorProperties", "MetadataIndex")
+    ),
     *((_METADATA_MODULE, name) for name in ("StorageMeta", "_MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
 }
-_PATHS = {(module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")}
-_DTYPES = {("torch", str(dtype).removeprefix("torch.")): name for dtype, name in TYPE_NAMES.items()}
+_PATHS = {
+    (module, name)
+    for module in ("pathlib", "pathlib._local")
+    for name in ("PosixPath", "WindowsPath")
+}
+_DTYPES = {
+    ("torch", str(dtype).removeprefix("torch.")): name for dtype, name in TYPE_NAMES.items()
+}
 
 
 def _member(kind: Any, name: Any) -> Any:
@@ -233,10 +267,19 @@ def _described(folder: Path, metadata: Any) -> _Native:
             continue
         file, start, length = info["relative_path"], info["offset"], info["length"]
         if info.values.get("transform_descriptors"):
-            raise ValueError(f"{key['fqn']} is compressed or otherwise transformed: {info['transform_descriptors']}")
-        if type(start) is not int or type(length) is not int or start < 0 or Path(file).name != file:
+            raise ValueError(
+                f"{key['fqn']} is compressed or otherwise transformed: {info['transform_descriptors']}"
+            )
+        if (
+            type(start) is not int
+            or type(length) is not int
+            or start < 0
+            or Path(file).name != file
+        ):
             raise ValueError(f"{key['fqn']} does not lie in a file of this folder")
-        chunks.setdefault(key["fqn"], []).append(Chunk(file, start, Box(tuple(key["offset"]), ())))
+        chunks.setdefault(key["fqn"], []).append(
+            Chunk(file, start, Box(tuple(key["offset"]), ()))
+        )
         lengths[file, start] = length
     entries, others = {}, []
     for name, found in metadata["state_dict_metadata"].items():
@@ -245,8 +288,13 @@ def _described(folder: Path, metadata: Any) -> _Native:
             continue
         dtype = found["properties"].values[0]
         sizes = {tuple(each["offsets"]): tuple(each["sizes"]) for each in found["chunks"]}
-        own = [Chunk(each.file, each.start, Box(each.box.offsets, sizes[each.box.offsets])) for each in chunks[name]]
-        own = [each for each in own if each.box.numel]  # a rank beyond the last shard has nothing
+        own = [
+            Chunk(each.file, each.start, Box(each.box.offsets, sizes[each.box.offsets]))
+            for each in chunks[name]
+        ]
+        own = [
+            each for each in own if each.box.numel
+        ]  # a rank beyond the last shard has nothing
         entries[name] = entry = Entry(str(dtype), tuple(found["size"]), own)
         if (problem := entry.problem()) is not None:
             raise ValueError(f"{name}: {problem}")
@@ -256,5 +304,7 @@ def _described(folder: Path, metadata: Any) -> _Native:
 def _unreadable(path: Path, error: Exception, name: str = "") -> CheckpointError:
     told = (str(error) or type(error).__name__).splitlines()[0]
     return CheckpointError(
-        f"{path} cannot be read{f' for {name}' if name else ''}: {told[:200]}", expected=_EXPECTED, fix="copy it again"
+        f"{path} cannot be read{f' for {name}' if name else ''}: {told[:200]}",
+        expected=_EXPECTED,
+        fix="copy it again",
     )

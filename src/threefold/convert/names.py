@@ -20,7 +20,9 @@ from threefold.errors import CheckpointError
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 Convert = Callable[[Tensor], Tensor]
 
-_WRAPPED = re.compile(r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_WRAPPED = re.compile(
+    r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
 # Entries that belong to the other program's optimizer, schedule, data or random numbers.
 _STATE = re.compile(
     r"(^|\.)(optim|optimizer|optimizers|lr_scheduler|scheduler|dataloader|train_state|random|rng)(\.|_|$)"
@@ -32,7 +34,11 @@ _COMPUTED = re.compile(r"(^|\.)(freqs_cis|rope_cache|rotary_emb\.(original_)?inv
 
 # torchtitan's names inside `layers.N.`, in its present and its earlier versions, and those of transformers.
 _TITAN_LAYER = {
-    **{f"attention.{at}w{x}.weight": f"self_attn.{x}_proj.weight" for at in ("", "qkv_linear.") for x in "qkv"},
+    **{
+        f"attention.{at}w{x}.weight": f"self_attn.{x}_proj.weight"
+        for at in ("", "qkv_linear.")
+        for x in "qkv"
+    },
     "attention.wo.weight": "self_attn.o_proj.weight",
     "attention.q_norm.weight": "self_attn.q_norm.weight",
     "attention.k_norm.weight": "self_attn.k_norm.weight",
@@ -89,7 +95,9 @@ class Found:
     left_out: Sequence[str] = ()
 
 
-def find_names(foreign: Foreign, wanted: Wanted, *, where: str, weights_alone: bool = False) -> Found:
+def find_names(
+    foreign: Foreign, wanted: Wanted, *, where: str, weights_alone: bool = False
+) -> Found:
     """Finds every weight and moment of `wanted`; with `weights_alone`, moments are left out, whatever they are.
 
     Raises:
@@ -97,19 +105,37 @@ def find_names(foreign: Foreign, wanted: Wanted, *, where: str, weights_alone: b
             tensors are left over.
     """
     own = {name: _unwrapped(name) for name in foreign.tensors}
-    moments = {name: parts for name, plain in own.items() if (parts := _moment(plain)) is not None}
+    moments = {
+        name: parts for name, plain in own.items() if (parts := _moment(plain)) is not None
+    }
     rest = {name: plain for name, plain in own.items() if name not in moments}
     candidates = {name: plain for name, plain in rest.items() if not _STATE.search(plain)}
     program, names = _best(candidates, wanted)
-    weights = {ours: name for name, plain in candidates.items() if (ours := names(plain)) in wanted.weights}
+    weights = {
+        ours: name
+        for name, plain in candidates.items()
+        if (ours := names(plain)) in wanted.weights
+    }
     over = [name for name, plain in candidates.items() if names(plain) not in wanted.weights]
-    twins = [(name, weights[ours]) for name in over if (ours := _tied(names(candidates[name]), wanted)) in weights]
+    twins = [
+        (name, weights[ours])
+        for name in over
+        if (ours := _tied(names(candidates[name]), wanted)) in weights
+    ]
     over = [name for name in over if name not in dict(twins) and not _COMPUTED.search(name)]
     _refuse(weights, over, foreign.tensors, wanted, where=where)
     convert = _conversions(wanted) if program == "torchtitan" else {}
     pairs = {ours: (name, convert.get(ours, _same)) for ours, name in weights.items()}
-    made = {} if weights_alone else _moments_of(moments, names, convert, foreign.tensors, wanted, where=where)
-    left = [name for name in rest if name not in candidates] + [*foreign.others] + [*moments] * weights_alone
+    made = (
+        {}
+        if weights_alone
+        else _moments_of(moments, names, convert, foreign.tensors, wanted, where=where)
+    )
+    left = (
+        [name for name in rest if name not in candidates]
+        + [*foreign.others]
+        + [*moments] * weights_alone
+    )
     return Found(program, pairs, made, twins, left)
 
 
@@ -131,13 +157,24 @@ def _moment(name: str) -> tuple[str, str] | None:
 def _best(candidates: Mapping[str, str], wanted: Wanted) -> tuple[str, Callable[[str], str]]:
     """The program whose names give the most of the weights, and the function from them to the model's."""
     ends = [*wanted.weights][:1] + [*wanted.weights][-1:]
-    prefixes = {plain[: -len(end)] for end in ends for plain in candidates.values() if plain.endswith(f".{end}")}
+    prefixes = {
+        plain[: -len(end)]
+        for end in ends
+        for plain in candidates.values()
+        if plain.endswith(f".{end}")
+    }
     ways: list[tuple[str, Callable[[str], str]]] = [
-        ("transformers", partial(_without, prefix=prefix)) for prefix in sorted({"", *prefixes}, key=len)
+        ("transformers", partial(_without, prefix=prefix))
+        for prefix in sorted({"", *prefixes}, key=len)
     ]
     if wanted.family in TITAN_FAMILIES:
         ways.append(("torchtitan", _from_titan))
-    return max(ways, key=lambda way: len({way[1](plain) for plain in candidates.values()} & wanted.weights.keys()))
+    return max(
+        ways,
+        key=lambda way: len(
+            {way[1](plain) for plain in candidates.values()} & wanted.weights.keys()
+        ),
+    )
 
 
 def _without(name: str, *, prefix: str) -> str:
@@ -163,7 +200,9 @@ def _conversions(wanted: Wanted) -> dict[str, Convert]:
 
     def halves(heads: int) -> Convert:
         # [heads, pairs, 2, inputs] -> [heads, 2, pairs, inputs]
-        return lambda values: values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+        return lambda values: (
+            values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+        )
 
     found: dict[str, Convert] = {}
     for name in wanted.weights:
@@ -174,14 +213,25 @@ def _conversions(wanted: Wanted) -> dict[str, Convert]:
 
 
 def _refuse(
-    weights: Mapping[str, str], over: Sequence[str], tensors: Mapping[str, TensorFormat], wanted: Wanted, *, where: str
+    weights: Mapping[str, str],
+    over: Sequence[str],
+    tensors: Mapping[str, TensorFormat],
+    wanted: Wanted,
+    *,
+    where: str,
 ) -> None:
     problems = []
     if missing := [name for name in wanted.weights if name not in weights]:
-        problems.append(f"{_some(missing)} of the model {'is' if len(missing) == 1 else 'are'} not in it")
+        problems.append(
+            f"{_some(missing)} of the model {'is' if len(missing) == 1 else 'are'} not in it"
+        )
     if over:
-        problems.append(f"{_some(over)} {'is' if len(over) == 1 else 'are'} no weight of the model")
-    other = [name for name, entry in weights.items() if tensors[entry].shape != wanted.weights[name]]
+        problems.append(
+            f"{_some(over)} {'is' if len(over) == 1 else 'are'} no weight of the model"
+        )
+    other = [
+        name for name, entry in weights.items() if tensors[entry].shape != wanted.weights[name]
+    ]
     if other:
         shape, theirs = list(wanted.weights[other[0]]), list(tensors[weights[other[0]]].shape)
         problems.append(f"{_some(other)}: {shape} in the model, {theirs} in it")
@@ -221,9 +271,17 @@ def _moments_of(
                 found[moment][name] = entry, partial(_through, ways)
     if not moments:
         return {}
-    missing = [f"{moment} of {name}" for moment in MOMENTS for name in sorted(wanted.trained - found[moment].keys())]
+    missing = [
+        f"{moment} of {name}"
+        for moment in MOMENTS
+        for name in sorted(wanted.trained - found[moment].keys())
+    ]
     if strange or missing:
-        what = f"{_some(strange)} of no weight of the model" if strange else f"{_some(missing)} missing"
+        what = (
+            f"{_some(strange)} of no weight of the model"
+            if strange
+            else f"{_some(missing)} missing"
+        )
         raise CheckpointError(
             f"{where} has no complete state of AdamW: {what}",
             expected="exp_avg, exp_avg_sq and step of every weight that is trained",
@@ -237,7 +295,8 @@ def _in_entry(plain: str, names: Callable[[str], str], wanted: Wanted) -> dict[s
     if (fused := _FUSED.match(plain)) is None:
         return {name: _same for name in (names(plain), plain) if name in wanted.trained}
     parts: dict[str, Convert] = {
-        names(f"{fused[1]}w{kind}.{fused[2]}"): partial(_part, kind, wanted.heads) for kind in "qkv"
+        names(f"{fused[1]}w{kind}.{fused[2]}"): partial(_part, kind, wanted.heads)
+        for kind in "qkv"
     }
     return parts if parts.keys() <= wanted.trained else {}
 
@@ -245,7 +304,11 @@ def _in_entry(plain: str, names: Callable[[str], str], wanted: Wanted) -> dict[s
 def _part(kind: str, heads: tuple[int, int], values: Tensor) -> Tensor:
     """Of [kv heads x (queries of each + key + value) x head, ..] the rows of queries, keys or values."""
     queries = heads[0] // heads[1]
-    taken = {"q": slice(0, queries), "k": slice(queries, queries + 1), "v": slice(queries + 1, None)}[kind]
+    taken = {
+        "q": slice(0, queries),
+        "k": slice(queries, queries + 1),
+        "v": slice(queries + 1, None),
+    }[kind]
     return values.unflatten(0, (heads[1], queries + 2, -1))[:, taken].flatten(0, 2)
 
 

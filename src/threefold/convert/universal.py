@@ -39,8 +39,13 @@ class Universal:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorFormat]:
-        tensors = {name: self.read(name) for name in self.files}  # of files that are mapped, not read
-        return {name: TensorFormat(TYPE_NAMES[each.dtype], tuple(each.shape)) for name, each in tensors.items()}
+        tensors = {
+            name: self.read(name) for name in self.files
+        }  # of files that are mapped, not read
+        return {
+            name: TensorFormat(TYPE_NAMES[each.dtype], tuple(each.shape))
+            for name, each in tensors.items()
+        }
 
     def read(self, name: str) -> Tensor:
         path = self.files[name]
@@ -52,7 +57,11 @@ class Universal:
             raise _unreadable(path, "it holds no tensor")
         shape = torch.Size(self.shapes.get(path.parent.name, ()))
         flat = values.ndim == 1 and values.numel() == shape.numel()
-        return values.detach().reshape(shape) if flat and path.name != "step.pt" else values.detach()
+        return (
+            values.detach().reshape(shape)
+            if flat and path.name != "step.pt"
+            else values.detach()
+        )
 
 
 def open_universal(folder: Path) -> Universal | None:
@@ -63,7 +72,9 @@ def open_universal(folder: Path) -> Universal | None:
     """
     weights = sorted(path.parent for path in folder.glob("zero/*/fp32.pt"))
     if not weights and any(folder.glob("*zero_pp_rank_*_optim_states.pt")):
-        convert = f"--inject_missing_state --input_folder {folder} --output_folder {folder}-universal"
+        convert = (
+            f"--inject_missing_state --input_folder {folder} --output_folder {folder}-universal"
+        )
         raise CheckpointError(
             f"{folder} is a checkpoint of DeepSpeed's ZeRO: pickles of DeepSpeed's own classes",
             expected="a universal checkpoint, which DeepSpeed makes of it",
@@ -75,12 +86,18 @@ def open_universal(folder: Path) -> Universal | None:
     try:
         head = _load(heads[0])
         step = int(head["global_steps"]) - int(head["skipped_steps"])
-        shapes = {name: tuple(map(int, shape)) for group in head["param_shapes"] for name, shape in group.items()}
+        shapes = {
+            name: tuple(map(int, shape))
+            for group in head["param_shapes"]
+            for name, shape in group.items()
+        }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _unreadable(heads[0], f"{type(error).__name__}: {error}") from error
     files = {each.name: each / "fp32.pt" for each in weights}
     for each in weights:
-        held = [moment for moment in ("exp_avg", "exp_avg_sq") if (each / f"{moment}.pt").exists()]
+        held = [
+            moment for moment in ("exp_avg", "exp_avg_sq") if (each / f"{moment}.pt").exists()
+        ]
         for moment in (*held, "step") if held else ():
             files[f"optimizer.{moment}.{each.name}"] = each / f"{moment}.pt"
     return Universal(files, shapes, step)
@@ -90,10 +107,14 @@ def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch.load has no error of its own
-        raise _unreadable(path, (str(error) or type(error).__name__).splitlines()[0][:200]) from error
+        raise _unreadable(
+            path, (str(error) or type(error).__name__).splitlines()[0][:200]
+        ) from error
 
 
 def _unreadable(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} cannot be read: {reason}", expected=_EXPECTED, fix="make it again, or copy it again"
+        f"{path} cannot be read: {reason}",
+        expected=_EXPECTED,
+        fix="make it again, or copy it again",
     )

@@ -26,8 +26,21 @@ from threefold.errors import DataError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
-VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json")
+CONFIGS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "config.json",
+)
+VOCABULARIES = (
+    "tokenizer.json",
+    "*.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.tiktoken",
+    "tekken.json",
+)
 MODEL_KEY = "model.name_or_path"
 _BYTES = 256
 _FOR_RANDOM = "for random weights also: --data.tokenizer bytes"
@@ -62,7 +75,9 @@ def byte_backend() -> Any:
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
-    backend = Backend(models.BPE(vocab={letter: byte for byte, letter in _byte_letters().items()}, merges=[]))
+    backend = Backend(
+        models.BPE(vocab={letter: byte for byte, letter in _byte_letters().items()}, merges=[])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<|end|>", special=True)])
@@ -91,18 +106,30 @@ class VocabularyTokenizer:
     def recipe(self) -> str:
         """Equal for equal ids of equal texts."""
         text = " control tokens as text" if self.control_text else ""
-        return self.fingerprint + text + (f" after {self.bos_id}" if self.bos_id is not None else "")
+        return (
+            self.fingerprint
+            + text
+            + (f" after {self.bos_id}" if self.bos_id is not None else "")
+        )
 
     def encode_batch(self, texts: list[str]) -> list[npt.NDArray[Any]]:
         """Ids of each text, int32, without special tokens but that which begins it."""
         if hasattr(self.backend, "encode_batch_fast"):
             # The backend is shared, and this is a setting of it.
-            self.backend.encode_special_tokens, before = self.control_text, self.backend.encode_special_tokens
-            encoded = [each.ids for each in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+            self.backend.encode_special_tokens, before = (
+                self.control_text,
+                self.backend.encode_special_tokens,
+            )
+            encoded = [
+                each.ids
+                for each in self.backend.encode_batch_fast(texts, add_special_tokens=False)
+            ]
             self.backend.encode_special_tokens = before
         else:
             split = {"split_special_tokens": True} if self.control_text else {}
-            encoded = [self.backend.encode(text, add_special_tokens=False, **split) for text in texts]
+            encoded = [
+                self.backend.encode(text, add_special_tokens=False, **split) for text in texts
+            ]
         first = [] if self.bos_id is None else [self.bos_id]
         return [np.array([*first, *ids], np.int32) for ids in encoded]
 
@@ -114,7 +141,9 @@ class VocabularyTokenizer:
 Tokenizer = ByteTokenizer | VocabularyTokenizer
 
 
-def load_tokenizer(name: str, *, revision: str | None = None, key: str = "data.tokenizer") -> Tokenizer:
+def load_tokenizer(
+    name: str, *, revision: str | None = None, key: str = "data.tokenizer"
+) -> Tokenizer:
     """`bytes`, or the tokenizer of a local folder or of an id on the Hub, at a branch, tag or commit `revision`.
 
     A DataError, which names the tokenizer by its `key`, if it is missing, cannot be reached, or has no end token.
@@ -133,10 +162,14 @@ def load_tokenizer(name: str, *, revision: str | None = None, key: str = "data.t
         if file.is_file():
             loaded: Any = Backend.from_file(str(file))
         else:
-            from transformers import AutoTokenizer  # loads torch: only for vocabularies of an older form
+            from transformers import (
+                AutoTokenizer,
+            )  # loads torch: only for vocabularies of an older form
 
             loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:  # a missing package, a damaged file, an unknown class: all the same to the user
+    except (
+        Exception
+    ) as error:  # a missing package, a damaged file, an unknown class: all the same to the user
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
             f"{key} = {name!r} cannot be read: {first}",
@@ -158,7 +191,9 @@ def load_tokenizer(name: str, *, revision: str | None = None, key: str = "data.t
             expected=f'"eos_token" or "eos_token_id" in one of {", ".join(CONFIGS)}: it ends each document',
             fix='add   "eos_token": "TOKEN"   to tokenizer_config.json, a token of the vocabulary',
         )
-    return replace(_with_vocabulary(name, loaded, end_id=end_id, content=content), folder=folder)
+    return replace(
+        _with_vocabulary(name, loaded, end_id=end_id, content=content), folder=folder
+    )
 
 
 def for_texts(tokenizer: Tokenizer, *, bos: bool | str, control_tokens: str) -> Tokenizer:
@@ -187,15 +222,23 @@ def _own_bos(tokenizer: Tokenizer) -> int | None:
     """The special token that a tokenizer puts before a text; None if it does not."""
     if isinstance(tokenizer, ByteTokenizer):
         return None
-    ids, bare = (tokenizer.backend.encode("a", add_special_tokens=special) for special in (True, False))
+    ids, bare = (
+        tokenizer.backend.encode("a", add_special_tokens=special) for special in (True, False)
+    )
     ids, bare = list(getattr(ids, "ids", ids)), list(getattr(bare, "ids", bare))
-    begins = len(ids) > len(bare) and ids[1 : 1 + len(bare)] == bare and ids[0] in _special_ids(tokenizer)
+    begins = (
+        len(ids) > len(bare)
+        and ids[1 : 1 + len(bare)] == bare
+        and ids[0] in _special_ids(tokenizer)
+    )
     return int(ids[0]) if begins else None
 
 
 def _named_bos(tokenizer: Tokenizer) -> int | None:
     folder = getattr(tokenizer, "folder", None)
-    named = [config.get("bos_token") for config in (_configs(folder) if folder is not None else ())]
+    named = [
+        config.get("bos_token") for config in (_configs(folder) if folder is not None else ())
+    ]
     texts = [token.get("content") if isinstance(token, dict) else token for token in named]
     return next((id for id, each in _vocabulary(tokenizer).items() if each in texts), None)
 
@@ -209,7 +252,9 @@ def difference(tokenizer: Tokenizer, own: Tokenizer) -> str | None:
     """How the ids of a tokenizer differ from those that a model was trained with; None if they mean the same."""
     vocabulary, expected = _vocabulary(tokenizer), _vocabulary(own)
     if isinstance(tokenizer, ByteTokenizer) or isinstance(own, ByteTokenizer):
-        vocabulary[tokenizer.end_id] = expected[own.end_id] = "the end token"  # `bytes` has no text for its own
+        vocabulary[tokenizer.end_id] = expected[own.end_id] = (
+            "the end token"  # `bytes` has no text for its own
+        )
     if (count := len(vocabulary)) != len(expected):
         return f"it has {count:,} tokens, the model's own {len(expected):,}"
     if others := sorted(id for id, token in vocabulary.items() if expected.get(id) != token):
@@ -226,7 +271,9 @@ def _vocabulary(tokenizer: Tokenizer) -> dict[int, str]:
     """Id -> token."""
     if isinstance(tokenizer, ByteTokenizer):
         return _byte_letters()
-    fast = {"with_added_tokens": True} if hasattr(tokenizer.backend, "encode_batch_fast") else {}
+    fast = (
+        {"with_added_tokens": True} if hasattr(tokenizer.backend, "encode_batch_fast") else {}
+    )
     return {id: token for token, id in tokenizer.backend.get_vocab(**fast).items()}
 
 
@@ -234,18 +281,28 @@ def _special_ids(tokenizer: Tokenizer) -> set[int]:
     if isinstance(tokenizer, ByteTokenizer):
         return {tokenizer.end_id}
     if hasattr(tokenizer.backend, "get_added_tokens_decoder"):
-        return {id for id, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special}
+        return {
+            id
+            for id, token in tokenizer.backend.get_added_tokens_decoder().items()
+            if token.special
+        }
     return set(tokenizer.backend.all_special_ids)
 
 
 def _byte_letters() -> dict[int, str]:
     """Byte -> its letter in a byte-level vocabulary: itself if it can be printed, else one of those after 255."""
-    printed = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    printed = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
     free = iter(range(_BYTES, 2 * _BYTES))
     return {byte: chr(byte if byte in printed else next(free)) for byte in range(_BYTES)}
 
 
-def _with_vocabulary(name: str, backend: Any, *, end_id: int, content: bytes) -> VocabularyTokenizer:
+def _with_vocabulary(
+    name: str, backend: Any, *, end_id: int, content: bytes
+) -> VocabularyTokenizer:
     if hasattr(backend, "encode_batch_fast"):
         # A file may ask for truncation or padding to a model's length: a document is encoded completely.
         backend.no_truncation()
@@ -254,7 +311,9 @@ def _with_vocabulary(name: str, backend: Any, *, end_id: int, content: bytes) ->
     else:
         vocabulary = backend.get_vocab()
     fingerprint = hashlib.blake2b(content + f"\0{end_id}".encode(), digest_size=16).hexdigest()
-    return VocabularyTokenizer(name, backend, max(end_id, *vocabulary.values()) + 1, end_id, fingerprint)
+    return VocabularyTokenizer(
+        name, backend, max(end_id, *vocabulary.values()) + 1, end_id, fingerprint
+    )
 
 
 def _no_vocabulary(name: str, folder: Path, *, key: str) -> DataError:
@@ -280,7 +339,9 @@ def _download(name: str, *, revision: str | None, key: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=[*CONFIGS, *VOCABULARIES]))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=[*CONFIGS, *VOCABULARIES])
+        )
     except HfHubHTTPError as error:
         raise DataError(
             f"{key} = {name!r} is not on the Hub, or you have no access: {str(error).splitlines()[0]}",

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Level = Literal["ok", "note", "warning", "stop"]
-_MARKS: dict[Level, str] = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "stop": "STOP   "}
+_MARKS: dict[Level, str] = {
+    "ok": "ok     ",
+    "note": "note   ",
+    "warning": "WARNING",
+    "stop": "STOP   ",
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,9 @@ def stop(check: str, what: str, *, expected: str, fix: str) -> Finding:
     return Finding(check, "stop", what, expected, fix)
 
 
-def judged(check: str, what: str, fits: bool, *, expected: str, fix: str, otherwise: Level = "stop") -> Finding:
+def judged(
+    check: str, what: str, fits: bool, *, expected: str, fix: str, otherwise: Level = "stop"
+) -> Finding:
     """`ok` if the value fits, otherwise a finding of the given level."""
     return ok(check, what) if fits else Finding(check, otherwise, what, expected, fix)
 
@@ -71,7 +78,9 @@ def would_stop(findings: Sequence[Finding]) -> bool:
 
 def summary(findings: Sequence[Finding]) -> str:
     """The last line of a report."""
-    stops, warnings = (sum(finding.level == level for finding in findings) for level in ("stop", "warning"))
+    stops, warnings = (
+        sum(finding.level == level for finding in findings) for level in ("stop", "warning")
+    )
     parts = [f"{stops} would stop a run"] if stops else []
     if warnings:
         parts.append("1 warning" if warnings == 1 else f"{warnings} warnings")

@@ -19,7 +19,12 @@ Version = tuple[int, ...]
 _LEAST_TORCH: Version = (2, 11)
 _START = "pytorch.org/get-started"
 _FREE_SHARE = 0.9
-_LINKS = {"PIX": "one PCIe switch", "PXB": "PCIe switches", "PHB": "PCIe and the CPU", "NODE": "PCIe, one CPU"}
+_LINKS = {
+    "PIX": "one PCIe switch",
+    "PXB": "PCIe switches",
+    "PHB": "PCIe and the CPU",
+    "NODE": "PCIe, one CPU",
+}
 
 
 @dataclass(frozen=True)
@@ -103,12 +108,30 @@ def look(environ: Mapping[str, str], tools: nvidia.Nvidia) -> Torch:
 def judge(seen: Torch) -> list[Finding]:
     """What would keep a run from using torch or the GPUs."""
     if seen.version is None:
-        why, fix = f"cannot be imported: {seen.error.strip()}", f"install it as described on {_START}"
+        why, fix = (
+            f"cannot be imported: {seen.error.strip()}",
+            f"install it as described on {_START}",
+        )
         return [stop("torch", why, expected="torch 2.11 or newer", fix=fix)]
     fits = _version(seen.version) >= _LEAST_TORCH
-    found = [judged("torch", seen.version, fits, expected="2.11 or newer", fix=f"pip install -U torch, see {_START}")]
+    found = [
+        judged(
+            "torch",
+            seen.version,
+            fits,
+            expected="2.11 or newer",
+            fix=f"pip install -U torch, see {_START}",
+        )
+    ]
     if not seen.gloo:
-        found.append(stop("gloo", "torch was built without it", expected="gloo", fix="install torch's own wheels"))
+        found.append(
+            stop(
+                "gloo",
+                "torch was built without it",
+                expected="gloo",
+                fix="install torch's own wheels",
+            )
+        )
     found += [*_builds(seen), *_driver(seen)]
     found += [_gpu(number, gpu, seen.architectures) for number, gpu in enumerate(seen.gpus)]
     if seen.links and len(seen.gpus) > 1:
@@ -118,7 +141,10 @@ def judge(seen: Torch) -> list[Finding]:
 
 def read_summary(text: str) -> tuple[str | None, Version | None]:
     """Driver and the newest CUDA that it supports, from the output of nvidia-smi."""
-    driver, cuda = re.search(r"Driver Version: ([\d.]+)", text), re.search(r"CUDA Version: ([\d.]+)", text)
+    driver, cuda = (
+        re.search(r"Driver Version: ([\d.]+)", text),
+        re.search(r"CUDA Version: ([\d.]+)", text),
+    )
     return (driver[1] if driver else None), (_version(cuda[1]) if cuda else None)
 
 
@@ -128,7 +154,9 @@ def _builds(seen: Torch) -> Iterator[Finding]:
             f"torch {seen.version} is a build for ROCm {seen.rocm}",
             "--mesh.device cpu, or a machine with NVIDIA GPUs",
         )
-        yield warning("ROCm", what, expected="NVIDIA GPUs or CPUs: ROCm has not been tried", fix=fix)
+        yield warning(
+            "ROCm", what, expected="NVIDIA GPUs or CPUs: ROCm has not been tried", fix=fix
+        )
     elif seen.cuda is None and seen.installed_gpus:
         what = f"this machine has {seen.installed_gpus} GPUs, but torch {seen.version} is a build for CPUs"
         fix = f"pip install torch from the index for your CUDA: {_START}; or --mesh.device cpu"
@@ -138,9 +166,14 @@ def _builds(seen: Torch) -> Iterator[Finding]:
     else:
         for name, least in (("CUDA", (11, 8)), ("cuDNN", (8, 6)), ("NCCL", (2, 14))):
             version: Version | None = getattr(seen, name.lower())
-            fits, what = version is not None and version >= least, f"torch {seen.version} has none"
+            fits, what = (
+                version is not None and version >= least,
+                f"torch {seen.version} has none",
+            )
             if version is not None:
-                what = _dotted(version) if fits else f"{_dotted(version)} in torch {seen.version}"
+                what = (
+                    _dotted(version) if fits else f"{_dotted(version)} in torch {seen.version}"
+                )
             fix = f"a newer build of torch, which includes it: {_START}"
             yield judged(name, what, fits, expected=f"{_dotted(least)} or newer", fix=fix)
 
@@ -171,10 +204,15 @@ def _visible(seen: Torch) -> Iterator[Finding]:
     """Whether torch has all GPUs that it is to have."""
     installed, count = seen.installed_gpus, len(seen.gpus)
     chosen = (
-        None if seen.visible is None else [name for name in seen.visible.split(",") if name.strip() not in ("", "-1")]
+        None
+        if seen.visible is None
+        else [name for name in seen.visible.split(",") if name.strip() not in ("", "-1")]
     )
     if "802" in seen.trouble and not count:
-        what, expected = "CUDA waits for the fabric of the NVSwitches (error 802)", "a fabric that is ready"
+        what, expected = (
+            "CUDA waits for the fabric of the NVSwitches (error 802)",
+            "a fabric that is ready",
+        )
         fix = "sudo systemctl restart nvidia-fabricmanager, of the very version of the driver"
         yield stop("fabric", what, expected=expected, fix=fix)
     elif seen.trouble and not count and chosen != []:
@@ -182,10 +220,13 @@ def _visible(seen: Torch) -> Iterator[Finding]:
         yield stop("GPUs", seen.trouble[:300], expected="CUDA that can be used", fix=fix)
     elif installed and count < (installed if chosen is None else len(chosen)):
         hides = (
-            "though CUDA_VISIBLE_DEVICES is not set" if chosen is None else f"of CUDA_VISIBLE_DEVICES={seen.visible}"
+            "though CUDA_VISIBLE_DEVICES is not set"
+            if chosen is None
+            else f"of CUDA_VISIBLE_DEVICES={seen.visible}"
         )
         fix = (
-            "nvidia-smi -L and sudo dmesg | grep -i nvrm show which is missing; reboot, or take the host out of the job"
+            "nvidia-smi -L and sudo dmesg | grep -i nvrm show which is missing; "
+            "reboot, or take the host out of the job"
         )
         if chosen is not None:
             fix = "numbers from 0, or names, of GPUs that nvidia-smi -L lists"
@@ -193,22 +234,39 @@ def _visible(seen: Torch) -> Iterator[Finding]:
         yield stop("GPUs", f"torch has {count} GPUs, {hides}", expected=expected, fix=fix)
     elif installed and not count:
         what = f"0 of {installed} are visible: CUDA_VISIBLE_DEVICES={seen.visible}"
-        yield stop("GPUs", what, expected="at least one", fix="unset CUDA_VISIBLE_DEVICES, or --mesh.device cpu")
+        yield stop(
+            "GPUs",
+            what,
+            expected="at least one",
+            fix="unset CUDA_VISIBLE_DEVICES, or --mesh.device cpu",
+        )
     elif installed and count < installed:
-        yield note("GPUs", f"{count} of {installed} are visible: CUDA_VISIBLE_DEVICES={seen.visible}")
+        yield note(
+            "GPUs", f"{count} of {installed} are visible: CUDA_VISIBLE_DEVICES={seen.visible}"
+        )
 
 
 def _gpu(number: int, gpu: Gpu, architectures: Sequence[str]) -> Finding:
     text = f"{gpu.name}, {size_text(gpu.memory)}, {size_text(gpu.free)} free, capability {_dotted(gpu.capability)}"
     own = "".join(map(str, gpu.capability))
     # Code for a capability runs on later ones of the same major version; torch compiles `compute_` code for any.
-    codes = [name[3:].rstrip("af") for name in architectures if re.fullmatch(r"sm_\d+[af]?", name)]
+    codes = [
+        name[3:].rstrip("af") for name in architectures if re.fullmatch(r"sm_\d+[af]?", name)
+    ]
     runs = any(code[:-1] == own[:-1] and code <= own for code in codes)
     if not runs and not any(name.startswith("compute_") for name in architectures):
         what = f"{text}; torch has code for {', '.join(architectures) or 'none'}"
         fix = f"an older or a newer build, to match the GPU: {_START}"
-        return stop(f"GPU {number}", what, expected="a build of torch for this generation of GPUs", fix=fix)
-    free, alone = gpu.free >= _FREE_SHARE * gpu.memory, "a GPU for this run alone: other processes use its memory"
+        return stop(
+            f"GPU {number}",
+            what,
+            expected="a build of torch for this generation of GPUs",
+            fix=fix,
+        )
+    free, alone = (
+        gpu.free >= _FREE_SHARE * gpu.memory,
+        "a GPU for this run alone: other processes use its memory",
+    )
     fix = "nvidia-smi lists them; CUDA_VISIBLE_DEVICES can leave this GPU out"
     return judged(f"GPU {number}", text, free, otherwise="warning", expected=alone, fix=fix)
 
@@ -219,9 +277,15 @@ def _links(links: Mapping[tuple[int, int], str]) -> Finding:
         by_kind.setdefault(kind, []).append(pair)
     parts = []
     for kind, pairs in by_kind.items():
-        name = f"NVLink ({kind})" if kind.startswith("NV") else _LINKS.get(kind, "PCIe between CPUs")
+        name = (
+            f"NVLink ({kind})"
+            if kind.startswith("NV")
+            else _LINKS.get(kind, "PCIe between CPUs")
+        )
         some = ", ".join(f"{a}-{b}" for a, b in pairs[:4])
-        parts.append(f"{name}: {some}" + (f" and {len(pairs) - 4} more pairs" if len(pairs) > 4 else ""))
+        parts.append(
+            f"{name}: {some}" + (f" and {len(pairs) - 4} more pairs" if len(pairs) > 4 else "")
+        )
     return note("links", "; ".join(parts))
 
 

@@ -32,9 +32,16 @@ _FEWEST_JUDGED = 3
 class StuckError(Exception):
     """A test did not end in time: its name, the ranks that take part, and those that have not begun it."""
 
-    def __init__(self, test: str, ranks: Sequence[int], missing: Sequence[int], reason: str) -> None:
+    def __init__(
+        self, test: str, ranks: Sequence[int], missing: Sequence[int], reason: str
+    ) -> None:
         super().__init__(test)
-        self.test, self.ranks, self.missing, self.reason = test, list(ranks), list(missing), reason
+        self.test, self.ranks, self.missing, self.reason = (
+            test,
+            list(ranks),
+            list(missing),
+            reason,
+        )
 
     def finding(self, limit_s: float) -> Finding:
         """The error as a finding."""
@@ -70,7 +77,9 @@ class Measured:
     def of(cls, values: Mapping[str, Any]) -> Measured:
         """The inverse of `dataclasses.asdict`."""
         axes = {name: Timing(**timing) for name, timing in values["axes"].items()}
-        return cls(axes, {partner: (pair[0], pair[1]) for partner, pair in values["pairs"].items()})
+        return cls(
+            axes, {partner: (pair[0], pair[1]) for partner, pair in values["pairs"].items()}
+        )
 
 
 def axes_of(mesh: Mesh) -> list[str]:
@@ -85,7 +94,9 @@ def axes_of(mesh: Mesh) -> list[str]:
 
 def meet(mesh: Mesh, *, limit_s: float) -> None:
     """Returns when every rank has joined; StuckError if one did not within `limit_s`. All ranks call it."""
-    _begun(mesh, "barrier", range(mesh.world_size), limit_s)(lambda: dist.barrier(async_op=True))
+    _begun(mesh, "barrier", range(mesh.world_size), limit_s)(
+        lambda: dist.barrier(async_op=True)
+    )
 
 
 def measure(mesh: Mesh, *, limit_s: float, hosts: Sequence[str]) -> Measured:
@@ -120,7 +131,9 @@ def rounds(ranks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
     """Every pair once, in rounds in which each rank has at most one partner (the circle method)."""
     circle: list[int | None] = [*ranks] if len(ranks) % 2 == 0 else [*ranks, None]
     for _ in range(len(circle) - 1):
-        facing = zip(circle[: len(circle) // 2], reversed(circle[len(circle) // 2 :]), strict=True)
+        facing = zip(
+            circle[: len(circle) // 2], reversed(circle[len(circle) // 2 :]), strict=True
+        )
         yield [(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None]
         circle = [circle[0], circle[-1], *circle[1:-1]]
 
@@ -134,9 +147,16 @@ def judge(measured: Mapping[int, Measured], *, own_links: bool) -> list[Finding]
     """
     names = next(iter(measured.values())).axes
     found = [
-        _axis_finding(name, [each.axes[name] for each in measured.values() if name in each.axes]) for name in names
+        _axis_finding(
+            name, [each.axes[name] for each in measured.values() if name in each.axes]
+        )
+        for name in names
     ]
-    pairs = {(rank, int(partner)): timing for rank, each in measured.items() for partner, timing in each.pairs.items()}
+    pairs = {
+        (rank, int(partner)): timing
+        for rank, each in measured.items()
+        for partner, timing in each.pairs.items()
+    }
     if pairs:
         found.append(_pairs_finding(pairs, own_links=own_links))
     return found
@@ -145,7 +165,10 @@ def judge(measured: Mapping[int, Measured], *, own_links: bool) -> list[Finding]
 def _axis_finding(name: str, timings: Sequence[Timing]) -> Finding:
     wrong = [timing.ranks for timing in timings if not timing.right]
     if wrong:
-        what, sent = f"an all-reduce of {ranks_text(wrong[0])} gave a wrong sum", "the sum of what the ranks sent"
+        what, sent = (
+            f"an all-reduce of {ranks_text(wrong[0])} gave a wrong sum",
+            "the sum of what the ranks sent",
+        )
         fix = "take the host or the network card out of the job: it changes data"
         return stop(f"axis {name}", what, expected=sent, fix=fix)
     # A group is as fast as its slowest rank saw it.
@@ -160,7 +183,9 @@ def _axis_finding(name: str, timings: Sequence[Timing]) -> Finding:
     return ok(f"axis {name}", text)
 
 
-def _pairs_finding(pairs: Mapping[tuple[int, int], tuple[float, float]], *, own_links: bool) -> Finding:
+def _pairs_finding(
+    pairs: Mapping[tuple[int, int], tuple[float, float]], *, own_links: bool
+) -> Finding:
     slowest = min(pairs, key=lambda pair: pairs[pair][1])
     latency_s, rate = pairs[slowest]
     median = statistics.median(rate for _, rate in pairs.values())
@@ -191,7 +216,9 @@ def _time_axis(mesh: Mesh, name: str, limit_s: float) -> Timing:
     right = bool(one.item() == len(ranks))
     one.fill_(0)
     latency_s = statistics.median(run(lambda: all_reduce(one)) for _ in range(_NUM_TIMED))
-    barrier_s = statistics.median(run(lambda: dist.barrier(group, async_op=True)) for _ in range(1 + _NUM_TIMED // 2))
+    barrier_s = statistics.median(
+        run(lambda: dist.barrier(group, async_op=True)) for _ in range(1 + _NUM_TIMED // 2)
+    )
     large.zero_()
     seconds = min(run(lambda: all_reduce(large)) for _ in range(_NUM_LARGE))
     # What each rank of a ring sends and receives, which makes axes of different sizes comparable.
@@ -199,7 +226,9 @@ def _time_axis(mesh: Mesh, name: str, limit_s: float) -> Timing:
     return Timing(ranks, barrier_s, latency_s, moved / seconds, right)
 
 
-def _time_pair(mesh: Mesh, pair: tuple[int, int], test: str, limit_s: float) -> tuple[float, float]:
+def _time_pair(
+    mesh: Mesh, pair: tuple[int, int], test: str, limit_s: float
+) -> tuple[float, float]:
     """(seconds one way, bytes/s) of a message there and back."""
     first, partner = mesh.rank == pair[0], pair[1] if mesh.rank == pair[0] else pair[0]
     one = torch.ones(1, device=mesh.device)
@@ -208,7 +237,10 @@ def _time_pair(mesh: Mesh, pair: tuple[int, int], test: str, limit_s: float) -> 
     run = _begun(mesh, test, pair, limit_s)
 
     def there_and_back(values: torch.Tensor) -> float:
-        sent, received = (lambda: dist.isend(values, partner)), (lambda: dist.irecv(values, partner))
+        sent, received = (
+            (lambda: dist.isend(values, partner)),
+            (lambda: dist.irecv(values, partner)),
+        )
         ways: tuple[Callable[[], Any], ...] = (sent, received) if first else (received, sent)
         return sum(map(run, ways)) / 2
 
@@ -218,7 +250,9 @@ def _time_pair(mesh: Mesh, pair: tuple[int, int], test: str, limit_s: float) -> 
     return latency_s, large.numel() * 4 / seconds
 
 
-def _begun(mesh: Mesh, test: str, ranks: Sequence[int], limit_s: float) -> Callable[[Callable[[], Any]], float]:
+def _begun(
+    mesh: Mesh, test: str, ranks: Sequence[int], limit_s: float
+) -> Callable[[Callable[[], Any]], float]:
     """Notes that this rank begins a test; returns a function that runs one operation and returns the seconds it takes.
 
     Raises (the returned function): StuckError, with the missing ranks, once the test's time is over.
@@ -238,7 +272,9 @@ def _begun(mesh: Mesh, test: str, ranks: Sequence[int], limit_s: float) -> Calla
         started = time.perf_counter()
         try:
             work = begin()
-            if work is not None and not work.wait(timedelta(seconds=max(0.001, ends - time.monotonic()))):
+            if work is not None and not work.wait(
+                timedelta(seconds=max(0.001, ends - time.monotonic()))
+            ):
                 raise stuck("no answer")
         except RuntimeError as error:
             raise stuck(str(error).strip().splitlines()[0]) from error

@@ -70,33 +70,58 @@ def judge(machine: Machine) -> list[Finding]:
 def _judged(machine: Machine) -> Iterator[Finding]:
     version = tuple(int(part) for part in machine.python.split(".")[:2])
     create = "create a virtual environment with a newer Python"
-    yield judged("Python", machine.python, version >= (3, 11), expected="3.11 or newer", fix=create)
+    yield judged(
+        "Python", machine.python, version >= (3, 11), expected="3.11 or newer", fix=create
+    )
     memory = f", {size_text(machine.memory)} of memory" if machine.memory is not None else ""
     yield note("machine", f"{machine.host}: {machine.system}, {machine.cores} cores{memory}")
     if machine.shared_memory is not None:
-        what, fits = f"{size_text(machine.shared_memory)} free in /dev/shm", machine.shared_memory >= _LEAST_SHM
+        what, fits = (
+            f"{size_text(machine.shared_memory)} free in /dev/shm",
+            machine.shared_memory >= _LEAST_SHM,
+        )
         uses = "loader workers and NCCL pass data through it, and a process that finds it full dies of a bus error"
         fix = "docker run --shm-size=8g, or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm"
         expected = f"{size_text(_LEAST_SHM)}: {uses}"
-        yield judged("shared memory", what, fits, otherwise="warning", expected=expected, fix=fix)
+        yield judged(
+            "shared memory", what, fits, otherwise="warning", expected=expected, fix=fix
+        )
     if machine.open_files is not None:
         what, fits = f"{machine.open_files} per process", machine.open_files >= _LEAST_FILES
-        expected = f"{_LEAST_FILES}: connections and the tensors of loader workers each take one"
+        expected = (
+            f"{_LEAST_FILES}: connections and the tensors of loader workers each take one"
+        )
         fix = "ulimit -n 65536; docker run --ulimit nofile=65536"
         yield judged("open files", what, fits, otherwise="warning", expected=expected, fix=fix)
     for name, free in machine.disks.items():
         level: Level = "warning"
         expected = f"{size_text(_LITTLE_DISK)}: a checkpoint with AdamW's state takes 12 bytes per parameter"
         if free < _LEAST_DISK:
-            level, expected = "stop", f"at least {size_text(_LEAST_DISK)}: nothing could be saved"
+            level, expected = (
+                "stop",
+                f"at least {size_text(_LEAST_DISK)}: nothing could be saved",
+            )
         what, fits = f"{size_text(free)} free for {name}", free >= _LITTLE_DISK
         fix = "free some space, or use another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches"
         yield judged("disk", what, fits, otherwise=level, expected=expected, fix=fix)
     if machine.clock_synchronized is not None:
-        what = "synchronised" if machine.clock_synchronized else "not synchronised with a time server"
-        expected = "a synchronised clock: logs of several machines are compared, and tokens have dates"
+        what = (
+            "synchronised"
+            if machine.clock_synchronized
+            else "not synchronised with a time server"
+        )
+        expected = (
+            "a synchronised clock: logs of several machines are compared, and tokens have dates"
+        )
         fix = "start chrony or systemd-timesyncd; a container has its host's clock"
-        yield judged("clock", what, machine.clock_synchronized, otherwise="warning", expected=expected, fix=fix)
+        yield judged(
+            "clock",
+            what,
+            machine.clock_synchronized,
+            otherwise="warning",
+            expected=expected,
+            fix=fix,
+        )
     for name in _TOKENS:
         yield note("token", f"{name}: {machine.tokens.get(name, 'none')}")
     if machine.tpu is not None:
@@ -147,7 +172,9 @@ def _clock_synchronized() -> bool | None:
         return None
     if state < 0:
         return None
-    status = ctypes.cast(ctypes.byref(words, 5 * ctypes.sizeof(ctypes.c_long)), ctypes.POINTER(ctypes.c_int))[0]
+    status = ctypes.cast(
+        ctypes.byref(words, 5 * ctypes.sizeof(ctypes.c_long)), ctypes.POINTER(ctypes.c_int)
+    )[0]
     return state != error and not status & unsynchronized
 
 
@@ -170,7 +197,14 @@ def _tokens(environ: Mapping[str, str]) -> dict[str, str]:
 def _tpu(environ: Mapping[str, str]) -> str | None:
     if any(Path("/dev").glob("accel*")):
         return "/dev/accel*"
-    return next((name for name in ("TPU_NAME", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE") if environ.get(name)), None)
+    return next(
+        (
+            name
+            for name in ("TPU_NAME", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE")
+            if environ.get(name)
+        ),
+        None,
+    )
 
 
 def text_of(path: Path) -> str | None:

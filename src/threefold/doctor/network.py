@@ -61,8 +61,17 @@ def look(environ: Mapping[str, str]) -> Network:
     except OSError:
         address = None
     interfaces = tuple(_interface(name) for _, name in socket.if_nameindex())
-    variables = {name: value for name, value in sorted(environ.items()) if name.startswith(_VARIABLES)}
-    return Network(host, interfaces, address, tuple(_infiniband_ports()), variables, dict(environment.replaced))
+    variables = {
+        name: value for name, value in sorted(environ.items()) if name.startswith(_VARIABLES)
+    }
+    return Network(
+        host,
+        interfaces,
+        address,
+        tuple(_infiniband_ports()),
+        variables,
+        dict(environment.replaced),
+    )
 
 
 def judge(network: Network, *, several_machines: bool) -> list[Finding]:
@@ -76,19 +85,32 @@ def judge(network: Network, *, several_machines: bool) -> list[Finding]:
         *_infiniband(network.infiniband),
     ]
     if network.variables:
-        found.append(note("variables", ", ".join(f"{name}={value}" for name, value in network.variables.items())))
+        found.append(
+            note(
+                "variables",
+                ", ".join(f"{name}={value}" for name, value in network.variables.items()),
+            )
+        )
     return found
 
 
 def _replaced(network: Network, usable: Sequence[Interface]) -> Iterator[Finding]:
     """What a launcher's ranks would use, where those that are started here stay on the loopback interface."""
     as_set = replace(network, variables={**network.variables, **network.replaced}, replaced={})
-    chosen = {"GLOO_SOCKET_IFNAME": gloo_interface(as_set)[0], "NCCL_SOCKET_IFNAME": nccl_interface(as_set)[0]}
+    chosen = {
+        "GLOO_SOCKET_IFNAME": gloo_interface(as_set)[0],
+        "NCCL_SOCKET_IFNAME": nccl_interface(as_set)[0],
+    }
     for name, value in network.replaced.items():
         here = f"ranks that are started here use {network.variables.get(name)} in its place"
         if chosen.get(name) is None:
             fix = f"unset {name}, or {name}=NAME of the interface that the machines share"
-            yield stop(name, f"{value} is no interface of this machine; {here}", expected=_names(usable), fix=fix)
+            yield stop(
+                name,
+                f"{value} is no interface of this machine; {here}",
+                expected=_names(usable),
+                fix=fix,
+            )
         else:
             yield note(name, f"{value} is set; {here}")
 
@@ -99,8 +121,15 @@ def _infiniband(ports: Sequence[str]) -> list[Finding]:
     found = []
     for port in ports:
         fits = not (up and "DOWN" in port and port.endswith("InfiniBand"))
-        expected, fix = "all ports up: NCCL shares its work among them", "ibstat; look at its cable and its switch"
-        found.append(note("InfiniBand", port) if fits else warning("InfiniBand", port, expected=expected, fix=fix))
+        expected, fix = (
+            "all ports up: NCCL shares its work among them",
+            "ibstat; look at its cable and its switch",
+        )
+        found.append(
+            note("InfiniBand", port)
+            if fits
+            else warning("InfiniBand", port, expected=expected, fix=fix)
+        )
     return found or [note("InfiniBand", "none")]
 
 
@@ -110,7 +139,14 @@ def gloo_interface(network: Network) -> tuple[Interface | None, str]:
         by_name = {each.name: each for each in network.interfaces}
         return by_name.get(named.split(",")[0]), f"GLOO_SOCKET_IFNAME={named}"
     address = network.host_address
-    own = next((each for each in network.interfaces if address is not None and each.address == address), None)
+    own = next(
+        (
+            each
+            for each in network.interfaces
+            if address is not None and each.address == address
+        ),
+        None,
+    )
     if own is not None or (address or "").startswith("127."):
         why = f"{network.host} resolves to {address}"
     else:
@@ -126,11 +162,16 @@ def nccl_interface(network: Network) -> tuple[Interface | None, str]:
         names = named.lstrip("=^").split(",")
 
         def is_named(each: Interface) -> bool:
-            return any(each.name == name if exact else each.name.startswith(name) for name in names)
+            return any(
+                each.name == name if exact else each.name.startswith(name) for name in names
+            )
 
         chosen = [each for each in usable if is_named(each) is not excluded]
         return (chosen[0] if chosen else None), f"NCCL_SOCKET_IFNAME={named}"
-    ranked = sorted(usable, key=lambda each: (not each.name.startswith("ib"), each.loopback, _is_bridge(each)))
+    ranked = sorted(
+        usable,
+        key=lambda each: (not each.name.startswith("ib"), each.loopback, _is_bridge(each)),
+    )
     return (ranked[0] if ranked else None), "NCCL's own order"
 
 
@@ -139,13 +180,25 @@ def _gloo(network: Network, usable: Sequence[Interface], *, several_machines: bo
     others = [each.name for each in usable if not each.loopback and not _is_bridge(each)]
     hint = f"GLOO_SOCKET_IFNAME={others[0] if others else 'NAME'}, the one that the machines share, on all of them"
     if chosen is None:
-        return stop("gloo", f"{why}, but this machine has no such interface", expected=_names(usable), fix=hint)
+        return stop(
+            "gloo",
+            f"{why}, but this machine has no such interface",
+            expected=_names(usable),
+            fix=hint,
+        )
     if chosen.loopback and several_machines:
         what = f"would offer {chosen.address or '127.0.0.1'} to the other machines: {why}"
         return stop("gloo", what, expected="an address that they can reach", fix=hint)
     fits, fix = not (chosen.loopback and others), f"for several machines: {hint}"
     expected = "on one machine this is right; ranks on several machines could not connect to one another"
-    return judged("gloo", f"uses {chosen.name}: {why}", fits, otherwise="warning", expected=expected, fix=fix)
+    return judged(
+        "gloo",
+        f"uses {chosen.name}: {why}",
+        fits,
+        otherwise="warning",
+        expected=expected,
+        fix=fix,
+    )
 
 
 def _nccl(network: Network, usable: Sequence[Interface]) -> Finding:
@@ -158,11 +211,17 @@ def _nccl(network: Network, usable: Sequence[Interface]) -> Finding:
 
 
 def _names(interfaces: Sequence[Interface]) -> str:
-    return f"one of {', '.join(each.name for each in interfaces)}" if interfaces else "an interface with an address"
+    return (
+        f"one of {', '.join(each.name for each in interfaces)}"
+        if interfaces
+        else "an interface with an address"
+    )
 
 
 def _is_bridge(interface: Interface) -> bool:
-    return interface.name.startswith(("docker", "br-", "veth", "virbr", "cni", "flannel", "cali"))
+    return interface.name.startswith(
+        ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali")
+    )
 
 
 def _interface(name: str) -> Interface:
@@ -180,7 +239,9 @@ def _address(name: str) -> str | None:
     get_address = 0x8915
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
-            answer = fcntl.ioctl(asking.fileno(), get_address, struct.pack("256s", name.encode()[:15]))
+            answer = fcntl.ioctl(
+                asking.fileno(), get_address, struct.pack("256s", name.encode()[:15])
+            )
         except OSError:
             return None
     return socket.inet_ntoa(answer[20:24])
@@ -190,5 +251,7 @@ def _infiniband_ports() -> list[str]:
     found = []
     for port in sorted(_INFINIBAND.glob("*/ports/*")):
         state, rate, layer = (text_of(port / name) for name in ("state", "rate", "link_layer"))
-        found.append(f"{port.parts[-3]} port {port.name}: {state or 'unknown'}, {rate or '?'}, {layer or '?'}")
+        found.append(
+            f"{port.parts[-3]} port {port.name}: {state or 'unknown'}, {rate or '?'}, {layer or '?'}"
+        )
     return found

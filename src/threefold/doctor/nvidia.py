@@ -90,7 +90,9 @@ class Nvidia:
         """GPUs that nvidia-smi lists, also those that it cannot talk to; None without an answer."""
         if self.listed.code is None:
             return None
-        count = sum(line.startswith("GPU ") for line in self.listed.text.splitlines()) + len(_lost(self.listed.text))
+        count = sum(line.startswith("GPU ") for line in self.listed.text.splitlines()) + len(
+            _lost(self.listed.text)
+        )
         return count or None
 
 
@@ -101,8 +103,14 @@ def look() -> Nvidia:
     if smi.code is None:
         return Nvidia(smi)
     listed = ask("nvidia-smi", "-L", ends=ends)
-    matrix, report = ask("nvidia-smi", "topo", "-m", ends=ends), ask("nvidia-smi", "-q", "-x", ends=ends)
-    errors, states = ask("nvidia-smi", "nvlink", "-e", ends=ends), ask("nvidia-smi", "nvlink", "-s", ends=ends)
+    matrix, report = (
+        ask("nvidia-smi", "topo", "-m", ends=ends),
+        ask("nvidia-smi", "-q", "-x", ends=ends),
+    )
+    errors, states = (
+        ask("nvidia-smi", "nvlink", "-e", ends=ends),
+        ask("nvidia-smi", "nvlink", "-s", ends=ends),
+    )
     return Nvidia(
         smi,
         listed,
@@ -123,7 +131,11 @@ def ask(program: str, *arguments: str, ends: float) -> Answer:
     try:
         # A process that waits inside the driver cannot be killed: what it prints is read, and it is left behind.
         with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
         ) as run:
             try:
                 text = run.communicate(timeout=left_s)[0]
@@ -155,22 +167,42 @@ def _health(gpu: ElementTree.Element) -> Health:
         return (gpu.findtext(path) or "").strip()
 
     reasons = [
-        each for parent in ("clocks_event_reasons", "clocks_throttle_reasons") for each in gpu.iterfind(f"{parent}/*")
+        each
+        for parent in ("clocks_event_reasons", "clocks_throttle_reasons")
+        for each in gpu.iterfind(f"{parent}/*")
     ]
-    slowed = [each.tag.partition("_reason_")[2] for each in reasons if (each.text or "").strip() == "Active"]
-    counts = gpu.findall("ecc_errors/volatile/*") + gpu.findall("ecc_errors/volatile/double_bit/total")
-    uncorrected = [each for each in counts if "uncorrectable" in each.tag or each.tag == "total"]
+    slowed = [
+        each.tag.partition("_reason_")[2]
+        for each in reasons
+        if (each.text or "").strip() == "Active"
+    ]
+    counts = gpu.findall("ecc_errors/volatile/*") + gpu.findall(
+        "ecc_errors/volatile/double_bit/total"
+    )
+    uncorrected = [
+        each for each in counts if "uncorrectable" in each.tag or each.tag == "total"
+    ]
     return Health(
         text("product_name"),
         gpu.get("id", ""),
         text("fb_memory_usage/total"),
         text("mig_mode/current_mig") == "Enabled",
-        sum(int(each.text) for each in uncorrected if each.text and each.text.strip().isdecimal()),
-        "Yes" in (text("remapped_rows/remapped_row_pending"), text("retired_pages/pending_retirement")),
+        sum(
+            int(each.text)
+            for each in uncorrected
+            if each.text and each.text.strip().isdecimal()
+        ),
+        "Yes"
+        in (
+            text("remapped_rows/remapped_row_pending"),
+            text("retired_pages/pending_retirement"),
+        ),
         text("remapped_rows/remapped_row_failure") == "Yes",
         text("gpu_recovery_action") or "None",
         tuple(reason for reason in slowed if reason in _SLOWED),
-        f"{text('fabric/state')}, {text('fabric/status')}" if text("fabric/state") not in ("", "N/A") else "N/A",
+        f"{text('fabric/state')}, {text('fabric/status')}"
+        if text("fabric/state") not in ("", "N/A")
+        else "N/A",
     )
 
 
@@ -183,20 +215,30 @@ def read_links(text: str) -> dict[tuple[int, int], str]:
     for row in rows:
         if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row:
             first = int(row[0][3:])
-            found.update({(first, second): row[1 + second] for second in range(first + 1, num_gpus)})
+            found.update(
+                {(first, second): row[1 + second] for second in range(first + 1, num_gpus)}
+            )
     return found
 
 
 def read_link_errors(text: str) -> dict[int, int]:
     """Replay and recovery errors of a GPU's links together, from `nvidia-smi nvlink -e`; of GPUs that have some."""
     return _by_gpu(
-        text, lambda line: int(each[1]) if (each := re.search(r"(?:Replay|Recovery) Errors: (\d+)", line)) else 0
+        text,
+        lambda line: (
+            int(each[1])
+            if (each := re.search(r"(?:Replay|Recovery) Errors: (\d+)", line))
+            else 0
+        ),
     )
 
 
 def read_inactive_links(text: str) -> dict[int, int]:
     """Links that are inactive, from `nvidia-smi nvlink -s`, of GPUs some of whose links are active."""
-    inactive, active = _by_gpu(text, lambda line: "<inactive>" in line), _by_gpu(text, lambda line: "GB/s" in line)
+    inactive, active = (
+        _by_gpu(text, lambda line: "<inactive>" in line),
+        _by_gpu(text, lambda line: "GB/s" in line),
+    )
     return {gpu: count for gpu, count in inactive.items() if gpu in active}
 
 
@@ -221,7 +263,9 @@ def _lost(text: str) -> list[str]:
     """Buses of the GPUs that nvidia-smi cannot talk to, or their numbers where it does not tell."""
     lines = re.findall(r"Unable to determine the device handle for (.*)", text)
     bus = re.compile(r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d")
-    return [found[0] if (found := bus.search(line)) else line.partition(":")[0] for line in lines]
+    return [
+        found[0] if (found := bus.search(line)) else line.partition(":")[0] for line in lines
+    ]
 
 
 def _answers(seen: Nvidia) -> Iterator[Finding]:
@@ -229,21 +273,34 @@ def _answers(seen: Nvidia) -> Iterator[Finding]:
     if smi.late or seen.listed.late:
         expected = "an answer at once: ranks would wait as long, without a word"
         fix = f"{_LOG}; {_DISMISSED}, or reboot it"
-        yield stop("driver", f"nvidia-smi gave no answer in {LIMIT_S:g} s", expected=expected, fix=fix)
+        yield stop(
+            "driver", f"nvidia-smi gave no answer in {LIMIT_S:g} s", expected=expected, fix=fix
+        )
     elif "Driver/library version mismatch" in smi.text:
         what = "the driver's libraries were updated, and its kernel module is still the old one (nvidia-smi: mismatch)"
         modules = "nvidia_uvm nvidia_drm nvidia_modeset nvidia"
         fix = f"reboot, or while nothing uses the GPUs: sudo rmmod {modules}; sudo modprobe nvidia"
-        yield stop("driver", what, expected="libraries and a kernel module of one version", fix=fix)
+        yield stop(
+            "driver", what, expected="libraries and a kernel module of one version", fix=fix
+        )
     elif smi.code:
         said = " ".join(smi.text.split())[:200]
         fix = f"{_LOG}; install or load the driver (sudo modprobe nvidia); in a container: docker run --gpus all"
-        yield stop("driver", f"nvidia-smi failed: {said}", expected="a driver that answers", fix=fix)
+        yield stop(
+            "driver", f"nvidia-smi failed: {said}", expected="a driver that answers", fix=fix
+        )
     for bus in dict.fromkeys(_lost(smi.text) + _lost(seen.listed.text)):
         what = f"nvidia-smi cannot talk to the GPU at {bus}"
-        yield stop("GPUs", what, expected="every GPU of the host", fix=f"{_LOG}; {_DISMISSED}, or reboot it")
+        yield stop(
+            "GPUs",
+            what,
+            expected="every GPU of the host",
+            fix=f"{_LOG}; {_DISMISSED}, or reboot it",
+        )
     for (bus, number), count in seen.xids.items():
-        what = f"Xid {number} at PCI {bus}: {_XIDS[number]}" + (f", {count} times" if count > 1 else "")
+        what = f"Xid {number} at PCI {bus}: {_XIDS[number]}" + (
+            f", {count} times" if count > 1 else ""
+        )
         fix = f"{_LOG}; {_DISMISSED}, or reboot it"
         yield stop("Xid", what, expected="no such message since the host was started", fix=fix)
 
@@ -253,13 +310,23 @@ def _memory(seen: Nvidia) -> Iterator[Finding]:
         name, at = f"GPU {number} memory", f"{gpu.name} at {gpu.bus}"
         if gpu.remap_failed:
             what = f"{at}: a row that failed could not be replaced"
-            yield stop(name, what, expected="memory that keeps what is written", fix=f"{_DISMISSED} and replaced")
+            yield stop(
+                name,
+                what,
+                expected="memory that keeps what is written",
+                fix=f"{_DISMISSED} and replaced",
+            )
         elif gpu.uncorrected:
-            what = f"{at}: {gpu.uncorrected} uncorrectable ECC errors since the driver was loaded"
+            what = (
+                f"{at}: {gpu.uncorrected} uncorrectable ECC errors since the driver was loaded"
+            )
             fix = f"reset it (sudo nvidia-smi -r -i {number}) or reboot; if they come back, {_DISMISSED}"
             yield stop(name, what, expected="none: a process that meets one dies", fix=fix)
         elif gpu.remap_pending:
-            what, expected = f"{at}: rows that failed wait to be replaced", "none, before a long run"
+            what, expected = (
+                f"{at}: rows that failed wait to be replaced",
+                "none, before a long run",
+            )
             fix = f"reset it while nothing uses it: sudo nvidia-smi -r -i {number}"
             yield warning(name, what, expected=expected, fix=fix)
         elif gpu.recovery not in ("None", "N/A"):
@@ -270,12 +337,17 @@ def _memory(seen: Nvidia) -> Iterator[Finding]:
             yield stop(f"GPU {number}", what, expected="a GPU that needs no recovery", fix=fix)
         if gpu.mig:
             yield note(
-                f"GPU {number} MIG", "on: a rank has one part of this GPU, and NCCL connects no two parts of one"
+                f"GPU {number} MIG",
+                "on: a rank has one part of this GPU, and NCCL connects no two parts of one",
             )
         if gpu.fabric not in ("N/A", "Completed, Success"):
             what = f"{at}: its fabric is not ready ({gpu.fabric})"
-            expected = "NVSwitch's fabric, which nvidia-fabricmanager builds when the host starts"
-            fix = "sudo systemctl restart nvidia-fabricmanager, of the very version of the driver"
+            expected = (
+                "NVSwitch's fabric, which nvidia-fabricmanager builds when the host starts"
+            )
+            fix = (
+                "sudo systemctl restart nvidia-fabricmanager, of the very version of the driver"
+            )
             yield stop("fabric", what, expected=expected, fix=fix)
 
 
@@ -285,25 +357,51 @@ def _speed(seen: Nvidia) -> Iterator[Finding]:
             why = " and ".join(dict.fromkeys(_SLOWED[reason] for reason in gpu.slowed))
             fix = "look at fans, air and power of the host; nvidia-smi -q -d PERFORMANCE,TEMPERATURE"
             what = f"{gpu.name} at {gpu.bus} is slowed: {why}"
-            yield warning(f"GPU {number} clocks", what, expected="full speed: all ranks wait for the slowest", fix=fix)
+            yield warning(
+                f"GPU {number} clocks",
+                what,
+                expected="full speed: all ranks wait for the slowest",
+                fix=fix,
+            )
     for number, count in seen.link_errors.items():
-        what = f"GPU {number}: {count} replayed or recovered transfers since the driver was loaded"
+        what = (
+            f"GPU {number}: {count} replayed or recovered transfers since the driver was loaded"
+        )
         fix = f"nvidia-smi nvlink -e; if they grow during a run, {_DISMISSED}"
-        yield warning("NVLink", what, expected="none: each costs time, and many end in Xid 74", fix=fix)
+        yield warning(
+            "NVLink", what, expected="none: each costs time, and many end in Xid 74", fix=fix
+        )
     for number, count in seen.inactive_links.items():
-        what, fix = f"GPU {number}: {count} links are inactive", f"nvidia-smi nvlink -s; {_DISMISSED}"
-        yield warning("NVLink", what, expected="all links active, as on its neighbours", fix=fix)
+        what, fix = (
+            f"GPU {number}: {count} links are inactive",
+            f"nvidia-smi nvlink -s; {_DISMISSED}",
+        )
+        yield warning(
+            "NVLink", what, expected="all links active, as on its neighbours", fix=fix
+        )
 
 
 def _equal(seen: Nvidia) -> Iterator[Finding]:
     kinds = Counter((gpu.name, gpu.memory) for gpu in seen.gpus)
     if len(kinds) > 1:
-        each = "; ".join(f"{count} x {name} ({memory})" for (name, memory), count in kinds.items())
+        each = "; ".join(
+            f"{count} x {name} ({memory})" for (name, memory), count in kinds.items()
+        )
         fix = "leave the others out: CUDA_VISIBLE_DEVICES"
-        yield warning("GPUs", f"are not equal: {each}", expected="one kind: all ranks wait for the slowest", fix=fix)
+        yield warning(
+            "GPUs",
+            f"are not equal: {each}",
+            expected="one kind: all ranks wait for the slowest",
+            fix=fix,
+        )
     by_nvlink = [pair for pair, kind in seen.links.items() if kind.startswith("NV")]
     others = [pair for pair in seen.links if pair not in by_nvlink]
     if by_nvlink and others and len(others) < len(by_nvlink):
         pairs = ", ".join(f"{a}-{b}" for a, b in others[:4])
         fix = f"nvidia-smi topo -m and nvidia-smi nvlink -s; {_DISMISSED}"
-        yield warning("links", f"GPUs {pairs} meet over PCIe, the others over NVLink", expected="one kind", fix=fix)
+        yield warning(
+            "links",
+            f"GPUs {pairs} meet over PCIe, the others over NVLink",
+            expected="one kind",
+            fix=fix,
+        )

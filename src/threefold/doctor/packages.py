@@ -9,8 +9,26 @@ from importlib import metadata
 from threefold.doctor.findings import Finding, note, ok, stop, warning
 
 # Packages whose versions a report shows, and packages whose requirements on torch are checked as well as ours.
-SHOWN = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "huggingface-hub", "numpy", "accelerate")
-_BOUND_TO_TORCH = ("torchvision", "torchaudio", "torchdata", "xformers", "triton", "accelerate", "peft", "deepspeed")
+SHOWN = (
+    "torch",
+    "transformers",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "huggingface-hub",
+    "numpy",
+    "accelerate",
+)
+_BOUND_TO_TORCH = (
+    "torchvision",
+    "torchaudio",
+    "torchdata",
+    "xformers",
+    "triton",
+    "accelerate",
+    "peft",
+    "deepspeed",
+)
 _FLASH = ("flash-attn", "flash_attn_3", "flash-attn-3")
 
 
@@ -28,7 +46,9 @@ def look() -> dict[str, Package]:
     found = {}
     for name in ("threefold", *SHOWN, *_BOUND_TO_TORCH, *_FLASH, *_needed()):
         try:
-            found[name] = Package(name, metadata.version(name), tuple(metadata.requires(name) or ()))
+            found[name] = Package(
+                name, metadata.version(name), tuple(metadata.requires(name) or ())
+            )
         except metadata.PackageNotFoundError:
             continue
     return found
@@ -37,7 +57,11 @@ def look() -> dict[str, Package]:
 def judge(packages: dict[str, Package], *, gpus: bool) -> list[Finding]:
     """Which versions do not fit one another; `gpus`: whether flash attention could be used."""
     shown = ", ".join(f"{name} {packages[name].version}" for name in SHOWN if name in packages)
-    problems = [finding for name in ("threefold", *_BOUND_TO_TORCH) for finding in _misfits(name, packages)]
+    problems = [
+        finding
+        for name in ("threefold", *_BOUND_TO_TORCH)
+        for finding in _misfits(name, packages)
+    ]
     flash = next((packages[name] for name in _FLASH if name in packages), None)
     if flash is not None:
         text = f"{flash.name} {flash.version}, in addition to torch's own in SDPA"
@@ -55,12 +79,19 @@ def _misfits(name: str, packages: dict[str, Package]) -> Iterator[Finding]:
 
     ours = name == "threefold"
     for need in map(Requirement, packages[name].requirements if name in packages else ()):
-        if (need.marker is not None and not need.marker.evaluate({"extra": ""})) or not (ours or need.name == "torch"):
+        if (need.marker is not None and not need.marker.evaluate({"extra": ""})) or not (
+            ours or need.name == "torch"
+        ):
             continue
         installed = packages.get(need.name)
         if installed is None:
             needed = f"{need.name} {need.specifier}, which {name} needs"
-            yield stop("versions", f"{need.name} is not installed", expected=needed, fix=f"pip install '{need}'")
+            yield stop(
+                "versions",
+                f"{need.name} is not installed",
+                expected=needed,
+                fix=f"pip install '{need}'",
+            )
         # Without the build number, as in 2.13.0+cpu: a specifier without one accepts any.
         elif not need.specifier.contains(installed.version.partition("+")[0], prereleases=True):
             upgrade = f"pip install -U {name}, or uninstall it if it is not used"

@@ -88,18 +88,32 @@ def look_at_machine(config: Config, *, several_machines: bool) -> MachineReport:
     findings += of_gpus
     if config.mesh.device == "cpu":
         findings = [_unused(each) if each in of_gpus else each for each in findings]
-        findings = [_unused(each) if each.check.startswith(_UNUSED_ON_CPUS) else each for each in findings]
+        findings = [
+            _unused(each) if each.check.startswith(_UNUSED_ON_CPUS) else each
+            for each in findings
+        ]
     elif not seen.gpus:
         findings = [_unused(each) if each.check == "NCCL" else each for each in findings]
-    versions = {name: installed[name].version for name in (*packages.SHOWN, "threefold") if name in installed}
+    versions = {
+        name: installed[name].version
+        for name in (*packages.SHOWN, "threefold")
+        if name in installed
+    }
     versions["Python"] = host.python
     if seen.nccl is not None:
         versions["NCCL"] = ".".join(map(str, seen.nccl))
     if seen.driver is not None:
         versions["driver"] = seen.driver
     pairs = [[*pair, kind] for pair, kind in seen.links.items()]
-    facts = {**asdict(host), "network": asdict(nets), "torch": {**asdict(seen), "links": pairs}, "rdma": asdict(cards)}
-    return MachineReport(findings, facts | {"gpus": [asdict(each) for each in tools.gpus]}, versions)
+    facts = {
+        **asdict(host),
+        "network": asdict(nets),
+        "torch": {**asdict(seen), "links": pairs},
+        "rdma": asdict(cards),
+    }
+    return MachineReport(
+        findings, facts | {"gpus": [asdict(each) for each in tools.gpus]}, versions
+    )
 
 
 def _unused(finding: Finding) -> Finding:
@@ -107,12 +121,18 @@ def _unused(finding: Finding) -> Finding:
     return replace(finding, level="warning") if finding.level == "stop" else finding
 
 
-def look_at_mesh(mesh: Mesh, report: MachineReport, info: LaunchInfo, *, limit_s: float) -> MeshReport:
+def look_at_mesh(
+    mesh: Mesh, report: MachineReport, info: LaunchInfo, *, limit_s: float
+) -> MeshReport:
     """Everything that this machine and the other ranks have found; every rank calls it. `limit_s`: of one test."""
     reports, result, stuck = _measured(mesh, report, info, limit_s=limit_s)
     # Rank 0 also reports the faults of the other machines.
-    bad = [asdict(finding) for finding in report.findings if finding.level in ("stop", "warning")]
-    part = json.dumps({"measured": result, "machine": bad, "stuck": asdict(stuck) if stuck else None})
+    bad = [
+        asdict(finding) for finding in report.findings if finding.level in ("stop", "warning")
+    ]
+    part = json.dumps(
+        {"measured": result, "machine": bad, "stuck": asdict(stuck) if stuck else None}
+    )
     results = _exchange(mesh, "result", part, 2 * limit_s)
     if mesh.rank != 0:
         return MeshReport(stuck=stuck)
@@ -128,7 +148,9 @@ def look_at_mesh(mesh: Mesh, report: MachineReport, info: LaunchInfo, *, limit_s
     return MeshReport(findings, rank_map(reports, mesh.topology), facts, stuck)
 
 
-def agree_on_code(mesh: Mesh, code: int | None, stuck: Finding | None, *, limit_s: float) -> int:
+def agree_on_code(
+    mesh: Mesh, code: int | None, stuck: Finding | None, *, limit_s: float
+) -> int:
     """Rank 0's exit code, on every rank; the other ranks pass None. 1 if rank 0 is gone."""
     store = mesh.store
     assert store is not None
@@ -159,7 +181,9 @@ def _measured(
     except links.StuckError as error:
         stuck = error.finding(limit_s)
     host, device = info.host or report.facts["host"], _device_name(mesh)
-    own = RankReport(mesh.rank, host, info.local_rank, os.getpid(), device, time.time(), report.versions)
+    own = RankReport(
+        mesh.rank, host, info.local_rank, os.getpid(), device, time.time(), report.versions
+    )
     texts = _exchange(mesh, "report", json.dumps(asdict(own)), limit_s)
     reports = [RankReport(**json.loads(text)) for text in texts.values()]
     if stuck is not None or len(reports) < mesh.world_size:
@@ -190,7 +214,9 @@ def _exchange(mesh: Mesh, name: str, part: str, limit_s: float) -> dict[int, str
     return found
 
 
-def _of_others(reports: Sequence[RankReport], heard: dict[int, dict[str, Any]]) -> list[Finding]:
+def _of_others(
+    reports: Sequence[RankReport], heard: dict[int, dict[str, Any]]
+) -> list[Finding]:
     """The faults of each other machine, as its first rank found them."""
     found, seen = [], {reports[0].host}
     for report in reports:
@@ -202,16 +228,25 @@ def _of_others(reports: Sequence[RankReport], heard: dict[int, dict[str, Any]]) 
     return found
 
 
-def _of_links(heard: dict[int, dict[str, Any]], reports: Sequence[RankReport], mesh: Mesh) -> list[Finding]:
+def _of_links(
+    heard: dict[int, dict[str, Any]], reports: Sequence[RankReport], mesh: Mesh
+) -> list[Finding]:
     from threefold.doctor import links
 
     stuck = [Finding(**each["stuck"]) for each in heard.values() if each["stuck"]]
     found = list({finding.what: finding for finding in stuck}.values())
     missing = sorted(set(range(mesh.world_size)) - set(heard))
     if missing:
-        what, fix = f"no result came from {ranks_text(missing)}", "look at the output of that rank and of its host"
+        what, fix = (
+            f"no result came from {ranks_text(missing)}",
+            "look at the output of that rank and of its host",
+        )
         found.append(stop("ranks", what, expected="a result from every rank", fix=fix))
-    measured = {rank: links.Measured.of(each["measured"]) for rank, each in heard.items() if each["measured"]}
+    measured = {
+        rank: links.Measured.of(each["measured"])
+        for rank, each in heard.items()
+        if each["measured"]
+    }
     if found or not measured:  # if a test hung, the other ranks measured while they waited
         return found
     own_links = mesh.device.type == "cuda" or len({report.host for report in reports}) > 1
@@ -232,10 +267,14 @@ def rank_map(reports: Sequence[RankReport], topology: Topology) -> list[str]:
     for report in reports[:_MOST_SHOWN]:
         _, _, cp, tp = topology.coordinates(report.rank)
         place = f"dp {topology.dp_rank(report.rank)}  cp {cp}  tp {tp}"
-        lines.append(f"rank {report.rank}: {place}  on {report.host}, {report.device}, process {report.process}")
+        lines.append(
+            f"rank {report.rank}: {place}  on {report.host}, {report.device}, process {report.process}"
+        )
     if len(reports) > _MOST_SHOWN:
         hosts = len({report.host for report in reports})
-        lines.append(f"... and {len(reports) - _MOST_SHOWN} more; {len(reports)} ranks on {hosts} hosts")
+        lines.append(
+            f"... and {len(reports) - _MOST_SHOWN} more; {len(reports)} ranks on {hosts} hosts"
+        )
     return lines
 
 
@@ -247,23 +286,42 @@ def judge(reports: Sequence[RankReport], topology: Topology) -> list[Finding]:
         for report in reports:
             by_version.setdefault(report.versions.get(name, "none"), []).append(report.rank)
         if len(by_version) > 1:
-            versions = "; ".join(f"{version} on {ranks_text(ranks)}" for version, ranks in by_version.items())
+            versions = "; ".join(
+                f"{version} on {ranks_text(ranks)}" for version, ranks in by_version.items()
+            )
             level = stop if name in _MUST_AGREE else warning
             expected = "the same everywhere, so that all ranks compute and send the same"
             fix = "the same environment or image on every machine"
-            found.append(level("versions of the ranks", f"{name}: {versions}", expected=expected, fix=fix))
+            found.append(
+                level(
+                    "versions of the ranks", f"{name}: {versions}", expected=expected, fix=fix
+                )
+            )
     found = found or [ok("versions of the ranks", "the same on all")]
     first, last = (choose(reports, key=lambda report: report.clock) for choose in (min, max))
     skew_s = last.clock - first.clock
     close = f"within {max(skew_s, 0.001):.3f} s"
     far = f"{last.host} (rank {last.rank}) is {skew_s:.1f} s ahead of {first.host} (rank {first.rank})"
     fits, fix = skew_s <= _MOST_SKEW_S, "start chrony or systemd-timesyncd on both"
-    expected, what = f"within {_MOST_SKEW_S:g} s: logs of several machines are compared", close if fits else far
-    found.append(judged("clocks of the ranks", what, fits, otherwise="warning", expected=expected, fix=fix))
+    expected, what = (
+        f"within {_MOST_SKEW_S:g} s: logs of several machines are compared",
+        close if fits else far,
+    )
+    found.append(
+        judged(
+            "clocks of the ranks", what, fits, otherwise="warning", expected=expected, fix=fix
+        )
+    )
     hosts = {report.rank: report.host for report in reports}
     for axis in ("tp", "cp"):
-        cut = (ranks for ranks in topology.groups(axis) if len({hosts[rank] for rank in ranks if rank in hosts}) > 1)
+        cut = (
+            ranks
+            for ranks in topology.groups(axis)
+            if len({hosts[rank] for rank in ranks if rank in hosts}) > 1
+        )
         if ranks := next(cut, None):
-            text = f"{ranks_text(ranks)} are on several hosts: every layer waits for the network"
+            text = (
+                f"{ranks_text(ranks)} are on several hosts: every layer waits for the network"
+            )
             found.append(note(f"axis {axis}", text))
     return found

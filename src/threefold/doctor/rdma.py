@@ -43,7 +43,10 @@ class Rdma:
 def look(environ: Mapping[str, str], *, root: Path = Path("/")) -> Rdma:
     """Reads this machine, whose files lie below `root`."""
     devices = root / _DEVICES.relative_to("/")
-    found = [(each.name, (each / "device" / "driver").resolve().name) for each in sorted(devices.glob("*"))]
+    found = [
+        (each.name, (each / "device" / "driver").resolve().name)
+        for each in sorted(devices.glob("*"))
+    ]
     modules = text_of(root / "proc/modules") or ""
     version = text_of(root / "proc/driver/nvidia/version") or ""
     places = [*filter(None, environ.get("LD_LIBRARY_PATH", "").split(":")), *_PLUGIN_FOLDERS]
@@ -51,7 +54,8 @@ def look(environ: Mapping[str, str], *, root: Path = Path("/")) -> Rdma:
     return Rdma(
         found,
         _locked_memory(),
-        re.search(r"^nvidia_peermem ", modules, re.MULTILINE) is not None or "Open Kernel Module" in version,
+        re.search(r"^nvidia_peermem ", modules, re.MULTILINE) is not None
+        or "Open Kernel Module" in version,
         next((str(file) for file in files), None),
     )
 
@@ -72,7 +76,12 @@ def _judged(seen: Rdma) -> Iterator[Finding]:
         if seen.plugin is None:
             what = f"{names} is here, but NCCL's plugin for libfabric ({_PLUGIN}) was not found"
             fix = "install aws-ofi-nccl, or an image that has it; its folder belongs into LD_LIBRARY_PATH"
-            yield warning("EFA", what, expected="the plugin: without it NCCL goes over TCP, many times slower", fix=fix)
+            yield warning(
+                "EFA",
+                what,
+                expected="the plugin: without it NCCL goes over TCP, many times slower",
+                fix=fix,
+            )
         else:
             yield note("EFA", f"{names}, by {seen.plugin}")
     elif not seen.direct:

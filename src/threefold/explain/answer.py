@@ -20,9 +20,14 @@ from threefold.records.state import ended_text
 
 SCHEMA = 1  # of --json: grows when a key changes its meaning or goes
 _SHOWN = 300
-_UNPROVED = {"": "only a symptom, its cause is not in this log", "own-error": "first error, its cause may be earlier"}
+_UNPROVED = {
+    "": "only a symptom, its cause is not in this log",
+    "own-error": "first error, its cause may be earlier",
+}
 # Also what turns the direction of text around: it makes a line read as another one.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
 # The pages of what a run notes of its end; any other has its three parts.
 _OF_ENDING = {
     "signal": "killed",
@@ -40,7 +45,11 @@ _OF_ENDING = {
     "exception": "own-error",
 }
 # What a difference between dumps means.
-_OF_DIFFERENCE = {"different": "collective-mismatch", "absent": "nccl-timeout", "unfinished": "nccl-timeout"}
+_OF_DIFFERENCE = {
+    "different": "collective-mismatch",
+    "absent": "nccl-timeout",
+    "unfinished": "nccl-timeout",
+}
 
 
 def answer(evidence: JobEvidence) -> Diagnosis:
@@ -57,32 +66,54 @@ def answer(evidence: JobEvidence) -> Diagnosis:
     elif differences and (explanation is None or explanation.known.tier > Tier.WIDE):
         explanation = _of_dumps(differences.pop(0), explanation)
         found = Diagnosis(Status.FAILURE, explanation)
-    extra = [*(one.text for one in differences), *evidence.notes, *(f"not read: {name}" for name in evidence.unread)]
+    extra = [
+        *(one.text for one in differences),
+        *evidence.notes,
+        *(f"not read: {name}" for name in evidence.unread),
+    ]
     if explanation is None:
         return replace(found, notes=extra)
-    facts = [fact for fact in explanation.facts if not (evidence.differences and isinstance(fact, Guess))]
+    facts = [
+        fact
+        for fact in explanation.facts
+        if not (evidence.differences and isinstance(fact, Guess))
+    ]
     return replace(found, explanation=replace(explanation, facts=[*facts, *extra]))
 
 
-def _of_ending(ending: Ending, sources: Sequence[LogSource], told: Explanation | None) -> Explanation:
+def _of_ending(
+    ending: Ending, sources: Sequence[LogSource], told: Explanation | None
+) -> Explanation:
     """What the run has noted comes before all logs: those of other ranks tell what followed from it."""
     rank = next(iter(ending.ranks), None)
-    page = _OF_ENDING.get(f"{ending.how} {ending.code}") or _OF_ENDING.get(ending.how, "threefold")
+    page = _OF_ENDING.get(f"{ending.how} {ending.code}") or _OF_ENDING.get(
+        ending.how, "threefold"
+    )
     known = known_errors()[page]
     proved = known.tier < Tier.SYMPTOM or page == "threefold"
     facts = [*ending.error.splitlines(), *([rows_text(ending.rows)] if ending.rows else ())]
     if ending.memory_kills:
-        facts.append(f"processes that the kernel ended meanwhile because memory ran out: {ending.memory_kills}")
+        facts.append(
+            f"processes that the kernel ended meanwhile because memory ran out: {ending.memory_kills}"
+        )
     line = LogLine(1, ended_text(ending), rank, ending.host, JOURNAL)
     frame = ending.at.strip() or None
     confidence = Confidence.SURE if proved else Confidence.SYMPTOM
-    found = Explanation(known, line, confidence, frame, facts, _beside(known, told), not proved, ending)
+    found = Explanation(
+        known, line, confidence, frame, facts, _beside(known, told), not proved, ending
+    )
     # What others raise has its words in the log of that rank.
     logs = [source for source in sources if source.rank == rank]
     own = examine(Log(logs)).explanation if page == "own-error" and logs else None
     if own is None or own.known.tier is Tier.CONSEQUENCE:
         return found
-    return replace(own, line=line, facts=[*facts, *own.facts], others=_beside(own.known, told), ending=ending)
+    return replace(
+        own,
+        line=line,
+        facts=[*facts, *own.facts],
+        others=_beside(own.known, told),
+        ending=ending,
+    )
 
 
 def _beside(known: KnownError, told: Explanation | None) -> list[Hit]:
@@ -97,7 +128,9 @@ def _of_dumps(first: Divergence, told: Explanation | None) -> Explanation:
     rank = first.ranks[0] if first.ranks else None
     line = LogLine(1, first.text, rank, None, "Flight Recorder dumps")
     confidence = Confidence.SURE if first.kind == "different" else Confidence.LIKELY
-    return Explanation(known, line, confidence, None, told.facts if told else (), _beside(known, told))
+    return Explanation(
+        known, line, confidence, None, told.facts if told else (), _beside(known, told)
+    )
 
 
 def text(found: Diagnosis) -> str:
@@ -117,7 +150,11 @@ def _text(found: Diagnosis) -> str:
         )
         heading = ["  its most telling lines:"] if lines else []
         return "\n".join([title, *heading, *(f"    {line}" for line in lines), *notes, known])
-    what = "the job finished" if found.status is Status.FINISHED else "the job went on after what looks like errors"
+    what = (
+        "the job finished"
+        if found.status is Status.FINISHED
+        else "the job went on after what looks like errors"
+    )
     return "\n".join([f"no failure: {what}", *(f"  {line}" for line in lines), *notes])
 
 
@@ -127,15 +164,34 @@ def _explanation(found: Explanation) -> str:
     if found.frame:
         lines.append(f"  at {found.frame}")
     lines += [f"  {fact}" for fact in found.facts]
-    unproved = "the usual cause, which no line proves" if found.hint else _UNPROVED.get(known.name, _UNPROVED[""])
-    cause = "one of several causes" if known.several and found.confidence is not Confidence.SURE else "cause"
+    unproved = (
+        "the usual cause, which no line proves"
+        if found.hint
+        else _UNPROVED.get(known.name, _UNPROVED[""])
+    )
+    cause = (
+        "one of several causes"
+        if known.several and found.confidence is not Confidence.SURE
+        else "cause"
+    )
     told = unproved if found.confidence is Confidence.SYMPTOM else cause
-    lines += ["", f"{told}: {known.cause}", f"confidence: {found.confidence}", f"retry: {known.retry}", "what to do:"]
+    lines += [
+        "",
+        f"{told}: {known.cause}",
+        f"confidence: {found.confidence}",
+        f"retry: {known.retry}",
+        "what to do:",
+    ]
     lines += [f"  {number}. {step}" for number, step in enumerate(known.steps, 1)]
-    lines.append(f"to settle it: {known.check}" if found.asked is None else f"asked here: {found.asked}")
+    lines.append(
+        f"to settle it: {known.check}" if found.asked is None else f"asked here: {found.asked}"
+    )
     if found.others:
         lines += ["", "also in this log:"]
-        lines += [f"  {hit.line.where()}: {hit.known.title}  [{hit.known.name}]" for hit in found.others]
+        lines += [
+            f"  {hit.line.where()}: {hit.known.title}  [{hit.known.name}]"
+            for hit in found.others
+        ]
     return "\n".join([*lines, "", f"more: {PAGES / known.name}.md"])
 
 
@@ -144,7 +200,9 @@ def data(found: Diagnosis) -> dict[str, Any]:
     told: dict[str, Any] = {
         "schema": SCHEMA,
         "status": str(found.status),
-        "retry": str(Retry.NO),  # what happened for a reason that nobody knows is not started again
+        "retry": str(
+            Retry.NO
+        ),  # what happened for a reason that nobody knows is not started again
         "telling": [_line(line) for line in found.telling],
         "notes": list(found.notes),
     }
@@ -167,7 +225,8 @@ def data(found: Diagnosis) -> dict[str, Any]:
         "asked": explanation.asked,
         "page": f"{PAGES / known.name}.md",
         "others": [
-            {"name": hit.known.name, "title": hit.known.title, "line": _line(hit.line)} for hit in explanation.others
+            {"name": hit.known.name, "title": hit.known.title, "line": _line(hit.line)}
+            for hit in explanation.others
         ],
     }
 

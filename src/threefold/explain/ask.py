@@ -20,15 +20,28 @@ def asked(explanation: Explanation) -> Explanation:
     command = [*([sys.executable, "-P"] if program == "python" else [program]), *arguments]
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_LIMIT_S, text=True, errors="replace"
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_LIMIT_S,
+            text=True,
+            errors="replace",
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        why = "it did not end" if isinstance(error, subprocess.TimeoutExpired) else "it cannot be run here"
+        why = (
+            "it did not end"
+            if isinstance(error, subprocess.TimeoutExpired)
+            else "it cannot be run here"
+        )
         return replace(explanation, asked=f"{program}: {why}")
     output = done.stdout + done.stderr
     for right, sign, text in question.answers:
         if sign.search(output):
             # What only a symptom shows, or two causes compete for, is not settled by one that may be true besides.
             proved = right and explanation.confidence is Confidence.LIKELY
-            return replace(explanation, asked=text, confidence=Confidence.SURE if proved else explanation.confidence)
+            return replace(
+                explanation,
+                asked=text,
+                confidence=Confidence.SURE if proved else explanation.confidence,
+            )
     return replace(explanation, asked=f"{program}: its output says nothing of it")

@@ -61,7 +61,19 @@ _OF_LAUNCHER = re.compile(
     r"|\b(?:I|[Ww]e|[Mm]y|[Tt]his|these|following)\b"
 )
 _RETRY = re.compile(r"\[W\S* .*socket\.cpp")
-_TELLING = ("rror", "atal", "ailed", "xception", "WARN", "illed", "bort", "anic", "timed out", "refused", "denied")
+_TELLING = (
+    "rror",
+    "atal",
+    "ailed",
+    "xception",
+    "WARN",
+    "illed",
+    "bort",
+    "anic",
+    "timed out",
+    "refused",
+    "denied",
+)
 
 
 def is_mild(line: str) -> bool:
@@ -83,7 +95,9 @@ def follows_a_program(log: Log, line: LogLine) -> bool:
 def ended(log: Log) -> bool:
     """Whether a line that is no warning says that something ended or failed."""
     lines = (line[:600] for line in log.raw[-20_000:])
-    return any(map(log.has, _ENDED_ANYWHERE)) or any(_ENDED.search(line) and not is_mild(line) for line in lines)
+    return any(map(log.has, _ENDED_ANYWHERE)) or any(
+        _ENDED.search(line) and not is_mild(line) for line in lines
+    )
 
 
 def said_to_hang(events: Events) -> LogLine | None:
@@ -101,17 +115,30 @@ def is_talk(line: str, anchor: str) -> bool:
     before, after = line[: line.find(anchor)], line[line.find(anchor) :]
     said, _, begin = before.rpartition("`")
     end, _, rest = after.partition("`")
-    if before.count("`") % 2 == 1 and "`" in after and "Error" not in said and "Assertion" not in said:
+    if (
+        before.count("`") % 2 == 1
+        and "`" in after
+        and "Error" not in said
+        and "Assertion" not in said
+    ):
         # A whole line, or an error with its numbers, is quoted from a log.
-        return any(map(str.isalnum, said + rest)) and not _QUOTED.search(begin + end) and not _MET.search(said)
+        return (
+            any(map(str.isalnum, said + rest))
+            and not _QUOTED.search(begin + end)
+            and not _MET.search(said)
+        )
     in_quotes = before.count('"') % 2 == 1 and '"' in after and _PROSE.search(before)
     return bool(in_quotes) and not _TROUBLE.search(before.rpartition('"')[0])
 
 
 def telling(log: Log, ends: Sequence[LogLine]) -> list[LogLine]:
     """The three lines of an unknown log that say most: `ends` of tracebacks, lines of trouble, the last ones."""
-    trouble = sorted({places[0] for words in _TELLING for places in log.shapes_containing(words)})
+    trouble = sorted(
+        {places[0] for words in _TELLING for places in log.shapes_containing(words)}
+    )
     end = range(len(log.raw) - 1, max(-1, len(log.raw) - 50), -1)
     last = [index for index in end if sum(map(str.isalpha, log.raw[index])) > 2]
-    best = dict.fromkeys([*(line.index for line in ends[-3:]), *trouble[:2], *trouble[-3:], *last])
+    best = dict.fromkeys(
+        [*(line.index for line in ends[-3:]), *trouble[:2], *trouble[-3:], *last]
+    )
     return [log.line(index) for index in sorted([*best][:3])]

@@ -137,7 +137,9 @@ class Events:
     def places(self, kind: EventKind) -> list[int]:
         """Indices of the lines of a kind, in order."""
         if kind not in self._places:
-            self._places[kind] = sorted({index for sign in _PARSERS[kind] for index in self._of_sign(*sign)})
+            self._places[kind] = sorted(
+                {index for sign in _PARSERS[kind] for index in self._of_sign(*sign)}
+            )
         return self._places[kind]
 
     def kinds(self, kind: EventKind, most: int = 1) -> int:
@@ -159,7 +161,11 @@ class Events:
         if self.kinds(EventKind.RANK):
             return True
         learning = self.kinds(EventKind.LEARN, 2)
-        shared = self.kinds(EventKind.LAUNCH) or learning == 2 or (learning == 1 and self.kinds(EventKind.MACHINE))
+        shared = (
+            self.kinds(EventKind.LAUNCH)
+            or learning == 2
+            or (learning == 1 and self.kinds(EventKind.MACHINE))
+        )
         return bool(shared) and not self.is_foreign
 
     @cached_property
@@ -170,14 +176,19 @@ class Events:
     def made_good(self, index: int) -> bool:
         """Whether the job went on, found another way or finished after the line at `index`; told by its own file."""
         end = self.log.source_end(index)
-        good = self._between(EventKind.FINISHED, index, end) + self._between(EventKind.MENDED, index, end)
+        good = self._between(EventKind.FINISHED, index, end) + self._between(
+            EventKind.MENDED, index, end
+        )
         return good > 0 or self._between(EventKind.PROGRESS, index, end) >= _GOES_ON
 
     def over(self, index: int) -> bool:
         """Whether the job had finished for good before the line at `index`; told by lines of the same file."""
         place = bisect_left(self.places(EventKind.FINISHED), index)
         end = self.places(EventKind.FINISHED)[place - 1] if place else -1
-        return end >= self.log.source_begin(index) and self._between(EventKind.PROGRESS, end, index) == 0
+        return (
+            end >= self.log.source_begin(index)
+            and self._between(EventKind.PROGRESS, end, index) == 0
+        )
 
     def not_finite(self) -> list[LogLine]:
         """The lines whose loss or gradient norm is not a number, if this is more than one skipped step, or the scale

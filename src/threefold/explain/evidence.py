@@ -82,7 +82,9 @@ def gather(paths: Sequence[Path]) -> JobEvidence:
                 unread.append(str(error))
             except OSError as error:
                 what = f"{file} cannot be read: {error.strerror}"
-                raise ConfigError(what, expected="a readable log", fix=f"look at: ls -l {file}") from error
+                raise ConfigError(
+                    what, expected="a readable log", fix=f"look at: ls -l {file}"
+                ) from error
     unread += [source.left_out for source in sources if source.left_out]
     if not (sources or dumps or notes or unread or ending):
         raise _nothing(f"{paths[0]} contains no log")
@@ -125,7 +127,10 @@ def read_log(stream: IO[bytes] | BufferedIOBase, name: str) -> tuple[str, str]:
         raise ValueError(f"{name} is no text")
     gap, note = b"", ""
     if left_out:
-        gap, note = b"\n", f"of {name}, {left_out >> 20} MiB in its middle were not read: lines are counted without"
+        gap, note = (
+            b"\n",
+            f"of {name}, {left_out >> 20} MiB in its middle were not read: lines are counted without",
+        )
     return (first + gap + b"".join(last)).decode(errors="replace"), note
 
 
@@ -157,7 +162,9 @@ def _of_metrics(file: Path) -> list[str]:
     points = [metrics.points(name) for name in ("loss", "grad_norm")]
     bad = [step for steps, values in points for step in steps[~np.isfinite(values)].tolist()]
     last = [f"the last step in the metrics is {step}" for step in metrics.steps[-1:]]
-    return last + ([f"loss or gradient norm is not a number from step {min(bad)} on"] if bad else [])
+    return last + (
+        [f"loss or gradient norm is not a number from step {min(bad)} on"] if bad else []
+    )
 
 
 def _of_journal(file: Path) -> list[str]:
@@ -179,7 +186,9 @@ def _values(lines: Sequence[dict[str, Any]], name: str, kind: type) -> list[Any]
 
 def _nothing(what: str) -> ConfigError:
     fix = "threefold explain train.log, or a pipe: ... 2>&1 | threefold explain"
-    return ConfigError(what, expected="a log, or a folder with .log, .err, .out, .txt or .gz files", fix=fix)
+    return ConfigError(
+        what, expected="a log, or a folder with .log, .err, .out, .txt or .gz files", fix=fix
+    )
 
 
 # The files of a run's record, and what makes sentences of each.

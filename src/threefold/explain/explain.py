@@ -36,9 +36,13 @@ from threefold.explain.tracebacks import Raised, ignored_lines, is_error, raised
 _CLOSING = frozenset({"own-stop", "peer-gone", "stopped", "store-lost"})
 # Launchers start any program: after lines of one that does not train, they say nothing of training.
 _LAUNCHERS = frozenset({"illegal-memory-access", "mpi-start", "slurm-refused", "unschedulable"})
-_DERIVED = frozenset({"nan-loss", "silent-hang"})  # told by the whole log, not by the words of a line
+_DERIVED = frozenset(
+    {"nan-loss", "silent-hang"}
+)  # told by the whole log, not by the words of a line
 # What happens to a machine, a disk or a job brings errors of many kinds about, and none of them brings it about.
-_BRING_OTHERS = frozenset({"gpu-fault", "oom-killed", "preempted", "time-limit", "pod-evicted", "node-failure"})
+_BRING_OTHERS = frozenset(
+    {"gpu-fault", "oom-killed", "preempted", "time-limit", "pod-evicted", "node-failure"}
+)
 _MOST_MESSAGES = 1000
 _CONTINUED = 2  # lines that may continue the message of an error
 _NEXT = re.compile(
@@ -138,7 +142,9 @@ def examine(log: Log, *, pages: Path = PAGES) -> Diagnosis:
     hits = sorted(_hits(events, errors, known.values()), key=lambda hit: _precedence(log, hit))
     hits += _derived(events, known, hits, errors)
     left, own = _not_made_good(events, hits, errors)
-    if not errors and all(hit.tier > Tier.WIDE and all(map(is_retry, hit.lines)) for hit in left):
+    if not errors and all(
+        hit.tier > Tier.WIDE and all(map(is_retry, hit.lines)) for hit in left
+    ):
         left = []  # torch warns of attempts to connect that succeed later
     claims = [line.text for hit in left if hit.known.name not in _DERIVED for line in hit.lines]
     if claims and not own and all(map(is_mild, claims)) and not ended(log):
@@ -160,13 +166,19 @@ def _explanation(
     if hits and hits[0].tier <= Tier.HINT:
         return _explained(log, hits, errors)
     for fix in log.containing("  fix: "):
-        if fix.index >= 2 and (expected := log.line(fix.index - 1)).text.startswith("  expected: "):
+        if fix.index >= 2 and (expected := log.line(fix.index - 1)).text.startswith(
+            "  expected: "
+        ):
             facts = [expected.text.strip(), fix.text.strip()]
-            return Explanation(known["threefold"], log.line(fix.index - 2), Confidence.SURE, None, facts, hits)
+            return Explanation(
+                known["threefold"], log.line(fix.index - 2), Confidence.SURE, None, facts, hits
+            )
     if (mine := _own_error(events, errors, hits)) is not None:
         facts = [f"it ended rank {mine.line.rank}"] if mine.line.rank is not None else []
         # Even a name that is missing follows from an import that failed, an unbound one from a loop without rows.
-        return Explanation(known["own-error"], mine.line, Confidence.SYMPTOM, mine.frame, facts, hits)
+        return Explanation(
+            known["own-error"], mine.line, Confidence.SYMPTOM, mine.frame, facts, hits
+        )
     return _explained(log, hits, errors) if hits else None
 
 
@@ -181,19 +193,35 @@ def _explained(log: Log, hits: Sequence[Hit], errors: Sequence[Raised]) -> Expla
 
 def _confidence(first: Hit, others: Sequence[Hit], unknown: Sequence[Raised]) -> Confidence:
     """What ended in an error that no page (`unknown`) or only a wide one describes may not have ended by the first."""
-    rivals = any(hit.tier is Tier.CAUSE and hit.line.index != first.line.index for hit in others)
+    rivals = any(
+        hit.tier is Tier.CAUSE and hit.line.index != first.line.index for hit in others
+    )
     # A line that other programs write too does not explain an error that it does not stand in.
     worst = Tier.SYMPTOM if first.generic else Tier.HINT
-    otherwise = bool(unknown) or any(hit.raised is not None and Tier.CAUSE < hit.tier <= worst for hit in others)
+    otherwise = bool(unknown) or any(
+        hit.raised is not None and Tier.CAUSE < hit.tier <= worst for hit in others
+    )
     doubts = rivals or (first.raised is None and otherwise)
-    vague = first.tier is Tier.WIDE and first.generic and first.raised is None and not is_error(first.line)
+    vague = (
+        first.tier is Tier.WIDE
+        and first.generic
+        and first.raised is None
+        and not is_error(first.line)
+    )
     if vague or first.tier > Tier.WIDE or (doubts and first.known.name not in _BRING_OTHERS):
         return Confidence.SYMPTOM
-    unclear = first.known.several or first.tier is Tier.WIDE or doubts or (first.generic and first.raised is None)
+    unclear = (
+        first.known.several
+        or first.tier is Tier.WIDE
+        or doubts
+        or (first.generic and first.raised is None)
+    )
     return Confidence.LIKELY if unclear else Confidence.SURE
 
 
-def _hits(events: Events, errors: Sequence[Raised], known: Iterable[KnownError]) -> Iterator[Hit]:
+def _hits(
+    events: Events, errors: Sequence[Raised], known: Iterable[KnownError]
+) -> Iterator[Hit]:
     log = events.log
     ended = {error.line.index: error for error in errors}
     training, other = events.is_training, events.is_foreign
@@ -207,7 +235,9 @@ def _hits(events: Events, errors: Sequence[Raised], known: Iterable[KnownError])
         # A line that ended a traceback says more than an earlier warning.
         places = sorted(shown.keys() - ignored, key=lambda index: (index not in ended, index))
         lines = [log.line(index) for index in places]
-        if not lines or (not training and one.name in _LAUNCHERS and follows_a_program(log, lines[0])):
+        if not lines or (
+            not training and one.name in _LAUNCHERS and follows_a_program(log, lines[0])
+        ):
             continue
         first = places[0]
         most = min(sign.most for index in places for sign in shown[index])
@@ -233,15 +263,22 @@ def _messages(log: Log, errors: Sequence[Raised]) -> dict[int, str]:
     """The whole message of each error: the next lines, if it continues there, and the file that raised it."""
     found = {}
     files = {error.line.index: error.file for error in errors}
-    named = [log.line(places[0]) for places in log.shapes_containing("Error: ")][:_MOST_MESSAGES]
-    for first in [*(error.line for error in errors), *(line for line in named if is_error(line))]:
+    named = [log.line(places[0]) for places in log.shapes_containing("Error: ")][
+        :_MOST_MESSAGES
+    ]
+    for first in [
+        *(error.line for error in errors),
+        *(line for line in named if is_error(line)),
+    ]:
         parts = [first.text]
         for index in range(first.index + 1, min(first.index + 1 + _CONTINUED, len(log.raw))):
             line = log.line(index)
             if line.rank != first.rank or _NEXT.match(line.text):
                 break
             parts.append(line.text.strip())
-        found[first.index] = " ".join(parts)[:2000] + (f" < {files[first.index]}" if files.get(first.index) else "")
+        found[first.index] = " ".join(parts)[:2000] + (
+            f" < {files[first.index]}" if files.get(first.index) else ""
+        )
     return found
 
 
@@ -261,17 +298,23 @@ def _precedence(log: Log, hit: Hit) -> tuple[Any, ...]:
     )
 
 
-def _derived(events: Events, known: dict[str, KnownError], hits: Sequence[Hit], errors: Sequence[Raised]) -> list[Hit]:
+def _derived(
+    events: Events, known: dict[str, KnownError], hits: Sequence[Hit], errors: Sequence[Raised]
+) -> list[Hit]:
     """Errors that no single line shows: numbers that are not finite, and a job that somebody says hangs."""
     if hits:
         return []
     if "nan-loss" in known and (lines := events.not_finite()):
         return [Hit(known["nan-loss"], lines)]
     hangs = not events.places(EventKind.FINISHED) and not errors and "silent-hang" in known
-    return [Hit(known["silent-hang"], [last])] if hangs and (last := said_to_hang(events)) else []
+    return (
+        [Hit(known["silent-hang"], [last])] if hangs and (last := said_to_hang(events)) else []
+    )
 
 
-def _not_made_good(events: Events, hits: Sequence[Hit], errors: Sequence[Raised]) -> tuple[list[Hit], list[Raised]]:
+def _not_made_good(
+    events: Events, hits: Sequence[Hit], errors: Sequence[Raised]
+) -> tuple[list[Hit], list[Raised]]:
     """The hits and errors after which the job did not continue; all of them if only consequences would be left."""
     left = []
     for hit in hits:
@@ -293,9 +336,15 @@ def _own_error(events: Events, errors: Sequence[Raised], hits: Sequence[Hit]) ->
     """The first error that no page describes: of a rank, or that a training program of one process raised itself."""
     log = events.log
     own = _unknown(errors, hits)
-    several = hits or any(log.is_of_rank(error.line) for error in errors) or log.has("torch.distributed")
+    several = (
+        hits
+        or any(log.is_of_rank(error.line) for error in errors)
+        or log.has("torch.distributed")
+    )
     if not several:
-        own = [error for error in own if error.own and events.is_training and not events.is_foreign]
+        own = [
+            error for error in own if error.own and events.is_training and not events.is_foreign
+        ]
     rank = re.search(r"\brank +: (\d+)", root_cause(log))
     named = [error for error in own if rank is not None and error.line.rank == int(rank[1])]
     return next(iter(named or own), None)
@@ -304,4 +353,6 @@ def _own_error(events: Events, errors: Sequence[Raised], hits: Sequence[Hit]) ->
 def _unknown(errors: Sequence[Raised], hits: Sequence[Hit]) -> list[Raised]:
     """The errors that no page describes, without those that only report another one."""
     known = {line.index for hit in hits for line in hit.lines}
-    return [error for error in errors if error.line.index not in known and not error.reports_another]
+    return [
+        error for error in errors if error.line.index not in known and not error.reports_another
+    ]

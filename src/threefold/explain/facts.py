@@ -27,7 +27,9 @@ _NUMBER_IN_GROUP = re.compile(r"\[PG [^\]]*Rank (\d+)\]")
 # PG ID 3 ..., PG GUID 3(...), or older: PG 3.
 _PROCESS_GROUP = re.compile(r"\bPG (?:ID )?(\d+)")
 _TIMEOUT_MS = re.compile(r"Timeout\(ms\)=(\d+)")
-_LAST_WORK = re.compile(r"last enqueued (?:NCCL )?work: (-?\d+), last completed (?:NCCL )?work: (-?\d+)")
+_LAST_WORK = re.compile(
+    r"last enqueued (?:NCCL )?work: (-?\d+), last completed (?:NCCL )?work: (-?\d+)"
+)
 
 
 def gpu_memory(log: Log, lines: Sequence[LogLine]) -> list[str]:
@@ -38,16 +40,24 @@ def gpu_memory(log: Log, lines: Sequence[LogLine]) -> list[str]:
     if asked is None or free is None:
         return []
     short = size_text(max(0, asked - free))
-    found = [f"{size_text(asked)} were requested and {size_text(free)} are free: at least {short} short"]
+    found = [
+        f"{size_text(asked)} were requested and {size_text(free)} are free: at least {short} short"
+    ]
     pieces = _bytes(rf"{_SIZE} is reserved by PyTorch but unallocated", text)
     if pieces is not None and pieces + free >= asked:
-        found.append(f"{size_text(pieces)} are reserved but unallocated, which would be enough: start with step 1")
+        found.append(
+            f"{size_text(pieces)} are reserved but unallocated, which would be enough: start with step 1"
+        )
     elif pieces is not None:
-        found.append(f"only {size_text(pieces)} are reserved but unallocated, so step 1 will not be enough")
+        found.append(
+            f"only {size_text(pieces)} are reserved but unallocated, so step 1 will not be enough"
+        )
     total = _bytes(rf"total capac\w+ of {_SIZE}", text)
     own = _bytes(rf"this process has {_SIZE} memory in use", text)
     if total is not None and own is not None and total - own - free > 2**30:
-        found.append(f"{size_text(total - own - free)} of this GPU belong to other processes: nvidia-smi lists them")
+        found.append(
+            f"{size_text(total - own - free)} of this GPU belong to other processes: nvidia-smi lists them"
+        )
     return found + ranks(log, lines)
 
 
@@ -85,9 +95,13 @@ class _Group:
     def where_ranks_stood(self) -> str:
         """Which ranks the others waited for; empty if they do not tell."""
         by_kind = ranks_by({rank: kind for rank, (_, kind) in self.first.items()})
-        by_number = sorted(ranks_by({rank: number for rank, (number, _) in self.first.items()}).items())
+        by_number = sorted(
+            ranks_by({rank: number for rank, (number, _) in self.first.items()}).items()
+        )
         if len(by_kind) > 1:
-            ways = "; ".join(f"{ranks_text(own)} in {kind}" for kind, own in sorted(by_kind.items()))
+            ways = "; ".join(
+                f"{ranks_text(own)} in {kind}" for kind, own in sorted(by_kind.items())
+            )
             return f"the ranks took different paths: {ways}: uneven batches, or an `if rank == 0` around a collective"
         if len(by_number) > 1:
             (behind, late), (ahead, _) = by_number[0], by_number[-1]
@@ -111,7 +125,11 @@ def _groups(log: Log) -> list[_Group]:
     groups: dict[str, _Group] = {}
     parts = ("SeqNum=", "last enqueued", "at work: ")
     seen = {line.index: line for part in parts for line in log.containing(part)}
-    at_work = {(line.rank, at[1]): _group(line.text) for line in seen.values() if (at := _AT_WORK.search(line.text))}
+    at_work = {
+        (line.rank, at[1]): _group(line.text)
+        for line in seen.values()
+        if (at := _AT_WORK.search(line.text))
+    }
     for _, line in sorted(seen.items()):
         work, last, rank = _WORK.search(line.text), _LAST_WORK.search(line.text), line.rank
         named = _group(line.text) or (work and at_work.get((rank, work[1])))
@@ -133,9 +151,15 @@ def lost_peer(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """Whether the rank that is gone has failed at all: the launcher would have reported it."""
     found = ranks(log, lines)
     losers = {line.rank for line in lines if line.rank is not None}
-    failed = {int(rank[1]) for line in log.containing("rank ") if (rank := re.match(r"\s*rank +: (\d+)", line.text))}
+    failed = {
+        int(rank[1])
+        for line in log.containing("rank ")
+        if (rank := re.match(r"\s*rank +: (\d+)", line.text))
+    }
     if failed and failed == losers:
-        found.append("no other rank has failed: the missing one finished before the others (uneven batches?)")
+        found.append(
+            "no other rank has failed: the missing one finished before the others (uneven batches?)"
+        )
     return found
 
 

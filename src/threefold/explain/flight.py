@@ -73,7 +73,10 @@ class _Plain(pickle.Unpickler):
 
 def is_dump(path: Path) -> bool:
     """Whether the file is named as torch names dumps: nccl_trace_rank_3, with or without an ending."""
-    return _NAME.search(path.stem if path.suffix in (".json", ".pickle", ".pkl") else path.name) is not None
+    return (
+        _NAME.search(path.stem if path.suffix in (".json", ".pickle", ".pkl") else path.name)
+        is not None
+    )
 
 
 def read_dump(path: Path) -> Dump:
@@ -82,14 +85,20 @@ def read_dump(path: Path) -> Dump:
         raise ValueError(f"{path} is larger than a dump is")
     content = path.read_bytes()
     try:
-        found = json.loads(content) if content.lstrip()[:1] == b"{" else _Plain(io.BytesIO(content)).load()
+        found = (
+            json.loads(content)
+            if content.lstrip()[:1] == b"{"
+            else _Plain(io.BytesIO(content)).load()
+        )
     except Exception as error:  # what bytes that are no dump raise depends on the bytes
         raise ValueError(f"{path} is no Flight Recorder dump: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
         raise ValueError(f"{path} is no Flight Recorder dump: it has no entries")
     named = _NAME.search(path.stem)
     rank = int(named[1] or named[2] if named else found.get("rank", 0))
-    members = {str(group): _members(told) for group, told in _mapping(found.get("pg_config")).items()}
+    members = {
+        str(group): _members(told) for group, told in _mapping(found.get("pg_config")).items()
+    }
     operations: dict[str, dict[int, Operation]] = {}
     for entry in map(_mapping, found["entries"]):
         number, group = entry.get("collective_seq_id"), entry.get("process_group") or "0"
@@ -103,18 +112,30 @@ def first_differences(dumps: Sequence[Dump]) -> list[Divergence]:
     """In each group with dumps of two ranks or more, the first operation that differs; none if all agree."""
     found = []
     for group in sorted({group for dump in dumps for group in dump.operations}):
-        description, members = next((dump.members[group] for dump in dumps if group in dump.members), ("", ()))
-        ranks = {dump.rank: dump.operations.get(group, {}) for dump in dumps if not members or dump.rank in members}
+        description, members = next(
+            (dump.members[group] for dump in dumps if group in dump.members), ("", ())
+        )
+        ranks = {
+            dump.rank: dump.operations.get(group, {})
+            for dump in dumps
+            if not members or dump.rank in members
+        }
         if len(ranks) > 1 and (difference := _first(group, description, ranks)):
             found.append(difference)
     return sorted(found, key=lambda one: ("different", "absent", "unfinished").index(one.kind))
 
 
-def _first(group: str, description: str, ranks: Mapping[int, Mapping[int, Operation]]) -> Divergence | None:
+def _first(
+    group: str, description: str, ranks: Mapping[int, Mapping[int, Operation]]
+) -> Divergence | None:
     # Each ring has lost its oldest operations: what all still have is compared.
     begin = max((min(own) for own in ranks.values() if own), default=0)
-    name = f"process group {group}" + (f" ({description})" if description and description != "undefined" else "")
-    for number in sorted({number for own in ranks.values() for number in own if number >= begin}):
+    name = f"process group {group}" + (
+        f" ({description})" if description and description != "undefined" else ""
+    )
+    for number in sorted(
+        {number for own in ranks.values() for number in own if number >= begin}
+    ):
         here = {rank: own[number] for rank, own in ranks.items() if number in own}
         absent = sorted(set(ranks) - set(here))
         what, kind = f"{name}, operation {number}", next(iter(here.values())).kind
@@ -123,13 +144,17 @@ def _first(group: str, description: str, ranks: Mapping[int, Mapping[int, Operat
             groups = ranks_by({rank: f"{one.kind} of {one.size}" for rank, one in here.items()})
         if len(groups) > 1:
             ways = "; ".join(
-                f"{ranks_text(own)} in {way}" for way, own in sorted(groups.items(), key=lambda it: -len(it[1]))
+                f"{ranks_text(own)} in {way}"
+                for way, own in sorted(groups.items(), key=lambda it: -len(it[1]))
             )
             fewest = min(groups.values(), key=len)
             return Divergence("different", fewest, f"{what}: {ways}{_at(here, fewest)}")
         if absent:
             last = {rank: max(ranks[rank], default=None) for rank in absent[:3]}
-            did = "; ".join(f"the last of rank {rank} was {one}{_at(ranks[rank], [one])}" for rank, one in last.items())
+            did = "; ".join(
+                f"the last of rank {rank} was {one}{_at(ranks[rank], [one])}"
+                for rank, one in last.items()
+            )
             waits = f"{ranks_text(sorted(here))} in {kind}"
             text = f"{what}: not started by {ranks_text(absent)} ({did}); {waits}"
             return Divergence("absent", absent, text)
@@ -152,7 +177,9 @@ def ranks_by(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
 
 
 def _at(operations: Mapping[int, Operation], which: Sequence[int | None]) -> str:
-    place = next((operations[one].place for one in which if one is not None and one in operations), None)
+    place = next(
+        (operations[one].place for one in which if one is not None and one in operations), None
+    )
     return f", at {place}" if place else ""
 
 
@@ -161,7 +188,9 @@ def _operation(entry: Mapping[str, Any]) -> Operation:
     state = "completed" if entry.get("retired") else str(entry.get("state", "?"))
     frames = entry.get("frames")
     places = map(_place, frames if isinstance(frames, list) else [])
-    return Operation(kind, str(entry.get("input_sizes", "")), state, next(filter(None, places), None))
+    return Operation(
+        kind, str(entry.get("input_sizes", "")), state, next(filter(None, places), None)
+    )
 
 
 def _place(frame: Any) -> str | None:
@@ -175,7 +204,9 @@ def _place(frame: Any) -> str | None:
 
 def _members(told: Any) -> tuple[str, list[int]]:
     told = _mapping(told)
-    return str(told.get("desc", "")), [int(rank) for rank in re.findall(r"\d+", str(told.get("ranks", "")))]
+    return str(told.get("desc", "")), [
+        int(rank) for rank in re.findall(r"\d+", str(told.get("ranks", "")))
+    ]
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:

@@ -71,10 +71,19 @@ class Tier(IntEnum):
     CONSEQUENCE = 4
 
 
-_KINDS = ("signs", "generic", "weak", "unsure", "generic weak", "generic unsure")  # the lists of signs of a page
+_KINDS = (
+    "signs",
+    "generic",
+    "weak",
+    "unsure",
+    "generic weak",
+    "generic unsure",
+)  # the lists of signs of a page
 _KEYS = {"tier", "facts", "retry", "causes", "check", "ask", "unless", *_KINDS}
 _PROVED = {"weak": Tier.SYMPTOM, "unsure": Tier.HINT}
-_PAGE = re.compile(r"# (?P<title>.+)\n\n(?P<keys>(?:    .+\n)+)\n(?P<cause>.+)\n\n(?P<steps>(?:- .+\n)+)")
+_PAGE = re.compile(
+    r"# (?P<title>.+)\n\n(?P<keys>(?:    .+\n)+)\n(?P<cause>.+)\n\n(?P<steps>(?:- .+\n)+)"
+)
 _KEY = re.compile(r"^    (\w[\w ]*):(?: (.+))?\n((?:      .+\n)*)", re.MULTILINE)
 
 
@@ -92,7 +101,9 @@ class Sign:
 
     def shows_in(self, line: str) -> bool:
         """Whether the line shows the error."""
-        return self.pattern.search(line) is not None and not any(other.search(line) for other in self.unless)
+        return self.pattern.search(line) is not None and not any(
+            other.search(line) for other in self.unless
+        )
 
 
 @dataclass(frozen=True)
@@ -130,7 +141,9 @@ class KnownError:
 
 def anchor(sign: str) -> str:
     """The longest literal part of a sign without digits at its ends, which a line must contain to have the sign."""
-    masked = _NO_LITERAL.sub("\0", re.sub(r"\\([^A-Za-z0-9])", lambda found: chr(0xE000 + ord(found[1])), sign))
+    masked = _NO_LITERAL.sub(
+        "\0", re.sub(r"\\([^A-Za-z0-9])", lambda found: chr(0xE000 + ord(found[1])), sign)
+    )
     if "|" in masked:
         return ""
     plain = re.sub("[\ue000-\uefff]", lambda found: chr(ord(found[0]) - 0xE000), masked)
@@ -144,10 +157,18 @@ def read_page(path: Path) -> KnownError:
     values = {key: value for key, value, _ in keys}
     lists = {key: re.findall(r"^ {6}(.+)", lines, re.MULTILINE) for key, _, lines in keys}
     if page is None or not values.keys() <= _KEYS or _KEY.sub("", page["keys"]):
-        raise ValueError(f"{path} is not written as threefold/explain/known.py describes a page")
+        raise ValueError(
+            f"{path} is not written as threefold/explain/known.py describes a page"
+        )
     unless = [re.compile(text) for text in lists.get("unless", ())]
     signs = [
-        Sign(re.compile(text), anchor(text), "generic" in kind, _PROVED.get(kind.split()[-1], Tier.CAUSE), unless)
+        Sign(
+            re.compile(text),
+            anchor(text),
+            "generic" in kind,
+            _PROVED.get(kind.split()[-1], Tier.CAUSE),
+            unless,
+        )
         for kind in _KINDS
         for text in lists.get(kind, ())
     ]
@@ -168,7 +189,9 @@ def read_page(path: Path) -> KnownError:
 
 def _question(command: str, answers: Sequence[str]) -> SettlingQuestion:
     parts = re.findall(r"^(yes|no) (.+) => (.+)$", "\n".join(answers), re.MULTILINE)
-    found = [(kind == "yes", re.compile(sign, re.MULTILINE), text) for kind, sign, text in parts]
+    found = [
+        (kind == "yes", re.compile(sign, re.MULTILINE), text) for kind, sign, text in parts
+    ]
     return SettlingQuestion(shlex.split(command), found)
 
 

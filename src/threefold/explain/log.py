@@ -27,7 +27,9 @@ _NCCL_HOST = re.compile(r"^(?:\[[^\]]*\] )?(?P<host>[A-Za-z][\w.-]*):\d+:\d+ \[\
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _WITHOUT_DIGITS = str.maketrans("", "", "0123456789")
 # A line with a time, a host, a rank or an error's name is no rest of the line before.
-_NEW_LINE = re.compile(r"\S+:\d+:\d+ \[|\[|Traceback|\d{4}-\d\d-\d\d|\S+/\d+ \[|\w+: |\s*\d+%\|")
+_NEW_LINE = re.compile(
+    r"\S+:\d+:\d+ \[|\[|Traceback|\d{4}-\d\d-\d\d|\S+/\d+ \[|\w+: |\s*\d+%\|"
+)
 _LONGEST = 4000  # of a longer line its end is read
 _MOST_PLACES = 4096
 
@@ -137,7 +139,9 @@ class Log:
         """The line at `index`, without its prefix."""
         source = self.sources[bisect_right(self._begins, index) - 1]
         _, known = prefixes.read(self._prefixes[index], LineOrigin(source.rank, source.host))
-        last = self.raw[index].rstrip("\r").rpartition("\r")[2]  # the rest of a progress bar's line
+        last = (
+            self.raw[index].rstrip("\r").rpartition("\r")[2]
+        )  # the rest of a progress bar's line
         text, (rank, host, role) = prefixes.read(last, known)
         rank = role if rank is None else rank
         if task := _TASK.search(text):
@@ -152,7 +156,11 @@ class Log:
     def is_of_rank(self, line: LogLine) -> bool:
         """Whether a rank wrote the line, and not only a task, as launchers count them of any program."""
         own = prefixes.read(self.raw[line.index], LineOrigin())[1]
-        of_task = prefixes.is_task(self._prefixes[line.index]) and own.rank is None and own.role is None
+        of_task = (
+            prefixes.is_task(self._prefixes[line.index])
+            and own.rank is None
+            and own.role is None
+        )
         return line.rank is not None and not of_task
 
     def time(self, index: int) -> str | None:

@@ -136,6 +136,8 @@ def _message(line: str) -> tuple[str, str] | None:
     message = next((values[key] for key in _MESSAGES if isinstance(values.get(key), str)), None)
     if message is None:
         return None
-    time = next((f"{values[key]} " for key in _TIME_KEYS if isinstance(values.get(key), str)), "")
+    time = next(
+        (f"{values[key]} " for key in _TIME_KEYS if isinstance(values.get(key), str)), ""
+    )
     rank = f"[rank{values['rank']}]: " if type(values.get("rank")) is int else ""
     return time + rank, message

@@ -13,9 +13,14 @@ _ERROR = re.compile(
     r"|OutOfResources|LimitHit|Invalid)\w*|Exception)(?::|$)"
 )
 _TRACEBACK = "Traceback (most recent call last)"
-_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_CHAINED = (
+    "During handling of the above exception",
+    "The above exception was the direct cause",
+)
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
-_INSTALLED = re.compile(r"site-packages|dist-packages|<frozen|/lib/python3|runpy\.py|<string>|/bin/")
+_INSTALLED = re.compile(
+    r"site-packages|dist-packages|<frozen|/lib/python3|runpy\.py|<string>|/bin/"
+)
 _LONGEST = 400  # lines of one traceback
 _MOST = 500
 # Errors that only report another one.
@@ -84,7 +89,9 @@ def ignored_lines(log: Log) -> set[int]:
     """Indices of the lines of tracebacks that Python says it ignored: in a finalizer, or while it wrote a log."""
     found: set[int] = set()
     for words in ("Exception ignored in", "--- Logging error ---"):
-        for begin in (index for places in log.shapes_containing(words) for index in places[:_MOST]):
+        for begin in (
+            index for places in log.shapes_containing(words) for index in places[:_MOST]
+        ):
             lines = range(begin + 1, min(begin + _LONGEST, log.source_end(begin)))
             end = next((index for index in lines if _ERROR.match(log.line(index).text)), begin)
             found.update(range(begin, end + 1))
@@ -101,5 +108,7 @@ def _near_tracebacks(log: Log) -> Iterator[LogLine]:
     begins = sorted(log.indices(_TRACEBACK))
     if len(begins) > 2 * _MOST:
         begins = begins[:_MOST] + begins[-_MOST:]
-    near = {index for begin in begins for index in range(begin, min(begin + _LONGEST, len(log.raw)))}
+    near = {
+        index for begin in begins for index in range(begin, min(begin + _LONGEST, len(log.raw)))
+    }
     return map(log.line, sorted(near))

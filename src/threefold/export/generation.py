@@ -12,7 +12,9 @@ from threefold.errors import RunError
 from threefold.export.model_folder import load_whole
 
 
-def generate_sample(checkpoint: Checkpoint, tokenizer: Tokenizer, prompt: list[int], *, num_tokens: int) -> str:
+def generate_sample(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, prompt: list[int], *, num_tokens: int
+) -> str:
     """Returns the prompt and its continuation by the model of this process' own run, sampled with a fixed seed."""
     model = load_own(checkpoint)
     torch.manual_seed(0)
@@ -32,9 +34,14 @@ def continued(model: Any, prompt: list[int], *, num_tokens: int, end_id: int) ->
     Raises:
         RunError: transformers cannot generate with this architecture, with its cache or without.
     """
-    for use_cache in (True, False):  # some layers' caches have no length (models of state layers alone)
+    for use_cache in (
+        True,
+        False,
+    ):  # some layers' caches have no length (models of state layers alone)
         try:
-            return _generated(model, prompt, num_tokens=num_tokens, end_id=end_id, use_cache=use_cache)
+            return _generated(
+                model, prompt, num_tokens=num_tokens, end_id=end_id, use_cache=use_cache
+            )
         except Exception as error:  # whatever a model's code may raise
             failure = error
     reason = " ".join(f"{type(failure).__name__}: {failure}".split())
@@ -46,7 +53,9 @@ def continued(model: Any, prompt: list[int], *, num_tokens: int, end_id: int) ->
 
 
 @torch.no_grad()
-def _generated(model: Any, prompt: list[int], *, num_tokens: int, end_id: int, use_cache: bool) -> list[int]:
+def _generated(
+    model: Any, prompt: list[int], *, num_tokens: int, end_id: int, use_cache: bool
+) -> list[int]:
     ids = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

@@ -45,11 +45,17 @@ def hash_of(tensors: Iterable[tuple[str, Tensor]]) -> WeightsHash:
         numbers += tensor.numel()
     if not lines:
         # Two models without weights would be equal.
-        raise CheckpointError("no tensor to hash", expected="a model's weights", fix="export or download it again")
-    return WeightsHash(hashlib.sha256("".join(sorted(lines)).encode()).hexdigest(), len(lines), numbers)
+        raise CheckpointError(
+            "no tensor to hash", expected="a model's weights", fix="export or download it again"
+        )
+    return WeightsHash(
+        hashlib.sha256("".join(sorted(lines)).encode()).hexdigest(), len(lines), numbers
+    )
 
 
-def hash_of_checkpoint(checkpoint: Checkpoint, *, ema: bool = False, trust_remote_code: bool = False) -> WeightsHash:
+def hash_of_checkpoint(
+    checkpoint: Checkpoint, *, ema: bool = False, trust_remote_code: bool = False
+) -> WeightsHash:
     """The hash of a checkpoint's weights; of adapters alone if it has no more.
 
     Raises:
@@ -60,12 +66,20 @@ def hash_of_checkpoint(checkpoint: Checkpoint, *, ema: bool = False, trust_remot
     index = run_state.index_of(checkpoint, ema=ema)
     config, architecture = described(checkpoint, trust_remote_code)
     if config.model.lora.r:
-        return hash_of(peft_weights(model_with_adapters(checkpoint, config, architecture, index)).items())
-    model = build_without_storage(architecture, attention="eager", trust_remote_code=trust_remote_code)
+        return hash_of(
+            peft_weights(model_with_adapters(checkpoint, config, architecture, index)).items()
+        )
+    model = build_without_storage(
+        architecture, attention="eager", trust_remote_code=trust_remote_code
+    )
     held = run_state.model_state(model)
     run_state.fit(held, index)
     names = [name.removeprefix("model.") for name in held]
-    return hash_of(converted(checkpoint.state, index, names, lambda layer: revert_weight_conversion(model, layer)))
+    return hash_of(
+        converted(
+            checkpoint.state, index, names, lambda layer: revert_weight_conversion(model, layer)
+        )
+    )
 
 
 def hash_of_folder(folder: Path) -> WeightsHash:
@@ -74,7 +88,9 @@ def hash_of_folder(folder: Path) -> WeightsHash:
     Raises:
         CheckpointError: there are none, a tensor is in two files, or a file cannot be read.
     """
-    files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("adapter_model.safetensors"))
+    files = sorted(folder.glob("model*.safetensors")) or sorted(
+        folder.glob("adapter_model.safetensors")
+    )
     if not files:
         raise CheckpointError(
             f"{folder} holds neither a run's checkpoints nor a model's weights",
@@ -93,10 +109,17 @@ def _read(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
             with safe_open(file, framework="pt") as held:
                 for name in held.keys():  # noqa: SIM118  (it is no mapping)
                     if name in seen:
-                        expected, fix = "each tensor once", "leave the files of another export out of the folder"
-                        raise CheckpointError(f"{file}: {name} is in another file too", expected=expected, fix=fix)
+                        expected, fix = (
+                            "each tensor once",
+                            "leave the files of another export out of the folder",
+                        )
+                        raise CheckpointError(
+                            f"{file}: {name} is in another file too", expected=expected, fix=fix
+                        )
                     seen.add(name)
                     yield name, held.get_tensor(name)
         except SafetensorError as error:
             expected, fix = "whole safetensors files", "export or download it again"
-            raise CheckpointError(f"{file} cannot be read: {error}", expected=expected, fix=fix) from error
+            raise CheckpointError(
+                f"{file} cannot be read: {error}", expected=expected, fix=fix
+            ) from error

@@ -56,7 +56,9 @@ def save_pretrained(model: Model, folder: Path, *, verify: bool | None = None) -
             done = _export_own(model.module, parts, folder, verify=verify is not False)
         else:
             trusted = config.model.trust_remote_code
-            done = export(parts, folder, verify=verify, trust_remote_code=trusted, with_tokenizer=False)
+            done = export(
+                parts, folder, verify=verify, trust_remote_code=trusted, with_tokenizer=False
+            )
         return [done.step, done.num_parameters, list(done.files), done.verified]
 
     try:
@@ -74,7 +76,9 @@ def save_pretrained(model: Model, folder: Path, *, verify: bool | None = None) -
 def _export_own(module: Any, parts: Path, folder: Path, *, verify: bool) -> Exported:
     """Writes a model of transformers that is one's own module (a classifier, T5), from the parts of its ranks."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is not empty", expected="a new or empty folder", fix="another folder")
+        raise ConfigError(
+            f"{folder} is not empty", expected="a new or empty folder", fix="another folder"
+        )
     checkpoint, to = find(parts), parts / "model"
     index = Index.read(checkpoint.state)
     names = [name.removeprefix("model.") for name in run_state.model_state(module)]
@@ -111,4 +115,9 @@ def _export_own(module: Any, parts: Path, folder: Path, *, verify: bool) -> Expo
             )
         verified = "reloaded: equal weights"
     os.replace(to, folder)
-    return Exported(checkpoint.step, sum(each.numel() for each in module.parameters()), tuple(files), verified)
+    return Exported(
+        checkpoint.step,
+        sum(each.numel() for each in module.parameters()),
+        tuple(files),
+        verified,
+    )

@@ -26,20 +26,35 @@ from transformers.core_model_loading import revert_weight_conversion
 from threefold.check.compare import SAME_LOGITS, compare_tensors
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.layout import Checkpoint, damaged, find
-from threefold.checkpoint.manifest import read_architecture, read_manifest, refuse_layers_without_tensors
+from threefold.checkpoint.manifest import (
+    read_architecture,
+    read_manifest,
+    refuse_layers_without_tensors,
+)
 from threefold.checkpoint.shards import Index
 from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError, RunError
 from threefold.export.tokenizer_files import save_tokenizer
-from threefold.export.weights import load_with_peft, model_with_adapters, write_adapter, write_weights
+from threefold.export.weights import (
+    load_with_peft,
+    model_with_adapters,
+    write_adapter,
+    write_weights,
+)
 from threefold.model import lora
 from threefold.model.load import build_without_storage
 from threefold.progress_bars import Bars
 
 MAX_SHARD_BYTES = 5 * 1000**3
 # Config keys that can make transformers fetch code or kernels.
-_CODE = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config", "use_kernels")
+_CODE = (
+    "auto_map",
+    "attn_implementation",
+    "experts_implementation",
+    "quantization_config",
+    "use_kernels",
+)
 _PROBE_TOKENS = 32
 _NOT_RELOADED = "not reloaded"
 # In a folder that is being written. Only an empty one gets it, so all that lies beside it is the export's.
@@ -99,11 +114,21 @@ def export(
         to.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         what = f"{to} cannot be made: {error.strerror}"
-        raise ConfigError(what, expected="a folder that this user can write", fix="--to ANOTHER_FOLDER") from error
-    work = _Export(checkpoint, index, to, config, architecture, max_shard_bytes, verify, with_tokenizer)
+        raise ConfigError(
+            what, expected="a folder that this user can write", fix="--to ANOTHER_FOLDER"
+        ) from error
+    work = _Export(
+        checkpoint, index, to, config, architecture, max_shard_bytes, verify, with_tokenizer
+    )
     with _marked(to):
         try:
-            return work.adapter() if adapter else work.merged() if config.model.lora.r else work.weights()
+            return (
+                work.adapter()
+                if adapter
+                else work.merged()
+                if config.model.lora.r
+                else work.weights()
+            )
         except BaseException:
             shutil.rmtree(to, ignore_errors=True)
             if not made:
@@ -160,7 +185,9 @@ class _Export:
     def weights(self) -> Exported:
         state, index = self.checkpoint.state, self.index
         trusted = self.config.model.trust_remote_code
-        model = build_without_storage(self.architecture, attention="eager", trust_remote_code=trusted)
+        model = build_without_storage(
+            self.architecture, attention="eager", trust_remote_code=trusted
+        )
         tensors = run_state.model_state(model)
         run_state.fit(tensors, index)
         files = write_weights(
@@ -171,7 +198,9 @@ class _Export:
             max_shard_bytes=self.max_shard_bytes,
             convert=lambda layer: revert_weight_conversion(model, layer),
         )
-        _save_descriptions(self.checkpoint, model, self.config, self.architecture, self.to, self.with_tokenizer)
+        _save_descriptions(
+            self.checkpoint, model, self.config, self.architecture, self.to, self.with_tokenizer
+        )
         num_bytes = sum(index.entries[name].num_bytes for name in tensors)
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if self.verify is None and num_bytes * 1.5 > free:
@@ -179,7 +208,9 @@ class _Export:
         else:
             with Bars().show("reloading, to compare logits"):
                 verified = self._reloaded(
-                    lambda: load_whole(self.checkpoint, trust_remote_code=trusted, index=index)[0]
+                    lambda: load_whole(self.checkpoint, trust_remote_code=trusted, index=index)[
+                        0
+                    ]
                 )
         return self._exported(model.parameters(), files, verified)
 
@@ -188,22 +219,37 @@ class _Export:
         files, verified = write_adapter(model, self.config, self.to), _NOT_RELOADED
         save_tokenizer(self.checkpoint, self.config, self.to)
         if self.verify is not False:
-            _compare(model, load_with_peft(self.config, self.architecture, self.to), self.to, trained="the run")
+            _compare(
+                model,
+                load_with_peft(self.config, self.architecture, self.to),
+                self.to,
+                trained="the run",
+            )
             verified = "reloaded by peft: equal logits"
-        return self._exported((p for p in model.parameters() if p.requires_grad), files, verified)
+        return self._exported(
+            (p for p in model.parameters() if p.requires_grad), files, verified
+        )
 
     def merged(self) -> Exported:
         model = model_with_adapters(self.checkpoint, self.config, self.architecture, self.index)
         lora.merge(model)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # transformers' own warning, about an internal name
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # transformers' own warning, about an internal name
             model.save_pretrained(self.to, max_shard_size=self.max_shard_bytes)
-        _save_descriptions(self.checkpoint, model, self.config, self.architecture, self.to, self.with_tokenizer)
+        _save_descriptions(
+            self.checkpoint, model, self.config, self.architecture, self.to, self.with_tokenizer
+        )
         files = sorted(path.name for path in self.to.glob("*.safetensors"))
         return self._exported(model.parameters(), files, self._reloaded(lambda: model))
 
-    def _exported(self, parameters: Iterable[Tensor], files: list[str], verified: str) -> Exported:
-        return Exported(self.checkpoint.step, sum(p.numel() for p in parameters), tuple(files), verified)
+    def _exported(
+        self, parameters: Iterable[Tensor], files: list[str], verified: str
+    ) -> Exported:
+        return Exported(
+            self.checkpoint.step, sum(p.numel() for p in parameters), tuple(files), verified
+        )
 
     def _reloaded(self, trained: Callable[[], Any]) -> str:
         if self.verify is False:
@@ -217,12 +263,18 @@ class _Export:
 
 
 def _save_descriptions(
-    checkpoint: Checkpoint, model: Any, config: Config, architecture: Any, to: Path, with_tokenizer: bool
+    checkpoint: Checkpoint,
+    model: Any,
+    config: Config,
+    architecture: Any,
+    to: Path,
+    with_tokenizer: bool,
 ) -> None:
     """Writes the model's config and code, its generation config and the run's tokenizer to the folder `to`."""
     # Of a few models' text part alone (Emu3's) transformers finds no class; the whole config names it.
     part = (
-        type(model.config) is not type(architecture) and type(model.config) not in AutoModelForCausalLM._model_mapping
+        type(model.config) is not type(architecture)
+        and type(model.config) not in AutoModelForCausalLM._model_mapping
     )
     described = copy.deepcopy(architecture) if part else model.config
     described.architectures = [type(model).__name__]
@@ -234,7 +286,9 @@ def _save_descriptions(
         generation, name = model.generation_config, config.model.name_or_path
         if name is not None:
             with contextlib.suppress(OSError):  # the model has none, or no longer exists
-                generation = GenerationConfig.from_pretrained(name, revision=config.model.revision)
+                generation = GenerationConfig.from_pretrained(
+                    name, revision=config.model.revision
+                )
         generation.save_pretrained(to)
     if with_tokenizer:
         save_tokenizer(checkpoint, config, to)
@@ -243,8 +297,12 @@ def _save_descriptions(
 @torch.no_grad()
 def _compare(model: Any, reloaded: Any, to: Path, *, trained: str) -> None:
     vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
-    expected, found = (each.eval()(input_ids=ids, use_cache=False).logits for each in (model, reloaded))
+    ids = torch.randint(
+        vocabulary, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0)
+    )
+    expected, found = (
+        each.eval()(input_ids=ids, use_cache=False).logits for each in (model, reloaded)
+    )
     (difference,) = compare_tensors(SAME_LOGITS, {"": found}, {"": expected})
     if not difference.holds:
         reason = f": {difference.detail}" if difference.detail else ""
@@ -264,22 +322,31 @@ def load_whole(
     if config.model.lora.r:
         return model_with_adapters(checkpoint, config, architecture, index).eval(), config
     model: Any = AutoModelForCausalLM.from_config(
-        architecture, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
+        architecture,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        trust_remote_code=trust_remote_code,
     )
     run_state.read_weights(model, checkpoint.state, index)
     return model.eval(), config
 
 
-def described(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[Config, PretrainedConfig]:
+def described(
+    checkpoint: Checkpoint, trust_remote_code: bool
+) -> tuple[Config, PretrainedConfig]:
     """Returns the run's config and the model's, as in the manifest; whether code is trusted is the caller's to say."""
     manifest = read_manifest(checkpoint)
     values = manifest["config"]
-    config = validate({**values, "model": {**values["model"], "trust_remote_code": trust_remote_code}})
+    config = validate(
+        {**values, "model": {**values["model"], "trust_remote_code": trust_remote_code}}
+    )
     values = _without_code(manifest["architecture"])
     try:
         if trust_remote_code and config.model.name_or_path is not None:
             architecture = AutoConfig.from_pretrained(
-                config.model.name_or_path, revision=config.model.revision, trust_remote_code=True
+                config.model.name_or_path,
+                revision=config.model.revision,
+                trust_remote_code=True,
             )
         else:
             architecture = read_architecture(values)
@@ -291,11 +358,17 @@ def described(checkpoint: Checkpoint, trust_remote_code: bool) -> tuple[Config, 
             "repository, --trust-remote-code",
         ) from error
     if not config.model.lora.r:
-        refuse_layers_without_tensors(architecture, len(Index.read(checkpoint.state).entries), checkpoint)
+        refuse_layers_without_tensors(
+            architecture, len(Index.read(checkpoint.state).entries), checkpoint
+        )
     return config, architecture
 
 
 def _without_code(values: Any) -> Any:
     if not isinstance(values, dict):
         return values
-    return {key: _without_code(value) for key, value in values.items() if key.lstrip("_") not in _CODE}
+    return {
+        key: _without_code(value)
+        for key, value in values.items()
+        if key.lstrip("_") not in _CODE
+    }

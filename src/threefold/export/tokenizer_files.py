@@ -30,7 +30,11 @@ def tokenizer_of(config: Config) -> Any:
     """The tokenizer of a run in transformers' form."""
     name = config.data.tokenizer or config.model.name_or_path or "bytes"
     revision = config.model.revision if name == config.model.name_or_path else None
-    return byte_tokenizer() if name == "bytes" else AutoTokenizer.from_pretrained(name, revision=revision)
+    return (
+        byte_tokenizer()
+        if name == "bytes"
+        else AutoTokenizer.from_pretrained(name, revision=revision)
+    )
 
 
 def byte_tokenizer() -> Any:
@@ -38,4 +42,6 @@ def byte_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     backend = byte_backend()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|end|>", clean_up_tokenization_spaces=False
+    )

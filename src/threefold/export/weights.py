@@ -37,7 +37,13 @@ Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
 
 def write_weights(
-    state: Path, index: Index, names: list[str], to: Path, *, max_shard_bytes: int, convert: Convert
+    state: Path,
+    index: Index,
+    names: list[str],
+    to: Path,
+    *,
+    max_shard_bytes: int,
+    convert: Convert,
 ) -> list[str]:
     """Writes the weights to the folder `to`; returns the names of the files.
 
@@ -51,16 +57,27 @@ def write_weights(
 
     def flush() -> None:
         if pending:
-            ordered = sorted(pending.items(), key=lambda item: (-item[1].element_size(), item[0]))
-            described = [(name, TYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in ordered]
+            ordered = sorted(
+                pending.items(), key=lambda item: (-item[1].element_size(), item[0])
+            )
+            described = [
+                (name, TYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+                for name, tensor in ordered
+            ]
             path = to / _PART.format(len(shards))
             write_tensors(path, described, (tensor for _, tensor in ordered), {"format": "pt"})
             shards.append({name: tensor.nbytes for name, tensor in pending.items()})
             pending.clear()
 
-    with Bars().show("writing weights", sum(index.entries[f"model.{name}"].num_bytes for name in names)) as bar:
+    with Bars().show(
+        "writing weights", sum(index.entries[f"model.{name}"].num_bytes for name in names)
+    ) as bar:
         for name, tensor in converted(state, index, names, convert):
-            if pending and sum(held.nbytes for held in pending.values()) + tensor.nbytes > max_shard_bytes:
+            if (
+                pending
+                and sum(held.nbytes for held in pending.values()) + tensor.nbytes
+                > max_shard_bytes
+            ):
                 flush()
             pending[name] = tensor
             bar.advance(tensor.nbytes)
@@ -68,38 +85,56 @@ def write_weights(
     return _name_files(to, shards)
 
 
-def converted(state: Path, index: Index, names: list[str], convert: Convert) -> Iterator[tuple[str, Tensor]]:
+def converted(
+    state: Path, index: Index, names: list[str], convert: Convert
+) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint as the Hub has them, a layer at a time."""
 
     def layer(name: str) -> str:
         return found[1] if (found := _LAYER.match(name)) else name
 
-    for _, group in itertools.groupby(sorted(names, key=lambda name: (layer(name), name)), key=layer):
-        yield from convert({name: read_whole(state, index.entries[f"model.{name}"]) for name in group}).items()
+    for _, group in itertools.groupby(
+        sorted(names, key=lambda name: (layer(name), name)), key=layer
+    ):
+        yield from convert(
+            {name: read_whole(state, index.entries[f"model.{name}"]) for name in group}
+        ).items()
 
 
 def _name_files(to: Path, shards: list[dict[str, int]]) -> list[str]:
     """Gives the files their final names, which contain their number, and writes the index if there are several."""
-    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    files = [
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        for number in range(1, len(shards) + 1)
+    ]
     files = [_WEIGHTS] if len(shards) == 1 else files
     for number, file in enumerate(files):
         (to / _PART.format(number)).rename(to / file)
     if len(shards) > 1:
-        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        weight_map = {
+            name: file for file, shard in zip(files, shards, strict=True) for name in shard
+        }
         total = sum(size for shard in shards for size in shard.values())
-        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        content = {
+            "metadata": {"total_size": total},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
         (to / f"{_WEIGHTS}.index.json").write_text(json.dumps(content, indent=2) + "\n")
     sync(to)
     return files
 
 
-def model_with_adapters(checkpoint: Checkpoint, config: Config, architecture: PretrainedConfig, index: Index) -> Any:
+def model_with_adapters(
+    checkpoint: Checkpoint, config: Config, architecture: PretrainedConfig, index: Index
+) -> Any:
     """Returns the complete model that the run began with, in float32, with the checkpoint's adapters inserted.
 
     Raises:
         CheckpointError: the weights on which the adapters were trained are no longer available.
     """
-    refuse_other_base(read_manifest(checkpoint), load.fingerprint(config.model), config, checkpoint)
+    refuse_other_base(
+        read_manifest(checkpoint), load.fingerprint(config.model), config, checkpoint
+    )
     model = load.whole(config.model, architecture, seed=config.train.seed, dtype=torch.float32)
     lora.insert_whole(model, config.model.lora, seed=config.train.seed)
     read_weights(model, checkpoint.state, index)
@@ -109,7 +144,8 @@ def model_with_adapters(checkpoint: Checkpoint, config: Config, architecture: Pr
 def peft_weights(model: Any) -> dict[str, Tensor]:
     """A model's adapters under the names that peft has for them."""
     return {
-        "base_model.model." + name.replace(f".{lora.ADAPTER}.", "."): parameter.detach().contiguous()
+        "base_model.model."
+        + name.replace(f".{lora.ADAPTER}.", "."): parameter.detach().contiguous()
         for name, parameter in model.named_parameters()
         if is_adapter(name)
     }

@@ -72,12 +72,18 @@ class RunDescription:
 
     def gone_back(self) -> list[Metrics] | None:
         """The logged lines that stand, where a run goes back over later steps that it has logged; else None."""
-        lines = [line.values for line in Lines(self.folder / METRICS).read() if type(line.values.get("step")) is int]
+        lines = [
+            line.values
+            for line in Lines(self.folder / METRICS).read()
+            if type(line.values.get("step")) is int
+        ]
         if all(line["step"] < self.first_step for line in lines):
             return None
         standing: list[Metrics] = []
         for line in lines:
-            if "loss" in line:  # another pass over steps that were trained before stands for them
+            if (
+                "loss" in line
+            ):  # another pass over steps that were trained before stands for them
                 standing = [each for each in standing if each["step"] < line["step"]]
             standing.append(line)
         return [line for line in standing if line["step"] < self.first_step]
@@ -112,7 +118,9 @@ def problems(names: Sequence[str]) -> list[Problem]:
     ]
 
 
-def open_trackers(names: Sequence[str], run: RunDescription, say: Callable[[str], None]) -> list[Tracker]:
+def open_trackers(
+    names: Sequence[str], run: RunDescription, say: Callable[[str], None]
+) -> list[Tracker]:
     """The trackers of these names, each guarded, with `say` to print a line; rank 0 calls it."""
     return [Guarded(name, partial(_OPENERS[name], run), say) for name in names]
 
@@ -150,7 +158,9 @@ class Guarded:
             self._tracker = None
 
     def _catch_up(self) -> None:
-        if self._tracker is None and not self._try("did not open", lambda: setattr(self, "_tracker", self._open())):
+        if self._tracker is None and not self._try(
+            "did not open", lambda: setattr(self, "_tracker", self._open())
+        ):
             return
         assert self._tracker is not None
         while self._missed:
@@ -161,7 +171,9 @@ class Guarded:
             self._say(f"tracker {self._name} works again, and has got what it had missed")
             self._wait_s = 0.0
 
-    def _try(self, what: str, act: Callable[[], None], *, again: str = ", and it is tried again") -> bool:
+    def _try(
+        self, what: str, act: Callable[[], None], *, again: str = ", and it is tried again"
+    ) -> bool:
         try:
             act()
             return True
@@ -169,7 +181,9 @@ class Guarded:
             log.warning("tracker %s %s", self._name, what, exc_info=True)
             if not self._wait_s:
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                self._say(f"tracker {self._name} {what}: {reason} (training continues{again}; see the rank's log)")
+                self._say(
+                    f"tracker {self._name} {what}: {reason} (training continues{again}; see the rank's log)"
+                )
             # A try may take many seconds, in which the other ranks wait.
             self._wait_s = min(max(_TRY_AGAIN_S, 2 * self._wait_s), _AT_MOST_S)
             self._again_s = self._now_s() + self._wait_s
@@ -184,7 +198,9 @@ class TensorBoard:
 
         from threefold.config.text import as_yaml
 
-        self._writer: Any = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.first_step)
+        self._writer: Any = SummaryWriter(
+            str(run.folder / "tensorboard"), purge_step=run.first_step
+        )
         for section, values in run.told.items():
             lines = [f"    {key}: {as_yaml(value)}" for key, value in values.items()]
             self._writer.add_text(section, "\n".join(lines), run.first_step - 1)
@@ -194,7 +210,9 @@ class TensorBoard:
         """Numbers as scalars of `train` or `eval`."""
         part = "eval" if "eval_loss" in metrics else "train"
         for name, value in _numbers(metrics).items():
-            self._writer.add_scalar(f"{part}/{name.removeprefix('eval_')}", value, metrics["step"])
+            self._writer.add_scalar(
+                f"{part}/{name.removeprefix('eval_')}", value, metrics["step"]
+            )
         self._writer.flush()
 
     def close(self) -> None:
@@ -215,7 +233,10 @@ class WeightsAndBiases:
             dir=str(run.folder),
             config=run.told,
             settings=wandb.Settings(
-                silent=True, console="off", login_timeout=_LOGIN_TIMEOUT_S, finish_timeout=_FINISH_TIMEOUT_S
+                silent=True,
+                console="off",
+                login_timeout=_LOGIN_TIMEOUT_S,
+                finish_timeout=_FINISH_TIMEOUT_S,
             ),
         )
         # A resumed run may repeat steps that wandb's own counter has already passed.
@@ -242,8 +263,12 @@ class Trackio:
         make = partial(_named, run.name)  # folders may have equal names
         name = run.id_of("trackio", make, anew=again is not None)
         with redirect_stdout(None):  # it prints a long explanation
-            off: dict[str, Any] = dict.fromkeys(("embed", "auto_log_gpu", "auto_log_cpu"), False)
-            self._run: Any = trackio.init(project=run.project, name=name, config=run.told, resume="allow", **off)
+            off: dict[str, Any] = dict.fromkeys(
+                ("embed", "auto_log_gpu", "auto_log_cpu"), False
+            )
+            self._run: Any = trackio.init(
+                project=run.project, name=name, config=run.told, resume="allow", **off
+            )
             for line in again or ():
                 self.log(line)
             if again is not None and before is not None:
@@ -275,7 +300,9 @@ class MLflow:
         from mlflow.entities import Metric, RunTag
 
         known = mlflow.tracking.is_tracking_uri_set()
-        self._client: Any = mlflow.MlflowClient(None if known else (run.folder / "mlflow").resolve().as_uri())
+        self._client: Any = mlflow.MlflowClient(
+            None if known else (run.folder / "mlflow").resolve().as_uri()
+        )
         self._metric: Any = Metric
         before, again = run.ids.get("mlflow"), run.gone_back()
         self._id = run.id_of("mlflow", lambda: self._created(run), anew=again is not None)
@@ -285,24 +312,41 @@ class MLflow:
             self._client.delete_run(before)
         self._client.update_run(self._id, status="RUNNING")
         # What a resume may have changed; MLflow keeps parameters as they were first.
-        self._client.log_batch(self._id, tags=[RunTag(name, str(value)) for name, value in run.facts.items()])
+        self._client.log_batch(
+            self._id, tags=[RunTag(name, str(value)) for name, value in run.facts.items()]
+        )
 
     def _created(self, run: RunDescription) -> str:
         from mlflow.entities import Param
 
         known = self._client.get_experiment_by_name(run.project)
-        place = known.experiment_id if known is not None else self._client.create_experiment(run.project)
+        place = (
+            known.experiment_id
+            if known is not None
+            else self._client.create_experiment(run.project)
+        )
         number = self._client.create_run(place, run_name=run.name).info.run_id
-        values = {f"{section}.{key}": each for section, keys in run.config.items() for key, each in keys.items()}
+        values = {
+            f"{section}.{key}": each
+            for section, keys in run.config.items()
+            for key, each in keys.items()
+        }
         params = [Param(name, str(value)[:_LONGEST_PARAM]) for name, value in values.items()]
         for first in range(0, len(params), _MOST_PARAMS):
             self._client.log_batch(number, params=params[first : first + _MOST_PARAMS])
         return number
 
     def log(self, metrics: Metrics) -> None:
-        logged = datetime.fromisoformat(metrics["time"]).timestamp() if "time" in metrics else time.time()
+        logged = (
+            datetime.fromisoformat(metrics["time"]).timestamp()
+            if "time" in metrics
+            else time.time()
+        )
         now = int(logged * 1000)
-        found = [self._metric(name, value, now, metrics["step"]) for name, value in _numbers(metrics).items()]
+        found = [
+            self._metric(name, value, now, metrics["step"])
+            for name, value in _numbers(metrics).items()
+        ]
         self._client.log_batch(self._id, metrics=found)
 
     def close(self) -> None:
@@ -314,7 +358,11 @@ def _named(folder: str) -> str:
 
 
 def _numbers(metrics: Metrics) -> dict[str, float]:
-    values = ((name, value) for name, value in metrics.items() if name != "step" and not isinstance(value, bool))
+    values = (
+        (name, value)
+        for name, value in metrics.items()
+        if name != "step" and not isinstance(value, bool)
+    )
     return {name: value for name, value in values if isinstance(value, int | float)}
 
 

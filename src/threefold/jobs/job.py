@@ -20,11 +20,13 @@ from threefold.mesh.topology import Topology, resolve
 
 # Parts of names, between underscores: MY_PASS, OPENAI_KEY, HF_AUTH; not TOKENIZERS_PARALLELISM.
 _SECRET_NAME = re.compile(
-    r"(TOKEN|SECRETS?|PASS|PASSWORD|PASSWD|PASSPHRASE|KEY|AUTH|CREDENTIALS?|DSN|(?<=_)PWD)(?![A-Z])", re.IGNORECASE
+    r"(TOKEN|SECRETS?|PASS|PASSWORD|PASSWD|PASSPHRASE|KEY|AUTH|CREDENTIALS?|DSN|(?<=_)PWD)(?![A-Z])",
+    re.IGNORECASE,
 )
 # Forms that services give to their keys, and an address with a password in it.
 _SECRET_VALUE = re.compile(
-    r"\s*(hf_|sk-|gh[pousr]_|github_pat_|glpat-|AKIA|ASIA|xox[abprs]-|AIza)|.*://[^/\s]*:[^/\s]*@", re.S
+    r"\s*(hf_|sk-|gh[pousr]_|github_pat_|glpat-|AKIA|ASIA|xox[abprs]-|AIza)|.*://[^/\s]*:[^/\s]*@",
+    re.S,
 )
 # As a whole value of a config, in which names and paths may begin like a key: hf_cache/rows.jsonl.
 _SECRET_IN_CONFIG = re.compile(
@@ -52,12 +54,20 @@ def ranks_of(mesh: MeshConfig, *, num_hosts: int, per_host: int | None) -> Ranks
     if all(size is None for size in sizes) or "auto" in (mesh.dp, mesh.cp, mesh.tp):
         what = "the mesh leaves the number of ranks open, but a job must ask for its hosts' devices"
         fix = "--ranks-per-node 8   (or --mesh.dp 8)"
-        raise ConfigError(what, expected="mesh.dp, mesh.cp and mesh.tp as numbers, or the ranks on each host", fix=fix)
+        raise ConfigError(
+            what,
+            expected="mesh.dp, mesh.cp and mesh.tp as numbers, or the ranks on each host",
+            fix=fix,
+        )
     topology, _ = resolve(mesh, launched_world_size=None, num_devices=None)
     if topology.world_size % num_hosts:
         what = f"{topology.world_size} ranks ({topology}) cannot be divided equally among {num_hosts} hosts"
         fix = f"a number of hosts that divides {topology.world_size}, or other mesh sizes"
-        raise ConfigError(what, expected="world size = dp x cp x tp, the same number of ranks on every host", fix=fix)
+        raise ConfigError(
+            what,
+            expected="world size = dp x cp x tp, the same number of ranks on every host",
+            fix=fix,
+        )
     return Ranks(topology, num_hosts, topology.world_size // num_hosts)
 
 
@@ -67,13 +77,23 @@ def checked_name(name: str, *, longest: int, lower: bool = False) -> str:
     if re.fullmatch(f"[{characters}]([{characters}-]{{0,{longest - 2}}}[{characters}])?", name):
         return name
     kind = "lower-case letters" if lower else "letters"
-    proposed = re.sub(f"[^{characters}]+", "-", name.lower() if lower else name).strip("-")[:longest].strip("-")
+    proposed = (
+        re.sub(f"[^{characters}]+", "-", name.lower() if lower else name)
+        .strip("-")[:longest]
+        .strip("-")
+    )
     what = f"--name {name!r} is not a valid name for this cluster's jobs"
     fix = f"--name {proposed or 'threefold'}"
-    raise ConfigError(what, expected=f"{kind}, digits and single dashes inside, at most {longest} characters", fix=fix)
+    raise ConfigError(
+        what,
+        expected=f"{kind}, digits and single dashes inside, at most {longest} characters",
+        fix=fix,
+    )
 
 
-def variables(given: Sequence[str] | None, environ: Mapping[str, str], *, secret_fix: str) -> dict[str, str]:
+def variables(
+    given: Sequence[str] | None, environ: Mapping[str, str], *, secret_fix: str
+) -> dict[str, str]:
     """Returns the job's variables from `NAME=VALUE`, or from `NAME` with its value in this environment.
 
     Raises:
@@ -85,7 +105,11 @@ def variables(given: Sequence[str] | None, environ: Mapping[str, str], *, secret
         name, equals, value = entry.partition("=")
         if not _VARIABLE.fullmatch(name):
             expected = "NAME=VALUE, or NAME to take its value from this environment"
-            problems.append(Problem(f"--env {entry!r} does not name a variable", expected, "--env NAME=VALUE"))
+            problems.append(
+                Problem(
+                    f"--env {entry!r} does not name a variable", expected, "--env NAME=VALUE"
+                )
+            )
         elif _SECRET_NAME.search(name) or _SECRET_VALUE.match(value or environ.get(name, "")):
             what = f"--env {name} looks like a secret: its value would be kept in the job's description"
             expected = "secrets in the cluster's own store, and only their names in the job"
@@ -119,13 +143,17 @@ def secrets_in(config: Config) -> list[Problem]:
     return [Problem(f"the value of {key} looks like a secret", expected, fix) for key in found]
 
 
-def named_pairs(given: Sequence[str] | None, option: str, what: str, *, example: str) -> dict[str, str]:
+def named_pairs(
+    given: Sequence[str] | None, option: str, what: str, *, example: str
+) -> dict[str, str]:
     """{NAME: rest} of options written as NAME=REST; ConfigError if one has another form."""
     found = {}
     for entry in given or ():
         name, equals, rest = entry.partition("=")
         if not (name and equals and rest):
-            raise ConfigError(f"{option} {entry!r} is not {what}", expected=what, fix=f"{option} {example}")
+            raise ConfigError(
+                f"{option} {entry!r} is not {what}", expected=what, fix=f"{option} {example}"
+            )
         found[name] = rest
     return found
 
@@ -139,14 +167,20 @@ def with_set(described: dict[str, Any], given: Mapping[str, str]) -> dict[str, A
             place = place.setdefault(key, {}) if isinstance(place, dict) else None
         is_secret = _SECRET_VALUE.match(text) is not None
         if is_secret or not isinstance(place, dict):
-            what = f"the value of --set {path} looks like a secret" if is_secret else f"--set {path}: there is no place"
+            what = (
+                f"the value of --set {path} looks like a secret"
+                if is_secret
+                else f"--set {path}: there is no place"
+            )
             expected = "a field of the job, and no secret: --dry-run shows the job as it is without --set"
             raise ConfigError(what, expected=expected, fix=f"leave --set {path} out")
         place[name] = parse(text, f"--set {path}")
     return described
 
 
-def handed_to(program: str, *arguments: str, text: str, missing: tuple[str, str], refused: tuple[str, str]) -> str:
+def handed_to(
+    program: str, *arguments: str, text: str, missing: tuple[str, str], refused: tuple[str, str]
+) -> str:
     """Returns the output of a cluster's own program, which gets the job as its input.
 
     Args:
@@ -157,8 +191,12 @@ def handed_to(program: str, *arguments: str, text: str, missing: tuple[str, str]
     """
     path = shutil.which(program)
     if path is None:
-        raise ConfigError(f"{program} is not installed here", expected=missing[0], fix=missing[1])
-    done = subprocess.run([path, *arguments], input=text, capture_output=True, text=True, check=False)
+        raise ConfigError(
+            f"{program} is not installed here", expected=missing[0], fix=missing[1]
+        )
+    done = subprocess.run(
+        [path, *arguments], input=text, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         what = f"{program} did not accept the job: {done.stderr.strip()}"
         raise RunError(what, expected=refused[0], fix=refused[1])

@@ -50,23 +50,39 @@ class KubernetesSettings:
     memory: str | None = setting("memory for each pod: 64Gi")
     shm: str = setting("size of /dev/shm", "8Gi")
     volumes: Mapping[str, str] = setting(
-        "folder of a volume claim", {}, option="volume", form="CLAIM=/folder", example="my-claim=/runs"
+        "folder of a volume claim",
+        {},
+        option="volume",
+        form="CLAIM=/folder",
+        example="my-claim=/runs",
     )
     variables: Mapping[str, str] = setting(
         "variable of the pods, or a name to pass it on", {}, option="env", form="NAME=VALUE",
         secret_fix="--secret {name}=SECRET/KEY",
     )  # fmt: skip
     secrets: Mapping[str, str] = setting(
-        "a key of a Secret", {}, option="secret", form="NAME=SECRET/KEY", example="HF_TOKEN=my-secret/token"
+        "a key of a Secret",
+        {},
+        option="secret",
+        form="NAME=SECRET/KEY",
+        example="HF_TOKEN=my-secret/token",
     )
     restarts: int = setting("how often pods are restarted", 10)
     resources: Mapping[str, str] = setting(
-        "a limit of each pod", {}, option="resource", form="NAME=COUNT", example="vpc.amazonaws.com/efa=4"
+        "a limit of each pod",
+        {},
+        option="resource",
+        form="NAME=COUNT",
+        example="vpc.amazonaws.com/efa=4",
     )
     queue: str | None = setting("local queue of Kueue's")
     volcano_queue: str | None = setting("queue of Volcano's, for a gang of all pods")
     more: Mapping[str, str] = setting(
-        "another field of the pods", {}, option="set", form="PATH=YAML", example="priorityClassName=high"
+        "another field of the pods",
+        {},
+        option="set",
+        form="PATH=YAML",
+        example="priorityClassName=high",
     )
 
 
@@ -76,7 +92,9 @@ Settings = KubernetesSettings
 def problems(config: Config, ranks: Ranks, options: KubernetesSettings) -> Iterator[Problem]:
     """Yields what would make the job fail or lose its work."""
     if options.kind not in KINDS:
-        yield Problem(f"--kind {options.kind!r}", f"one of {', '.join(KINDS)}", f"--kind {KINDS[0]}")
+        yield Problem(
+            f"--kind {options.kind!r}", f"one of {', '.join(KINDS)}", f"--kind {KINDS[0]}"
+        )
     for name, secret in options.secrets.items():
         if len(secret.split("/")) != 2 or not all(secret.split("/")):
             what = f"--secret {name}={secret} does not name a key of a Secret"
@@ -84,36 +102,55 @@ def problems(config: Config, ranks: Ranks, options: KubernetesSettings) -> Itera
     if options.volcano_queue is not None and options.kind != "pytorchjob":
         what = f"--volcano-queue with --kind {options.kind}, whose operator makes no group of pods for Volcano"
         yield Problem(
-            what, "a PyTorchJob, whose operator does, or a queue of Kueue's", "--kind pytorchjob   (or --queue)"
+            what,
+            "a PyTorchJob, whose operator does, or a queue of Kueue's",
+            "--kind pytorchjob   (or --queue)",
         )
     if options.queue is not None and options.volcano_queue is not None:
-        yield Problem("--queue and --volcano-queue", "one of them: each decides when the pods begin", "leave one out")
+        yield Problem(
+            "--queue and --volcano-queue",
+            "one of them: each decides when the pods begin",
+            "leave one out",
+        )
     run = PurePosixPath(config.log.dir) if config.log.dir is not None else None
-    if run is None or not any(run.is_relative_to(folder) for folder in options.volumes.values()):
+    if run is None or not any(
+        run.is_relative_to(folder) for folder in options.volumes.values()
+    ):
         where = "is not set" if run is None else f"= {run} is not on a volume"
         shared = " that all pods share" if ranks.num_hosts > 1 else ""
         what = f"log.dir {where}: the files that a pod writes are lost with it"
         fix = "--volume CLAIM=/runs --log.dir /runs/my-run"
-        yield Problem(what, f"a folder on a volume{shared}, so that a restarted pod can resume", fix)
+        yield Problem(
+            what, f"a folder on a volume{shared}, so that a restarted pod can resume", fix
+        )
 
 
-def manifests(config: Config, ranks: Ranks, options: KubernetesSettings) -> list[dict[str, Any]]:
+def manifests(
+    config: Config, ranks: Ranks, options: KubernetesSettings
+) -> list[dict[str, Any]]:
     """The ConfigMap, for a TrainJob its runtime, and the job.
 
     Names hold a digest of what they name: a job that is submitted later never changes the config of one that runs.
     """
     if options.name is None:
         drawn = replace(options, name="threefold")
-        options = replace(options, name=f"threefold-{_digest(_documents(config, ranks, drawn))}")
+        options = replace(
+            options, name=f"threefold-{_digest(_documents(config, ranks, drawn))}"
+        )
     assert options.name is not None
     checked_name(options.name, longest=41, lower=True)
     return _documents(config, ranks, options)
 
 
-def _documents(config: Config, ranks: Ranks, options: KubernetesSettings) -> list[dict[str, Any]]:
+def _documents(
+    config: Config, ranks: Ranks, options: KubernetesSettings
+) -> list[dict[str, Any]]:
     builders = {"pytorchjob": _pytorch_job, "trainjob": _train_job, "jobset": _job_set}
     data = _config_data(config)
-    config_map = {**_resource(options, "v1", "ConfigMap", name=_config_name(config, options)), "data": data}
+    config_map = {
+        **_resource(options, "v1", "ConfigMap", name=_config_name(config, options)),
+        "data": data,
+    }
     return [{**config_map, "immutable": True}, *builders[options.kind](config, ranks, options)]
 
 
@@ -144,7 +181,10 @@ def send(job: Job, options: KubernetesSettings) -> str:
             # What is there under a digest is the same; a job that is there is another one.
             *("kubectl", "create" if number == len(documents) else "apply", "-f", "-"),
             text=as_document(document),
-            missing=("kubectl, which knows the cluster and who you are", f"install kubectl, or: {elsewhere}"),
+            missing=(
+                "kubectl, which knows the cluster and who you are",
+                f"install kubectl, or: {elsewhere}",
+            ),
             refused=(
                 "a cluster with the operator of this --kind, the right to create jobs there, and a name that is new",
                 fix,
@@ -154,7 +194,9 @@ def send(job: Job, options: KubernetesSettings) -> str:
     )
 
 
-def _resource(options: KubernetesSettings, version: str, kind: str, *, name: str | None = None) -> dict[str, Any]:
+def _resource(
+    options: KubernetesSettings, version: str, kind: str, *, name: str | None = None
+) -> dict[str, Any]:
     namespace = {"namespace": options.namespace} if options.namespace is not None else {}
     labels = {"app.kubernetes.io/name": "threefold"}
     if options.queue is not None and kind in ("PyTorchJob", "JobSet", "TrainJob"):
@@ -166,12 +208,16 @@ def _resource(options: KubernetesSettings, version: str, kind: str, *, name: str
 def _environment(config: Config, options: KubernetesSettings) -> list[dict[str, Any]]:
     # The cluster would put the value of another variable in place of $(NAME).
     given = {name: value.replace("$(", "$$(") for name, value in options.variables.items()}
-    found: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in given.items()]
+    found: list[dict[str, Any]] = [
+        {"name": name, "value": value} for name, value in given.items()
+    ]
     # torchrun reads this: how long its ranks may take to save after a stop signal.
     found.append({"name": "PET_SHUTDOWN_TIMEOUT", "value": str(config.checkpoint.grace_s)})
     for name, secret in options.secrets.items():
         secret_name, _, key = secret.partition("/")
-        found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret_name, "key": key}}})
+        found.append(
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": secret_name, "key": key}}}
+        )
     return found
 
 
@@ -180,11 +226,17 @@ def _resources(config: Config, ranks: Ranks, options: KubernetesSettings) -> dic
     if gpus is None:
         gpus = 0 if config.mesh.device == "cpu" else ranks.per_host
     limits: dict[str, Any] = {**({_GPU: str(gpus)} if gpus else {}), **options.resources}
-    requests = {key: value for key, value in (("cpu", options.cpu), ("memory", options.memory)) if value is not None}
+    requests = {
+        key: value
+        for key, value in (("cpu", options.cpu), ("memory", options.memory))
+        if value is not None
+    }
     return {key: value for key, value in (("limits", limits), ("requests", requests)) if value}
 
 
-def _pod(config: Config, options: KubernetesSettings, container: dict[str, Any]) -> dict[str, Any]:
+def _pod(
+    config: Config, options: KubernetesSettings, container: dict[str, Any]
+) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": _config_name(config, options)}},
         # The default of 64 MiB is too small for loader processes and NCCL.
@@ -195,7 +247,9 @@ def _pod(config: Config, options: KubernetesSettings, container: dict[str, Any])
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
     for number, (claim, folder) in enumerate(options.volumes.items()):
-        volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
+        volumes.append(
+            {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}}
+        )
         mounts.append({"name": f"volume-{number}", "mountPath": folder})
     if any(map(_RDMA.search, options.resources)):
         container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
@@ -207,28 +261,48 @@ def _pod(config: Config, options: KubernetesSettings, container: dict[str, Any])
     return with_set(pod, options.more)
 
 
-def _container(config: Config, ranks: Ranks, options: KubernetesSettings, *, name: str) -> dict[str, Any]:
+def _container(
+    config: Config, ranks: Ranks, options: KubernetesSettings, *, name: str
+) -> dict[str, Any]:
     environment, resources = _environment(config, options), _resources(config, ranks, options)
     return {"name": name, "image": options.image, "env": environment, "resources": resources}
 
 
 def _torchrun_pod(
-    config: Config, ranks: Ranks, options: KubernetesSettings, *, container: str, place: list[str]
+    config: Config,
+    ranks: Ranks,
+    options: KubernetesSettings,
+    *,
+    container: str,
+    place: list[str],
 ) -> dict[str, Any]:
     """A pod that starts its ranks itself; `place` says which of several pods it is."""
     sizes = [f"--nnodes={ranks.num_hosts}", f"--nproc-per-node={ranks.per_host}"]
     command = ["torchrun", *sizes, *(place if ranks.num_hosts > 1 else []), *_TRAIN]
-    return _pod(config, options, {**_container(config, ranks, options, name=container), "command": command})
+    return _pod(
+        config,
+        options,
+        {**_container(config, ranks, options, name=container), "command": command},
+    )
 
 
-def _pytorch_job(config: Config, ranks: Ranks, options: KubernetesSettings) -> list[dict[str, Any]]:
+def _pytorch_job(
+    config: Config, ranks: Ranks, options: KubernetesSettings
+) -> list[dict[str, Any]]:
     # The operator sets these in every pod; there, RANK is the pod's number.
-    place = ["--node-rank=$(RANK)", "--master-addr=$(MASTER_ADDR)", "--master-port=$(MASTER_PORT)"]
+    place = [
+        "--node-rank=$(RANK)",
+        "--master-addr=$(MASTER_ADDR)",
+        "--master-port=$(MASTER_PORT)",
+    ]
     pod = _torchrun_pod(config, ranks, options, container="pytorch", place=place)
     replicas = {"Master": 1, **({"Worker": ranks.num_hosts - 1} if ranks.num_hosts > 1 else {})}
     policy: dict[str, Any] = {"backoffLimit": options.restarts}
     if options.volcano_queue is not None:
-        policy["schedulingPolicy"] = {"queue": options.volcano_queue, "minAvailable": ranks.num_hosts}
+        policy["schedulingPolicy"] = {
+            "queue": options.volcano_queue,
+            "minAvailable": ranks.num_hosts,
+        }
     return [
         {
             **_resource(options, "kubeflow.org/v1", "PyTorchJob"),
@@ -236,7 +310,11 @@ def _pytorch_job(config: Config, ranks: Ranks, options: KubernetesSettings) -> l
                 "nprocPerNode": str(ranks.per_host),
                 "runPolicy": policy,
                 "pytorchReplicaSpecs": {
-                    kind: {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
+                    kind: {
+                        "replicas": count,
+                        "restartPolicy": "OnFailure",
+                        "template": {"spec": pod},
+                    }
                     for kind, count in replicas.items()
                 },
             },
@@ -244,17 +322,27 @@ def _pytorch_job(config: Config, ranks: Ranks, options: KubernetesSettings) -> l
     ]
 
 
-def _train_job(config: Config, ranks: Ranks, options: KubernetesSettings) -> list[dict[str, Any]]:
+def _train_job(
+    config: Config, ranks: Ranks, options: KubernetesSettings
+) -> list[dict[str, Any]]:
     """A runtime of the job's own, and the job; Trainer gives torchrun its rank and rendezvous by PET_ variables."""
     pod = _pod(config, options, _container(config, ranks, options, name="node"))
     spec = _jobs(pod, options)
     # By this label Trainer knows the job whose container gets the command.
-    spec["replicatedJobs"][0]["template"]["metadata"] = {"labels": {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}}
+    spec["replicatedJobs"][0]["template"]["metadata"] = {
+        "labels": {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}
+    }
     runtime = _resource(options, f"{_TRAINER}/v1alpha1", "TrainingRuntime")
     runtime["metadata"]["labels"][f"{_TRAINER}/framework"] = "torch"
     runtime["metadata"]["name"] = name = f"{options.name}-runtime-{_digest(spec)}"
     return [
-        {**runtime, "spec": {"mlPolicy": {"numNodes": ranks.num_hosts, "torch": {}}, "template": {"spec": spec}}},
+        {
+            **runtime,
+            "spec": {
+                "mlPolicy": {"numNodes": ranks.num_hosts, "torch": {}},
+                "template": {"spec": spec},
+            },
+        },
         {
             **_resource(options, f"{_TRAINER}/v1alpha1", "TrainJob"),
             "spec": {
@@ -275,8 +363,14 @@ def _jobs(pod: dict[str, Any], options: KubernetesSettings, **sizes: Any) -> dic
     An eviction, and a stop that saved, do not count as restarts.
     """
     apart = [
-        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [EXIT_STOPPED_WITH_CHECKPOINT]}},
+        {
+            "action": "FailJob",
+            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+        },
+        {
+            "action": "FailJob",
+            "onExitCodes": {"operator": "In", "values": [EXIT_STOPPED_WITH_CHECKPOINT]},
+        },
     ]
     job = {**sizes, "backoffLimit": 0, "podFailurePolicy": {"rules": apart}}
     free = {
@@ -294,7 +388,11 @@ def _jobs(pod: dict[str, Any], options: KubernetesSettings, **sizes: Any) -> dic
 
 def _job_set(config: Config, ranks: Ranks, options: KubernetesSettings) -> list[dict[str, Any]]:
     master = f"{options.name}-node-0-0.{options.name}"
-    place = ["--node-rank=$(JOB_COMPLETION_INDEX)", f"--master-addr={master}", f"--master-port={_PORT}"]
+    place = [
+        "--node-rank=$(JOB_COMPLETION_INDEX)",
+        f"--master-addr={master}",
+        f"--master-port={_PORT}",
+    ]
     pod = _torchrun_pod(config, ranks, options, container="node", place=place)
     count = ranks.num_hosts
     spec = _jobs(pod, options, parallelism=count, completions=count, completionMode="Indexed")

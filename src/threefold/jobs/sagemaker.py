@@ -70,7 +70,11 @@ class SageMakerSettings:
         secret_fix="--secret {name}=ID_IN_SECRETS_MANAGER",
     )  # fmt: skip
     secrets: Mapping[str, str] = setting(
-        "a secret in AWS Secrets Manager", {}, option="secret", form="NAME=ID", example="HF_TOKEN=my-secret"
+        "a secret in AWS Secrets Manager",
+        {},
+        option="secret",
+        form="NAME=ID",
+        example="HF_TOKEN=my-secret",
     )
     packages: tuple[Path, ...] = setting("a wheel to install first", (), option="package")
     spot: bool = setting("spot instances; interrupted, the job resumes", False)
@@ -81,7 +85,9 @@ class SageMakerSettings:
         example="ResourceConfig.VolumeSizeInGB=200",
     )  # fmt: skip
     region: str | None = setting("default: from your AWS configuration")
-    source_to: Path | None = setting("also write the job's source here, for the SageMaker SDK", form="FOLDER")
+    source_to: Path | None = setting(
+        "also write the job's source here, for the SageMaker SDK", form="FOLDER"
+    )
     # Keys of the config, as text: the job shows them, and its tuner may set them.
     hyperparameters: Mapping[str, str] = field(default_factory=dict)
 
@@ -91,7 +97,10 @@ Settings = SageMakerSettings
 
 def problems(config: Config, ranks: Ranks, options: SageMakerSettings) -> Iterator[Problem]:
     """Yields what would make the job fail or lose its work."""
-    paths = {"--output": options.output, **{f"--channel {name}": path for name, path in options.channels.items()}}
+    paths = {
+        "--output": options.output,
+        **{f"--channel {name}": path for name, path in options.channels.items()},
+    }
     for option, path in paths.items():
         if not path.startswith(_S3) or not path.removeprefix(_S3).partition("/")[0]:
             what = f"{option} {path!r} is not a place in S3"
@@ -99,14 +108,26 @@ def problems(config: Config, ranks: Ranks, options: SageMakerSettings) -> Iterat
     if options.spot and not config.checkpoint.every:
         expected = "checkpoints during the run: the container gets no signal before an instance is taken away"
         yield Problem("--spot with checkpoint.every = 0", expected, "--checkpoint.every 100")
-    if config.log.dir is not None and ranks.num_hosts == 1 and not config.log.dir.startswith("/opt/ml/"):
+    if (
+        config.log.dir is not None
+        and ranks.num_hosts == 1
+        and not config.log.dir.startswith("/opt/ml/")
+    ):
         what = f"log.dir = {config.log.dir} is lost with the instance"
         fix = "leave log.dir out of the config"
-        yield Problem(what, f"a folder that SageMaker keeps; without log.dir it is {CHECKPOINTS}", fix)
-    if ranks.num_hosts > 1 and (config.log.dir is None or config.log.dir.startswith(CHECKPOINTS)):
+        yield Problem(
+            what, f"a folder that SageMaker keeps; without log.dir it is {CHECKPOINTS}", fix
+        )
+    if ranks.num_hosts > 1 and (
+        config.log.dir is None or config.log.dir.startswith(CHECKPOINTS)
+    ):
         what = f"{ranks.num_hosts} instances, but log.dir is on each one's own disk"
         fix = "an FSx for Lustre or EFS channel, and log.dir below it: --log.dir /opt/ml/input/data/shared/run"
-        yield Problem(what, "a folder that all instances share: each rank writes its part of a checkpoint", fix)
+        yield Problem(
+            what,
+            "a folder that all instances share: each rank writes its part of a checkpoint",
+            fix,
+        )
 
 
 def warnings(ranks: Ranks, options: SageMakerSettings) -> list[str]:
@@ -130,14 +151,19 @@ def source_files(config: Config, options: SageMakerSettings) -> dict[str, bytes]
     }
     if options.packages:
         # The toolkit installs requirements from the folder where the archive is unpacked.
-        files["requirements.txt"] = "".join(f"./{path.name}\n" for path in options.packages).encode()
+        files["requirements.txt"] = "".join(
+            f"./{path.name}\n" for path in options.packages
+        ).encode()
     return files
 
 
 def archive(config: Config, options: SageMakerSettings) -> bytes:
     """Returns the source as a .tar.gz; equal contents give equal bytes."""
     buffer = io.BytesIO()
-    with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
+    with (
+        gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w") as tar,
+    ):
         for name, content in source_files(config, options).items():
             entry = tarfile.TarInfo(name)
             entry.size = len(content)
@@ -177,9 +203,14 @@ def request(ranks: Ranks, options: SageMakerSettings, *, region: str | None) -> 
         "AlgorithmSpecification": {
             "TrainingImage": options.image,
             "TrainingInputMode": "File",
-            "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in METRICS.items()],
+            "MetricDefinitions": [
+                {"Name": name, "Regex": regex} for name, regex in METRICS.items()
+            ],
         },
-        "HyperParameters": {key: json.dumps(value) for key, value in {**toolkit, **options.hyperparameters}.items()},
+        "HyperParameters": {
+            key: json.dumps(value)
+            for key, value in {**toolkit, **options.hyperparameters}.items()
+        },
         "OutputDataConfig": {"S3OutputPath": f"{place}/output"},
         "CheckpointConfig": {"S3Uri": f"{place}/checkpoints", "LocalPath": CHECKPOINTS},
         "ResourceConfig": {
@@ -196,7 +227,11 @@ def request(ranks: Ranks, options: SageMakerSettings, *, region: str | None) -> 
         made["RetryStrategy"] = {"MaximumRetryAttempts": options.retries}
     if options.channels:
         made["InputDataConfig"] = [
-            {"ChannelName": name, "DataSource": {"S3DataSource": {**channel, "S3Uri": path}}, "InputMode": "File"}
+            {
+                "ChannelName": name,
+                "DataSource": {"S3DataSource": {**channel, "S3Uri": path}},
+                "InputMode": "File",
+            }
             for name, path in options.channels.items()
         ]
     return with_set(made, options.more)
@@ -207,7 +242,12 @@ def text(job: Job, options: SageMakerSettings) -> str:
     options = _complete(job, options)
     # Values of variables may be private, and terminals keep their text.
     hidden = replace(options, variables=dict.fromkeys(options.variables, "(not shown)"))
-    return "\n".join([*_notes(job, options), json.dumps(request(job.ranks, hidden, region=options.region), indent=2)])
+    return "\n".join(
+        [
+            *_notes(job, options),
+            json.dumps(request(job.ranks, hidden, region=options.region), indent=2),
+        ]
+    )
 
 
 def send(job: Job, options: SageMakerSettings) -> str:
@@ -218,7 +258,12 @@ def send(job: Job, options: SageMakerSettings) -> str:
     """
     options = _complete(job, options)
     notes, made = _notes(job, options), request(job.ranks, options, region=options.region)
-    return "\n".join([*notes, _create(made, archive(job.config, options), source_of(options), options.region)])
+    return "\n".join(
+        [
+            *notes,
+            _create(made, archive(job.config, options), source_of(options), options.region),
+        ]
+    )
 
 
 def _complete(job: Job, options: SageMakerSettings) -> SageMakerSettings:
@@ -248,7 +293,9 @@ def _create(made: Mapping[str, Any], source: bytes, to: str, region: str | None)
         from botocore.exceptions import BotoCoreError, ClientError
     except ImportError:
         fix = "pip install 'threefold[sagemaker]'"
-        raise ConfigError("boto3 is not installed", expected="AWS' library, to send the job", fix=fix) from None
+        raise ConfigError(
+            "boto3 is not installed", expected="AWS' library, to send the job", fix=fix
+        ) from None
     session = boto3.Session(region_name=region)
     bucket, _, key = to.removeprefix(_S3).partition("/")
     try:

@@ -41,7 +41,12 @@ def setting(
         least, most: bounds of a number.
         secret_fix: the setting holds variables of the job; what to do instead for one that is a secret.
     """
-    metadata: dict[str, Any] = {"help": help, "option": option, "form": form, "example": example}
+    metadata: dict[str, Any] = {
+        "help": help,
+        "option": option,
+        "form": form,
+        "example": example,
+    }
     metadata |= {"least": least, "most": most, "secret_fix": secret_fix}
     if default is ...:
         return dataclasses.field(metadata=metadata)
@@ -66,7 +71,9 @@ class JobSetting(NamedTuple):
         """What is written after the option."""
         if self.info["form"]:
             return str(self.info["form"])
-        return {bool: "", int: "N", Path: "FILE"}.get(self.inner if self.kind is tuple else self.kind, "TEXT")
+        return {bool: "", int: "N", Path: "FILE"}.get(
+            self.inner if self.kind is tuple else self.kind, "TEXT"
+        )
 
 
 def settings_of(kind: type) -> list[JobSetting]:
@@ -82,9 +89,16 @@ def settings_of(kind: type) -> list[JobSetting]:
         outer, inner = get_origin(hint) or hint, (get_args(hint) or (None,))[0]
         outer = Mapping if isinstance(outer, type) and issubclass(outer, Mapping) else outer
         option = entry.metadata["option"] or entry.name.replace("_", "-")
-        missing = entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING
+        missing = (
+            entry.default is dataclasses.MISSING
+            and entry.default_factory is dataclasses.MISSING
+        )
         default = None if entry.default is dataclasses.MISSING else entry.default
-        settings.append(JobSetting(entry.name, f"--{option}", outer, inner, entry.metadata, missing, default))
+        settings.append(
+            JobSetting(
+                entry.name, f"--{option}", outer, inner, entry.metadata, missing, default
+            )
+        )
     return settings
 
 
@@ -95,11 +109,18 @@ def described(kind: type) -> Iterator[tuple[str, str]]:
         if each.required:
             notes.append("required")
         elif each.default not in (None, False, ""):
-            notes.append(f"default: {str(each.default).lower() if each.kind is bool else each.default}")
-        yield f"{each.option} {each.form}".rstrip(), each.info["help"] + (f" ({', '.join(notes)})" if notes else "")
+            notes.append(
+                f"default: {str(each.default).lower() if each.kind is bool else each.default}"
+            )
+        yield (
+            f"{each.option} {each.form}".rstrip(),
+            each.info["help"] + (f" ({', '.join(notes)})" if notes else ""),
+        )
 
 
-def read(kind: type[Kind], arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[Kind, list[str]]:
+def read(
+    kind: type[Kind], arguments: Sequence[str], environ: Mapping[str, str]
+) -> tuple[Kind, list[str]]:
     """The settings that a command line holds, and the arguments that are none of them.
 
     Args:
@@ -117,7 +138,11 @@ def read(kind: type[Kind], arguments: Sequence[str], environ: Mapping[str, str])
             if known.field in texts:
                 values[known.field] = _value(known, texts[known.field], environ)
             elif known.required:
-                problems.append(Problem(f"no {known.option}", known.info["help"], f"{known.option} {known.form}"))
+                problems.append(
+                    Problem(
+                        f"no {known.option}", known.info["help"], f"{known.option} {known.form}"
+                    )
+                )
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -136,20 +161,33 @@ def _split(
         argument = queue.pop(0)
         name, equals, text = argument.partition("=")
         known, is_last = by_option.get(name), not queue or queue[0].startswith("--")
-        negated = by_option.get(name.replace("--no-", "--", 1)) if name.startswith("--no-") else None
-        if known is not None and known.kind is bool and not equals and (is_last or queue[0] not in _TRUTH):
+        negated = (
+            by_option.get(name.replace("--no-", "--", 1)) if name.startswith("--no-") else None
+        )
+        if (
+            known is not None
+            and known.kind is bool
+            and not equals
+            and (is_last or queue[0] not in _TRUTH)
+        ):
             texts[known.field] = ["true"]
         elif known is not None and not equals and is_last:
-            problems.append(Problem(f"{name} has no value", known.info["help"], f"{name} {known.form}"))
+            problems.append(
+                Problem(f"{name} has no value", known.info["help"], f"{name} {known.form}")
+            )
         elif known is not None:
             texts.setdefault(known.field, []).append(text if equals else queue.pop(0))
         elif negated is not None and negated.kind is bool:
             texts[negated.field] = ["false"]
         elif name.startswith("--") and "." not in name:
             near = difflib.get_close_matches(name, by_option, n=1)
-            fix = f"did you mean {near[0]}?" if near else "the command's --help lists its options"
+            fix = (
+                f"did you mean {near[0]}?" if near else "the command's --help lists its options"
+            )
             fix = DROPPED.get(name.removeprefix("--"), fix)
-            problems.append(Problem(f"unknown option {name}", f"one of {', '.join(by_option)}", fix))
+            problems.append(
+                Problem(f"unknown option {name}", f"one of {', '.join(by_option)}", fix)
+            )
             del queue[: not is_last]
         else:
             rest.append(argument)
@@ -168,17 +206,34 @@ def _value(known: JobSetting, texts: Sequence[str], environ: Mapping[str, str]) 
         return tuple(known.inner(text) for text in texts)
     if len(texts) > 1:
         fix = f"{known.option} {texts[-1]}"
-        raise ConfigError(f"{known.option} is given {len(texts)} times", expected="one value", fix=fix)
+        raise ConfigError(
+            f"{known.option} is given {len(texts)} times", expected="one value", fix=fix
+        )
     (text,) = texts
     if known.kind is bool:
         if text not in _TRUTH:
-            raise ConfigError(f"{known.option} = {text!r}", expected="true or false", fix=f"{known.option} true")
+            raise ConfigError(
+                f"{known.option} = {text!r}",
+                expected="true or false",
+                fix=f"{known.option} true",
+            )
         return _TRUTH[text]
     if known.kind is not int:
         return known.kind(text)
     least, most = info["least"], info["most"]
-    fits = text.isascii() and text.isdecimal() and (least or 0) <= int(text) and (most is None or int(text) <= most)
+    fits = (
+        text.isascii()
+        and text.isdecimal()
+        and (least or 0) <= int(text)
+        and (most is None or int(text) <= most)
+    )
     if not fits:
-        expected = "a whole number" + (f" of at least {least}" if least else "") + (f", at most {most}" if most else "")
-        raise ConfigError(f"{known.option} = {text!r}", expected=expected, fix=f"{known.option} {least or 1}")
+        expected = (
+            "a whole number"
+            + (f" of at least {least}" if least else "")
+            + (f", at most {most}" if most else "")
+        )
+        raise ConfigError(
+            f"{known.option} = {text!r}", expected=expected, fix=f"{known.option} {least or 1}"
+        )
     return int(text)

@@ -53,15 +53,29 @@ class SlurmSettings:
     cpus_per_task: int | None = setting("cores of each rank", least=1)
     gpus_per_node: int | None = setting("default: one per rank, none with mesh.device: cpu")
     signal_ahead_s: int | None = setting(
-        "time before the limit at which ranks save, s; default: grace_s + 60", option="signal-ahead", least=1
+        "time before the limit at which ranks save, s; default: grace_s + 60",
+        option="signal-ahead",
+        least=1,
     )
     requeue: bool = setting("queue again after a stop that saved", True)
-    setup: str | None = setting("shell file to source first: modules, an environment", form="FILE")
-    options: tuple[str, ...] = setting("another sbatch option: --option=--exclusive", (), option="option")
-    srun_options: tuple[str, ...] = setting("an srun option: --srun-option=--mpi=pmix", (), option="srun-option")
-    container: str | None = setting("image with threefold: a .sif file or docker://... (apptainer), else pyxis'")
-    retries: int = setting("submissions after a crash, each without the node that failed first", 0)
-    python: str = setting("interpreter with threefold on the hosts; default: this one, a container's python", "")
+    setup: str | None = setting(
+        "shell file to source first: modules, an environment", form="FILE"
+    )
+    options: tuple[str, ...] = setting(
+        "another sbatch option: --option=--exclusive", (), option="option"
+    )
+    srun_options: tuple[str, ...] = setting(
+        "an srun option: --srun-option=--mpi=pmix", (), option="srun-option"
+    )
+    container: str | None = setting(
+        "image with threefold: a .sif file or docker://... (apptainer), else pyxis'"
+    )
+    retries: int = setting(
+        "submissions after a crash, each without the node that failed first", 0
+    )
+    python: str = setting(
+        "interpreter with threefold on the hosts; default: this one, a container's python", ""
+    )
 
 
 Settings = SlurmSettings
@@ -69,23 +83,31 @@ Settings = SlurmSettings
 
 def problems(config: Config, ranks: Ranks, options: SlurmSettings) -> Iterator[Problem]:
     """Yields what would make the job fail, or requeue itself for ever."""
-    for option, given in (("--option", options.options), ("--srun-option", options.srun_options)):
+    for option, given in (
+        ("--option", options.options),
+        ("--srun-option", options.srun_options),
+    ):
         for each in given:
             if not each.startswith("--") or "\n" in each:
                 program = "sbatch" if option == "--option" else "srun"
                 yield Problem(
-                    f"{option} {each!r} is not an option of {program}", "one long option", f"{option}=--exclusive"
+                    f"{option} {each!r} is not an option of {program}",
+                    "one long option",
+                    f"{option}=--exclusive",
                 )
     if options.time is not None and options.time.lower() not in _NO_LIMIT:
         limit, ahead = _seconds(options.time), _ahead_s(config, options)
         if limit is None:
             expected = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
-            yield Problem(f"--time {options.time!r} is no time of Slurm's", expected, "--time 12:00:00")
+            yield Problem(
+                f"--time {options.time!r} is no time of Slurm's", expected, "--time 12:00:00"
+            )
         elif limit <= (least := ahead + _SIGNAL_EARLY_S):
             minutes = -(-2 * least // 60)
             what = f"--time {options.time}: ranks are told to save {ahead} s before it ends, as soon as they have begun"
             expected = (
-                f"more than {least} s (--signal-ahead {ahead}, which Slurm may send a minute early), and time to train"
+                f"more than {least} s (--signal-ahead {ahead}, which Slurm may send a "
+                "minute early), and time to train"
             )
             yield Problem(what, expected, f"--time {minutes // 60:02}:{minutes % 60:02}:00")
 
@@ -93,8 +115,15 @@ def problems(config: Config, ranks: Ranks, options: SlurmSettings) -> Iterator[P
 def missing_setup(options: SlurmSettings) -> Iterator[Problem]:
     """Yields that --setup names no file on this host."""
     if options.setup is not None and not Path(options.setup).is_file():
-        what, expected = f"--setup {options.setup} is no file here", "a shell file that the job sources first"
-        yield Problem(what, expected, "--setup FILE   (or leave it out; --dry-run prints the script for another host)")
+        what, expected = (
+            f"--setup {options.setup} is no file here",
+            "a shell file that the job sources first",
+        )
+        yield Problem(
+            what,
+            expected,
+            "--setup FILE   (or leave it out; --dry-run prints the script for another host)",
+        )
 
 
 def _ahead_s(config: Config, options: SlurmSettings) -> int:
@@ -123,7 +152,11 @@ _TOKEN = ("export THREEFOLD_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n'
 def script(config: Config, ranks: Ranks, options: SlurmSettings) -> str:
     """The batch script; ConfigError if a name is not accepted, or an option would not stay on its line."""
     name = checked_name(options.name, longest=64)
-    folder = shlex.quote(config.log.dir) if config.log.dir is not None else f'"runs/{name}-$SLURM_JOB_ID"'
+    folder = (
+        shlex.quote(config.log.dir)
+        if config.log.dir is not None
+        else f'"runs/{name}-$SLURM_JOB_ID"'
+    )
     if options.retries and config.log.dir is None:
         folder = f'"${{THREEFOLD_RUN:-runs/{name}-$SLURM_JOB_ID}}"'
     lines = [
@@ -152,7 +185,10 @@ def _beginning(directives: Iterable[str], options: SlurmSettings) -> list[str]:
     """The first lines of a script: what sbatch reads, and the user's own set-up."""
     lines = ["#!/bin/bash", *(f"#SBATCH {line}" for line in directives), ""]
     if options.setup is not None:
-        setup, missing = shlex.quote(options.setup), shlex.quote(f"--setup {options.setup} cannot be read here")
+        setup, missing = (
+            shlex.quote(options.setup),
+            shlex.quote(f"--setup {options.setup} cannot be read here"),
+        )
         # Before `set -u`: files of modules and environments use variables that are not set.
         lines += [f"[ -r {setup} ] || {{ echo {missing} >&2; exit 1; }}", f"source {setup}"]
     return [*lines, "set -u"]
@@ -179,7 +215,11 @@ def _start(options: SlurmSettings, *arguments: str) -> str:
         if _APPTAINER.fullmatch(options.container):
             words += ["apptainer", "exec", "--nv", "--bind", folders, "--pwd", '"$PWD"', image]
         else:
-            words += [f"--container-image={image}", f"--container-mounts={folders}", '--container-workdir="$PWD"']
+            words += [
+                f"--container-image={image}",
+                f"--container-mounts={folders}",
+                '--container-workdir="$PWD"',
+            ]
     python = options.python or (sys.executable if options.container is None else "python")
     kept = [f'2> >(tee "$run/{_SAID}" >&2)'] if options.retries else []
     return " ".join([*words, shlex.quote(python), "-m", "threefold", *arguments, *kept])
@@ -221,17 +261,24 @@ def _sent(text: str, options: SlurmSettings, there: str, *arguments: str) -> str
     """What sbatch answers; `there`: what to do on a host that has none."""
     if missing := list(missing_setup(options)):
         raise ConfigError.of(missing)
-    fix = "--dry-run shows the script; sinfo shows partitions, sacctmgr show assoc your accounts"
+    fix = (
+        "--dry-run shows the script; sinfo shows partitions, sacctmgr show assoc your accounts"
+    )
     return handed_to(
         "sbatch",
         *arguments,
         text=text,
         missing=("a host that submits to Slurm, usually a login node", there),
-        refused=("options that this cluster accepts", fix if not arguments else fix.partition("; ")[2]),
+        refused=(
+            "options that this cluster accepts",
+            fix if not arguments else fix.partition("; ")[2],
+        ),
     )
 
 
-def preparation(config: Config, options: SlurmSettings, to: str, *, num_tasks: int, workers: int | None) -> str:
+def preparation(
+    config: Config, options: SlurmSettings, to: str, *, num_tasks: int, workers: int | None
+) -> str:
     """The script of an array that makes the parts of a token store, and of the job after it, which joins them.
 
     Raises:
@@ -241,14 +288,23 @@ def preparation(config: Config, options: SlurmSettings, to: str, *, num_tasks: i
     one = ranks_of(MeshConfig(dp=1), num_hosts=1, per_host=1)
     if options.retries or options.signal_ahead_s or options.gpus_per_node:
         what = "--retries, --signal-ahead and --gpus-per-node have no effect on a preparation"
-        raise ConfigError(what, expected="tasks on a CPU, which are started again by Slurm", fix="leave them out")
+        raise ConfigError(
+            what,
+            expected="tasks on a CPU, which are started again by Slurm",
+            fix="leave them out",
+        )
     if wrong := list(problems(config, one, options)):
         raise ConfigError.of(wrong)
     directives = _directives(config, one, options)
     words = ("data", "prepare", "/dev/stdin", "--to", shlex.quote(to), "--task", '"$task"')
-    command = _start(options, *words, "--workers", str(workers or '"${SLURM_CPUS_PER_TASK:-1}"'))
+    command = _start(
+        options, *words, "--workers", str(workers or '"${SLURM_CPUS_PER_TASK:-1}"')
+    )
     lines = [
-        *_beginning((line for line in directives if not line.startswith(("--signal", "--gpus"))), options),
+        *_beginning(
+            (line for line in directives if not line.startswith(("--signal", "--gpus"))),
+            options,
+        ),
         f"run={shlex.quote('.' if '://' in to else to)}",
         "task=join",
         f'[ -z "${{SLURM_ARRAY_TASK_ID:-}}" ] || task="$SLURM_ARRAY_TASK_ID/{num_tasks}"',
@@ -264,7 +320,10 @@ def send_preparation(text: str, options: SlurmSettings, tasks: Sequence[int]) ->
     if tasks:
         array = f"--array={','.join(map(str, tasks))}"
         number = _sent(text, options, by_hand, "--parsable", array).partition(";")[0]
-        after, said = [f"--dependency=afterany:{number}"], f"job {number} makes parts in {len(tasks)} tasks; "
+        after, said = (
+            [f"--dependency=afterany:{number}"],
+            f"job {number} makes parts in {len(tasks)} tasks; ",
+        )
     number = _sent(text, options, by_hand, "--parsable", *after).partition(";")[0]
     return f"{said}job {number} joins and proves them: {options.name}-{number}.out"
 
@@ -292,8 +351,15 @@ def _directives(config: Config, ranks: Ranks, options: SlurmSettings) -> list[st
 
 
 def _one_word(key: str, value: str) -> str:
-    if value and value.isprintable() and not any(character.isspace() or character in "\"'#" for character in value):
+    if (
+        value
+        and value.isprintable()
+        and not any(character.isspace() or character in "\"'#" for character in value)
+    ):
         return value
     option = f"--{key.replace('_', '-')}"
-    what, expected = f"{option} {value!r} is not one word", "a value that stays on its #SBATCH line"
+    what, expected = (
+        f"{option} {value!r} is not one word",
+        "a value that stays on its #SBATCH line",
+    )
     raise ConfigError(what, expected=expected, fix=f"{option} VALUE")

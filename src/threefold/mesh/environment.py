@@ -76,7 +76,9 @@ def tell_failure(text: str) -> None:
 
 def data_path(source: str) -> str:
     """The folder of a managed job's `channel:NAME`; any other source unchanged."""
-    return managed.data_path(source, os.environ) if source.startswith(managed.CHANNEL) else source
+    return (
+        managed.data_path(source, os.environ) if source.startswith(managed.CHANNEL) else source
+    )
 
 
 def settle_rank(info: LaunchInfo) -> None:
@@ -86,12 +88,18 @@ def settle_rank(info: LaunchInfo) -> None:
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     cores, own = os.cpu_count() or 1, num_cores()
-    os.environ.setdefault("OMP_NUM_THREADS", str(own if own < cores else max(1, cores // info.local_world_size)))
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", str(own if own < cores else max(1, cores // info.local_world_size))
+    )
 
 
 def num_cores() -> int:
     """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
 
 
 def stay_on_loopback(*, asked: bool = False) -> None:
@@ -103,7 +111,10 @@ def stay_on_loopback(*, asked: bool = False) -> None:
     names = [name for _, name in socket.if_nameindex()]
     if (loopback := next((name for name in ("lo", "lo0") if name in names), None)) is not None:
         # NCCL takes a name for the beginning of one, unless it is told otherwise.
-        for variable, value in (("GLOO_SOCKET_IFNAME", loopback), ("NCCL_SOCKET_IFNAME", f"={loopback}")):
+        for variable, value in (
+            ("GLOO_SOCKET_IFNAME", loopback),
+            ("NCCL_SOCKET_IFNAME", f"={loopback}"),
+        ):
             own = os.environ.get(variable, value)
             if not asked or variable not in os.environ:
                 os.environ[variable] = value
@@ -125,18 +136,30 @@ def token() -> bytes | None:
     Raises:
         ConfigError: it is short, or in a file that cannot be read, or that others can read.
     """
-    name, fix = "THREEFOLD_TOKEN", "export THREEFOLD_TOKEN=$(openssl rand -hex 32)   (the same on every host)"
+    name, fix = (
+        "THREEFOLD_TOKEN",
+        "export THREEFOLD_TOKEN=$(openssl rand -hex 32)   (the same on every host)",
+    )
     found = os.environ.get(name)
     if found is None and (path := os.environ.get("THREEFOLD_TOKEN_FILE")) is not None:
-        name, fix = f"THREEFOLD_TOKEN_FILE = {path}", f"(umask 077; openssl rand -hex 32 > {path})"
+        name, fix = (
+            f"THREEFOLD_TOKEN_FILE = {path}",
+            f"(umask 077; openssl rand -hex 32 > {path})",
+        )
         try:
             if Path(path).stat().st_mode & 0o077:
-                expected = "a file that only its owner can read: who knows the token can join the run"
-                raise ConfigError(f"{name} can be read by others", expected=expected, fix=f"chmod 600 {path}")
+                expected = (
+                    "a file that only its owner can read: who knows the token can join the run"
+                )
+                raise ConfigError(
+                    f"{name} can be read by others", expected=expected, fix=f"chmod 600 {path}"
+                )
             found = Path(path).read_text()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not text"
-            raise ConfigError(f"{name}: {reason}", expected="a file with the token", fix=fix) from error
+            raise ConfigError(
+                f"{name}: {reason}", expected="a file with the token", fix=fix
+            ) from error
     if found is None:
         return None
     if len(found := found.strip()) < _LEAST_TOKEN:

@@ -26,14 +26,26 @@ _COMPARED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("train.compile", ("auto", False), "compiled layers were not compared"),
     ("train.float8", ("none",), "products in 8 bits were not compared"),
     ("train.fused_loss", ("auto", False), "the kernels were not compared"),
-    ("train.activation_checkpointing", ("none", "full", "selective"), "activations on the host were not compared"),
-    ("model.trust_remote_code", (False,), "a model's own code may draw its own random numbers, or add in any order"),
+    (
+        "train.activation_checkpointing",
+        ("none", "full", "selective"),
+        "activations on the host were not compared",
+    ),
+    (
+        "model.trust_remote_code",
+        (False,),
+        "a model's own code may draw its own random numbers, or add in any order",
+    ),
     ("model.attention", ("auto", "sdpa"), "attention by blocks was not compared"),
     ("mesh.ep", (1,), "experts on several ranks were not compared"),
     ("mesh.sequence_parallel", ("auto", True, False), "sums that overlap were not compared"),
     ("mesh.cpu_offload", (False,), "shards in the host's memory were not compared"),
     ("optimizer.name", _OPTIMIZERS, "what others compute may depend on the number of shards"),
-    ("data.group_by_length", (False,), "a batch's length, and so its sums, would be compared on too few meshes"),
+    (
+        "data.group_by_length",
+        (False,),
+        "a batch's length, and so its sums, would be compared on too few meshes",
+    ),
 )
 
 
@@ -45,29 +57,49 @@ def exact_problems(config: Config, topology: Topology) -> list[Problem]:
 def _problems(config: Config, topology: Topology) -> Iterator[Problem]:
     asked, size = "train.reduce = exact", config.train.micro_batch
     if size == "auto":
-        what = f"{asked} with train.micro_batch = auto, which depends on the number of data ranks"
-        yield Problem(what, "rows of a micro-batch, whose gradient has the same bits anywhere", "--train.micro_batch 1")
+        what = (
+            f"{asked} with train.micro_batch = auto, which depends on the number of data ranks"
+        )
+        yield Problem(
+            what,
+            "rows of a micro-batch, whose gradient has the same bits anywhere",
+            "--train.micro_batch 1",
+        )
     elif config.train.global_batch // size > MOST_MICRO_BATCHES:
         least = -(-config.train.global_batch // MOST_MICRO_BATCHES)
         what = f"{asked} with {config.train.global_batch // size:,} micro-batches a step"
         expected = f"at most {MOST_MICRO_BATCHES:,}, whose sum leaves 40 binary places below the largest gradient"
-        yield Problem(what, expected, f"--train.micro_batch {least}   (or a smaller train.global_batch)")
+        yield Problem(
+            what, expected, f"--train.micro_batch {least}   (or a smaller train.global_batch)"
+        )
     for axis, ranks in (("cp", topology.cp), ("tp", topology.tp)):
         if ranks > MOST_RANKS:
             expected = f"mesh.{axis} 1 or 2: with more ranks, floats are added in an order that may depend on mesh.dp"
-            yield Problem(f"{asked} with mesh.{axis} = {ranks}", expected, f"--mesh.{axis} {MOST_RANKS}, or {_FAST}")
+            yield Problem(
+                f"{asked} with mesh.{axis} = {ranks}",
+                expected,
+                f"--mesh.{axis} {MOST_RANKS}, or {_FAST}",
+            )
     if config.mesh.device == "cuda":
         yield cuda_problem()
     for key, compared, why in _COMPARED:
         if (value := value_at(config, key)) not in compared:
             expected = f"{key} {' or '.join(map(as_yaml, compared))}: {why}"
-            yield Problem(f"{asked} with {key} = {as_yaml(value)}", expected, f"leave {key} out, or {_FAST}")
+            yield Problem(
+                f"{asked} with {key} = {as_yaml(value)}",
+                expected,
+                f"leave {key} out, or {_FAST}",
+            )
     optimizer = OPTIMIZERS.get(config.optimizer.name)
     known = optimizer.exact_options if optimizer is not None else ()
-    if strange := [key for key in config.optimizer.options if key not in known and optimizer is not None]:
+    if strange := [
+        key for key in config.optimizer.options if key not in known and optimizer is not None
+    ]:
         what = f"{asked} with optimizer.options.{strange[0]} = {as_yaml(config.optimizer.options[strange[0]])}"
         expected = f"of {config.optimizer.name} {', '.join(known) or 'none'}: its other options were not compared"
-        yield Problem(what, expected, f"leave {strange[0]} out of optimizer.options, or {_FAST}")
+        yield Problem(
+            what, expected, f"leave {strange[0]} out of optimizer.options, or {_FAST}"
+        )
 
 
 _FAST = "--train.reduce fast"

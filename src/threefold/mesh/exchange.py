@@ -48,7 +48,11 @@ class Exchange:
     """The values that the ranks of one mesh send one another. All ranks ask for the same ones in the same order."""
 
     def __init__(self, rank: int, world_size: int, store: dist.Store | None) -> None:
-        self._rank, self._world_size, self._store = rank, world_size, store  # None in a single process
+        self._rank, self._world_size, self._store = (
+            rank,
+            world_size,
+            store,
+        )  # None in a single process
         self._numbers: Counter[str] = Counter()
 
     def value_of(self, maker: int, name: str, make: Callable[[], Any]) -> Any:
@@ -66,7 +70,9 @@ class Exchange:
             except BaseException as error:
                 self._store.set(key, json.dumps(described_error(error)))
                 if isinstance(error, Exception):
-                    leave_together(self._store, f"{key}/read", self._world_size, waits=self._rank == 0)
+                    leave_together(
+                        self._store, f"{key}/read", self._world_size, waits=self._rank == 0
+                    )
                 raise
             self._store.set(key, answer)
         (told,) = _wait_for_all(self._store, [key])
@@ -85,7 +91,9 @@ class Exchange:
         store.set(keys[self._rank], json.dumps(part))
         return self.value_of(0, f"decide/{name}", lambda: conclude(_wait_for_all(store, keys)))
 
-    def conclusion_of_work(self, name: str, make: Callable[[], Any], conclude: Callable[[list[Any]], Any]) -> Any:
+    def conclusion_of_work(
+        self, name: str, make: Callable[[], Any], conclude: Callable[[list[Any]], Any]
+    ) -> Any:
         """As `conclusion_of`, of what `make` returns on every rank; if it fails on one, every rank raises."""
         error: BaseException | None = None
         try:
@@ -141,7 +149,9 @@ def lost_peer(error: BaseException) -> LostPeerError | None:
     """What names the loss of another rank, if that is what an error of gloo, NCCL or the store says."""
     if isinstance(error, LostPeerError):
         return error
-    if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in _PEER_GONE):
+    if not isinstance(error, RuntimeError) or not any(
+        sign in str(error) for sign in _PEER_GONE
+    ):
         return None
     reason = str(error).strip().splitlines()[0]
     return LostPeerError(
@@ -159,7 +169,9 @@ def digest_of_rows(batches: Sequence[Mapping[str, Any]]) -> int:
     for batch in batches:
         for name in sorted(batch):
             if isinstance(values := batch[name], Tensor):
-                digest = zlib.crc32(_bytes(values), zlib.crc32(f"{name} {[*values.shape]}".encode(), digest))
+                digest = zlib.crc32(
+                    _bytes(values), zlib.crc32(f"{name} {[*values.shape]}".encode(), digest)
+                )
     return digest
 
 
@@ -178,7 +190,14 @@ def described_rows(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _bytes(values: Tensor) -> Any:
     # A copy: of one element, any stride counts as contiguous, and cannot be viewed as bytes.
-    return values.detach().cpu().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy()
+    return (
+        values.detach()
+        .cpu()
+        .clone(memory_format=torch.contiguous_format)
+        .flatten()
+        .view(torch.uint8)
+        .numpy()
+    )
 
 
 def refuse_unlike(parts: list[dict[str, Any]], ranks_of_copy: int) -> None:
@@ -192,7 +211,9 @@ def refuse_unlike(parts: list[dict[str, Any]], ranks_of_copy: int) -> None:
         RunError: they make different calls. DataError: they bring rows that do not belong to one step.
     """
     calls = [part["call"] for part in parts]
-    if (other := next((rank for rank, call in enumerate(calls) if call != calls[0]), None)) is not None:
+    if (
+        other := next((rank for rank, call in enumerate(calls) if call != calls[0]), None)
+    ) is not None:
         raise RunError(
             f"ranks are not in the same call: rank 0 is in {calls[0]}, rank {other} in {calls[other]}",
             expected="the same calls in the same order on every rank: a step adds up what all of them have",
@@ -225,7 +246,10 @@ def _first_difference(first: dict[str, Any], other: dict[str, Any]) -> str:
         if shapes != other_shapes:
             return f"{name} is {shapes[0]} on one, {other_shapes[0]} on the other"
         if (
-            row := next((n for n, (a, b) in enumerate(zip(rows, other_rows, strict=True)) if a != b), None)
+            row := next(
+                (n for n, (a, b) in enumerate(zip(rows, other_rows, strict=True)) if a != b),
+                None,
+            )
         ) is not None:
             return f"row {row} of {name}"
     return ""

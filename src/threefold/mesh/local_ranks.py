@@ -23,7 +23,12 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any, Self
 
-from threefold.errors import EXIT_FAILED, EXIT_STOPPED_WITH_CHECKPOINT, EXIT_WRONG_REQUEST, Problem
+from threefold.errors import (
+    EXIT_FAILED,
+    EXIT_STOPPED_WITH_CHECKPOINT,
+    EXIT_WRONG_REQUEST,
+    Problem,
+)
 from threefold.mesh.environment import LOOPBACK, stay_on_loopback
 
 # A restart would not change these: a wrong request, and a requested stop.
@@ -64,7 +69,9 @@ def start_server(modules: Sequence[str]) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         for ensure_running in (resource_tracker.ensure_running, forkserver.ensure_running):
-            signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # inherited; the first one lifts it
+            signal.pthread_sigmask(
+                signal.SIG_BLOCK, PASSED_ON
+            )  # inherited; the first one lifts it
             ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -73,7 +80,9 @@ def start_server(modules: Sequence[str]) -> None:
 def serve() -> None:
     """For such a server: it ends with the process that started it, and its children take signals."""
     die_with_parent()
-    os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON))
+    os.register_at_fork(
+        after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    )
 
 
 def start_ranks(
@@ -110,7 +119,12 @@ class _Ranks:
     """One start of all ranks, with a store of their own; none is left when it is closed."""
 
     def __init__(
-        self, entry: Callable[..., None], args: Sequence[Any], num_ranks: int, restart: int, max_restarts: int
+        self,
+        entry: Callable[..., None],
+        args: Sequence[Any],
+        num_ranks: int,
+        restart: int,
+        max_restarts: int,
     ) -> None:
         self._store, port = _loopback_store()
         shared = {
@@ -130,9 +144,14 @@ class _Ranks:
         self._own = entry.__module__.startswith("threefold.")
         self._all: list[BaseProcess] = []
         for rank in range(num_ranks):
-            environ = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            environ = {
+                name: str(value)
+                for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()
+            }
             given = (entry, tuple(args), threads, environ)
-            self._all.append(context.Process(target=_rank_process, args=given, name=f"rank {rank}"))
+            self._all.append(
+                context.Process(target=_rank_process, args=given, name=f"rank {rank}")
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -160,10 +179,23 @@ class _Ranks:
                 if stopped is None:
                     stopped, until = number, time.monotonic() + grace_s
                 self._send(number)
-            if failed is None and stopped is None and (failed := self._first_failed()) is not None:
-                if (failed.exitcode or 0) < 0 or failed.exitcode == _SERVER_GONE:  # it could not report that itself
-                    print(f"{_how_ended(failed, failed.exitcode or 0)}\n", end="", file=sys.stderr, flush=True)
-                alone_s = grace_s if failed.exitcode == EXIT_STOPPED_WITH_CHECKPOINT else _ALONE_S
+            if (
+                failed is None
+                and stopped is None
+                and (failed := self._first_failed()) is not None
+            ):
+                if (
+                    failed.exitcode or 0
+                ) < 0 or failed.exitcode == _SERVER_GONE:  # it could not report that itself
+                    print(
+                        f"{_how_ended(failed, failed.exitcode or 0)}\n",
+                        end="",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                alone_s = (
+                    grace_s if failed.exitcode == EXIT_STOPPED_WITH_CHECKPOINT else _ALONE_S
+                )
                 ask_at = time.monotonic() + alone_s
                 until = ask_at + _END_WITHIN_S
             if time.monotonic() >= ask_at:
@@ -173,7 +205,9 @@ class _Ranks:
         codes = [process.exitcode for process in self._all]
         self._tell(failed or self._first_failed(), stopped, ended)
         if stopped is not None:
-            if (left := 128 + signal.SIGINT) in codes:  # a second Ctrl-C: the others then lose their connections
+            if (
+                left := 128 + signal.SIGINT
+            ) in codes:  # a second Ctrl-C: the others then lose their connections
                 return left, False
             first = codes[0]
             return first if first is not None and first >= 0 else 128 + stopped, False
@@ -196,11 +230,19 @@ class _Ranks:
             ended(rank, number, str(_how_ended(failed, code)))
 
     def _alive(self) -> list[BaseProcess]:
-        return [process for process in self._all if process.pid is not None and process.exitcode is None]
+        return [
+            process
+            for process in self._all
+            if process.pid is not None and process.exitcode is None
+        ]
 
     def _first_failed(self) -> BaseProcess | None:
         # The others of one that a signal has ended may have left by now.
-        return min((each for each in self._all if each.exitcode), key=lambda each: each.exitcode or 0, default=None)
+        return min(
+            (each for each in self._all if each.exitcode),
+            key=lambda each: each.exitcode or 0,
+            default=None,
+        )
 
     def _send(self, number: int) -> None:
         for process in self._alive():
@@ -239,7 +281,13 @@ def _loopback_store() -> tuple[Any, int]:
     port = listening.getsockname()[1]
     patience = timedelta(seconds=30)
     store = dist.TCPStore(
-        LOOPBACK, port, None, True, patience, wait_for_workers=False, master_listen_fd=listening.detach()
+        LOOPBACK,
+        port,
+        None,
+        True,
+        patience,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
     )
     return store, port
 
@@ -247,7 +295,9 @@ def _loopback_store() -> tuple[Any, int]:
 def _how_ended(failed: BaseProcess, code: int) -> Problem:
     """How a rank has failed that could not report it itself."""
     what = f"{failed.name} (process {failed.pid}) left with exit code {code}, without an error"
-    fix = "look for sys.exit or os._exit in the code that it calls: a loss, a callback, a library"
+    fix = (
+        "look for sys.exit or os._exit in the code that it calls: a loss, a callback, a library"
+    )
     if code - 128 in STOPS:
         what = f"the ranks were asked to end by {signal_name(code - 128)}, and did not in time, or were asked twice"
         fix = "see what that rank waits for; or --checkpoint.grace_s with the time that a step and a save take"
@@ -264,7 +314,9 @@ def signal_name(number: int) -> str:
     return {int(each): each.name for each in signal.Signals}.get(number, f"signal {number}")
 
 
-def _rank_process(entry: Callable[..., None], args: Sequence[Any], threads: int, environ: dict[str, str]) -> None:
+def _rank_process(
+    entry: Callable[..., None], args: Sequence[Any], threads: int, environ: dict[str, str]
+) -> None:
     die_with_creator()
     os.environ.update(environ)
     stay_on_loopback()

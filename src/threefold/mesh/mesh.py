@@ -29,7 +29,13 @@ from threefold.build_id import build_id
 from threefold.config.schema import MeshConfig
 from threefold.errors import ConfigError, RunError
 from threefold.mesh import environment
-from threefold.mesh.exchange import Exchange, described_rows, digest_of_rows, naming_lost_peers, refuse_unlike
+from threefold.mesh.exchange import (
+    Exchange,
+    described_rows,
+    digest_of_rows,
+    naming_lost_peers,
+    refuse_unlike,
+)
 from threefold.mesh.rendezvous import join_group
 from threefold.mesh.rendezvous_errors import no_device
 from threefold.mesh.topology import AXES, Topology, default_topology, resolve
@@ -39,7 +45,11 @@ FAILURES = "threefold/failures"
 _PARAMETER_AXES = ("dp_replicate", "fsdp", "tp")
 # torch's backend without a network, for the group of a single process.
 _ALONE = "fake"
-_GROUPS = {"dp": ("dp_replicate", "dp_shard"), "cp": ("cp",), "loss": ("dp_replicate", "dp_shard", "cp")}
+_GROUPS = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "cp": ("cp",),
+    "loss": ("dp_replicate", "dp_shard", "cp"),
+}
 
 # A sampler built inside the user's own loop finds the mesh here, as torch's sampler finds the default process group.
 _active: Mesh | None = None
@@ -74,7 +84,9 @@ class Mesh:
     store: dist.Store | None = None
     timeout_s: float = 600.0
     losses: list[Any] = field(default_factory=list, repr=False, compare=False)
-    _before_close: list[Callable[[], object]] = field(default_factory=list, repr=False, compare=False)
+    _before_close: list[Callable[[], object]] = field(
+        default_factory=list, repr=False, compare=False
+    )
     _closed: Event = field(default_factory=Event, repr=False, compare=False)
 
     @property
@@ -108,7 +120,11 @@ class Mesh:
             return None
         if name == "world":
             return dist.group.WORLD
-        return self.parameter_mesh.get_group(name) if name in _PARAMETER_AXES else self.groups[name]
+        return (
+            self.parameter_mesh.get_group(name)
+            if name in _PARAMETER_AXES
+            else self.groups[name]
+        )
 
     @property
     def meets_others(self) -> bool:
@@ -183,17 +199,30 @@ class Mesh:
             digest = digest_of_rows(batches) if shared > 1 else 0
         except Exception as error:
             failed, digest = error, 0
-        own = [zlib.crc32(call.encode()), number, len(batches), digest, count, failed is not None]
+        own = [
+            zlib.crc32(call.encode()),
+            number,
+            len(batches),
+            digest,
+            count,
+            failed is not None,
+        ]
         ranks = self.gather(np.array(own, np.int64))
         copies = ranks.reshape(-1, shared, len(own))  # (dp ranks, cp x tp, numbers)
-        alike = (ranks[:, :3] == ranks[0, :3]).all() and (copies[..., 3] == copies[:, :1, 3]).all()
+        alike = (ranks[:, :3] == ranks[0, :3]).all() and (
+            copies[..., 3] == copies[:, :1, 3]
+        ).all()
         if ranks[:, 5].any() or not alike:
 
             def described() -> dict[str, Any]:
                 if failed is not None:
                     raise failed
                 rows = described_rows(batches) if shared > 1 else {}
-                return {"call": f"{call} {number}" if number else call, "pieces": len(batches), "rows": rows}
+                return {
+                    "call": f"{call} {number}" if number else call,
+                    "pieces": len(batches),
+                    "rows": rows,
+                }
 
             self.decide_on("agreement", described, lambda parts: refuse_unlike(parts, shared))
         return batches, int(copies[:, 0, 4].sum())
@@ -218,7 +247,9 @@ class Mesh:
         """What rank 0 concludes from the `part` of every rank, in rank order, on every rank; raises as `share`."""
         return self._exchange.conclusion_of(name, part, conclude)
 
-    def decide_on(self, name: str, make: Callable[[], Any], conclude: Callable[[list[Any]], Any]) -> Any:
+    def decide_on(
+        self, name: str, make: Callable[[], Any], conclude: Callable[[list[Any]], Any]
+    ) -> Any:
         """As `decide`, of what `make` returns on every rank; raises on all what it raises on one, of any host."""
         return self._exchange.conclusion_of_work(name, make, conclude)
 
@@ -233,7 +264,9 @@ class Mesh:
         rank = dist.get_rank()
         group = dist.new_group([rank], backend=_ALONE, use_local_synchronization=True)
         alone = torch.full((1, 1, 1), rank)
-        return DeviceMesh.from_group([group] * 3, self.device.type, mesh=alone, mesh_dim_names=_PARAMETER_AXES)
+        return DeviceMesh.from_group(
+            [group] * 3, self.device.type, mesh=alone, mesh_dim_names=_PARAMETER_AXES
+        )
 
     @naming_lost_peers()
     def barrier(self) -> None:
@@ -262,7 +295,9 @@ class Mesh:
         self.abandon()
         if self.store is not None:
             self._closed.set()
-        if dist.is_initialized() and (self.parameter_mesh is not None or dist.get_backend() == _ALONE):
+        if dist.is_initialized() and (
+            self.parameter_mesh is not None or dist.get_backend() == _ALONE
+        ):
             dist.destroy_process_group()
 
 
@@ -294,21 +329,31 @@ def init_mesh(
         if given[axis] is None:
             given[axis] = _size_from(f"{axis.upper()}_SIZE")
     asked = MeshConfig.model_validate(
-        {**{key: value for key, value in given.items() if value is not None}, "device": device, "timeout_s": timeout_s}
+        {
+            **{key: value for key, value in given.items() if value is not None},
+            "device": device,
+            "timeout_s": timeout_s,
+        }
     )
     info = environment.current()
     if dist.is_initialized() and dist.get_world_size() != info.world_size:
-        info = environment.LaunchInfo(rank=dist.get_rank(), world_size=dist.get_world_size(), launcher="process group")
+        info = environment.LaunchInfo(
+            rank=dist.get_rank(), world_size=dist.get_world_size(), launcher="process group"
+        )
     try:
         topology, _ = resolve(asked, launched_world_size=info.world_size, num_devices=None)
     except ConfigError as error:
-        raise ConfigError.of([replace(each, fix=_sizes_to_paste(asked, info)) for each in error.problems]) from None
+        raise ConfigError.of(
+            [replace(each, fix=_sizes_to_paste(asked, info)) for each in error.problems]
+        ) from None
     return join_mesh(topology, info, device=device, timeout_s=timeout_s)
 
 
 def _sizes_to_paste(asked: MeshConfig, info: environment.LaunchInfo) -> str:
     """A call with sizes that fill all ranks: those that were asked for and dp from the rest, if that is possible."""
-    dp, cp, tp = (size if isinstance(size, int) else 1 for size in (asked.dp, asked.cp, asked.tp))
+    dp, cp, tp = (
+        size if isinstance(size, int) else 1 for size in (asked.dp, asked.cp, asked.tp)
+    )
     more = f"   (or start {dp * cp * tp} ranks)"
     if info.world_size % (cp * tp):
         whole = default_topology(info.world_size)
@@ -355,8 +400,17 @@ def join_mesh(
         torch.cuda.set_device(own_device)
     hosts: tuple[str, ...] = ()
     if not dist.is_initialized():
-        versions = {"threefold": build_id(), "torch": torch.__version__, "transformers": version("transformers")}
-        own = {**versions, "the mesh": str(topology), "the device": own_device.type, **(facts or {})}
+        versions = {
+            "threefold": build_id(),
+            "torch": torch.__version__,
+            "transformers": version("transformers"),
+        }
+        own = {
+            **versions,
+            "the mesh": str(topology),
+            "the device": own_device.type,
+            **(facts or {}),
+        }
         hosts = join_group(info, own_device, timeout_s, own, environment.token(), met)
     sizes = (topology.dp_replicate, topology.dp_shard * topology.cp, topology.tp)
     device_mesh = init_device_mesh(own_device.type, sizes, mesh_dim_names=_PARAMETER_AXES)
@@ -403,7 +457,10 @@ def pick_device(device: str, local_rank: int) -> torch.device:
     """
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    visible, named = torch.cuda.device_count(), environment.variables().get("CUDA_VISIBLE_DEVICES")
+    visible, named = (
+        torch.cuda.device_count(),
+        environment.variables().get("CUDA_VISIBLE_DEVICES"),
+    )
     if visible == 1 and named == str(local_rank):
         return torch.device("cuda", 0)  # a wrapper script around the rank has chosen
     if local_rank >= visible:

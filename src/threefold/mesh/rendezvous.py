@@ -92,11 +92,18 @@ def join_group(
     attempt.start()
     verdicts, pauses, own = store.clone(), _pauses(), str(info.rank)
     given_up = partial(verdicts.check, ["unconnected"])
-    while attempt.is_alive() and time.monotonic() < begun + timeout_s and not _asked(given_up, otherwise=True):
+    while (
+        attempt.is_alive()
+        and time.monotonic() < begun + timeout_s
+        and not _asked(given_up, otherwise=True)
+    ):
         attempt.join(next(pauses))
     if attempt.is_alive() or failures:
         reason = failures[0] if failures else f"no connection in {left:.0f} s"
-        first = _asked(lambda: verdicts.compare_set("unconnected", "", own).decode() == own, otherwise=False)
+        first = _asked(
+            lambda: verdicts.compare_set("unconnected", "", own).decode() == own,
+            otherwise=False,
+        )
         raise _told(errors.unconnected(info, reason, hosts), first=first)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
     return hosts
@@ -126,11 +133,20 @@ def rendezvous(
         if info.master_addr != LOOPBACK:
             raise _told(errors.token_without_effect(info), first=info.local_rank == 0)
         token = None  # nobody else can reach that store
-    store = _serve(info, deadline, token) if serving else _reach(info, deadline, timeout_s, token)
+    store = (
+        _serve(info, deadline, token) if serving else _reach(info, deadline, timeout_s, token)
+    )
     store.set_timeout(timedelta(seconds=timeout_s))
-    store = dist.PrefixStore(f"threefold/{info.generation or 'rendezvous'}/{next(_numbers)}", store)
+    store = dist.PrefixStore(
+        f"threefold/{info.generation or 'rendezvous'}/{next(_numbers)}", store
+    )
     facts = {"the number of ranks": str(info.world_size), **facts}
-    said = {"host": info.host, "process": os.getpid(), "network": network_here(), "facts": facts}
+    said = {
+        "host": info.host,
+        "process": os.getpid(),
+        "network": network_here(),
+        "facts": facts,
+    }
     try:
         verdict, mine = _verdict(store, info, said, deadline, timeout_s)
     except RuntimeError as error:
@@ -139,8 +155,13 @@ def rendezvous(
         raise _told(errors.other_count(info, len(verdict["hosts"])), first=True)
     if verdict["problems"]:
         if serving or info.rank:
-            leave_together(store, "read", min(verdict["present"], info.world_size), waits=serving)
-        raise _told(errors.RendezvousError.of(Problem(*each) for each in verdict["problems"]), first=mine)
+            leave_together(
+                store, "read", min(verdict["present"], info.world_size), waits=serving
+            )
+        raise _told(
+            errors.RendezvousError.of(Problem(*each) for each in verdict["problems"]),
+            first=mine,
+        )
     return store, tuple(verdict["hosts"]), verdict["local"]
 
 
@@ -175,8 +196,14 @@ def _serve(info: LaunchInfo, deadline: float, token: bytes | None) -> Any:
         inner = rendezvous_auth.listen_on_loopback()
         rendezvous_auth.open_server_proxy(listening, (LOOPBACK, inner.getsockname()[1]), token)
         listening, address = inner, LOOPBACK
-    place, limit, number = (address, listening.getsockname()[1]), timedelta(seconds=30), listening.detach()
-    store = dist.TCPStore(*place, info.world_size, True, limit, wait_for_workers=False, master_listen_fd=number)
+    place, limit, number = (
+        (address, listening.getsockname()[1]),
+        timedelta(seconds=30),
+        listening.detach(),
+    )
+    store = dist.TCPStore(
+        *place, info.world_size, True, limit, wait_for_workers=False, master_listen_fd=number
+    )
     _served[info.master_port] = store
     return store
 
@@ -201,7 +228,9 @@ def _reach(info: LaunchInfo, deadline: float, timeout_s: float, token: bytes | N
     def connect() -> None:
         with contextlib.suppress(RuntimeError):
             left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-            found.append(dist.TCPStore(*address, info.world_size, False, left, wait_for_workers=False))
+            found.append(
+                dist.TCPStore(*address, info.world_size, False, left, wait_for_workers=False)
+            )
 
     # It does not return if another program listens, whatever its time limit.
     attempt = threading.Thread(target=connect, name="rendezvous", daemon=True)
@@ -258,7 +287,9 @@ def _verdict(
     return json.loads(store.get("verdict")), False
 
 
-def _given_up(store: Any, info: LaunchInfo, keys: Sequence[str], timeout_s: float) -> dict[str, Any]:
+def _given_up(
+    store: Any, info: LaunchInfo, keys: Sequence[str], timeout_s: float
+) -> dict[str, Any]:
     """The verdict when the time is over: who is missing, or who expects another number of ranks."""
     absent = [rank for rank in range(info.world_size) if not store.check([keys[rank]])]
     there = [key for rank, key in enumerate(keys) if rank not in absent]
@@ -271,7 +302,10 @@ def _given_up(store: Any, info: LaunchInfo, keys: Sequence[str], timeout_s: floa
 
 def _said(store: Any, keys: Sequence[str]) -> list[dict[str, Any]]:
     texts = store.multi_get(list(keys))
-    return [{"rank": int(key.rpartition("/")[2]), **json.loads(text)} for key, text in zip(keys, texts, strict=True)]
+    return [
+        {"rank": int(key.rpartition("/")[2]), **json.loads(text)}
+        for key, text in zip(keys, texts, strict=True)
+    ]
 
 
 def _self_refusal(info: LaunchInfo) -> str | None:
@@ -294,4 +328,8 @@ def _compared(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ]
     hosts = [] if problems else [each["host"] for each in said]
     networks = {each["network"] for each in said}
-    return {**_failed(problems, len(said)), "hosts": hosts, "local": len(networks) == 1 and None not in networks}
+    return {
+        **_failed(problems, len(said)),
+        "hosts": hosts,
+        "local": len(networks) == 1 and None not in networks,
+    }

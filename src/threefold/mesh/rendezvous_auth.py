@@ -69,7 +69,9 @@ def listen_for(info: LaunchInfo) -> tuple[socket.socket, str]:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
     both = socket.has_dualstack_ipv6()
-    return _listening(socket.AF_INET6 if both else socket.AF_INET, "", info.master_port), LOOPBACK
+    return _listening(
+        socket.AF_INET6 if both else socket.AF_INET, "", info.master_port
+    ), LOOPBACK
 
 
 def listen_on_loopback() -> socket.socket:
@@ -138,7 +140,9 @@ def open_client_proxy(to: Address, token: bytes) -> int:
     port: int = listening.getsockname()[1]
 
     async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await _join(reader, writer, *await asyncio.wait_for(_through(to, token), _PROOF_WITHIN_S))
+        await _join(
+            reader, writer, *await asyncio.wait_for(_through(to, token), _PROOF_WITHIN_S)
+        )
 
     _serve(listening, lead, name="client proxy")
     return port
@@ -146,7 +150,10 @@ def open_client_proxy(to: Address, token: bytes) -> int:
 
 def is_server_proxy(address: Address, within_s: float) -> bool:
     """Whether a proxy listens at an address."""
-    with contextlib.suppress(OSError), socket.create_connection(address, timeout=within_s) as connected:
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(address, timeout=within_s) as connected,
+    ):
         return connected.recv(len(_GREETING)) == _GREETING
     return False
 
@@ -172,7 +179,9 @@ def _serve(
     threading.Thread(target=lambda: asyncio.run(serve()), name=name, daemon=True).start()
 
 
-async def _admitted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes) -> None:
+async def _admitted(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes
+) -> None:
     """Proves the token to the other side and lets it prove it; raises ProofRefusedError if it cannot."""
     own = os.urandom(_RANDOM_BYTES)
     writer.write(_GREETING + own)
@@ -186,12 +195,17 @@ async def _admitted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
     await writer.drain()
 
 
-async def _through(to: Address, token: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _through(
+    to: Address, token: bytes
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection through the proxy at `to`."""
     reader, writer = await asyncio.open_connection(*to)
     try:
         with contextlib.suppress(asyncio.IncompleteReadError, TimeoutError):
-            if await asyncio.wait_for(reader.readexactly(len(_GREETING)), _PROOF_WITHIN_S / 2) == _GREETING:
+            if (
+                await asyncio.wait_for(reader.readexactly(len(_GREETING)), _PROOF_WITHIN_S / 2)
+                == _GREETING
+            ):
                 theirs, own = await reader.readexactly(_RANDOM_BYTES), os.urandom(_RANDOM_BYTES)
                 writer.write(own + _proof(token, b"rank", theirs, own))
                 if await reader.readexactly(1) == b"\1":
@@ -222,7 +236,10 @@ async def _join(
             to.write(piece)
             await to.drain()
 
-    copies = [asyncio.ensure_future(copy(reader, other_writer)), asyncio.ensure_future(copy(other_reader, writer))]
+    copies = [
+        asyncio.ensure_future(copy(reader, other_writer)),
+        asyncio.ensure_future(copy(other_reader, writer)),
+    ]
     try:
         await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -31,7 +31,9 @@ def ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def differs(name: str, others: Sequence[Mapping[str, Any]], rank_0: Mapping[str, Any]) -> Problem:
+def differs(
+    name: str, others: Sequence[Mapping[str, Any]], rank_0: Mapping[str, Any]
+) -> Problem:
     """A fact that `others` report differently from rank 0."""
     first = others[0]
     return Problem(
@@ -53,11 +55,15 @@ def _place(info: LaunchInfo) -> str:
 
 def no_device(local_rank: int, *, visible: int, named: str | None) -> NoDeviceError:
     """More ranks on a host than devices; `named`: CUDA_VISIBLE_DEVICES, if it is set."""
-    hidden = f" (CUDA_VISIBLE_DEVICES = {named!r} hides the others)" if named is not None else ""
+    hidden = (
+        f" (CUDA_VISIBLE_DEVICES = {named!r} hides the others)" if named is not None else ""
+    )
     error = NoDeviceError(
         f"local rank {local_rank} has no device: {visible} CUDA devices are visible to this process",
         expected=f"one device for each local rank, so that no two ranks share one{hidden}",
-        fix=f"start {visible} ranks on this machine, or --mesh.device cpu" if visible else "--mesh.device cpu",
+        fix=f"start {visible} ranks on this machine, or --mesh.device cpu"
+        if visible
+        else "--mesh.device cpu",
     )
     error.first = local_rank == visible
     return error
@@ -148,7 +154,9 @@ def other_count(info: LaunchInfo, others: int) -> RendezvousError:
 
 
 def twice(info: LaunchInfo, before: Mapping[str, Any], now: Mapping[str, Any]) -> Problem:
-    processes = " and ".join(f"{each['process']} of host {each['host']}" for each in (before, now))
+    processes = " and ".join(
+        f"{each['process']} of host {each['host']}" for each in (before, now)
+    )
     return Problem(
         f"two processes claim to be rank {info.rank} of {info.world_size}: {processes}",
         "every rank once",
@@ -157,7 +165,9 @@ def twice(info: LaunchInfo, before: Mapping[str, Any], now: Mapping[str, Any]) -
     )
 
 
-def missing(info: LaunchInfo, absent: Sequence[int], *, timeout_s: float, unreachable: str | None) -> Problem:
+def missing(
+    info: LaunchInfo, absent: Sequence[int], *, timeout_s: float, unreachable: str | None
+) -> Problem:
     """Ranks that did not come; `unreachable`: why rank 0 does not reach itself at the address that all use."""
     there = info.world_size - len(absent)
     reached = f"; and rank 0, on host {info.host}, does not reach itself at {_place(info)}: {unreachable}"

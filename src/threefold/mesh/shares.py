@@ -28,7 +28,9 @@ def refuse_impossible(config: Config, topology: Topology) -> None:
     text = sizes.get("text_config", sizes)
     counts = [text.get(key) for key in ("num_attention_heads", "num_key_value_heads")]
     if isinstance(counts[0], int):
-        problems += head_problems(topology.tp, counts[0], counts[1], name=str(sizes.get("model_type")))
+        problems += head_problems(
+            topology.tp, counts[0], counts[1], name=str(sizes.get("model_type"))
+        )
     if problems:
         raise ConfigError.of(problems)
 
@@ -45,7 +47,13 @@ def batch_problems(config: Config, topology: Topology) -> list[Problem]:
     if not left and size != "auto" and rows % size:
         divisor = max(each for each in range(1, rows + 1) if rows % each == 0 and each <= size)
         what = f"train.micro_batch = {size} does not divide the {rows} rows of a dp rank"
-        problems.append(Problem(what, "micro-batches of equal size", f"--train.micro_batch {divisor}   (or auto)"))
+        problems.append(
+            Problem(
+                what,
+                "micro-batches of equal size",
+                f"--train.micro_batch {divisor}   (or auto)",
+            )
+        )
     seq_len, unit, split = (
         config.data.seq_len,
         2 * cp if cp > 1 else 1,
@@ -54,8 +62,12 @@ def batch_problems(config: Config, topology: Topology) -> list[Problem]:
     if split and seq_len % (cp * tp):
         unit = math.lcm(cp * tp, unit)
         what = f"data.seq_len = {seq_len} cannot be shared by {cp} cp x {tp} tp ranks"
-        expected = f"a multiple of {unit}, so that each tp rank has an equal part between the layers"
-        fix = f"--data.seq_len {-(-seq_len // unit) * unit}   (or --mesh.sequence_parallel false)"
+        expected = (
+            f"a multiple of {unit}, so that each tp rank has an equal part between the layers"
+        )
+        fix = (
+            f"--data.seq_len {-(-seq_len // unit) * unit}   (or --mesh.sequence_parallel false)"
+        )
         problems.append(Problem(what, expected, fix))
     elif seq_len % unit:
         what = f"data.seq_len = {seq_len} cannot be split over {cp} cp ranks"
@@ -89,7 +101,13 @@ def head_problems(tp: int, heads: Any, kv_heads: Any, *, name: str) -> list[Prob
     if isinstance(kv_heads, int) and isinstance(heads, int) and heads % kv_heads:
         what = f"num_key_value_heads = {kv_heads} does not divide the {heads} attention heads of {name!r}"
         expected = "a group of query heads, of equal size, for each key-value head"
-        return [Problem(what, expected, f"'num_key_value_heads': {math.gcd(heads, kv_heads)}   in the model's config")]
+        return [
+            Problem(
+                what,
+                expected,
+                f"'num_key_value_heads': {math.gcd(heads, kv_heads)}   in the model's config",
+            )
+        ]
     shared = math.gcd(*(count for count in (heads, kv_heads) if isinstance(count, int)))
     fitting = [size for size in range(1, shared + 1) if shared % size == 0]
     return [
@@ -111,4 +129,8 @@ def _sizes_of(model: ModelConfig) -> Mapping[str, Any]:
         sizes = json.loads((Path(model.name_or_path) / "config.json").read_bytes())
     except (OSError, ValueError):
         return {}
-    return sizes if isinstance(sizes, dict) and isinstance(sizes.get("text_config", sizes), dict) else {}
+    return (
+        sizes
+        if isinstance(sizes, dict) and isinstance(sizes.get("text_config", sizes), dict)
+        else {}
+    )

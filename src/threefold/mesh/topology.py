@@ -53,12 +53,20 @@ class Topology:
         found: dict[tuple[int | None, ...], list[int]] = {}
         for rank in range(self.world_size):
             places = zip(AXES, self.coordinates(rank), strict=True)
-            found.setdefault(tuple(None if axis in axes else place for axis, place in places), []).append(rank)
+            found.setdefault(
+                tuple(None if axis in axes else place for axis, place in places), []
+            ).append(rank)
         return list(found.values())
 
     def __str__(self) -> str:
-        sharded = f" ({self.dp_replicate} replicas x {self.dp_shard} shards)" if self.dp_replicate > 1 else " (sharded)"
-        return f"dp={self.dp}{sharded if self.dp_shard > 1 else ''} x cp={self.cp} x tp={self.tp}"
+        sharded = (
+            f" ({self.dp_replicate} replicas x {self.dp_shard} shards)"
+            if self.dp_replicate > 1
+            else " (sharded)"
+        )
+        return (
+            f"dp={self.dp}{sharded if self.dp_shard > 1 else ''} x cp={self.cp} x tp={self.tp}"
+        )
 
 
 def default_topology(world_size: int) -> Topology:
@@ -71,7 +79,9 @@ def default_topology(world_size: int) -> Topology:
     return Topology(dp_replicate=world_size // (cp * tp), cp=cp, tp=tp)
 
 
-def resolve(mesh: MeshConfig, *, launched_world_size: int | None, num_devices: int | None) -> tuple[Topology, str]:
+def resolve(
+    mesh: MeshConfig, *, launched_world_size: int | None, num_devices: int | None
+) -> tuple[Topology, str]:
     """Sizes of the mesh, and the reason for them.
 
     Args:
@@ -84,11 +94,15 @@ def resolve(mesh: MeshConfig, *, launched_world_size: int | None, num_devices: i
     """
     if mesh.dp is mesh.dp_shard is mesh.cp is mesh.tp is None:
         if launched_world_size is not None:
-            return Topology(dp_replicate=launched_world_size), "dp is the launcher's world size: no mesh key was given"
+            return Topology(
+                dp_replicate=launched_world_size
+            ), "dp is the launcher's world size: no mesh key was given"
         if num_devices is None:
             return default_topology(8), "the default on a CPU"
         # What tp and cp send in each layer costs more than the gathers of FSDP, as long as a row fits into a device.
-        return Topology(dp_shard=num_devices), f"FSDP over {num_devices} devices: no mesh key was given"
+        return Topology(
+            dp_shard=num_devices
+        ), f"FSDP over {num_devices} devices: no mesh key was given"
     ranks = launched_world_size if launched_world_size is not None else num_devices
     sizes, why = _filled(mesh, 8 if ranks is None else ranks)
     dp, cp, tp = (sizes[axis] for axis in ("dp", "cp", "tp"))
@@ -118,7 +132,8 @@ def _filled(mesh: MeshConfig, available: int) -> tuple[dict[str, int], str]:
     automatic = [axis for axis in asked if axis not in given]
     if len(automatic) > 1:
         raise ConfigError(
-            " and ".join(f"mesh.{axis} = auto" for axis in automatic) + " leave more than one axis open",
+            " and ".join(f"mesh.{axis} = auto" for axis in automatic)
+            + " leave more than one axis open",
             expected="at most one axis on auto, filled from the number of ranks and the others",
             fix=f"--mesh.{automatic[1]} 1",
         )

@@ -19,7 +19,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 from threefold.config.auto_lr import automatic_rate
 from threefold.config.schema import Config
 from threefold.mesh.mesh import Mesh
-from threefold.model import compiled, data_parallel, float8, head, load, lora, precision, storage
+from threefold.model import (
+    compiled,
+    data_parallel,
+    float8,
+    head,
+    load,
+    lora,
+    precision,
+    storage,
+)
 from threefold.model.activation_offload import HostActivations
 from threefold.model.context_parallel import backend, kernels
 from threefold.model.context_parallel.split import ContextParallel, heads_of
@@ -37,7 +46,13 @@ if TYPE_CHECKING:
 Choices = Sequence[tuple[str, str]]
 
 
-def build(config: Config, architecture: PretrainedConfig, mesh: Mesh, *, weights: Weights | None = None) -> Model:
+def build(
+    config: Config,
+    architecture: PretrainedConfig,
+    mesh: Mesh,
+    *,
+    weights: Weights | None = None,
+) -> Model:
     """The model on the mesh, filled with its weights; every rank calls it, after the architecture's check.
 
     Args:
@@ -46,7 +61,9 @@ def build(config: Config, architecture: PretrainedConfig, mesh: Mesh, *, weights
     found, stored = arranged(config, architecture, mesh)
     model, seed = found.module, config.train.seed
     given = nullcontext(weights) if weights is not None else None
-    with given or load.weights_of(config.model, architecture, stored, seed=seed, mesh=mesh) as read:
+    with given or load.weights_of(
+        config.model, architecture, stored, seed=seed, mesh=mesh
+    ) as read:
         storage.fill(
             model,
             read,
@@ -67,10 +84,14 @@ def resolved_on(mesh: Mesh, config: Config, architecture: PretrainedConfig) -> R
     """The automatic choices of a config for a model on a mesh."""
     drops, unserved = backend.drops_weights(architecture), kernels.unserved(architecture)
     device, heads = data_parallel.device_of(mesh), heads_of(architecture)
-    return resolve(config, mesh.topology, device, heads=heads, drops_attention=drops, unserved=unserved)
+    return resolve(
+        config, mesh.topology, device, heads=heads, drops_attention=drops, unserved=unserved
+    )
 
 
-def arranged(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[Model, Stored]:
+def arranged(
+    config: Config, architecture: PretrainedConfig, mesh: Mesh
+) -> tuple[Model, Stored]:
     """The model on the mesh, still without storage, and what its files must hold."""
     resolved = resolved_on(mesh, config, architecture)
     dtype = precision.DTYPES[resolved.dtype.value]
@@ -97,22 +118,35 @@ def arranged(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tupl
         split_choices = [*split_choices, ("compiled layers", resolved.compiled.why)]
         if left_out:
             why = "compiled, experts in float32 would wait for the device; --model.dtype bfloat16 compiles them"
-            split_choices = [*split_choices, (f"layers that are not compiled: {len(left_out)}", why)]
+            split_choices = [
+                *split_choices,
+                (f"layers that are not compiled: {len(left_out)}", why),
+            ]
     loss_choices = _install_head(model, config, tensor, mesh)
     offload = config.mesh.cpu_offload
     sharing = [data_parallel.gathering(model, mesh, config, dtype)]
     (kind, why), exact = resolved.data_parallel, None
     if kind == "fsdp":
         whole, asked = precision.parameters_named(model, kept), config.train.reduce == "exact"
-        exact = data_parallel.shard(model, mesh, dtype=dtype, cpu_offload=offload, kept=whole, exact=asked, ends=True)
+        exact = data_parallel.shard(
+            model, mesh, dtype=dtype, cpu_offload=offload, kept=whole, exact=asked, ends=True
+        )
         if config.train.float8 != "none" and mesh.size("fsdp") > 1:
             from threefold.model.float8_gathers import gather_in_8_bits
 
-            split_choices = [*split_choices, gather_in_8_bits(model, mesh, config.train.float8, offloaded=offload)]
+            split_choices = [
+                *split_choices,
+                gather_in_8_bits(model, mesh, config.train.float8, offloaded=offload),
+            ]
     working = None
     if kind == "none" and dtype != torch.float32:
         working = _working_copy(model, dtype, kept)
-        sharing.append(("weights: a copy in bfloat16", "the optimizer writes it beside the float32 weights"))
+        sharing.append(
+            (
+                "weights: a copy in bfloat16",
+                "the optimizer writes it beside the float32 weights",
+            )
+        )
     sharing += [limits.said(config, mesh.topology)] if exact is not None else []
     said = (f"data parallelism: {kind}", why), *(each for each in sharing if each is not None)
     choices = (*said, *attention_choices, *split_choices, *loss_choices)
@@ -134,7 +168,9 @@ def arranged(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tupl
     return found, stored
 
 
-def _working_copy(model: PreTrainedModel, dtype: torch.dtype, kept: frozenset[str]) -> WorkingCopy:
+def _working_copy(
+    model: PreTrainedModel, dtype: torch.dtype, kept: frozenset[str]
+) -> WorkingCopy:
     """With which a model on the meta device will compute; what adapters leave frozen needs no other weights beside."""
     from threefold.model.working_copy import WorkingCopy
 
@@ -145,7 +181,9 @@ def _working_copy(model: PreTrainedModel, dtype: torch.dtype, kept: frozenset[st
     return WorkingCopy(model, dtype, kept)
 
 
-def _narrow(model: PreTrainedModel, config: Config, architecture: PretrainedConfig) -> frozenset[str]:
+def _narrow(
+    model: PreTrainedModel, config: Config, architecture: PretrainedConfig
+) -> frozenset[str]:
     """Prepares a model on the meta device for bfloat16; returns the names of what stays float32."""
     kept = precision.kept_in_float32(model)
     trusted = config.model.trust_remote_code
@@ -183,7 +221,9 @@ def _checkpoint_layers(model: PreTrainedModel, kind: str, mesh: Mesh) -> None:
 
 
 def _policy(context: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 def _context(
@@ -208,21 +248,29 @@ def _context(
     return ContextParallel(mesh, method=method, kernel=kernel, causal=causal), choices
 
 
-def _split(model: PreTrainedModel, config: Config, mesh: Mesh, resolved: Resolved) -> tuple[TensorParallelism, Choices]:
+def _split(
+    model: PreTrainedModel, config: Config, mesh: Mesh, resolved: Resolved
+) -> tuple[TensorParallelism, Choices]:
     """Splits the model over tp; adapters come after, as their projections are split then."""
     scatter, whole_experts = resolved.sequence_parallel, config.mesh.ep > 1
     exact = config.train.reduce == "exact"
-    tensor, sequence = split_over_tp(model, mesh, scatter=scatter, whole_experts=whole_experts, exact=exact)
+    tensor, sequence = split_over_tp(
+        model, mesh, scatter=scatter, whole_experts=whole_experts, exact=exact
+    )
     choices = [sequence] if sequence is not None else []
     if config.mesh.ep > 1:
-        choices.append((f"experts: whole ones on each of {config.mesh.ep} tp ranks", "as given"))
+        choices.append(
+            (f"experts: whole ones on each of {config.mesh.ep} tp ranks", "as given")
+        )
     if config.model.lora.r:
         tensor = lora.inject(model, config.model.lora, tensor, mesh)
         choices.append(lora.described(model))
     return tensor, choices
 
 
-def _install_head(model: PreTrainedModel, config: Config, tensor: TensorParallelism, mesh: Mesh) -> Choices:
+def _install_head(
+    model: PreTrainedModel, config: Config, tensor: TensorParallelism, mesh: Mesh
+) -> Choices:
     kind, why = head.kind_of(model)
     splitters = mesh.group("tp") if tensor.vocabulary_start is not None else None
     chunk, sharers = config.train.loss_chunk_tokens, tensor.sequence_group
@@ -230,4 +278,8 @@ def _install_head(model: PreTrainedModel, config: Config, tensor: TensorParallel
     if kind is None:
         return [("loss: all logits of a micro-batch at once", why)]
     fused, why = fused_loss(config.train.fused_loss, data_parallel.device_of(mesh))
-    return [("loss: by kernels", why)] if fused and is_product(model.get_output_embeddings()) else []
+    return (
+        [("loss: by kernels", why)]
+        if fused and is_product(model.get_output_embeddings())
+        else []
+    )

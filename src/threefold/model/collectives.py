@@ -24,7 +24,9 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def _differentiable(forward_op: Collective, backward_op: Collective, *, in_place: bool = False) -> Collective:
+def _differentiable(
+    forward_op: Collective, backward_op: Collective, *, in_place: bool = False
+) -> Collective:
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -91,7 +93,10 @@ def start_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
 
 def start_scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     """Begins to sum the group's [batch, sequence, ..]; what it returns waits for this rank's part of the sequence."""
-    rows, own = x.contiguous(), x.new_empty((x.shape[0], x.shape[1] // group.size(), *x.shape[2:]))
+    rows, own = (
+        x.contiguous(),
+        x.new_empty((x.shape[0], x.shape[1] // group.size(), *x.shape[2:])),
+    )
     if _row_by_row(own):
         work = group.reduce_scatter_tensor_coalesced(list(own.unbind()), list(rows.unbind()))
     else:
@@ -130,21 +135,27 @@ class _GatheredRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, key: Tensor, value: Tensor, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
         ctx.group, ctx.shapes = group, (key.shape, value.shape)
         sent = key.new_empty(key.numel() + value.numel())
         for place, own in zip(_side_by_side(sent, *ctx.shapes), (key, value), strict=True):
             place.copy_(own)
         received = sent.new_empty(group.size(), len(sent))
         _all_gather(received.view(-1), sent, group=group)
-        keys, values = zip(*(_side_by_side(part, *ctx.shapes) for part in received.unbind()), strict=True)
+        keys, values = zip(
+            *(_side_by_side(part, *ctx.shapes) for part in received.unbind()), strict=True
+        )
         return _in_order(keys, dim=2), _in_order(values, dim=2)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         ranks = ctx.group.size()
         sent = gradients[0].new_empty(ranks, sum(shape.numel() for shape in ctx.shapes))
-        for part, *own in zip(sent.unbind(), *(_held(each, ranks, dim=2) for each in gradients), strict=True):
+        for part, *own in zip(
+            sent.unbind(), *(_held(each, ranks, dim=2) for each in gradients), strict=True
+        ):
             for place, (head, tail) in zip(_side_by_side(part, *ctx.shapes), own, strict=True):
                 first, last = place.chunk(2, dim=2)
                 first.copy_(head)
@@ -184,7 +195,9 @@ scatter_sum = _differentiable(_scattered_sum, _gathered_parts)
 # The sum of the ranks' tensors; its gradient is on every rank already.
 sum_over = _differentiable(_summed, lambda gradient, _: gradient)
 # The same in place of a tensor that is nobody else's.
-sum_into = _differentiable(lambda x, group: start_sum(x, group)(), lambda gradient, _: gradient, in_place=True)
+sum_into = _differentiable(
+    lambda x, group: start_sum(x, group)(), lambda gradient, _: gradient, in_place=True
+)
 # The tensor itself, whose gradient is summed: each rank knows only the part that its own columns contribute.
 sum_gradient = _differentiable(lambda x, _: x.view_as(x), _summed)
 # The sum of the ranks' tensors, each of which has a part in every rank's loss: their gradients are summed too.
@@ -194,14 +207,18 @@ heads_to_sequence = _differentiable(_to_sequence, _to_heads)
 sequence_to_heads = _differentiable(_to_heads, _to_sequence)
 
 
-def gather_sequence(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def gather_sequence(
+    key: Tensor, value: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
     """Keys and values [batch, kv heads, sequence / cp, head] -> [batch, kv heads, sequence, head], as in the row."""
     return _GatheredRows.apply(key, value, group)  # type: ignore[return-value]
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, width: int, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, width: int, scale: float
+    ) -> Tensor:
         ctx.place = dim, dist.get_rank(group) * width, x.shape[dim]
         ctx.scale = scale
         missing = list(x.shape)
@@ -216,7 +233,14 @@ class _Join(torch.autograd.Function):
         return gradients[0].narrow(dim, start, size) * ctx.scale, None, None, None, None
 
 
-def join(x: Tensor, group: dist.ProcessGroup, *, dim: int, total: int | None = None, scale: float = 1.0) -> Tensor:
+def join(
+    x: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    dim: int,
+    total: int | None = None,
+    scale: float = 1.0,
+) -> Tensor:
     """The ranks' parts in order along `dim`, on every rank; its gradient is the same on each, which takes its own part.
 
     Args:
@@ -232,7 +256,9 @@ def local_part(parameter: Any) -> Any:
     """This rank's part of a parameter, or all of a plain one."""
     if not isinstance(parameter, DTensor):
         return parameter
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and parameter.requires_grad):
+    if torch.compiler.is_compiling() or not (
+        torch.is_grad_enabled() and parameter.requires_grad
+    ):
         return parameter.to_local()
     return _LocalPart.apply(parameter)
 
@@ -250,5 +276,7 @@ class _LocalPart(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> DTensor:
         own = gradients[0]
         if own.stride() != ctx.strides:
-            own = torch.empty_strided(own.shape, ctx.strides, dtype=own.dtype, device=own.device).copy_(own)
+            own = torch.empty_strided(
+                own.shape, ctx.strides, dtype=own.dtype, device=own.device
+            ).copy_(own)
         return DTensor(own, copy.copy(ctx.spec), requires_grad=False)  # type: ignore[call-arg]

@@ -33,10 +33,16 @@ def waiting_layers(model: nn.Module, *, dtype: torch.dtype, device: str) -> list
     if dtype != torch.float32 or device != "cuda":
         return []
     # As transformers marks a class of experts.
-    return [each for each in layers_of(model) if any(hasattr(part, "_apply_gate") for part in each.modules())]
+    return [
+        each
+        for each in layers_of(model)
+        if any(hasattr(part, "_apply_gate") for part in each.modules())
+    ]
 
 
-def compile_layers(model: nn.Module, *, recomputed_around: bool = False, left_out: Collection[nn.Module] = ()) -> None:
+def compile_layers(
+    model: nn.Module, *, recomputed_around: bool = False, left_out: Collection[nn.Module] = ()
+) -> None:
     """Compiles each layer, in place, at its first call; what was compiled before is found in this user's cache.
 
     Args:
@@ -64,7 +70,11 @@ def _recompute_around(layer: Any) -> None:
     inner = torch.compile(layer.forward)
 
     def forward(*arguments: Any, **named: Any) -> Any:
-        return again(partial(inner, **named), *arguments) if layer.training else inner(*arguments, **named)
+        return (
+            again(partial(inner, **named), *arguments)
+            if layer.training
+            else inner(*arguments, **named)
+        )
 
     layer.forward = forward
 

@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -43,7 +48,9 @@ def problems(config: Config, *, device: str) -> list[Problem]:
     return found
 
 
-def gathering(model: nn.Module, mesh: Mesh, config: Config, dtype: torch.dtype) -> tuple[str, str] | None:
+def gathering(
+    model: nn.Module, mesh: Mesh, config: Config, dtype: torch.dtype
+) -> tuple[str, str] | None:
     """(what, why) of when whole weights exist, to be printed, before the model is sharded; None: they always do."""
     if mesh.size("fsdp") == 1:
         return None
@@ -51,13 +58,22 @@ def gathering(model: nn.Module, mesh: Mesh, config: Config, dtype: torch.dtype) 
     kept, why = choices.kept_whole(size, device_of(mesh), offloaded=config.mesh.cpu_offload)
     layers = layers_of(model)
     units = len(_units(layers)) + len(_ends(model, layers)) + 1
-    how = f"{units} units, one ahead of its turn" if units > 1 else "one unit, too small to be gathered by layers"
+    how = (
+        f"{units} units, one ahead of its turn"
+        if units > 1
+        else "one unit, too small to be gathered by layers"
+    )
     sizes = f"{size / 2**20:,.1f} MiB of weights at {dtype.itemsize} bytes a number, {how}"
-    return f"weights: gathered {'once a step' if kept else 'in forward and in backward'}", f"{sizes}; {why}"
+    return (
+        f"weights: gathered {'once a step' if kept else 'in forward and in backward'}",
+        f"{sizes}; {why}",
+    )
 
 
 def _gathered_bytes(model: nn.Module, dtype: torch.dtype) -> int:
-    return sum(local_part(parameter).numel() * dtype.itemsize for parameter in model.parameters())
+    return sum(
+        local_part(parameter).numel() * dtype.itemsize for parameter in model.parameters()
+    )
 
 
 def device_of(mesh: Mesh) -> choices.Device:
@@ -89,11 +105,21 @@ def shard(
         exact: leave the sums of gradients to what is returned, over copies too.
         ends: gather the embedding apart, and the last norm with the head, whose forward is never run.
     """
-    axes = ("dp_replicate", "fsdp") if mesh.topology.dp_replicate > 1 and not exact else ("fsdp",)
+    axes = (
+        ("dp_replicate", "fsdp") if mesh.topology.dp_replicate > 1 and not exact else ("fsdp",)
+    )
     cast = dtype if dtype != torch.float32 else None
-    policy = MixedPrecisionPolicy(param_dtype=cast, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    keep = choices.kept_whole(_gathered_bytes(model, dtype), device_of(mesh), offloaded=cpu_offload).value
-    settings: dict[str, Any] = {"mesh": mesh.sharding_mesh[axes], "mp_policy": policy, "ignored_params": {*kept}}
+    policy = MixedPrecisionPolicy(
+        param_dtype=cast, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    keep = choices.kept_whole(
+        _gathered_bytes(model, dtype), device_of(mesh), offloaded=cpu_offload
+    ).value
+    settings: dict[str, Any] = {
+        "mesh": mesh.sharding_mesh[axes],
+        "mp_policy": policy,
+        "ignored_params": {*kept},
+    }
     if cpu_offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
     layers = layers_of(model)
@@ -110,7 +136,9 @@ def shard(
             del module.head
             settings["ignored_params"] |= {*head.parameters()}
         else:
-            unit.set_modules_to_backward_prefetch([unit])  # else the head of the micro-batch before is gathered again
+            unit.set_modules_to_backward_prefetch(
+                [unit]
+            )  # else the head of the micro-batch before is gathered again
         first.append(module)
     fully_shard(model, reshard_after_forward=False, **settings)
     return ExactSums([*first, model], model, mesh) if exact else None
@@ -123,11 +151,21 @@ def _ends(model: Any, layers: list[nn.Module]) -> list[tuple[nn.Module, nn.Modul
     """
     if kind_of(model)[0] is None:
         return []
-    embedding, head, inner = model.get_input_embeddings(), model.get_output_embeddings(), below_head(model)
+    embedding, head, inner = (
+        model.get_input_embeddings(),
+        model.get_output_embeddings(),
+        below_head(model),
+    )
     parts = [each for each in inner.children() if any(True for _ in each.parameters())]  # type: ignore[union-attr]
-    holders = [place for place, each in enumerate(parts) if not {*layers}.isdisjoint(each.modules())]
+    holders = [
+        place for place, each in enumerate(parts) if not {*layers}.isdisjoint(each.modules())
+    ]
     behind = parts[holders[-1] + 1 :] if holders else []
-    if head.weight is embedding.weight or not behind or any(each.ndim > 1 for each in behind[0].parameters()):
+    if (
+        head.weight is embedding.weight
+        or not behind
+        or any(each.ndim > 1 for each in behind[0].parameters())
+    ):
         return []
     ends = [(embedding, None), (behind[0], head)]
     return [each for each in ends if sum(map(_bytes, filter(None, each))) >= choices.UNIT_BYTES]
@@ -160,9 +198,15 @@ def replicate(model: PreTrainedModel, mesh: Mesh) -> DistributedDataParallel:
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     wrapped = DistributedDataParallel(
-        model, device_ids=devices, process_group=mesh.group("dp"), gradient_as_bucket_view=True, **{buffers: False}
+        model,
+        device_ids=devices,
+        process_group=mesh.group("dp"),
+        gradient_as_bucket_view=True,
+        **{buffers: False},
     )
-    wrapped.trained = [each for each in model.parameters() if each.requires_grad]  # whose gradients it waits for
+    wrapped.trained = [
+        each for each in model.parameters() if each.requires_grad
+    ]  # whose gradients it waits for
     return wrapped
 
 
@@ -177,7 +221,11 @@ def last_backward(model: nn.Module, last: bool, *, unsharded: bool = False) -> I
         model.set_requires_gradient_sync(last or not unsharded)
         model.set_requires_all_reduce(last)
         model.set_is_last_backward(last)
-    with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
+    with (
+        model.no_sync()
+        if isinstance(model, DistributedDataParallel) and not last
+        else nullcontext()
+    ):
         yield
 
 

@@ -43,24 +43,40 @@ def layers_to_convert(model: PreTrainedModel, recipe: str) -> dict[str, nn.Linea
     }
 
 
-def problems(config: Config, outline: PreTrainedModel, topology: Topology, *, device: str) -> list[Problem]:
+def problems(
+    config: Config, outline: PreTrainedModel, topology: Topology, *, device: str
+) -> list[Problem]:
     """Why the products cannot be made so although train.float8 asks for it; empty if they can."""
     recipe = config.train.float8
     asked, leave_out = f"train.float8 = {recipe}", "leave train.float8 out"
     found = []
     if importlib.util.find_spec("torchao") is None:
         fix = f"pip install 'threefold[torchao]', or {leave_out}"
-        found.append(Problem(f"{asked}, but torchao is not installed", "the package that has these products", fix))
+        found.append(
+            Problem(
+                f"{asked}, but torchao is not installed",
+                "the package that has these products",
+                fix,
+            )
+        )
     if (lacking := _lacking(device)) is not None:
         expected = "a CUDA device of capability 8.9 or newer (Ada, Hopper, Blackwell)"
         found.append(Problem(f"{asked} on {lacking}", expected, leave_out))
     elif not (layers := choices.compiled(config, choices.Device.here(device))).value:
-        expected = "compiled layers: casts in kernels of their own take longer than the products save"
+        expected = (
+            "compiled layers: casts in kernels of their own take longer than the products save"
+        )
         what = f"{asked}, but layers are not compiled: {layers.why}"
         found.append(Problem(what, expected, f"pip install triton, or {leave_out}"))
     if topology.tp > 1:
         expected = "whole layers: each tp rank would scale its part of a weight by itself"
-        found.append(Problem(f"{asked} with mesh.tp = {topology.tp}", expected, f"--mesh.tp 1   (or {leave_out})"))
+        found.append(
+            Problem(
+                f"{asked} with mesh.tp = {topology.tp}",
+                expected,
+                f"--mesh.tp 1   (or {leave_out})",
+            )
+        )
     if not layers_to_convert(outline, recipe):
         what = f"{asked}, but no layer of {outline.config.model_type!r} is of a size that gains by it"
         expected = "linear layers of more than 1024 outputs (or 4096 inputs), multiples of 16"
@@ -70,7 +86,11 @@ def problems(config: Config, outline: PreTrainedModel, topology: Topology, *, de
     places = config.data.seq_len // topology.cp
     if places % FLOAT8_MULTIPLE:
         what = f"{asked} with {places} tokens of a row on a rank"
-        rounded = -(-config.data.seq_len // (FLOAT8_MULTIPLE * topology.cp)) * FLOAT8_MULTIPLE * topology.cp
+        rounded = (
+            -(-config.data.seq_len // (FLOAT8_MULTIPLE * topology.cp))
+            * FLOAT8_MULTIPLE
+            * topology.cp
+        )
         expected = f"a multiple of {FLOAT8_MULTIPLE}, over which a weight's gradient is summed"
         found.append(Problem(what, expected, f"--data.seq_len {rounded}   (or {leave_out})"))
     return found
@@ -81,7 +101,11 @@ def _lacking(device: str) -> str | None:
     if device != "cuda":
         return f"a {device}"
     capability = torch.cuda.get_device_capability()
-    return None if capability >= _CAPABILITY else f"a device of capability {capability[0]}.{capability[1]}"
+    return (
+        None
+        if capability >= _CAPABILITY
+        else f"a device of capability {capability[0]}.{capability[1]}"
+    )
 
 
 def convert(model: PreTrainedModel, recipe: str, *, emulate: bool = False) -> tuple[str, str]:
@@ -93,12 +117,21 @@ def convert(model: PreTrainedModel, recipe: str, *, emulate: bool = False) -> tu
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     names = layers_to_convert(model, recipe)
-    settings: Any = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
-    convert_to_float8_training(model, module_filter_fn=lambda module, name: name in names, config=settings)
+    settings: Any = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(recipe), emulate=emulate
+    )
+    convert_to_float8_training(
+        model, module_filter_fn=lambda module, name: name in names, config=settings
+    )
     every = sum(isinstance(module, nn.Linear) for module in model.modules())
-    return f"float8 {recipe}: {len(names)} of {every} linear layers", "those whose sizes gain by it"
+    return (
+        f"float8 {recipe}: {len(names)} of {every} linear layers",
+        "those whose sizes gain by it",
+    )
 
 
 def without(config: Config) -> Config:
     """The config for what is no training on CUDA: evaluations, probes, comparisons."""
-    return config.model_copy(update={"train": config.train.model_copy(update={"float8": "none"})})
+    return config.model_copy(
+        update={"train": config.train.model_copy(update={"float8": "none"})}
+    )

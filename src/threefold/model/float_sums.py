@@ -59,11 +59,15 @@ class FloatSums:
     def norm(self, gradients: SplitGradients) -> Tensor:
         """The root of the sum of squares; what tp does not split is the same on its ranks and counts once."""
         device = self._mesh.device
-        squares = torch.stack([_square_sum(gradients[over_tp, True], device) for over_tp in (True, False)])
+        squares = torch.stack(
+            [_square_sum(gradients[over_tp, True], device) for over_tp in (True, False)]
+        )
         # Replicas have equal gradients; only ranks that share one copy hold different parts.
         if (fsdp := self._mesh.group("fsdp")) is not None:
             dist.all_reduce(squares, group=fsdp)
-        squares = squares + torch.stack([_square_sum(gradients[over_tp, False], device) for over_tp in (True, False)])
+        squares = squares + torch.stack(
+            [_square_sum(gradients[over_tp, False], device) for over_tp in (True, False)]
+        )
         if (tp := self._mesh.group("tp")) is None:
             return squares.sum().sqrt()
         # The second is 0, or NaN if `whole` is not finite on one tp rank alone: all must know.
@@ -76,6 +80,9 @@ def _square_sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     if not tensors:
         return torch.zeros((), device=device)
     # One kernel for tensors of one type.
-    alike = ([each for each in tensors if each.dtype == kind] for kind in dict.fromkeys(each.dtype for each in tensors))
+    alike = (
+        [each for each in tensors if each.dtype == kind]
+        for kind in dict.fromkeys(each.dtype for each in tensors)
+    )
     norms = [norm for some in alike for norm in torch._foreach_norm(some, dtype=torch.float32)]
     return torch.stack(norms).square().sum().to(device)

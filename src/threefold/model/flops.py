@@ -33,7 +33,9 @@ class KeysSeen:
     """Keys of a token on average over the rows that were read, by their positions."""
 
     def __init__(self, flops: Flops) -> None:
-        self._seen: dict[int | None, int] = dict.fromkeys({each.window for each in flops.attention}, 0)
+        self._seen: dict[int | None, int] = dict.fromkeys(
+            {each.window for each in flops.attention}, 0
+        )
         self._tokens = 0
 
     def read(self, position_ids: NDArray[np.integer]) -> None:
@@ -58,22 +60,37 @@ def flops_of(model: PreTrainedModel) -> Flops:
     language = nn.ModuleDict({"decoder": model if decoder is head else decoder})
     if head is not None:
         language["head"] = head
-    looked_up = {id(module.weight) for module in language.modules() if isinstance(module, nn.Embedding)}
-    multiplied = {id(parameter) for parameter in head.parameters()} if head is not None else set()
+    looked_up = {
+        id(module.weight) for module in language.modules() if isinstance(module, nn.Embedding)
+    }
+    multiplied = (
+        {id(parameter) for parameter in head.parameters()} if head is not None else set()
+    )
     share = _share_of_experts(model)
     counts = {True: 0.0, False: 0.0}
     for name, parameter in language.named_parameters():
-        if parameter.ndim < 2 or (id(parameter) in looked_up and id(parameter) not in multiplied):
+        if parameter.ndim < 2 or (
+            id(parameter) in looked_up and id(parameter) not in multiplied
+        ):
             continue
-        met = parameter.numel() * (share if _EXPERT.search(name) and not is_adapter(name) else 1.0)
+        met = parameter.numel() * (
+            share if _EXPERT.search(name) and not is_adapter(name) else 1.0
+        )
         counts[parameter.requires_grad] += met
-    return Flops(counts[True], counts[False], Counter(_attention_of(language, model.config.get_text_config())))
+    return Flops(
+        counts[True],
+        counts[False],
+        Counter(_attention_of(language, model.config.get_text_config())),
+    )
 
 
 def _share_of_experts(model: PreTrainedModel) -> float:
     config = model.config.get_text_config()
     experts, chosen = (
-        next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
+        next(
+            (value for name in names if isinstance(value := getattr(config, name, None), int)),
+            None,
+        )
         for names in (NUM_EXPERTS, CHOSEN_EXPERTS)
     )
     return chosen / experts if experts and chosen else 1.0
@@ -82,14 +99,20 @@ def _share_of_experts(model: PreTrainedModel) -> float:
 def _attention_of(model: nn.Module, text: PretrainedConfig) -> Iterator[Attention]:
     for module in model.modules():
         name = type(module).__name__
-        if not name.endswith("Attention") or _NOT_COUNTED.search(name) or not hasattr(module, "layer_idx"):
+        if (
+            not name.endswith("Attention")
+            or _NOT_COUNTED.search(name)
+            or not hasattr(module, "layer_idx")
+        ):
             continue
         config: Any = getattr(module, "config", None) or text
         heads = _first(module, ("num_heads", "num_attention_heads", "n_heads"))
         if (heads := heads or getattr(config, "num_attention_heads", None)) is None:
             continue
         width = _first(module, ("qk_head_dim", "head_dim")) or config.hidden_size // heads
-        yield Attention(heads, width, _first(module, ("v_head_dim",)) or width, _window_of(module, config))
+        yield Attention(
+            heads, width, _first(module, ("v_head_dim",)) or width, _window_of(module, config)
+        )
 
 
 def _window_of(module: Any, config: Any) -> int | None:
@@ -102,8 +125,14 @@ def _window_of(module: Any, config: Any) -> int | None:
         return max(1, config.attention_chunk_size // 2)
     if hasattr(module, "sliding_window"):
         return module.sliding_window
-    return getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    return (
+        getattr(config, "sliding_window", None)
+        if getattr(config, "use_sliding_window", True)
+        else None
+    )
 
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    return next((value for name in names if isinstance(value := getattr(module, name, None), int)), None)
+    return next(
+        (value for name in names if isinstance(value := getattr(module, name, None), int)), None
+    )

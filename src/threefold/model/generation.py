@@ -48,7 +48,9 @@ def generate(model: Model, input_ids: Tensor, *, seed: int, **options: Any) -> A
             start.refuse(error)
             raise
     reshard(model.forward)
-    mesh.agree("what generate wrote", 0, lambda: ([{"ids": getattr(written, "sequences", written)}], 0))
+    mesh.agree(
+        "what generate wrote", 0, lambda: ([{"ids": getattr(written, "sequences", written)}], 0)
+    )
     return written.to(input_ids.device) if isinstance(written, Tensor) else written
 
 
@@ -84,7 +86,11 @@ def _writing(model: Model, start: _Start) -> Iterator[None]:
     """Inside, the module is called as transformers calls it, and gives whole logits of whole rows."""
     module, tensor = model.module, model.tensor
     own, replaced = functools.partial(type(module).forward, module), module.forward
-    vocabulary = module.get_output_embeddings().weight.shape[0] if tensor.vocabulary_start is not None else None
+    vocabulary = (
+        module.get_output_embeddings().weight.shape[0]
+        if tensor.vocabulary_start is not None
+        else None
+    )
 
     @functools.wraps(own)
     def forward(*arguments: Any, **named: Any) -> Any:
@@ -101,9 +107,13 @@ def _writing(model: Model, start: _Start) -> Iterator[None]:
             stack.enter_context(tensor.shared_input.whole())
         stack.enter_context(model.casting())
         stack.enter_context(model.weights_in_place())
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # each length would be compiled
+        stack.enter_context(
+            torch.compiler.set_stance("force_eager")
+        )  # each length would be compiled
         # Before the hook in which FSDP2 gathers weights.
-        stack.callback(module.register_forward_pre_hook(lambda *_: start.agree(), prepend=True).remove)
+        stack.callback(
+            module.register_forward_pre_hook(lambda *_: start.agree(), prepend=True).remove
+        )
         module.forward = forward
         module.eval()
         try:

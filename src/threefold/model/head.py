@@ -92,7 +92,9 @@ def read_kind(source: str) -> str | None:
         if name.endswith("router_logits"):
             continue
         known = {"hidden_states": _OF_HIDDEN_STATES, "logits": _OF_LOGITS}.get(name, {})
-        step = next((step for pattern, step in known.items() if re.fullmatch(pattern, value)), None)
+        step = next(
+            (step for pattern, step in known.items() if re.fullmatch(pattern, value)), None
+        )
         if sign != "=" or step is None:
             return None
         steps += [step] if step else []
@@ -111,7 +113,9 @@ def first_position(model: nn.Module) -> int:
     """The number of a row's first position; roberta and its like begin after the number of the padding token."""
     for module in model.modules():
         table = getattr(module, "position_embeddings", None)
-        if hasattr(module, "create_position_ids_from_input_ids") and isinstance(table, nn.Embedding):
+        if hasattr(module, "create_position_ids_from_input_ids") and isinstance(
+            table, nn.Embedding
+        ):
             return 0 if table.padding_idx is None else table.padding_idx + 1
     return 0
 
@@ -176,14 +180,22 @@ class _End:
         if of == "hidden_states":
             hidden: Tensor = found.last_hidden_state
             return hidden if self.sharers is None else join(hidden, self.sharers, dim=1)
-        return found.logits if self.kind is None else logits_of(self.model, self._whole(found), self.kind)
+        return (
+            found.logits
+            if self.kind is None
+            else logits_of(self.model, self._whole(found), self.kind)
+        )
 
-    def sums(self, found: Any, labels: Tensor, token_loss: Loss) -> tuple[Tensor, Tensor, Tensor]:
+    def sums(
+        self, found: Any, labels: Tensor, token_loss: Loss
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(what is minimised, the cross entropy alone) over labels [tokens], and that of each token."""
         head: Any = self.model.get_output_embeddings()
         if self.kind is None or not is_product(head):
             parts = self.by_chunks(found, labels, token_loss)
-            objectives, entropies = zip(*((each.sum(), entropy.detach()) for each, entropy in parts), strict=True)
+            objectives, entropies = zip(
+                *((each.sum(), entropy.detach()) for each, entropy in parts), strict=True
+            )
             each = torch.cat(entropies)
             return sum(objectives[1:], objectives[0]), each.sum(), each
         hidden = self._whole(found).flatten(0, 1)
@@ -193,7 +205,9 @@ class _End:
         bend, size = _bend(self.model, self.kind), self._size(hidden)
         return sums_of(hidden, head, labels, token_loss, bend=bend, size=size)
 
-    def by_chunks(self, found: Any, labels: Tensor, token_loss: Loss) -> Iterator[tuple[Tensor, Tensor]]:
+    def by_chunks(
+        self, found: Any, labels: Tensor, token_loss: Loss
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """What `token_loss` gives for each token of each chunk; backward computes its logits again."""
         if self.kind is None:
             yield token_loss.of_each(found.logits.flatten(0, 1), labels)
@@ -215,8 +229,13 @@ class _End:
     def _size(self, hidden: Tensor) -> int:
         head: Any = self.model.get_output_embeddings()
         # Of the largest part of the vocabulary: the same on all ranks.
-        vocabulary = -(-head.weight.shape[0] // (self.splitters.size() if self.splitters is not None else 1))
-        return chunk_tokens(self.chunk, tokens=len(hidden), vocabulary=vocabulary, device=hidden.device.type)
+        vocabulary = -(
+            -head.weight.shape[0]
+            // (self.splitters.size() if self.splitters is not None else 1)
+        )
+        return chunk_tokens(
+            self.chunk, tokens=len(hidden), vocabulary=vocabulary, device=hidden.device.type
+        )
 
 
 def logits_of(model: PreTrainedModel, hidden: Tensor, kind: str) -> Tensor:

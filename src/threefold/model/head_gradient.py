@@ -26,7 +26,9 @@ class Loss(Protocol):
     def ignored(self) -> int:
         """The label of a token that is not a target."""
 
-    def measure(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Callable[[torch.dtype], Tensor]]:
+    def measure(
+        self, logits: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor, Callable[[torch.dtype], Tensor]]:
         """(objective, cross entropy) of each token, and what makes the objective's gradient by the logits.
 
         That is given in float32, or in the type that it is asked for in.
@@ -104,7 +106,12 @@ Kept: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 class _SumsByChunks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, work: _Work
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        work: _Work,
     ) -> tuple[Tensor, Tensor, Tensor]:
         objective, each, kept = _by_chunks(hidden, weight, bias, labels, work)
         ctx.save_for_backward(*kept)
@@ -117,21 +124,36 @@ class _SumsByChunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # In place, as nothing else holds them: a second backward through them is an error of torch's.
-        return *(None if kept is None else _scaled_(kept, gradients[0]) for kept in ctx.saved_tensors), None, None
+        return (
+            *(
+                None if kept is None else _scaled_(kept, gradients[0])
+                for kept in ctx.saved_tensors
+            ),
+            None,
+            None,
+        )
 
 
 def _by_chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, work: _Work
 ) -> tuple[Tensor, list[Tensor], Kept]:
     device = hidden.device
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
+    dtype = (
+        torch.get_autocast_dtype(device.type)
+        if torch.is_autocast_enabled(device.type)
+        else weight.dtype
+    )
     cast, cast_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     of_hidden, of_weight, of_bias = work.wanted
     by_hidden = torch.empty_like(hidden) if of_hidden else None
     by_weight: Tensor | None = None
-    by_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and of_bias else None
+    by_bias = (
+        torch.zeros_like(bias, dtype=torch.float32) if bias is not None and of_bias else None
+    )
     objective, each_entropy = torch.zeros((), device=device), []
-    for place, (part, own) in enumerate(zip(hidden.split(work.size), labels.split(work.size), strict=True)):
+    for place, (part, own) in enumerate(
+        zip(hidden.split(work.size), labels.split(work.size), strict=True)
+    ):
         states = part.to(dtype)
         logits = work.bend.logits(F.linear(states, cast, cast_bias))
         each, entropies, gradient_of = work.loss.measure(logits, own)
@@ -139,7 +161,9 @@ def _by_chunks(
         each_entropy.append(entropies)
         if not any(work.wanted):
             continue
-        gradient = work.bend.back(gradient_of(dtype if work.bend.is_none else torch.float32), logits)
+        gradient = work.bend.back(
+            gradient_of(dtype if work.bend.is_none else torch.float32), logits
+        )
         del logits, gradient_of
         # Left out beside the products, not in a pass over the logits: 0 and 1 round nothing.
         counted = (own != work.loss.ignored).to(dtype)[:, None]
@@ -156,7 +180,9 @@ def _by_chunks(
 
 def _with_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """total + left @ right in float32, in the place of `total`."""
-    if left.is_cuda and left.dtype != torch.float32:  # whose products can be float32 as they are summed
+    if (
+        left.is_cuda and left.dtype != torch.float32
+    ):  # whose products can be float32 as they are summed
         if total is None:
             return torch.mm(left, right, out_dtype=torch.float32)
         return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)

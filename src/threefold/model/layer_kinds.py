@@ -18,7 +18,14 @@ from transformers import PretrainedConfig
 Values: TypeAlias = dict[str, Any]
 
 DEPTH = {
-    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"),
+    *(
+        "num_hidden_layers",
+        "n_layer",
+        "n_layers",
+        "num_layers",
+        "decoder_layers",
+        "encoder_layers",
+    ),
     *("num_decoder_layers", "num_encoder_layers", "num_blocks", "num_layers_per_stack"),
 }
 # What configs and models call their experts, and those of them that a token meets.
@@ -32,20 +39,38 @@ _EACH_LAYER = re.compile(
     r"(layer_types|block_types?|attn_layers|attention_layers|indexer_types|no_rope_layers|intermediate_size|_per_layer"
     r"|layer_rope_theta|sparsity_pattern|moe_layer_freq|window_pattern)$"
 )
-_LAYER_NUMBERS = re.compile(r"(only_layers|moe_layers|attention_layers|layer_ids|_idxs|layer_indices)$")
-_LEADING = {"first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers"}
-_PERIODS = {"decoder_sparse_step", "moe_layer_interval", "expert_layer_period", "moe_layer_freq"}
+_LAYER_NUMBERS = re.compile(
+    r"(only_layers|moe_layers|attention_layers|layer_ids|_idxs|layer_indices)$"
+)
+_LEADING = {
+    "first_k_dense_replace",
+    "num_dense_layers",
+    "moe_layer_start_index",
+    "max_window_layers",
+}
+_PERIODS = {
+    "decoder_sparse_step",
+    "moe_layer_interval",
+    "expert_layer_period",
+    "moe_layer_freq",
+}
 
 
 def first_of(values: Values, names: set[str]) -> int | None:
     """The first number under one of the names."""
-    return next((values[name] for name in values if name in names and isinstance(values[name], int)), None)
+    return next(
+        (values[name] for name in values if name in names and isinstance(values[name], int)),
+        None,
+    )
 
 
 def common_number(config: PretrainedConfig, name: str) -> int | None:
     """A config's number; where its layers have their own, the greatest that divides them all; None if it has none."""
     if name in (getattr(config, "per_layer_attributes", None) or ()):
-        values = [getattr(config.per_layer_config[layer], name) for layer in range(config.num_hidden_layers)]
+        values = [
+            getattr(config.per_layer_config[layer], name)
+            for layer in range(config.num_hidden_layers)
+        ]
         return math.gcd(*values) if all(isinstance(value, int) for value in values) else None
     value = getattr(config, name, None)
     return value if isinstance(value, int) else None
@@ -59,7 +84,11 @@ def is_each_layer(name: str, value: Any) -> bool:
 def kept_layers(values: Values) -> list[int]:
     """Numbers of the layers to keep: the first of each kind, two at least, and four if there is a period."""
     depth = first_of(values, DEPTH) or 0
-    traits = [found for name, value in values.items() if (found := _trait(name, value, depth)) is not None]
+    traits = [
+        found
+        for name, value in values.items()
+        if (found := _trait(name, value, depth)) is not None
+    ]
     kinds = list(zip(*traits, strict=True)) or [()] * depth
     kept = sorted({kinds.index(kind) for kind in set(kinds)})
     if len(kept) > _MAX_LAYERS:  # too many combinations: each trait's values at least
@@ -83,7 +112,11 @@ def leading_layers(whole: Sequence[nn.Module], cut: Sequence[nn.Module]) -> int:
     kinds = [_behaviour(layer) for layer in whole]
     first = [number for number, kind in enumerate(kinds) if kind not in kinds[:number]]
     lacking = len(first) > len({_behaviour(layer) for layer in cut})
-    return first[-1] + 1 if lacking and len(first) <= _MAX_KINDS and first[-1] < _MAX_LEADING else 0
+    return (
+        first[-1] + 1
+        if lacking and len(first) <= _MAX_KINDS and first[-1] < _MAX_LEADING
+        else 0
+    )
 
 
 def _behaviour(layer: nn.Module) -> str:
@@ -93,7 +126,9 @@ def _behaviour(layer: nn.Module) -> str:
             (
                 name,
                 type(module).__name__,
-                sorted((key, value) for key, value in vars(module).items() if _says(key, value)),
+                sorted(
+                    (key, value) for key, value in vars(module).items() if _says(key, value)
+                ),
             )
             for name, module in layer.named_modules()
         ]
@@ -101,7 +136,11 @@ def _behaviour(layer: nn.Module) -> str:
 
 
 def _says(key: str, value: Any) -> bool:
-    return isinstance(value, int | float | str) and not key.startswith("_") and not _NUMBER.search(key)
+    return (
+        isinstance(value, int | float | str)
+        and not key.startswith("_")
+        and not _NUMBER.search(key)
+    )
 
 
 def _trait(name: str, value: Any, depth: int) -> list[Any] | None:
@@ -143,4 +182,8 @@ def cut_depth(name: str, value: Any, kept: list[int], depth: int) -> Any:
 
 
 def _are_layer_numbers(name: str, value: Any) -> bool:
-    return bool(_LAYER_NUMBERS.search(name)) and isinstance(value, list) and all(isinstance(n, int) for n in value)
+    return (
+        bool(_LAYER_NUMBERS.search(name))
+        and isinstance(value, list)
+        and all(isinstance(n, int) for n in value)
+    )

@@ -38,7 +38,12 @@ from threefold.model.context_parallel import backend
 from threefold.model.model_path import refuse_wrong_path, unreachable
 from threefold.model.weight_check import Stored, Weights, readers
 
-_CONFIG_READERS = ("configuration_utils", "masking_utils", "modeling_rope_utils", "modeling_utils")
+_CONFIG_READERS = (
+    "configuration_utils",
+    "masking_utils",
+    "modeling_rope_utils",
+    "modeling_utils",
+)
 # Mappings whose keys are data.
 _FREE_FORM = ("label2id", "id2label", "task_specific_params")
 _STAGED_FILE_BYTES = 2 * 1024**3
@@ -62,7 +67,9 @@ def read_config(asked: ModelConfig, *, vocab_size: int | None = None) -> Pretrai
     refuse_wrong_path(asked.name_or_path)
     try:
         config = AutoConfig.from_pretrained(
-            asked.name_or_path, revision=asked.revision, trust_remote_code=asked.trust_remote_code
+            asked.name_or_path,
+            revision=asked.revision,
+            trust_remote_code=asked.trust_remote_code,
         )
     except (OSError, ValueError, HFValidationError) as error:
         raise unreachable(asked.name_or_path, error) from error
@@ -78,7 +85,9 @@ def _refused(what: str, error: Exception, expected: str) -> ConfigError:
     fix = "see the architecture's config page in the transformers documentation"
     if re.search(r"expected (int|float), got str", reason):
         fix = "write the number without quotes"
-    return ConfigError(f"{what} is refused by transformers: {reason}", expected=expected, fix=fix)
+    return ConfigError(
+        f"{what} is refused by transformers: {reason}", expected=expected, fix=fix
+    )
 
 
 def _config_from_values(values: dict[str, Any]) -> PretrainedConfig:
@@ -92,10 +101,15 @@ def _config_from_values(values: dict[str, Any]) -> PretrainedConfig:
         config = AutoConfig.for_model(model_type, **values)
         unknown = unknown_keys(model_type, values)
     except Exception as error:
-        raise _refused("model.config", error, f"the keys and values of the {model_type!r} architecture") from error
+        raise _refused(
+            "model.config", error, f"the keys and values of the {model_type!r} architecture"
+        ) from error
     if unknown:
         owner, dot, leaf = unknown[0].rpartition(".")
-        known = [*(() if dot else dir(AutoConfig.for_model(model_type))), *RopeParameters.__annotations__]
+        known = [
+            *(() if dot else dir(AutoConfig.for_model(model_type))),
+            *RopeParameters.__annotations__,
+        ]
         near = [f"{owner}{dot}{name}" for name in difflib.get_close_matches(leaf, known, n=1)]
         raise ConfigError(
             f"model.config has a key that {model_type!r} does not know: {', '.join(unknown)}",
@@ -126,19 +140,29 @@ def unknown_keys(model_type: str, values: Mapping[str, Any]) -> list[str]:
         return parts
     files = list(Path(inspect.getfile(type(known))).parent.glob("*.py"))
     files += [Path(transformers.__file__).with_name(f"{name}.py") for name in _CONFIG_READERS]
-    words = {word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
+    words = {
+        word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))
+    }
     # A number is that of a layer.
-    return [path for path, key in found.items() if key not in words and not key.isdigit()] + parts
+    return [
+        path for path, key in found.items() if key not in words and not key.isdigit()
+    ] + parts
 
 
 def _paths(values: Mapping[Any, Any]) -> Iterator[str]:
     for key, value in values.items():
         yield str(key)
-        yield from (f"{key}.{path}" for path in _paths(value if isinstance(value, dict) else {}))
+        yield from (
+            f"{key}.{path}" for path in _paths(value if isinstance(value, dict) else {})
+        )
 
 
 def build_without_storage(
-    config: PretrainedConfig, *, attention: str, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32
+    config: PretrainedConfig,
+    *,
+    attention: str,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Any:
     """The model's modules with parameters on the meta device.
 
@@ -147,21 +171,33 @@ def build_without_storage(
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", dtype=dtype, trust_remote_code=trust_remote_code
+            config,
+            attn_implementation="eager",
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
         )
     if attention != "eager":
         backend.use(model, attention)
     return model
 
 
-def outline(config: PretrainedConfig, *, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+def outline(
+    config: PretrainedConfig,
+    *,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
     """The model without storage, with eager attention, to look at.
 
     Raises:
         ConfigError: its class cannot be built from this config.
     """
     try:
-        settings: dict[str, Any] = {"attention": "eager", "trust_remote_code": trust_remote_code, "dtype": dtype}
+        settings: dict[str, Any] = {
+            "attention": "eager",
+            "trust_remote_code": trust_remote_code,
+            "dtype": dtype,
+        }
         return build_without_storage(copy.deepcopy(config), **settings)
     except Exception as error:  # whatever a model's code may raise
         if not trust_remote_code and type(config) not in AutoModelForCausalLM._model_mapping:
@@ -228,7 +264,11 @@ def _download(asked: ModelConfig) -> Path:
     if not folder.is_dir():
         try:
             patterns = ["*.safetensors", "*.bin", "*.json"]
-            folder = Path(snapshot_download(asked.name_or_path, revision=asked.revision, allow_patterns=patterns))
+            folder = Path(
+                snapshot_download(
+                    asked.name_or_path, revision=asked.revision, allow_patterns=patterns
+                )
+            )
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             raise unreachable(asked.name_or_path, error) from error
     if not list(folder.glob("*.safetensors")) and not list(folder.glob("*.bin")):
@@ -259,8 +299,15 @@ def _index(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _stage(asked: ModelConfig, config: PretrainedConfig, names: set[str], *, seed: int, folder: Path) -> None:
-    model = whole(asked, config, seed=seed, dtype="auto" if asked.name_or_path is not None else torch.float32)
+def _stage(
+    asked: ModelConfig, config: PretrainedConfig, names: set[str], *, seed: int, folder: Path
+) -> None:
+    model = whole(
+        asked,
+        config,
+        seed=seed,
+        dtype="auto" if asked.name_or_path is not None else torch.float32,
+    )
     state = {name: tensor for name, tensor in model.state_dict().items() if name in names}
     part: dict[str, Tensor] = {}
     parts = 0
@@ -271,11 +318,15 @@ def _stage(asked: ModelConfig, config: PretrainedConfig, names: set[str], *, see
             part, parts = {}, parts + 1
 
 
-def whole(asked: ModelConfig, config: PretrainedConfig, *, seed: int, dtype: torch.dtype | str) -> Any:
+def whole(
+    asked: ModelConfig, config: PretrainedConfig, *, seed: int, dtype: torch.dtype | str
+) -> Any:
     """The model in this process alone, with the weights that a run begins with."""
     torch.manual_seed(seed)  # weights that are meant to be new are the same on every host
     if asked.name_or_path is None:
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager", dtype=dtype)
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation="eager", dtype=dtype
+        )
     model, info = AutoModelForCausalLM.from_pretrained(
         asked.name_or_path,
         revision=asked.revision,
@@ -297,7 +348,9 @@ def fingerprint(asked: ModelConfig) -> str:
     if asked.name_or_path is None:
         return "random"
     seen = xxhash.xxh3_128()
-    for file in sorted(path for path in _download(asked).iterdir() if path.suffix in (".safetensors", ".bin")):
+    for file in sorted(
+        path for path in _download(asked).iterdir() if path.suffix in (".safetensors", ".bin")
+    ):
         size = file.stat().st_size
         seen.update(f"{file.name} {size} ".encode())
         with file.open("rb") as opened:

@@ -39,10 +39,15 @@ ADAPTER = "default"
 _LATENT = "mla_kv_a_proj"
 
 
-def problems(asked: LoraConfig, build: Callable[[], PreTrainedModel], *, name: str) -> list[Problem]:
+def problems(
+    asked: LoraConfig, build: Callable[[], PreTrainedModel], *, name: str
+) -> list[Problem]:
     """Why adapters of this model, which `build` makes without storage, cannot be trained; empty if they can."""
     if importlib.util.find_spec("peft") is None:
-        what, expected = f"model.lora.r = {asked.r}, but peft is not installed", "the package that defines the adapters"
+        what, expected = (
+            f"model.lora.r = {asked.r}, but peft is not installed",
+            "the package that defines the adapters",
+        )
         return [Problem(what, expected, "pip install 'threefold[lora]'")]
     model = build()
     if not (linear := _linear_layers(model)):
@@ -60,15 +65,27 @@ def problems(asked: LoraConfig, build: Callable[[], PreTrainedModel], *, name: s
         expected = f"names of its linear layers: {', '.join(sorted({each.rpartition('.')[2] for each in linear}))}"
         return [Problem(what, expected, fix)]
     ends = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}
-    odd = [each for each, module in _adapted(model) if type(module.base_layer) is not nn.Linear or id(module) in ends]
-    expected = "projections of the layers; not the embedding, the head or a layer of another kind"
+    odd = [
+        each
+        for each, module in _adapted(model)
+        if type(module.base_layer) is not nn.Linear or id(module) in ends
+    ]
+    expected = (
+        "projections of the layers; not the embedding, the head or a layer of another kind"
+    )
     return [
-        Problem(f"model.lora.target_modules has {own}, which is not a linear layer inside {name!r}", expected, fix)
+        Problem(
+            f"model.lora.target_modules has {own}, which is not a linear layer inside {name!r}",
+            expected,
+            fix,
+        )
         for own in [each.rpartition(".")[2] for each in odd[:1]]
     ]
 
 
-def inject(model: PreTrainedModel, asked: LoraConfig, tensor: TensorParallelism, mesh: Mesh) -> TensorParallelism:
+def inject(
+    model: PreTrainedModel, asked: LoraConfig, tensor: TensorParallelism, mesh: Mesh
+) -> TensorParallelism:
     """Adds adapters to the projections of a model on the meta device, which may be split over tp already.
 
     Returns what is split, under the names that the parameters have now.
@@ -88,9 +105,13 @@ def inject(model: PreTrainedModel, asked: LoraConfig, tensor: TensorParallelism,
             continue  # a whole layer, whose adapter is whole
         assert mesh.parameter_mesh is not None and shared is not None
         columns = style == "colwise"
-        (split, placement), whole = (("lora_B", Shard(0)), "lora_A") if columns else (("lora_A", Shard(1)), "lora_B")
+        (split, placement), whole = (
+            (("lora_B", Shard(0)), "lora_A") if columns else (("lora_A", Shard(1)), "lora_B")
+        )
         layer = getattr(module, split)[ADAPTER]
-        weight = distribute_tensor(layer.weight.detach(), mesh.parameter_mesh["tp"], [placement], src_data_rank=None)
+        weight = distribute_tensor(
+            layer.weight.detach(), mesh.parameter_mesh["tp"], [placement], src_data_rank=None
+        )
         layer.weight = nn.Parameter(weight)
         placements[f"{name}.{split}.{ADAPTER}.weight"] = placement
         partial.append(f"{name}.{whole}.{ADAPTER}.weight")
@@ -135,7 +156,9 @@ def _latent_forward(module: Any, axis: DeviceMesh) -> Callable[[Tensor], Tensor]
         if module.disable_adapters:
             return y
         style = ALL_PARALLEL_STYLES[_LATENT]
-        return y + style.transform_output_post_forward(module.base_layer, _product(module, x), axis)
+        return y + style.transform_output_post_forward(
+            module.base_layer, _product(module, x), axis
+        )
 
     return forward
 
@@ -143,8 +166,12 @@ def _latent_forward(module: Any, axis: DeviceMesh) -> Callable[[Tensor], Tensor]
 def _product(module: Any, x: Tensor) -> Tensor:
     if module.disable_adapters:
         return x.new_zeros(())
-    narrow = F.linear(module.lora_dropout[ADAPTER](x), local_part(module.lora_A[ADAPTER].weight))
-    product: Tensor = F.linear(narrow, local_part(module.lora_B[ADAPTER].weight)) * module.scaling[ADAPTER]
+    narrow = F.linear(
+        module.lora_dropout[ADAPTER](x), local_part(module.lora_A[ADAPTER].weight)
+    )
+    product: Tensor = (
+        F.linear(narrow, local_part(module.lora_B[ADAPTER].weight)) * module.scaling[ADAPTER]
+    )
     return product
 
 
@@ -169,7 +196,9 @@ def insert(model: PreTrainedModel, asked: LoraConfig) -> None:
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        inject_adapter_in_model(peft_config(asked, model), model, adapter_name=ADAPTER, low_cpu_mem_usage=on_meta)
+        inject_adapter_in_model(
+            peft_config(asked, model), model, adapter_name=ADAPTER, low_cpu_mem_usage=on_meta
+        )
 
 
 def insert_whole(model: PreTrainedModel, asked: LoraConfig, *, seed: int) -> None:
@@ -199,8 +228,13 @@ def target_names(model: nn.Module) -> set[str]:
 def described(model: PreTrainedModel) -> tuple[str, str]:
     """Where adapters are, and how much is trained."""
     kinds = sorted({name.rpartition(".")[2] for name in target_names(model)})
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return f"adapters: {', '.join(kinds)}", f"{trained:,} parameters are trained, the others are frozen"
+    trained = sum(
+        parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+    )
+    return (
+        f"adapters: {', '.join(kinds)}",
+        f"{trained:,} parameters are trained, the others are frozen",
+    )
 
 
 def peft_config(asked: LoraConfig, model: PreTrainedModel) -> Any:
@@ -224,7 +258,9 @@ def peft_config(asked: LoraConfig, model: PreTrainedModel) -> Any:
         # Nor layers that peft takes for experts because of their names (those that all tokens share).
         kept = copy.copy(config)
         convert_peft_config_for_transformers(kept, model, conversions=None)
-        config.target_modules = [name for name in targets or () if name in (kept.target_modules or ())]
+        config.target_modules = [
+            name for name in targets or () if name in (kept.target_modules or ())
+        ]
     return config
 
 
@@ -243,10 +279,18 @@ def initial(name: str, shape: torch.Size, *, seed: int) -> Tensor:
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
     head = model.get_output_embeddings()
-    return [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head
+    ]
 
 
 def _adapted(model: nn.Module) -> list[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer)
+    ]

@@ -167,15 +167,22 @@ class Model:
                 _for_scoring(values)
             return found
         given = {**dict(zip(_ROWS, arguments, strict=False)), **inputs}
-        rows = {name: rows for name, rows in given.items() if rows is not None and name != "padding"}
+        rows = {
+            name: rows for name, rows in given.items() if rows is not None and name != "padding"
+        }
         if unknown := sorted(rows.keys() - set(_ROWS)):
             raise ConfigError(
                 f"the model is called with {unknown[0]}",
                 expected=f"{', '.join(_ROWS)}: whole rows, whose documents document_ids number",
-                fix=f"leave {unknown[0]} out" + ("; document_ids keep documents apart" if "mask" in unknown[0] else ""),
+                fix=f"leave {unknown[0]} out"
+                + ("; document_ids keep documents apart" if "mask" in unknown[0] else ""),
             )
         if not isinstance(ids := rows.get("input_ids"), Tensor) or ids.ndim != 2:
-            raise ConfigError("the model is called without input_ids", expected="[rows, sequence]", fix="input_ids=ids")
+            raise ConfigError(
+                "the model is called without input_ids",
+                expected="[rows, sequence]",
+                fix="input_ids=ids",
+            )
         cp, part = self.mesh.size("cp"), self.mesh.losses[-1] if self.mesh.losses else None
         whole = part.whole_of(rows) if part is not None and cp > 1 else None
         if whole is None:
@@ -190,12 +197,18 @@ class Model:
         if whole is not None or (group := self.mesh.group("cp")) is None:
             return _for_scoring(logits)
         joined = join(logits, group, dim=1, scale=cp)
-        return _for_scoring(joined[:, gathered_positions(joined.shape[1], cp_size=cp).argsort().to(joined.device)])
+        return _for_scoring(
+            joined[
+                :, gathered_positions(joined.shape[1], cp_size=cp).argsort().to(joined.device)
+            ]
+        )
 
     @contextmanager
     def casting(self) -> Iterator[None]:
         """Operations inside are cast as the model's dtype asks."""
-        with torch.autocast(self.mesh.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+        with torch.autocast(
+            self.mesh.device.type, dtype=self.autocast, enabled=self.autocast is not None
+        ):
             yield
 
     @contextmanager
@@ -205,14 +218,24 @@ class Model:
         Where no `position_ids` are given they count from 0, in each document where there are `document_ids`.
         """
         assert self.context is not None
-        moved = {name: values.to(self.mesh.device, non_blocking=True) for name, values in rows.items()}
+        moved = {
+            name: values.to(self.mesh.device, non_blocking=True)
+            for name, values in rows.items()
+        }
         ids = moved["input_ids"]
         if "position_ids" not in moved:
             places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
             documents = moved.get("document_ids")
-            moved["position_ids"] = places if documents is None else places_in_documents(documents)
-        split = {name: values for name, values in moved.items() if values.shape[:2] == ids.shape}
-        with self.weights_in_place(), self.context.batch(split, rows.get("document_ids")) as local:
+            moved["position_ids"] = (
+                places if documents is None else places_in_documents(documents)
+            )
+        split = {
+            name: values for name, values in moved.items() if values.shape[:2] == ids.shape
+        }
+        with (
+            self.weights_in_place(),
+            self.context.batch(split, rows.get("document_ids")) as local,
+        ):
             yield LossBatch({**moved, **local}, moved)
 
     @contextmanager
@@ -244,11 +267,21 @@ class Model:
             `log_probabilities` of the labels [rows, sequence / cp], 0 where a label is -100. Each tp rank computes the
             same loss from them, whose gradient counts once.
         """
-        targets = {"labels": local["labels"], "token_loss": token_loss} if of == "log_probabilities" else {}
+        targets = (
+            {"labels": local["labels"], "token_loss": token_loss}
+            if of == "log_probabilities"
+            else {}
+        )
         with self.casting():
             # Not through DDP, which would wait for a backward: these gradients are averaged once a step.
-            called = self.module if isinstance(self.forward, DistributedDataParallel) else self.forward
-            found: Outputs = called(**arguments_of(local), **targets, outputs=of, output_router_logits=routers)
+            called = (
+                self.module
+                if isinstance(self.forward, DistributedDataParallel)
+                else self.forward
+            )
+            found: Outputs = called(
+                **arguments_of(local), **targets, outputs=of, output_router_logits=routers
+            )
         values, start = found.values.float(), self.tensor.vocabulary_start
         group = self.mesh.group("tp")
         if of == "logits" and group is not None and start is not None:
@@ -266,7 +299,9 @@ class Model:
                 f"the batch has {', '.join(map(repr, batch)) or 'no entries'}; {type(self.module).__name__}.forward "
                 f"takes {', '.join(sorted(takes)) or 'none by name'}",
                 expected="entries by the names that forward takes; the others go to the loss alone",
-                fix=f"batch = {{{sorted(takes)[0]!r}: ..., 'labels': ...}}" if takes else "name forward's arguments",
+                fix=f"batch = {{{sorted(takes)[0]!r}: ..., 'labels': ...}}"
+                if takes
+                else "name forward's arguments",
             )
         with self.casting():
             return self.forward(**given)
@@ -294,7 +329,9 @@ class Model:
         """ConfigError if the model cannot give the outputs that a loss asks for."""
         if of not in get_args(OutputsOf):
             named = " or ".join(map(repr, get_args(OutputsOf)))
-            raise ConfigError(f"loss_on = {of!r}", expected=named, fix="loss_on='logits'   (the default)")
+            raise ConfigError(
+                f"loss_on = {of!r}", expected=named, fix="loss_on='logits'   (the default)"
+            )
         if of == "logits":
             return
         if self.context is None or (of == "hidden_states" and below_head(self.module) is None):
@@ -377,7 +414,11 @@ def freeze(model: Model, patterns: Sequence[str]) -> list[str]:
                 parameter.requires_grad_(False)
     frozen = [name for name, each in named.items() if not each.requires_grad]
     if len(frozen) == len(named):
-        raise ConfigError("freeze: nothing is left to train", expected="fewer patterns", fix="freeze(model, ['embed'])")
+        raise ConfigError(
+            "freeze: nothing is left to train",
+            expected="fewer patterns",
+            fix="freeze(model, ['embed'])",
+        )
     if isinstance(model.forward, DistributedDataParallel):
         # It waits for the gradients of all parameters that it was made with.
         object.__setattr__(model, "forward", replicate(model.module, model.mesh))

@@ -18,9 +18,17 @@ def refuse_wrong_path(name: str) -> None:
             raise _without_config(path)
     elif path.exists():
         fix = f"--model.name_or_path {path.parent}   (the folder of the file)"
-        raise ConfigError(f"model.name_or_path = {name!r} is a file, not a folder", expected=_EXPECTED, fix=fix)
+        raise ConfigError(
+            f"model.name_or_path = {name!r} is a file, not a folder",
+            expected=_EXPECTED,
+            fix=fix,
+        )
     elif _is_path(name):
-        raise ConfigError(f"model.name_or_path = {name!r}: no such folder", expected=_EXPECTED, fix=_nearest(path))
+        raise ConfigError(
+            f"model.name_or_path = {name!r}: no such folder",
+            expected=_EXPECTED,
+            fix=_nearest(path),
+        )
 
 
 def unreachable(name: str, error: Exception) -> ConfigError:
@@ -37,7 +45,12 @@ def unreachable(name: str, error: Exception) -> ConfigError:
 
 def _is_path(name: str) -> bool:
     """Whether a name can be a path only: an id on the Hub is NAME or OWNER/NAME."""
-    return name.startswith((".", "/", "~")) or name.endswith("/") or "\\" in name or name.count("/") > 1
+    return (
+        name.startswith((".", "/", "~"))
+        or name.endswith("/")
+        or "\\" in name
+        or name.count("/") > 1
+    )
 
 
 def _without_config(path: Path) -> ConfigError:

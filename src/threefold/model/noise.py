@@ -46,7 +46,9 @@ class Keyed(list[_Piece]):
     So they have the same noise each time, and it does not depend on what was drawn before.
     """
 
-    def __init__(self, pieces: Iterable[_Piece], seeds: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, pieces: Iterable[_Piece], seeds: Sequence[int], device: torch.device
+    ) -> None:
         """Args: `seeds`: one for each piece, below 2**63."""
         super().__init__(pieces)
         self._seeds, self._device = seeds, device
@@ -89,7 +91,11 @@ def without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     Not the weights, which a forward does not write.
     """
-    held = [(own, _held(own)) for module in model.modules() for own in (module._buffers, vars(module))]
+    held = [
+        (own, _held(own))
+        for module in model.modules()
+        for own in (module._buffers, vars(module))
+    ]
     try:
         with kept(device):
             yield
@@ -107,7 +113,11 @@ def _held(own: dict[str, Any]) -> dict[str, tuple[Any, Any, Any]]:
         if isinstance(value, Tensor):
             held[name] = value, value.detach().clone(), value._version
         else:
-            held[name] = value, value.copy() if isinstance(value, dict | list | set | deque) else None, None
+            held[name] = (
+                value,
+                value.copy() if isinstance(value, dict | list | set | deque) else None,
+                None,
+            )
     return held
 
 

@@ -21,7 +21,15 @@ from threefold.model.weight_check import original
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Decay and skip of state-space layers, attention sinks, the routers' balance: layers compute with them in float32.
-_BY_NAME = ("A_log", "D", "dt_bias", "time_decay", "time_first", "sinks", "e_score_correction_bias")
+_BY_NAME = (
+    "A_log",
+    "D",
+    "dt_bias",
+    "time_decay",
+    "time_first",
+    "sinks",
+    "e_score_correction_bias",
+)
 # Listed by deepseek_v4 for float16 alone: it multiplies them by activations in the model's type.
 _PRODUCTS = ("compressor",)
 _LARGEST_ROUTER = 2**24
@@ -32,7 +40,11 @@ def kept_in_float32(model: PreTrainedModel) -> frozenset[str]:
     strict = (*(model._keep_in_fp32_modules_strict or ()), *_BY_NAME)
     listed = tuple(model._keep_in_fp32_modules or ())
     names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    kept = {name for name in names if _has(name, strict) or (_has(name, listed) and not _has(name, _PRODUCTS))}
+    kept = {
+        name
+        for name in names
+        if _has(name, strict) or (_has(name, listed) and not _has(name, _PRODUCTS))
+    }
     for owner, router in _routers(model):
         if _computes_in_float32(router, model.config.get_text_config().hidden_size):
             kept |= {f"{owner}.{name}" for name, _ in router.named_parameters()}
@@ -61,10 +73,14 @@ def _routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules whose outputs transformers records as routers' logits, by their names."""
     kinds: set[Any] = set()
     for module in model.modules():
-        recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits") or ()
+        recorded = (getattr(module, "_can_record_outputs", None) or {}).get(
+            "router_logits"
+        ) or ()
         for each in recorded if isinstance(recorded, list | tuple) else (recorded,):
             kinds.add(getattr(each, "target_class", each))
-    yield from ((name, module) for name, module in model.named_modules() if type(module) in kinds)
+    yield from (
+        (name, module) for name, module in model.named_modules() if type(module) in kinds
+    )
 
 
 @torch.no_grad()
@@ -72,10 +88,15 @@ def _computes_in_float32(router: nn.Module, hidden_size: int) -> bool:
     """Whether its own forward takes float32 weights beside activations in bfloat16, and gives the same types then."""
     if sum(parameter.numel() for parameter in router.parameters()) > _LARGEST_ROUTER:
         return False
-    buffers = {name: torch.zeros_like(each, device="cpu") for name, each in router.named_buffers()}
+    buffers = {
+        name: torch.zeros_like(each, device="cpu") for name, each in router.named_buffers()
+    }
 
     def types(dtype: torch.dtype) -> list[torch.dtype]:
-        own = {name: torch.zeros(each.shape, dtype=dtype) for name, each in router.named_parameters()}
+        own = {
+            name: torch.zeros(each.shape, dtype=dtype)
+            for name, each in router.named_parameters()
+        }
         states = torch.zeros(4, hidden_size, dtype=torch.bfloat16)
         found = torch.func.functional_call(router, {**own, **buffers}, (states,))
         return [leaf.dtype for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]

@@ -14,36 +14,84 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from threefold.model.layer_kinds import DEPTH, Values, cut_depth, first_of, is_each_layer, kept_layers
+from threefold.model.layer_kinds import (
+    DEPTH,
+    Values,
+    cut_depth,
+    first_of,
+    is_each_layer,
+    kept_layers,
+)
 
 VOCABULARY = 131  # odd, so that no mesh divides it
-WINDOW = 7  # of sliding windows and chunks: shorter than a row, and no multiple of a rank's part
+WINDOW = (
+    7  # of sliding windows and chunks: shorter than a row, and no multiple of a rank's part
+)
 _HEAD_DIM = 16
 
 _HIDDEN = {"hidden_size", "n_embd", "d_model", "emb_dim", "embedding_dim", "dim_model"}
 _HEADS = {
-    *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads"),
+    *(
+        "num_attention_heads",
+        "n_head",
+        "n_heads",
+        "num_heads",
+        "attention_heads",
+        "decoder_attention_heads",
+    ),
     *("encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads"),
     *("swa_num_attention_heads", "num_attention_heads_per_layer"),
 }
 _KV_HEADS = {
-    *("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "multi_query_group_num"),
+    *(
+        "num_key_value_heads",
+        "num_kv_heads",
+        "n_head_kv",
+        "kv_n_heads",
+        "multi_query_group_num",
+    ),
     *("swa_num_key_value_heads", "num_query_groups"),
 }
 _EXPERTS = {
-    *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"),
+    *(
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
+        "moe_num_experts",
+        "num_routed_experts",
+    ),
     *("zero_expert_num", "num_moe_experts"),
 }
 _PICKED = {
-    *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts"),
+    *(
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "moe_topk",
+        "moe_k",
+        "moe_top_k",
+        "top_k_experts",
+    ),
     *("num_selected_experts", "moe_router_topk"),
 }
 _POSITIONS = {
-    *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions", "context_length"),
+    *(
+        "max_position_embeddings",
+        "n_positions",
+        "n_ctx",
+        "max_seq_len",
+        "max_target_positions",
+        "context_length",
+    ),
     *("model_max_length", "max_source_positions", "seq_length", "max_sequence_length"),
 }
 _WINDOWS = {
-    *("sliding_window", "sliding_window_size", "window_size", "attention_window_size", "local_attention"),
+    *(
+        "sliding_window",
+        "sliding_window_size",
+        "window_size",
+        "attention_window_size",
+        "local_attention",
+    ),
     *("attention_chunk_size", "keep_window_size", "index_topk", "local_attention_window_len"),
 }
 # From such a place in a row or document on, queries are scaled by their place.
@@ -56,11 +104,18 @@ _VOCABULARY = re.compile(r"(^|_)vocab(_size|$)")
 # Of which a model at its real width has few too.
 _COUNTS = _EXPERTS | _PICKED | {"n_group", "num_expert_group", "topk_group"}
 _NOISE = re.compile(r"(dropout|pdrop|layerdrop|jitter|mask_(time|feature)_prob)")
-_FEED_FORWARD = re.compile(r"(intermediate_size|ffn_dim|n_inner|d_inner|dff|dim_ff|feed_forward_size|ffn_hidden_size)")
+_FEED_FORWARD = re.compile(
+    r"(intermediate_size|ffn_dim|n_inner|d_inner|dff|dim_ff|feed_forward_size|ffn_hidden_size)"
+)
 
 
 def reduced(
-    config: PretrainedConfig, *, ranks: int = 1, seq_len: int = 32, real_seq_len: int = 32, leading: int = 0
+    config: PretrainedConfig,
+    *,
+    ranks: int = 1,
+    seq_len: int = 32,
+    real_seq_len: int = 32,
+    leading: int = 0,
 ) -> PretrainedConfig:
     """A copy of an architecture's config with 2 to 4 layers, of each kind that it has at least one, and small widths.
 
@@ -74,7 +129,9 @@ def reduced(
         real_seq_len: tokens of a row of the real model: what begins inside of it begins inside of `seq_len` too.
         leading: number of its first layers that are kept besides.
     """
-    values = _ReducedSizes(config, ranks, leading, seq_len=seq_len, real_seq_len=real_seq_len).values()
+    values = _ReducedSizes(
+        config, ranks, leading, seq_len=seq_len, real_seq_len=real_seq_len
+    ).values()
     for name, part in vars(config).items():
         if isinstance(part, PretrainedConfig):
             values[name] = reduced(
@@ -90,7 +147,11 @@ def shallow(config: PretrainedConfig, *, ranks: int = 1, leading: int = 0) -> Pr
     for name, part in vars(config).items():
         if isinstance(part, PretrainedConfig):
             values[name] = shallow(part, ranks=ranks, leading=leading).to_dict()
-    if config.model_type in ("jamba", "zamba", "zamba2"):  # which say by periods where their layers are
+    if config.model_type in (
+        "jamba",
+        "zamba",
+        "zamba2",
+    ):  # which say by periods where their layers are
         _OWN[config.model_type](values)
     return type(config).from_dict(values)
 
@@ -98,7 +159,14 @@ def shallow(config: PretrainedConfig, *, ranks: int = 1, leading: int = 0) -> Pr
 def lengths_of(config: PretrainedConfig) -> list[int]:
     """The numbers of a config, nested ones too, that a place in a row may be compared with: no sizes, no tokens."""
     values = config.get_text_config().to_dict()
-    return sorted({number for name, value in values.items() for number in _numbers(name, value) if number > 1})
+    return sorted(
+        {
+            number
+            for name, value in values.items()
+            for number in _numbers(name, value)
+            if number > 1
+        }
+    )
 
 
 def _numbers(name: str, value: Any) -> list[int]:
@@ -114,32 +182,48 @@ def _numbers(name: str, value: Any) -> list[int]:
 def same_divisors(real: int, of: int, *, least: int) -> int:
     """The smallest number from `least` on that has the same greatest common divisor with `of` as the real one."""
     shared = gcd(real, of)
-    return next(size for size in range(max(least, 1), least + 2 * of + 1) if gcd(size, of) == shared)
+    return next(
+        size for size in range(max(least, 1), least + 2 * of + 1) if gcd(size, of) == shared
+    )
 
 
 class _ReducedSizes:
     """The reduced values of one config, of which each depends on a few found before it."""
 
     def __init__(
-        self, config: PretrainedConfig, ranks: int, leading: int, *, seq_len: int = 0, real_seq_len: int = 0
+        self,
+        config: PretrainedConfig,
+        ranks: int,
+        leading: int,
+        *,
+        seq_len: int = 0,
+        real_seq_len: int = 0,
     ) -> None:
         self._ranks = ranks
         self._seq_len, self._real_seq_len = seq_len, real_seq_len
-        self._real: Values = {name: value for name, value in config.to_dict().items() if not _is_part(config, name)}
+        self._real: Values = {
+            name: value
+            for name, value in config.to_dict().items()
+            if not _is_part(config, name)
+        }
         first = range(min(leading, first_of(self._real, DEPTH) or 0))
         self._layers = sorted({*kept_layers(self._real), *first})
         kv_heads = first_of(self._real, _KV_HEADS)
         heads = first_of(self._real, _HEADS) or kv_heads or 4
         self._heads, self._kv_heads = self._head_pair(heads, kv_heads or heads)
         self._real_hidden = first_of(self._real, _HIDDEN) or 0
-        self._hidden = self._heads * _HEAD_DIM  # CUDA's kernels of flex attention take no smaller heads
+        self._hidden = (
+            self._heads * _HEAD_DIM
+        )  # CUDA's kernels of flex attention take no smaller heads
         self._real_head = self._real_hidden // heads
         self._tokens: dict[int, int] = {}
 
     def values(self) -> Values:
         found = {name: self._reduced(name, value) for name, value in self._real.items()}
         depth = first_of(self._real, DEPTH) or 0
-        found = {name: cut_depth(name, value, self._layers, depth) for name, value in found.items()}
+        found = {
+            name: cut_depth(name, value, self._layers, depth) for name, value in found.items()
+        }
         for layer, own in (found.get("per_layer_config") or {}).items():
             found["per_layer_config"][layer] = self._own_sizes(own)
         self._fit_heads(found)
@@ -153,10 +237,16 @@ class _ReducedSizes:
         kv = 1 if kv_heads == 1 else same_divisors(kv_heads, self._ranks, least=2)
         shared = gcd(heads, self._ranks)
         groups = range(2 if kv > 1 else 3, 3 + 2 * self._ranks)
-        return kv * next((group for group in groups if gcd(kv * group, self._ranks) == shared), 2), kv
+        return kv * next(
+            (group for group in groups if gcd(kv * group, self._ranks) == shared), 2
+        ), kv
 
     def _reduced(self, name: str, value: Any) -> Any:
-        if _NOISE.search(name) and isinstance(value, int | float) and not isinstance(value, bool):
+        if (
+            _NOISE.search(name)
+            and isinstance(value, int | float)
+            and not isinstance(value, bool)
+        ):
             return type(value)(0)
         if isinstance(value, float) and name in _INITIALIZERS:
             return 0.1
@@ -185,18 +275,34 @@ class _ReducedSizes:
         ranks, hidden = self._ranks, self._hidden
         return (
             (_HIDDEN.__contains__, lambda value: hidden),
-            (_HEADS.__contains__, lambda value: self._head_pair(value, first_of(self._real, _KV_HEADS) or value)[0]),
+            (
+                _HEADS.__contains__,
+                lambda value: self._head_pair(value, first_of(self._real, _KV_HEADS) or value)[
+                    0
+                ],
+            ),
             (_KV_HEADS.__contains__, lambda value: self._kv_heads),
-            (_EXPERTS.__contains__, lambda value: value if value < 4 else same_divisors(value, ranks, least=4)),
+            (
+                _EXPERTS.__contains__,
+                lambda value: value if value < 4 else same_divisors(value, ranks, least=4),
+            ),
             (_PICKED.__contains__, lambda value: min(value, 2)),
             (_WINDOWS.__contains__, lambda value: min(value, WINDOW)),
-            (_FLOORS.__contains__, lambda value: min(value, WINDOW) if value <= self._real_seq_len else value),
+            (
+                _FLOORS.__contains__,
+                lambda value: min(value, WINDOW) if value <= self._real_seq_len else value,
+            ),
             (_POSITIONS.__contains__, lambda value: max(2 * self._seq_len, 64)),
             (_VOCABULARY.search, lambda value: value if value < VOCABULARY else VOCABULARY),
-            (re.compile(r"(moe|expert|shared)\w*(intermediate|hidden)_size$").search, self._width(32)),
+            (
+                re.compile(r"(moe|expert|shared)\w*(intermediate|hidden)_size$").search,
+                self._width(32),
+            ),
             (_FEED_FORWARD.search, self._width(96)),
             (
-                re.compile(r"(embedding_size|embed_dim|proj_dim|hidden_size\w*|_width|_d_ssm)$").search,
+                re.compile(
+                    r"(embedding_size|embed_dim|proj_dim|hidden_size\w*|_width|_d_ssm)$"
+                ).search,
                 self._like_hidden,
             ),
             (re.compile(r"q_lora_rank$").search, lambda value: 24),
@@ -204,10 +310,18 @@ class _ReducedSizes:
             (re.compile(r"(_rank|_lowrank)$").search, lambda value: min(value, 8)),
             (re.compile(r"qk_rope_head_dim$").search, lambda value: _HEAD_DIM // 2),
             (re.compile(r"(nope_head_dim|v_head_dim)$").search, lambda value: _HEAD_DIM),
-            (re.compile(r"(head_dim|_headdim|_d_head|kv_channels|d_head|dim_head|head_size)$").search, self._head_dim),
+            (
+                re.compile(
+                    r"(head_dim|_headdim|_d_head|kv_channels|d_head|dim_head|head_size)$"
+                ).search,
+                self._head_dim,
+            ),
             (re.compile(r"(state|state_size)$").search, lambda value: min(value, _HEAD_DIM)),
             (re.compile(r"chunk_size$").search, lambda value: min(value, 8)),
-            (re.compile(r"^(n_group|num_expert_group|n_groups|\w+_n_?groups)$").search, lambda value: min(value, 2)),
+            (
+                re.compile(r"^(n_group|num_expert_group|n_groups|\w+_n_?groups)$").search,
+                lambda value: min(value, 2),
+            ),
             (re.compile(r"^topk_group$").search, lambda value: 1),
             (re.compile(r"shared_experts$").search, lambda value: min(value, 2)),
             # Of few heads all could give a key exactly nothing, and which keys are picked would be chance.
@@ -215,7 +329,10 @@ class _ReducedSizes:
             (re.compile(r"mamba_num_heads$").search, self._divided(4)),
             (re.compile(r"linear_num_(key_)?heads$").search, self._divided(2)),
             (re.compile(r"linear_num_value_heads$").search, self._value_heads),
-            (re.compile(r"(dim|size|width)$").search, lambda value: hidden if value == self._real_hidden else value),
+            (
+                re.compile(r"(dim|size|width)$").search,
+                lambda value: hidden if value == self._real_hidden else value,
+            ),
         )
 
     def _width(self, base: int) -> Callable[[int], int]:
@@ -245,16 +362,26 @@ class _ReducedSizes:
         sizes: Values = {}
         for name, value in own.items():
             base, real = self._size(name, self._real.get(name)), self._real.get(name)
-            numbers = isinstance(value, int) and isinstance(real, int) and not isinstance(value, bool)
-            sizes[name] = max(1, base * value // real) if numbers and real else self._size(name, value)
+            numbers = (
+                isinstance(value, int) and isinstance(real, int) and not isinstance(value, bool)
+            )
+            sizes[name] = (
+                max(1, base * value // real) if numbers and real else self._size(name, value)
+            )
         return sizes
 
     def _fit_heads(self, found: Values) -> None:
         """Latent attention: a head's width is the sum of two, and `head_dim` can mean one of them."""
         rope, nope = self._real.get("qk_rope_head_dim"), self._real.get("qk_nope_head_dim")
         if isinstance(rope, int) and isinstance(found.get("head_dim"), int):
-            found["head_dim"] = max(1, self._real["head_dim"] // rope) * found["qk_rope_head_dim"]
-        if isinstance(rope, int) and isinstance(nope, int) and self._real.get("qk_head_dim") == rope + nope:
+            found["head_dim"] = (
+                max(1, self._real["head_dim"] // rope) * found["qk_rope_head_dim"]
+            )
+        if (
+            isinstance(rope, int)
+            and isinstance(nope, int)
+            and self._real.get("qk_head_dim") == rope + nope
+        ):
             found["qk_head_dim"] = found["qk_rope_head_dim"] + found["qk_nope_head_dim"]
             if self._real.get("head_dim") == rope + nope:
                 found["head_dim"] = found["qk_head_dim"]
@@ -265,7 +392,11 @@ class _ReducedSizes:
 
     def _fit_positions(self, found: Values) -> None:
         """Positions that a rotary embedding was first trained for: half a row, so that both of its regimes are met."""
-        head = found.get("qk_rope_head_dim") or found.get("head_dim") or self._hidden // self._heads
+        head = (
+            found.get("qk_rope_head_dim")
+            or found.get("head_dim")
+            or self._hidden // self._heads
+        )
         share = found.get("partial_rotary_factor") or 1.0
         for name in ("rope_parameters", "rope_scaling"):
             if isinstance(found.get(name), dict):
@@ -296,13 +427,17 @@ class _RealSizes(_ReducedSizes):
     def values(self) -> Values:
         depth = first_of(self._real, DEPTH) or 0
         found = {name: self._reduced(name, value) for name, value in self._real.items()}
-        return {name: cut_depth(name, value, self._layers, depth) for name, value in found.items()}
+        return {
+            name: cut_depth(name, value, self._layers, depth) for name, value in found.items()
+        }
 
     def _reduced(self, name: str, value: Any) -> Any:
         return value if name in _INITIALIZERS else super()._reduced(name, value)
 
     def _size(self, name: str, value: Any) -> Any:
-        return super()._size(name, value) if name in _COUNTS or _VOCABULARY.search(name) else value
+        return (
+            super()._size(name, value) if name in _COUNTS or _VOCABULARY.search(name) else value
+        )
 
 
 def _sections(real: list[int], pairs: int) -> list[int]:
@@ -317,7 +452,9 @@ def _is_part(config: PretrainedConfig, name: str) -> bool:
 
 
 def _jamba(values: Values) -> None:
-    values.update(attn_layer_period=4, attn_layer_offset=2, expert_layer_period=2, expert_layer_offset=1)
+    values.update(
+        attn_layer_period=4, attn_layer_offset=2, expert_layer_period=2, expert_layer_offset=1
+    )
     values.update(num_hidden_layers=4, mamba_dt_rank=4)
 
 
@@ -326,7 +463,9 @@ def _mamba(values: Values) -> None:
 
 
 def _mamba2(values: Values) -> None:
-    values.update(head_dim=_HEAD_DIM, num_heads=values["expand"] * values["hidden_size"] // _HEAD_DIM)
+    values.update(
+        head_dim=_HEAD_DIM, num_heads=values["expand"] * values["hidden_size"] // _HEAD_DIM
+    )
 
 
 def _bamba(values: Values) -> None:
@@ -343,11 +482,16 @@ def _zamba(values: Values) -> None:
     kinds = ["linear_attention", "hybrid"] * 2  # every hybrid layer has the same attention
     values.update(layers_block_type=kinds, hybrid_layer_ids=[1, 3], num_hidden_layers=4)
     if "mamba_headdim" in values:
-        values["mamba_headdim"] = values["mamba_expand"] * values["hidden_size"] // values["n_mamba_heads"]
+        values["mamba_headdim"] = (
+            values["mamba_expand"] * values["hidden_size"] // values["n_mamba_heads"]
+        )
 
 
 def _reformer(values: Values) -> None:
-    hidden, positions = values["hidden_size"], values["max_position_embeddings"] // 2  # of a row, exactly
+    hidden, positions = (
+        values["hidden_size"],
+        values["max_position_embeddings"] // 2,
+    )  # of a row, exactly
     values.update(max_position_embeddings=positions, axial_pos_shape=[4, positions // 4])
     values.update(axial_pos_embds_dim=[hidden // 4, hidden - hidden // 4])
     values.update(local_attn_chunk_length=8, lsh_attn_chunk_length=8)

@@ -55,7 +55,11 @@ def fill(
             if fsdp_size > 1 and is_sharded(target):
                 pieces = part.chunk(fsdp_size, dim=0)
                 part = pieces[fsdp_rank] if fsdp_rank < len(pieces) else part[:0]
-            if part.is_floating_point() and part.numel() and not all(map(torch.isfinite, part.aminmax())):
+            if (
+                part.is_floating_point()
+                and part.numel()
+                and not all(map(torch.isfinite, part.aminmax()))
+            ):
                 not_finite.append(stored)
             local_part(target).copy_(part)
             target._is_hf_initialized = True  # type: ignore[union-attr]
@@ -65,7 +69,9 @@ def fill(
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     for name, module in model.named_modules():
-        if is_adapter(f"{name}."):  # peft's, which a model's initialisation may take for layers of its own
+        if is_adapter(
+            f"{name}."
+        ):  # peft's, which a model's initialisation may take for layers of its own
             module._is_hf_initialized = True  # type: ignore[assignment]
     _mark_unwritten(model, written)
     model.initialize_weights()
@@ -73,7 +79,9 @@ def fill(
     for name in _unwritten(model, written):
         _initialise_around(model, name)
     if left := _unwritten(model, written):
-        raise RuntimeError(f"{type(model).__name__} has tensors that were never written: {', '.join(left)}")
+        raise RuntimeError(
+            f"{type(model).__name__} has tensors that were never written: {', '.join(left)}"
+        )
 
 
 def reserve(model: PreTrainedModel, mesh: Mesh, *, offloaded: bool) -> None:
@@ -103,7 +111,9 @@ def _mark_unwritten(model: nn.Module, written: set[int]) -> None:
 
 def _unwritten(model: nn.Module, written: set[int]) -> list[str]:
     """The tensors in which memory is as it was found: an error of ours, or of the model's own code."""
-    left = [name for name, parameter in model.named_parameters() if id(parameter) not in written]
+    left = [
+        name for name, parameter in model.named_parameters() if id(parameter) not in written
+    ]
     for name, buffer in model.named_buffers():
         if id(buffer) in written:
             continue
@@ -130,4 +140,6 @@ def _cut(whole: Tensor, placement: Placement | None, *, mesh: Mesh) -> Tensor:
         return whole
     assert mesh.parameter_mesh is not None
     with torch.device("cpu"):
-        return distribute_tensor(whole, mesh.parameter_mesh["tp"], [placement], src_data_rank=None).to_local()
+        return distribute_tensor(
+            whole, mesh.parameter_mesh["tp"], [placement], src_data_rank=None
+        ).to_local()

@@ -47,7 +47,9 @@ def on_mesh(module: nn.Module, mesh: Mesh, *, dtype: str) -> Model:
         data_parallel.shard(module, mesh, dtype=torch.float32)
     autocast = torch.bfloat16 if dtype == "bfloat16" else None
     # As DDP its gradients are averaged once a step (`training.gradients`), wherever a rank has left some out.
-    return Model(module, module, mesh, autocast=autocast, choices=((f"data parallelism: {kind}", why),))
+    return Model(
+        module, module, mesh, autocast=autocast, choices=((f"data parallelism: {kind}", why),)
+    )
 
 
 def _problems(module: nn.Module, mesh: Mesh) -> list[Problem]:
@@ -63,8 +65,12 @@ def _problems(module: nn.Module, mesh: Mesh) -> list[Problem]:
     ]
     if not any(parameter.requires_grad for parameter in module.parameters()):
         what = f"a {kind} has no parameter that is trained"
-        found.append(Problem(what, "at least one with requires_grad", "parameter.requires_grad_(True)"))
-    other = next((name for name, each in module.named_parameters() if each.dtype != torch.float32), None)
+        found.append(
+            Problem(what, "at least one with requires_grad", "parameter.requires_grad_(True)")
+        )
+    other = next(
+        (name for name, each in module.named_parameters() if each.dtype != torch.float32), None
+    )
     if other is not None:
         what = f"the parameter {other} of a {kind} is {str(module.get_parameter(other).dtype).removeprefix('torch.')}"
         fix = "module.float(), and load_model(module, dtype='bfloat16')"
@@ -75,7 +81,11 @@ def _problems(module: nn.Module, mesh: Mesh) -> list[Problem]:
         fix = "nn.GroupNorm in its place; or its statistics frozen: module.eval() for it and requires_grad_(False)"
         if mesh.device.type == "cuda":
             fix = f"module = nn.SyncBatchNorm.convert_sync_batchnorm(module)   (or {fix})"
-        found.append(Problem(what, "rows that do not see one another: the mesh would change the curve", fix))
+        found.append(
+            Problem(
+                what, "rows that do not see one another: the mesh would change the curve", fix
+            )
+        )
     return found
 
 

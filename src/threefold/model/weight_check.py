@@ -62,7 +62,9 @@ def stored_in_files(model: PreTrainedModel) -> Stored:
 
 def stored_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and stored buffers by name, alive; tied ones once, by the name that comes first."""
-    volatile = {name for name, _ in model.named_buffers()} - set(model.state_dict(keep_vars=True))
+    volatile = {name for name, _ in model.named_buffers()} - set(
+        model.state_dict(keep_vars=True)
+    )
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name not in volatile]
     return [*model.named_parameters(), *buffers]
 
@@ -81,7 +83,11 @@ def refuse_quantised(config: PretrainedConfig, *, name: str) -> None:
     """ConfigError where a model's config says that its tensors are codes of a quantisation."""
     found = getattr(config, "quantization_config", None)
     if found:
-        method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
+        method = (
+            found.get("quant_method")
+            if isinstance(found, Mapping)
+            else getattr(found, "quant_method", None)
+        )
         raise ConfigError(
             f"model.name_or_path = {name!r} is quantised ({method or 'quantization_config'})",
             expected="floating-point weights: codes and scales cannot be trained, and read as weights they are noise",
@@ -108,7 +114,11 @@ def check_files(files: Mapping[str, Path], stored: Stored, *, name: str) -> None
         return _refuse(name, quantised=converted)
     own = {tensor: header for tensor, header in headers.items() if tensor in shapes}
     numbers = {tensor: dtype for tensor, (dtype, _) in own.items() if dtype not in _FLOATS}
-    quantised = [f"{tensor} ({dtype})" for tensor, dtype in numbers.items() if tensor not in stored.integers]
+    quantised = [
+        f"{tensor} ({dtype})"
+        for tensor, dtype in numbers.items()
+        if tensor not in stored.integers
+    ]
     misshapen = [
         f"{tensor} {list(shape)} instead of {list(shapes[tensor])}"
         for tensor, (dtype, shape) in own.items()
@@ -116,8 +126,15 @@ def check_files(files: Mapping[str, Path], stored: Stored, *, name: str) -> None
     ]
     others = sorted(files.keys() - shapes.keys() - stored.tied.keys())
     skipped = (*stored.passed_over, *_COMPUTED)
-    unexpected = [each for each in others if not any(re.search(pattern, each) for pattern in skipped)]
-    _refuse(name, quantised=quantised, misshapen=misshapen, unexpected=[] if quantised else unexpected)
+    unexpected = [
+        each for each in others if not any(re.search(pattern, each) for pattern in skipped)
+    ]
+    _refuse(
+        name,
+        quantised=quantised,
+        misshapen=misshapen,
+        unexpected=[] if quantised else unexpected,
+    )
 
 
 def check_loaded(info: Mapping[str, Any], *, name: str, allowed: Sequence[str]) -> None:
@@ -130,10 +147,23 @@ def check_loaded(info: Mapping[str, Any], *, name: str, allowed: Sequence[str]) 
         ConfigError: everything that is wrong with it.
     """
     unexpected = sorted(info["unexpected_keys"])
-    missing = sorted(key for key in info["missing_keys"] if not any(fnmatchcase(key, each) for each in allowed))
-    misshapen = [f"{key} {list(found)} instead of {list(own)}" for key, found, own in info["mismatched_keys"]]
+    missing = sorted(
+        key
+        for key in info["missing_keys"]
+        if not any(fnmatchcase(key, each) for each in allowed)
+    )
+    misshapen = [
+        f"{key} {list(found)} instead of {list(own)}"
+        for key, found, own in info["mismatched_keys"]
+    ]
     fix = _fix_of_missing(missing[0], unexpected) if missing else ""
-    _refuse(name, fix, missing=missing, unexpected=[] if missing else unexpected, misshapen=misshapen)
+    _refuse(
+        name,
+        fix,
+        missing=missing,
+        unexpected=[] if missing else unexpected,
+        misshapen=misshapen,
+    )
 
 
 def refuse_not_finite(found: Sequence[Sequence[str]]) -> None:
@@ -156,7 +186,9 @@ def _headers(files: Mapping[str, Path], name: str) -> dict[str, tuple[str, Shape
                 held = set(tensors.keys())
                 for tensor in (each for each, where in files.items() if where == file):
                     if tensor not in held:
-                        raise KeyError(f"its index names {tensor}, which the file does not hold")
+                        raise KeyError(
+                            f"its index names {tensor}, which the file does not hold"
+                        )
                     part = tensors.get_slice(tensor)
                     found[tensor] = part.get_dtype(), tuple(part.get_shape())
         except (OSError, SafetensorError, KeyError) as error:
@@ -216,7 +248,9 @@ def _refuse(model: str, fix_of_missing: str = "", **kinds: Sequence[str]) -> Non
     problems = []
     for kind, names in kinds.items():
         what, expected, fix = _KINDS[kind]
-        what = f"model.name_or_path = {model!r} {what.format(f'{len(names):,}')}: {_named(names)}"
+        what = (
+            f"model.name_or_path = {model!r} {what.format(f'{len(names):,}')}: {_named(names)}"
+        )
         problems += [Problem(what, expected, fix or fix_of_missing)] if names else []
     if problems:
         raise ConfigError.of(problems)

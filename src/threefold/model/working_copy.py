@@ -55,13 +55,17 @@ class WorkingCopy:
         """Writes the copies of weights that were changed since they were last written."""
         if not self._places:
             self._make()
-        stale = [weight for weight, version in self._versions.items() if weight._version != version]
+        stale = [
+            weight for weight, version in self._versions.items() if weight._version != version
+        ]
         if stale:
             torch._foreach_copy_([self._copies[weight] for weight in stale], stale)
             self.note_written(stale)
         for weight, copy in self._copies.items():
             if weight.requires_grad and not copy.requires_grad:
-                copy.requires_grad_(True).register_post_accumulate_grad_hook(partial(_hand_over, weight))
+                copy.requires_grad_(True).register_post_accumulate_grad_hook(
+                    partial(_hand_over, weight)
+                )
             elif copy.requires_grad and not weight.requires_grad:
                 copy.requires_grad_(False)
 

@@ -41,7 +41,9 @@ class _Part:
         """Sums of squares over this part: of the weights, and of the gradient's rows and columns, as of the whole."""
         found = [self.weight.square().sum().view(1)]
         if self.is_factored:
-            rows, columns = (self.gradient.new_zeros(shape) for shape in factors(self.parameter.shape))
+            rows, columns = (
+                self.gradient.new_zeros(shape) for shape in factors(self.parameter.shape)
+            )
             for (*before, row, column), inside in self.boxes:
                 squares = self.gradient[inside].square()
                 rows[(*before, row, slice(None))] += squares.sum(-1, keepdim=True)
@@ -68,7 +70,9 @@ class Adafactor(torch.optim.Adafactor):
         eps: tuple[float | None, float] = (None, 1e-3),
         d: float = 1.0,
     ) -> None:
-        super().__init__(params, lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay)
+        super().__init__(
+            params, lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay
+        )
         self._mesh = mesh
 
     @torch.no_grad()
@@ -90,7 +94,9 @@ class Adafactor(torch.optim.Adafactor):
         for part, own in zip(parts, sums, strict=True):
             part.norm = math.sqrt(next(totals).item())
             self._precondition(part, [next(totals) for _ in own[1:]])
-        squares = self._total([part.gradient.square().sum().view(1) / part.copies for part in parts])
+        squares = self._total(
+            [part.gradient.square().sum().view(1) / part.copies for part in parts]
+        )
         for part in parts:
             self._apply(part, math.sqrt(next(squares).item()))
         return None
@@ -99,10 +105,20 @@ class Adafactor(torch.optim.Adafactor):
         shards = 1
         if isinstance(parameter, DTensor):
             placed = enumerate(parameter.placements)
-            shards = math.prod(parameter.device_mesh.size(dim) for dim, each in placed if not each.is_replicate())
+            shards = math.prod(
+                parameter.device_mesh.size(dim)
+                for dim, each in placed
+                if not each.is_replicate()
+            )
         world = self._mesh.world_size if self._mesh is not None else 1
         boxes = [
-            (tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True)), inside)
+            (
+                tuple(
+                    slice(at, at + size)
+                    for at, size in zip(box.offsets, box.sizes, strict=True)
+                ),
+                inside,
+            )
             for box, inside in boxes_held(parameter)
         ]
         assert parameter.grad is not None
@@ -133,7 +149,9 @@ class Adafactor(torch.optim.Adafactor):
         columns.lerp_(totals[1].view(columns.shape) / shape[-2], moved)
         scale = rows.mean(dim=-2, keepdim=True).clamp_(min=smallest)
         for (*before, row, column), inside in part.boxes:
-            estimate = rows[(*before, row, slice(None))] @ columns[(*before, slice(None), column)]
+            estimate = (
+                rows[(*before, row, slice(None))] @ columns[(*before, slice(None), column)]
+            )
             estimate.div_(scale[tuple(before)])
             part.gradient[inside].mul_(estimate.clamp_(min=smallest**2).rsqrt_())
 
@@ -143,9 +161,13 @@ class Adafactor(torch.optim.Adafactor):
         if not state:
             state["step"] = torch.tensor(0.0)
             if not part.is_factored:
-                state["variance"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                state["variance"] = torch.zeros_like(
+                    parameter, memory_format=torch.preserve_format
+                )
             else:
-                for name, shape in zip(("row_var", "col_var"), factors(parameter.shape), strict=True):
+                for name, shape in zip(
+                    ("row_var", "col_var"), factors(parameter.shape), strict=True
+                ):
                     state[name] = _whole(part.gradient.new_zeros(shape), parameter)
         return state
 

@@ -25,7 +25,9 @@ class NarrowAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:
         """One update of all parameters."""
         every = [parameter for group in self.param_groups for parameter in group["params"]]
-        gradients = {parameter: parameter.grad for parameter in every if parameter.grad is not None}
+        gradients = {
+            parameter: parameter.grad for parameter in every if parameter.grad is not None
+        }
         for parameter in gradients:
             parameter.grad = None
         for together in _pieces(list(gradients)):
@@ -49,7 +51,10 @@ class NarrowAdamW(torch.optim.AdamW):
 def _pieces(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     piece: list[nn.Parameter] = []
     for parameter in parameters:
-        if piece and sum(local_part(each).nbytes for each in [*piece, parameter]) > _TOGETHER_BYTES:
+        if (
+            piece
+            and sum(local_part(each).nbytes for each in [*piece, parameter]) > _TOGETHER_BYTES
+        ):
             yield piece
             piece = []
         piece.append(parameter)

@@ -24,7 +24,14 @@ from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 from threefold.optim.bfloat16_moments import NarrowAdamW
-from threefold.optim.classes import arguments_of, class_of, exact_class_of, kernel_of, own_problems, problems
+from threefold.optim.classes import (
+    arguments_of,
+    class_of,
+    exact_class_of,
+    kernel_of,
+    own_problems,
+    problems,
+)
 from threefold.optim.exact import ExactNarrowAdamW
 from threefold.optim.muon import Muon, is_hidden_matrix
 
@@ -73,7 +80,10 @@ def build_optimizer(
     device = next((each.device.type for each in named.values()), "cpu")
     if config.name in OPTIMIZERS:
         settled = {"mesh": mesh, "dtype": dtype}
-        arguments |= {name: settled[name] for name in settled.keys() & inspect.signature(kind).parameters.keys()}
+        arguments |= {
+            name: settled[name]
+            for name in settled.keys() & inspect.signature(kind).parameters.keys()
+        }
     if working is not None and config.name in ("adamw", "adamw_8bit") and not config.options:
         from threefold.optim.fused_adamw import FusedAdamW, can_step_on
 
@@ -90,11 +100,18 @@ def build_optimizer(
 
 
 def _group_of(name: str, config: OptimizerConfig) -> int | None:
-    return next((number for number, group in enumerate(config.groups) if re.search(group.match, name)), None)
+    return next(
+        (number for number, group in enumerate(config.groups) if re.search(group.match, name)),
+        None,
+    )
 
 
 def _group(
-    parameters: list[nn.Parameter], key: tuple[Any, ...], config: OptimizerConfig, *, decay: bool
+    parameters: list[nn.Parameter],
+    key: tuple[Any, ...],
+    config: OptimizerConfig,
+    *,
+    decay: bool,
 ) -> dict[str, Any]:
     _, is_matrix, number, orthogonal = key
     group: dict[str, Any] = {"params": parameters, "lr_share": 1.0}
@@ -120,7 +137,9 @@ def optimizer_problems(config: Config, outline: nn.Module, topology: Topology) -
     if config.mesh.cpu_offload and named is not None and named.needs_whole_matrices:
         what = f"mesh.cpu_offload = true with optimizer.name = {asked.name}"
         expected = "an optimizer that updates each weight by itself: nothing of a whole matrix is on the host"
-        found.append(Problem(what, expected, "--optimizer.name adamw   (or leave mesh.cpu_offload out)"))
+        found.append(
+            Problem(what, expected, "--optimizer.name adamw   (or leave mesh.cpu_offload out)")
+        )
     return found
 
 
@@ -136,10 +155,19 @@ def group_problems(names: Sequence[str], config: OptimizerConfig) -> list[Proble
             nothing = "only parameters that the groups before it take"
         what = f"optimizer.groups[{number}].match = {as_yaml(group.match)} matches {nothing}"
         shapes = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
-        near = difflib.get_close_matches(re.sub(r"[\\^$]", "", group.match), shapes, n=3, cutoff=0.3) or shapes[:3]
+        near = (
+            difflib.get_close_matches(
+                re.sub(r"[\\^$]", "", group.match), shapes, n=3, cutoff=0.3
+            )
+            or shapes[:3]
+        )
         fix = f"a pattern of their names: {', '.join(near)}"
         found.append(
-            Problem(what, "a pattern that is found in names of parameters; the first that matches counts", fix)
+            Problem(
+                what,
+                "a pattern that is found in names of parameters; the first that matches counts",
+                fix,
+            )
         )
     return found
 
@@ -148,25 +176,49 @@ def said(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> list[tupl
     """(what, why) of an optimizer that is not AdamW over one group, to be printed."""
     lines = []
     if isinstance(optimizer, Muon):
-        hidden = sum(len(group["params"]) for group in optimizer.param_groups if group["orthogonal"])
+        hidden = sum(
+            len(group["params"]) for group in optimizer.param_groups if group["orthogonal"]
+        )
         others = sum(len(group["params"]) for group in optimizer.param_groups) - hidden
         lines.append(("optimizer", f"muon for {hidden} matrices, adamw for {others} others"))
     elif config.name != "adamw":
-        lines.append(("optimizer", config.name + (f" with {as_yaml(config.options)}" if config.options else "")))
+        lines.append(
+            (
+                "optimizer",
+                config.name + (f" with {as_yaml(config.options)}" if config.options else ""),
+            )
+        )
     if config.moments != "float32":
-        lines.append(("moments", f"{config.moments} between the steps, which compute in float32"))
+        lines.append(
+            ("moments", f"{config.moments} between the steps, which compute in float32")
+        )
     if config.ema is not None:
-        lines.append(("ema", f"a moving average of the weights with the decay {config.ema:g}, one more copy of them"))
+        lines.append(
+            (
+                "ema",
+                f"a moving average of the weights with the decay {config.ema:g}, one more copy of them",
+            )
+        )
     for number, group in enumerate(config.groups):
-        values = {name: value for name, value in group if name in ("lr", "weight_decay") and value is not None}
+        values = {
+            name: value
+            for name, value in group
+            if name in ("lr", "weight_decay") and value is not None
+        }
         settings = ", ".join(f"{name} {value:g}" for name, value in values.items())
-        lines.append((f"group {group_name(config, number)}", f"{settings} for {as_yaml(group.match)}"))
+        lines.append(
+            (f"group {group_name(config, number)}", f"{settings} for {as_yaml(group.match)}")
+        )
     return lines
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """The rate of each group that has one of its own, by its name in metrics."""
-    return {f"lr_{group['label']}": group["lr"] for group in optimizer.param_groups if "label" in group}
+    return {
+        f"lr_{group['label']}": group["lr"]
+        for group in optimizer.param_groups
+        if "label" in group
+    }
 
 
 def begin_state(model: nn.Module, optimizer: torch.optim.Optimizer, index: Index) -> None:
@@ -192,7 +244,10 @@ def begin_state(model: nn.Module, optimizer: torch.optim.Optimizer, index: Index
 
 
 def own_optimizer(
-    make: Callable[[Any], torch.optim.Optimizer], model: nn.Module, given: Any, topology: Topology
+    make: Callable[[Any], torch.optim.Optimizer],
+    model: nn.Module,
+    given: Any,
+    topology: Topology,
 ) -> torch.optim.Optimizer:
     """The optimizer that a program makes of the model on the mesh; every rank calls it.
 
@@ -228,7 +283,9 @@ def refuse_other_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) 
     own = {id(parameter) for parameter in model.parameters()}
     if not isinstance(optimizer, torch.optim.Optimizer):
         what = f"the optimizer is a {type(optimizer).__name__}"
-    elif strange := sum(id(each) not in own for group in optimizer.param_groups for each in group["params"]):
+    elif strange := sum(
+        id(each) not in own for group in optimizer.param_groups for each in group["params"]
+    ):
         what = f"the optimizer has {strange} parameters that are not the model's, which would not be trained"
     else:
         return

@@ -32,8 +32,18 @@ _SETTLED: tuple[str, ...] = ("params", "lr", "betas", "eps", "weight_decay", "me
 _SETTLED += ("fused", "foreach", "capturable", "differentiable")
 # One kernel for many tensors, which DTensor knows; the others have an operation for many tensors at a time.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
-_OF_MANY: tuple[type[torch.optim.Optimizer], ...] = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
-_OF_MANY += (torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.ASGD, torch.optim.Adadelta)
+_OF_MANY: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+)
+_OF_MANY += (
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+)
 # The trial: three steps of a matrix, whose parts must be updated as the whole is. Of fewer than 4,096 values some
 # optimizers keep another state.
 _SHAPE, _STEPS, _RATE, _BOUND = (64, 64), 3, 0.1, 1e-4
@@ -60,15 +70,25 @@ def class_of(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     except Exception as error:  # whatever a package raises while it is imported
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         what, expected = f"{what}: {reason}", "a module that can be imported"
-        raise ConfigError.of([to_set(what, expected, "optimizer.name", first, remark=remark)]) from error
+        raise ConfigError.of(
+            [to_set(what, expected, "optimizer.name", first, remark=remark)]
+        ) from error
     found = getattr(holder, name, None)
-    if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer) or found is torch.optim.Optimizer:
-        near = difflib.get_close_matches(name, [key for key in dir(holder) if key[:1].isupper()], n=1)
+    if (
+        not isinstance(found, type)
+        or not issubclass(found, torch.optim.Optimizer)
+        or found is torch.optim.Optimizer
+    ):
+        near = difflib.get_close_matches(
+            name, [key for key in dir(holder) if key[:1].isupper()], n=1
+        )
         kind = "is not there" if found is None else "is not a class of optimizers"
         expected = "a subclass of torch.optim.Optimizer"
         if near and near[0] != name:
             first, remark = f"{module}.{near[0]}", ""
-        raise ConfigError.of([to_set(f"{what} {kind}", expected, "optimizer.name", first, remark=remark)])
+        raise ConfigError.of(
+            [to_set(f"{what} {kind}", expected, "optimizer.name", first, remark=remark)]
+        )
     return found
 
 
@@ -90,7 +110,9 @@ def arguments_of(config: OptimizerConfig, kind: type[torch.optim.Optimizer]) -> 
     """What its constructor is given besides parameters and rate; weight decay belongs to the groups."""
     known = inspect.signature(kind).parameters
     options = config.options.items()
-    given: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in options}
+    given: dict[str, Any] = {
+        name: tuple(each) if isinstance(each, list) else each for name, each in options
+    }
     if "betas" in known:
         given["betas"] = config.betas
     if "eps" in known and isinstance(known["eps"].default, float) and "eps" not in given:
@@ -98,7 +120,9 @@ def arguments_of(config: OptimizerConfig, kind: type[torch.optim.Optimizer]) -> 
     return given
 
 
-def kernel_of(kind: type[torch.optim.Optimizer], *, device: str, sharded: bool) -> dict[str, bool]:
+def kernel_of(
+    kind: type[torch.optim.Optimizer], *, device: str, sharded: bool
+) -> dict[str, bool]:
     """The arguments that give one of torch's optimizers its fastest kernel; none for others, and where torch knows.
 
     Args:
@@ -119,7 +143,11 @@ def problems(config: OptimizerConfig, topology: Topology) -> list[Problem]:
     if found := list(_argument_problems(config, kind)):
         return found
     named = OPTIMIZERS.get(config.name)
-    if named is not None and not named.splits and topology.dp_shard * topology.cp * topology.tp > 1:
+    if (
+        named is not None
+        and not named.splits
+        and topology.dp_shard * topology.cp * topology.tp > 1
+    ):
         what = f"optimizer.name = {config.name} on the mesh {topology}, which splits matrices"
         expected = "dp ranks alone, each with the whole model: it does not update a part of a matrix as the whole"
         fix = "--mesh.dp_shard 1 --mesh.cp 1 --mesh.tp 1   (or --optimizer.name adamw)"
@@ -132,7 +160,9 @@ def own_problems(optimizer: torch.optim.Optimizer, topology: Topology) -> list[P
     kind = type(optimizer)
     if kind in _COMPARED or topology.world_size == 1:
         return []
-    return _tried(OptimizerConfig(name=f"{kind.__module__}.{kind.__qualname__}"), kind, topology)
+    return _tried(
+        OptimizerConfig(name=f"{kind.__module__}.{kind.__qualname__}"), kind, topology
+    )
 
 
 def mesh_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
@@ -142,12 +172,21 @@ def mesh_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
     """
     groups = optimizer.param_groups
     every = [each for group in groups for each in group["params"]]
-    if not any(isinstance(each, DTensor) for each in every) or any("lr_share" in group for group in groups):
+    if not any(isinstance(each, DTensor) for each in every) or any(
+        "lr_share" in group for group in groups
+    ):
         return []  # nothing is split; or the run has tried it
     name = type(optimizer).__name__
     kernels = [key for key in ("fused", "foreach") if any(group.get(key) for group in groups)]
-    fix = f"leave {kernels[0]}=True out" if kernels else "torch.optim.AdamW(model.parameters(), lr=...)"
-    split = [{**group, "params": [_copied(each) for each in _kinds(group["params"])]} for group in groups]
+    fix = (
+        f"leave {kernels[0]}=True out"
+        if kernels
+        else "torch.optim.AdamW(model.parameters(), lr=...)"
+    )
+    split = [
+        {**group, "params": [_copied(each) for each in _kinds(group["params"])]}
+        for group in groups
+    ]
     whole = [{**group, "params": [_whole(each) for each in group["params"]]} for group in split]
     start = [each.detach().clone() for group in whole for each in group["params"]]
     takes = inspect.signature(type(optimizer)).parameters
@@ -164,11 +203,17 @@ def mesh_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
         expected = "a step that can update the parts of matrices that this mesh holds"
         return [Problem(f"{name} cannot step on this mesh: {reason}", expected, fix)]
     pairs = zip(
-        *([each.detach() for group in trial for each in group["params"]] for trial in (split, whole)), strict=True
+        *(
+            [each.detach() for group in trial for each in group["params"]]
+            for trial in (split, whole)
+        ),
+        strict=True,
     )
     for (part, complete), before in zip(pairs, start, strict=True):
         moved = (complete - before).abs().max()
-        if ((part.full_tensor() if isinstance(part, DTensor) else part) - complete).abs().max() > _BOUND * moved:
+        if (
+            (part.full_tensor() if isinstance(part, DTensor) else part) - complete
+        ).abs().max() > _BOUND * moved:
             what = f"{name} does not update a part of a matrix as it updates the whole, and this mesh holds parts"
             expected = "an update of each weight by itself, or dp ranks alone, each with the whole model"
             return [Problem(what, expected, fix)]
@@ -190,14 +235,20 @@ def _copied(parameter: Tensor) -> nn.Parameter:
 
 def _whole(parameter: Tensor) -> nn.Parameter:
     complete = parameter.detach()
-    return nn.Parameter((complete.full_tensor() if isinstance(complete, DTensor) else complete).clone())
+    return nn.Parameter(
+        (complete.full_tensor() if isinstance(complete, DTensor) else complete).clone()
+    )
 
 
-def _tried(config: OptimizerConfig, kind: type[torch.optim.Optimizer], topology: Topology) -> list[Problem]:
+def _tried(
+    config: OptimizerConfig, kind: type[torch.optim.Optimizer], topology: Topology
+) -> list[Problem]:
     try:
         start, gradients = _numbers()
         vector = [] if kind is Muon else [start[0]]
-        whole = _trial(config, kind, [start, *vector], [gradients, [each[0] for each in gradients]])
+        whole = _trial(
+            config, kind, [start, *vector], [gradients, [each[0] for each in gradients]]
+        )
     except Exception as error:  # whatever a constructor or a step raises
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         given = f" with optimizer.options = {as_yaml(config.options)}" if config.options else ""
@@ -206,23 +257,37 @@ def _tried(config: OptimizerConfig, kind: type[torch.optim.Optimizer], topology:
         if config.options:
             return [Problem(what, expected, "leave optimizer.options out")]
         first, *others = OPTIMIZERS
-        return [to_set(what, expected, "optimizer.name", first, remark=f"   (or {', '.join(others)})")]
+        return [
+            to_set(
+                what, expected, "optimizer.name", first, remark=f"   (or {', '.join(others)})"
+            )
+        ]
     if config.name in OPTIMIZERS:
         return []
     return list(_trust_problems(config, kind, whole, topology))
 
 
-def _argument_problems(config: OptimizerConfig, kind: type[torch.optim.Optimizer]) -> Iterator[Problem]:
+def _argument_problems(
+    config: OptimizerConfig, kind: type[torch.optim.Optimizer]
+) -> Iterator[Problem]:
     known, named = inspect.signature(kind).parameters, OPTIMIZERS.get(config.name)
-    allowed = [name for name in known if name not in _SETTLED] + [*(named.options if named is not None else ())]
+    allowed = [name for name in known if name not in _SETTLED] + [
+        *(named.options if named is not None else ())
+    ]
     any_name = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
     for name in config.options:
         if name in _SETTLED and name in known and name not in allowed:
             what = f"optimizer.options has {name}, which is settled by the run"
-            yield Problem(what, f"options among {', '.join(allowed)}", f"leave {name} out of optimizer.options")
+            yield Problem(
+                what,
+                f"options among {', '.join(allowed)}",
+                f"leave {name} out of optimizer.options",
+            )
         elif name not in allowed and not any_name:
             near = difflib.get_close_matches(name, allowed, n=1)
-            fix = f"did you mean {near[0]}?" if near else f"leave {name} out of optimizer.options"
+            fix = (
+                f"did you mean {near[0]}?" if near else f"leave {name} out of optimizer.options"
+            )
             what = f"optimizer.options has {name}, which {kind.__name__} does not take"
             yield Problem(what, f"options among {', '.join(allowed)}", fix)
     for key in ("betas", "eps"):
@@ -233,14 +298,22 @@ def _argument_problems(config: OptimizerConfig, kind: type[torch.optim.Optimizer
             yield Problem(what, f"an optimizer that has {key}", f"leave optimizer.{key} out")
     if "weight_decay" not in known and any(group.weight_decay for group in config.groups):
         what = f"optimizer.groups has weight_decay, which {config.name} does not take"
-        yield Problem(what, "an optimizer with weight decay", "leave weight_decay out of optimizer.groups")
+        yield Problem(
+            what, "an optimizer with weight decay", "leave weight_decay out of optimizer.groups"
+        )
     if "lr" not in known:
         what, expected = f"{config.name} has no learning rate", "lr, which the schedule sets"
         yield to_set(what, expected, "optimizer.name", "adamw")
     step = inspect.signature(kind.step).parameters.values()
-    if any(each.default is inspect.Parameter.empty for each in step if each.name not in ("self", "args", "kwargs")):
+    if any(
+        each.default is inspect.Parameter.empty
+        for each in step
+        if each.name not in ("self", "args", "kwargs")
+    ):
         what = f"{config.name} asks for the loss again in each step"
-        yield to_set(what, "an optimizer that steps with one gradient", "optimizer.name", "adamw")
+        yield to_set(
+            what, "an optimizer that steps with one gradient", "optimizer.name", "adamw"
+        )
 
 
 def _numbers() -> tuple[Tensor, list[Tensor]]:
@@ -253,13 +326,20 @@ def _numbers() -> tuple[Tensor, list[Tensor]]:
 class _Trial:
     """What the trial leaves: the parameters, the optimizer, and what it kept outside of its state."""
 
-    def __init__(self, parameters: list[Tensor], optimizer: torch.optim.Optimizer, kept: dict[str, Any]) -> None:
+    def __init__(
+        self, parameters: list[Tensor], optimizer: torch.optim.Optimizer, kept: dict[str, Any]
+    ) -> None:
         self.parameters, self.optimizer = parameters, optimizer
-        self.changed = [name for name, value in _kept(optimizer).items() if kept.get(name) != value]
+        self.changed = [
+            name for name, value in _kept(optimizer).items() if kept.get(name) != value
+        ]
 
 
 def _trial(
-    config: OptimizerConfig, kind: type[torch.optim.Optimizer], start: list[Tensor], gradients: list[list[Tensor]]
+    config: OptimizerConfig,
+    kind: type[torch.optim.Optimizer],
+    start: list[Tensor],
+    gradients: list[list[Tensor]],
 ) -> _Trial:
     parameters = [nn.Parameter(each.clone()) for each in start]
     arguments = arguments_of(config, kind)
@@ -276,7 +356,11 @@ def _trial(
 
 def _kept(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Plain values outside of the state: of the groups, and of the object."""
-    own = {name: value for name, value in vars(optimizer).items() if isinstance(value, bool | int | float | str)}
+    own = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, bool | int | float | str)
+    }
     groups = optimizer.param_groups
     return {name: value for name, value in groups[0].items() if name != "params"} | {
         name: value for name, value in own.items() if not name.startswith("_opt_called")
@@ -284,16 +368,25 @@ def _kept(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _trust_problems(
-    config: OptimizerConfig, kind: type[torch.optim.Optimizer], whole: _Trial, topology: Topology
+    config: OptimizerConfig,
+    kind: type[torch.optim.Optimizer],
+    whole: _Trial,
+    topology: Topology,
 ) -> Iterator[Problem]:
     name, another = config.name, ("optimizer.name", "adamw")
     if whole.changed:
         what = f"{name} changes {whole.changed[0]} as it steps, outside of its state"
-        yield to_set(what, "a state of tensors, one set for each parameter, which a checkpoint keeps", *another)
+        yield to_set(
+            what,
+            "a state of tensors, one set for each parameter, which a checkpoint keeps",
+            *another,
+        )
         return
     for state in whole.optimizer.state.values():
         for key, value in state.items():
-            if value is not None and (type(value) is not Tensor or value.dtype not in TYPE_NAMES):
+            if value is not None and (
+                type(value) is not Tensor or value.dtype not in TYPE_NAMES
+            ):
                 kept = f"a {type(value).__name__}"
                 expected = "a state of tensors, which a checkpoint keeps"
                 yield to_set(f"{name} keeps {kept} as {key}", expected, *another)
@@ -311,7 +404,9 @@ def _trust_problems(
     furthest = (whole.parameters[0] - start).abs().max()
     for dim in (0, 1):
         parts = [
-            _trial(config, kind, [part], [[each.chunk(2, dim)[number] for each in gradients]]).parameters[0]
+            _trial(
+                config, kind, [part], [[each.chunk(2, dim)[number] for each in gradients]]
+            ).parameters[0]
             for number, part in enumerate(start.chunk(2, dim))
         ]
         if (torch.cat(parts, dim) - whole.parameters[0]).abs().max() > _BOUND * furthest:

@@ -21,7 +21,9 @@ class Ema:
     def __init__(self, model: nn.Module, decay: float, *, exact: bool = False) -> None:
         """Args: `exact`: by operations that are rounded one at a time, the same bits for any shards."""
         self._exact = exact
-        self._weights = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self._weights = {
+            name: each for name, each in model.named_parameters() if each.requires_grad
+        }
         self._averages = {name: each.detach().clone() for name, each in self._weights.items()}
         self._decay = decay
 

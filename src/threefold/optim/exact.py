@@ -33,13 +33,18 @@ class ExactAdamW(torch.optim.AdamW):
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
             state["step"] += 1
             (beta, beta_square), number = group["betas"], int(state["step"])
-            rate, root_scale = -group["lr"] / (1 - beta**number), 1 / math.sqrt(1 - beta_square**number)
+            rate, root_scale = (
+                -group["lr"] / (1 - beta**number),
+                1 / math.sqrt(1 - beta_square**number),
+            )
             moments = (local_part(state["exp_avg"]), local_part(state["exp_avg_sq"]))
             for parts in in_blocks(local_part(parameter), gradient, *moments):
                 update(*parts, rate=rate, root_scale=root_scale, group=group)
 
 
-def _with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
+def _with_gradients(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
     """(parameter, this rank's part of its gradient, its group) of those that have a gradient."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -83,13 +88,17 @@ class ExactSGD(torch.optim.SGD):
         """One update of all parameters."""
         for parameter, gradient, group in _with_gradients(self):
             weight = local_part(parameter)
-            change = gradient + weight * group["weight_decay"] if group["weight_decay"] else gradient
+            change = (
+                gradient + weight * group["weight_decay"] if group["weight_decay"] else gradient
+            )
             if momentum := group["momentum"]:
                 state = self.state[parameter]
                 begins = "momentum_buffer" not in state
                 if begins:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 kept = local_part(state["momentum_buffer"])
-                kept.mul_(momentum).add_(change if begins else change * (1 - group["dampening"]))
+                kept.mul_(momentum).add_(
+                    change if begins else change * (1 - group["dampening"])
+                )
                 change = change + kept * momentum if group["nesterov"] else kept
             weight.add_(change * -group["lr"])

@@ -27,7 +27,9 @@ class FusedAdamW(torch.optim.AdamW):
         found_inf: as of torch's fused kernels: where it is 1, a step changes nothing.
     """
 
-    def __init__(self, params: Any, *, working: WorkingCopy, moments: torch.dtype, **settings: Any) -> None:
+    def __init__(
+        self, params: Any, *, working: WorkingCopy, moments: torch.dtype, **settings: Any
+    ) -> None:
         """Args: `moments`: their type, float32, bfloat16, or uint8 for torchao's; `settings`: of torch's AdamW."""
         super().__init__(params, **settings)
         self._working, self._moments = working, moments
@@ -42,8 +44,12 @@ class FusedAdamW(torch.optim.AdamW):
             kinds: dict[Any, list[nn.Parameter]] = {}
             for each in group["params"]:
                 if each.grad is not None:
-                    moments = type(self._state_of(each)["exp_avg"])  # small ones are not in 8 bits
-                    kinds.setdefault((each.grad.dtype, self._working.copy_of(each) is None, moments), []).append(each)
+                    moments = type(
+                        self._state_of(each)["exp_avg"]
+                    )  # small ones are not in 8 bits
+                    kinds.setdefault(
+                        (each.grad.dtype, self._working.copy_of(each) is None, moments), []
+                    ).append(each)
             for parameters in kinds.values():
                 self._update(parameters, group)
                 self._working.note_written(parameters)
@@ -52,15 +58,25 @@ class FusedAdamW(torch.optim.AdamW):
         device, states = parameters[0].device, [self._state_of(each) for each in parameters]
         given = ((self.clip_factor, 1.0), (self.found_inf, 0.0))
         clip, skip = (
-            torch.full((), default, device=device) if own is None else own.to(device) for own, default in given
+            torch.full((), default, device=device) if own is None else own.to(device)
+            for own, default in given
         )
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, [1 - skip] * len(steps))
         (beta, beta_square), number = group["betas"], torch.stack(steps).double()
-        rates, root_scales = -group["lr"] / (1 - beta**number), 1 / (1 - beta_square**number).sqrt()
+        rates, root_scales = (
+            -group["lr"] / (1 - beta**number),
+            1 / (1 - beta_square**number).sqrt(),
+        )
         factors = Factors(rates.float(), root_scales.float(), clip, skip)
         of_each = [
-            Tensors(each, _like(each.grad, each), state["exp_avg"], state["exp_avg_sq"], self._working.copy_of(each))
+            Tensors(
+                each,
+                _like(each.grad, each),
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                self._working.copy_of(each),
+            )
             for each, state in zip(parameters, states, strict=True)
         ]
         _kernel(device)(of_each, factors, group)
@@ -76,17 +92,23 @@ class FusedAdamW(torch.optim.AdamW):
                     state[name] = theirs._new_buffer(parameter, name == "exp_avg")  # signed
             elif name not in state:
                 state[name] = torch.zeros_like(parameter, dtype=self._moments)
-            elif state[name].dtype != self._moments:  # torch's `load_state_dict` gives them the weight's
+            elif (
+                state[name].dtype != self._moments
+            ):  # torch's `load_state_dict` gives them the weight's
                 state[name] = state[name].to(self._moments)
         return state
 
 
 def can_step_on(device: torch.device) -> bool:
     """Whether what it needs is installed: triton, on CUDA."""
-    return device.type == "cpu" or (device.type == "cuda" and importlib.util.find_spec("triton") is not None)
+    return device.type == "cpu" or (
+        device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    )
 
 
-def _kernel(device: torch.device) -> Callable[[Sequence[Tensors], Factors, dict[str, Any]], None]:
+def _kernel(
+    device: torch.device,
+) -> Callable[[Sequence[Tensors], Factors, dict[str, Any]], None]:
     if device.type != "cuda":
         return update_by_operations
     from threefold.optim.fused_kernel import update_by_kernel

@@ -55,7 +55,9 @@ def as_bfloat16(values):
     """To the nearest, ties to even, by the bits: Triton's interpreter, which tests run it in, cuts them off."""
     bits = values.to(tl.int32, bitcast=True)
     nearest = bits + 0x7FFF + ((bits >> 16) & 1)
-    nearest = tl.where(values != values, 0x7FC00000, nearest)  # a NaN's could run over into a number
+    nearest = tl.where(
+        values != values, 0x7FC00000, nearest
+    )  # a NaN's could run over into a number
     return (nearest >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
@@ -69,13 +71,18 @@ def _load_moment(table, row, count, begin, left, MOMENTS: tl.constexpr, BLOCK: t
     values = _load(_start(table, row, begin, MOMENTS), left, BLOCK)
     if tl.uint8 == MOMENTS:
         numbers = _start(table, row + 5 * count, 0, tl.float32) + values.to(tl.int32)
-        scales, places = _start(table, row + 3 * count, begin // _SCALED, tl.float32), tl.arange(0, BLOCK)
+        scales, places = (
+            _start(table, row + 3 * count, begin // _SCALED, tl.float32),
+            tl.arange(0, BLOCK),
+        )
         values = tl.load(numbers) * tl.load(scales + places // _SCALED, mask=places < left)
     return values
 
 
 @triton.jit
-def _store_moment(values, table, row, count, begin, left, MOMENTS: tl.constexpr, BLOCK: tl.constexpr):
+def _store_moment(
+    values, table, row, count, begin, left, MOMENTS: tl.constexpr, BLOCK: tl.constexpr
+):
     if tl.uint8 == MOMENTS:
         apart = tl.reshape(values, (BLOCK // _SCALED, _SCALED))
         # The largest, and 1e-12 at least, by their bits, in whose order a NaN is above all numbers.
@@ -122,25 +129,42 @@ def _update(
     left = tl.load(sizes + number) - begin
     weights = _start(table, number, begin, tl.float32)
     means = 2 * count + number
-    gradient = _load(_start(table, count + number, begin, GRADIENT), left, BLOCK) * tl.load(clip)
-    mean = _load_moment(table, means, count, begin, left, MOMENTS, BLOCK) * beta + gradient * rest
+    gradient = _load(_start(table, count + number, begin, GRADIENT), left, BLOCK) * tl.load(
+        clip
+    )
+    mean = (
+        _load_moment(table, means, count, begin, left, MOMENTS, BLOCK) * beta + gradient * rest
+    )
     square = _load_moment(table, means + count, count, begin, left, MOMENTS, BLOCK)
     square = square * beta_square + (gradient * gradient) * rest_square
     root = tl.sqrt_rn(square) * tl.load(root_scales + number) + eps
-    weight = _load(weights, left, BLOCK) * decay + tl.div_rn(mean, root) * tl.load(rates + number)
+    weight = _load(weights, left, BLOCK) * decay + tl.div_rn(mean, root) * tl.load(
+        rates + number
+    )
     _store(weights, weight, left, tl.float32, BLOCK)
     _store_moment(mean, table, means, count, begin, left, MOMENTS, BLOCK)
     _store_moment(square, table, means + count, count, begin, left, MOMENTS, BLOCK)
     if WITH_COPY:
-        _store(_start(table, 4 * count + number, begin, tl.bfloat16), weight, left, tl.bfloat16, BLOCK)
+        _store(
+            _start(table, 4 * count + number, begin, tl.bfloat16),
+            weight,
+            left,
+            tl.bfloat16,
+            BLOCK,
+        )
 
 
-def update_by_kernel(of_each: Sequence[Tensors], factors: Factors, group: dict[str, Any]) -> None:
+def update_by_kernel(
+    of_each: Sequence[Tensors], factors: Factors, group: dict[str, Any]
+) -> None:
     """The update of tensors of one kind in one launch; waits for no device."""
     first, device = of_each[0], of_each[0].weight.device
     sizes, firsts, owners = _blocks(tuple(each.weight.numel() for each in of_each), device)
     stored = [each.stored for each in of_each]
-    rows = [[0 if own is None else own.data_ptr() for own in row] for row in zip(*stored, strict=True)]
+    rows = [
+        [0 if own is None else own.data_ptr() for own in row]
+        for row in zip(*stored, strict=True)
+    ]
     if any(address % _ALIGNED_BYTES for row in rows for address in row):
         return update_by_operations(of_each, factors, group)
     if not len(owners):
@@ -152,7 +176,12 @@ def update_by_kernel(of_each: Sequence[Tensors], factors: Factors, group: dict[s
     _update[(len(owners),)](
         *(table, sizes, firsts, owners, len(of_each), *factors),
         *(decay, beta, 1 - beta, beta_square, 1 - beta_square, group["eps"]),
-        *(_TYPES[first.gradient.dtype], _TYPES[stored[0][2].dtype], first.copy is not None, _BLOCK),
+        *(
+            _TYPES[first.gradient.dtype],
+            _TYPES[stored[0][2].dtype],
+            first.copy is not None,
+            _BLOCK,
+        ),
         num_warps=_WARPS,
         enable_fp_fusion=False,
     )

@@ -53,7 +53,9 @@ class Factors(NamedTuple):
     skip: Tensor
 
 
-def update_by_operations(of_each: Sequence[Tensors], factors: Factors, group: dict[str, Any]) -> None:
+def update_by_operations(
+    of_each: Sequence[Tensors], factors: Factors, group: dict[str, Any]
+) -> None:
     """The update by operations that round once, in the order in which the kernel rounds."""
     goes_on = factors.skip == 0
     for number, each in enumerate(of_each):
@@ -64,8 +66,18 @@ def update_by_operations(of_each: Sequence[Tensors], factors: Factors, group: di
                 continue  # what is written again has other scales
             wide = each._replace(mean=each.mean.dequantize(), square=each.square.dequantize())
         for parts in in_blocks(*(own for own in wide if own is not None)):
-            weight, gradient, mean, square = (own.to(torch.float32, copy=True) for own in parts[:4])
-            update(weight, gradient * factors.clip, mean, square, rate=rate, root_scale=root_scale, group=group)
+            weight, gradient, mean, square = (
+                own.to(torch.float32, copy=True) for own in parts[:4]
+            )
+            update(
+                weight,
+                gradient * factors.clip,
+                mean,
+                square,
+                rate=rate,
+                root_scale=root_scale,
+                group=group,
+            )
             for own, value in zip(parts, (weight, None, mean, square, weight), strict=False):
                 if value is not None:
                     own.copy_(value.where(goes_on, own))

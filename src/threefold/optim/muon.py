@@ -39,7 +39,10 @@ def is_hidden_matrix(model: nn.Module) -> dict[str, bool]:
         if isinstance(module, nn.Embedding | _ConvNd) or module is head
         for parameter in module.parameters(recurse=False)
     }
-    return {name: each.ndim in (2, 3) and id(each) not in other for name, each in model.named_parameters()}
+    return {
+        name: each.ndim in (2, 3) and id(each) not in other
+        for name, each in model.named_parameters()
+    }
 
 
 class Muon(torch.optim.AdamW):
@@ -75,12 +78,17 @@ class Muon(torch.optim.AdamW):
         # Torch's own says what is wrong with them, in its constructor or in its step.
         matrix = nn.Parameter(torch.zeros(1, 1))
         matrix.grad = torch.zeros(1, 1)
-        settings: dict[str, Any] = {"ns_coefficients": tuple(ns_coefficients), "ns_steps": ns_steps}
+        settings: dict[str, Any] = {
+            "ns_coefficients": tuple(ns_coefficients),
+            "ns_steps": ns_steps,
+        }
         settings |= {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
         torch.optim.Muon([matrix], **settings).step()
         a, b, c = ns_coefficients
         self._iteration = (float(a), float(b), float(c)), ns_steps
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+        super().__init__(
+            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+        )
         for group in self.param_groups:
             group.setdefault("orthogonal", True)
 
@@ -112,7 +120,9 @@ class Muon(torch.optim.AdamW):
                 assert own is not None
                 update = own
             else:
-                update = torch.empty(matrix.shape, dtype=self._dtype, device=local_part(matrix).device)
+                update = torch.empty(
+                    matrix.shape, dtype=self._dtype, device=local_part(matrix).device
+                )
             self._broadcast(update, owner)
             self._apply(matrix, update, group)
 
@@ -120,11 +130,15 @@ class Muon(torch.optim.AdamW):
         """The momentum of a matrix after this step's gradient, placed as the matrix is."""
         state = self.state[matrix]
         if not state:
-            state["momentum_buffer"] = torch.zeros_like(matrix, memory_format=torch.preserve_format)
+            state["momentum_buffer"] = torch.zeros_like(
+                matrix, memory_format=torch.preserve_format
+            )
         gradient = matrix.grad if matrix.grad is not None else torch.zeros_like(matrix)
         buffer = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - self._momentum)
-        return (gradient.lerp(buffer, self._momentum) if self._nesterov else buffer).to(self._dtype)
+        return (gradient.lerp(buffer, self._momentum) if self._nesterov else buffer).to(
+            self._dtype
+        )
 
     def _broadcast(self, update: Tensor, owner: int) -> None:
         if self._mesh is None or self._mesh.world_size == 1:
@@ -141,11 +155,18 @@ class Muon(torch.optim.AdamW):
             ratio = 0.2 * math.sqrt(max(rows, columns))
         local.mul_(1 - lr * group["weight_decay"])
         for box, inside in boxes_held(matrix):
-            part = update[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
+            part = update[
+                tuple(
+                    slice(at, at + size)
+                    for at, size in zip(box.offsets, box.sizes, strict=True)
+                )
+            ]
             local[inside].add_(part, alpha=-lr * ratio)
 
 
-def orthogonalised(whole: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+def orthogonalised(
+    whole: Tensor, coefficients: tuple[float, float, float], steps: int
+) -> Tensor:
     """Each matrix of [.., m, n] with its singular values brought near 1, by torch.optim.Muon's iteration.
 
     That is X <- aX + (bA + cA^2)X with A = XX^T, of matrices that are not taller than wide and have the norm 1.

@@ -70,7 +70,9 @@ def admit(address: str, environ: Mapping[str, str]) -> StoreAdmission:
     return probing.told
 
 
-def require_admitted(address: str, environ: Mapping[str, str], kept: Path, say: Callable[[str], None]) -> None:
+def require_admitted(
+    address: str, environ: Mapping[str, str], kept: Path, say: Callable[[str], None]
+) -> None:
     """Asks the store of an address once; ThreefoldError for the first probe that does not hold.
 
     Args:
@@ -84,7 +86,11 @@ def require_admitted(address: str, environ: Mapping[str, str], kept: Path, say: 
     told = admit(address, environ)
     for probe in told.probes:
         if not probe.holds:
-            raise ThreefoldError(f"{told.address}: {probe.name}: {probe.what}", expected=probe.expected, fix=probe.fix)
+            raise ThreefoldError(
+                f"{told.address}: {probe.name}: {probe.what}",
+                expected=probe.expected,
+                fix=probe.fix,
+            )
     kept.mkdir(parents=True, exist_ok=True)
     mark.write_text(server)
     say(f"{server}: {len(told.probes)} probes hold; {told.seconds:.1f} s")
@@ -101,7 +107,9 @@ def require_create(place: ObjectPlace) -> None:
     if second is not None:
         what = "the store writes over what is there although it was asked not to (it ignores If-None-Match)"
         fix = f"--to a local folder, and copy that; or {_ELSEWHERE}"
-        raise ThreefoldError(what, expected="put if absent, which keeps two writers apart", fix=fix)
+        raise ThreefoldError(
+            what, expected="put if absent, which keeps two writers apart", fix=fix
+        )
 
 
 def require_conditions(place: ObjectPlace) -> None:
@@ -109,7 +117,9 @@ def require_conditions(place: ObjectPlace) -> None:
     key = f"{PROBE}{uuid.uuid4().hex[:12]}"
     try:
         if (first := place.create(key, b"first")) is None:
-            raise ThreefoldError("the store refuses a new key", expected="put if absent", fix=_ELSEWHERE)
+            raise ThreefoldError(
+                "the store refuses a new key", expected="put if absent", fix=_ELSEWHERE
+            )
         ignored = "If-None-Match" if place.create(key, b"second") is not None else ""
         if not ignored:
             place.swap(key, b"third", etag=first)
@@ -118,8 +128,12 @@ def require_conditions(place: ObjectPlace) -> None:
         place.delete([key])
     if ignored:
         what = f"the store writes over what is there although it was asked not to (it ignores {ignored})"
-        expected = "conditional writes: on them rest the lease of a run and the seal of a checkpoint"
-        raise ThreefoldError(what, expected=expected, fix=f"leave checkpoint.store out; or {_ELSEWHERE}")
+        expected = (
+            "conditional writes: on them rest the lease of a run and the seal of a checkpoint"
+        )
+        raise ThreefoldError(
+            what, expected=expected, fix=f"leave checkpoint.store out; or {_ELSEWHERE}"
+        )
 
 
 class _Probing:
@@ -145,7 +159,9 @@ class _Probing:
             holds, what, expected = probe()
         except ThreefoldError as error:
             problem = error.problems[0]
-            self.told.probes.append(StoreProbe(name, False, problem.what, problem.expected, problem.fix))
+            self.told.probes.append(
+                StoreProbe(name, False, problem.what, problem.expected, problem.fix)
+            )
             return
         self.told.probes.append(StoreProbe(name, holds, what, expected, self._fix(name)))
 
@@ -155,7 +171,9 @@ class _Probing:
             return
         latency_s, write, read = self.told.measured.values()
         speed = f"{size_text(write)}/s written, {size_text(read)}/s read"
-        what = f"{latency_s * 1000:.3g} ms a small read; {size_text(_PARTS_BYTES)} in one: {speed}"
+        what = (
+            f"{latency_s * 1000:.3g} ms a small read; {size_text(_PARTS_BYTES)} in one: {speed}"
+        )
         self.told.probes.append(StoreProbe("latency, bandwidth", True, what, "", ""))
 
     def _fix(self, name: str) -> str:
@@ -174,7 +192,11 @@ class _Probing:
         if first is None:
             return False, "a new key is refused", expected
         if second is not None or self.place.read(key, start=0, length=5) != b"first":
-            return False, "the second writer of a key is not refused (If-None-Match is ignored)", expected
+            return (
+                False,
+                "the second writer of a key is not refused (If-None-Match is ignored)",
+                expected,
+            )
         return True, "the second writer of a key is refused", expected
 
     def _races(self) -> tuple[bool, str, str]:
@@ -184,21 +206,36 @@ class _Probing:
             while len(won) < _NUM_RACES and (not won or time.monotonic() < self.until - 0.5):
                 key = self._key(f"race-{len(won)}")
                 etags = pool.map(
-                    lambda writer, key=key: self.place.create(key, b"w" * writer), range(1, _NUM_WRITERS + 1)
+                    lambda writer, key=key: self.place.create(key, b"w" * writer),
+                    range(1, _NUM_WRITERS + 1),
                 )
                 won.append(sum(etag is not None for etag in etags))
         cut = f"; the {LIMIT_S:g} s for probes were over" if len(won) < _NUM_RACES else ""
         right = won.count(1)
-        return right == len(won), f"{right} of {len(won)} races of {_NUM_WRITERS} had one winner{cut}", expected
+        return (
+            right == len(won),
+            f"{right} of {len(won)} races of {_NUM_WRITERS} had one winner{cut}",
+            expected,
+        )
 
     def _swap(self) -> tuple[bool, str, str]:
-        key, expected = self._key("swapped"), "a write by an etag that is no longer there is refused (If-Match)"
+        key, expected = (
+            self._key("swapped"),
+            "a write by an etag that is no longer there is refused (If-Match)",
+        )
         first = self.place.create(key, b"1")
         second = None if first is None else self.place.swap(key, b"22", etag=first)
         if first is None or second is None:
             return False, "a write by the etag that is there is refused", expected
-        if self.place.swap(key, b"333", etag=first) is not None or self.place.read(key, start=0, length=2) != b"22":
-            return False, "a write by a stale etag is not refused (If-Match is ignored)", expected
+        if (
+            self.place.swap(key, b"333", etag=first) is not None
+            or self.place.read(key, start=0, length=2) != b"22"
+        ):
+            return (
+                False,
+                "a write by a stale etag is not refused (If-Match is ignored)",
+                expected,
+            )
         return True, "a stale etag is refused", expected
 
     def _parts(self) -> tuple[bool, str, str]:
@@ -218,7 +255,11 @@ class _Probing:
             "read_bytes_per_s": len(data) / (read - written),
         }
         self.told.measured = {"latency_s": statistics.median(latencies), **measured}
-        return right, "equal bytes" if right else "other bytes than were written", "the bytes that were written"
+        return (
+            right,
+            "equal bytes" if right else "other bytes than were written",
+            "the bytes that were written",
+        )
 
     def _listing(self) -> tuple[bool, str, str]:
         names = [f"list/{number}" for number in range(8)]
@@ -235,8 +276,14 @@ class _Probing:
     def _delete(self) -> tuple[bool, str, str]:
         key, expected = self._key("list/0"), "what is deleted is neither there nor listed"
         self.place.delete([key])
-        gone = self.place.stat(key) is None and key not in {each.key for each in self.place.list(self._key("list"))}
-        return gone, "what is deleted is gone" if gone else "what is deleted is still there", expected
+        gone = self.place.stat(key) is None and key not in {
+            each.key for each in self.place.list(self._key("list"))
+        }
+        return (
+            gone,
+            "what is deleted is gone" if gone else "what is deleted is still there",
+            expected,
+        )
 
     def _clock(self) -> tuple[bool, str, str]:
         key = self._key("clock")
@@ -247,10 +294,19 @@ class _Probing:
         # Stores give whole seconds.
         apart = max(before - 1 - written, written - time.time(), 0.0)
         told = f"{apart:.0f} s apart" if apart >= 1 else "less than a second apart"
-        return apart <= _CLOCK_S, f"this machine's and the store's: {told}", "less than a minute apart"
+        return (
+            apart <= _CLOCK_S,
+            f"this machine's and the store's: {told}",
+            "less than a minute apart",
+        )
 
 
 def facts(admission: StoreAdmission) -> dict[str, Any]:
     """What was measured, as plain values with their units."""
     admitted = all(probe.holds for probe in admission.probes)
-    return {"address": admission.address, "seconds": admission.seconds, **admission.measured, "admitted": admitted}
+    return {
+        "address": admission.address,
+        "seconds": admission.seconds,
+        **admission.measured,
+        "admitted": admitted,
+    }

@@ -79,7 +79,10 @@ class BlockCache:
     @contextmanager
     def _locked(self, number: int) -> Iterator[None]:
         until = time.monotonic() + _LONGEST_LOCK_S
-        file = os.open(self._folder / f".lock-{number % _NUM_LOCKS:03d}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        file = os.open(
+            self._folder / f".lock-{number % _NUM_LOCKS:03d}",
+            os.O_RDWR | os.O_CREAT | os.O_CLOEXEC,
+        )
         try:
             while time.monotonic() < until:
                 try:
@@ -106,7 +109,10 @@ class BlockCache:
                     self._make_room(len(self.numbers()), steps_until, now=True)
             if not self._is_full:
                 self._is_full = True
-                log.warning("no space left on the disk of %s: blocks are fetched each time they are read", self._folder)
+                log.warning(
+                    "no space left on the disk of %s: blocks are fetched each time they are read",
+                    self._folder,
+                )
         finally:
             part.unlink(missing_ok=True)
 
@@ -125,7 +131,10 @@ class BlockCache:
                     changed = entry.stat().st_mtime
                     if entry.name.isdecimal():
                         there.append((-steps_until(int(entry.name)), changed, entry.name))
-                    elif entry.name.endswith(".partial") and time.time() - changed > _LEFT_BEHIND_S:
+                    elif (
+                        entry.name.endswith(".partial")
+                        and time.time() - changed > _LEFT_BEHIND_S
+                    ):
                         os.unlink(entry.path)  # of a process that was killed
             together = max(1, min(len(there), most) // 256)
             for _, _, name in sorted(there)[: max(0, len(there) + together - most)]:
@@ -148,7 +157,9 @@ def open_cache(folder: Path, num_blocks: int, *, block_bytes: int) -> BlockCache
         free = shutil.disk_usage(folder).free
     except OSError as error:
         what = f"{folder} cannot be written: {error.strerror}"
-        raise RunError(what, expected="a folder for blocks of the data that is in a store", fix=fix) from error
+        raise RunError(
+            what, expected="a folder for blocks of the data that is in a store", fix=fix
+        ) from error
     room = math.floor(_SHARE * (free / block_bytes + used))
     if room < (least := min(LEAST_BLOCKS, num_blocks)):
         raise RunError(

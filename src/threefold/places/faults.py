@@ -15,7 +15,8 @@ _KEYS = "AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...   (or AWS_PROFILE=NAME)
 _GS_KEYS = "export GOOGLE_APPLICATION_CREDENTIALS=FILE"
 WHO_WRITES = "who writes there? A store keeps what was written: look at its lifecycle rules and its other users"
 _PROVIDERS = (
-    "credentials in the environment, in ~/.aws/credentials, from a web identity, or from the machine's own service"
+    "credentials in the environment, in ~/.aws/credentials, from a web "
+    "identity, or from the machine's own service"
 )
 
 
@@ -58,7 +59,12 @@ _MEANINGS = (
         "both of the same credentials",
         f"export {_KEYS}",
     ),
-    _Meaning("InvalidAccessKeyId|401", "it does not know the access key ({said})", "one of its own", f"export {_KEYS}"),
+    _Meaning(
+        "InvalidAccessKeyId|401",
+        "it does not know the access key ({said})",
+        "one of its own",
+        f"export {_KEYS}",
+    ),
     _Meaning(
         "ExpiredToken|InvalidToken|TokenRefreshRequired",
         "the session's token has expired or is not one ({said})",
@@ -89,7 +95,13 @@ _MEANINGS = (
         "S3's protocol with ranges, parts, If-None-Match and If-Match",
         "threefold doctor {url}   (what it does and what it does not)",
     ),
-    _Meaning("NoSuchKey|404", "it is not there ({said})", "the object as it was written", WHO_WRITES, MissingObject),
+    _Meaning(
+        "NoSuchKey|404",
+        "it is not there ({said})",
+        "the object as it was written",
+        WHO_WRITES,
+        MissingObject,
+    ),
     _Meaning(
         "InvalidRange|416",
         "it is shorter than what was asked for",
@@ -145,10 +157,17 @@ def explained(error: Exception, url: StoreUrl, doing: str) -> ThreefoldError:
     """The error in three parts, for what was being done: `its objects cannot be listed`."""
     code, status = answer_of(error)
     said = " ".join(filter(None, (status, code)))
-    matches = (each for each in _MEANINGS for one in (code, status) if one and re.fullmatch(each.answers, one))
+    matches = (
+        each
+        for each in _MEANINGS
+        for one in (code, status)
+        if one and re.fullmatch(each.answers, one)
+    )
     meaning = next(matches, _MEANINGS[-1])
     retries = re.search(r"after (\d+) retries", str(error))
     times = f", also after {retries[1]} retries" if retries else ""
     named = {"url": url, "bucket": url.bucket, "said": said}
-    what, expected, fix = (text.format(**named) for text in (meaning.what, meaning.expected, meaning.fix))
+    what, expected, fix = (
+        text.format(**named) for text in (meaning.what, meaning.expected, meaning.fix)
+    )
     return meaning.kind(f"{url}: {doing}: {what}{times}", expected=expected, fix=fix)

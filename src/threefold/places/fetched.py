@@ -26,7 +26,9 @@ from threefold.places.upload import CLAIM
 
 _TOKENS, _INDEX, _LIST = ".bin", ".idx", ".blocks"
 _RANGE_BYTES = 16 * 2**20
-_PREPARE = "threefold data prepare --data.source FILES --data.tokenizer TOKENIZER --to {address}"
+_PREPARE = (
+    "threefold data prepare --data.source FILES --data.tokenizer TOKENIZER --to {address}"
+)
 
 
 class HashedBlocks(Protocol):
@@ -40,7 +42,10 @@ class HashedBlocks(Protocol):
 
 
 def fetched(
-    address: str, environ: Mapping[str, str], cache: Path, parse: Callable[[bytes, Path], HashedBlocks]
+    address: str,
+    environ: Mapping[str, str],
+    cache: Path,
+    parse: Callable[[bytes, Path], HashedBlocks],
 ) -> Path | None:
     """The prefix of the files on this machine; None if what is there is no token store.
 
@@ -69,7 +74,9 @@ def fetched(
     folder.mkdir(parents=True, exist_ok=True)
     for suffix, (size, _, hashes) in blocks.files.items():
         if suffix != _TOKENS:
-            _fetch(place, name + suffix, size, hashes, blocks.block_bytes, folder / (name + suffix))
+            _fetch(
+                place, name + suffix, size, hashes, blocks.block_bytes, folder / (name + suffix)
+            )
     _write(folder / (name + _LIST), content[0])
     _write(folder / f"{name}.stored", json.dumps({"address": str(place.url)}).encode())
     return folder / name
@@ -78,29 +85,55 @@ def fetched(
 def tokens_at(prefix: Path, blocks: HashedBlocks, environ: Mapping[str, str]) -> KnownFile:
     """The tokens of a store whose other files `fetched` has put at a prefix."""
     where = json.loads(prefix.with_name(f"{prefix.name}.stored").read_bytes())
-    folder, (size, _, hashes) = prefix.with_name(f"{prefix.name}.blocks.d"), blocks.files[_TOKENS]
+    folder, (size, _, hashes) = (
+        prefix.with_name(f"{prefix.name}.blocks.d"),
+        blocks.files[_TOKENS],
+    )
     cache = partial(open_cache, folder, block_bytes=blocks.block_bytes)
-    return KnownFile(where["address"], prefix.name + _TOKENS, size, blocks.block_bytes, hashes, environ, cache)
+    return KnownFile(
+        where["address"],
+        prefix.name + _TOKENS,
+        size,
+        blocks.block_bytes,
+        hashes,
+        environ,
+        cache,
+    )
 
 
 def _name(place: ObjectStore, there: Mapping[str, StoredObject]) -> str | None:
     endings = (_TOKENS, _INDEX, _LIST)
-    names = sorted({key.removesuffix(ending) for key in there for ending in endings if key.endswith(ending)})
+    names = sorted(
+        {
+            key.removesuffix(ending)
+            for key in there
+            for ending in endings
+            if key.endswith(ending)
+        }
+    )
     fix = _PREPARE.format(address=place.url)
     if CLAIM in there:
         what = f"{place.url} is being written, or its writer was killed"
         raise DataError(
-            what, expected="a store that is whole", fix=f"{fix}   (goes on, if it was killed; wait, if it still writes)"
+            what,
+            expected="a store that is whole",
+            fix=f"{fix}   (goes on, if it was killed; wait, if it still writes)",
         )
     if not names:
         return None
     if len(names) > 1:
         what = f"{place.url} holds {len(names)} token stores"
-        raise DataError(what, expected=f"one: NAME{_TOKENS}, NAME{_INDEX}, NAME.json and NAME{_LIST}", fix=fix + "-2")
+        raise DataError(
+            what,
+            expected=f"one: NAME{_TOKENS}, NAME{_INDEX}, NAME.json and NAME{_LIST}",
+            fix=fix + "-2",
+        )
     if names[0] + _LIST not in there:
         what = f"{place.url}/{names[0]}{_LIST} is not there"
         expected = "the hashes of the store's blocks, with which each one is compared before it is used"
-        raise MissingObject(what, expected=expected, fix=f"{fix}-2   (or copy it there, if the store has one)")
+        raise MissingObject(
+            what, expected=expected, fix=f"{fix}-2   (or copy it there, if the store has one)"
+        )
     return names[0]
 
 
@@ -113,14 +146,20 @@ def _check_size(place: ObjectStore, there: StoredObject | None, key: str, size: 
 
 
 def _damaged(place: ObjectStore, key: str, how: str) -> MissingObject:
-    return MissingObject(f"{place.url}/{key} {how}", expected="the object as it was written", fix=WHO_WRITES)
+    return MissingObject(
+        f"{place.url}/{key} {how}", expected="the object as it was written", fix=WHO_WRITES
+    )
 
 
-def _fetch(place: ObjectStore, key: str, size: int, hashes: bytes, block_bytes: int, to: Path) -> None:
+def _fetch(
+    place: ObjectStore, key: str, size: int, hashes: bytes, block_bytes: int, to: Path
+) -> None:
     """A file, unless it lies here as it was hashed."""
     if to.exists() and _wrong_block(to.read_bytes(), hashes, block_bytes) is None:
         return
-    ranges = ((start, min(_RANGE_BYTES, size - start)) for start in range(0, size, _RANGE_BYTES))
+    ranges = (
+        (start, min(_RANGE_BYTES, size - start)) for start in range(0, size, _RANGE_BYTES)
+    )
     data = b"".join(place.read(key, start=start, length=length) for start, length in ranges)
     if (wrong := _wrong_block(data, hashes, block_bytes)) is not None:
         raise _damaged(place, key, f"has changed, it is not what was hashed: block {wrong:,}")
@@ -128,11 +167,17 @@ def _fetch(place: ObjectStore, key: str, size: int, hashes: bytes, block_bytes: 
 
 
 def _wrong_block(data: bytes, hashes: bytes, block_bytes: int) -> int | None:
-    digests = [xxhash.xxh3_128_digest(data[at : at + block_bytes]) for at in range(0, len(data), block_bytes)]
+    digests = [
+        xxhash.xxh3_128_digest(data[at : at + block_bytes])
+        for at in range(0, len(data), block_bytes)
+    ]
     expected = [hashes[at : at + 16] for at in range(0, len(hashes), 16)]
     number = max(len(digests), len(expected))
     pairs = zip(digests, expected, strict=False)
-    return next((i for i, (one, other) in enumerate(pairs) if one != other), None if digests == expected else number)
+    return next(
+        (i for i, (one, other) in enumerate(pairs) if one != other),
+        None if digests == expected else number,
+    )
 
 
 def _write(to: Path, data: bytes) -> None:

@@ -73,7 +73,9 @@ class RunHead:
 def checked_text(values: Any) -> bytes:
     """Plain values as JSON that shows whether it was changed or cut."""
     text = json.dumps(values, sort_keys=True)
-    return json.dumps({"checksum": xxhash.xxh3_128_hexdigest(text.encode()), "values": values}).encode()
+    return json.dumps(
+        {"checksum": xxhash.xxh3_128_hexdigest(text.encode()), "values": values}
+    ).encode()
 
 
 def checked_values(content: bytes) -> Any:
@@ -98,7 +100,9 @@ def read_head(place: ObjectStore) -> tuple[RunHead, str] | None:
             raise ValueError("another release wrote it")
         lease = Lease(**values.pop("lease"))
         checkpoints = tuple(StoredCheckpoint(**each) for each in values.pop("checkpoints"))
-        return RunHead(lease=lease, checkpoints=checkpoints, aside=tuple(values.pop("aside")), **values), there[1]
+        return RunHead(
+            lease=lease, checkpoints=checkpoints, aside=tuple(values.pop("aside")), **values
+        ), there[1]
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
         raise CheckpointError(
             f"{place.url}/{KEY} cannot be read: {error}",
@@ -115,7 +119,9 @@ class HeldHead:
         self.place, self.head = place, head
         self.lost: ThreefoldError | None = None
         self._etag, self._lock, self._ended = etag, threading.Lock(), threading.Event()
-        self._renewing = threading.Thread(target=self._renew, name="threefold-lease", daemon=True)
+        self._renewing = threading.Thread(
+            target=self._renew, name="threefold-lease", daemon=True
+        )
         self._renewing.start()
 
     def update(self, change: Callable[[RunHead], RunHead]) -> RunHead:
@@ -130,7 +136,9 @@ class HeldHead:
             if self._ended.is_set():
                 raise self._lost_to("this run has given its lease back")
             changed = change(self.head)
-            lease = replace(changed.lease, owner=self.head.lease.owner, beat=self.head.lease.beat + 1)
+            lease = replace(
+                changed.lease, owner=self.head.lease.owner, beat=self.head.lease.beat + 1
+            )
             self._swap(replace(changed, lease=lease))
             return self.head
 
@@ -145,7 +153,11 @@ class HeldHead:
 
     def _swap(self, head: RunHead) -> None:
         etag = self.place.swap(KEY, _written(head), etag=self._etag)
-        if etag is None and (there := read_head(self.place)) and there[0].lease.owner == head.lease.owner:
+        if (
+            etag is None
+            and (there := read_head(self.place))
+            and there[0].lease.owner == head.lease.owner
+        ):
             # An earlier swap of this process was carried out after it was given up.
             etag = self.place.swap(KEY, _written(head), etag=there[1])
         if etag is None:
@@ -175,7 +187,12 @@ class HeldHead:
 
 
 def take(
-    place: ObjectStore, owner: str, who: str, *, dead: Callable[[str], bool], say: Callable[[str], None]
+    place: ObjectStore,
+    owner: str,
+    who: str,
+    *,
+    dead: Callable[[str], bool],
+    say: Callable[[str], None],
 ) -> HeldHead:
     """Takes the lease of a prefix; a new head is that of no run.
 
@@ -194,7 +211,9 @@ def take(
     else:
         before, etag = there
         if before.lease.held and not dead(before.lease.owner):
-            say(f"{place.url} was held by {before.lease.who}: up to {LEASE_S:.0f} s, whether it still runs")
+            say(
+                f"{place.url} was held by {before.lease.who}: up to {LEASE_S:.0f} s, whether it still runs"
+            )
             _require_silence(place, etag)
         head = replace(before, lease=Lease(owner, who, before.lease.beat + 1))
         taken = place.swap(KEY, _written(head), etag=etag)

@@ -131,7 +131,9 @@ class KnownFile:
 
     def read_again(self, sampled: int) -> int | None:
         """The first of so many blocks that is not what was hashed, as they are in the store now."""
-        for number in sorted(random.sample(range(self.num_blocks), min(sampled, self.num_blocks))):
+        for number in sorted(
+            random.sample(range(self.num_blocks), min(sampled, self.num_blocks))
+        ):
             try:
                 self.from_store(number)
             except MissingObject:

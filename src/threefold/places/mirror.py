@@ -41,7 +41,9 @@ class RanksOfRun(Protocol):
     @property
     def world_size(self) -> int: ...
     def share(self, name: str, make: Callable[[], Any]) -> Any: ...
-    def decide_on(self, name: str, make: Callable[[], Any], conclude: Callable[[list[Any]], Any]) -> Any: ...
+    def decide_on(
+        self, name: str, make: Callable[[], Any], conclude: Callable[[list[Any]], Any]
+    ) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,12 @@ class Mirror:
         describe: called by rank 0 before a folder is sent.
         """
         self.place, self._ranks, self._values = place, ranks, values
-        self._keep, self._continue, self._held, self._describe = keep, continue_on_error, held, describe
+        self._keep, self._continue, self._held, self._describe = (
+            keep,
+            continue_on_error,
+            held,
+            describe,
+        )
         self._lock, self._waiting, self._sending = threading.Lock(), list[Sent](), list[Sent]()
         self._thread: threading.Thread | None = None
         self._failure: ThreefoldError | None = None
@@ -113,7 +120,9 @@ class Mirror:
         with self._lock:
             self._waiting.append(sent)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="threefold-upload", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._work, name="threefold-upload", daemon=True
+                )
                 self._thread.start()
 
     def pinned(self) -> list[int]:
@@ -151,7 +160,9 @@ class Mirror:
                     return
                 sent = self._waiting.pop(0)
                 # A later one is nearer to where the run is; the best is left out for a better one only.
-                skipped = bool(self._waiting) and (not sent.best or any(each.best for each in self._waiting))
+                skipped = bool(self._waiting) and (
+                    not sent.best or any(each.best for each in self._waiting)
+                )
                 self._sending.append(sent)
                 self._number += 1
             try:
@@ -185,9 +196,16 @@ class Mirror:
             log.info("step %d is not stored: a later checkpoint waits", sent.step)
             return None
         if "class" not in begun:
-            values.set(f"{key}/sent/{rank}", json.dumps(_attempt(lambda: self._send(begun, sent.folder))))
+            values.set(
+                f"{key}/sent/{rank}",
+                json.dumps(_attempt(lambda: self._send(begun, sent.folder))),
+            )
         if rank == 0:
-            error = begun if "class" in begun else _attempt(lambda: self._conclude(key, contents[0], sent))
+            error = (
+                begun
+                if "class" in begun
+                else _attempt(lambda: self._conclude(key, contents[0], sent))
+            )
             values.set(f"{key}/ended", json.dumps(error))
         values.wait([f"{key}/ended"], _LONGEST)
         ended = json.loads(values.get(f"{key}/ended"))
@@ -225,20 +243,38 @@ class Mirror:
             files |= report
         for file, path in contents.others.items():
             files[file] = asdict(snapshot.send(self.place, contents.name, file, path))
-        values = {"name": contents.name, "step": sent.step, "piece_bytes": PIECE_BYTES, "files": files}
-        added = StoredCheckpoint(contents.name, sent.step, snapshot.seal(self.place, Snapshot.of(values)), sent.best)
+        values = {
+            "name": contents.name,
+            "step": sent.step,
+            "piece_bytes": PIECE_BYTES,
+            "files": files,
+        }
+        added = StoredCheckpoint(
+            contents.name, sent.step, snapshot.seal(self.place, Snapshot.of(values)), sent.best
+        )
         before = {each.name for each in self.held.head.checkpoints}
         now = snapshot.persist(self.held.update, partial(self._with, added))
-        log.info("step %d is stored: %s/%s/%s", sent.step, self.place.url, CHECKPOINTS, contents.name)
+        log.info(
+            "step %d is stored: %s/%s/%s", sent.step, self.place.url, CHECKPOINTS, contents.name
+        )
         try:
-            snapshot.remove(self.place, sorted(before - {each.name for each in now.checkpoints}))
+            snapshot.remove(
+                self.place, sorted(before - {each.name for each in now.checkpoints})
+            )
         except ThreefoldError as error:  # the next start removes them
-            log.warning("old checkpoints could not be removed from %s: %s", self.place.url, error)
+            log.warning(
+                "old checkpoints could not be removed from %s: %s", self.place.url, error
+            )
         return {}
 
     def _with(self, added: StoredCheckpoint, before: RunHead) -> RunHead:
-        others = [replace(each, best=each.best and not added.best) for each in before.checkpoints]
-        entries = sorted([*(each for each in others if each.name != added.name), added], key=lambda each: each.step)
+        others = [
+            replace(each, best=each.best and not added.best) for each in before.checkpoints
+        ]
+        entries = sorted(
+            [*(each for each in others if each.name != added.name), added],
+            key=lambda each: each.step,
+        )
         best = [each for each in entries[: -self._keep] if each.best]
         return replace(before, checkpoints=(*best, *entries[-self._keep :]))
 

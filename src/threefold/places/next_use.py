@@ -79,7 +79,9 @@ class Forecast:
         return 1 - self.fetched / self.uses if self.uses else 1.0
 
 
-def forecast(steps: Sequence[Collection[Block]], cached: Iterable[Block], *, capacity: int) -> Forecast:
+def forecast(
+    steps: Sequence[Collection[Block]], cached: Iterable[Block], *, capacity: int
+) -> Forecast:
     """What a cache of `capacity` blocks, which holds `cached`, will have to fetch for some steps."""
     uses: dict[Block, deque[float]] = {}
     for number, blocks in enumerate(steps):

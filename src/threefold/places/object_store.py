@@ -31,7 +31,11 @@ _MAX_RETRIES, _MAX_CONFLICTS = 12, 4
 _PART_BYTES = 8 * 2**20
 _NUM_PARTS_AT_ONCE = 4
 # Variables that obstore reads by itself, before a profile is looked at.
-_PROVIDED = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
+_PROVIDED = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+)
 _OF_PROFILE = {
     "aws_access_key_id": "access_key_id",
     "aws_secret_access_key": "secret_access_key",
@@ -41,14 +45,18 @@ _OF_PROFILE = {
 }
 
 
-def open_store(address: str, environ: Mapping[str, str], *, retry_s: float = RETRY_S) -> ObjectStore:
+def open_store(
+    address: str, environ: Mapping[str, str], *, retry_s: float = RETRY_S
+) -> ObjectStore:
     """The place of an address, which is not asked yet; ConfigError if it is none, or the library is not installed."""
     url = parse(address)
     try:
         library = importlib.import_module("obstore")
     except ImportError as error:
         what = f"{url} is in a store, and the package obstore is not installed"
-        raise ConfigError(what, expected="threefold with its extra s3", fix="pip install 'threefold[s3]'") from error
+        raise ConfigError(
+            what, expected="threefold with its extra s3", fix="pip install 'threefold[s3]'"
+        ) from error
     return ObjectStore(url, library, _settings(url, environ), retry_s=retry_s)
 
 
@@ -70,11 +78,17 @@ def _settings(url: StoreUrl, environ: Mapping[str, str]) -> dict[str, Any]:
     if url.scheme == "s3":
         provided = any(name in environ for name in _PROVIDED)
         settings = {} if provided else _profile(environ)
-        settings |= {"region": name} if (name := environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")) else {}
+        settings |= (
+            {"region": name}
+            if (name := environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION"))
+            else {}
+        )
         endpoint = _endpoint(environ, settings.get("endpoint"))
         settings |= {"endpoint": endpoint} if endpoint else {}
         # The store compares what arrives with this, and keeps it.
-        settings |= {} if "AWS_CHECKSUM_ALGORITHM" in environ else {"checksum_algorithm": "SHA256"}
+        settings |= (
+            {} if "AWS_CHECKSUM_ALGORITHM" in environ else {"checksum_algorithm": "SHA256"}
+        )
         settings["client_options"] = {
             "allow_http": endpoint.startswith("http://"),
             "connect_timeout": timedelta(seconds=5),
@@ -85,14 +99,27 @@ def _settings(url: StoreUrl, environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _endpoint(environ: Mapping[str, str], of_profile: str | None) -> str:
     """The address of another server than Amazon's; empty if none is given. The library panics at what is no address."""
-    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")  # the library reads the last by itself
-    for name, given in (*((name, environ.get(name)) for name in names), ("endpoint_url", of_profile)):
+    names = (
+        "AWS_ENDPOINT_URL_S3",
+        "AWS_ENDPOINT_URL",
+        "AWS_ENDPOINT",
+    )  # the library reads the last by itself
+    for name, given in (
+        *((name, environ.get(name)) for name in names),
+        ("endpoint_url", of_profile),
+    ):
         if given is not None and not re.match(r"https?://[^/\s]", given):
             host = given.rpartition("//")[2].strip()
-            fix = f"{name}=https://{host}   (http:// without TLS)" if host else f"leave {name} out"
+            fix = (
+                f"{name}=https://{host}   (http:// without TLS)"
+                if host
+                else f"leave {name} out"
+            )
             what = f"{name} is {given!r}, which is no server's address"
             raise ConfigError(
-                what, expected="http:// or https://, a host, and its port: http://localhost:9000", fix=fix
+                what,
+                expected="http:// or https://, a host, and its port: http://localhost:9000",
+                fix=fix,
             )
         if given:
             return given
@@ -108,7 +135,9 @@ def _profile(environ: Mapping[str, str]) -> dict[str, Any]:
         files.read([environ.get("AWS_SHARED_CREDENTIALS_FILE", home / "credentials")])
     except configparser.Error:
         what = "the files of AWS' profiles cannot be parsed"  # a parser's own message shows the line
-        raise ConfigError(what, expected="sections [NAME] with NAME = VALUE", fix="aws configure") from None
+        raise ConfigError(
+            what, expected="sections [NAME] with NAME = VALUE", fix="aws configure"
+        ) from None
     values: dict[str, str] = {}
     for section in (f"profile {name}", name):
         values |= files[section] if files.has_section(section) else {}
@@ -121,25 +150,41 @@ class ObjectStore:
     Belongs to the process that opened it: the library's threads do not follow a fork.
     """
 
-    def __init__(self, url: StoreUrl, library: Any, settings: dict[str, Any], *, retry_s: float) -> None:
+    def __init__(
+        self, url: StoreUrl, library: Any, settings: dict[str, Any], *, retry_s: float
+    ) -> None:
         self.url = url
         self._library = library
         self._errors = importlib.import_module("obstore.exceptions")
         self._retry_s = retry_s
         self._pid = _first_process()
-        backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=4), "base": 2}
-        retries = {"max_retries": _MAX_RETRIES, "retry_timeout": timedelta(seconds=retry_s), "backoff": backoff}
+        backoff = {
+            "init_backoff": timedelta(seconds=0.1),
+            "max_backoff": timedelta(seconds=4),
+            "base": 2,
+        }
+        retries = {
+            "max_retries": _MAX_RETRIES,
+            "retry_timeout": timedelta(seconds=retry_s),
+            "backoff": backoff,
+        }
         stores = importlib.import_module("obstore.store")
         kind = stores.GCSStore if url.scheme == "gs" else stores.S3Store
         with self._asking("it cannot be opened"):
-            self._store = kind(url.bucket, prefix=url.prefix or None, retry_config=retries, **settings)
+            self._store = kind(
+                url.bucket, prefix=url.prefix or None, retry_config=retries, **settings
+            )
 
     def read(self, key: str, *, start: int, length: int) -> bytes:
         """Exactly these bytes of an object; MissingObject if it is absent or shorter."""
         if not length:
             return b""
         with self._asking(f"{key} cannot be read"):
-            data = bytes(self._call(self._library.get_range, self._store, key, start=start, length=length))
+            data = bytes(
+                self._call(
+                    self._library.get_range, self._store, key, start=start, length=length
+                )
+            )
         if len(data) != length:
             what = f"{self.url}/{key} ends {length - len(data)} bytes before the {start + length} that were asked for"
             raise MissingObject(what, expected="the object as it was written", fix=WHO_WRITES)
@@ -163,7 +208,9 @@ class ObjectStore:
                 return None
 
     def _described(self, meta: Mapping[str, Any]) -> StoredObject:
-        return StoredObject(meta["path"], meta["size"], self._stamp(meta), meta["last_modified"].timestamp())
+        return StoredObject(
+            meta["path"], meta["size"], self._stamp(meta), meta["last_modified"].timestamp()
+        )
 
     def _stamp(self, meta: Mapping[str, Any]) -> str:
         """What a swap is conditional on: at Google that is an object's generation, not its etag."""
@@ -175,7 +222,10 @@ class ObjectStore:
         Args:
             in_parts: False: by one request. A writer that is killed leaves no parts behind, which no listing shows.
         """
-        limits: dict[str, Any] = {"chunk_size": _PART_BYTES, "max_concurrency": _NUM_PARTS_AT_ONCE}
+        limits: dict[str, Any] = {
+            "chunk_size": _PART_BYTES,
+            "max_concurrency": _NUM_PARTS_AT_ONCE,
+        }
         limits |= {} if in_parts else {"use_multipart": False}
         with self._asking(f"{key} cannot be written"):
             self._call(self._library.put, self._store, key, data, **limits)
@@ -189,23 +239,46 @@ class ObjectStore:
         return self._written_if(key, data, etag)
 
     def _written_if(self, key: str, data: bytes, etag: str | None) -> str | None:
-        mode = "create" if etag is None else {"version" if self.url.scheme == "gs" else "e_tag": etag}
+        mode = (
+            "create"
+            if etag is None
+            else {"version" if self.url.scheme == "gs" else "e_tag": etag}
+        )
         until = time.monotonic() + self._retry_s
         for tries in range(1, _MAX_RETRIES + 1):
             with self._asking(f"{key} cannot be written"):
                 try:
                     return self._stamp(
-                        self._call(self._library.put, self._store, key, data, mode=mode, use_multipart=False)
+                        self._call(
+                            self._library.put,
+                            self._store,
+                            key,
+                            data,
+                            mode=mode,
+                            use_multipart=False,
+                        )
                     )
-                except (self._errors.AlreadyExistsError, self._errors.PreconditionError, FileNotFoundError) as error:
+                except (
+                    self._errors.AlreadyExistsError,
+                    self._errors.PreconditionError,
+                    FileNotFoundError,
+                ) as error:
                     if "NoSuchBucket" in str(error):
                         raise
                 except self._errors.GenericError as error:
                     # The library does not repeat such a request, since it may have been carried out.
-                    if not unanswered(error) or time.monotonic() > until or tries == _MAX_RETRIES:
+                    if (
+                        not unanswered(error)
+                        or time.monotonic() > until
+                        or tries == _MAX_RETRIES
+                    ):
                         raise
             there = self.stat(key)
-            if there and there.size == len(data) and self.read(key, start=0, length=len(data)) == data:
+            if (
+                there
+                and there.size == len(data)
+                and self.read(key, start=0, length=len(data)) == data
+            ):
                 return there.etag
             # Some stores refuse all of those who write at the same moment (409): nobody has won yet.
             if (there.etag if there else None) != etag or tries >= _MAX_CONFLICTS:
@@ -248,7 +321,11 @@ class ObjectStore:
         if os.getpid() != self._pid:
             what = f"{self.url}: a store was opened before this process was forked"
             fix = "open it in the process that uses it, and start processes by spawn"
-            raise RunError(what, expected="a store of the process's own: its connections do not follow a fork", fix=fix)
+            raise RunError(
+                what,
+                expected="a store of the process's own: its connections do not follow a fork",
+                fix=fix,
+            )
         try:
             yield
         except (OSError, ValueError, self._errors.BaseError) as error:

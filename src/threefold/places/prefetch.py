@@ -45,7 +45,8 @@ class FetchCounts:
     def __str__(self) -> str:
         share = self.in_time / self.uses if self.uses else 1.0
         return (
-            f"data blocks: {self.uses:,} read, {share:.1%} there in time; steps waited {self.waited_s:.2f} s for others"
+            f"data blocks: {self.uses:,} read, {share:.1%} there in time; steps waited "
+            f"{self.waited_s:.2f} s for others"
         )
 
 
@@ -57,7 +58,11 @@ class Prefetch:
     """
 
     def __init__(
-        self, files: Mapping[int, KnownFile], steps: Iterator[StepBlocks], *, waiting: Callable[[str], None]
+        self,
+        files: Mapping[int, KnownFile],
+        steps: Iterator[StepBlocks],
+        *,
+        waiting: Callable[[str], None],
     ) -> None:
         """Args: `steps`: those to come. `waiting`: is given the address that a step waits for, and "" after that."""
         self._files, self._waiting = files, waiting
@@ -102,7 +107,9 @@ class Prefetch:
             waited_s = time.monotonic() - begun if late else 0.0
             before = self.counts
             in_time = before.in_time + len(here) - len(late)
-            self.counts = FetchCounts(before.uses + len(here), in_time, before.waited_s + waited_s)
+            self.counts = FetchCounts(
+                before.uses + len(here), in_time, before.waited_s + waited_s
+            )
             self._uses.advance()
 
     def _look_ahead(self) -> None:
@@ -196,7 +203,9 @@ class Ahead(Generic[P]):
             places: makes them, as often as it is called.
         """
         self.close()
-        self._prefetch = prefetch = Prefetch(self.files, self._steps(places()), waiting=self._say)
+        self._prefetch = prefetch = Prefetch(
+            self.files, self._steps(places()), waiting=self._say
+        )
         for place in places():
             prefetch.wait()
             yield place
@@ -209,9 +218,15 @@ class Ahead(Generic[P]):
     def facts(self, places: Iterator[P]) -> dict[str, str | int | float]:
         """What the next steps will read on all ranks, and fetch, with what the cache of this machine has now."""
         caches = {number: file.cache for number, file in self.files.items()}
-        cached = {(number, block) for number, cache in caches.items() for block in cache.numbers()}
+        cached = {
+            (number, block) for number, cache in caches.items() for block in cache.numbers()
+        }
         capacity = sum(cache.num_blocks for cache in caches.values())
-        coming = forecast([each.all for each in islice(self._steps(places), FORECAST_STEPS)], cached, capacity=capacity)
+        coming = forecast(
+            [each.all for each in islice(self._steps(places), FORECAST_STEPS)],
+            cached,
+            capacity=capacity,
+        )
         block_bytes = max(file.block_bytes for file in self.files.values())
         a_step = block_bytes / max(1, coming.num_steps)
         return {
@@ -229,7 +244,12 @@ class Ahead(Generic[P]):
 
     def _blocks(self, rows: Iterable[int]) -> set[Block]:
         read = (self._blocks_of(row) for row in set(rows) if row >= 0)
-        return {(number, block) for number, blocks in read if number in self.files for block in blocks}
+        return {
+            (number, block)
+            for number, blocks in read
+            if number in self.files
+            for block in blocks
+        }
 
     def _say(self, address: str) -> None:
         self.enter(f"data: waiting for {address}" if address else "data")

@@ -60,7 +60,9 @@ class Restore:
         return into.with_name(f"{into.name}.partial") if self.whole else into / STAGING
 
     def wants(self, file: str) -> bool:
-        return file.startswith((STATE,) * self.state + tuple(RECORDS + each for each in self.records))
+        return file.startswith(
+            (STATE,) * self.state + tuple(RECORDS + each for each in self.records)
+        )
 
 
 def parted(address: str) -> tuple[str, str | None]:
@@ -84,7 +86,9 @@ def checkpoints_of(place: ObjectStore, name: str | None) -> list[tuple[str, str 
     return [(each.name, each.seal) for each in reversed(there[0].checkpoints)]
 
 
-def restore(wanted: Restore, place: ObjectStore, ranks: RanksOfRun, say: Callable[[str], None]) -> None:
+def restore(
+    wanted: Restore, place: ObjectStore, ranks: RanksOfRun, say: Callable[[str], None]
+) -> None:
     """Fetches the first candidate that is whole; every rank calls it.
 
     Args:
@@ -124,7 +128,12 @@ def beating(tick: Callable[[], object]) -> Iterator[None]:
 
 
 def _fetched(
-    wanted: Restore, place: ObjectStore, name: str, checksum: str | None, ranks: RanksOfRun, say: Callable[[str], None]
+    wanted: Restore,
+    place: ObjectStore,
+    name: str,
+    checksum: str | None,
+    ranks: RanksOfRun,
+    say: Callable[[str], None],
 ) -> str | None:
     """Fetches one checkpoint, compares it and gives it its place; returns what is wrong with it, if so."""
     staging, share = wanted.staging, (ranks.rank, ranks.world_size)
@@ -139,10 +148,16 @@ def _fetched(
         return str(begun["problem"])
     files = Snapshot.of(begun["value"])
     say(f"fetching step {files.step} from {place.url}")
-    read = ranks.decide_on("fetched", lambda: _tried(lambda: snapshot.fetch(place, files, staging, share=share)), list)
+    read = ranks.decide_on(
+        "fetched",
+        lambda: _tried(lambda: snapshot.fetch(place, files, staging, share=share)),
+        list,
+    )
     if problem := next((each["problem"] for each in read if "problem" in each), None):
         return str(problem)
-    compared = ranks.decide_on("compared", lambda: snapshot.damage(place, files, staging, share=share), list)
+    compared = ranks.decide_on(
+        "compared", lambda: snapshot.damage(place, files, staging, share=share), list
+    )
     if problem := next(filter(None, compared), None):
         return str(problem)
     most = max(each["value"] for each in read)

@@ -29,7 +29,9 @@ class _Alone:
     def share(self, name: str, make: Callable[[], Any]) -> Any:
         return make()
 
-    def decide_on(self, name: str, make: Callable[[], Any], conclude: Callable[[list[Any]], Any]) -> Any:
+    def decide_on(
+        self, name: str, make: Callable[[], Any], conclude: Callable[[list[Any]], Any]
+    ) -> Any:
         return conclude([make()])
 
 
@@ -47,7 +49,14 @@ class RunCopies:
     identity_file: str
     mark: str
 
-    def of(self, address: str, environ: Mapping[str, str], *, state: bool, say: Callable[[str], None]) -> Path:
+    def of(
+        self,
+        address: str,
+        environ: Mapping[str, str],
+        *,
+        state: bool,
+        say: Callable[[str], None],
+    ) -> Path:
         """The run's folder, or the checkpoint in it that the address names.
 
         Args:
@@ -62,7 +71,10 @@ class RunCopies:
         place = open_store(prefix, environ)
         name, seal = checkpoints_of(place, asked)[0]
         whole = read_seal(place, name, seal)
-        folder = self.folder / f"{xxhash.xxh3_64_hexdigest(prefix.encode())}{'' if state else '-records'}"
+        folder = (
+            self.folder
+            / f"{xxhash.xxh3_64_hexdigest(prefix.encode())}{'' if state else '-records'}"
+        )
         into = folder / xxhash.xxh3_64_hexdigest(repr(whole).encode())
         with locked(folder, "run"):
             if not into.exists():
@@ -71,6 +83,13 @@ class RunCopies:
                 files = [(self.mark, f"{prefix}/{CHECKPOINTS}/{name}")]
                 if (there := read_head(place)) is not None:
                     files.append((self.identity_file, json.dumps(there[0].identity) + "\n"))
-                wanted = Restore([(name, seal)], str(into), whole=True, state=state, records=("",), files=tuple(files))
+                wanted = Restore(
+                    [(name, seal)],
+                    str(into),
+                    whole=True,
+                    state=state,
+                    records=("",),
+                    files=tuple(files),
+                )
                 restore(wanted, place, _Alone(), say)
         return into if asked is None else into / CHECKPOINTS / f"step-{whole.step:08d}"

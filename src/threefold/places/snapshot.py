@@ -76,7 +76,8 @@ class Snapshot:
     def of(cls, values: Mapping[str, Any]) -> Snapshot:
         """The inverse of `to_values`; ValueError, KeyError or TypeError if they are none."""
         files = {
-            name: StoredFile(**{**file, "pieces": tuple(file["pieces"])}) for name, file in values["files"].items()
+            name: StoredFile(**{**file, "pieces": tuple(file["pieces"])})
+            for name, file in values["files"].items()
         }
         snapshot = cls(values["name"], values["step"], values["piece_bytes"], files)
         sizes = [snapshot.step, snapshot.piece_bytes, *(file.size for file in files.values())]
@@ -135,7 +136,9 @@ def seal(place: ObjectStore, snapshot: Snapshot) -> str:
     content = checked_text(snapshot.to_values())
     if persist(place.create, _seal_key(snapshot.name), content) is None:
         what = f"{place.url}/{_seal_key(snapshot.name)} is there, of another writer"
-        raise PlaceError(what, expected="one writer below a prefix", fix="--checkpoint.store ANOTHER_PREFIX")
+        raise PlaceError(
+            what, expected="one writer below a prefix", fix="--checkpoint.store ANOTHER_PREFIX"
+        )
     return xxhash.xxh3_128_hexdigest(content)
 
 
@@ -150,7 +153,9 @@ def read_seal(place: ObjectStore, name: str, checksum: str | None = None) -> Sna
     """
     key = _seal_key(name)
     if (there := place.get(key)) is None:
-        raise _damaged(place, key, "it is not there, so nothing says that the checkpoint is whole")
+        raise _damaged(
+            place, key, "it is not there, so nothing says that the checkpoint is whole"
+        )
     if checksum is not None and xxhash.xxh3_128_hexdigest(there[0]) != checksum:
         raise _damaged(place, key, "its checksum is not the one in the head")
     try:
@@ -162,7 +167,9 @@ def read_seal(place: ObjectStore, name: str, checksum: str | None = None) -> Sna
     return snapshot
 
 
-def fetch(place: ObjectStore, snapshot: Snapshot, folder: Path, *, share: tuple[int, int] = (0, 1)) -> int:
+def fetch(
+    place: ObjectStore, snapshot: Snapshot, folder: Path, *, share: tuple[int, int] = (0, 1)
+) -> int:
     """Reads the i-th of n equal parts of all bytes of a snapshot into a folder, and returns how many those are.
 
     The n readers may work at once, and none needs another. When all are done, `damage` compares.
@@ -190,7 +197,9 @@ def fetch(place: ObjectStore, snapshot: Snapshot, folder: Path, *, share: tuple[
         return sum(pool.map(read, reads))
 
 
-def _reads(snapshot: Snapshot, index: int, num_shares: int) -> Iterator[tuple[str, int, int, int]]:
+def _reads(
+    snapshot: Snapshot, index: int, num_shares: int
+) -> Iterator[tuple[str, int, int, int]]:
     """(file, piece, first byte in the piece, bytes) of the i-th of n equal parts."""
     first, end = (snapshot.num_bytes * place // num_shares for place in (index, index + 1))
     begin = 0
@@ -204,9 +213,15 @@ def _reads(snapshot: Snapshot, index: int, num_shares: int) -> Iterator[tuple[st
         begin += file.size
 
 
-def damage(place: ObjectStore, snapshot: Snapshot, folder: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
+def damage(
+    place: ObjectStore, snapshot: Snapshot, folder: Path, *, share: tuple[int, int] = (0, 1)
+) -> str | None:
     """The first object, of every n-th from the i-th, whose bytes in a folder are not those that were sent; or None."""
-    pieces = [(name, number) for name, file in sorted(snapshot.files.items()) for number in range(len(file.pieces))]
+    pieces = [
+        (name, number)
+        for name, file in sorted(snapshot.files.items())
+        for number in range(len(file.pieces))
+    ]
     for name, number in pieces[share[0] :: share[1]]:
         with (folder / name).open("rb") as file:
             file.seek(number * snapshot.piece_bytes)

@@ -39,7 +39,12 @@ def parted(address: str, is_text: Callable[[str], object]) -> tuple[str, str]:
 
 
 def text_files(
-    address: str, environ: Mapping[str, str], cache: Path, is_text: Callable[[str], object], *, kinds: str
+    address: str,
+    environ: Mapping[str, str],
+    cache: Path,
+    is_text: Callable[[str], object],
+    *,
+    kinds: str,
 ) -> Path:
     """What stands for the address here: a folder, a file, or a pattern of files.
 
@@ -62,11 +67,17 @@ def text_files(
         what = f"{address} is neither a token store nor text: it holds {len(there):,} objects of other kinds"
         what = what if there else f"{address} holds nothing"
         fix = f"--data.source {folder}   (or another prefix of the bucket)"
-        raise DataError(what, expected=f"{kinds}; or what `threefold data prepare --to` has written", fix=fix)
+        raise DataError(
+            what,
+            expected=f"{kinds}; or what `threefold data prepare --to` has written",
+            fix=fix,
+        )
     for each in wanted:
         if _NO_NAMES & {*each.key.split("/")} or "\0" in each.key:
             what = f"{folder}: the key {each.key!r} is no path of a file"
-            raise DataError(what, expected="keys of names between single slashes", fix=WHO_WRITES)
+            raise DataError(
+                what, expected="keys of names between single slashes", fix=WHO_WRITES
+            )
     listing = "\n".join(f"{each.key}\0{each.size}\0{each.etag}" for each in wanted)
     to = cache / xxhash.xxh3_128_hexdigest(f"{place.url}\n{listing}".encode())
     with locked(cache, to.name):
@@ -99,10 +110,14 @@ def _fetch_all(place: ObjectPlace, objects: Sequence[StoredObject], to: Path) ->
         )
     with ThreadPoolExecutor(_NUM_FETCHES) as fetches:
         try:
-            for done in [fetches.submit(_fetch, place, each, partial / each.key) for each in missing]:
+            for done in [
+                fetches.submit(_fetch, place, each, partial / each.key) for each in missing
+            ]:
                 done.result()
         finally:
-            fetches.shutdown(wait=False, cancel_futures=True)  # of the others, if one has failed
+            fetches.shutdown(
+                wait=False, cancel_futures=True
+            )  # of the others, if one has failed
     os.replace(partial, to)
 
 
@@ -116,9 +131,15 @@ def _fetch(place: ObjectPlace, listed: StoredObject, to: Path) -> None:
     part = to.with_name(f".{to.name}.part")
     with part.open("wb") as file:
         for start in range(0, listed.size, _RANGE_BYTES):
-            file.write(place.read(listed.key, start=start, length=min(_RANGE_BYTES, listed.size - start)))
+            file.write(
+                place.read(
+                    listed.key, start=start, length=min(_RANGE_BYTES, listed.size - start)
+                )
+            )
     # Ranges of two versions would make a third one.
     if (now := place.stat(listed.key)) is None or now.etag != listed.etag:
         what = f"{listed.key} has changed while it was fetched"
-        raise MissingObject(what, expected="objects that stay as they are listed", fix=WHO_WRITES)
+        raise MissingObject(
+            what, expected="objects that stay as they are listed", fix=WHO_WRITES
+        )
     os.replace(part, to)

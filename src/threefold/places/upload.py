@@ -58,7 +58,11 @@ def refuse_filled(place: ObjectStore) -> None:
     """Raises ConfigError if a prefix holds something else than parts of a store, and files that a claim lists."""
     claim = place.get(CLAIM)
     listed = _listed(claim[0]) if claim else set()
-    others = (each for each in place.list() if not each.key.startswith((_PARTS, PROBE)) and each.key not in listed)
+    others = (
+        each
+        for each in place.list()
+        if not each.key.startswith((_PARTS, PROBE)) and each.key not in listed
+    )
     there = next(others, None) or (place.stat("") if place.url.prefix else None)
     if there is not None:
         raise _filled(f"{place.url} holds {there.key or 'an object of its own name'}")
@@ -87,12 +91,18 @@ def _claim(place: ObjectStore, mark: bytes) -> None:
 
 def _files_of(folder: Path) -> dict[str, Path]:
     """The files of a folder by their keys, in the order in which they are sent."""
-    paths = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda p: (p.name.endswith(_LAST), p))
+    paths = sorted(
+        (path for path in folder.rglob("*") if path.is_file()),
+        key=lambda p: (p.name.endswith(_LAST), p),
+    )
     return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
 def _mark_of(files: Mapping[str, Path]) -> bytes:
-    described = {key: {"bytes": path.stat().st_size, "xxh3_128": _digest(path)} for key, path in files.items()}
+    described = {
+        key: {"bytes": path.stat().st_size, "xxh3_128": _digest(path)}
+        for key, path in files.items()
+    }
     return json.dumps({"files": described}, indent=1).encode()
 
 
@@ -108,7 +118,9 @@ def _send(place: ObjectStore, files: Mapping[str, Path]) -> None:
     listed = {each.key: each.size for each in place.list()}
     if wrong := [key for key in files if listed.get(key) != sizes[key]]:
         what = f"{place.url}/{wrong[0]} has not the size that was sent"
-        raise PlaceError(what, expected="the bytes that were sent", fix=f"threefold doctor {place.url}")
+        raise PlaceError(
+            what, expected="the bytes that were sent", fix=f"threefold doctor {place.url}"
+        )
     if place.create(MARK, mark) is None and (there := place.get(MARK)) and there[0] != mark:
         what = f"{place.url}/{MARK} is there, of another writer"
         raise PlaceError(what, expected="one writer for each prefix", fix="--to ANOTHER_PREFIX")

@@ -42,7 +42,9 @@ def parse(text: str) -> StoreUrl:
         what = f"the address {scheme}://... holds more than a bucket and a prefix"
         expected = "no key, secret or option in an address: they come from the environment, so that no log shows them"
         raise ConfigError(
-            what, expected=expected, fix=f"{scheme}://bucket/prefix   (yours, and AWS_... in the environment)"
+            what,
+            expected=expected,
+            fix=f"{scheme}://bucket/prefix   (yours, and AWS_... in the environment)",
         )
     if not colon or scheme not in _SCHEMES:
         what = f"{text} is no store that threefold can use"
@@ -54,7 +56,11 @@ def parse(text: str) -> StoreUrl:
         fixed = f"{scheme}://{rest.lstrip('/') or 'bucket/prefix'}"
         raise ConfigError(what, expected=f"two slashes: {scheme}://BUCKET/PREFIX", fix=fixed)
     if not _BUCKET.fullmatch(bucket):
-        what = f"{text} names no bucket" if not bucket else f"{text}: {bucket!r} is not a bucket's name"
+        what = (
+            f"{text} names no bucket"
+            if not bucket
+            else f"{text}: {bucket!r} is not a bucket's name"
+        )
         expected = "a bucket of 3 to 63 lower-case letters, digits, dots and hyphens after the two slashes"
         raise ConfigError(what, expected=expected, fix=f"{scheme}://bucket/{path or 'prefix'}")
     path = path.rstrip("/")

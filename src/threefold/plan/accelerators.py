@@ -29,10 +29,22 @@ class Accelerator(NamedTuple):
 
 
 def _of(
-    sign: str, memory_gb: float, bandwidth_gb: float, bfloat16: float, float8: float, link_gb: float
+    sign: str,
+    memory_gb: float,
+    bandwidth_gb: float,
+    bfloat16: float,
+    float8: float,
+    link_gb: float,
 ) -> Accelerator:
     """From GB, GB/s, TFLOP/s and GB/s; devices' memories are named in GB and made in GiB."""
-    return Accelerator(sign, int(memory_gb * 2**30), bandwidth_gb * 1e9, bfloat16 * 1e12, float8 * 1e12, link_gb * 1e9)
+    return Accelerator(
+        sign,
+        int(memory_gb * 2**30),
+        bandwidth_gb * 1e9,
+        bfloat16 * 1e12,
+        float8 * 1e12,
+        link_gb * 1e9,
+    )
 
 
 _PCIE_4, _PCIE_5 = 32.0, 64.0
@@ -92,4 +104,6 @@ def named(name: str) -> Accelerator:
 
 def peak_flops(device_name: str) -> float | None:
     """The dense bfloat16 peak, FLOP/s, of a device as torch names it, if it is known."""
-    return next((each.bfloat16 for each in ACCELERATORS.values() if each.sign in device_name), None)
+    return next(
+        (each.bfloat16 for each in ACCELERATORS.values() if each.sign in device_name), None
+    )

@@ -45,7 +45,9 @@ def norm_bytes(family: Family, element: int, *, frozen: bool = False) -> float:
 
 def activations_of(decoder: Decoder, layer: Layer, setup: Setup) -> Activations:
     """As the set-up has it."""
-    saved = _compiled(decoder, layer, setup) if setup.compiled else _eager(decoder, layer, setup)
+    saved = (
+        _compiled(decoder, layer, setup) if setup.compiled else _eager(decoder, layer, setup)
+    )
     working = _working(decoder, layer, setup)
     given = setup.stream * decoder.hidden * setup.element
     if setup.recompute == "none":
@@ -70,7 +72,13 @@ def _working(decoder: Decoder, layer: Layer, setup: Setup) -> float:
         # In the order of the experts, in that of the tokens, and weighed: results of all chosen ones.
         number = FLOAT if decoder.family.float32_routing else element
         return streams / 2 + 3 * tokens * layer.chosen * hidden * number
-    wide = tokens * element * (2 + (layer.rank > 0 and not layer.has_adapter("down"))) * layer.width / tp
+    wide = (
+        tokens
+        * element
+        * (2 + (layer.rank > 0 and not layer.has_adapter("down")))
+        * layer.width
+        / tp
+    )
     if setup.compiled or decoder.family.norm == "layer":
         return wide + streams
     done = tokens * _mlp(decoder, layer, setup)
@@ -91,22 +99,42 @@ def _queries(layer: Layer, setup: Setup) -> tuple[float, float]:
 
 def _eager(decoder: Decoder, layer: Layer, setup: Setup) -> float:
     """Of a layer whose operators run one by one."""
-    tokens, element, family, hidden = setup.tokens, setup.element, decoder.family, decoder.hidden
-    norms = family.num_norms * setup.stream * hidden * norm_bytes(family, element, frozen=bool(layer.rank))
+    tokens, element, family, hidden = (
+        setup.tokens,
+        setup.element,
+        decoder.family,
+        decoder.hidden,
+    )
+    norms = (
+        family.num_norms
+        * setup.stream
+        * hidden
+        * norm_bytes(family, element, frozen=bool(layer.rank))
+    )
     # What norms give is read by products, except by those after a sum; a frozen one does not keep what it reads.
     read = 1 if family.num_norms == 1 else 2
     if layer.rank:
-        readers = layer.has_adapter("q", "k", "v", "qkv"), layer.has_adapter("gate", "up", "gate up")
+        readers = (
+            layer.has_adapter("q", "k", "v", "qkv"),
+            layer.has_adapter("gate", "up", "gate up"),
+        )
         read = 0 if layer.dropped else min(read, sum(readers))
     inputs = read * tokens * hidden * element
-    own = norms + inputs + _attention(decoder, layer, setup) + tokens * _mlp(decoder, layer, setup)
+    own = (
+        norms
+        + inputs
+        + _attention(decoder, layer, setup)
+        + tokens * _mlp(decoder, layer, setup)
+    )
     return own + tokens * _adapters(layer, setup, products=False)
 
 
 def _adapters(layer: Layer, setup: Setup, *, products: bool) -> float:
     """Of one token: results of the first of two products, and of both `products`; inputs where they are dropped."""
     found, element = 0.0, setup.element
-    mask = 1 if setup.device is not None else element  # of what is dropped; on a CPU it is multiplied by
+    mask = (
+        1 if setup.device is not None else element
+    )  # of what is dropped; on a CPU it is multiplied by
     for weight in layer.weights:
         if weight.name in layer.adapters:
             outputs, inputs = weight.local(setup.topology.tp)
@@ -120,10 +148,14 @@ def _attention(decoder: Decoder, layer: Layer, setup: Setup) -> float:
     queries, keys = _queries(layer, setup)
     seen = keys * (cp if cp > 1 and not setup.ulysses else 1)
     if setup.device is None and layer.window is not None and layer.window < setup.seq_len:
-        seen = max(seen, queries)  # of a CPU's attention with a mask, for which keys are repeated for each query
+        seen = max(
+            seen, queries
+        )  # of a CPU's attention with a mask, for which keys are repeated for each query
     found = element * (2 * queries + 2 * seen) + FLOAT * layer.heads / setup.topology.tp
     if cp > 1:
-        found += element * queries  # the result in the order of the row, and in that of this rank
+        found += (
+            element * queries
+        )  # the result in the order of the row, and in that of this rank
     if any(weight.name == "q norm" for weight in layer.weights):
         found += (queries + keys) * norm_bytes(decoder.family, element, frozen=bool(layer.rank))
     return tokens * found + _masks(setup)
@@ -146,7 +178,11 @@ def _mlp(decoder: Decoder, layer: Layer, setup: Setup) -> float:
         return element * numbers * layer.width / tp
     # A chosen expert's copy of the token and its result, and where they belong.
     each = element * (2 * hidden + numbers * layer.width / tp) + 3 * 8
-    return layer.chosen * each + element * numbers * layer.shared_width / tp + 2 * FLOAT * layer.experts
+    return (
+        layer.chosen * each
+        + element * numbers * layer.shared_width / tp
+        + 2 * FLOAT * layer.experts
+    )
 
 
 def _products(decoder: Decoder, layer: Layer, setup: Setup) -> float:
@@ -158,7 +194,11 @@ def _products(decoder: Decoder, layer: Layer, setup: Setup) -> float:
     if not layer.chosen:
         own = attention + element * (entries * layer.width / tp + hidden)
         return tokens * (own + _adapters(layer, setup, products=True))
-    shared = element * (entries * layer.shared_width / tp + hidden + 1) if layer.shared_width else 0.0
+    shared = (
+        element * (entries * layer.shared_width / tp + hidden + 1)
+        if layer.shared_width
+        else 0.0
+    )
     return tokens * (attention + element * layer.experts + shared)
 
 
@@ -169,6 +209,10 @@ def _compiled(decoder: Decoder, layer: Layer, setup: Setup) -> float:
     """
     tokens, element, tp, hidden = setup.tokens, setup.element, setup.topology.tp, decoder.hidden
     queries, keys = _queries(layer, setup)
-    numbers = (2 if decoder.family.mlp == "plain" else 3) * (max(1, layer.chosen) * layer.width + layer.shared_width)
+    numbers = (2 if decoder.family.mlp == "plain" else 3) * (
+        max(1, layer.chosen) * layer.width + layer.shared_width
+    )
     inner = element * (2 * queries + 2 * keys + numbers / tp + 2 * hidden * (1 + layer.chosen))
-    return 2 * setup.stream * (hidden * element + FLOAT) + tokens * (inner + FLOAT * layer.heads / tp)
+    return 2 * setup.stream * (hidden * element + FLOAT) + tokens * (
+        inner + FLOAT * layer.heads / tp
+    )

@@ -33,18 +33,37 @@ def adapted(decoder: Decoder, asked: LoraConfig) -> Decoder:
         raise ConfigError(what, expected=expected, fix=traced)
     targets = asked.target_modules
     if targets is None and not (targets := decoder.family.adapted):
-        what = f"model.lora.target_modules = null for {decoder.model_type!r} cannot be estimated"
-        raise ConfigError(what, expected="names of projections", fix="--model.lora.target_modules all-linear")
-    names = set(_WEIGHTS.values()) if targets == "all-linear" else {_WEIGHTS.get(each, each) for each in targets}
-    there = {weight.name for layer in decoder.layers for weight in layer.weights} & set(_WEIGHTS.values())
-    if targets != "all-linear" and (unknown := [each for each in targets if _WEIGHTS.get(each, each) not in there]):
+        what = (
+            f"model.lora.target_modules = null for {decoder.model_type!r} cannot be estimated"
+        )
+        raise ConfigError(
+            what, expected="names of projections", fix="--model.lora.target_modules all-linear"
+        )
+    names = (
+        set(_WEIGHTS.values())
+        if targets == "all-linear"
+        else {_WEIGHTS.get(each, each) for each in targets}
+    )
+    there = {weight.name for layer in decoder.layers for weight in layer.weights} & set(
+        _WEIGHTS.values()
+    )
+    if targets != "all-linear" and (
+        unknown := [each for each in targets if _WEIGHTS.get(each, each) not in there]
+    ):
         what = f"model.lora.target_modules has {unknown[0]}, which cannot be estimated for {decoder.model_type!r}"
         known = ", ".join(module for module, weight in _WEIGHTS.items() if weight in there)
-        raise ConfigError(what, expected=f"of {known}", fix="--model.lora.target_modules all-linear")
+        raise ConfigError(
+            what, expected=f"of {known}", fix="--model.lora.target_modules all-linear"
+        )
     dropped = asked.dropout > 0
-    layers = {layer: _with(layer, names, asked.r, dropped=dropped) for layer in dict.fromkeys(decoder.layers)}
+    layers = {
+        layer: _with(layer, names, asked.r, dropped=dropped)
+        for layer in dict.fromkeys(decoder.layers)
+    }
     around = tuple(weight._replace(trained=False) for weight in decoder.around)
-    return replace(decoder, layers=tuple(layers[layer] for layer in decoder.layers), around=around)
+    return replace(
+        decoder, layers=tuple(layers[layer] for layer in decoder.layers), around=around
+    )
 
 
 def _with(layer: Layer, names: set[str], rank: int, *, dropped: bool) -> Layer:
@@ -52,15 +71,27 @@ def _with(layer: Layer, names: set[str], rank: int, *, dropped: bool) -> Layer:
     weights = [weight._replace(trained=False) for weight in layer.weights]
     weights += [each for weight in own for each in _adapter(weight, rank)]
     return replace(
-        layer, weights=tuple(weights), rank=rank, adapters=tuple(weight.name for weight in own), dropped=dropped
+        layer,
+        weights=tuple(weights),
+        rank=rank,
+        adapters=tuple(weight.name for weight in own),
+        dropped=dropped,
     )
 
 
 def _adapter(weight: Weight, rank: int) -> Iterator[Weight]:
     """A [rank, inputs] and B [outputs, rank], split as the projection is (`model.lora`)."""
     outputs, inputs = weight.shape
-    yield Weight(_IN_PART if weight.split == 0 else _WHOLE, (rank, inputs), 1 if weight.split == 1 else None)
-    yield Weight(_IN_PART if weight.split == 1 else _WHOLE, (outputs, rank), 0 if weight.split == 0 else None)
+    yield Weight(
+        _IN_PART if weight.split == 0 else _WHOLE,
+        (rank, inputs),
+        1 if weight.split == 1 else None,
+    )
+    yield Weight(
+        _IN_PART if weight.split == 1 else _WHOLE,
+        (outputs, rank),
+        0 if weight.split == 0 else None,
+    )
 
 
 def known_in_part(weight: Weight) -> bool:

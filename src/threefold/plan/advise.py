@@ -57,7 +57,9 @@ class Plan:
     def tokens_per_s_per_gpu(self) -> float:
         setup = self.setup
         rows = setup.micro_batch * setup.num_batches
-        return rows * setup.seq_len / (setup.topology.cp * setup.topology.tp) / self.duration.total
+        return (
+            rows * setup.seq_len / (setup.topology.cp * setup.topology.tp) / self.duration.total
+        )
 
     @property
     def mfu(self) -> float:
@@ -89,7 +91,12 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """As `--json` has it."""
         setup, topology = self.setup, self.setup.topology
-        mesh = {"dp": topology.dp, "dp_shard": topology.dp_shard, "cp": topology.cp, "tp": topology.tp}
+        mesh = {
+            "dp": topology.dp,
+            "dp_shard": topology.dp_shard,
+            "cp": topology.cp,
+            "tp": topology.tp,
+        }
         speeds: dict[str, float] = {}
         for name, figure in (
             ("step_time_s", self.duration.total),
@@ -114,7 +121,10 @@ class Plan:
 
     def sections(self) -> dict[str, dict[str, Any]]:
         """The keys of a config that ask for it."""
-        sections: dict[str, dict[str, Any]] = {"mesh": {}, "train": {"compile": self.setup.compiled}}
+        sections: dict[str, dict[str, Any]] = {
+            "mesh": {},
+            "train": {"compile": self.setup.compiled},
+        }
         for key, value in keys_of(self.setup).items():
             section, _, name = key.partition(".")
             if value is not False:  # the default
@@ -153,7 +163,9 @@ class Question:
             if not refusals:
                 legal += self._on(topology)
         if not legal and problems:
-            raise ConfigError.of(list({problem.what: problem for problem in problems}.values())[:5])
+            raise ConfigError.of(
+                list({problem.what: problem for problem in problems}.values())[:5]
+            )
         if not legal:
             raise ConfigError(
                 f"no mesh of {self.gpus} devices is legal",
@@ -170,17 +182,25 @@ class Question:
                 plan.memory_bytes,
             )
         )
-        return fitting + sorted((plan for plan in legal if not plan.fits), key=lambda plan: plan.memory_bytes)
+        return fitting + sorted(
+            (plan for plan in legal if not plan.fits), key=lambda plan: plan.memory_bytes
+        )
 
     def topologies(self) -> Iterator[Topology]:
         """Meshes of all devices; tp stays inside of a host, and rows divide over dp and cp."""
         mesh, heads = self.config.mesh, math.gcd(*self.decoder.heads)
         plan = self.decoder.family.plan
         for tp in self._sizes("tp", mesh.tp, self.gpus):
-            if "mesh.tp" not in self.pinned and (heads % tp or tp > self.fabric.in_host or (tp > 1 and not plan)):
+            if "mesh.tp" not in self.pinned and (
+                heads % tp or tp > self.fabric.in_host or (tp > 1 and not plan)
+            ):
                 continue
             for cp in self._sizes("cp", mesh.cp, self.gpus // tp):
-                if "mesh.cp" not in self.pinned and cp > 1 and (self.config.data.seq_len % (2 * cp) or cp > heads * 8):
+                if (
+                    "mesh.cp" not in self.pinned
+                    and cp > 1
+                    and (self.config.data.seq_len % (2 * cp) or cp > heads * 8)
+                ):
                     continue
                 dp = self.gpus // (tp * cp)
                 if mesh.dp not in (None, "auto", dp) or self.config.train.global_batch % dp:
@@ -197,7 +217,12 @@ class Question:
 
     def _of(self, topology: Topology) -> Config:
         mesh = self.config.mesh.model_copy(
-            update={"dp": topology.dp, "dp_shard": topology.dp_shard, "cp": topology.cp, "tp": topology.tp}
+            update={
+                "dp": topology.dp,
+                "dp_shard": topology.dp_shard,
+                "cp": topology.cp,
+                "tp": topology.tp,
+            }
         )
         return self.config.model_copy(update={"mesh": mesh})
 
@@ -208,8 +233,12 @@ class Question:
         sizes = [size for size in range(1, min(rows, _MOST_ROWS) + 1) if rows % size == 0]
         if "train.micro_batch" in self.pinned and train.micro_batch != "auto":
             sizes = [train.micro_batch]
-        modes = MODES if "train.activation_checkpointing" not in self.pinned else (base.recompute,)
-        offloads = (False, True) if "mesh.cpu_offload" not in self.pinned else (base.cpu_offload,)
+        modes = (
+            MODES if "train.activation_checkpointing" not in self.pinned else (base.recompute,)
+        )
+        offloads = (
+            (False, True) if "mesh.cpu_offload" not in self.pinned else (base.cpu_offload,)
+        )
         plans: list[Plan] = []
         for offload in offloads:
             if offload and len(offloads) > 1 and any(plan.fits for plan in plans):
@@ -228,10 +257,14 @@ class Question:
         """Of one set-up."""
         decoder = self.decoder
         flops = decoder.flops.per_token(causal_keys(setup.seq_len))
-        seconds = duration(decoder, setup, self.fabric, efficiency_of(self.device, self.slowness or 1.0))
+        seconds = duration(
+            decoder, setup, self.fabric, efficiency_of(self.device, self.slowness or 1.0)
+        )
         mixture = any(layer.chosen for layer in decoder.layers)
         margin = margin_of(self.device, mixture=mixture, measured=self.slowness is not None)
-        return Plan(setup, peak(decoder, setup), seconds, flops, host_bytes(decoder, setup), margin)
+        return Plan(
+            setup, peak(decoder, setup), seconds, flops, host_bytes(decoder, setup), margin
+        )
 
 
 def _divisors(of: int) -> list[int]:
@@ -242,7 +275,9 @@ def _divisors(of: int) -> list[int]:
 def pareto(plans: Sequence[Plan]) -> list[Plan]:
     """Of those that fit, the ones than which none is both faster and smaller, the fastest first."""
     front: list[Plan] = []
-    for plan in sorted((plan for plan in plans if plan.fits), key=lambda plan: plan.duration.total):
+    for plan in sorted(
+        (plan for plan in plans if plan.fits), key=lambda plan: plan.duration.total
+    ):
         if not front or plan.memory_bytes < front[-1].memory_bytes:
             front.append(plan)
     return front
@@ -271,20 +306,36 @@ def what_pays(question: Question, plans: Sequence[Plan]) -> list[str]:
         used = getattr(best.setup.topology, axis) > 1
         others = [plan for plan in fitting if (getattr(plan.setup.topology, axis) > 1) != used]
         if not others:
-            lines.append(f"{axis}: " + ("nothing fits without it" if used else "no mesh with it fits or is legal"))
+            lines.append(
+                f"{axis}: "
+                + ("nothing fits without it" if used else "no mesh with it fits or is legal")
+            )
             continue
         slower = others[0].slower_than(best)
-        said = f"without it {slower:.1%} slower" if used else f"would not pay, {slower:.1%} slower"
-        lines.append(f"{axis}: " + (said if slower else _untold(best, "without it" if used else "with it")))
+        said = (
+            f"without it {slower:.1%} slower" if used else f"would not pay, {slower:.1%} slower"
+        )
+        lines.append(
+            f"{axis}: "
+            + (said if slower else _untold(best, "without it" if used else "with it"))
+        )
     if best.setup.topology.tp > 1:
-        other = question.plan(replace(best.setup, sequence_parallel=not best.setup.sequence_parallel))
+        other = question.plan(
+            replace(best.setup, sequence_parallel=not best.setup.sequence_parallel)
+        )
         held = (other.memory_bytes - best.memory_bytes) / 2**30
         which = "without it" if best.setup.sequence_parallel else "with it"
         lines.append(f"sequence parallelism: {which} {held:+.1f} GiB a device")
     if best.setup.float8 == "none" and best.setup.device.float8:  # type: ignore[union-attr]
         faster = best.slower_than(question.plan(replace(best.setup, float8="tensorwise")))
-        pays = f"{faster:.1%} faster" if faster > 0 else "would not pay: its products are too small, or few of the time"
-        lines.append("train.float8 tensorwise: " + (pays if faster else _untold(best, "with it")))
+        pays = (
+            f"{faster:.1%} faster"
+            if faster > 0
+            else "would not pay: its products are too small, or few of the time"
+        )
+        lines.append(
+            "train.float8 tensorwise: " + (pays if faster else _untold(best, "with it"))
+        )
     return lines
 
 

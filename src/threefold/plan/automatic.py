@@ -10,13 +10,17 @@ from threefold.mesh import topology
 from threefold.plan.choices import Device, resolve
 
 
-def automatic(config: Config, *, launched_world_size: int | None, num_devices: int | None) -> dict[str, str]:
+def automatic(
+    config: Config, *, launched_world_size: int | None, num_devices: int | None
+) -> dict[str, str]:
     """section.key -> `value: reason` of each automatic key that is settled before the model and the data are read.
 
     Raises:
         ConfigError: the sizes of the mesh do not match; the arguments are those of `mesh.topology.resolve`.
     """
-    mesh, why = topology.resolve(config.mesh, launched_world_size=launched_world_size, num_devices=num_devices)
+    mesh, why = topology.resolve(
+        config.mesh, launched_world_size=launched_world_size, num_devices=num_devices
+    )
     kind = "cuda" if num_devices else "cpu"
     choices = resolve(config, mesh, Device.here(kind))
     decided = {
@@ -29,7 +33,9 @@ def automatic(config: Config, *, launched_world_size: int | None, num_devices: i
         "model.attention": choices.attention,
         "optimizer.lr": peak_rate(config),
     }
-    decided |= {f"mesh.{axis}": (getattr(mesh, axis), why) for axis in ("dp", "dp_shard", "cp", "tp")}
+    decided |= {
+        f"mesh.{axis}": (getattr(mesh, axis), why) for axis in ("dp", "dp_shard", "cp", "tp")
+    }
     if config.train.epochs is None:
         decided["train.steps"] = DEFAULT_STEPS, "neither steps nor epochs were given"
     if mesh.cp == 1:  # else it depends on the model's heads

@@ -113,10 +113,16 @@ def resolve(
         dtype=compute,
         micro_batch=micro_batch(config, topology),
         num_micro_batches=num_micro_batches(config, topology),
-        data_parallel=data_parallel(topology, cast=cast, offloaded=config.mesh.cpu_offload, exact=exact),
+        data_parallel=data_parallel(
+            topology, cast=cast, offloaded=config.mesh.cpu_offload, exact=exact
+        ),
         cp_method=method,
-        attention=attention(config.model.attention, device, drops_weights=drops_attention, unserved=unserved),
-        sequence_parallel=sequence_parallel(config.mesh.sequence_parallel, topology, device, seq_len=seq_len),
+        attention=attention(
+            config.model.attention, device, drops_weights=drops_attention, unserved=unserved
+        ),
+        sequence_parallel=sequence_parallel(
+            config.mesh.sequence_parallel, topology, device, seq_len=seq_len
+        ),
         compiled=compiled(config, device),
     )
 
@@ -135,7 +141,9 @@ def dtype(config: Config, device: Device) -> Decision[str]:
 def with_dtype(config: Config, device: Device) -> Config:
     """The config with the type in which it computes on a device."""
     chosen = dtype(config, device).value
-    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": chosen})})
+    return config.model_copy(
+        update={"model": config.model.model_copy(update={"dtype": chosen})}
+    )
 
 
 def micro_batch(config: Config, topology: Topology) -> Decision[int]:
@@ -149,7 +157,9 @@ def micro_batch(config: Config, topology: Topology) -> Decision[int]:
 
 def num_micro_batches(config: Config, topology: Topology) -> int:
     """Forwards of a dp rank in a step."""
-    return max(1, config.train.global_batch // topology.dp // micro_batch(config, topology).value)
+    return max(
+        1, config.train.global_batch // topology.dp // micro_batch(config, topology).value
+    )
 
 
 def data_parallel(
@@ -163,27 +173,45 @@ def data_parallel(
         exact: whether gradients are summed as integers (`train.reduce`).
     """
     one_copy = topology.dp_shard == 1 and topology.cp == 1
-    reasons = (("bfloat16", cast), ("mesh.cpu_offload", offloaded), ("train.reduce exact", exact))
+    reasons = (
+        ("bfloat16", cast),
+        ("mesh.cpu_offload", offloaded),
+        ("train.reduce exact", exact),
+    )
     asked = [what for what, wanted in reasons if wanted]
     if topology.dp == 1 and topology.cp == 1:
         if asked and not working_copy(topology, cast=cast, offloaded=offloaded, exact=exact):
-            return Decision("fsdp", f"FSDP2 on a mesh of one, for {' and '.join(asked)}; nothing is sent")
+            return Decision(
+                "fsdp", f"FSDP2 on a mesh of one, for {' and '.join(asked)}; nothing is sent"
+            )
         return Decision("none", "one copy of the model")
     if exact and topology.dp_replicate > 1:
         copies = f"{topology.dp_replicate} copies of {topology.dp_shard} shards"
         return Decision("fsdp", f"{copies}; train.reduce exact sums over copies")
     if one_copy and topology.tp == 1 and not asked:
-        return Decision("ddp", "dp_shard is 1: torch's DistributedDataParallel, every rank holds a whole model")
+        return Decision(
+            "ddp",
+            "dp_shard is 1: torch's DistributedDataParallel, every rank holds a whole model",
+        )
     if one_copy:
-        why = "tp: FSDP2 replicates what tp has split" if topology.tp > 1 else f"{asked[0]}: FSDP2 replicates it"
+        why = (
+            "tp: FSDP2 replicates what tp has split"
+            if topology.tp > 1
+            else f"{asked[0]}: FSDP2 replicates it"
+        )
         return Decision("fsdp", f"dp_shard is 1, with {why}")
     sharers = topology.dp_shard * topology.cp
     if topology.dp_replicate > 1:
-        return Decision("fsdp", f"HSDP: {topology.dp_replicate} replicas of {sharers} shards (dp_shard x cp)")
+        return Decision(
+            "fsdp",
+            f"HSDP: {topology.dp_replicate} replicas of {sharers} shards (dp_shard x cp)",
+        )
     return Decision("fsdp", f"FSDP2: {sharers} shards (dp_shard x cp)")
 
 
-def working_copy(topology: Topology, *, cast: bool, offloaded: bool = False, exact: bool = False) -> bool:
+def working_copy(
+    topology: Topology, *, cast: bool, offloaded: bool = False, exact: bool = False
+) -> bool:
     """Whether one process computes with a copy of its weights, kept from step to step; arguments as above.
 
     FSDP2 on a mesh of one would cast the weights in each micro-batch, twice where they do not stay.
@@ -191,7 +219,9 @@ def working_copy(topology: Topology, *, cast: bool, offloaded: bool = False, exa
     return cast and topology.world_size == 1 and not (offloaded or exact)
 
 
-def cp_method(asked: str, topology: Topology, *, heads: tuple[int, int] | None, seq_len: int) -> Decision[str]:
+def cp_method(
+    asked: str, topology: Topology, *, heads: tuple[int, int] | None, seq_len: int
+) -> Decision[str]:
     """How cp ranks exchange data in attention: `gather` or `ulysses`."""
     if asked != "auto":
         return Decision(asked, GIVEN)
@@ -201,15 +231,21 @@ def cp_method(asked: str, topology: Topology, *, heads: tuple[int, int] | None, 
         return Decision("gather", "the heads of a tp rank do not divide by cp")
     if seq_len < ULYSSES_FROM:
         return Decision("gather", f"rows shorter than {ULYSSES_FROM} tokens")
-    return Decision("ulysses", f"the heads divide by cp, and rows have {ULYSSES_FROM} tokens or more")
+    return Decision(
+        "ulysses", f"the heads divide by cp, and rows have {ULYSSES_FROM} tokens or more"
+    )
 
 
 def heads_divide(heads: tuple[int, int] | None, topology: Topology) -> bool:
     """Whether each rank of cp x tp can have whole heads, of queries and of keys and values."""
-    return heads is not None and all(count % (topology.tp * topology.cp) == 0 for count in heads)
+    return heads is not None and all(
+        count % (topology.tp * topology.cp) == 0 for count in heads
+    )
 
 
-def attention(asked: str, device: Device, *, drops_weights: bool = False, unserved: str = "") -> Decision[str]:
+def attention(
+    asked: str, device: Device, *, drops_weights: bool = False, unserved: str = ""
+) -> Decision[str]:
     """Masks in memory (`sdpa`), by blocks (`flex`), or causal documents by lengths and others by blocks (`varlen`).
 
     Args:
@@ -223,21 +259,31 @@ def attention(asked: str, device: Device, *, drops_weights: bool = False, unserv
     if not device.compiler:
         return Decision("sdpa", "triton, which compiles flex_attention, is not installed")
     if drops_weights:
-        return Decision("sdpa", "the model drops attention weights, which flex_attention cannot do")
+        return Decision(
+            "sdpa", "the model drops attention weights, which flex_attention cannot do"
+        )
     saved = "masks that are not plain causal cost no memory, and what they hide costs no time"
     if unserved:
-        return Decision("flex", f"{saved}; documents are not computed by their lengths: {unserved}")
-    return Decision("varlen", f"causal documents by their lengths, other masks by blocks: {saved}")
+        return Decision(
+            "flex", f"{saved}; documents are not computed by their lengths: {unserved}"
+        )
+    return Decision(
+        "varlen", f"causal documents by their lengths, other masks by blocks: {saved}"
+    )
 
 
-def sequence_parallel(asked: bool | str, topology: Topology, device: Device, *, seq_len: int) -> Decision[bool | str]:
+def sequence_parallel(
+    asked: bool | str, topology: Topology, device: Device, *, seq_len: int
+) -> Decision[bool | str]:
     """Whether tp ranks share the sequence between layers: as asked for, or `possible` if the model's plan allows it."""
     if seq_len % (topology.cp * topology.tp):
         return Decision(False, "the ranks cannot share rows of this length equally")
     if asked != "auto":
         return Decision(asked, GIVEN)
     if device.kind == "cpu":
-        return Decision(False, "on a CPU, twice as many exchanges take longer than the work that they save")
+        return Decision(
+            False, "on a CPU, twice as many exchanges take longer than the work that they save"
+        )
     return Decision("possible", "on CUDA")
 
 

@@ -18,9 +18,16 @@ from threefold.plan.families import FAMILIES, Family, Key
 from threefold.plan.operations import Attention, Flops
 
 TRACED = (
-    "threefold plan MODEL --mesh.dp 2   (without --gpus: the model's own code, traced on a mesh that the keys name)"
+    "threefold plan MODEL --mesh.dp 2   (without --gpus: the model's own "
+    "code, traced on a mesh that the keys name)"
 )
-_OTHER_LAYERS = ("qk_layernorm", "use_parallel_residual", "clip_qkv", "quantization_config", "num_nextn_predict_layers")
+_OTHER_LAYERS = (
+    "qk_layernorm",
+    "use_parallel_residual",
+    "clip_qkv",
+    "quantization_config",
+    "num_nextn_predict_layers",
+)
 # In one kernel each, which keeps its input.
 _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 _EXPERTS = ("num_experts", "num_local_experts")
@@ -47,7 +54,9 @@ class Weight(NamedTuple):
 
     def local(self, tp: int) -> tuple[int, ...]:
         """Its shape on a tp rank that has the largest part."""
-        return tuple(-(-size // tp) if dim == self.split else size for dim, size in enumerate(self.shape))
+        return tuple(
+            -(-size // tp) if dim == self.split else size for dim, size in enumerate(self.shape)
+        )
 
 
 @dataclass(frozen=True)
@@ -116,10 +125,15 @@ class Decoder:
     def flops(self) -> Flops:
         """Operations that a token meets: of matrices the head, also where it is tied, and no embedding."""
         parameters = {True: 0.0, False: 0.0}
-        for weight in (weight for layer in self.layers for weight in layer.weights if len(weight.shape) > 1):
+        for weight in (
+            weight for layer in self.layers for weight in layer.weights if len(weight.shape) > 1
+        ):
             parameters[weight.trained] += weight.size * weight.met
         parameters[self.around[0].trained] += self.vocabulary * self.hidden
-        attention = Counter(Attention(each.heads, each.head_dim, each.head_dim, each.window) for each in self.layers)
+        attention = Counter(
+            Attention(each.heads, each.head_dim, each.head_dim, each.window)
+            for each in self.layers
+        )
         return Flops(parameters[True], parameters[False], attention)
 
     @property
@@ -139,7 +153,10 @@ def decoder_of(values: Mapping[str, Any]) -> Decoder:
     hidden, vocabulary = sizes.number("hidden_size"), sizes.number("vocab_size")
     depth = sizes.number("num_hidden_layers")
     known: dict[Layer, Layer] = {}
-    layers = tuple(known.setdefault(each, each) for each in (_layer(sizes, place) for place in range(depth)))
+    layers = tuple(
+        known.setdefault(each, each)
+        for each in (_layer(sizes, place) for place in range(depth))
+    )
     tied = bool(values.get("tie_word_embeddings", family.tied))
     around = [Weight("embedding", (vocabulary, hidden), 0), *_norm("norm", hidden, family.norm)]
     if not tied:
@@ -158,7 +175,11 @@ def _family(values: Mapping[str, Any]) -> Family:
     if (family := FAMILIES.get(str(model_type))) is None:
         parts = " (its decoder is one of several parts)" if "text_config" in values else ""
         expected = f"one whose layers are known: {', '.join(FAMILIES)}"
-        raise ConfigError(f"model_type {model_type!r} cannot be estimated{parts}", expected=expected, fix=TRACED)
+        raise ConfigError(
+            f"model_type {model_type!r} cannot be estimated{parts}",
+            expected=expected,
+            fix=TRACED,
+        )
     for key in _OTHER_LAYERS:
         if values.get(key):
             what = f"{key} = {values[key]} of {model_type!r} cannot be estimated"
@@ -170,9 +191,13 @@ def _family(values: Mapping[str, Any]) -> Family:
 def _kept_problems(family: Family, values: Mapping[str, Any]) -> list[Problem]:
     found, expected = [], "layers whose kept tensors were compared with traced ones"
     if family.written_out:
-        found.append(f"the attention of {values['model_type']!r}, which is computed operator by operator")
+        found.append(
+            f"the attention of {values['model_type']!r}, which is computed operator by operator"
+        )
     if values.get("attention_dropout"):
-        found.append(f"attention_dropout = {values['attention_dropout']}, for which kernels differ")
+        found.append(
+            f"attention_dropout = {values['attention_dropout']}, for which kernels differ"
+        )
     activation = values.get("hidden_act") or values.get("hidden_activation") or "silu"
     if activation not in _ACTIVATIONS:
         found.append(f"hidden_act = {activation}, which is computed operator by operator")
@@ -204,12 +229,20 @@ class _Sizes:
     @property
     def head_dim(self) -> int:
         own = self.values.get("head_dim") or self.family.head_dim
-        return int(own) if own else self.number("hidden_size") // self.number("num_attention_heads")
+        return (
+            int(own)
+            if own
+            else self.number("hidden_size") // self.number("num_attention_heads")
+        )
 
 
 def _layer(sizes: _Sizes, place: int) -> Layer:
     family, hidden = sizes.family, sizes.number("hidden_size")
-    heads, kv_heads, head_dim = sizes.number("num_attention_heads"), sizes.kv_heads, sizes.head_dim
+    heads, kv_heads, head_dim = (
+        sizes.number("num_attention_heads"),
+        sizes.kv_heads,
+        sizes.head_dim,
+    )
     weights = [*_attention(sizes, hidden, heads * head_dim, kv_heads * head_dim)]
     for number in range(family.num_norms):
         weights += _norm(f"norm {number}", hidden, family.norm)
@@ -223,32 +256,55 @@ def _layer(sizes: _Sizes, place: int) -> Layer:
         width = sizes.number("intermediate_size")
         return Layer((*weights, *_mlp(sizes, hidden, width)), width=width, **shape)
     # transformers has two names for their number.
-    experts = sizes.number(next((key for key in _EXPERTS if sizes.values.get(key)), family.experts))
+    experts = sizes.number(
+        next((key for key in _EXPERTS if sizes.values.get(key)), family.experts)
+    )
     chosen = sizes.number("num_experts_per_tok")
-    width, shared = sizes.number(family.expert_width), int(sizes.values.get("shared_expert_intermediate_size") or 0)
+    width, shared = (
+        sizes.number(family.expert_width),
+        int(sizes.values.get("shared_expert_intermediate_size") or 0),
+    )
     weights += _experts(sizes, hidden, width, experts, chosen / experts)
     if shared:
         weights += _mlp(sizes, hidden, shared, name="shared ")
         weights.append(Weight("shared gate", (1, hidden)))
-    return Layer(tuple(weights), width=width, chosen=chosen, experts=experts, shared_width=shared, **shape)
+    return Layer(
+        tuple(weights),
+        width=width,
+        chosen=chosen,
+        experts=experts,
+        shared_width=shared,
+        **shape,
+    )
 
 
 def _attention(sizes: _Sizes, hidden: int, queries: int, keys: int) -> Sequence[Weight]:
     family, bias = sizes.family, sizes.says(sizes.family.qkv_bias)
-    parts = {"qkv": queries + 2 * keys} if family.fused_qkv else {"q": queries, "k": keys, "v": keys}
+    parts = (
+        {"qkv": queries + 2 * keys}
+        if family.fused_qkv
+        else {"q": queries, "k": keys, "v": keys}
+    )
     found = [Weight(name, (width, hidden), 0) for name, width in parts.items()]
     found += [Weight(f"{name} bias", (width,), 0) for name, width in parts.items() if bias]
     found.append(Weight("o", (hidden, queries), 1))
     if sizes.says(family.o_bias):
         found.append(Weight("o bias", (hidden,)))
     head_dim = sizes.head_dim
-    wide = sizes.says(Key("use_qk_norm", False)) if family.qk_norm == "each" else bool(family.qk_norm)
+    wide = (
+        sizes.says(Key("use_qk_norm", False))
+        if family.qk_norm == "each"
+        else bool(family.qk_norm)
+    )
     if wide and family.qk_norm == "head":
         found += [Weight("q norm", (head_dim,)), Weight("k norm", (head_dim,))]
     elif wide and family.qk_norm == "all":
         found += [Weight("q norm", (queries,)), Weight("k norm", (keys,))]
     elif wide:
-        found += [Weight("q norm", (queries // head_dim, head_dim)), Weight("k norm", (keys // head_dim, head_dim))]
+        found += [
+            Weight("q norm", (queries // head_dim, head_dim)),
+            Weight("k norm", (keys // head_dim, head_dim)),
+        ]
     if family.sinks:
         found.append(Weight("sinks", (queries // head_dim,), 0))
     return found
@@ -256,7 +312,11 @@ def _attention(sizes: _Sizes, hidden: int, queries: int, keys: int) -> Sequence[
 
 def _mlp(sizes: _Sizes, hidden: int, width: int, *, name: str = "") -> Sequence[Weight]:
     bias, kind = sizes.says(sizes.family.mlp_bias), sizes.family.mlp
-    entries = {"gated": {"gate": width, "up": width}, "fused": {"gate up": 2 * width}, "plain": {"up": width}}[kind]
+    entries = {
+        "gated": {"gate": width, "up": width},
+        "fused": {"gate up": 2 * width},
+        "plain": {"up": width},
+    }[kind]
     found = [Weight(name + each, (size, hidden), 0) for each, size in entries.items()]
     found.append(Weight(f"{name}down", (hidden, width), 1))
     if bias:
@@ -265,14 +325,20 @@ def _mlp(sizes: _Sizes, hidden: int, width: int, *, name: str = "") -> Sequence[
     return found
 
 
-def _experts(sizes: _Sizes, hidden: int, width: int, experts: int, met: float) -> Sequence[Weight]:
+def _experts(
+    sizes: _Sizes, hidden: int, width: int, experts: int, met: float
+) -> Sequence[Weight]:
     found = [
         Weight("router", (experts, hidden)),
         Weight("experts gate up", (experts, 2 * width, hidden), 1, met),
         Weight("experts down", (experts, hidden, width), 2, met),
     ]
     if sizes.family.expert_bias:
-        biases = {"router": (experts,), "experts gate up": (experts, 2 * width), "experts down": (experts, hidden)}
+        biases = {
+            "router": (experts,),
+            "experts gate up": (experts, 2 * width),
+            "experts down": (experts, hidden),
+        }
         found += [Weight(f"{name} bias", shape, met=met) for name, shape in biases.items()]
     return found
 
@@ -287,7 +353,10 @@ def _norm(name: str, width: int, kind: str) -> Sequence[Weight]:
 def _is_sparse(sizes: _Sizes, place: int) -> bool:
     if not sizes.family.experts:
         return False
-    step, dense = sizes.values.get("decoder_sparse_step") or 1, sizes.values.get("mlp_only_layers") or ()
+    step, dense = (
+        sizes.values.get("decoder_sparse_step") or 1,
+        sizes.values.get("mlp_only_layers") or (),
+    )
     return place not in dense and (place + 1) % step == 0
 
 

@@ -65,7 +65,9 @@ class Duration:
 
 
 @lru_cache(maxsize=4096)
-def _layer_products(decoder: Decoder, tp: int, experts: float, float8: float) -> tuple[float, float]:
+def _layer_products(
+    decoder: Decoder, tp: int, experts: float, float8: float
+) -> tuple[float, float]:
     """Of a token through all layers' matrices, forward: operations at the rate of large bfloat16 products, and numbers
     that are cast to 8 bits.
 
@@ -82,13 +84,20 @@ def _layer_products(decoder: Decoder, tp: int, experts: float, float8: float) ->
             least = min(shape[-2:])
             matrices = count * weight.met * math.prod(shape[:-2])
             in_8_bits = float8 != 1 and least >= FLOAT8_FROM
-            rate = least / (least + HALF_AT) * (float8 if in_8_bits else 1.0) * (experts if weight.met < 1 else 1.0)
+            rate = (
+                least
+                / (least + HALF_AT)
+                * (float8 if in_8_bits else 1.0)
+                * (experts if weight.met < 1 else 1.0)
+            )
             operations += 2 * matrices * math.prod(shape[-2:]) / rate
             cast += in_8_bits * matrices * sum(shape[-2:])
     return operations, cast
 
 
-def duration(decoder: Decoder, setup: Setup, fabric: Fabric, reached: Efficiency | None = None) -> Duration:
+def duration(
+    decoder: Decoder, setup: Setup, fabric: Fabric, reached: Efficiency | None = None
+) -> Duration:
     """Of a step of a rank; `setup.device` is set.
 
     Args:
@@ -99,18 +108,32 @@ def duration(decoder: Decoder, setup: Setup, fabric: Fabric, reached: Efficiency
     reached = reached or efficiency_of(device)
     tp, batches, tokens = setup.topology.tp, setup.num_batches, setup.tokens
     layers, cast = _layer_products(decoder, tp, reached.experts, reached.float8[setup.float8])
-    head = 2 * decoder.vocabulary * decoder.hidden / tp * (decoder.hidden + HALF_AT) / decoder.hidden
+    head = (
+        2
+        * decoder.vocabulary
+        * decoder.hidden
+        / tp
+        * (decoder.hidden + HALF_AT)
+        / decoder.hidden
+    )
     again = {"none": 0, "selective": 0}.get(setup.recompute, 1)
     rate = reached.products * device.bfloat16 / (1 if setup.element == 2 else FLOAT32)
     times = 2 if decoder.layers[0].rank else 3  # frozen weights have no gradient
     products = tokens * ((times + again) * layers + times * head) / rate
-    attention = tokens * _attention(decoder, setup) * (3.5 + again) / (reached.attention * rate / reached.products)
+    attention = (
+        tokens
+        * _attention(decoder, setup)
+        * (3.5 + again)
+        / (reached.attention * rate / reached.products)
+    )
     memory = reached.passes * device.bandwidth
     # Inputs are cast forward (and again), gradients backward.
     passes = tokens * (_passes(decoder, setup) + _CAST * cast * (1 + again / 2)) / memory
     computing = products + attention + passes
     kernels = _KERNELS_COMPILED if setup.compiled else _KERNELS
-    launches = batches * len(decoder.layers) * kernels * _START * (3 + (setup.recompute != "none"))
+    launches = (
+        batches * len(decoder.layers) * kernels * _START * (3 + (setup.recompute != "none"))
+    )
     sent, waited = _waits(decoder, setup, fabric, computing)
     waited += reached.shown * max(0.0, sum(sent.values()) - waited)
     shard = units_of(decoder, tp, setup.shards).whole.trained_shard
@@ -179,11 +202,16 @@ def _host(decoder: Decoder, setup: Setup, shard: int, computing: float) -> float
         given = setup.tokens * decoder.hidden * setup.element * len(decoder.layers)
         found += setup.num_batches * max(0.0, 2 * given / _HOST_LINK - computing)
     if setup.cpu_offload:
-        found += setup.num_batches * (2 + 1) * 4 * shard / _HOST_LINK + shard * (_UPDATE + 16) / _HOST_MEMORY
+        found += (
+            setup.num_batches * (2 + 1) * 4 * shard / _HOST_LINK
+            + shard * (_UPDATE + 16) / _HOST_MEMORY
+        )
     return found
 
 
-def _waits(decoder: Decoder, setup: Setup, fabric: Fabric, computing: float) -> tuple[dict[str, float], float]:
+def _waits(
+    decoder: Decoder, setup: Setup, fabric: Fabric, computing: float
+) -> tuple[dict[str, float], float]:
     """(seconds of what is sent by axis, seconds for which nothing is computed beside it), of a step."""
     topology, batches, element = setup.topology, setup.num_batches, setup.element
     tp, cp, tokens, count = topology.tp, topology.cp, setup.tokens, len(decoder.layers)
@@ -194,13 +222,17 @@ def _waits(decoder: Decoder, setup: Setup, fabric: Fabric, computing: float) -> 
         size = tokens * decoder.hidden * element
         one = fabric.seconds("all-reduce", size, ranks=tp, stride=1)
         # Scattered sums and gathers are half a sum each; what is computed again is gathered twice, and scattered once.
-        sent["tp"] = batches * one * (count * (4 + again * (1.5 if setup.sequence_parallel else 1)) + 2)
+        sent["tp"] = (
+            batches * one * (count * (4 + again * (1.5 if setup.sequence_parallel else 1)) + 2)
+        )
         # Sums of backward run beside the gradient of one weight.
         waited += sent["tp"] - (0 if setup.sequence_parallel else batches * one * count)
     if cp > 1:
         width = decoder.layers[0].head_dim * element / tp
         heads, kv_heads = decoder.heads
-        kind, rows = ("all-to-all", heads + kv_heads) if setup.ulysses else ("all-gather", kv_heads * cp)
+        kind, rows = (
+            ("all-to-all", heads + kv_heads) if setup.ulysses else ("all-gather", kv_heads * cp)
+        )
         one = fabric.seconds(kind, 2 * rows * tokens * width, ranks=cp, stride=tp)
         sent["cp"] = batches * count * (2 + again) * one
         waited += sent["cp"]
@@ -208,7 +240,9 @@ def _waits(decoder: Decoder, setup: Setup, fabric: Fabric, computing: float) -> 
     return {**sent, **data}, waited + beside
 
 
-def _of_data(decoder: Decoder, setup: Setup, fabric: Fabric, computing: float) -> tuple[dict[str, float], float]:
+def _of_data(
+    decoder: Decoder, setup: Setup, fabric: Fabric, computing: float
+) -> tuple[dict[str, float], float]:
     """As `_waits`, of weights that are gathered ahead and gradients that are reduced behind."""
     topology, batches = setup.topology, setup.num_batches
     units = units_of(decoder, topology.tp, setup.shards)
@@ -220,9 +254,13 @@ def _of_data(decoder: Decoder, setup: Setup, fabric: Fabric, computing: float) -
     inner = [*units.units, *([units.head] if units.head.size else [])]
     if shards > 1:
         seconds = partial(fabric.seconds, ranks=shards, stride=stride)
-        gathers, first = ([seconds("all-gather", unit.gathered(setup)) for unit in each] for each in (inner, outer))
+        gathers, first = (
+            [seconds("all-gather", unit.gathered(setup)) for unit in each]
+            for each in (inner, outer)
+        )
         scatters, last = (
-            sum(seconds("reduce-scatter", reduced * unit.trained_padded) for unit in each) for each in (inner, outer)
+            sum(seconds("reduce-scatter", reduced * unit.trained_padded) for unit in each)
+            for each in (inner, outer)
         )
         again = 0 if kept_whole(decoder, setup) else sum(gathers[: len(units.units)])
         forward, backward = sum(gathers), again + scatters
@@ -232,7 +270,9 @@ def _of_data(decoder: Decoder, setup: Setup, fabric: Fabric, computing: float) -
         waited += max(0.0, backward - computing * (1 - share))
         waited *= batches
     if topology.dp_replicate > 1:
-        seconds = partial(fabric.seconds, "all-reduce", ranks=topology.dp_replicate, stride=stride * shards)
+        seconds = partial(
+            fabric.seconds, "all-reduce", ranks=topology.dp_replicate, stride=stride * shards
+        )
         sent["dp_replicate"] = once = seconds(reduced * units.whole.trained_shard)
         left = computing * 2 / 3 - (sent.get("fsdp", 0.0) / batches / 2)
         last = sum(seconds(reduced * each.trained_shard) for each in outer)

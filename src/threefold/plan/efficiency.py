@@ -88,7 +88,12 @@ def efficiency_of(device: Accelerator, slowness: float = 1.0) -> Efficiency:
     """
     family = family_of(device)
     known = _UNKNOWN if family is None else EFFICIENCIES[family]
-    return known._replace(**{name: getattr(known, name) / slowness for name in ("products", "attention", "passes")})
+    return known._replace(
+        **{
+            name: getattr(known, name) / slowness
+            for name in ("products", "attention", "passes")
+        }
+    )
 
 
 def margin_of(device: Accelerator, *, mixture: bool, measured: bool = False) -> Margin:
@@ -98,7 +103,9 @@ def margin_of(device: Accelerator, *, mixture: bool, measured: bool = False) -> 
         measured: its layers were, on such a device: what is left is known as of dense models.
     """
     if measured:
-        source = "8 in 10 published speeds of dense models keep to, and layers were measured here"
+        source = (
+            "8 in 10 published speeds of dense models keep to, and layers were measured here"
+        )
         return Margin(_DENSE, _DIFFERENCE, source)
     rows = efficiency_of(device).rows
     figure = _MIXTURE if mixture else _DENSE

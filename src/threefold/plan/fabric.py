@@ -51,11 +51,15 @@ class Fabric:
         rate = self.link if inside else min(self.link, self.network * here)
         times = 2 if collective == "all-reduce" else 1
         share = (ranks - 1) / ranks * times
-        latency = math.log2(ranks) * _LATENCY_LINK if inside else ranks / here * _LATENCY_NETWORK
+        latency = (
+            math.log2(ranks) * _LATENCY_LINK if inside else ranks / here * _LATENCY_NETWORK
+        )
         return share * size / (_REACHED * rate) + times * latency
 
 
-def fabric_of(device: Accelerator, *, in_host: int, link: str | None = None, network: str | None = None) -> Fabric:
+def fabric_of(
+    device: Accelerator, *, in_host: int, link: str | None = None, network: str | None = None
+) -> Fabric:
     """From presets, or from the bandwidths that `threefold doctor` has measured; None: the device's own link, and NDR
     InfiniBand.
 
@@ -71,7 +75,11 @@ def _rate(option: str, text: str, known: Mapping[str, float]) -> float:
     """Bytes/s of a preset, or that a measured bandwidth is part of."""
     if text in known:
         return known[text]
-    if (found := _MEASURED.fullmatch(text)) is not None and (rate := float(found["number"]) * _UNITS[found["unit"]]):
+    if (found := _MEASURED.fullmatch(text)) is not None and (
+        rate := float(found["number"]) * _UNITS[found["unit"]]
+    ):
         return rate / _REACHED
     expected = f"one of {', '.join(known)}, or a bus bandwidth as `threefold doctor` measures it: 41.5GiB/s"
-    raise ConfigError(f"{option} {text} is not known", expected=expected, fix=f"{option} {next(iter(known))}")
+    raise ConfigError(
+        f"{option} {text} is not known", expected=expected, fix=f"{option} {next(iter(known))}"
+    )

@@ -68,12 +68,29 @@ _QV = ("q_proj", "v_proj")
 _ATTENTION = Key("attention_bias", False)
 _MLP = Key("mlp_bias", False)
 _LLAMA = Family(qkv_bias=_ATTENTION, o_bias=_ATTENTION, mlp_bias=_MLP)
-_GLM = Family(qkv_bias=Key("attention_bias", True), mlp="fused", kv_heads=2, head_dim=128, plan=False)
-_GEMMA = Family(
-    qkv_bias=_ATTENTION, o_bias=_ATTENTION, norm="rms_float32", head_dim=256, tied=True, plan=False, adapted=_QV
+_GLM = Family(
+    qkv_bias=Key("attention_bias", True), mlp="fused", kv_heads=2, head_dim=128, plan=False
 )
-_COHERE = Family(qkv_bias=_ATTENTION, o_bias=_ATTENTION, norm="layer_no_bias", num_norms=1, tied=True, plan=False)
-_OLMO2 = Family(qkv_bias=_ATTENTION, o_bias=_ATTENTION, norm="rms_float32", qk_norm="all", plan=False)
+_GEMMA = Family(
+    qkv_bias=_ATTENTION,
+    o_bias=_ATTENTION,
+    norm="rms_float32",
+    head_dim=256,
+    tied=True,
+    plan=False,
+    adapted=_QV,
+)
+_COHERE = Family(
+    qkv_bias=_ATTENTION,
+    o_bias=_ATTENTION,
+    norm="layer_no_bias",
+    num_norms=1,
+    tied=True,
+    plan=False,
+)
+_OLMO2 = Family(
+    qkv_bias=_ATTENTION, o_bias=_ATTENTION, norm="rms_float32", qk_norm="all", plan=False
+)
 
 FAMILIES = {
     "llama": _LLAMA._replace(adapted=_QV),
@@ -144,4 +161,15 @@ FAMILIES = {
     ),
 }  # fmt: skip
 # Whose weights had one hash on dp 1, 2 and 4 with train.reduce exact, in both types (tests/ranks/test_bits.py).
-EXACT = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "olmo2", "phi3", "gpt2", "mixtral", "qwen3_moe")
+EXACT = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "olmo2",
+    "phi3",
+    "gpt2",
+    "mixtral",
+    "qwen3_moe",
+)

@@ -71,13 +71,18 @@ def row_counts(setup: Setup) -> list[int]:
 
 def with_rows(setup: Setup, size: int) -> Setup:
     """With so many rows in a forward, and as many forwards as a step then has."""
-    return replace(setup, micro_batch=size, num_batches=setup.micro_batch * setup.num_batches // size)
+    return replace(
+        setup, micro_batch=size, num_batches=setup.micro_batch * setup.num_batches // size
+    )
 
 
 def largest_micro_batch(decoder: Decoder, setup: Setup, free: float) -> Setup:
     """With all rows of a dp rank at once, or as many as fit; one, if none does."""
     sizes = (with_rows(setup, size) for size in row_counts(setup))
-    return next((smaller for smaller in sizes if peak(decoder, smaller).total <= free), with_rows(setup, 1))
+    return next(
+        (smaller for smaller in sizes if peak(decoder, smaller).total <= free),
+        with_rows(setup, 1),
+    )
 
 
 def what_fits(decoder: Decoder | None, setup: Setup, free: float) -> str:
@@ -86,7 +91,9 @@ def what_fits(decoder: Decoder | None, setup: Setup, free: float) -> str:
     Of a model that cannot be estimated (None) the first that needs less.
     """
     smaller = smaller_setups(setup)
-    fitting = next((less for less in smaller if decoder is None or peak(decoder, less).total <= free), None)
+    fitting = next(
+        (less for less in smaller if decoder is None or peak(decoder, less).total <= free), None
+    )
     return MORE_RANKS if fitting is None else as_options(changed_keys(setup, fitting))
 
 
@@ -100,7 +107,9 @@ def smaller_setups(setup: Setup) -> Iterator[Setup]:
     modes = MODES[MODES.index(setup.recompute) : len(MODES) - (device is None)]
     sizes = [size for size in row_counts(setup) if size <= setup.micro_batch]
     # Places in these lists; sharding comes first among as many changes, as it has no price in the list.
-    places = itertools.product(*(range(len(options)) for options in (meshes, offloads, modes, sizes)))
+    places = itertools.product(
+        *(range(len(options)) for options in (meshes, offloads, modes, sizes))
+    )
     by_price = sorted(places, key=lambda place: (sum(map(bool, place)), *place[1:]))
     for mesh, offload, mode, size in by_price[1:]:
         yield replace(

@@ -41,7 +41,9 @@ class LiveTensors(TorchDispatchMode):
         self._pools, self._most = [0, 0], [0, 0]
         self._bytes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._add(already)
-        self._staying = self._pools[0] + sum(each.nbytes for each in buckets if each.nbytes <= _MAPPED_FROM)
+        self._staying = self._pools[0] + sum(
+            each.nbytes for each in buckets if each.nbytes <= _MAPPED_FROM
+        )
 
     @property
     def resident_bytes(self) -> float:
@@ -67,7 +69,9 @@ class LiveTensors(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*error)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func._opname in _COPIED:
             copy = max(each.nbytes for each in args[:2])  # what is given and what is received
             self._count(copy)

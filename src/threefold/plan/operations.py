@@ -36,7 +36,11 @@ class Flops:
     def of_attention(self, keys: Callable[[int | None], float]) -> float:
         """The part that depends on the length."""
         return sum(
-            6.0 * layers * each.heads * (each.query_width + each.value_width) * keys(each.window)
+            6.0
+            * layers
+            * each.heads
+            * (each.query_width + each.value_width)
+            * keys(each.window)
             for each, layers in self.attention.items()
         )
 
@@ -57,14 +61,24 @@ def formula(flops: Flops, seq_len: int) -> list[str]:
     keys = causal_keys(seq_len)
     lines = [f"a token costs {flops.per_token(keys) / 1e9:,.2f} GFLOP, forward and backward"]
     of_matrices = (
-        (6, flops.trained, "trained parameters of matrices that a token meets: head yes, embedding no"),
+        (
+            6,
+            flops.trained,
+            "trained parameters of matrices that a token meets: head yes, embedding no",
+        ),
         (4, flops.frozen, "frozen ones"),
     )
     for factor, count, name in of_matrices:
         if count:
-            lines.append(f"  {factor * count / 1e9:10,.2f} GFLOP = {factor} x {count:,.0f} {name}")
+            lines.append(
+                f"  {factor * count / 1e9:10,.2f} GFLOP = {factor} x {count:,.0f} {name}"
+            )
     for attention, layers in sorted(flops.attention.items(), key=str):
-        heads, width, seen = attention.heads, attention.query_width + attention.value_width, keys(attention.window)
+        heads, width, seen = (
+            attention.heads,
+            attention.query_width + attention.value_width,
+            keys(attention.window),
+        )
         window = "" if attention.window is None else f" (window {attention.window})"
         lines.append(
             f"  {6 * layers * heads * width * seen / 1e9:10,.2f} GFLOP = 6 x {layers} layers x {heads} heads x "

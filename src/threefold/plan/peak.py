@@ -56,7 +56,9 @@ def host_bytes(decoder: Decoder, setup: Setup) -> float:
 def _weights(units: Unit, setup: Setup) -> float:
     """Bytes of weights: float32, and a copy to compute with, which is all that there is of frozen ones."""
     if setup.working_copy:
-        return (FLOAT + setup.element) * units.trained_shard + setup.element * (units.shard - units.trained_shard)
+        return (FLOAT + setup.element) * units.trained_shard + setup.element * (
+            units.shard - units.trained_shard
+        )
     return FLOAT * units.shard
 
 
@@ -67,27 +69,47 @@ class _Step:
         self._decoder, self._setup = decoder, setup
         self._units = units_of(decoder, setup.topology.tp, setup.shards)
         self._sharded = setup.sharing == "fsdp"
-        kinds = {layer: activations_of(decoder, layer, setup) for layer in dict.fromkeys(decoder.layers)}
+        kinds = {
+            layer: activations_of(decoder, layer, setup)
+            for layer in dict.fromkeys(decoder.layers)
+        }
         self._layers: list[Activations] = [kinds[layer] for layer in decoder.layers]
         self._whole = kept_whole(decoder, setup)
         # Of a unit that is reduced with exact sums: the integers that it is rounded to.
         self._rounded = 8 if setup.exact else 0
-        self._gradients = 0.0 if setup.cpu_offload else setup.gradient_element * self._units.whole.trained_shard
+        self._gradients = (
+            0.0
+            if setup.cpu_offload
+            else setup.gradient_element * self._units.whole.trained_shard
+        )
         # The last that a micro-batch reduces; of a tied embedding or a small one, with the rest.
         self._last = self._units.embedding if self._units.embedding.size else self._units.rest
-        self._rest = self._units.rest.gathered(setup) + self._units.embedding.gathered(setup) if self._sharded else 0.0
+        self._rest = (
+            self._units.rest.gathered(setup) + self._units.embedding.gathered(setup)
+            if self._sharded
+            else 0.0
+        )
         self._end = self._units.head.gathered(setup) if self._sharded else 0.0
         trained = self._last.trained > 0
-        self._head = trained * setup.element * -(-decoder.vocabulary // setup.topology.tp) * decoder.hidden
+        self._head = (
+            trained
+            * setup.element
+            * -(-decoder.vocabulary // setup.topology.tp)
+            * decoder.hidden
+        )
         self._constant = {
             "weights": 0.0 if setup.cpu_offload else _weights(self._units.whole, setup),
-            "moments": 0.0 if setup.cpu_offload else setup.moments * self._units.whole.trained_shard,
+            "moments": 0.0
+            if setup.cpu_offload
+            else setup.moments * self._units.whole.trained_shard,
         }
         if setup.averages:
             self._constant["averages"] = FLOAT * self._units.whole.trained_shard
 
         windows = (each.window for each in decoder.layers)
-        masked = setup.documents or any(window is not None and window < setup.seq_len for window in windows)
+        masked = setup.documents or any(
+            window is not None and window < setup.seq_len for window in windows
+        )
         if setup.device is None and masked:
             self._constant["masks"] = float(setup.tokens * setup.seq_len)
 
@@ -96,7 +118,11 @@ class _Step:
         kept = sum(each.kept for each in self._layers)
         before = self._before()
         # FSDP2 keeps the last buffer that was reduced until the next reduction.
-        left = FLOAT * self._last.trained_padded if self._sharded and self._setup.num_batches > 1 else 0.0
+        left = (
+            FLOAT * self._last.trained_padded
+            if self._sharded and self._setup.num_batches > 1
+            else 0.0
+        )
         yield self._loss(kept, before, left)
         yield from self._backward(kept, before, left)
         yield self._moment("update", gradients=self._gradients)
@@ -125,7 +151,9 @@ class _Step:
         if not self._sharded:
             return 0.0
         units = [each.gathered(self._setup) for each in self._units.units]
-        found = self._rest + (units[computing] if computing is not None and computing < len(units) else 0)
+        found = self._rest + (
+            units[computing] if computing is not None and computing < len(units) else 0
+        )
         if self._whole:
             return found + sum(units[:below])
         return found + (units[below - 1] if below and self._setup.shards > 1 else 0)
@@ -142,19 +170,28 @@ class _Step:
         head, chunks = part * hidden * (self._head > 0), -(-tokens // size)
         summed = FLOAT * head if chunks > 1 else 0.0
         cast = (FLOAT + element * (element < FLOAT)) * head
-        product = element * head * (setup.device is None) if chunks > 1 and element < FLOAT else cast
+        product = (
+            element * head * (setup.device is None) if chunks > 1 and element < FLOAT else cast
+        )
         # The gradient of the chunk before is let go of when there is another.
-        first = size * part * (softmax + (element if chunks > 1 and element < FLOAT else 0)) + summed
+        first = (
+            size * part * (softmax + (element if chunks > 1 and element < FLOAT else 0))
+            + summed
+        )
         second = size * part * element + summed + product + size * hidden * element
         units = self._units.units
         # What the last all-gather received stays until the end of the forward.
-        flat = units[-1].gathered(setup) if units and self._sharded and setup.shards > 1 else 0.0
+        flat = (
+            units[-1].gathered(setup) if units and self._sharded and setup.shards > 1 else 0.0
+        )
         return self._moment(
             "loss",
             activations=kept + last,
             head=2 * tokens * hidden * element,
             chunk=max(first, second, cast),
-            gathered=self._gathered(None, below=len(units) if self._whole else 0) + self._end + flat,
+            gathered=self._gathered(None, below=len(units) if self._whole else 0)
+            + self._end
+            + flat,
             gradients=before,
             reduction=left,
         )
@@ -168,7 +205,11 @@ class _Step:
         head: float = self._head
         if self._end:
             end, head = self._units.head, 0.0
-            gradients += 0.0 if before else setup.gradient_element * end.trained_shard * (not setup.cpu_offload)
+            gradients += (
+                0.0
+                if before
+                else setup.gradient_element * end.trained_shard * (not setup.cpu_offload)
+            )
             reducing = FLOAT * end.trained_padded if end.trained else left
             yield self._moment(
                 "reduction of the head",
@@ -203,20 +244,37 @@ class _Step:
                         head=head,
                         gathered=self._gathered(None, below=number),
                         gradients=gradients,
-                        reduction=reducing + element * unit.trained + self._rounded * unit.trained_padded,
+                        reduction=reducing
+                        + element * unit.trained
+                        + self._rounded * unit.trained_padded,
                     )
         yield from self._rest_of_backward(hidden, gradients, reducing, head)
 
-    def _rest_of_backward(self, hidden: float, gradients: float, reducing: float, head: float) -> Iterator[Moment]:
+    def _rest_of_backward(
+        self, hidden: float, gradients: float, reducing: float, head: float
+    ) -> Iterator[Moment]:
         """The embedding, and the reduction of what is outside of the layers."""
         rest, element = self._last, self._setup.element
-        embedding = element * self._decoder.around[0].size / (self._setup.topology.tp if self._decoder.tied else 1)
+        embedding = (
+            element
+            * self._decoder.around[0].size
+            / (self._setup.topology.tp if self._decoder.tied else 1)
+        )
         embedding *= self._head > 0
-        lines = {"work": hidden, "head": head + embedding, "reduction": reducing, "gradients": gradients}
-        yield self._moment("backward of the embedding", gathered=self._gathered(None, below=0), **lines)
+        lines = {
+            "work": hidden,
+            "head": head + embedding,
+            "reduction": reducing,
+            "gradients": gradients,
+        }
+        yield self._moment(
+            "backward of the embedding", gathered=self._gathered(None, below=0), **lines
+        )
         if self._sharded:
             reduction = (FLOAT + self._rounded) * rest.trained_padded + element * rest.trained
-            yield self._moment("reduction of the rest", reduction=reduction, gradients=self._gradients)
+            yield self._moment(
+                "reduction of the rest", reduction=reduction, gradients=self._gradients
+            )
 
 
 _NAMES = {

@@ -67,7 +67,9 @@ class Setup:
     def sharing(self) -> str:
         """`none`, `ddp` or `fsdp`."""
         cast, offloaded = self.element != 4, self.cpu_offload
-        return choices.data_parallel(self.topology, cast=cast, offloaded=offloaded, exact=self.exact).value
+        return choices.data_parallel(
+            self.topology, cast=cast, offloaded=offloaded, exact=self.exact
+        ).value
 
     @property
     def gathers_8_bits(self) -> bool:
@@ -78,7 +80,9 @@ class Setup:
     def working_copy(self) -> bool:
         """Whether it computes with a copy of its weights."""
         cast, offloaded = self.element != 4, self.cpu_offload
-        return choices.working_copy(self.topology, cast=cast, offloaded=offloaded, exact=self.exact)
+        return choices.working_copy(
+            self.topology, cast=cast, offloaded=offloaded, exact=self.exact
+        )
 
     @property
     def gradient_element(self) -> int:
@@ -94,7 +98,9 @@ class Setup:
         """Tokens whose logits exist at one time."""
         part = -(-decoder.vocabulary // self.topology.tp)
         kind = kind_of(self.device).kind
-        return choices.chunk_tokens(self.loss_chunk, tokens=self.tokens, vocabulary=part, device=kind)
+        return choices.chunk_tokens(
+            self.loss_chunk, tokens=self.tokens, vocabulary=part, device=kind
+        )
 
 
 def kind_of(device: Accelerator | None) -> choices.Device:
@@ -108,7 +114,9 @@ def _moment_bytes(config: Config) -> float:
     return 8.0 if known.moment_bytes is None else known.moment_bytes
 
 
-def setup_of(config: Config, decoder: Decoder | None, topology: Topology, device: Accelerator | None) -> Setup:
+def setup_of(
+    config: Config, decoder: Decoder | None, topology: Topology, device: Accelerator | None
+) -> Setup:
     """The set-up that a config asks for.
 
     Args:
@@ -146,15 +154,29 @@ def refused(config: Config, decoder: Decoder, topology: Topology) -> list[Proble
     if topology.tp > 1 and not decoder.family.plan:
         what = f"mesh.tp = {topology.tp} of {decoder.model_type!r} cannot be estimated"
         expected = "a family that tp splits as Llama, or one tp rank"
-        problems.append(Problem(what, expected, "--mesh.tp 1   (or without --gpus: traced, of the model's own code)"))
-    expected = "a step of next tokens on rows without masks, by an optimizer whose state is known"
+        problems.append(
+            Problem(
+                what,
+                expected,
+                "--mesh.tp 1   (or without --gpus: traced, of the model's own code)",
+            )
+        )
+    expected = (
+        "a step of next tokens on rows without masks, by an optimizer whose state is known"
+    )
     for key, value, plain in (
         ("train.objective", config.train.objective, "next_token"),
         ("data.document_mask", bool(config.data.document_mask) and topology.cp > 1, False),
         ("mesh.ep", config.mesh.ep, 1),
     ):
         if value != plain:
-            problems.append(Problem(f"{key} = {str(value).lower()} cannot be estimated", expected, f"leave {key} out"))
+            problems.append(
+                Problem(
+                    f"{key} = {str(value).lower()} cannot be estimated",
+                    expected,
+                    f"leave {key} out",
+                )
+            )
     if config.mesh.sequence_parallel == "async":
         what = "mesh.sequence_parallel = async cannot be estimated"
         problems.append(Problem(what, expected, "--mesh.sequence_parallel true"))
@@ -171,7 +193,9 @@ def refused(config: Config, decoder: Decoder, topology: Topology) -> list[Proble
     return problems
 
 
-def checked(config: Config, decoder: Decoder, topology: Topology, device: Accelerator | None) -> Setup:
+def checked(
+    config: Config, decoder: Decoder, topology: Topology, device: Accelerator | None
+) -> Setup:
     """As `setup_of`; ConfigError if it cannot be estimated."""
     if problems := refused(config, decoder, topology):
         raise ConfigError.of(problems)

@@ -65,7 +65,12 @@ def _of_unit(unit: Unit, setup: Setup, sent: _Sent, *, gathers: int) -> None:
     if setup.shards > 1:
         sent.add("fsdp", "all-gather", unit.gathered(setup), gathers)
     if setup.shards > 1 and unit.trained:
-        sent.add("fsdp", "reduce-scatter", setup.reduced_element * unit.trained_padded, setup.num_batches)
+        sent.add(
+            "fsdp",
+            "reduce-scatter",
+            setup.reduced_element * unit.trained_padded,
+            setup.num_batches,
+        )
     if setup.topology.dp_replicate > 1 and unit.trained:
         sent.add("dp_replicate", "all-reduce", setup.reduced_element * unit.trained_shard)
 
@@ -79,7 +84,9 @@ def _of_tensor(decoder: Decoder, setup: Setup, sent: _Sent) -> None:
         # Two gathers and two scattered sums forward, their opposites backward; computed again up to the last product.
         sent.add("tp", "all-gather", whole, batches * layers * (4 + 2 * again))
         sent.add("tp", "reduce-scatter", whole, batches * layers * (4 + again))
-        sent.add("tp", "reduce-scatter", whole, batches * 2)  # the embedding, and the head's gradient
+        sent.add(
+            "tp", "reduce-scatter", whole, batches * 2
+        )  # the embedding, and the head's gradient
         sent.add("tp", "all-gather", whole, batches * 2)
     else:
         # The embeddings' values need no gradient where they are frozen, unless layers are computed again from them.
@@ -92,8 +99,12 @@ def _of_tensor(decoder: Decoder, setup: Setup, sent: _Sent) -> None:
     chunks = -(-tokens // setup.chunk(decoder))
     left = tokens - (chunks - 1) * setup.chunk(decoder)
     for size, calls in ((setup.chunk(decoder), chunks - 1), (left, 1)):
-        sent.add("tp", "all-reduce", FLOAT * size, batches * calls)  # the largest logit of each token
-        sent.add("tp", "all-reduce", 2 * FLOAT * size, batches * calls)  # its sum and its target
+        sent.add(
+            "tp", "all-reduce", FLOAT * size, batches * calls
+        )  # the largest logit of each token
+        sent.add(
+            "tp", "all-reduce", 2 * FLOAT * size, batches * calls
+        )  # its sum and its target
     sent.add("tp", "all-reduce", 2 * FLOAT)  # the norm of the gradients
     if partial := _partial(decoder, setup):
         sent.add("tp", "all-reduce", FLOAT * partial)
@@ -102,13 +113,18 @@ def _of_tensor(decoder: Decoder, setup: Setup, sent: _Sent) -> None:
 def _partial(decoder: Decoder, setup: Setup) -> int:
     """Numbers of this rank's shard of the parameters whose gradient a tp rank knows in part."""
     if decoder.layers[0].rank:
-        own = [each for layer in decoder.layers for each in layer.weights if known_in_part(each)]
+        own = [
+            each for layer in decoder.layers for each in layer.weights if known_in_part(each)
+        ]
         shapes = [each.local(setup.topology.tp) for each in own]
         return sum(-(-shape[0] // setup.shards) * math.prod(shape[1:]) for shape in shapes)
     names = {"q norm", "k norm"}
     if setup.sequence_parallel:
         names |= {"norm", "norm bias", "o bias", "down bias", *(f"norm {n}" for n in range(4))}
-    weights = [*decoder.around, *(weight for layer in decoder.layers for weight in layer.weights)]
+    weights = [
+        *decoder.around,
+        *(weight for layer in decoder.layers for weight in layer.weights),
+    ]
     return sum(-(-each.shape[0] // setup.shards) for each in weights if each.name in names)
 
 

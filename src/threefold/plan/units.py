@@ -35,7 +35,10 @@ class Unit:
 
     def gathered(self, setup: Setup) -> int:
         """Bytes of its weights, gathered."""
-        return setup.element * self.padded - (setup.element - 1) * self.narrow * setup.gathers_8_bits
+        return (
+            setup.element * self.padded
+            - (setup.element - 1) * self.narrow * setup.gathers_8_bits
+        )
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,10 @@ class Units:
 @lru_cache(maxsize=4096)
 def units_of(decoder: Decoder, tp: int, shards: int) -> Units:
     """The units of a tp rank's part over so many shards."""
-    parts = {layer: _unit(layer.weights, tp, shards, layers=1) for layer in dict.fromkeys(decoder.layers)}
+    parts = {
+        layer: _unit(layer.weights, tp, shards, layers=1)
+        for layer in dict.fromkeys(decoder.layers)
+    }
     units: list[Unit] = []
     waiting = empty = Unit(0, 0, 0, 0, 0, 0, 0, 0)
     for layer in decoder.layers:
@@ -74,7 +80,9 @@ def units_of(decoder: Decoder, tp: int, shards: int) -> Units:
     ends = [_unit(tuple(each), tp, shards, layers=0) for each in ([embedding], last)]
     apart = not decoder.tied and last[0].name.startswith("norm")
     own = [each if apart and 4 * each.size >= choices.UNIT_BYTES else empty for each in ends]
-    rest = reduce(_sum, [end for end, each in zip(ends, own, strict=True) if each is empty], waiting)
+    rest = reduce(
+        _sum, [end for end, each in zip(ends, own, strict=True) if each is empty], waiting
+    )
     return Units(tuple(units), own[1], own[0], rest)
 
 

@@ -55,9 +55,15 @@ def unsafe_files(run: Path) -> Iterator[tuple[str, str]]:
         with contextlib.suppress(OSError):  # it is gone, or a link to nothing
             status = path.stat()
             if path.name == RUN_CONFIG and status.st_size > MOST_OF_CONFIG:
-                yield path.relative_to(run).as_posix(), f"it is larger than {MOST_OF_CONFIG >> 10:,} KiB"
+                yield (
+                    path.relative_to(run).as_posix(),
+                    f"it is larger than {MOST_OF_CONFIG >> 10:,} KiB",
+                )
             elif stat.S_ISREG(status.st_mode) and leads_out(path, run):
-                yield path.relative_to(run).as_posix(), "it is a link that leads out of the run's folder"
+                yield (
+                    path.relative_to(run).as_posix(),
+                    "it is a link that leads out of the run's folder",
+                )
 
 
 def check_files(run: Path) -> None:
@@ -69,7 +75,9 @@ def check_files(run: Path) -> None:
     for path in _no_files(run):
         what = f"{path} is not a file, but a FIFO, a socket or a device"
         fix = f"was this run copied from somebody? Look at: ls -l {shlex.quote(str(path))}"
-        raise ConfigError(what, expected="a run as threefold writes it: files and folders", fix=fix)
+        raise ConfigError(
+            what, expected="a run as threefold writes it: files and folders", fix=fix
+        )
 
 
 def _no_files(run: Path) -> Iterator[Path]:

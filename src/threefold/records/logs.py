@@ -16,7 +16,9 @@ _MOST_LOGS, _MOST_BYTES, _MOST_KINDS, _LONGEST = 256, 1 << 26, 60, 2000
 _BLOCK = 1 << 16
 _LINE = rb"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
 _WARNING = re.compile(_LINE + rb"(WARNING|ERROR|CRITICAL) [^:\n]*: ([^\n]*)", re.MULTILINE)
-_START = re.compile(_LINE + rb"INFO %b: (\{[^\n]*\})$" % re.escape(LOG_START.encode()), re.MULTILINE)
+_START = re.compile(
+    _LINE + rb"INFO %b: (\{[^\n]*\})$" % re.escape(LOG_START.encode()), re.MULTILINE
+)
 
 
 @dataclass
@@ -49,7 +51,9 @@ def read_logs(run: Path) -> RankLogs:
     logs, room = list(paths_of(run)), _MOST_BYTES
     for number, (rank, path) in enumerate(logs):
         if number >= _MOST_LOGS or room <= 0:
-            notes.append(f"the logs of {len(logs) - number} more ranks were not read, from {path.name} on")
+            notes.append(
+                f"the logs of {len(logs) - number} more ranks were not read, from {path.name} on"
+            )
             break
         try:
             with open_file(path) as file:
@@ -63,11 +67,19 @@ def read_logs(run: Path) -> RankLogs:
     return RankLogs(list(warnings.values()), notes)
 
 
-def _add(warnings: dict[tuple[str, str], LoggedWarning], rank: int, level: str, text: str, notes: list[str]) -> None:
+def _add(
+    warnings: dict[tuple[str, str], LoggedWarning],
+    rank: int,
+    level: str,
+    text: str,
+    notes: list[str],
+) -> None:
     # Those that differ in numbers only are of one kind.
     kind = level, re.sub(r"\d+", "#", text)
     if kind not in warnings and len(warnings) >= _MOST_KINDS:
-        if (note := f"more than {_MOST_KINDS} kinds of warnings: the first are shown") not in notes:
+        if (
+            note := f"more than {_MOST_KINDS} kinds of warnings: the first are shown"
+        ) not in notes:
             notes.append(note)
         return
     entry = warnings.setdefault(kind, LoggedWarning(level, text[:_LONGEST]))

@@ -87,7 +87,9 @@ class Metrics:
     @property
     def version(self) -> tuple[int, int]:
         """Another one whenever something new was read."""
-        return self.lines.again, sum(len(series.steps) for series in self._series.values()) + len(self._skipped)
+        return self.lines.again, sum(
+            len(series.steps) for series in self._series.values()
+        ) + len(self._skipped)
 
     @property
     def damaged(self) -> list[Damage]:
@@ -170,7 +172,9 @@ class Metrics:
     def clocks(self) -> dict[int, Points]:
         """When each step was logged, in seconds since 1970, by the number of the pass (from 1)."""
         passes = np.array(self._clock.passes, np.int64)
-        logged = Points(np.array(self._clock.steps, np.int64), np.array(self._clock.values, np.float64))
+        logged = Points(
+            np.array(self._clock.steps, np.int64), np.array(self._clock.values, np.float64)
+        )
         return {
             int(number): Points(logged.steps[passes == number], logged.values[passes == number])
             for number in np.unique(passes)
@@ -184,13 +188,22 @@ class Metrics:
     def _split(self, name: str) -> tuple[Points, dict[int, Points]]:
         if name not in self._stands:
             series = self._series.get(name) or _Series()
-            steps, values = np.array(series.steps, np.int64), np.array(series.values, np.float64)
+            steps, values = (
+                np.array(series.steps, np.int64),
+                np.array(series.values, np.float64),
+            )
             passes = np.array(series.passes, np.int64)
             stands = steps < self._limits()[passes]
-            gone = {int(number): (passes == number) & ~stands for number in np.unique(passes[~stands])}
+            gone = {
+                int(number): (passes == number) & ~stands
+                for number in np.unique(passes[~stands])
+            }
             order = np.argsort(steps[stands], kind="stable")
             now = Points(steps[stands][order], values[stands][order])
-            self._stands[name] = now, {number: Points(steps[old], values[old]) for number, old in gone.items()}
+            self._stands[name] = (
+                now,
+                {number: Points(steps[old], values[old]) for number, old in gone.items()},
+            )
         return self._stands[name]
 
 

@@ -40,7 +40,15 @@ class RunRecord:
         if state_of(self.path, self.events, still_s=0 if here else STILL_S)[0] != "ended":
             return None
         step, error = self.last_logged, "no process of the run is left, and none has noted why"
-        return Ending("vanished", (), str(start.get("host", "")), 0, "training", step + bool(step), error=error)
+        return Ending(
+            "vanished",
+            (),
+            str(start.get("host", "")),
+            0,
+            "training",
+            step + bool(step),
+            error=error,
+        )
 
     @property
     def starts(self) -> list[dict[str, Any]]:
@@ -67,5 +75,8 @@ class RunRecord:
     @property
     def damaged(self) -> list[str]:
         """What could not be read, in words."""
-        lines = (f"{self.path / file}, line {line}: {what}" for file, line, what in self.metrics.damaged)
+        lines = (
+            f"{self.path / file}, line {line}: {what}"
+            for file, line, what in self.metrics.damaged
+        )
         return [*self.rows.damaged, *(f"{line}, and is left out" for line in lines)]

@@ -41,7 +41,9 @@ def ending_of(events: list[dict[str, Any]]) -> Ending | None:
     The process that starts ranks knows most, and gives a code; then the rank that noted it first, unless all that it
     knew is that another rank was lost.
     """
-    since = takewhile(lambda event: event["event"] not in ("start", "stop", "done"), reversed(events))
+    since = takewhile(
+        lambda event: event["event"] not in ("start", "stop", "done"), reversed(events)
+    )
     endings = [Ending.of(event) for event in since if event["event"] == "ending"]
     sound = [each for each in reversed(endings) if each is not None]
     return min(sound, key=lambda each: (not each.code, each.how == "lost"), default=None)
@@ -50,12 +52,20 @@ def ending_of(events: list[dict[str, Any]]) -> Ending | None:
 def ended_text(ending: Ending) -> str:
     """Which rank, how, and where: `rank 1 of host a: ended by SIGKILL, in backward of step 8`."""
     who = f"{ranks_text(ending.ranks)} of host {ending.host}" if ending.ranks else "all ranks"
-    how = _HOW.get(ending.how, "failed").format(code=ending.code, signal=signal_name(ending.code))
-    where = f"{ending.phase} of step {ending.step}" if ending.step else f"{ending.phase or 'the start'}, before a step"
+    how = _HOW.get(ending.how, "failed").format(
+        code=ending.code, signal=signal_name(ending.code)
+    )
+    where = (
+        f"{ending.phase} of step {ending.step}"
+        if ending.step
+        else f"{ending.phase or 'the start'}, before a step"
+    )
     return f"{who}: {how}, in {where}"
 
 
-def state_of(run: Path, events: list[dict[str, Any]], *, still_s: float = STILL_S) -> tuple[str, str]:
+def state_of(
+    run: Path, events: list[dict[str, Any]], *, still_s: float = STILL_S
+) -> tuple[str, str]:
     """The state in a word, and what shows it; `still_s`: for how long a running one may log nothing."""
     last = last_end(events)
     if (ending := ending_of(events)) is not None:
@@ -64,16 +74,29 @@ def state_of(run: Path, events: list[dict[str, Any]], *, still_s: float = STILL_
         word = "done" if last["event"] == "done" else "stopped"
         return word, f"after step {last.get('step')}, {shown_time(str(last.get('time', '')))}"
     if (run / COPY_FILE).is_file():
-        return "copied", f"as it was when {(run / COPY_FILE).read_text()} was sent: how it went on is not in it"
+        return (
+            "copied",
+            f"as it was when {(run / COPY_FILE).read_text()} was sent: how it went on is not in it",
+        )
     if (holder := lock_holder(run)) is not None:
         return "running", f"process {holder} of this host holds its lock"
     try:
         age = time.time() - (run / METRICS).stat().st_mtime
     except OSError:
-        return ("ended", "it has logged no step, and no process of this host holds its lock") if last else ("empty", "")
+        return (
+            ("ended", "it has logged no step, and no process of this host holds its lock")
+            if last
+            else ("empty", "")
+        )
     if age < still_s:
-        return "running", f"it logged a step {age:.0f} s ago, on another host or by another program"
-    return "ended", "without a trace: no stop is in its journal, and no process of this host holds its lock"
+        return (
+            "running",
+            f"it logged a step {age:.0f} s ago, on another host or by another program",
+        )
+    return (
+        "ended",
+        "without a trace: no stop is in its journal, and no process of this host holds its lock",
+    )
 
 
 def lock_holder(run: Path) -> int | None:
@@ -85,7 +108,10 @@ def lock_holder(run: Path) -> int | None:
     except OSError:
         return None
     held = [line.split() for line in lines if device in line and "->" not in line]
-    return next((int(words[4]) for words in held if len(words) > 5 and words[5] == device), None) or None
+    return (
+        next((int(words[4]) for words in held if len(words) > 5 and words[5] == device), None)
+        or None
+    )
 
 
 def shown_time(text: str) -> str:

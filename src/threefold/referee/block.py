@@ -51,12 +51,20 @@ class Referee:
             self._folder.mkdir(parents=True, exist_ok=True)
             is_free = not (self._folder / f"rank-{self._rank:05d}.jsonl").exists()
         except OSError as error:
-            what, name, is_free = f"the folder {record} cannot be made ({error.strerror})", "DIR", False
+            what, name, is_free = (
+                f"the folder {record} cannot be made ({error.strerror})",
+                "DIR",
+                False,
+            )
         if not is_free:
-            raise ConfigError(what, expected="a new folder", fix=f'Referee(model, optimizer, record="{name}")')
+            raise ConfigError(
+                what, expected="a new folder", fix=f'Referee(model, optimizer, record="{name}")'
+            )
         # Of accelerate's optimizers, the one below.
         only = model, getattr(optimizer, "optimizer", optimizer)
-        self._recorder = RankRecorder(self._folder, num_whole=steps, most_bytes=int(keep * 2**30), only=only)
+        self._recorder = RankRecorder(
+            self._folder, num_whole=steps, most_bytes=int(keep * 2**30), only=only
+        )
 
     def __enter__(self) -> Self:
         if not self._rank:

@@ -47,7 +47,9 @@ class LoaderPass:
 
     def setting(self, *names: str) -> Any:
         """The first of these settings that a sampler has, from the outermost in."""
-        return next((each[name] for each in self.samplers for name in names if name in each), None)
+        return next(
+            (each[name] for each in self.samplers for name in names if name in each), None
+        )
 
 
 @dataclass
@@ -132,7 +134,9 @@ def read_command(folder: Path) -> WatchedCommand:
     except (OSError, ValueError, LookupError, TypeError):
         what = f"{folder} holds no record of the referee"
         fix = f"threefold referee --record {folder} -- torchrun --nproc-per-node 2 train.py"
-        raise DataError(what, expected=f"a folder with {COMMAND_FILE} and rank-*.jsonl", fix=fix) from None
+        raise DataError(
+            what, expected=f"a folder with {COMMAND_FILE} and rank-*.jsonl", fix=fix
+        ) from None
     starts: dict[int, Records] = {1: []}
     wrong: list[str] = []
     for path in sorted(folder.glob("rank-*.jsonl")):
@@ -161,9 +165,12 @@ def _read_rank(path: Path) -> RankRecord | None:
             record.wrong += _wrong_file(path.parent, line.get(kind, {}))
     record.damaged = bool(record.wrong) or damage is not None
     for line in of_kind["pass"]:
-        record.passes[tuple(line["pass"])] = LoaderPass(line["rows"], line["batches"], line["ended"], line["samplers"])
+        record.passes[tuple(line["pass"])] = LoaderPass(
+            line["rows"], line["batches"], line["ended"], line["samplers"]
+        )
     record.wrong += [
-        f"rank {record.rank}: the referee recorded no further ({line['what']})" for line in of_kind["fault"]
+        f"rank {record.rank}: the referee recorded no further ({line['what']})"
+        for line in of_kind["fault"]
     ]
     record.joined = bool(of_kind["joined"])
     record.saved = {line["step"]: line for line in of_kind["saved"]}
@@ -176,11 +183,15 @@ def _read_rank(path: Path) -> RankRecord | None:
         record.wrong.append(damage)
     elif not of_kind["end"] and not record.wrong:
         record.is_cut = True
-        record.wrong.append(f"rank {record.rank} was killed, or its record is cut: {path.name} has no end")
+        record.wrong.append(
+            f"rank {record.rank} was killed, or its record is cut: {path.name} has no end"
+        )
     return record
 
 
-def _take_training(record: RankRecord, steps: list[Values], placements: dict[int, Values]) -> None:
+def _take_training(
+    record: RankRecord, steps: list[Values], placements: dict[int, Values]
+) -> None:
     """Takes the steps of the one training of a program, which may train probes or trials before or after it."""
     runs = [list(lines) for _, lines in groupby(steps, key=itemgetter("optimizer"))]
     if not runs:
@@ -224,11 +235,17 @@ def _calls_of(line: Values) -> Iterator[ReadCall]:
     """The calls of a step; one that repeats the rows of the call before it reads nothing more."""
     before: tuple[str, ...] | None = None
     for _, call in trained_calls(line):
-        loader_pass = call["pass"] and tuple(call["pass"])
-        rows, ignored = tuple(call["rows"]), tuple(call["ignored"])
-        read = ReadCall(line["step"], call["module"], rows, ignored, call["labelled"], loader_pass, call["begin"])
+        rows = tuple(call["rows"])
         if rows != before:
-            yield read
+            yield ReadCall(
+                line["step"],
+                call["module"],
+                rows,
+                tuple(call["ignored"]),
+                call["labelled"],
+                call["pass"] and tuple(call["pass"]),
+                call["begin"],
+            )
         before = rows
 
 

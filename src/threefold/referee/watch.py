@@ -25,7 +25,9 @@ from threefold.referee.record import write_command
 _ATTACHED = Path(__file__).parent / "attached"
 
 
-def watch(command: Sequence[str], folder: Path, *, num_whole: int, keep_bytes: int, to_stderr: bool) -> int:
+def watch(
+    command: Sequence[str], folder: Path, *, num_whole: int, keep_bytes: int, to_stderr: bool
+) -> int:
     """Runs the command, recorded in `folder`, and returns its exit code; 128 + n if signal n ended it.
 
     Args:
@@ -39,7 +41,9 @@ def watch(command: Sequence[str], folder: Path, *, num_whole: int, keep_bytes: i
     if shutil.which(command[0]) is None:
         what = f"there is no program {command[0]!r} to watch"
         fix = f"threefold referee -- {shlex.join([sys.executable, *command])}"
-        raise ConfigError(what, expected="the command that starts your training, after --", fix=fix)
+        raise ConfigError(
+            what, expected="the command that starts your training, after --", fix=fix
+        )
     _prepare(folder, command)
     settings = {
         "THREEFOLD_REFEREE": str(folder.resolve()),
@@ -66,7 +70,10 @@ def _run(command: Sequence[str], settings: dict[str, str], *, output: TextIO | N
     # A torch.distributed launcher hands its environment to its ranks; srun does too.
     path = os.pathsep.join(filter(None, (str(_ATTACHED), os.environ.get("PYTHONPATH"))))
     environ = {**os.environ, **settings, "PYTHONPATH": path}
-    with subprocess.Popen(list(command), env=environ, stdout=output) as process, _signals_of(process):
+    with (
+        subprocess.Popen(list(command), env=environ, stdout=output) as process,
+        _signals_of(process),
+    ):
         code = process.wait()
     return code if code >= 0 else 128 - code
 
@@ -81,7 +88,9 @@ def _prepare(folder: Path, command: Sequence[str]) -> None:
         if is_empty:
             write_command(folder, command, None)
             return
-        number = next(number for number in range(2, 10**6) if not Path(f"{folder}-{number}").exists())
+        number = next(
+            number for number in range(2, 10**6) if not Path(f"{folder}-{number}").exists()
+        )
         what, fix = f"--record {folder} is not empty", f"{folder}-{number}"
     raise ConfigError(what, expected="a new folder, or an empty one", fix=f"--record {fix}")
 
@@ -94,7 +103,10 @@ def _signals_of(process: subprocess.Popen[bytes]) -> Iterator[None]:
         if number != signal.SIGINT:
             process.send_signal(number)
 
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.signal(number, hand_on)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:

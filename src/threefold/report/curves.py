@@ -17,7 +17,14 @@ import numpy as np
 from threefold.records.metrics import Metrics, Points
 
 # Shown elsewhere, or the same in every line.
-_NOT_CURVES = {"epoch", "tokens", "samples", "slowest_rank", "lagging_rank", "estimated_memory_bytes"}
+_NOT_CURVES = {
+    "epoch",
+    "tokens",
+    "samples",
+    "slowest_rank",
+    "lagging_rank",
+    "estimated_memory_bytes",
+}
 _NOT_CURVES |= {"eval_tokens", "eval_count", "eval_pairs"}
 _MOST_CURVES, _MOST_STEP = 48, 1 << 53
 _KEPT_OF_A_BUCKET = 5
@@ -95,7 +102,9 @@ def with_rows(logged: Points, of_rows: Points) -> Points:
     return Points(steps[order], values[order])
 
 
-def clocks(metrics: Metrics, starts: Sequence[tuple[int, float]], *, most: int) -> list[dict[str, Any]]:
+def clocks(
+    metrics: Metrics, starts: Sequence[tuple[int, float]], *, most: int
+) -> list[dict[str, Any]]:
     """Of each pass over the steps its number, its `first` step, and seconds since the first logged step as a curve.
 
     Args:
@@ -118,7 +127,9 @@ def clocks(metrics: Metrics, starts: Sequence[tuple[int, float]], *, most: int) 
     return described
 
 
-def _start_of(starts: Sequence[tuple[int, float]], first: int, moment: float) -> tuple[int, float] | None:
+def _start_of(
+    starts: Sequence[tuple[int, float]], first: int, moment: float
+) -> tuple[int, float] | None:
     """The last start before a pass whose first logged step is `first`, logged at `moment`."""
     before = [
         (step, began)
@@ -171,7 +182,9 @@ def means(points: Points, most: int) -> Points:
 
 
 def _buckets(number: int, most: int) -> Iterable[tuple[int, int]]:
-    edges = np.linspace(0, number, max(1, most // _KEPT_OF_A_BUCKET) + 1).astype(np.int64).tolist()
+    edges = (
+        np.linspace(0, number, max(1, most // _KEPT_OF_A_BUCKET) + 1).astype(np.int64).tolist()
+    )
     return pairwise(edges)
 
 
@@ -180,7 +193,10 @@ def not_finite(points: Points) -> list[tuple[int, int]]:
     bad = np.concatenate(([False], ~np.isfinite(points.values), [False]))
     # Where it changes: [stretches, 2], the first place of each and the one after it.
     changes = np.flatnonzero(bad[1:] != bad[:-1]).reshape(-1, 2)
-    return [(int(points.steps[begin]), int(points.steps[end - 1])) for begin, end in changes[:_MOST_HOLES]]
+    return [
+        (int(points.steps[begin]), int(points.steps[end - 1]))
+        for begin, end in changes[:_MOST_HOLES]
+    ]
 
 
 def _pair(points: Points, at: int | np.int64) -> tuple[int, float]:

@@ -15,7 +15,14 @@ from typing import Any
 
 from threefold.build_id import build_id
 from threefold.records.metrics import seconds_of
-from threefold.report.curves import clocks, curve_names, drawn, not_finite, read_tokens, with_rows
+from threefold.report.curves import (
+    clocks,
+    curve_names,
+    drawn,
+    not_finite,
+    read_tokens,
+    with_rows,
+)
 from threefold.report.facts import RunFacts
 from threefold.report.headline import compared, differing, figures, tasks_of
 from threefold.report.markup import Html, data, join, shown, tag
@@ -44,7 +51,9 @@ def asset(name: str) -> str:
     return (files("threefold.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def _curves_of(runs: Sequence[RunFacts], known: Sequence[Judged | None]) -> list[dict[str, Any]]:
+def _curves_of(
+    runs: Sequence[RunFacts], known: Sequence[Judged | None]
+) -> list[dict[str, Any]]:
     """The curves of each run, by name, in as many points as a page has room for."""
     number = sum(len(curve_names(facts.metrics)) for facts in runs)
     most = max(_FEWEST, min(_MOST, _ALL_POINTS // max(1, number)))
@@ -55,7 +64,12 @@ def _curves_of(runs: Sequence[RunFacts], known: Sequence[Judged | None]) -> list
         of_rows = about.reasons.losses if about is not None else None
         if of_rows is not None and "loss" in points:
             points["loss"] = with_rows(points["loss"], of_rows)
-        curves.append({name: drawn(now, metrics.replaced(name), most=most) for name, now in points.items()})
+        curves.append(
+            {
+                name: drawn(now, metrics.replaced(name), most=most)
+                for name, now in points.items()
+            }
+        )
     return curves
 
 
@@ -66,17 +80,27 @@ def points_of(runs: Sequence[RunFacts], known: Sequence[Judged | None]) -> dict[
         for title, unit, names in _CHARTS
         if any(name in facts.metrics for name in names for facts in runs)
     ]
-    if tasks := [name for name in tasks_of(runs) if all(_is_share(each, name) for each in runs)]:
+    if tasks := [
+        name for name in tasks_of(runs) if all(_is_share(each, name) for each in runs)
+    ]:
         usual.append(("Tasks", "", tuple(tasks)))
     known_names = {name for _, _, names in [*_CHARTS, *usual] for name in names}
-    others = dict.fromkeys(name for facts in runs for name in curve_names(facts.metrics) if name not in known_names)
+    others = dict.fromkeys(
+        name for facts in runs for name in curve_names(facts.metrics) if name not in known_names
+    )
     charts = [*usual, *((name, "", (name,)) for name in others)]
     return {
-        "charts": [{"title": title, "unit": unit, "names": names} for title, unit, names in charts],
+        "charts": [
+            {"title": title, "unit": unit, "names": names} for title, unit, names in charts
+        ],
         "runs": [
             {**_drawn(facts), "curves": curves, "batches": _batches(judged), "config": config}
             for facts, curves, judged, config in zip(
-                runs, _curves_of(runs, known), known, differing([facts.resolved for facts in runs]), strict=True
+                runs,
+                _curves_of(runs, known),
+                known,
+                differing([facts.resolved for facts in runs]),
+                strict=True,
             )
         ],
     }
@@ -94,7 +118,11 @@ def _drawn(facts: RunFacts) -> dict[str, Any]:
         "name": facts.name,
         "path": str(facts.path),
         "state": facts.state,
-        "holes": {name: not_finite(metrics.points(name)) for name in ("loss", "grad_norm") if name in metrics},
+        "holes": {
+            name: not_finite(metrics.points(name))
+            for name in ("loss", "grad_norm")
+            if name in metrics
+        },
         "passes": clocks(metrics, _starts(facts), most=_CLOCK),
         "tokens": read_tokens(metrics, most=_CLOCK),
         "marks": _marks(facts),
@@ -104,14 +132,18 @@ def _drawn(facts: RunFacts) -> dict[str, Any]:
 def _starts(facts: RunFacts) -> list[tuple[int, float]]:
     """The last step before each start, and when it was."""
     found = ((start.get("step"), seconds_of(start.get("time"))) for start in facts.starts)
-    return [(step, moment) for step, moment in found if type(step) is int and moment is not None]
+    return [
+        (step, moment) for step, moment in found if type(step) is int and moment is not None
+    ]
 
 
 def _batches(judged: Judged | None) -> dict[str, Any]:
     """What the steps that stand out have read, by step."""
     if judged is None:
         return {}
-    found = {str(step): judged.reasons.of_step(step) for step in judged.reasons.steps[:_MOST_BATCHES]}
+    found = {
+        str(step): judged.reasons.of_step(step) for step in judged.reasons.steps[:_MOST_BATCHES]
+    }
     return {step: read for step, read in found.items() if read is not None}
 
 
@@ -120,13 +152,27 @@ def _marks(facts: RunFacts) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for event in facts.events:
         step, kind = event.get("step"), event["event"]
-        if type(step) is not int or kind not in ("start", "stop", "rewind") or (kind == "start" and not step):
+        if (
+            type(step) is not int
+            or kind not in ("start", "stop", "rewind")
+            or (kind == "start" and not step)
+        ):
             continue
-        if kind == "rewind" and found and (found[-1]["step"], found[-1]["kind"]) == (step, "resume"):
+        if (
+            kind == "rewind"
+            and found
+            and (found[-1]["step"], found[-1]["kind"]) == (step, "resume")
+        ):
             found.pop()  # the start that goes back
         moment = seconds_of(event.get("time"))
-        seconds = moment - facts.metrics.times[0] if moment is not None and len(facts.metrics.times) else None
-        found.append({"step": step, "kind": "resume" if kind == "start" else kind, "seconds": seconds})
+        seconds = (
+            moment - facts.metrics.times[0]
+            if moment is not None and len(facts.metrics.times)
+            else None
+        )
+        found.append(
+            {"step": step, "kind": "resume" if kind == "start" else kind, "seconds": seconds}
+        )
     found += [{"step": facts.best[0], "kind": "best"}] if facts.best else []
     return found[-_MOST_MARKS:]
 
@@ -141,7 +187,9 @@ def title_of(runs: Sequence[RunFacts]) -> str:
     return runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
 
 
-def parts_of(runs: Sequence[RunFacts], known: Sequence[Judged | None]) -> dict[str, dict[str, Html]]:
+def parts_of(
+    runs: Sequence[RunFacts], known: Sequence[Judged | None]
+) -> dict[str, dict[str, Html]]:
     """What stands in each box of the page, by name: `top`, before the curves, and a box of each run, by its number."""
     told = [sections(facts, judged) for facts, judged in zip(runs, known, strict=True)]
     return {"top": top_of(runs), **{str(number): each for number, each in enumerate(told)}}
@@ -154,11 +202,15 @@ def top_of(runs: Sequence[RunFacts]) -> dict[str, Html]:
 
 def body(parts: Mapping[str, Mapping[str, Html]], runs: Sequence[RunFacts]) -> Html:
     """The boxes and the curves in their order."""
-    boxes = {name: tag("div", *inside.values(), class_="parts", data_box=name) for name, inside in parts.items()}
+    boxes = {
+        name: tag("div", *inside.values(), class_="parts", data_box=name)
+        for name, inside in parts.items()
+    }
     told = [boxes[str(number)] for number in range(len(runs))]
     if len(runs) > 1:
         told = [
-            tag("details", tag("summary", facts.name), box, class_="run") for facts, box in zip(runs, told, strict=True)
+            tag("details", tag("summary", facts.name), box, class_="run")
+            for facts, box in zip(runs, told, strict=True)
         ]
     return join([boxes["top"], charts_part(), *told])
 
@@ -171,9 +223,17 @@ def standing(facts: RunFacts) -> Html:
 
 def charts_part() -> Html:
     """Where the script puts the charts."""
-    without = tag("noscript", tag("p", "The charts need JavaScript. Their numbers are in the tables below."))
+    without = tag(
+        "noscript",
+        tag("p", "The charts need JavaScript. Their numbers are in the tables below."),
+    )
     return tag(
-        "section", tag("h2", "Curves"), tag("div", id_="controls"), tag("div", id_="charts"), without, id_="curves"
+        "section",
+        tag("h2", "Curves"),
+        tag("div", id_="controls"),
+        tag("div", id_="charts"),
+        without,
+        id_="curves",
     )
 
 
@@ -192,7 +252,9 @@ def page(title: str, body: Html, values: Mapping[str, Any], *, live: bool = Fals
         f"connect-src {server}; form-action {server}; base-uri 'none'"
     )
     assert not any("</script" in text for text in scripts) and "</style" not in style
-    licence = tag("details", tag("summary", "charts by uPlot"), tag("pre", asset("uplot.LICENSE")))
+    licence = tag(
+        "details", tag("summary", "charts by uPlot"), tag("pre", asset("uplot.LICENSE"))
+    )
     made = tag("footer", tag("p", f"threefold {build_id()}"), licence)
     home = tag("p", tag("a", "all runs", href="./")) if values.get("list") else ""
     told = tag("p", "following", id_="live", role="status") if live else ""

@@ -129,19 +129,42 @@ class RunFacts:
             found.append((f"threefold explain {run}", "what its logs say of its end"))
         of_program = is_of_program(self.path)
         if self.state not in ("running", "copied") and not of_program:
-            more = f" --train.steps {2 * self.num_steps}" if self.state == "done" and self.num_steps else ""
-            found.append((f"threefold resume {run}{more}", "go on" + (" for as many steps again" if more else "")))
+            more = (
+                f" --train.steps {2 * self.num_steps}"
+                if self.state == "done" and self.num_steps
+                else ""
+            )
+            found.append(
+                (
+                    f"threefold resume {run}{more}",
+                    "go on" + (" for as many steps again" if more else ""),
+                )
+            )
         if any(each.state == "whole" for each in self.saved):
             if not of_program:
-                found.append((f"threefold sample {run} --prompt 'Once upon a time'", "what the model writes"))
-            found.append((f"threefold export {run} --to {shlex.quote(self.name + '-hf')}", "as a Hugging Face folder"))
+                found.append(
+                    (
+                        f"threefold sample {run} --prompt 'Once upon a time'",
+                        "what the model writes",
+                    )
+                )
+            found.append(
+                (
+                    f"threefold export {run} --to {shlex.quote(self.name + '-hf')}",
+                    "as a Hugging Face folder",
+                )
+            )
         # The rows of a program's run are known by their numbers, and not where they lie.
         contents, show = ("", "") if of_program else (" --contents", " --show")
         what, text = ("row", "") if of_program else ("token", ", and their text")
-        found.append((f"threefold data audit {run}{contents}", f"prove every {what} that it has read"))
+        found.append(
+            (f"threefold data audit {run}{contents}", f"prove every {what} that it has read")
+        )
         if step := self.metrics.last.get("step"):
             found.append((f"threefold why {run}", "what stands out, and why"))
-            found.append((f"threefold data order {run} --step {step}{show}", f"the rows of a step{text}"))
+            found.append(
+                (f"threefold data order {run} --step {step}{show}", f"the rows of a step{text}")
+            )
         return found
 
 
@@ -158,7 +181,9 @@ def gather(run: Path, metrics: Metrics | None = None, *, name: str | None = None
     if metrics.lines.torn:
         facts.notes.append(f"the last line of {METRICS} is not whole: it is left out")
     journal = Lines(run / JOURNAL, most_bytes=MOST_BYTES)
-    facts.events = [line.values for line in journal.read() if isinstance(line.values.get("event"), str)]
+    facts.events = [
+        line.values for line in journal.read() if isinstance(line.values.get("event"), str)
+    ]
     _damaged(facts, journal)
     samples = Lines(run / SAMPLES, most_bytes=MOST_BYTES)
     facts.samples = _samples(samples)
@@ -180,7 +205,11 @@ def gather(run: Path, metrics: Metrics | None = None, *, name: str | None = None
     facts.warnings = logs.warnings
     facts.notes += logs.notes
     unsafe = [Damage(name, 0, what) for name, what in unsafe_files(run)]
-    others = [damage for damage in unsafe if damage.file not in (METRICS, JOURNAL, SAMPLES, RUN_FILE, RUN_CONFIG)]
+    others = [
+        damage
+        for damage in unsafe
+        if damage.file not in (METRICS, JOURNAL, SAMPLES, RUN_FILE, RUN_CONFIG)
+    ]
     facts.damaged, facts.num_damaged = facts.damaged + others, facts.num_damaged + len(others)
     if not any(damage.file.startswith("checkpoints/") for damage in unsafe):
         with _noted(facts, "checkpoints"):
@@ -203,12 +232,19 @@ def resolved(config: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, s
     chosen: dict[str, Any] = {}
     if (sizes := sizes_of(start.get("mesh"))) is not None:
         replicas, shards, cp, tp = sizes
-        chosen |= {"mesh.dp": replicas * shards, "mesh.dp_shard": shards, "mesh.cp": cp, "mesh.tp": tp}
+        chosen |= {
+            "mesh.dp": replicas * shards,
+            "mesh.dp_shard": shards,
+            "mesh.cp": cp,
+            "mesh.tp": tp,
+        }
     if head is not None:
         chosen |= {"train.steps": head.last_step, "train.global_batch": head.global_batch}
         chosen["optimizer.lr"] = head.rate[0] if head.rate else None
     return {
-        key: f"{chosen[key]} (auto)" if value in ("None", "auto") and chosen.get(key) is not None else value
+        key: f"{chosen[key]} (auto)"
+        if value in ("None", "auto") and chosen.get(key) is not None
+        else value
         for key, value in _flat(config)
     }
 
@@ -237,7 +273,9 @@ def _noted(facts: RunFacts, name: str) -> Iterator[None]:
     except FileNotFoundError:
         facts.notes.append(f"there is no {name}")
     except (OSError, ValueError, KeyError, TypeError, RecursionError, ThreefoldError) as error:
-        facts.damaged.append(Damage(name, 0, f"it cannot be read: {' '.join(str(error).split())[:200]}"))
+        facts.damaged.append(
+            Damage(name, 0, f"it cannot be read: {' '.join(str(error).split())[:200]}")
+        )
         facts.num_damaged += 1
 
 
@@ -254,7 +292,11 @@ def _samples(lines: Lines) -> list[dict[str, Any]]:
         if type(step) is not int or not isinstance(prompt, str) or not isinstance(text, str):
             lines.wrong(line.number, "it is not a sample: step, prompt and text")
             continue
-        samples[step, prompt] = {"step": step, "prompt": prompt[:_MOST_TEXT], "text": text[:_MOST_TEXT]}
+        samples[step, prompt] = {
+            "step": step,
+            "prompt": prompt[:_MOST_TEXT],
+            "text": text[:_MOST_TEXT],
+        }
     return sorted(samples.values(), key=lambda sample: sample["step"])[-_MOST_SAMPLES:]
 
 
@@ -276,13 +318,19 @@ def _checkpoints(facts: RunFacts) -> None:
             state = state or "whole"
         except (ThreefoldError, KeyError, TypeError, IndexError, AttributeError) as error:
             state = (
-                "being written, or cut" if not checkpoint.complete else f"damaged: {' '.join(str(error).split())[:120]}"
+                "being written, or cut"
+                if not checkpoint.complete
+                else f"damaged: {' '.join(str(error).split())[:120]}"
             )
         best = facts.best is not None and checkpoint.step == facts.best[0] and state == "whole"
         facts.saved.append(Saved(checkpoint.path.name, checkpoint.step, size, state, best))
     start = facts.starts[-1] if facts.starts else {}
     facts.architecture = _mapping(manifest.get("architecture"))
-    facts.versions = {name: start[name] for name in ("threefold", "torch", "transformers", "python") if name in start}
+    facts.versions = {
+        name: start[name]
+        for name in ("threefold", "torch", "transformers", "python")
+        if name in start
+    }
     facts.versions = facts.versions or _mapping(manifest.get("versions"))
     facts.mesh = sizes_of(start.get("mesh")) or sizes_of(manifest.get("mesh"))
 
@@ -291,9 +339,13 @@ def _exported(run: Path) -> Iterator[Saved]:
     """The folders for transformers that the run has written (checkpoint.export_every)."""
     with contextlib.suppress(OSError):
         for path in sorted((run / EXPORT_FOLDER).glob("step-*")):
-            if (step := path.name.rpartition("-")[2]).isdecimal() and (path / "config.json").is_file():
+            if (step := path.name.rpartition("-")[2]).isdecimal() and (
+                path / "config.json"
+            ).is_file():
                 size = sum(each.stat().st_size for each in path.iterdir() if each.is_file())
-                yield Saved(f"{EXPORT_FOLDER}/{path.name}", int(step), size, "for transformers", False)
+                yield Saved(
+                    f"{EXPORT_FOLDER}/{path.name}", int(step), size, "for transformers", False
+                )
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -303,7 +355,9 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 def sizes_of(value: Any) -> tuple[int, int, int, int] | None:
     """The sizes of a mesh; None if they are not."""
     match value:
-        case [int(replicas), int(shards), int(cp), int(tp)] if all(0 < size < _MOST_RANKS for size in value):
+        case [int(replicas), int(shards), int(cp), int(tp)] if all(
+            0 < size < _MOST_RANKS for size in value
+        ):
             return replicas, shards, cp, tp
     return None
 
@@ -313,4 +367,7 @@ def _phases(run: Path) -> Iterator[tuple[str, dict[str, float]]]:
     for path in sorted((run / PROFILE_FOLDER).glob("rank-*.summary.json"))[:64]:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             phases = json_of(path)["phases"].items()
-            yield path.name.partition(".")[0], {str(name): float(s) for name, s in phases if math.isfinite(float(s))}
+            yield (
+                path.name.partition(".")[0],
+                {str(name): float(s) for name, s in phases if math.isfinite(float(s))},
+            )

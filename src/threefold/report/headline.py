@@ -34,19 +34,30 @@ def figures(facts: RunFacts) -> Html:
         of = f" of {facts.num_steps:,}" if facts.num_steps and facts.num_steps >= step else ""
         entries.append(("step", f"{step:,}{of}"))
         if (left := _left_s(facts, step)) is not None:
-            done = tag("progress", value=step, max=facts.num_steps, aria_label="steps that are done")
+            done = tag(
+                "progress", value=step, max=facts.num_steps, aria_label="steps that are done"
+            )
             entries.append(("left", join([f"about {duration(left)}", done])))
-    entries += [(title, text) for name, title in _FIGURES if (text := measured(name, last.get(name)))]
+    entries += [
+        (title, text) for name, title in _FIGURES if (text := measured(name, last.get(name)))
+    ]
     if facts.best is not None:
         entries.append(("best evaluation", f"{facts.best[1]:.4f} (step {facts.best[0]:,})"))
     elif (low := summary(metrics.points("eval_loss")).get("smallest")) is not None:
         entries.append(("best evaluation", f"{low[1]:.4f} (step {low[0]:,})"))
-    entries += [(name.removeprefix(TASK), _score(facts, name)) for name in tasks_of([facts])[:_MOST_TASKS]]
+    entries += [
+        (name.removeprefix(TASK), _score(facts, name))
+        for name in tasks_of([facts])[:_MOST_TASKS]
+    ]
     if (trained := _trained_s(facts)) is not None:
         entries.append(("trained for", duration(trained)))
     if len(facts.starts) > 1:
         entries.append(("starts", str(len(facts.starts))))
-    return tag("dl", *(tag("div", tag("dt", name), tag("dd", text)) for name, text in entries), class_="figures")
+    return tag(
+        "dl",
+        *(tag("div", tag("dt", name), tag("dd", text)) for name, text in entries),
+        class_="figures",
+    )
 
 
 _FIGURES = (
@@ -61,7 +72,14 @@ _FIGURES = (
 
 def tasks_of(runs: Sequence[RunFacts]) -> list[str]:
     """The curves of tasks (eval.tasks) that some of the runs have."""
-    return list(dict.fromkeys(name for facts in runs for name in curve_names(facts.metrics) if name.startswith(TASK)))
+    return list(
+        dict.fromkeys(
+            name
+            for facts in runs
+            for name in curve_names(facts.metrics)
+            if name.startswith(TASK)
+        )
+    )
 
 
 def _score(facts: RunFacts, name: str) -> str:
@@ -90,7 +108,11 @@ def measured(name: str, value: Any) -> str:
 def duration(seconds: float) -> str:
     """A time as `3 d 4 h`, `2 h 5 min`, `1 min 20 s`."""
     whole = round(seconds)
-    for size, name, rest, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+    for size, name, rest, small in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
         if whole >= size:
             return f"{whole // size:,} {name} {whole % size // rest} {small}"
     return f"{seconds:.1f} s"
@@ -98,7 +120,11 @@ def duration(seconds: float) -> str:
 
 def _trained_s(facts: RunFacts) -> float | None:
     """Time from each start to its stop, or to its last logged step, in seconds."""
-    moments = [(at, event["event"]) for event in facts.events if (at := seconds_of(event.get("time"))) is not None]
+    moments = [
+        (at, event["event"])
+        for event in facts.events
+        if (at := seconds_of(event.get("time"))) is not None
+    ]
     begins = [at for at, kind in moments if kind == "start"]
     total, logged = 0.0, facts.metrics.times
     for begin, end in pairwise([*begins, math.inf]):
@@ -116,7 +142,11 @@ def _left_s(facts: RunFacts, step: int) -> float | None:
         return None
     steps, moments = (column[-_PACE:] for column in clocks[max(clocks)])
     made = int(steps[-1] - steps[0])
-    return float(moments[-1] - moments[0]) / made * max(0, facts.num_steps - step) if made else None
+    return (
+        float(moments[-1] - moments[0]) / made * max(0, facts.num_steps - step)
+        if made
+        else None
+    )
 
 
 def compared(runs: Sequence[RunFacts]) -> dict[str, Html]:
@@ -124,22 +154,41 @@ def compared(runs: Sequence[RunFacts]) -> dict[str, Html]:
     rows, tasks = [], tasks_of(runs)[:_MOST_TASKS]
     for facts in runs:
         last, best = facts.metrics.last, facts.best
-        cells = [measured(name, last.get(name)) or "-" for name in ("step", "loss", "tokens_per_s", "tokens")]
+        cells = [
+            measured(name, last.get(name)) or "-"
+            for name in ("step", "loss", "tokens_per_s", "tokens")
+        ]
         scores = [_score(facts, name) for name in tasks]
-        rows.append((facts.name, facts.state, *cells, f"{best[1]:.4f} (step {best[0]:,})" if best else "-", *scores))
+        rows.append(
+            (
+                facts.name,
+                facts.state,
+                *cells,
+                f"{best[1]:.4f} (step {best[0]:,})" if best else "-",
+                *scores,
+            )
+        )
     named = [name.removeprefix(TASK) for name in tasks]
     head = ("run", "state", "step", "loss", "tokens/s", "tokens", "best evaluation", *named)
-    found = {"compared": section("compared", "Runs", table("Where each run stands", head, rows))}
+    found = {
+        "compared": section("compared", "Runs", table("Where each run stands", head, rows))
+    }
     named = [facts.name for facts in runs]
     configs = differing([facts.resolved for facts in runs])
     differ = [(key, *(config[key] for config in configs)) for key in configs[0]]
     if differ:
-        found["differ"] = section("differ", "Keys that differ", table("Config", ("key", *named), differ[:_MOST_KEYS]))
+        found["differ"] = section(
+            "differ", "Keys that differ", table("Config", ("key", *named), differ[:_MOST_KEYS])
+        )
     return found
 
 
 def differing(configs: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     """Of some configs by key the keys in which they differ, all with the same keys; `-` where one lacks a key."""
-    keys = [key for key in dict.fromkeys(key for config in configs for key in config) if key != "log.dir"]
+    keys = [
+        key
+        for key in dict.fromkeys(key for config in configs for key in config)
+        if key != "log.dir"
+    ]
     differ = [key for key in keys if len({config.get(key, "-") for config in configs}) > 1]
     return [{key: config.get(key, "-") for key in differ} for config in configs]

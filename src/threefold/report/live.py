@@ -80,7 +80,9 @@ class LiveRun:
             made_of = self._gathered_at, self._metrics.version, self.judged
             if made_of != self._made_of:
                 self._made_of, self._made = made_of, sections(self.facts, self.judged)
-            return self._made | ({"mesh": mesh_part(self.facts)} if "mesh" in self._made else {})
+            return self._made | (
+                {"mesh": mesh_part(self.facts)} if "mesh" in self._made else {}
+            )
 
     def _is_to_be_proved(self) -> bool:
         again = self.facts.state == "running" and time.monotonic() >= self._proved_at

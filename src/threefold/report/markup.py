@@ -12,7 +12,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
+)
 
 _MOST = 4000
 
@@ -34,11 +36,14 @@ def shown(value: Any, *, most: int = _MOST) -> Html:
 def tag(name: str, /, *inside: Any, **attributes: Any) -> Html:
     """An element; `class_` and `for_` are attributes whose names Python keeps, `aria_label` is `aria-label`."""
     told = "".join(
-        f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{shown(value)}"')
+        f" {key.rstrip('_').replace('_', '-')}"
+        + ("" if value is True else f'="{shown(value)}"')
         for key, value in attributes.items()
         if value is not None and value is not False
     )
-    return Html(f"<{name}{told}>" if name == "input" else f"<{name}{told}>{join(inside)}</{name}>")
+    return Html(
+        f"<{name}{told}>" if name == "input" else f"<{name}{told}>{join(inside)}</{name}>"
+    )
 
 
 def join(pieces: Iterable[Any]) -> Html:
@@ -49,10 +54,18 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> H
     """A table whose first column names its rows, in a box that scrolls sideways on a narrow screen."""
     columns = join(tag("th", name, scope="col") for name in head)
     body = join(
-        tag("tr", tag("th", first, scope="row"), join(tag("td", cell) for cell in rest)) for first, *rest in rows
+        tag("tr", tag("th", first, scope="row"), join(tag("td", cell) for cell in rest))
+        for first, *rest in rows
     )
     inside = tag("caption", caption), tag("thead", tag("tr", columns)), tag("tbody", body)
-    return tag("div", tag("table", *inside), class_="wide", tabindex="0", role="region", aria_label=caption)
+    return tag(
+        "div",
+        tag("table", *inside),
+        class_="wide",
+        tabindex="0",
+        role="region",
+        aria_label=caption,
+    )
 
 
 def details(summary: str, *inside: Any, name: str) -> Html:
@@ -63,7 +76,8 @@ def details(summary: str, *inside: Any, name: str) -> Html:
 def pasted(command: str) -> Html:
     """A command with a button that copies it."""
     return Html(
-        tag("code", command) + tag("button", "copy", type_="button", class_="copy", aria_label=f"copy: {command}")
+        tag("code", command)
+        + tag("button", "copy", type_="button", class_="copy", aria_label=f"copy: {command}")
     )
 
 

@@ -8,7 +8,13 @@ from threefold.mesh.topology import Topology
 from threefold.report.markup import Html, tag
 
 _MOST_DRAWN, _WIDTH = 1024, 640
-_KINDS = {"forward": "computes", "backward": "computes", "optimizer": "computes", "data": "waits", "reduce": "waits"}
+_KINDS = {
+    "forward": "computes",
+    "backward": "computes",
+    "optimizer": "computes",
+    "data": "waits",
+    "reduce": "waits",
+}
 
 
 def drawn(topology: Topology, now: Mapping[int, str]) -> Html:
@@ -27,7 +33,15 @@ def drawn(topology: Topology, now: Mapping[int, str]) -> Html:
         for inside in range(topology.cp * topology.tp):
             cp, tp = divmod(inside, topology.tp)
             rank = dp_rank * topology.cp * topology.tp + inside
-            cells.append(_cell(rank, left + 2 + tp * side, top + 20 + cp * high, (side, high), now.get(rank)))
+            cells.append(
+                _cell(
+                    rank,
+                    left + 2 + tp * side,
+                    top + 20 + cp * high,
+                    (side, high),
+                    now.get(rank),
+                )
+            )
         blocks.append(tag("g", *cells))
     width, height = across * block_w, -(-topology.dp // across) * block_h
     picture = tag(

@@ -72,8 +72,19 @@ class Reasons:
             told = [row.to_values() for row in rows[:_MOST_ROWS]]
         except _ERRORS:
             return None
-        told_of: dict[str, Any] = {"step": step, "rows": told, "more": max(0, len(rows) - _MOST_ROWS)}
+        told_of: dict[str, Any] = {
+            "step": step,
+            "rows": told,
+            "more": max(0, len(rows) - _MOST_ROWS),
+        }
         if read is not None:
-            places = [f"epoch {epoch}, positions from {position:,} on" for epoch, position in read.places]
-            told_of |= {"where": ", ".join(places), "mesh": str(read.topology), "dp": read.topology.dp}
+            places = [
+                f"epoch {epoch}, positions from {position:,} on"
+                for epoch, position in read.places
+            ]
+            told_of |= {
+                "where": ", ".join(places),
+                "mesh": str(read.topology),
+                "dp": read.topology.dp,
+            }
         return told_of

@@ -28,7 +28,12 @@ def runs_in(folder: Path) -> dict[str, Path]:
     """The runs of a folder by their paths in it, the newest first, and at most 200; itself as `.`, if it is one."""
     if is_run(folder):
         return {".": folder}
-    found = [path for pattern in ("*", "*/*") for path in folder.glob(pattern) if path.is_dir() and is_run(path)]
+    found = [
+        path
+        for pattern in ("*", "*/*")
+        for path in folder.glob(pattern)
+        if path.is_dir() and is_run(path)
+    ]
     newest = sorted(found, key=_changed, reverse=True)[:_MOST_RUNS]
     return {path.relative_to(folder).as_posix(): path for path in newest}
 
@@ -44,26 +49,43 @@ def listed(runs: Mapping[str, Path]) -> Html:
     """The table of the runs, each with a box to tick for comparing, and the button that does."""
     rows, configs = [], []
     for key, path in runs.items():
-        logged = [line.values for line in Lines(path / METRICS, most_bytes=_END).read() if "loss" in line.values]
+        logged = [
+            line.values
+            for line in Lines(path / METRICS, most_bytes=_END).read()
+            if "loss" in line.values
+        ]
         last = logged[-1] if logged else {}
         events = [line.values for line in Lines(path / JOURNAL, most_bytes=_END).read()]
         events = [event for event in events if isinstance(event.get("event"), str)]
         state, why = state_of(path, events)
         starts = [event for event in events if event["event"] == "start"]
         configs.append(resolved(_config(path), starts[-1] if starts else {}))
-        tick = tag("input", type_="checkbox", name="run", value=key, aria_label=f"compare {key}")
+        tick = tag(
+            "input", type_="checkbox", name="run", value=key, aria_label=f"compare {key}"
+        )
         name = tag("a", key, href=f"run?{urlencode({'run': key})}")
         word = tag("span", state, class_=f"state {state}", title=why)
-        cells = [measured(number, last.get(number)) or "-" for number in ("step", "loss", "tokens_per_s")]
+        cells = [
+            measured(number, last.get(number)) or "-"
+            for number in ("step", "loss", "tokens_per_s")
+        ]
         rows.append((name, tick, word, *cells))
     differ = differing(configs)
     keys = list(differ[0])[:_MOST_KEYS] if differ else []
-    rows = [(*row, *(config[key] for key in keys)) for row, config in zip(rows, differ, strict=True)]
+    rows = [
+        (*row, *(config[key] for key in keys)) for row, config in zip(rows, differ, strict=True)
+    ]
     head = ("run", "compare", "state", "step", "loss", "tokens/s", *keys)
     if not rows:
-        return section("list", "Runs", tag("p", "There is no run here yet: a run's folder has a metrics.jsonl."))
+        return section(
+            "list",
+            "Runs",
+            tag("p", "There is no run here yet: a run's folder has a metrics.jsonl."),
+        )
     button = tag("p", tag("button", "compare the ticked runs", type_="submit"))
-    form = tag("form", table("The newest first", head, rows), button, action="run", method="get")
+    form = tag(
+        "form", table("The newest first", head, rows), button, action="run", method="get"
+    )
     return section("list", "Runs", form)
 
 

@@ -46,12 +46,18 @@ class Verdict(NamedTuple):
 def verdict_of(run: Path) -> Verdict:
     """What `threefold data audit` says of a run."""
     lines: list[str] = []
-    if (unsafe := next(unsafe_files(run), None)) is not None:  # the audit would wait for it, or show what it holds
+    if (
+        unsafe := next(unsafe_files(run), None)
+    ) is not None:  # the audit would wait for it, or show what it holds
         return Verdict(False, f"not proved: {': '.join(unsafe)}", [])
     try:
         lines += proof_lines(run)
     except (ThreefoldError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        said = error.problems[0].what if isinstance(error, ThreefoldError) else f"its record cannot be read: {error}"
+        said = (
+            error.problems[0].what
+            if isinstance(error, ThreefoldError)
+            else f"its record cannot be read: {error}"
+        )
         return Verdict(False, f"not proved: {said}", [*lines, *str(error).splitlines()])
     return Verdict(True, lines[-1], lines[1:-1])
 
@@ -92,23 +98,36 @@ def sections(facts: RunFacts, judged: Judged | None) -> dict[str, Html]:
 def _trained(facts: RunFacts) -> Html:
     head = facts.head
     rows: list[tuple[Any, ...]] = (
-        [(name or "also", _lines(text)) for name, text in islice(head.entries(), _MOST_ROWS)] if head else []
+        [(name or "also", _lines(text)) for name, text in islice(head.entries(), _MOST_ROWS)]
+        if head
+        else []
     )
-    rows += [("files", str(line)) for start in facts.starts[-1:] for line in start.get("files") or ()]
+    rows += [
+        ("files", str(line)) for start in facts.starts[-1:] for line in start.get("files") or ()
+    ]
     if facts.created:
         rows.append(("made", shown_time(facts.created)))
     if facts.origin:
         where = f"{facts.origin.get('path')} (step {facts.origin.get('step')})"
         rows.append(("forked from", where))
     if facts.architecture:
-        shape = ", ".join(f"{key} {facts.architecture[key]}" for key in _SHAPE if key in facts.architecture)
+        shape = ", ".join(
+            f"{key} {facts.architecture[key]}" for key in _SHAPE if key in facts.architecture
+        )
         rows.append(("architecture", shape))
     if facts.versions:
-        rows.append(("versions", ", ".join(f"{name} {version}" for name, version in facts.versions.items())))
+        rows.append(
+            (
+                "versions",
+                ", ".join(f"{name} {version}" for name, version in facts.versions.items()),
+            )
+        )
     if not rows:
         return Html()
     caption = "What the last start chose, and why" if head else "What its files say"
-    return section("trained", "What was trained", table(caption, ("what", "how, and why"), rows))
+    return section(
+        "trained", "What was trained", table(caption, ("what", "how, and why"), rows)
+    )
 
 
 def _lines(text: str) -> Html:
@@ -125,10 +144,23 @@ def mesh_part(facts: RunFacts) -> Html:
     for name in dict.fromkeys(now.values()):
         ranks = [rank for rank in now if now[rank] == name]
         steps = sorted({facts.places[rank].step for rank in ranks})
-        rows.append((name, ranks_text(ranks), f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"))
-    listed: Any = table("Where the ranks of this host are now", ("phase", "ranks", "step"), rows) if rows else ""
+        rows.append(
+            (
+                name,
+                ranks_text(ranks),
+                f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}",
+            )
+        )
+    listed: Any = (
+        table("Where the ranks of this host are now", ("phase", "ranks", "step"), rows)
+        if rows
+        else ""
+    )
     if facts.state == "running" and not rows:
-        listed = tag("p", "Where the ranks are now is not known here: they run on other hosts, or as another user.")
+        listed = tag(
+            "p",
+            "Where the ranks are now is not known here: they run on other hosts, or as another user.",
+        )
     return section("mesh", "Mesh", drawn(Topology(*facts.mesh), now), listed)
 
 
@@ -145,14 +177,29 @@ def _numbers(facts: RunFacts) -> Html:
         told = summary(facts.metrics.points(name))
         if told["count"]:
             pairs = (told.get(key) for key in ("first", "last", "smallest", "largest"))
-            cells = [f"{measured(name, pair[1])} (step {pair[0]:,})" if pair else "-" for pair in pairs]
-            rows.append((name, f"{told['count']:,}", *cells, f"{told['not_finite']:,}" if told["not_finite"] else "-"))
+            cells = [
+                f"{measured(name, pair[1])} (step {pair[0]:,})" if pair else "-"
+                for pair in pairs
+            ]
+            rows.append(
+                (
+                    name,
+                    f"{told['count']:,}",
+                    *cells,
+                    f"{told['not_finite']:,}" if told["not_finite"] else "-",
+                )
+            )
     if not rows:
         return Html()
     head = ("number", "logged", "first", "last", "smallest", "largest", "not finite")
     more = sorted(left_out(facts.metrics))
     note = tag("p", f"Not shown, there are too many: {', '.join(more)}") if more else ""
-    inside = details("All numbers, exactly", table("Every curve in numbers", head, rows), note, name="numbers")
+    inside = details(
+        "All numbers, exactly",
+        table("Every curve in numbers", head, rows),
+        note,
+        name="numbers",
+    )
     return section("numbers", "Curves in numbers", inside)
 
 
@@ -160,10 +207,20 @@ def _standing_out(facts: RunFacts, reasons: Reasons) -> Html:
     """What `threefold why` finds, and updates that were left out."""
     rows: list[tuple[Any, ...]] = []
     for each in reasons.found[:_MOST_FOUND]:
-        steps = ", ".join(f"{step:,}" for step in each.steps[:6]) + (", ..." if len(each.steps) > 6 else "")
+        steps = ", ".join(f"{step:,}" for step in each.steps[:6]) + (
+            ", ..." if len(each.steps) > 6 else ""
+        )
         told = join(tag("p", fact) for fact in each.facts)
-        rows.append((steps or "-", join([tag("p", tag("strong", each.what)), told, *map(_row, each.rows)])))
-    rows += [(f"{step:,}", f"no update: {why}") for step, why in islice(facts.metrics.skipped.items(), _MOST_FOUND)]
+        rows.append(
+            (
+                steps or "-",
+                join([tag("p", tag("strong", each.what)), told, *map(_row, each.rows)]),
+            )
+        )
+    rows += [
+        (f"{step:,}", f"no update: {why}")
+        for step, why in islice(facts.metrics.skipped.items(), _MOST_FOUND)
+    ]
     left = len(reasons.found) - _MOST_FOUND
     all_of = pasted(f"threefold why {shlex.quote(str(facts.path))} --json")
     more = tag("p", f"and {left:,} more of less weight: ", all_of) if left > 0 else ""
@@ -172,14 +229,25 @@ def _standing_out(facts: RunFacts, reasons: Reasons) -> Html:
         return section("why", "What stands out, and why", tag("p", "nothing unusual"), notes)
     see = tag("p", "Choose a step in a chart to see what it read.")
     head = ("step", "what, and what shows it")
-    return section("why", "What stands out, and why", table("The most important first", head, rows), more, notes, see)
+    return section(
+        "why",
+        "What stands out, and why",
+        table("The most important first", head, rows),
+        more,
+        notes,
+        see,
+    )
 
 
 def _row(row: BatchRow) -> Html:
     """A row of the data that is named, with the beginning of its text."""
     documents = ", ".join(f"{each:,}" for each in row.documents[:6])
     files = f" of {', '.join(row.files[:3])}" if row.files else ""
-    some = f" (document{'s' if len(row.documents) > 1 else ''} {documents}{files})" if documents else ""
+    some = (
+        f" (document{'s' if len(row.documents) > 1 else ''} {documents}{files})"
+        if documents
+        else ""
+    )
     named = tag("p", row_text(row), some)
     return join([named, tag("pre", tag("bdi", row.text)) if row.text else ""])
 
@@ -190,21 +258,40 @@ def _history(facts: RunFacts) -> Html:
         facts_of = {key: value for key, value in event.items() if key not in _NOT_TOLD}
         if (sizes := sizes_of(event.get("mesh"))) is not None:
             facts_of["mesh"] = str(Topology(*sizes))
-        rows.append((shown_time(str(event.get("time", ""))), event["event"], event.get("step", ""), _told(facts_of)))
+        rows.append(
+            (
+                shown_time(str(event.get("time", ""))),
+                event["event"],
+                event.get("step", ""),
+                _told(facts_of),
+            )
+        )
     if not rows:
         return Html()
     left = len(facts.events) - len(rows)
     note = tag("p", f"The {left:,} events before are not shown.") if left > 0 else ""
     state = tag("p", f"{facts.state}: {facts.why}" if facts.why else facts.state)
-    history = table("Starts, stops, saves and rewinds", ("when", "what", "after step", ""), rows)
-    return section("history", "History", state, details(f"{len(facts.events):,} events", history, note, name="events"))
+    history = table(
+        "Starts, stops, saves and rewinds", ("when", "what", "after step", ""), rows
+    )
+    return section(
+        "history",
+        "History",
+        state,
+        details(f"{len(facts.events):,} events", history, note, name="events"),
+    )
 
 
 def _told(values: Mapping[str, Any]) -> str:
-    wanted = {key: value for key, value in values.items() if value not in (None, {}, [], "", 0) and key != "run"}
+    wanted = {
+        key: value
+        for key, value in values.items()
+        if value not in (None, {}, [], "", 0) and key != "run"
+    }
     changed = wanted.pop("changed", {})
     told = [
-        f"{key} {value if not isinstance(value, list) else ', '.join(map(str, value))}" for key, value in wanted.items()
+        f"{key} {value if not isinstance(value, list) else ', '.join(map(str, value))}"
+        for key, value in wanted.items()
     ]
     if isinstance(changed, Mapping):
         told += [f"{key} {_arrow(value)}" for key, value in changed.items()]
@@ -212,18 +299,31 @@ def _told(values: Mapping[str, Any]) -> str:
 
 
 def _arrow(value: Any) -> str:
-    return f"{value[0]} -> {value[1]}" if isinstance(value, list) and len(value) == 2 else str(value)
+    return (
+        f"{value[0]} -> {value[1]}"
+        if isinstance(value, list) and len(value) == 2
+        else str(value)
+    )
 
 
 def _checkpoints(facts: RunFacts) -> Html:
     rows = []
     for each in [*facts.saved[-_MOST_ROWS:], *facts.exported[-_MOST_ROWS:]]:
         size = f"{each.size_bytes / 2**20:,.1f} MiB" if each.size_bytes is not None else "-"
-        rows.append((each.name, f"{each.step:,}", size, f"{each.state}{', the best' if each.best else ''}"))
+        rows.append(
+            (
+                each.name,
+                f"{each.step:,}",
+                size,
+                f"{each.state}{', the best' if each.best else ''}",
+            )
+        )
     if not rows:
         return Html()
     listed = table(
-        "In the run's folder; sizes of checkpoints as they were sealed", ("checkpoint", "step", "size", "state"), rows
+        "In the run's folder; sizes of checkpoints as they were sealed",
+        ("checkpoint", "step", "size", "state"),
+        rows,
     )
     return section("checkpoints", "Checkpoints", listed)
 
@@ -239,7 +339,11 @@ def _samples(facts: RunFacts) -> Html:
 
 
 def _sample(sample: Mapping[str, Any]) -> Html:
-    text = tag("blockquote", tag("bdi", tag("strong", sample["prompt"]), sample["text"]), class_="sample")
+    text = tag(
+        "blockquote",
+        tag("bdi", tag("strong", sample["prompt"]), sample["text"]),
+        class_="sample",
+    )
     return tag("div", tag("p", f"after step {sample['step']:,}"), text)
 
 
@@ -250,7 +354,9 @@ def _late(facts: RunFacts) -> Html:
             shares[int(rank)].append((share, int(step)))
     logged = sum(map(len, shares.values()))
     rows = []
-    for rank, late in sorted(shares.items(), key=lambda entry: -sum(share for share, _ in entry[1]))[:64]:
+    for rank, late in sorted(
+        shares.items(), key=lambda entry: -sum(share for share, _ in entry[1])
+    )[:64]:
         most, at = max(late)
         mean = sum(share for share, _ in late) / len(late)
         often = f"{len(late):,} ({len(late) / logged:.0%})"
@@ -258,27 +364,44 @@ def _late(facts: RunFacts) -> Html:
     if not rows:
         return Html()
     what = (
-        "How often each rank was the slowest at a logged step, and by what share of the step it was behind the others"
+        "How often each rank was the slowest at a logged step, and by what share "
+        "of the step it was behind the others"
     )
     head = ("rank", "slowest at", "behind on average", "most")
-    named = [tag("p", str(event.get("text"))) for event in facts.events if event["event"] == "lag"]
+    named = [
+        tag("p", str(event.get("text"))) for event in facts.events if event["event"] == "lag"
+    ]
     return section("late", "Late ranks", *named, table(what, head, rows))
 
 
 def _phases(facts: RunFacts) -> Html:
     names = list(dict.fromkeys(name for phases in facts.phases.values() for name in phases))
-    rows = [(rank, *(f"{phases.get(name, 0.0):.4f}" for name in names)) for rank, phases in facts.phases.items()]
+    rows = [
+        (rank, *(f"{phases.get(name, 0.0):.4f}" for name in names))
+        for rank, phases in facts.phases.items()
+    ]
     if not rows:
         return Html()
-    return section("phases", "Phases of a step", table("Seconds a step, of traced steps", ("rank", *names), rows))
+    return section(
+        "phases",
+        "Phases of a step",
+        table("Seconds a step, of traced steps", ("rank", *names), rows),
+    )
 
 
 def _warnings(facts: RunFacts) -> Html:
-    rows = [(each.level.lower(), _of(each.ranks), f"{each.times:,}", each.text) for each in facts.warnings]
+    rows = [
+        (each.level.lower(), _of(each.ranks), f"{each.times:,}", each.text)
+        for each in facts.warnings
+    ]
     notes = [tag("p", note) for note in facts.notes]
     if not rows and not notes:
         return Html()
-    listed = table("What the ranks logged", ("level", "ranks", "times", "first said"), rows) if rows else ""
+    listed = (
+        table("What the ranks logged", ("level", "ranks", "times", "first said"), rows)
+        if rows
+        else ""
+    )
     return section("warnings", "Warnings", listed, *notes)
 
 
@@ -291,7 +414,9 @@ def _damage(facts: RunFacts) -> Html:
         return Html()
     rows = [(each.file, each.line or "-", each.what) for each in facts.damaged]
     said = tag("p", f"{facts.num_damaged:,} lines could not be read. Everything else is shown.")
-    return section("damage", "Damaged lines", said, table("What is wrong", ("file", "line", "what"), rows))
+    return section(
+        "damage", "Damaged lines", said, table("What is wrong", ("file", "line", "what"), rows)
+    )
 
 
 def _next(facts: RunFacts) -> Html:

@@ -31,7 +31,11 @@ from threefold.report.run_list import listed, runs_in
 PORT, _MORE_PORTS = 8733, 20
 _MOST_COMPARED = 20
 _HOSTS = ("127.0.0.1", "localhost", "::1")
-_HTML, _TEXT, _JSON = "text/html; charset=utf-8", "text/plain; charset=utf-8", "application/json"
+_HTML, _TEXT, _JSON = (
+    "text/html; charset=utf-8",
+    "text/plain; charset=utf-8",
+    "application/json",
+)
 _HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -70,7 +74,9 @@ class View:
         if "token" in query and self._is_right(query["token"][0]):
             return self._welcome(path, query)
         if not self._has_cookie(cookies):
-            return Reply(403, b"Open the address that `threefold view` has printed: it ends in a token.")
+            return Reply(
+                403, b"Open the address that `threefold view` has printed: it ends in a token."
+            )
         try:
             return self._routed(path, query)
         except (KeyError, ValueError, OverflowError):
@@ -94,7 +100,9 @@ class View:
         with self._opening:
             if new := [key for key in keys if key not in self._runs]:
                 there = runs_in(self.root)
-                self._runs |= {key: LiveRun(there[key], key if key != "." else None) for key in new}
+                self._runs |= {
+                    key: LiveRun(there[key], key if key != "." else None) for key in new
+                }
         runs = [self._runs[key] for key in keys]
         for run in runs:
             run.refresh()
@@ -115,7 +123,11 @@ class View:
         runs = self._live(keys)
         parts = self._parts(runs) if keys else {"list": {"list": listed(runs_in(self.root))}}
         version = " ".join(run.version for run in runs)
-        values = {"values": self._values(keys, runs)} if keys and query.get("version") != [version] else {}
+        values = (
+            {"values": self._values(keys, runs)}
+            if keys and query.get("version") != [version]
+            else {}
+        )
         return {"version": version, "parts": parts, **values}
 
     def _page(self, keys: Sequence[str]) -> Reply:
@@ -123,12 +135,16 @@ class View:
         if not runs:
             raise KeyError("run")
         facts = [run.facts for run in runs]
-        content = page(title_of(facts), body(self._parts(runs), facts), self._values(keys, runs), live=True)
+        content = page(
+            title_of(facts), body(self._parts(runs), facts), self._values(keys, runs), live=True
+        )
         return Reply(200, content, _HTML)
 
     def _list(self) -> Reply:
         inside = tag("div", listed(runs_in(self.root)), class_="parts", data_box="list")
-        return Reply(200, page(f"runs in {self.root}", inside, {"live": True}, live=True), _HTML)
+        return Reply(
+            200, page(f"runs in {self.root}", inside, {"live": True}, live=True), _HTML
+        )
 
     def _is_right(self, token: str) -> bool:
         return secrets.compare_digest(token.encode(), self.token.encode())
@@ -145,11 +161,23 @@ class View:
 
         By a page and not by a redirect: after a link on another site, a browser would not send the cookie to that.
         """
-        rest = urlencode([(key, value) for key, values in query.items() if key != "token" for value in values])
+        rest = urlencode(
+            [
+                (key, value)
+                for key, values in query.items()
+                if key != "token"
+                for value in values
+            ]
+        )
         target = f"./{path.rpartition('/')[2]}" + (f"?{rest}" if rest else "")
         text = f'<!doctype html><meta http-equiv="refresh" content="0;url={escape(target)}">'
         text += '<link rel="icon" href="data:,"><title>threefold</title>'
-        return Reply(200, text.encode(), _HTML, f"{self._cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict")
+        return Reply(
+            200,
+            text.encode(),
+            _HTML,
+            f"{self._cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict",
+        )
 
 
 def _json(values: Any) -> Reply:
@@ -161,7 +189,11 @@ def _is_here(hosts: Sequence[str]) -> bool:
     try:
         (host,) = hosts
         parts = urlsplit(f"//{host}")
-        return parts.hostname in _HOSTS and "@" not in parts.netloc and (parts.port is None or parts.port > 0)
+        return (
+            parts.hostname in _HOSTS
+            and "@" not in parts.netloc
+            and (parts.port is None or parts.port > 0)
+        )
     except ValueError:
         return False
 
@@ -183,7 +215,10 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        hosts, cookies = self.headers.get_all("host") or [], "; ".join(self.headers.get_all("cookie") or [])
+        hosts, cookies = (
+            self.headers.get_all("host") or [],
+            "; ".join(self.headers.get_all("cookie") or []),
+        )
         self._send(self.server.view.answer(self.path, hosts=hosts, cookies=cookies))
 
     def _refuse(self) -> None:

@@ -31,10 +31,15 @@ from threefold.records.run import RunRecord
 from threefold.run import choice
 
 # Of the folder of a loop that has saved there without a run.
-_LOOP = {"audit": "its loop has no run", "audit_fix": "threefold.Run(folder), and for batch in run.steps(loader)"}
+_LOOP = {
+    "audit": "its loop has no run",
+    "audit_fix": "threefold.Run(folder), and for batch in run.steps(loader)",
+}
 
 
-def proof_lines(run: Path, rows_of: Callable[[Path, Sequence[Segment]], Rows] | None = None) -> Iterator[str]:
+def proof_lines(
+    run: Path, rows_of: Callable[[Path, Sequence[Segment]], Rows] | None = None
+) -> Iterator[str]:
     """The proof of what a run has read, as lines; RunError names the first wrong step.
 
     Args:
@@ -42,7 +47,9 @@ def proof_lines(run: Path, rows_of: Callable[[Path, Sequence[Segment]], Rows] | 
     """
     contents = rows_of is not None
     loop = _LOOP if (run / "checkpoints").is_dir() and not (run / RUN_FILE).exists() else None
-    why = next((start for start in reversed(Journal(run).starts()) if start.get("audit_fix")), loop)
+    why = next(
+        (start for start in reversed(Journal(run).starts()) if start.get("audit_fix")), loop
+    )
     if why is not None and not (run / record.FILE).exists():
         raise ConfigError(
             f"{run} was not audited: {why['audit']}",
@@ -107,7 +114,9 @@ def _check_lineage(
     """
     folder, identity = CheckpointFolder(run), Identity.read(run)
     saved = [
-        SavedPlace(each.path, each.step, Place(at["epoch"], at["position"]), manifest.get("link"))
+        SavedPlace(
+            each.path, each.step, Place(at["epoch"], at["position"]), manifest.get("link")
+        )
         for each, manifest in checkpoints
         if (at := manifest["data"])
     ]
@@ -134,21 +143,36 @@ def _check_lineage(
                 fix="copy it again from its source",
             )
     after = ", each after the one before" if len(identity.starts) > 1 else ""
-    return [f"  chain: {counted(len(identity.starts), 'start')}{after}; checkpoints of them: {len(checkpoints)}"]
+    return [
+        f"  chain: {counted(len(identity.starts), 'start')}{after}; checkpoints of them: {len(checkpoints)}"
+    ]
 
 
 def _byte_lines(run: Path, segments: Sequence[Segment], *, contents: bool) -> Iterator[str]:
     """What is known of the bytes; with contents, all blocks of the stores, if they are where they were."""
     if segments and (not contents or are_here(segments[-1].start)):
-        config, sampled = loading.load(str(run / "config.yaml"), environ={}).config, ALL if contents else SAMPLED
-        yield from byte_lines(run, segments, Packing.of(config.data), cache=cache_folder(), sampled=sampled)
+        config, sampled = (
+            loading.load(str(run / "config.yaml"), environ={}).config,
+            ALL if contents else SAMPLED,
+        )
+        yield from byte_lines(
+            run, segments, Packing.of(config.data), cache=cache_folder(), sampled=sampled
+        )
 
 
 def _bits_of(past: RunRecord, first_step: int) -> str:
     """Whether a run was resumed at a step bit for bit; nothing without `train.reduce: exact`."""
-    start: dict[str, Any] = next((start for start in reversed(past.starts) if start.get("step") == first_step - 1), {})
+    start: dict[str, Any] = next(
+        (start for start in reversed(past.starts) if start.get("step") == first_step - 1), {}
+    )
     lost = start.get("lost_bits")
-    return "" if lost is None else f", with other bits: {'; '.join(lost)}" if lost else ", bit for bit"
+    return (
+        ""
+        if lost is None
+        else f", with other bits: {'; '.join(lost)}"
+        if lost
+        else ", bit for bit"
+    )
 
 
 def _shares(run: Path, start: SegmentLine) -> Iterator[str]:
@@ -166,5 +190,7 @@ def _shares(run: Path, start: SegmentLine) -> Iterator[str]:
 
 def first_and_last_step(segments: Sequence[Segment]) -> tuple[int, int]:
     """The steps of a record that has an audit."""
-    lasts = [line.first + segment.stands(line) - 1 for segment in segments for line in segment.steps]
+    lasts = [
+        line.first + segment.stands(line) - 1 for segment in segments for line in segment.steps
+    ]
     return segments[0].start.first_step, max(lasts)

@@ -119,11 +119,17 @@ def build_run(
     config = with_rate(asked.config, rate)
     vocab_size = getattr(architecture.get_text_config(), "vocab_size", None)
     rows = rows_of(config, tokenizer, mesh, vocab_size=vocab_size)
-    held_out = rows_of(config, tokenizer, mesh, vocab_size=vocab_size, held_out=True) if config.evaluates else None
+    held_out = (
+        rows_of(config, tokenizer, mesh, vocab_size=vocab_size, held_out=True)
+        if config.evaluates
+        else None
+    )
     refuse_other_bytes(rows, folder, mesh)
     overlaps: list[Overlap] = []
     if held_out is not None:
-        mesh.share("overlap", lambda: overlaps.extend(overlaps_of(rows, held_out, most=_MOST_COMPARED)))
+        mesh.share(
+            "overlap", lambda: overlaps.extend(overlaps_of(rows, held_out, most=_MOST_COMPARED))
+        )
     loader = loader_of(config, rows, mesh)
     enter("loading")
     model = build(config, asked.architecture, mesh)
@@ -135,10 +141,21 @@ def build_run(
     else:
         optimizer = optimizer_of(config, model, mesh)
     ema = average_of(config, model)
-    torch.manual_seed(seed_of("a run", config.train.seed, *noise.places(mesh, model.tensor.sequence_group)))
+    torch.manual_seed(
+        seed_of("a run", config.train.seed, *noise.places(mesh, model.tensor.sequence_group))
+    )
     template = mesh.share("chat template", lambda: template_in_use(config, rows, tokenizer))
     checkpointer = Checkpointer(
-        config, folder, mesh, model, optimizer, loader, architecture, template, given.described, ema
+        config,
+        folder,
+        mesh,
+        model,
+        optimizer,
+        loader,
+        architecture,
+        template,
+        given.described,
+        ema,
     )
     enter("resuming")
     checkpointer.resume()
@@ -163,17 +180,26 @@ def build_run(
 
 
 def overlaps_of(
-    rows: Rows, held_out: Rows, *, most: int | None = None, progress: Callable[[int, int], None] = lambda *_: None
+    rows: Rows,
+    held_out: Rows,
+    *,
+    most: int | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
 ) -> list[Overlap]:
     """What of each source of the evaluation is trained on; arguments as for `overlap`."""
     training = {part.name: part.rows.store for part in parts_of(rows)}
-    return [overlap(training, part.rows.store, most=most, progress=progress) for part in parts_of(held_out)]
+    return [
+        overlap(training, part.rows.store, most=most, progress=progress)
+        for part in parts_of(held_out)
+    ]
 
 
 def optimizer_of(config: Config, model: Model, mesh: Mesh) -> torch.optim.Optimizer:
     """The optimizer that a run asks for."""
     dtype, exact = getattr(torch, config.model.dtype), config.train.reduce == "exact"
-    return build_optimizer(model.module, config.optimizer, mesh, dtype=dtype, exact=exact, working=model.working)
+    return build_optimizer(
+        model.module, config.optimizer, mesh, dtype=dtype, exact=exact, working=model.working
+    )
 
 
 def average_of(config: Config, model: Model) -> Ema | None:
@@ -190,7 +216,12 @@ def tracked_facts(run: Built) -> dict[str, Any]:
 
 
 def rows_of(
-    config: Config, tokenizer: Tokenizer, mesh: Mesh, *, vocab_size: int | None = None, held_out: bool = False
+    config: Config,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    *,
+    vocab_size: int | None = None,
+    held_out: bool = False,
 ) -> Rows:
     """Returns the rows of data.source or data.mixture, or the held-out ones: of eval.source, or of these.
 
@@ -204,16 +235,25 @@ def rows_of(
     elsewhere = held_out and config.eval.source is not None
     sources = sources_of(config, held_out=elsewhere)
     packing = (
-        dataclasses.replace(packing, eval_share=0.0) if elsewhere else dataclasses.replace(packing, held_out=held_out)
+        dataclasses.replace(packing, eval_share=0.0)
+        if elsewhere
+        else dataclasses.replace(packing, held_out=held_out)
     )
-    open_packed = functools.partial(open_rows, packing=packing, tokenizer=tokenizer, cache=cache, vocab_size=vocab_size)
+    open_packed = functools.partial(
+        open_rows, packing=packing, tokenizer=tokenizer, cache=cache, vocab_size=vocab_size
+    )
 
     def open_here() -> list[tuple[str, str | None]]:
-        return [store_at(opened(key, functools.partial(open_packed, source))) for key, source in sources.items()]
+        return [
+            store_at(opened(key, functools.partial(open_packed, source)))
+            for key, source in sources.items()
+        ]
 
     def open_on_every_host() -> Rows:
         found = mesh.once_per_host("evaluation data" if held_out else "data", open_here)
-        parts = [reopen_rows(prefix, blocks_at, packing, cache=cache) for prefix, blocks_at in found]
+        parts = [
+            reopen_rows(prefix, blocks_at, packing, cache=cache) for prefix, blocks_at in found
+        ]
         if elsewhere or data.mixture is None:
             return parts[0]
         return MixedRows(dict(zip(data.mixture, parts, strict=True)))
@@ -232,7 +272,10 @@ def num_steps_of(config: Config, folder: RunFolder, loader: TokenLoader) -> int:
     """The last step's number; with train.epochs from the rows that are left after the steps done."""
     if config.train.epochs is None:
         return config.train.steps or DEFAULT_STEPS
-    done, ahead = folder.done, [each for each in config.data.skip if each not in loader.left_out]
+    done, ahead = (
+        folder.done,
+        [each for each in config.data.skip if each not in loader.left_out],
+    )
     return last_step(loader.order, loader.cursor().place, done=done, skip=ahead)
 
 
@@ -273,7 +316,11 @@ def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
         num_workers=config.data.num_workers,
         pin_memory=mesh.device.type == "cuda",
     )
-    if files := {number: stored for number, part in enumerate(parts) if (stored := part.rows.store.stored) is not None}:
+    if files := {
+        number: stored
+        for number, part in enumerate(parts)
+        if (stored := part.rows.store.stored) is not None
+    }:
         from threefold.places.prefetch import Ahead  # a run on local disks loads nothing of it
 
         def rows_read(place: Place) -> tuple[list[int], list[int]]:
@@ -300,7 +347,9 @@ def start_of(run: Built) -> SegmentLine:
     tensors = TOKEN_FIELDS if config.data.document_mask else TOKEN_FIELDS[:-1]
     start = dataclasses.replace(start, tensors=tensors, stores=record_of(loader.rows))
     if (lengths := order.lengths) is not None:
-        grouped = mesh.share("lengths", lambda: row_lengths.keep(run.folder.path, lengths, order.num_rows))
+        grouped = mesh.share(
+            "lengths", lambda: row_lengths.keep(run.folder.path, lengths, order.num_rows)
+        )
         start = dataclasses.replace(start, grouped=grouped, lengths=lengths)
     return start
 

@@ -48,7 +48,11 @@ def of(config: Config, path: Path, words: Words = _COMMAND) -> Choice:
             checkpoint of another timeline, or a run's files without run.json.
         CheckpointError: a checkpoint given by path does not exist.
     """
-    checkpoints, identity, asked = CheckpointFolder(path), Identity.read(path), config.checkpoint.resume
+    checkpoints, identity, asked = (
+        CheckpointFolder(path),
+        Identity.read(path),
+        config.checkpoint.resume,
+    )
     if identity is None and is_run(path):
         raise unnamed(path, words)
     if foreign := checkpoints.foreign():
@@ -73,7 +77,11 @@ def of(config: Config, path: Path, words: Words = _COMMAND) -> Choice:
         _refuse_left(named, identity, words)
         if not _taken_up(path, named, origin, identity, own, words):
             return Choice((named,), True, None if _is_own(named, path, identity) else origin)
-    if not own and named is None and any(line["event"] == "save" for line in Journal(path).lines()):
+    if (
+        not own
+        and named is None
+        and any(line["event"] == "save" for line in Journal(path).lines())
+    ):
         raise CheckpointError(
             f"{words.at(path)} holds a run that has saved checkpoints, and none of them is left",
             expected="at least one of them: otherwise the run would restart at step 1",
@@ -87,7 +95,9 @@ def of(config: Config, path: Path, words: Words = _COMMAND) -> Choice:
 
 def place_of(asked: str, run: Path) -> Path:
     """Where the checkpoint that is asked for lies: what is in a store is fetched into the run's folder."""
-    return run / f"{FETCHED}{checksum_of(asked.encode())[:8]}" if "://" in asked else Path(asked)
+    return (
+        run / f"{FETCHED}{checksum_of(asked.encode())[:8]}" if "://" in asked else Path(asked)
+    )
 
 
 def unnamed(path: Path, words: Words = _COMMAND) -> ConfigError:
@@ -97,7 +107,13 @@ def unnamed(path: Path, words: Words = _COMMAND) -> ConfigError:
     journal, checkpoints = Journal(path), CheckpointFolder(path).all()
     authors = [each.author for each in checkpoints]
     starts = [line.get("run") for line in journal.starts()]
-    ids = sorted({str(run) for run in (*starts, *(author.run for author in authors if author is not None)) if run})
+    ids = sorted(
+        {
+            str(run)
+            for run in (*starts, *(author.run for author in authors if author is not None))
+            if run
+        }
+    )
     fix = f"{words.another()}   (its files name {' and '.join(ids) or 'no run'})"
     if len(ids) == 1:
         values = {"id": ids[0], "created": utc_now(), "origin": None, "starts": journal.chain()}
@@ -122,7 +138,9 @@ def writer(checkpoint: Checkpoint, identity: Identity | None) -> str:
 
 def _origin(of: Checkpoint) -> Origin:
     author = of.author
-    return Origin(str(of.path.resolve()), of.step, author.run if author is not None else None, of.checksum)
+    return Origin(
+        str(of.path.resolve()), of.step, author.run if author is not None else None, of.checksum
+    )
 
 
 def _at_its_place(origin: Origin, path: Path, words: Words) -> Checkpoint:
@@ -157,16 +175,25 @@ def _named(asked: Path) -> Checkpoint:
 def _is_own(named: Checkpoint, path: Path, identity: Identity | None) -> bool:
     """Whether a checkpoint is of the run in the folder: it lies there, or is a copy."""
     inside = named.path.resolve().parent == CheckpointFolder(path).path.resolve()
-    return inside or (identity is not None and (author := named.author) is not None and identity.has(author))
+    return inside or (
+        identity is not None and (author := named.author) is not None and identity.has(author)
+    )
 
 
 def _refuse_left(named: Checkpoint, identity: Identity | None, words: Words) -> None:
     """Raises ConfigError for a checkpoint of the run's own that an earlier return to an older step has left behind."""
     author = named.author
-    if identity is None or author is None or not identity.has(author) or identity.stands(author, named.step):
+    if (
+        identity is None
+        or author is None
+        or not identity.has(author)
+        or identity.stands(author, named.step)
+    ):
         return
     later = enumerate(identity.starts[author.start :], author.start + 1)
-    number, back = next((number, start.step) for number, start in later if start.step < named.step)
+    number, back = next(
+        (number, start.step) for number, start in later if start.step < named.step
+    )
     raise ConfigError(
         f"checkpoint.resume = {named.path} is left behind: start {number} of the run went back to step {back}",
         expected=f"a checkpoint of what the run is now: its records of the steps after {back} are of later starts",
@@ -181,13 +208,23 @@ def asked_before(path: Path, asked: Path, identity: Identity | None) -> bool:
     """
     starts = Journal(path).starts()
     resolved = os.path.realpath(asked)  # unlike `resolve`, for a link to itself too
-    if identity is not None and identity.origin is not None and starts and starts[0].get("asked") == resolved:
+    if (
+        identity is not None
+        and identity.origin is not None
+        and starts
+        and starts[0].get("asked") == resolved
+    ):
         return True
     return _was_restarted(path, ()) and starts[-1].get("asked") == resolved
 
 
 def _taken_up(
-    path: Path, named: Checkpoint, origin: Origin, identity: Identity | None, own: Sequence[Any], words: Words
+    path: Path,
+    named: Checkpoint,
+    origin: Origin,
+    identity: Identity | None,
+    own: Sequence[Any],
+    words: Words,
 ) -> bool:
     """Whether the run in the folder is the fork of the named checkpoint that is asked for.
 

@@ -52,7 +52,13 @@ def head_of(run: Built, why: str, found: Sequence[tuple[str, str]]) -> Head:
         global_batch=config.train.global_batch,
         stored=stored.facts(run.loader.begins()) if ahead and stored is not None else None,
         labels=labels_of(run.rows),
-        notes=[*_begins(run.rows), *_no_end(run), *_evaluated(run), *_shares(run), *_pairs(run)],
+        notes=[
+            *_begins(run.rows),
+            *_no_end(run),
+            *_evaluated(run),
+            *_shares(run),
+            *_pairs(run),
+        ],
         first_step=run.done + 1 if ahead else None,
         last_step=run.num_steps if ahead else None,
         epochs=epochs_ahead(run) if ahead else None,
@@ -119,11 +125,18 @@ def labels_of(rows: Rows) -> list[Entry]:
         if info is not None and info.loss_mask is not None:
             targets = part.rows.num_targets
             empty = int((targets == 0).sum())
-            packed = f"after packing: {int(targets.sum()):,}" + (f", none in {empty:,} of its rows" if empty else "")
-            if int(targets.sum()) < (info.num_loss_tokens or 0) and part.rows.store.has_loss_mask:
+            packed = f"after packing: {int(targets.sum()):,}" + (
+                f", none in {empty:,} of its rows" if empty else ""
+            )
+            if (
+                int(targets.sum()) < (info.num_loss_tokens or 0)
+                and part.rows.store.has_loss_mask
+            ):
                 why = {reason: int(each.sum()) for reason, each in why_cut(part.rows).items()}
                 packed += f"; cut off: {reasons_text(why)}"
-            entries.append((part.name if len(parts) > 1 else "", f"{info.mask_summary}; {packed}"))
+            entries.append(
+                (part.name if len(parts) > 1 else "", f"{info.mask_summary}; {packed}")
+            )
     return entries
 
 
@@ -161,7 +174,11 @@ def _shares(run: Built) -> Iterator[Entry]:
 def _pairs(run: Built) -> Iterator[Entry]:
     if run.pairs is not None:
         dpo = run.config.dpo
-        how = "without the adapters" if run.config.model.lora.r else f"as kept in {run.folder.path / REFERENCE}"
+        how = (
+            "without the adapters"
+            if run.config.model.lora.r
+            else f"as kept in {run.folder.path / REFERENCE}"
+        )
         yield "dpo", f"{dpo.loss}, beta {dpo.beta:g}; reference: the model at its start, {how}"
 
 
@@ -183,7 +200,10 @@ def _skips(run: Built) -> Iterator[Entry]:
 
 
 def _changes(run: Built) -> list[Entry]:
-    return [*(("changed", str(change)) for change in run.checkpointer.changed), *_schedule_changed(run)]
+    return [
+        *(("changed", str(change)) for change in run.checkpointer.changed),
+        *_schedule_changed(run),
+    ]
 
 
 def epochs_ahead(run: Built) -> str | None:
@@ -193,10 +213,18 @@ def epochs_ahead(run: Built) -> str | None:
         return None
     rest = order.num_rows % order.global_batch
     if order.tail == "drop":
-        what = f"{rest:,} of them in none: they fill no batch (data.tail: drop)" if rest else "each of them once"
+        what = (
+            f"{rest:,} of them in none: they fill no batch (data.tail: drop)"
+            if rest
+            else "each of them once"
+        )
         return f"{order.epochs or ''} of {order.num_rows:,} rows, {what}".lstrip()
     last = order.after(place, order.steps_left(place) - 1)
-    short = f"; the last step has {read:,}" if (read := order.num_read(last)) < order.global_batch else ""
+    short = (
+        f"; the last step has {read:,}"
+        if (read := order.num_read(last)) < order.global_batch
+        else ""
+    )
     return f"{order.epochs} of {order.num_rows:,} rows, each of them once{short}"
 
 
@@ -211,7 +239,9 @@ def epochs_read(run: Built) -> str:
         return f"{read}; {rest:,} rows of each epoch fill no batch and were left out (data.tail: drop)"
     if order.epochs is None or order.steps_left(loader.place):
         return f"{read}; {order.num_rows - loader.place.position:,} rows of epoch {loader.epoch} are left"
-    return f"{read}; none is left" + (", but for what data.skip left out" if loader.left_out else "")
+    return f"{read}; none is left" + (
+        ", but for what data.skip left out" if loader.left_out else ""
+    )
 
 
 def _who_can_join() -> str:
@@ -229,7 +259,9 @@ def _schedule_changed(run: Built) -> list[Entry]:
     last = learning_rate(run.done, num_steps=before, config=optimizer)
     now = learning_rate(run.done + 1, num_steps=run.num_steps, config=optimizer)
     shape = f"{optimizer.schedule} over {run.num_steps:,} steps, not {before:,}"
-    return [("schedule", f"{shape}: the rate of step {run.done + 1} is {now:.2e}, after {last:.2e}")]
+    return [
+        ("schedule", f"{shape}: the rate of step {run.done + 1} is {now:.2e}, after {last:.2e}")
+    ]
 
 
 def _steps_before(run: Built) -> int:
@@ -250,12 +282,18 @@ def conclude(console: Screen, run: Built, outcome: Outcome) -> int:
     by_signal = outcome.stopped and outcome.by == "signal"
     if saved != outcome.step:
         newest = run.folder.checkpoints.newest()
-        kept = f"the newest checkpoint is of step {newest.step}" if newest is not None else "there is no checkpoint"
+        kept = (
+            f"the newest checkpoint is of step {newest.step}"
+            if newest is not None
+            else "there is no checkpoint"
+        )
         console.print(f"not saved: the state after step {outcome.step}; {kept}, in {path}")
         console.print(f"train the steps since again: threefold resume {shlex.quote(str(path))}")
         return EXIT_FAILED
     if by_signal:
-        console.print(f"stopped by a signal after step {outcome.step}; the checkpoint is saved in {path}")
+        console.print(
+            f"stopped by a signal after step {outcome.step}; the checkpoint is saved in {path}"
+        )
         console.print(f"resume: threefold resume {shlex.quote(str(path))}")
         return EXIT_STOPPED_WITH_CHECKPOINT
     if run.mesh.rank != 0:
@@ -274,19 +312,27 @@ def conclude(console: Screen, run: Built, outcome: Outcome) -> int:
 
 def _show_sample(console: Screen, run: Built) -> None:
     if run.num_parameters > _LARGEST_SAMPLED:
-        console.print(f"no sample: {run.num_parameters:,} parameters are too many for one process after training")
+        console.print(
+            f"no sample: {run.num_parameters:,} parameters are too many for one process after training"
+        )
         return
     from threefold.run.eval_samples import append_samples
 
     checkpoint = CheckpointFolder(run.folder.path).newest()
     assert checkpoint is not None
-    prompt = run.rows.rows(_FIRST_ROW)["input_ids"][0][: max(1, min(48, run.config.data.seq_len // 2))]
+    prompt = run.rows.rows(_FIRST_ROW)["input_ids"][0][
+        : max(1, min(48, run.config.data.seq_len // 2))
+    ]
     try:
-        text = generate_sample(checkpoint, run.tokenizer, prompt.tolist(), num_tokens=run.config.log.sample_tokens)
+        text = generate_sample(
+            checkpoint, run.tokenizer, prompt.tolist(), num_tokens=run.config.log.sample_tokens
+        )
     except RunError as error:  # the run is done, and saved
         console.print(f"no sample: {error}")
         return
     begin = run.tokenizer.decode(prompt.tolist())
-    append_samples(run, [{"step": checkpoint.step, "prompt": begin, "text": text.removeprefix(begin)}])
+    append_samples(
+        run, [{"step": checkpoint.step, "prompt": begin, "text": text.removeprefix(begin)}]
+    )
     console.print("a sample (the prompt, then what the model wrote):")
     console.print("\n".join(f"{SAMPLE}{line}" for line in text.splitlines()))

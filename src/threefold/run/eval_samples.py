@@ -39,7 +39,9 @@ class EvalSamples:
         self._run, self._say = run, say
         self.progress = Progress()
         """where this rank is, in the steps too."""
-        self._prompts = [Prompt(*each) for each in run.mesh.share("prompts", lambda: prompts_of(run))]
+        self._prompts = [
+            Prompt(*each) for each in run.mesh.share("prompts", lambda: prompts_of(run))
+        ]
 
     def __call__(self, step: int) -> None:
         self.progress.enter("sample")
@@ -47,7 +49,9 @@ class EvalSamples:
         for text, ids, end_id in self._prompts:
             self.progress.tick()  # it may take long
             try:
-                found = continued(run.model, ids, num_tokens=run.config.log.sample_tokens, end_id=end_id)
+                found = continued(
+                    run.model, ids, num_tokens=run.config.log.sample_tokens, end_id=end_id
+                )
             except RunError as error:  # what is asked beside training never ends it
                 self._say(f"no sample: {error}")
                 break
@@ -59,7 +63,9 @@ class EvalSamples:
 
 def append_samples(run: Built, lines: list[dict[str, Any]]) -> None:
     """Appends what the model has written to RUN/samples.jsonl: step, prompt and text of each; one rank calls it."""
-    file = MetricsFile(run.folder.path / FILE, continue_on_error=run.config.checkpoint.on_error == "continue")
+    file = MetricsFile(
+        run.folder.path / FILE, continue_on_error=run.config.checkpoint.on_error == "continue"
+    )
     for line in lines:
         file.log(line)
     file.close()
@@ -85,13 +91,22 @@ def prompts_of(run: Built) -> list[Prompt]:
             own = for_texts(run.tokenizer, bos=labels.bos, control_tokens=labels.control_tokens)
             ids, end_id = own.encode_batch([prompt])[0].tolist(), run.tokenizer.end_id
         else:
-            encoder, said = encoder_of(run.tokenizer, labels, "last", template), [_question(prompt)]
+            encoder, said = (
+                encoder_of(run.tokenizer, labels, "last", template),
+                [_question(prompt)],
+            )
             try:
                 ids, end_id = encoder.prompt(said), encoder.end_of_turn(said)
             except RowError as error:
-                raise ConfigError(f"{what}: {error.what}", expected=error.expected, fix="another prompt") from None
+                raise ConfigError(
+                    f"{what}: {error.what}", expected=error.expected, fix="another prompt"
+                ) from None
         if not ids:
-            raise ConfigError(f"{what} has no token", expected="text to continue", fix="--eval.sample '[Once upon]'")
+            raise ConfigError(
+                f"{what} has no token",
+                expected="text to continue",
+                fix="--eval.sample '[Once upon]'",
+            )
         if isinstance(longest, int) and len(ids) + config.log.sample_tokens > longest:
             raise ConfigError(
                 f"{what} has {len(ids):,} tokens, and the model supports {longest:,} positions",

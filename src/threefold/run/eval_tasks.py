@@ -34,7 +34,9 @@ def problems(tasks: Sequence[str]) -> list[Problem]:
     """Why these tasks cannot be evaluated, as far as it is known before anything is loaded."""
     if tasks and importlib.util.find_spec(_PACKAGE) is None:
         what = f"eval.tasks = [{', '.join(tasks)}], but lm-evaluation-harness is not installed"
-        return [Problem(what, "the package that has the tasks", "pip install 'threefold[tasks]'")]
+        return [
+            Problem(what, "the package that has the tasks", "pip install 'threefold[tasks]'")
+        ]
     return []
 
 
@@ -51,7 +53,9 @@ class EvalTasks:
         self.progress = Progress()
         self._mesh, self._tasks = model.mesh, _load(config.eval.tasks)
         longest = getattr(model.architecture.get_text_config(), "max_position_embeddings", None)
-        self._scores = Scores(model, longest if isinstance(longest, int) else config.data.seq_len)
+        self._scores = Scores(
+            model, longest if isinstance(longest, int) else config.data.seq_len
+        )
         self._harness = harness_of(self._scores, tokenizer_of(config))
 
     def __call__(self, step: int) -> Metrics:
@@ -62,9 +66,20 @@ class EvalTasks:
         self._scores.tick = self.progress.tick
         for task in self._tasks["tasks"].values():
             task.set_fewshot_seed(seed=_SHOTS_SEED)
-        with noise.kept(self._mesh.device), redirect_stderr(io.StringIO()):  # its bars, of every rank
-            found = evaluate(self._harness, self._tasks, bootstrap_iters=0, log_samples=False, verbosity="ERROR")
-        return _metrics_of(found["results"]) if self._mesh.rank == 0 and found is not None else {}
+        with (
+            noise.kept(self._mesh.device),
+            redirect_stderr(io.StringIO()),
+        ):  # its bars, of every rank
+            found = evaluate(
+                self._harness,
+                self._tasks,
+                bootstrap_iters=0,
+                log_samples=False,
+                verbosity="ERROR",
+            )
+        return (
+            _metrics_of(found["results"]) if self._mesh.rank == 0 and found is not None else {}
+        )
 
 
 def _load(names: Sequence[str]) -> Any:
@@ -78,26 +93,40 @@ def _loaded(names: Sequence[str]) -> Any:
     from lm_eval.tasks import TaskManager
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)  # what fails is reported once, with its reason
+    datasets.logging.set_verbosity(
+        logging.CRITICAL
+    )  # what fails is reported once, with its reason
     logging.getLogger(_PACKAGE).setLevel(logging.ERROR)
-    manager = TaskManager(include_defaults=not all(map(is_task_file, names)))  # to list the harness' own takes its time
+    manager = TaskManager(
+        include_defaults=not all(map(is_task_file, names))
+    )  # to list the harness' own takes its time
     known = set(manager.all_tasks)
     for name in names:
         if not is_task_file(name) and name not in known:
             expected = "a name that `lm-eval ls tasks` lists, or the path of a task's .yaml"
-            raise ConfigError(f"eval.tasks has {name}, which is not known", expected=expected, fix="check the name")
+            raise ConfigError(
+                f"eval.tasks has {name}, which is not known",
+                expected=expected,
+                fix="check the name",
+            )
     asked = [name if name in known else _own(Path(name)) for name in names]
     try:
         loaded = manager.load(asked)
     except Exception as error:  # of datasets, of the Hub, of the harness: of many families
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         expected = "tasks whose data this machine has, or can load"
-        raise ConfigError(f"eval.tasks cannot be loaded: {reason}", expected=expected, fix="see the reason") from error
+        raise ConfigError(
+            f"eval.tasks cannot be loaded: {reason}", expected=expected, fix="see the reason"
+        ) from error
     for name, task in loaded["tasks"].items():
         if (kind := task.get_config("output_type")) not in _SCORED:
             what = f"eval.tasks has {name}, which is scored by {kind}"
             expected = "tasks that are scored by the probability of texts, which the model gives on any mesh"
-            raise ConfigError(what, expected=expected, fix=f"leave {name} out; lm-eval runs it on an exported model")
+            raise ConfigError(
+                what,
+                expected=expected,
+                fix=f"leave {name} out; lm-eval runs it on an exported model",
+            )
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
     return loaded
@@ -108,14 +137,22 @@ def _own(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", expected="a task's file", fix="check the path") from error
+        raise ConfigError(
+            f"{path}: {error.strerror}", expected="a task's file", fix="check the path"
+        ) from error
     if "!function" in text:
         expected = "a task without code of its own"
         fix = "a task of an installed package, which lm-eval finds by its name"
-        raise ConfigError(f"{path} names a function, which would be run", expected=expected, fix=fix)
+        raise ConfigError(
+            f"{path} names a function, which would be run", expected=expected, fix=fix
+        )
     values = parse(text, str(path))
     if not isinstance(values, dict) or not isinstance(values.get("task"), str):
-        raise ConfigError(f"{path} is no task", expected="a mapping with `task`, its name", fix="see lm-eval's guide")
+        raise ConfigError(
+            f"{path} is no task",
+            expected="a mapping with `task`, its name",
+            fix="see lm-eval's guide",
+        )
     return values
 
 

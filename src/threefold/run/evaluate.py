@@ -35,7 +35,12 @@ from threefold.training.loop import eval_metrics
 
 
 def evaluate_rank(
-    loaded: LoadedConfig, topology: Topology, checkpoint: Checkpoint, *, ema: bool = False, values: bool = False
+    loaded: LoadedConfig,
+    topology: Topology,
+    checkpoint: Checkpoint,
+    *,
+    ema: bool = False,
+    values: bool = False,
 ) -> int:
     """Evaluates as one rank of `topology`, and returns its exit code; rank 0 prints what was found.
 
@@ -48,14 +53,26 @@ def evaluate_rank(
     mesh: Mesh | None = None
     try:
         asked = config.mesh
-        mesh = join_mesh(topology, info, device=asked.device, timeout_s=asked.timeout_s, facts=facts_of(config))
+        mesh = join_mesh(
+            topology,
+            info,
+            device=asked.device,
+            timeout_s=asked.timeout_s,
+            facts=facts_of(config),
+        )
         found = _evaluated(asked_of(config, mesh), mesh, checkpoint, ema=ema)
         if mesh.rank == 0 and values:
-            print(as_json({"checkpoint": str(checkpoint.path), "ema": ema, "metrics": found}), flush=True)
+            print(
+                as_json({"checkpoint": str(checkpoint.path), "ema": ema, "metrics": found}),
+                flush=True,
+            )
         elif mesh.rank == 0:
             said = [evaluated(found, digits=6)] if "eval_loss" in found else []
             said += [tasks] if (tasks := evaluated_tasks(found)) else []
-            print(f"{checkpoint.path}{': moving average' if ema else ''}: {'; '.join(said)}", flush=True)
+            print(
+                f"{checkpoint.path}{': moving average' if ema else ''}: {'; '.join(said)}",
+                flush=True,
+            )
         mesh.barrier()
         mesh.close()
         return 0
@@ -78,7 +95,9 @@ def _evaluated(asked: Asked, mesh: Mesh, checkpoint: Checkpoint, *, ema: bool) -
     rows = None
     if config.evaluates:
         vocabulary = asked.architecture.get_text_config().vocab_size
-        rows = assemble.rows_of(config, asked.tokenizer, mesh, held_out=True, vocab_size=vocabulary)
+        rows = assemble.rows_of(
+            config, asked.tokenizer, mesh, held_out=True, vocab_size=vocabulary
+        )
     model, evaluate = _evaluation(asked, mesh, checkpoint, rows, ema=ema)
     found = {} if rows is None else _over(rows, evaluate, config, mesh)
     return {**found, **(EvalTasks(config, model)(checkpoint.step) if config.eval.tasks else {})}
@@ -96,7 +115,9 @@ def _over(rows: Rows, evaluate: EvalStep, config: Config, mesh: Mesh) -> Metrics
         alike=config.train.reduce == "exact",
     )
     total = -(-rows.num_rows // (micro_batch * mesh.dp_size))
-    return eval_metrics(evaluate, Bars(quiet=mesh.rank != 0).track(batches, "evaluation", total))
+    return eval_metrics(
+        evaluate, Bars(quiet=mesh.rank != 0).track(batches, "evaluation", total)
+    )
 
 
 def _evaluation(
@@ -110,12 +131,22 @@ def _evaluation(
     if asked.config.model.lora.r or asked.config.train.objective == "dpo":
         model = build(asked.config, asked.architecture, mesh)
         resumed = checkpoint.path.parents[1]
-        pairs = pairs_of(asked.config, model, rows, None, resumed=resumed, say=print) if rows is not None else None
+        pairs = (
+            pairs_of(asked.config, model, rows, None, resumed=resumed, say=print)
+            if rows is not None
+            else None
+        )
         state = run_state.model_state(model.module)
         run_state.fit(state, index)
         run_state.read_into(state, checkpoint.state, index, mesh)
         return model, EvalStep(model) if pairs is None else evaluation_of(model, pairs.loss)
-    named = {name.removeprefix("model."): entry for name, entry in index.entries.items() if name.startswith("model.")}
-    weights = {name: partial(read_whole, checkpoint.state, entry) for name, entry in named.items()}
+    named = {
+        name.removeprefix("model."): entry
+        for name, entry in index.entries.items()
+        if name.startswith("model.")
+    }
+    weights = {
+        name: partial(read_whole, checkpoint.state, entry) for name, entry in named.items()
+    }
     model = build(asked.config, asked.architecture, mesh, weights=weights)
     return model, EvalStep(model)

@@ -42,7 +42,9 @@ class Exports:
 
     def _write(self, step: int) -> None:
         run = self._checkpointer.folder.path
-        checkpoint = next((each for each in CheckpointFolder(run).complete() if each.step == step), None)
+        checkpoint = next(
+            (each for each in CheckpointFolder(run).complete() if each.step == step), None
+        )
         if checkpoint is None:  # it could not be saved, and the run continues all the same
             return
         to = run / EXPORT_FOLDER / checkpoint.path.name

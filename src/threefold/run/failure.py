@@ -45,7 +45,12 @@ _LONGEST, _MOST_ROWS, _CALLS = 2000, 1000, 4
 
 
 def report_failure(
-    error: BaseException, mesh: Mesh | None, rank: int, watch: Watchdog | None = None, *, keep: str | None = None
+    error: BaseException,
+    mesh: Mesh | None,
+    rank: int,
+    watch: Watchdog | None = None,
+    *,
+    keep: str | None = None,
 ) -> int:
     """Prints a failed rank's reason if it is the first of the run, logs it in any case, and returns the exit code.
 
@@ -53,7 +58,9 @@ def report_failure(
         keep: a file for the error, which is then not printed if it is one for users.
     """
     if watch is not None:
-        with suppress(Exception):  # rows may lie on a device that answers no more; the error is told all the same
+        with suppress(
+            Exception
+        ):  # rows may lie on a device that answers no more; the error is told all the same
             note_error(error, rank, watch)
         watch.progress.enter("failure")
     expected = isinstance(error, ThreefoldError)
@@ -65,16 +72,26 @@ def report_failure(
     # Ranks of a launcher have a file each; those that are started here have one, in which the first one's error stays.
     if keep is not None and (first or not Path(keep).exists()):
         what = f"a rank failed: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        other = RunError(what, expected="ranks that run to their end", fix="see the traceback that it has printed")
+        other = RunError(
+            what,
+            expected="ranks that run to their end",
+            fix="see the traceback that it has printed",
+        )
         Path(keep).write_text(json.dumps(described_error(error if expected else other)))
     if first:
         environment.tell_failure(text)
-    if first and not (expected and keep is not None):  # the program is told, by an error that it raises
-        print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write, which other ranks cannot split
+    if first and not (
+        expected and keep is not None
+    ):  # the program is told, by an error that it raises
+        print(
+            f"{text}\n", end="", file=sys.stderr, flush=True
+        )  # one write, which other ranks cannot split
     return error.exit_code if isinstance(error, ThreefoldError) else EXIT_FAILED
 
 
-def _is_first_failure(error: BaseException, mesh: Mesh | None, rank: int, watch: Watchdog | None) -> bool:
+def _is_first_failure(
+    error: BaseException, mesh: Mesh | None, rank: int, watch: Watchdog | None
+) -> bool:
     if isinstance(error, RendezvousError | NoDeviceError):
         return error.first
     store = mesh.store if mesh is not None else watch.store if watch is not None else None
@@ -85,14 +102,19 @@ def _is_first_failure(error: BaseException, mesh: Mesh | None, rank: int, watch:
             store.wait([FAILURES], timedelta(seconds=_LINGER_S))  # that rank's own report
             return False
         return bool(store.add(FAILURES, 1) == 1)
-    except Exception:  # the store is gone with rank 0, which hosted it: it failed before, or was killed
+    except (
+        Exception
+    ):  # the store is gone with rank 0, which hosted it: it failed before, or was killed
         return watch is not None and _outlives(watch)
 
 
 def _outlives(watch: Watchdog) -> bool:
     """Whether this rank speaks for its host, once a lower rank that has been killed is gone."""
     until = time.monotonic() + _KILLED_WITHIN_S
-    while not (watch.speaks_for_its_host() or watch.told_by_another()) and time.monotonic() < until:
+    while (
+        not (watch.speaks_for_its_host() or watch.told_by_another())
+        and time.monotonic() < until
+    ):
         time.sleep(0.1)
     return watch.speaks_for_its_host()
 
@@ -102,7 +124,11 @@ def note_error(error: BaseException, rank: int, watch: Watchdog) -> None:
 
     Of a peer that is gone, the process that starts the ranks knows more, if it is one of ours.
     """
-    place, lost, ours = watch.progress.place, lost_peer(error), error if isinstance(error, ThreefoldError) else None
+    place, lost, ours = (
+        watch.progress.place,
+        lost_peer(error),
+        error if isinstance(error, ThreefoldError) else None,
+    )
     refused = ours is not None and ours.exit_code == EXIT_WRONG_REQUEST and not place.step
     if refused or isinstance(error, OtherRankError) or (lost is not None and watch.pulse):
         return
@@ -117,10 +143,18 @@ def note_error(error: BaseException, rank: int, watch: Watchdog) -> None:
             time.sleep(0.1)
         ending = replace(ending, how="lost", error=str(lost))
         for _, step, phase in [*gone.values()][:1]:
-            ending = replace(ending, how="gone", ranks=tuple(gone), phase=phase, step=step, rows=())
+            ending = replace(
+                ending, how="gone", ranks=tuple(gone), phase=phase, step=step, rows=()
+            )
     elif ours is not None:
         ranks, rows = ((rank,), rows) if ours.ranks is None else (ours.ranks, ())
-        ending = replace(ending, ranks=ranks, rows=rows, phase=ours.phase or place.name, step=ours.step or place.step)
+        ending = replace(
+            ending,
+            ranks=ranks,
+            rows=rows,
+            phase=ours.phase or place.name,
+            step=ours.step or place.step,
+        )
     watch.note(ending)
 
 

@@ -64,7 +64,10 @@ def refuse_too_much_of_host(decoder: Decoder, setup: Setup, free: int | None) ->
     needed = host_bytes(decoder, setup)
     if free is None or _CERTAIN["cuda"] * needed <= free:
         return
-    key, fix = "train.activation_checkpointing = offload", "--train.activation_checkpointing full"
+    key, fix = (
+        "train.activation_checkpointing = offload",
+        "--train.activation_checkpointing full",
+    )
     if setup.cpu_offload:
         key, fix = "mesh.cpu_offload = true", "--mesh.cpu_offload false"
     raise ConfigError(
@@ -87,10 +90,15 @@ def fitted_into(asked: Asked, decoder: Decoder, setup: Setup, free: int) -> Fitt
         train = config.train.model_copy(update={"micro_batch": setup.micro_batch})
         asked = replace(asked, config=config.model_copy(update={"train": train}))
         why = f"the most that fits into {_gib(free)} a rank, by the estimate: {_gib(moment.total)}"
-        said.append((f"micro-batch: {setup.micro_batch} rows, {setup.num_batches} of them a step", why))
+        said.append(
+            (f"micro-batch: {setup.micro_batch} rows, {setup.num_batches} of them a step", why)
+        )
     elif setup.device is not None:
         said.append(
-            (f"memory: about {_gib(moment.total)} a rank", f"estimated for the {moment.name}; {_gib(free)} are free")
+            (
+                f"memory: about {_gib(moment.total)} a rank",
+                f"estimated for the {moment.name}; {_gib(free)} are free",
+            )
         )
     return Fitted(replace(asked, estimated_bytes=round(moment.total)), tuple(said))
 
@@ -132,7 +140,9 @@ def _what_fits(config: Config, decoder: Decoder, setup: Setup, free: int) -> str
 
     mesh = config.mesh.model_copy(update=dict.fromkeys(("dp", "dp_shard", "cp", "tp")))
     hosts = fabric.fabric_of(device, in_host=min(8, gpus))
-    question = advise.Question(decoder, config.model_copy(update={"mesh": mesh}), frozenset(), gpus, hosts, device)
+    question = advise.Question(
+        decoder, config.model_copy(update={"mesh": mesh}), frozenset(), gpus, hosts, device
+    )
     plans = [plan for plan in question.plans() if plan.memory_bytes <= free]
     return advise.what_fits(question.plan(setup), plans) or MORE_RANKS
 

@@ -24,7 +24,15 @@ from threefold.checkpoint.lineage import Author, Identity, Journal, Origin
 from threefold.checkpoint.lock import RunLock, Words
 from threefold.checkpoint.seal import Seal, sync, write_sealed
 from threefold.config import text as config_text
-from threefold.config.paths import AUDIT, LOG_START, METRICS, RUN_CONFIG, RUN_FILE, is_run, with_absolute_paths
+from threefold.config.paths import (
+    AUDIT,
+    LOG_START,
+    METRICS,
+    RUN_CONFIG,
+    RUN_FILE,
+    is_run,
+    with_absolute_paths,
+)
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
 from threefold.mesh import environment
@@ -37,7 +45,16 @@ if TYPE_CHECKING:
 _SEEN_WITHIN_S = 15.0
 _LOOK_S = 0.1
 # What a start leaves that ended before the run began, and what a submitted job puts there.
-_NOT_YET_A_RUN = ("checkpoints", "logs", "memory", "run.lock", "submitted.yaml", "job.sh", ".lease.json", ".from-store")
+_NOT_YET_A_RUN = (
+    "checkpoints",
+    "logs",
+    "memory",
+    "run.lock",
+    "submitted.yaml",
+    "job.sh",
+    ".lease.json",
+    ".from-store",
+)
 _OUTPUTS = (".err", ".log", ".out")  # where a shell, or a scheduler, sends what is printed
 
 
@@ -101,9 +118,18 @@ class RunFolder:
     def from_values(cls, values: dict[str, Any]) -> RunFolder:
         candidates = tuple(Checkpoint(Path(path), step) for path, step in values["candidates"])
         origin = Origin(**values["origin"]) if values["origin"] is not None else None
-        return cls(Path(values["path"]), None, candidates, values["asked"], origin, program=values["program"])
+        return cls(
+            Path(values["path"]),
+            None,
+            candidates,
+            values["asked"],
+            origin,
+            program=values["program"],
+        )
 
-    def resuming(self, chosen: Checkpoint | None, passed: Sequence[tuple[Checkpoint, str]]) -> RunFolder:
+    def resuming(
+        self, chosen: Checkpoint | None, passed: Sequence[tuple[Checkpoint, str]]
+    ) -> RunFolder:
         """Returns the folder with the chosen candidate.
 
         Args:
@@ -117,7 +143,9 @@ class RunFolder:
                 raise damaged(*passed[0])
             raise CheckpointError(
                 f"no checkpoint in {self.checkpoints.path} is undamaged: "
-                + "; ".join(f"{checkpoint.path.name}: {reason}" for checkpoint, reason in passed),
+                + "; ".join(
+                    f"{checkpoint.path.name}: {reason}" for checkpoint, reason in passed
+                ),
                 expected="at least one checkpoint as it was written; otherwise the run would restart at step 1",
                 fix=f"restore one from a copy, or {Words(self.program).another()} for a new run",
             )
@@ -140,7 +168,9 @@ class RunFolder:
         identity.write(self.path)
         return identity.author
 
-    def accept(self, config: Config, *, facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def accept(
+        self, config: Config, *, facts: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Makes the folder that of a start that has begun: its config, later checkpoints set aside; one rank calls it.
 
         The config of a program's run is the program, so none is kept.
@@ -159,14 +189,25 @@ class RunFolder:
         if not self.program:
             # A path to resume from was asked for once: the run that is there now is resumed.
             resume = {} if config.checkpoint.resume == "never" else {"resume": "auto"}
-            kept = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update=resume)})
+            kept = config.model_copy(
+                update={"checkpoint": config.checkpoint.model_copy(update=resume)}
+            )
             keep_config(self.path, kept)
         for folder in (self.path, self.path.resolve().parent):
             sync(folder)
         asked = config.checkpoint.resume
-        named = str(choice.place_of(asked, self.path).resolve()) if asked not in ("auto", "never") else None
-        author, start = dataclasses.asdict(identity.author), dataclasses.asdict(identity.starts[-1])
-        self.journal.append("start", **author, **start, asked=named, job=environment.job(), **(facts or {}))
+        named = (
+            str(choice.place_of(asked, self.path).resolve())
+            if asked not in ("auto", "never")
+            else None
+        )
+        author, start = (
+            dataclasses.asdict(identity.author),
+            dataclasses.asdict(identity.starts[-1]),
+        )
+        self.journal.append(
+            "start", **author, **start, asked=named, job=environment.job(), **(facts or {})
+        )
         if aside:
             names = [path.name for path in aside]
             self.journal.append("rewind", start=identity.author.start, step=step, aside=names)
@@ -191,13 +232,21 @@ class RunFolder:
         """
         for record in (self.metrics, self.path / AUDIT):
             if record.exists():
-                sync(record)  # after a power cut, no checkpoint is there whose steps have no record
-        saved = self.checkpoints.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
+                sync(
+                    record
+                )  # after a power cut, no checkpoint is there whose steps have no record
+        saved = self.checkpoints.commit(
+            step, manifest, {f"state/{name}": seal for name, seal in seals.items()}
+        )
         if best is not None:
             self.checkpoints.mark_best(step, best)
         self.checkpoints.prune(keep, pinned)
-        if self.resume is not None and (fetched := self.resume.path.parents[1]).name.startswith(choice.FETCHED):
-            shutil.rmtree(fetched, ignore_errors=True)  # the run has a checkpoint of its own now
+        if self.resume is not None and (fetched := self.resume.path.parents[1]).name.startswith(
+            choice.FETCHED
+        ):
+            shutil.rmtree(
+                fetched, ignore_errors=True
+            )  # the run has a checkpoint of its own now
         self.journal.note("save", step=step, start=manifest["start"])
         return saved
 
@@ -209,7 +258,9 @@ def keep_config(path: Path, config: Config) -> None:
     os.replace(temporary, path / "config.yaml")
 
 
-def open_run(config: Config, lock: RunLock | None = None, *, program: bool = False) -> RunFolder:
+def open_run(
+    config: Config, lock: RunLock | None = None, *, program: bool = False
+) -> RunFolder:
     """Makes or reopens the run's folder, with `lock`, and finds where the run may resume; one rank calls it.
 
     Args:
@@ -230,7 +281,11 @@ def open_run(config: Config, lock: RunLock | None = None, *, program: bool = Fal
 
 
 def open_folder(
-    config: Config, lock: RunLock | None = None, *, program: bool = False, refuse: Callable[[Path], object] = str
+    config: Config,
+    lock: RunLock | None = None,
+    *,
+    program: bool = False,
+    refuse: Callable[[Path], object] = str,
 ) -> Path:
     """Makes the run's folder or finds it, with `lock`; one rank calls it.
 
@@ -240,7 +295,10 @@ def open_folder(
     Raises:
         ConfigError: as `open_run`, except for what is to be resumed there.
     """
-    path, words = Path(config.log.dir) if config.log.dir is not None else new_path(), Words(program)
+    path, words = (
+        Path(config.log.dir) if config.log.dir is not None else new_path(),
+        Words(program),
+    )
     try:
         with suppress(FileNotFoundError):
             path.stat()
@@ -270,7 +328,10 @@ def refuse_other_kind(path: Path, words: Words) -> None:
         return
     whose, fix = "threefold train", f"threefold resume {shlex.quote(str(path))}"
     if identity.program:
-        whose, fix = "a program with a loop of its own (threefold.Run)", "run that program again, which resumes it"
+        whose, fix = (
+            "a program with a loop of its own (threefold.Run)",
+            "run that program again, which resumes it",
+        )
     raise ConfigError(
         f"{words.at(path)} holds a run of {whose}",
         expected="what began the run, to continue it: its checkpoints fit nothing else",
@@ -295,7 +356,9 @@ def _refuse_filled(path: Path, words: Words) -> None:
     others = [
         each.name
         for each in names
-        if each.name not in _NOT_YET_A_RUN and each.suffix not in _OUTPUTS and not each.name.startswith(choice.FETCHED)
+        if each.name not in _NOT_YET_A_RUN
+        and each.suffix not in _OUTPUTS
+        and not each.name.startswith(choice.FETCHED)
     ]
     if others:
         more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""
@@ -320,7 +383,10 @@ def _made(path: Path) -> bool:
 def new_path() -> Path:
     """Returns a new folder for a run without log.dir, named after the time."""
     stamp = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    paths = (Path("runs") / name for name in chain([stamp], (f"{stamp}-{number}" for number in count(2))))
+    paths = (
+        Path("runs") / name
+        for name in chain([stamp], (f"{stamp}-{number}" for number in count(2)))
+    )
     return next(path for path in paths if not path.exists())
 
 

@@ -114,7 +114,10 @@ class Head:
         yield "model", self._model()
         yield "mesh", f"{topology} on {ranks} ({self.device}): {self.mesh_why}"
         data = self.data
-        yield "data", f"{data['source']} ({data['tokenizer']}): {data['rows']}; {data['seq_len']} tokens a row"
+        yield (
+            "data",
+            f"{data['source']} ({data['tokenizer']}): {data['rows']}; {data['seq_len']} tokens a row",
+        )
         if self.stored is not None:
             yield "stored", self._stored()
         for source, text in self.labels:
@@ -122,7 +125,10 @@ class Head:
         for name, text in self.notes:
             yield name, text
         if self.first_step is not None:
-            yield "steps", f"{self.first_step} to {self.last_step}, {self.global_batch} rows each"
+            yield (
+                "steps",
+                f"{self.first_step} to {self.last_step}, {self.global_batch} rows each",
+            )
             if self.epochs is not None:
                 yield "epochs", self.epochs
             rate, why = self.rate
@@ -137,7 +143,11 @@ class Head:
     def _model(self) -> str:
         model = self.model
         origin = f"{model['type']}, " if model.get("type") else ""
-        sizes = ", ".join(f"{model[key]:,} {word}" for key, word in _SIZES.items() if model.get(key) is not None)
+        sizes = ", ".join(
+            f"{model[key]:,} {word}"
+            for key, word in _SIZES.items()
+            if model.get(key) is not None
+        )
         return f"{origin}{model['parameters']:,} parameters, {model['name']}, {model['dtype']}\n{sizes}"
 
     def _stored(self) -> str:
@@ -153,12 +163,20 @@ class Head:
         if self.resumed is not None:
             bits = ""
             if self.lost_bits is not None:
-                bits = f", with other bits: {'; '.join(self.lost_bits)}" if self.lost_bits else ", bit for bit"
+                bits = (
+                    f", with other bits: {'; '.join(self.lost_bits)}"
+                    if self.lost_bits
+                    else ", bit for bit"
+                )
             yield "resumed from", self.resumed + bits
         yield from ((name, text) for name, text in self.changed)
         if self.restart:
             number, most, launcher = self.restart
-            yield "restart", f"{number}" + (f" of {most}: a rank had failed" if most else f": by {launcher}")
+            yield (
+                "restart",
+                f"{number}"
+                + (f" of {most}: a rank had failed" if most else f": by {launcher}"),
+            )
 
 
 def printed(name: str, text: str) -> str:

@@ -67,17 +67,35 @@ def load_model(
     if isinstance(name_or_path, nn.Module):
         recomputed = None if activation_checkpointing == "none" else activation_checkpointing
         given = {"config": config, "seq_len": seq_len, "revision": revision, "lora": lora}
-        _refuse_for_modules({**given, "compile": compile is True or None, "activation_checkpointing": recomputed})
+        _refuse_for_modules(
+            {
+                **given,
+                "compile": compile is True or None,
+                "activation_checkpointing": recomputed,
+            }
+        )
         asked = with_dtype(validate({"model": {"dtype": dtype}}), data_parallel.device_of(mesh))
         own = on_mesh(name_or_path, mesh, dtype=asked.model.dtype)
         torch.manual_seed(seed_of("a run", seed, *noise.places(mesh, None)))
         return own
-    model = {"name_or_path": name_or_path, "config": dict(config) if config is not None else None, "dtype": dtype}
-    model |= {"revision": revision, "trust_remote_code": trust_remote_code, "admission": admission}
+    model = {
+        "name_or_path": name_or_path,
+        "config": dict(config) if config is not None else None,
+        "dtype": dtype,
+    }
+    model |= {
+        "revision": revision,
+        "trust_remote_code": trust_remote_code,
+        "admission": admission,
+    }
     asked = validate(
         {
             "model": {**model, **({"lora": dict(lora)} if lora is not None else {})},
-            "train": {"seed": seed, "activation_checkpointing": activation_checkpointing, "compile": compile},
+            "train": {
+                "seed": seed,
+                "activation_checkpointing": activation_checkpointing,
+                "compile": compile,
+            },
             "data": {"seq_len": seq_len} if seq_len is not None else {},
             "mesh": {"sequence_parallel": "auto" if seq_len is not None else False},
         }
@@ -119,7 +137,8 @@ def _refuse_for_modules(given: Mapping[str, object]) -> None:
             raise ConfigError(
                 f"load_model was given a module and {name} = {value!r}",
                 expected="a module that is complete: this has no effect on it",
-                fix=f"leave {name} out" + (", and compile the module first" if name == "compile" else ""),
+                fix=f"leave {name} out"
+                + (", and compile the module first" if name == "compile" else ""),
             )
 
 

@@ -45,13 +45,23 @@ def require_here(device: Accelerator, name: str) -> None:
     expected = f"a {device.sign} in this machine: what is measured is what is planned for"
     fix = "leave --measure out, for published speeds; or plan on such a machine"
     if not torch.cuda.is_available():
-        raise ConfigError(f"--gpu {name} --measure, and torch sees no CUDA device here", expected=expected, fix=fix)
+        raise ConfigError(
+            f"--gpu {name} --measure, and torch sees no CUDA device here",
+            expected=expected,
+            fix=fix,
+        )
     here = torch.cuda.get_device_name()
     if device.sign not in here:
-        raise ConfigError(f"--gpu {name} --measure, and the device here is {here!r}", expected=expected, fix=fix)
+        raise ConfigError(
+            f"--gpu {name} --measure, and the device here is {here!r}",
+            expected=expected,
+            fix=fix,
+        )
 
 
-def slowness(config: Config, values: dict[str, Any], device: Accelerator, *, kind: str = "cuda") -> float:
+def slowness(
+    config: Config, values: dict[str, Any], device: Accelerator, *, kind: str = "cuda"
+) -> float:
     """How many times as long layers take, forward, backward and update, as is estimated of them.
 
     Args:
@@ -82,11 +92,15 @@ def slowness(config: Config, values: dict[str, Any], device: Accelerator, *, kin
     return median / (_estimate(many, device) - _estimate(few, device))
 
 
-def _depths(config: Config, values: dict[str, Any], device: Accelerator) -> tuple[Config, Config]:
+def _depths(
+    config: Config, values: dict[str, Any], device: Accelerator
+) -> tuple[Config, Config]:
     """Of two models: of the first layers up to one of each kind, or of one layer; and of twice as many."""
     depth = int(values["num_hidden_layers"])
     for number in dict.fromkeys((max(kept_layers(values)) + 1, 1)):
-        few, many = (_cut(config, values, min(depth, each), depth) for each in (number, 2 * number))
+        few, many = (
+            _cut(config, values, min(depth, each), depth) for each in (number, 2 * number)
+        )
         needed = sum(peak(*_asked(each, device)).total for each in (few, many))
         if 2 * number <= depth and needed <= THERE * device.memory_bytes:
             return few, many
@@ -96,12 +110,16 @@ def _depths(config: Config, values: dict[str, Any], device: Accelerator) -> tupl
 def _too_large(values: dict[str, Any], why: str) -> ConfigError:
     what = f"two layers of {values['model_type']!r} cannot be measured here: {why}"
     expected = "a model of two layers, its gradients and moments on one device"
-    return ConfigError(what, expected=expected, fix="--train.micro_batch 1   (or leave --measure out)")
+    return ConfigError(
+        what, expected=expected, fix="--train.micro_batch 1   (or leave --measure out)"
+    )
 
 
 def _cut(config: Config, values: dict[str, Any], kept: int, depth: int) -> Config:
     """A run of one process, in micro-batches as asked for or of one row, with the first layers alone."""
-    cut = {name: cut_depth(name, value, [*range(kept)], depth) for name, value in values.items()}
+    cut = {
+        name: cut_depth(name, value, [*range(kept)], depth) for name, value in values.items()
+    }
     cut = {name: None if name.endswith("_token_id") else value for name, value in cut.items()}
     cut["vocab_size"] = min(_VOCABULARY, int(values["vocab_size"]))
     asked = config.train.micro_batch
@@ -109,10 +127,17 @@ def _cut(config: Config, values: dict[str, Any], kept: int, depth: int) -> Confi
     sections: dict[str, dict[str, Any]] = {
         "model": {"name_or_path": None, "config": cut},
         "mesh": {"dp": 1, "dp_shard": 1, "cp": 1, "tp": 1, "cpu_offload": False},
-        "train": {"global_batch": rows, "micro_batch": rows, "activation_checkpointing": "none"},
+        "train": {
+            "global_batch": rows,
+            "micro_batch": rows,
+            "activation_checkpointing": "none",
+        },
     }
     return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
+        update={
+            name: getattr(config, name).model_copy(update=keys)
+            for name, keys in sections.items()
+        }
     )
 
 
@@ -130,7 +155,11 @@ def _step_of(config: Config, mesh: Mesh) -> Callable[[], None]:
     """What takes one step of a run, to its end."""
     model = build(config, load.read_config(config.model), mesh)
     step = TrainStep(model, optimizer_of(config, model, mesh), compare_copies=False)
-    ids = torch.randint(_VOCABULARY // 2, (config.train.global_batch, config.data.seq_len + 1), device=mesh.device)
+    ids = torch.randint(
+        _VOCABULARY // 2,
+        (config.train.global_batch, config.data.seq_len + 1),
+        device=mesh.device,
+    )
     batches = [{"input_ids": ids[:, :-1], "labels": ids[:, 1:]}]
 
     def run() -> None:

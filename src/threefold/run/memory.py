@@ -57,7 +57,9 @@ def _advice(asked: Asked, mesh: Mesh) -> tuple[str, str]:
         setup = setup_of(asked.config, None, mesh.topology, device)
         return "a step that fits in its device", what_fits(None, setup, 0)
     moment = peak(*estimate)
-    state = sum(moment.lines.get(line, 0.0) for line in ("weights", "gradients", "moments", "averages"))
+    state = sum(
+        moment.lines.get(line, 0.0) for line in ("weights", "gradients", "moments", "averages")
+    )
     expected = (
         f"about {moment.total / 2**30:,.1f} GiB to fit in its device, as estimated for the {moment.name}: "
         f"{state / 2**30:,.1f} GiB of weights, gradients and moments, together with activations and gathered weights"

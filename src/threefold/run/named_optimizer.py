@@ -16,7 +16,9 @@ from threefold.optim.classes import problems
 
 # Keys of the section that are about more than one step.
 _SCHEDULE = ("schedule", "warmup_steps", "decay_steps", "decay_shape", "min_lr")
-_OF_THE_LOOP = dict.fromkeys(_SCHEDULE, "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000), for example")
+_OF_THE_LOOP = dict.fromkeys(
+    _SCHEDULE, "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000), for example"
+)
 _OF_THE_LOOP["ema"] = "average the weights in the loop"
 
 
@@ -51,7 +53,9 @@ def optimizer(
         dtype = model.autocast or torch.float32
         if model.asked is not None:
             dtype = getattr(torch, model.asked.model.dtype)
-        built = build_optimizer(model.module, config, model.mesh, dtype=dtype, working=model.working)
+        built = build_optimizer(
+            model.module, config, model.mesh, dtype=dtype, working=model.working
+        )
     except ThreefoldError as error:
         error.for_program(_as_argument)
         raise
@@ -61,15 +65,26 @@ def optimizer(
 
 
 def _refuse_other_key(name: str, key: str, value: Any) -> None:
-    allowed = [each for each in OptimizerConfig.model_fields if each not in ("name", *_OF_THE_LOOP)]
+    allowed = [
+        each for each in OptimizerConfig.model_fields if each not in ("name", *_OF_THE_LOOP)
+    ]
     if key in allowed:
         return
-    expected, near = f"keys among {', '.join(allowed)}", difflib.get_close_matches(key, allowed, n=1, cutoff=0.85)
-    fix = f"did you mean {near[0]}?" if near else f"options={{{key!r}: {value!r}}}, if its class takes {key}"
+    expected, near = (
+        f"keys among {', '.join(allowed)}",
+        difflib.get_close_matches(key, allowed, n=1, cutoff=0.85),
+    )
+    fix = (
+        f"did you mean {near[0]}?"
+        if near
+        else f"options={{{key!r}: {value!r}}}, if its class takes {key}"
+    )
     if key in _OF_THE_LOOP:
         expected = "what one step needs: the rates of later steps and an average over them are the loop's"
         fix = f"leave {key} out; {_OF_THE_LOOP[key]}"
-    raise ConfigError(f"threefold.optimizer({name!r}, ...) has {key} = {value!r}", expected=expected, fix=fix)
+    raise ConfigError(
+        f"threefold.optimizer({name!r}, ...) has {key} = {value!r}", expected=expected, fix=fix
+    )
 
 
 def _as_argument(key: str, value: Any) -> str:

@@ -21,7 +21,14 @@ from threefold.model.model import Model
 from threefold.plan import choices
 from threefold.training.evaluation import EvalStep
 from threefold.training.preferences import PairLoss, WithoutAdapters
-from threefold.training.reference import Kept, Lookup, ReferenceIdentity, digest_of, kept_reference, most_documents
+from threefold.training.reference import (
+    Kept,
+    Lookup,
+    ReferenceIdentity,
+    digest_of,
+    kept_reference,
+    most_documents,
+)
 
 FOLDER = "reference"
 
@@ -67,7 +74,11 @@ def pairs_of(
         found, references = _loss_of(config, model, each, weights, resumed, say)
         losses.append(found)
         kept += references
-    return Pairs(losses[0], evaluation_of(model, losses[1]) if held_out is not None else None, tuple(kept))
+    return Pairs(
+        losses[0],
+        evaluation_of(model, losses[1]) if held_out is not None else None,
+        tuple(kept),
+    )
 
 
 def evaluation_of(model: Model, loss: PairLoss) -> EvalStep:
@@ -89,7 +100,9 @@ def _loss_of(
     assert len(padded) == len(parts), "pairs have no other rows"
     most = most_documents(padded)
     if weights is None:
-        return PairLoss(model, config.dpo, WithoutAdapters(model, num_documents=most), num_documents=most), []
+        return PairLoss(
+            model, config.dpo, WithoutAdapters(model, num_documents=most), num_documents=most
+        ), []
     kept = [
         kept_reference(
             part,
@@ -103,7 +116,11 @@ def _loss_of(
         for part in padded
     ]
     first = np.cumsum([0, *(len(each.values) for each in kept)])
-    ends = np.concatenate([part.document_ends + begin for part, begin in zip(padded, first[:-1], strict=True)])
-    values = torch.from_numpy(np.concatenate([each.values for each in kept])).to(model.mesh.device)
+    ends = np.concatenate(
+        [part.document_ends + begin for part, begin in zip(padded, first[:-1], strict=True)]
+    )
+    values = torch.from_numpy(np.concatenate([each.values for each in kept])).to(
+        model.mesh.device
+    )
     lookup = Lookup(values, torch.from_numpy(ends).to(model.mesh.device), num_documents=most)
     return PairLoss(model, config.dpo, lookup, num_documents=most), kept

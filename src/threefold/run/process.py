@@ -22,8 +22,14 @@ log = logging.getLogger("threefold")
 
 def facts_of(config: Config) -> dict[str, str]:
     """Returns what must be the same on every rank besides the mesh: the version, and a digest per config section."""
-    sections = {name: getattr(config, name).model_dump_json().encode() for name in type(config).model_fields}
-    digests = {f"the config's section {name!r}": xxhash.xxh3_64_hexdigest(text) for name, text in sections.items()}
+    sections = {
+        name: getattr(config, name).model_dump_json().encode()
+        for name in type(config).model_fields
+    }
+    digests = {
+        f"the config's section {name!r}": xxhash.xxh3_64_hexdigest(text)
+        for name, text in sections.items()
+    }
     if config.train.reduce == "exact":
         of_bits = [versions()[name] for name in ("torch", "transformers", "cpu")]
         digests["what the bits of train.reduce exact depend on"] = ", ".join(of_bits)
@@ -49,7 +55,9 @@ def compute_alike(config: Config) -> None:
         # Else each tensor is filled before it is written: a 20th of a step, for code that reads what nobody wrote.
         torch.utils.deterministic.fill_uninitialized_memory = False
     if config.train.reduce == "exact":
-        torch.set_num_threads(1)  # how many there are depends on the number of ranks, and products on how many
+        torch.set_num_threads(
+            1
+        )  # how many there are depends on the number of ranks, and products on how many
 
 
 def stay_near(device: torch.device, system: Path = Path("/sys")) -> None:
@@ -61,12 +69,21 @@ def stay_near(device: torch.device, system: Path = Path("/sys")) -> None:
     found = torch.cuda.get_device_properties(device)
     address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     try:
-        node = (system / "bus/pci/devices" / address / "numa_node").read_text().strip()  # -1: not known
-        lists = {path.parent.name: path.read_text().strip() for path in system.glob("devices/system/node/*/cpulist")}
+        node = (
+            (system / "bus/pci/devices" / address / "numa_node").read_text().strip()
+        )  # -1: not known
+        lists = {
+            path.parent.name: path.read_text().strip()
+            for path in system.glob("devices/system/node/*/cpulist")
+        }
     except OSError:
         return
     own = os.sched_getaffinity(0)
-    whole = {name: cores for name, listed in lists.items() if (cores := _cores(listed)) and cores <= own}
+    whole = {
+        name: cores
+        for name, listed in lists.items()
+        if (cores := _cores(listed)) and cores <= own
+    }
     near = whole.get(f"node{node}")
     if near is None or len(whole) == 1:
         return
@@ -74,10 +91,17 @@ def stay_near(device: torch.device, system: Path = Path("/sys")) -> None:
         with contextlib.suppress(OSError):  # it has ended
             if os.sched_getaffinity(thread) == own:  # NCCL binds its own
                 os.sched_setaffinity(thread, near)
-    log.info("bound to the cores of NUMA node %s, where %s is: %s", node, device, lists[f"node{node}"])
+    log.info(
+        "bound to the cores of NUMA node %s, where %s is: %s",
+        node,
+        device,
+        lists[f"node{node}"],
+    )
 
 
 def _cores(listed: str) -> set[int]:
     """Of the kernel's list: `0-31,64-95`."""
     spans = [span.split("-") for span in listed.split(",") if span]
-    return {core for first, *last in spans for core in range(int(first), int(*last or [first]) + 1)}
+    return {
+        core for first, *last in spans for core in range(int(first), int(*last or [first]) + 1)
+    }

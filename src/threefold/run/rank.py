@@ -76,11 +76,18 @@ def run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
     timeout_s = config.train.timeout_s or limit_s
     environment.record_collectives()
     pulse = loaded.pulses[info.rank] if loaded.pulses else None
-    with Watchdog(info.rank, stall_s=config.log.stall_s, timeout_s=timeout_s, pulse=pulse) as watch:
+    with Watchdog(
+        info.rank, stall_s=config.log.stall_s, timeout_s=timeout_s, pulse=pulse
+    ) as watch:
         try:
             facts = facts_of(config)
             mesh = join_mesh(
-                topology, info, device=asked.device, timeout_s=asked.timeout_s, facts=facts, met=watch.begin
+                topology,
+                info,
+                device=asked.device,
+                timeout_s=asked.timeout_s,
+                facts=facts,
+                met=watch.begin,
             )
             watch.mesh = mesh
             if topology.world_size == 1:  # one process: what it waits for is named all the same
@@ -91,7 +98,9 @@ def run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
         except (SystemExit, KeyboardInterrupt):
             if mesh is not None and mesh.store is not None:
                 with contextlib.suppress(Exception):
-                    mesh.store.add(FAILURES, 1)  # the other ranks need not report that this one has left
+                    mesh.store.add(
+                        FAILURES, 1
+                    )  # the other ranks need not report that this one has left
             raise
         except BaseException as error:
             code = report_failure(error, mesh, info.rank, watch, keep=loaded.reason)
@@ -109,7 +118,9 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
     first = mesh.rank == 0
     console = Screen(quiet=loaded.quiet or not first, logs=first, as_json=config.log.json)
     asked = asked_of(config, mesh)
-    plain = loaded.given is None or (loaded.given.loss is None and loaded.given.optimizer is None)
+    plain = loaded.given is None or (
+        loaded.given.loss is None and loaded.given.optimizer is None
+    )
     fitting = fitted(asked, mesh) if plain else Fitted(asked)
     asked = fitting.asked
     config = asked.config
@@ -122,23 +133,40 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
         folder = dataclasses.replace(run.folder, accepts_changes=loaded.accept_changes)
         with memory.explained(asked, mesh, folder.path):
             enter("data preparation")
-            built = assemble.build_run(asked, mesh, folder, loaded.given or Given(), say=console.print, enter=enter)
+            built = assemble.build_run(
+                asked, mesh, folder, loaded.given or Given(), say=console.print, enter=enter
+            )
             enter("admission at full size")
             full_size = _admit_full_size(built) if built.done < built.num_steps else ()
             enter("the start")
             extras = extras_of(built, say=console.print)
-            head = head_of(built, why, (admission.said, *full_size, *fitting.said, *_compute_type(loaded.config, mesh)))
+            head = head_of(
+                built,
+                why,
+                (
+                    admission.said,
+                    *full_size,
+                    *fitting.said,
+                    *_compute_type(loaded.config, mesh),
+                ),
+            )
             introduce(console, head)
             if built.done >= built.num_steps:
                 more = "--train.steps" if config.train.epochs is None else "--train.epochs"
-                console.print(f"nothing to do: step {built.done} of {built.num_steps} is done. To train more: {more} N")
+                console.print(
+                    f"nothing to do: step {built.done} of {built.num_steps} is done. To train more: {more} N"
+                )
                 enter(CLOSING)
                 _store(run, console)
                 mesh.close()
                 return 0
             run.config = built.config
             _accept(console, run, built, head)
-            hooks = Hooks(built.given.callbacks if mesh.rank == 0 else (), folder.path, run.guards.stop.ask)
+            hooks = Hooks(
+                built.given.callbacks if mesh.rank == 0 else (),
+                folder.path,
+                run.guards.stop.ask,
+            )
             outcome = _followed(run, built, console, extras, hooks)
             hooks.ended(outcome.step, outcome.by if outcome.stopped else "done")
             mesh.barrier()
@@ -151,7 +179,11 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
 def _compute_type(asked: Config, mesh: Mesh) -> list[tuple[str, str]]:
     """A line of the head where the type was chosen for the device; on a CPU it is the usual one."""
     chosen, why = dtype(asked, device_of(mesh))
-    return [("compute type", f"{chosen}: {why}")] if why != GIVEN and mesh.device.type == "cuda" else []
+    return (
+        [("compute type", f"{chosen}: {why}")]
+        if why != GIVEN and mesh.device.type == "cuda"
+        else []
+    )
 
 
 def _admit_full_size(run: Built) -> tuple[tuple[str, str], ...]:
@@ -159,7 +191,12 @@ def _admit_full_size(run: Built) -> tuple[tuple[str, str], ...]:
     if run.config.model.admission == "off":
         return ()
     data = run.config.data
-    said = admit_full_size(run.model, rows=run.micro_batch, seq_len=data.seq_len, documents=bool(data.document_mask))
+    said = admit_full_size(
+        run.model,
+        rows=run.micro_batch,
+        seq_len=data.seq_len,
+        documents=bool(data.document_mask),
+    )
     return () if said is None else (said,)
 
 
@@ -188,7 +225,9 @@ def _accept(console: Screen, run: Run, built: Built, head: Head) -> None:
 def _facts_of_start(built: Built, head: Head, files: Sequence[str]) -> dict[str, object]:
     """What the journal keeps of a start, besides what it keeps of any."""
     template = built.checkpointer.template
-    exact: dict[str, object] = {"reduce": "exact"} if built.config.train.reduce == "exact" else {}
+    exact: dict[str, object] = (
+        {"reduce": "exact"} if built.config.train.reduce == "exact" else {}
+    )
     if (lost := built.checkpointer.lost_bits) is not None:
         exact["lost_bits"] = lost
     changed = {change.key: [change.before, change.now] for change in built.checkpointer.changed}
@@ -201,7 +240,9 @@ def _followed(run: Run, built: Built, console: Screen, extras: Extras, hooks: Ho
     guards, watch, checkpointer = run.guards, run.watch, built.checkpointer
     shown = Terminal(console, num_steps=built.num_steps, done=built.done)
     described = built.config.model_dump(mode="json"), assemble.tracked_facts(built)
-    guards.trackers = [*run.track(*described, shown=[shown]), hooks] if built.mesh.rank == 0 else []
+    guards.trackers = (
+        [*run.track(*described, shown=[shown]), hooks] if built.mesh.rank == 0 else []
+    )
     if (profile := built.config.log.profile) is not None:
         watch.follow(Profiled(built.folder.path, built.mesh.rank, profile))
     guards.progress = watch.progress
@@ -214,7 +255,9 @@ def _followed(run: Run, built: Built, console: Screen, extras: Extras, hooks: Ho
         built.pairs is None and built.given.loss is None
     ):  # the gradients of a custom loss are averaged outside of those buckets
         watch.progress.enter("the warm-up")
-        warm_up_buckets(built.model, built.mesh, rows=built.micro_batch, seq_len=built.config.data.seq_len)
+        warm_up_buckets(
+            built.model, built.mesh, rows=built.micro_batch, seq_len=built.config.data.seq_len
+        )
     loop = _loop_of(built, guards, extras)
     checkpointer.start(loop.step)
     guards.notice = checkpointer.saver.check
@@ -265,13 +308,21 @@ def _loss_of(run: Built) -> dict[str, Any]:
     if run.given.loss is not None:
         return {"loss": run.given.loss, "loss_on": run.given.loss_on}
     smoothing, z_loss = run.config.train.label_smoothing, run.config.train.z_loss
-    return {"token_loss": token_loss_of(run.model, run.mesh, label_smoothing=smoothing, z_loss=z_loss)}
+    return {
+        "token_loss": token_loss_of(
+            run.model, run.mesh, label_smoothing=smoothing, z_loss=z_loss
+        )
+    }
 
 
 def _evaluation_of(run: Built) -> EvalStep | None:
     if run.pairs is not None:
         return run.pairs.evaluation
-    return EvalStep(run.model, loss=run.given.loss, loss_on=run.given.loss_on) if run.given.loss is not None else None
+    return (
+        EvalStep(run.model, loss=run.given.loss, loss_on=run.given.loss_on)
+        if run.given.loss is not None
+        else None
+    )
 
 
 def _loop_of(run: Built, guards: Guards, extras: Extras) -> Loop:
@@ -280,9 +331,18 @@ def _loop_of(run: Built, guards: Guards, extras: Extras) -> Loop:
         if each is not None:
             each.progress = guards.progress
     step = TrainStep(
-        run.model, run.optimizer, **_loss_of(run), grad_clip=train.grad_clip, ema=run.ema, progress=guards.progress
+        run.model,
+        run.optimizer,
+        **_loss_of(run),
+        grad_clip=train.grad_clip,
+        ema=run.ema,
+        progress=guards.progress,
     )
-    peak = peak_flops(torch.cuda.get_device_name(mesh.device)) if mesh.device.type == "cuda" else None
+    peak = (
+        peak_flops(torch.cuda.get_device_name(mesh.device))
+        if mesh.device.type == "cuda"
+        else None
+    )
     return Loop(
         config,
         mesh,
@@ -325,11 +385,18 @@ def extras_of(run: Built, *, say: Callable[[str], None]) -> Extras:
 def kept_rows_of(run: Built, audit: Audit | None) -> KeptRows | None:
     """Keeps the rows' losses on the first rank of each tp group, if they are asked for and known."""
     asked, mesh = run.config.audit, run.mesh
-    if audit is None or not (asked.rows and asked.every) or mesh.tp_rank or run.given.loss is not None:
+    if (
+        audit is None
+        or not (asked.rows and asked.every)
+        or mesh.tp_rank
+        or run.given.loss is not None
+    ):
         return None
     count = count_pairs if run.pairs is not None else None
     spread = run.config.train.reduce == "exact"
-    return KeptRows(run.folder.path, mesh, segment=audit.start.segment, count=count, spread=spread)
+    return KeptRows(
+        run.folder.path, mesh, segment=audit.start.segment, count=count, spread=spread
+    )
 
 
 def shown_evaluation(console: Screen, run: Built) -> Callable[[], Iterable[Batch]] | None:

@@ -27,7 +27,12 @@ from threefold.model.tensor_parallel.plan import expert_problems, plan_problems
 from threefold.optim.build import optimizer_problems
 from threefold.plan import choices
 from threefold.run import eval_tasks
-from threefold.run.sources import own_tokenizer, refuse_labels_without_effect, tokenizer_of, with_packing
+from threefold.run.sources import (
+    own_tokenizer,
+    refuse_labels_without_effect,
+    tokenizer_of,
+    with_packing,
+)
 from threefold.training.loss import router_problems
 
 
@@ -88,7 +93,12 @@ def model_of(config: Config) -> tuple[Tokenizer, PretrainedConfig]:
 
 
 def check(
-    config: Config, architecture: PretrainedConfig, tokenizer: Tokenizer, topology: Topology, *, device: str
+    config: Config,
+    architecture: PretrainedConfig,
+    tokenizer: Tokenizer,
+    topology: Topology,
+    *,
+    device: str,
 ) -> None:
     """Checks everything about the model, the batch and the mesh that is known before the first collective.
 
@@ -103,19 +113,25 @@ def check(
         fix = f"--model.config '{{..., vocab_size: {tokenizer.vocab_size}}}', or the model's own tokenizer"
         if config.model.name_or_path is not None:
             fix = "the model's own tokenizer: leave data.tokenizer out"
-        problems.append(Problem(what, "an embedding for every token that the tokenizer can produce", fix))
+        problems.append(
+            Problem(what, "an embedding for every token that the tokenizer can produce", fix)
+        )
     if problems:
         raise ConfigError.of(problems)
 
 
-def setup_problems(config: Config, architecture: PretrainedConfig, topology: Topology, *, device: str) -> list[Problem]:
+def setup_problems(
+    config: Config, architecture: PretrainedConfig, topology: Topology, *, device: str
+) -> list[Problem]:
     """What is wrong with the model on this mesh, without a tokenizer; empty if nothing is."""
     problems = batch_problems(config, topology)
     outline = load.outline(architecture, trust_remote_code=config.model.trust_remote_code)
     problems += plan_problems(architecture, topology.tp, plan=outline.tp_plan)
     problems += expert_problems(architecture, config.mesh.ep, topology.tp)
     problems += split_problems(config.mesh.cp_method, architecture, topology, outline)
-    problems += cp_limits.direction_problems(outline, pretrained=config.model.name_or_path is not None)
+    problems += cp_limits.direction_problems(
+        outline, pretrained=config.model.name_or_path is not None
+    )
     problems += cp_limits.document_problems(outline) if config.data.document_mask else []
     problems += architecture_problems(architecture)
     problems += data_parallel.problems(config, device=device)
@@ -126,15 +142,28 @@ def setup_problems(config: Config, architecture: PretrainedConfig, topology: Top
     problems += eval_tasks.problems(config.eval.tasks)
     if (attention := config.model.attention) in ("flex", "varlen"):
         problems += flex.problems(architecture, attention, device=device)
-    if config.train.fused_loss is True and not choices.fused_loss("auto", choices.Device.here(device)).value:
+    if (
+        config.train.fused_loss is True
+        and not choices.fused_loss("auto", choices.Device.here(device)).value
+    ):
         what = f"train.fused_loss = true on a {device}{'' if device == 'cpu' else ', but triton is not installed'}"
-        problems.append(Problem(what, "a CUDA device with triton, for its kernels", "--train.fused_loss auto"))
+        problems.append(
+            Problem(
+                what, "a CUDA device with triton, for its kernels", "--train.fused_loss auto"
+            )
+        )
     if config.train.float8 != "none":
         problems += float8.problems(config, outline, topology, device=device)
     if config.model.lora.r:
-        build = partial(load.build_without_storage, attention="eager", trust_remote_code=config.model.trust_remote_code)
+        build = partial(
+            load.build_without_storage,
+            attention="eager",
+            trust_remote_code=config.model.trust_remote_code,
+        )
         name = architecture.model_type
-        problems += lora.problems(config.model.lora, lambda: build(copy.deepcopy(architecture)), name=name)
+        problems += lora.problems(
+            config.model.lora, lambda: build(copy.deepcopy(architecture)), name=name
+        )
     text = architecture.get_text_config()
     if getattr(text, "output_router_logits", False):
         problems += router_problems(outline)
@@ -149,5 +178,7 @@ def setup_problems(config: Config, architecture: PretrainedConfig, topology: Top
 def longest_row(architecture: PretrainedConfig, outline: nn.Module) -> int:
     """Tokens of the longest row that the model has positions for; 0: its config names none."""
     text = architecture.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
+    longest = getattr(text, "max_position_embeddings", None) or getattr(
+        text, "max_target_positions", None
+    )
     return longest - first_position(outline) if isinstance(longest, int) else 0

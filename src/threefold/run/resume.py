@@ -75,19 +75,31 @@ class Checkpointer:
 
     def __post_init__(self) -> None:
         self._best: float | None = self.mesh.share("best", self._best_before)
-        self.changed: list[ChangedKey] = []  # keys that are not as they were when the checkpoint was saved
-        self.lost_bits: list[str] | None = None  # why an exact run continues with other bits; None: it does not resume
+        self.changed: list[
+            ChangedKey
+        ] = []  # keys that are not as they were when the checkpoint was saved
+        self.lost_bits: list[str] | None = (
+            None  # why an exact run continues with other bits; None: it does not resume
+        )
         self.saved: Checkpoint | None = None  # the last one, on the rank that completes it
         self.saver: Saver  # made by `start`
         self.stored: StoredRun | None = None  # the run's copy in a store
         # Adapters only work with the base weights they were trained on, and pairs are compared with them.
         based = bool(self.config.model.lora.r) or self.config.train.objective == "dpo"
-        self._base = self.mesh.once_per_host("base", lambda: load.fingerprint(self.config.model)) if based else None
+        self._base = (
+            self.mesh.once_per_host("base", lambda: load.fingerprint(self.config.model))
+            if based
+            else None
+        )
 
     def _best_before(self) -> float | None:
         """The best evaluation loss of the steps that the run resumes after."""
         best, resume = self.folder.checkpoints.best(), self.folder.resume
-        return best[1] if best is not None and resume is not None and best[0] <= resume.step else None
+        return (
+            best[1]
+            if best is not None and resume is not None and best[0] <= resume.step
+            else None
+        )
 
     def start(self, step: TrainStep) -> None:
         """Prepares to save beside these steps; call this when the state is the one that training begins with."""
@@ -107,17 +119,29 @@ class Checkpointer:
             RunError: the previous save, or this one, failed.
         """
         best = None
-        if eval_loss is not None and math.isfinite(eval_loss) and (self._best is None or eval_loss < self._best):
+        if (
+            eval_loss is not None
+            and math.isfinite(eval_loss)
+            and (self._best is None or eval_loss < self._best)
+        ):
             best = eval_loss
         if not due and best is None:
             return
-        copies = state_held(self.model.module, self.optimizer) | (self.ema.state() if self.ema is not None else {})
+        copies = state_held(self.model.module, self.optimizer) | (
+            self.ema.state() if self.ema is not None else {}
+        )
         refuse_drift(copies, self.mesh, when=f"after step {step}, which is not saved")
-        keep, checkpoints, manifest = self.config.checkpoint.keep, self.folder.checkpoints, self._manifest()
+        keep, checkpoints, manifest = (
+            self.config.checkpoint.keep,
+            self.folder.checkpoints,
+            self._manifest(),
+        )
 
         def commit(seals: Mapping[str, Seal]) -> None:
             pinned = stored.mirror.pinned() if stored is not None else ()
-            self.saved = self.folder.commit(step, manifest, seals, keep=keep, best=best, pinned=pinned)
+            self.saved = self.folder.commit(
+                step, manifest, seals, keep=keep, best=best, pinned=pinned
+            )
 
         state, stored = checkpoints.partial(step) / "state", self.stored
         begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)
@@ -173,7 +197,10 @@ class Checkpointer:
         if not self.folder.accepts_changes:
             refuse_other_given(manifest, self.given, checkpoint)
         run_template.refuse_other(manifest, self.template, self.config, checkpoint)
-        self.changed, exact = changes(manifest, self.config), self.config.train.reduce == "exact"
+        self.changed, exact = (
+            changes(manifest, self.config),
+            self.config.train.reduce == "exact",
+        )
         if exact:
             self.changed = with_axes(self.changed, manifest, self.mesh.topology)
             self.lost_bits = lost_bits(manifest, self.changed, versions())
@@ -192,7 +219,9 @@ class Checkpointer:
         if self.ema is not None and not averages:
             self.ema.begin()
         place = noise.places(self.mesh, self.model.tensor.sequence_group)
-        seed = seed_of("a resume on another mesh", self.config.train.seed, checkpoint.step, *place)
+        seed = seed_of(
+            "a resume on another mesh", self.config.train.seed, checkpoint.step, *place
+        )
         run_state.restore_or_draw_random(checkpoint, manifest["mesh"], index, self.mesh, seed)
         # Until every rank has read the checkpoint, no rank may start anything that could remove it.
         self.mesh.decide("resumed", "", lambda parts: "")
@@ -215,7 +244,9 @@ def undamaged(folder: RunFolder, mesh: Mesh) -> RunFolder:
     Raises:
         CheckpointError: the requested checkpoint is damaged, or all are.
     """
-    chosen, passed = newest_undamaged(folder.candidates, lambda each: run_state.damage_found(each, mesh))
+    chosen, passed = newest_undamaged(
+        folder.candidates, lambda each: run_state.damage_found(each, mesh)
+    )
     resuming = folder.resuming(chosen, passed)
     for checkpoint, reason in passed:
         if mesh.rank == 0:

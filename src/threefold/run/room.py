@@ -32,7 +32,11 @@ class Room:
         return max(ALWAYS, min(bounds))
 
     def __str__(self) -> str:
-        memory = f" and {size_text(self.free_bytes)} of free memory" if self.free_bytes is not None else ""
+        memory = (
+            f" and {size_text(self.free_bytes)} of free memory"
+            if self.free_bytes is not None
+            else ""
+        )
         return f"{self.num_cores} core{'s' if self.num_cores > 1 else ''}{memory}"
 
 
@@ -69,7 +73,10 @@ def refuse_too_many_workers(num_workers: int, num_ranks: int, room: Room) -> Non
 # (limit, use) of a container, in the two forms of control groups.
 _LIMITS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+    ),
 )
 
 
@@ -78,7 +85,10 @@ def _available() -> int | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    return next(
+        (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")),
+        None,
+    )
 
 
 def _left(limit: str, use: str) -> int | None:

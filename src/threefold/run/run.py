@@ -77,7 +77,14 @@ REPORT_BEFORE = 0.9
 LINGER_S = 60.0
 # What a program may ask of its run; the rest of a config is its own code.
 _KEYS = (
-    *("log.trackers", "log.project", "log.stall_s", "audit.every", "train.nonfinite", "train.timeout_s"),
+    *(
+        "log.trackers",
+        "log.project",
+        "log.stall_s",
+        "audit.every",
+        "train.nonfinite",
+        "train.timeout_s",
+    ),
     *("checkpoint.keep", "checkpoint.on_error", "checkpoint.resume", "checkpoint.store"),
 )
 
@@ -124,12 +131,16 @@ class Run:
         """
         self._program = not isinstance(config, Config)
         with self._in_own_words():
-            self.config = config if isinstance(config, Config) else _config_of(config or {}, folder)
+            self.config = (
+                config if isinstance(config, Config) else _config_of(config or {}, folder)
+            )
         self.mesh = mesh or active_mesh() or init_mesh()
         self._own_watch, self._last = watch is None, last
         timeout_s = self.config.train.timeout_s or REPORT_BEFORE * self.mesh.timeout_s
         stall_s = self.config.log.stall_s
-        self.watch = watch or Watchdog(self.mesh.rank, stall_s=stall_s, timeout_s=timeout_s, program=True)
+        self.watch = watch or Watchdog(
+            self.mesh.rank, stall_s=stall_s, timeout_s=timeout_s, program=True
+        )
         self._slowest = Slowest(self.mesh, notice=self._late)
         self.say: Callable[[str], None] = print if self.mesh.rank == 0 else lambda line: None
         self.warn: Callable[[str], None] = self.say
@@ -170,7 +181,10 @@ class Run:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Ends the run: what is being saved is waited for; a program's loop is saved after its last step.
 
@@ -194,7 +208,10 @@ class Run:
             raise SystemExit(EXIT_STOPPED_WITH_CHECKPOINT)
 
     def begin(
-        self, start: Callable[[], SegmentLine | None], facts: Callable[[], Mapping[str, Any]], **audited: Any
+        self,
+        start: Callable[[], SegmentLine | None],
+        facts: Callable[[], Mapping[str, Any]],
+        **audited: Any,
     ) -> None:
         """Accepts the request, because nothing can refuse it any more: from now on the folder is this start's.
 
@@ -220,9 +237,15 @@ class Run:
             mesh.share("start", self._link)
         info = environment.current()
         resumed = self.folder.resumed_from and str(Path(self.folder.resumed_from).resolve())
-        known = {"from": resumed, "mesh": mesh.topology.sizes, "restart": info.restart, "host": info.host}
+        known = {
+            "from": resumed,
+            "mesh": mesh.topology.sizes,
+            "restart": info.restart,
+            "host": info.host,
+        }
         accepted = mesh.share(
-            "accept", lambda: self.folder.accept(self.config, facts={**known, **versions(), **facts()})
+            "accept",
+            lambda: self.folder.accept(self.config, facts={**known, **versions(), **facts()}),
         )
         self.folder = dataclasses.replace(self.folder, author=Author(**accepted["author"]))
         if (stored := self.stored) is not None:
@@ -230,12 +253,20 @@ class Run:
         for path in accepted["aside"]:
             self.say(f"  set aside: {path}, later than the step that the run resumes from")
         self._lock.keep()
-        policy = Policy(self.config.train.nonfinite == "skip", str(self.folder.path), program=self._program)
-        self.guards = Guards(stop, Finite(mesh, policy), audit, progress=self.watch.progress, late=self._late)
+        policy = Policy(
+            self.config.train.nonfinite == "skip", str(self.folder.path), program=self._program
+        )
+        self.guards = Guards(
+            stop, Finite(mesh, policy), audit, progress=self.watch.progress, late=self._late
+        )
         self._stack.callback(self.guards.close)
 
     def track(
-        self, values: Mapping[str, Any], facts: Mapping[str, Any], *, shown: Iterable[Tracker] = ()
+        self,
+        values: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        *,
+        shown: Iterable[Tracker] = (),
     ) -> list[Tracker]:
         """All that get the metrics, on rank 0: the run's file, what shows them, and the trackers that are asked for."""
         if self.mesh.rank != 0:
@@ -256,7 +287,9 @@ class Run:
         """Notes the end in the journal, and the last step of which there is a checkpoint."""
         if self.mesh.rank == 0 and self.folder.author is not None:
             event, by = ("stop", {"by": self.guards.stop.by}) if stopped else ("done", {})
-            self.folder.journal.note(event, step=step, saved=saved, start=self.folder.author.start, **by)
+            self.folder.journal.note(
+                event, step=step, saved=saved, start=self.folder.author.start, **by
+            )
 
     def load(self, step: TrainStep, loader: Any = None, **stateful: Any) -> Loaded | None:
         """Takes what the program trains, and loads the checkpoint that the run resumes from; every rank calls it once.
@@ -286,16 +319,22 @@ class Run:
                     expected="what the run has saved until then",
                     fix=f"run.load(...) without {missing[0]}=, which begins anew; name it in the next start",
                 )
-        self.extra = {name: value for name, value in loaded.extra.items() if name not in stateful}
+        self.extra = {
+            name: value for name, value in loaded.extra.items() if name not in stateful
+        }
         for name, each in stateful.items():
             each.load_state_dict(loaded.extra[name])
             groups = each.optimizer.param_groups if isinstance(each, LRScheduler) else []
-            if groups and len(each.base_lrs) != len(groups):  # groups are by the mesh of their parameters too
+            if groups and len(each.base_lrs) != len(
+                groups
+            ):  # groups are by the mesh of their parameters too
                 each.base_lrs = [group["initial_lr"] for group in groups]
         self.step = self._saved = loaded.step
         return loaded
 
-    def steps(self, batches: Iterable[Any], *, until: int | None = None, save_every: int = 0) -> Iterator[Any]:
+    def steps(
+        self, batches: Iterable[Any], *, until: int | None = None, save_every: int = 0
+    ) -> Iterator[Any]:
         """The batches of the steps that are left, one a step, each of which every rank makes; `step` is its number.
 
         The rows of a loader of `threefold.distribute` are audited. After a stop signal to any rank the state is saved
@@ -327,7 +366,9 @@ class Run:
             self._window.steps += 1
             self._rows = self.guards.progress.rows = list(getattr(batches, "indices", ()))
             if self.guards.audit is not None:
-                self.guards.audit.observe(self.step, np.array(self._rows, np.int64), *_contents(batch))
+                self.guards.audit.observe(
+                    self.step, np.array(self._rows, np.int64), *_contents(batch)
+                )
             yield batch
             with self._in_own_words():
                 self._complete(due=bool(save_every) and self.step % save_every == 0)
@@ -366,12 +407,22 @@ class Run:
             self.guards.progress.enter("save")
             states = {name: each.state_dict() for name, each in self._stateful.items()}
             asked = self.config.checkpoint
-            ends, checkpoints = saving.Ends(partial(self._commit, self.step)), self.folder.checkpoints
+            ends, checkpoints = (
+                saving.Ends(partial(self._commit, self.step)),
+                self.folder.checkpoints,
+            )
             if (stored := self.stored) is not None:
                 done = partial(stored.send, checkpoints.at(self.step), best=False)
                 ends = dataclasses.replace(ends, refusal=stored.mirror.refusal, done=done)
             extra = {**self.extra, **states}
-            saving.write(self._held, self.step, checkpoints, extra=extra, ends=ends, on_error=asked.on_error)
+            saving.write(
+                self._held,
+                self.step,
+                checkpoints,
+                extra=extra,
+                ends=ends,
+                on_error=asked.on_error,
+            )
         self._saved = self.step
 
     def _commit(self, step: int, manifest: Mapping[str, Any], seals: Mapping[str, Any]) -> None:
@@ -382,7 +433,9 @@ class Run:
 
     def _opened(self) -> dict[str, Any]:
         # What has opened the store has locked the folder.
-        return open_run(self.config, self._lock if not self._lock.held else None, program=self._program).to_values()
+        return open_run(
+            self.config, self._lock if not self._lock.held else None, program=self._program
+        ).to_values()
 
     def _open_stored(self, stack: contextlib.ExitStack) -> None:
         # Nothing of it is loaded by a run that lies on a disk alone.
@@ -390,7 +443,9 @@ class Run:
         from threefold.run.stored import open_stored
 
         with beating(self.watch.progress.tick):
-            opened = open_stored(self.config, self.mesh, self._lock, program=self._program, say=self.say)
+            opened = open_stored(
+                self.config, self.mesh, self._lock, program=self._program, say=self.say
+            )
         self.config, self.stored = opened
         if self.stored is not None:
             stack.callback(self.stored.close)
@@ -415,7 +470,10 @@ class Run:
         self._require_begun("step(batch)")
         self._slowest.tell(self._window.own)
         first = step.optimizer.param_groups[0]
-        self._rates = {"lr": first["lr"] / first.get("lr_share", 1.0), **rates_of(step.optimizer)}
+        self._rates = {
+            "lr": first["lr"] / first.get("lr_share", 1.0),
+            **rates_of(step.optimizer),
+        }
         rows = [self._rows] * len(result.micro_losses)
         self.guards.look_for_nonfinite(self.step, result, lambda: rows, now=True)
         self.guards.progress.enter("the program")
@@ -440,7 +498,11 @@ class Run:
                 expected="the loader whose place the run saves: a resume would read its first rows again",
                 fix="run.load(step, loader)",
             )
-        if self.step and not hasattr(batches, "state_dict") and not hasattr(batches, "__next__"):
+        if (
+            self.step
+            and not hasattr(batches, "state_dict")
+            and not hasattr(batches, "__next__")
+        ):
             kind = type(batches).__name__
             raise ConfigError(
                 f"the run resumes after step {self.step}, and run.steps(...) is given {kind}, which begins again",
@@ -454,10 +516,14 @@ class Run:
         order, why, fix = _order_of(batches)
         self._began = True
         what = {"program": sys.argv[0], "audit": why or "on", "audit_fix": fix}
-        self.begin(lambda: None if order is None else self._start_of(batches, order), lambda: what)
+        self.begin(
+            lambda: None if order is None else self._start_of(batches, order), lambda: what
+        )
         if why:
             self.say(f"not audited: {why}; {fix}")
-        self.guards.trackers = self.track({"program": what}, {"mesh": str(self.mesh.topology), **versions()})
+        self.guards.trackers = self.track(
+            {"program": what}, {"mesh": str(self.mesh.topology), **versions()}
+        )
         self.guards.notice = self._notice
         self._window = Window(own=OwnTime(self.guards.progress))
 
@@ -484,7 +550,13 @@ class Run:
             older = f"go back to an older checkpoint: {older}"
         begin = partial(compare.begin, start, path, file, link=self._link, fix=older)
         start = dataclasses.replace(start, **mesh.share("audit", begin))
-        return Audit(start, gather=mesh.gather, explain=partial(explain, resume=resume), record=file, **audited)
+        return Audit(
+            start,
+            gather=mesh.gather,
+            explain=partial(explain, resume=resume),
+            record=file,
+            **audited,
+        )
 
     def _start_of(self, loader: Any, order: Order) -> SegmentLine:
         """Where a loader continues, whose rows are known by their indices in the dataset."""
@@ -514,7 +586,9 @@ class Run:
         """Saves after the last step, and waits for it; returns whether a signal has stopped the run."""
         if not self._began:
             if self._start is None:
-                self.say(f"{self.folder.path}: nothing was audited or saved; for batch in run.steps(loader, until=...)")
+                self.say(
+                    f"{self.folder.path}: nothing was audited or saved; for batch in run.steps(loader, until=...)"
+                )
             return False
         self._complete()
         self.guards.stop.saving = True
@@ -525,7 +599,9 @@ class Run:
         if self.stored is not None:
             self.stored.mirror.wait(self.watch.progress.tick)
         # What the folder holds: a saver of the model may have saved elsewhere too.
-        newest = self.mesh.share("saved", lambda: (each := self.folder.checkpoints.newest()) and each.step)
+        newest = self.mesh.share(
+            "saved", lambda: (each := self.folder.checkpoints.newest()) and each.step
+        )
         saved = self.folder.done if newest is None else newest
         self.ended(self.step, stopped=self._stopping, saved=saved)
         if saved != self.step:
@@ -568,7 +644,9 @@ class Run:
 
 
 def _config_of(values: Mapping[str, Any], folder: str | Path | None) -> Config:
-    nested: dict[str, dict[str, Any]] = {"log": {"dir": str(folder if folder is not None else new_path())}}
+    nested: dict[str, dict[str, Any]] = {
+        "log": {"dir": str(folder if folder is not None else new_path())}
+    }
     for key, value in values.items():
         if key not in _KEYS:
             raise ConfigError(
@@ -607,19 +685,37 @@ def _order_of(loader: Any) -> tuple[Order | None, str, str]:
     from threefold.data.sampling.distribute import DistributedLoader
 
     if not isinstance(loader, DistributedLoader):
-        return None, f"{type(loader).__name__} does not tell its rows", "loader = threefold.distribute(DataLoader(...))"
+        return (
+            None,
+            f"{type(loader).__name__} does not tell its rows",
+            "loader = threefold.distribute(DataLoader(...))",
+        )
     sampler, rows = loader.sampler, loader.sampler.epoch_size
     if sampler.replacement or sampler.order != "threefold":
         drawn = "drawn with weights" if sampler.replacement else "in torch's order"
-        return None, f"rows {drawn} are not each read once by an order that is known", "distribute(DataLoader(...))"
+        return (
+            None,
+            f"rows {drawn} are not each read once by an order that is known",
+            "distribute(DataLoader(...))",
+        )
     uneven = rows % sampler.num_replicas
     if sampler.tail == "pad" and uneven:
-        return None, f"{rows:,} rows are padded for {sampler.num_replicas} dp ranks", "distribute(loader, tail='exact')"
+        return (
+            None,
+            f"{rows:,} rows are padded for {sampler.num_replicas} dp ranks",
+            "distribute(loader, tail='exact')",
+        )
     if sampler.tail == "drop" and uneven and not loader.drop_last:
         fix = "distribute(loader, tail='exact'), or a loader with drop_last=True"
         return None, f"tail='drop' leaves out {uneven} rows", fix
     size = (loader.batch_size or 1) * sampler.num_replicas
-    return Order(rows, size, sampler.seed, sampler.shuffle, "drop" if loader.drop_last else "exact"), "", ""
+    return (
+        Order(
+            rows, size, sampler.seed, sampler.shuffle, "drop" if loader.drop_last else "exact"
+        ),
+        "",
+        "",
+    )
 
 
 def _contents(batch: Any) -> list[Any]:

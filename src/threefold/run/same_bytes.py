@@ -42,7 +42,11 @@ def of_one_copy(open_rows: Callable[[], Rows], keys: Sequence[str], mesh: Mesh) 
     def describe() -> dict[str, Any]:
         opened.append(rows := open_rows())
         digests = list(digests_of(rows).values())
-        return {"host": environment.current().host, "rows": rows.fingerprint, "digests": digests}
+        return {
+            "host": environment.current().host,
+            "rows": rows.fingerprint,
+            "digests": digests,
+        }
 
     told = mesh.decide_on("bytes", describe, _others)
     (rows,) = opened
@@ -92,7 +96,11 @@ def _compare_with_run(rows: Rows, folder: RunFolder) -> None:
     manifest = read_manifest(folder.resume)
     recorded, order = manifest.get("blocks"), manifest["data"].get("fingerprint")
     # Rows of another source or packing are refused by their fingerprint, when the order is resumed.
-    if not (isinstance(recorded, dict) and isinstance(order, dict) and order.get("data") == rows.fingerprint):
+    if not (
+        isinstance(recorded, dict)
+        and isinstance(order, dict)
+        and order.get("data") == rows.fingerprint
+    ):
         return
     for part in parts_of(rows):
         digest = recorded.get(part.name)
@@ -122,7 +130,8 @@ def record_of(rows: Rows) -> tuple[tuple[str, str, str], ...]:
     """(name, digest, prefix on this host) of each source's store, for the run's record."""
     stores = [(part.name, part.blocks.digest, part.rows.store) for part in parts_of(rows)]
     return tuple(
-        (name, digest, store.named if store.stored else os.path.abspath(store.prefix)) for name, digest, store in stores
+        (name, digest, store.named if store.stored else os.path.abspath(store.prefix))
+        for name, digest, store in stores
     )
 
 

@@ -38,14 +38,18 @@ def sources_of(config: Config, *, held_out: bool = False) -> dict[str, Source]:
         return {_HELD_OUT: _source(config, own)}
     if data.mixture is None:
         return {"data.source": _source(config, MixtureSource(source=data.source, weight=1))}
-    return {f"data.mixture.{name}": _source(config, source) for name, source in data.mixture.items()}
+    return {
+        f"data.mixture.{name}": _source(config, source) for name, source in data.mixture.items()
+    }
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
     """Returns the tokenizer that the config asks for."""
     name, _ = tokenizer_name(config)
     if name == config.model.name_or_path:
-        return own_tokenizer(config, key="data.tokenizer" if config.data.tokenizer is not None else MODEL_KEY)
+        return own_tokenizer(
+            config, key="data.tokenizer" if config.data.tokenizer is not None else MODEL_KEY
+        )
     return load_tokenizer(name)
 
 
@@ -69,7 +73,9 @@ def file_lines(config: Config, *, to: Path | None = None) -> list[str]:
     Args:
         to: a folder, in which the files are listed.
     """
-    sources = sources_of(config) | (sources_of(config, held_out=True) if config.eval.source else {})
+    sources = sources_of(config) | (
+        sources_of(config, held_out=True) if config.eval.source else {}
+    )
     lists = [
         dataclasses.replace(files, key=key)
         for key, source in sources.items()
@@ -110,7 +116,11 @@ def refuse_labels_without_effect(config: Config, *, here: bool = False) -> None:
     """
     held_out = sources_of(config, held_out=True) if config.eval.source else {}
     sources = [*sources_of(config).values(), *held_out.values()]
-    names = [name for source in sources for name in ([source.name] if isinstance(source.name, str) else source.name)]
+    names = [
+        name
+        for source in sources
+        for name in ([source.name] if isinstance(source.name, str) else source.name)
+    ]
     if not (here and any(name.startswith("hf:") for name in names)):
         refuse_without_effect(sources, memory=cache_folder() / "files")
 
@@ -138,12 +148,16 @@ def formats_of(config: Config, *, here: bool = False) -> dict[str, str]:
     Args:
         here: before ranks are started: what is wrong with a source is raised now.
     """
-    sources = sources_of(config) | (sources_of(config, held_out=True) if config.eval.source else {})
+    sources = sources_of(config) | (
+        sources_of(config, held_out=True) if config.eval.source else {}
+    )
     formats = {}
     for key, source in sources.items():
         # Ranks say what is wrong with a source when they read it.
         with contextlib.suppress(*(() if here else (ThreefoldError,))):
-            formats[key] = opened(key, functools.partial(rows_format, source, memory=cache_folder() / "files"))
+            formats[key] = opened(
+                key, functools.partial(rows_format, source, memory=cache_folder() / "files")
+            )
     return formats
 
 
@@ -188,5 +202,7 @@ def _named(key: str, problem: Problem) -> Problem:
     # The reader of a source always names data.source.
     if key.startswith("data.mixture."):
         return dataclasses.replace(problem, what=f"{key}: {problem.what}")
-    what, expected, fix = (_SOURCE_KEY.sub(key, text) for text in (problem.what, problem.expected, problem.fix))
+    what, expected, fix = (
+        _SOURCE_KEY.sub(key, text) for text in (problem.what, problem.expected, problem.fix)
+    )
     return Problem(what, expected, fix)

@@ -31,7 +31,15 @@ from threefold.mesh.shares import refuse_impossible
 from threefold.mesh.topology import Topology, resolve
 from threefold.run.folder import new_path
 from threefold.run.room import refuse_too_many, refuse_too_many_workers, room_here
-from threefold.run.user_objects import PLACES, Given, callbacks_of, check, place_of, refuse_unsendable, with_rows
+from threefold.run.user_objects import (
+    PLACES,
+    Given,
+    callbacks_of,
+    check,
+    place_of,
+    refuse_unsendable,
+    with_rows,
+)
 
 # What every rank imports; the server that forks the ranks imports it in advance.
 PRELOAD = (
@@ -120,7 +128,13 @@ def train(
     with tempfile.TemporaryDirectory() as folder:
         reason = Path(folder) / "reason"
         code = train_command(
-            replace(loaded, config=config, accept_changes=accept_changes, given=given, reason=str(reason))
+            replace(
+                loaded,
+                config=config,
+                accept_changes=accept_changes,
+                given=given,
+                reason=str(reason),
+            )
         )
         if code in (0, EXIT_STOPPED_WITH_CHECKPOINT):
             return Result(code, Path(config.log.dir) if config.log.dir is not None else None)
@@ -134,14 +148,22 @@ def train(
 
 
 def _in_new_folder(config: Config) -> Config:
-    return config.model_copy(update={"log": config.log.model_copy(update={"dir": str(new_path())})})
+    return config.model_copy(
+        update={"log": config.log.model_copy(update={"dir": str(new_path())})}
+    )
 
 
-def _loaded(config: Config | Mapping[str, Any] | str | Path | None, handed: Iterable[str]) -> LoadedConfig:
+def _loaded(
+    config: Config | Mapping[str, Any] | str | Path | None, handed: Iterable[str]
+) -> LoadedConfig:
     """The config, with the places of what is handed over where it names nothing."""
     places = {PLACES[name]: place_of(name) for name in handed}
     if isinstance(config, Config):
-        free = {key: place for key, place in places.items() if value_at(config, key) == value_at(Config(), key)}
+        free = {
+            key: place
+            for key, place in places.items()
+            if value_at(config, key) == value_at(Config(), key)
+        }
         values = config.model_dump(exclude_unset=True)
         return LoadedConfig(loading.validate(_with_places(values, free)) if free else config)
     if isinstance(config, Mapping):
@@ -175,17 +197,25 @@ def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = 
     if info.launcher is not None:
         _refuse_unrestartable(loaded.config, info, max_restarts)
         if force:
-            what, expected = "--force, but a launcher started this rank", "an option for ranks that are started here"
+            what, expected = (
+                "--force, but a launcher started this rank",
+                "an option for ranks that are started here",
+            )
             raise ConfigError(what, expected=expected, fix="leave --force out")
         if info.launcher == "torchrun":
             local_ranks.die_with_parent()
         environment.settle_rank(info)
-        code = _run_rank(loaded, *resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None))
+        code = _run_rank(
+            loaded,
+            *resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None),
+        )
         return code if code or info.rank else deliver(loaded.config)
     mesh = loaded.config.mesh
     sizes = {mesh.dp, mesh.dp_shard, mesh.cp, mesh.tp} - {None}
     if (sizes or mesh.device == "cpu") and "auto" not in sizes:
-        refuse_impossible(loaded.config, resolve(mesh, launched_world_size=None, num_devices=None)[0])
+        refuse_impossible(
+            loaded.config, resolve(mesh, launched_world_size=None, num_devices=None)[0]
+        )
     if sizes != {1}:
         # While the ranks' server imports, this process inspects the machine.
         local_ranks.preload(PRELOAD)
@@ -202,7 +232,9 @@ def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = 
     refuse_other_rows(formats_of(loaded.config, here=True), loaded.config.train.objective)
     if loaded.given is not None:
         refuse_unsendable(loaded.given, topology.world_size)
-    if loaded.config.log.dir is None:  # restarted ranks must find the run, and so must this process
+    if (
+        loaded.config.log.dir is None
+    ):  # restarted ranks must find the run, and so must this process
         loaded = replace(loaded, config=_in_new_folder(loaded.config))
     from threefold.run.watch.pulse import Witness
 
@@ -234,7 +266,9 @@ def deliver(config: Config) -> int:
     return 0
 
 
-def _refuse_unrestartable(config: Config, info: environment.LaunchInfo, max_restarts: int) -> None:
+def _refuse_unrestartable(
+    config: Config, info: environment.LaunchInfo, max_restarts: int
+) -> None:
     problems = []
     if max_restarts:
         what = f"--max-restarts {max_restarts}, but a launcher started this rank"
@@ -242,7 +276,9 @@ def _refuse_unrestartable(config: Config, info: environment.LaunchInfo, max_rest
         problems.append(Problem(what, "the launcher to restart the ranks that it started", fix))
     if info.max_restarts and config.log.dir is None:
         what = f"torchrun --max-restarts {info.max_restarts} without log.dir"
-        expected = "a folder that restarted ranks can find; otherwise they would begin another run"
+        expected = (
+            "a folder that restarted ranks can find; otherwise they would begin another run"
+        )
         problems.append(Problem(what, expected, "--log.dir FOLDER"))
     if problems:
         raise ConfigError.of(problems)

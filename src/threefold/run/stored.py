@@ -31,14 +31,29 @@ from threefold.places.head import KEY, HeldHead
 from threefold.places.lease import give_back, take_lease
 from threefold.places.mirror import Mirror, Sent, SentFiles
 from threefold.places.object_store import ObjectStore, open_store
-from threefold.places.restore import Restore, checkpoints_of, forget_interrupted, nothing, parted, restore
+from threefold.places.restore import (
+    Restore,
+    checkpoints_of,
+    forget_interrupted,
+    nothing,
+    parted,
+    restore,
+)
 from threefold.places.snapshot import RECORDS, STATE
 from threefold.places.url import parse
 from threefold.run import choice
 from threefold.run.folder import RunFolder, open_folder, require_shared
 
 # Of a run's folder: what a start elsewhere continues, or is compared with.
-_FILES = (METRICS, JOURNAL, AUDIT, RUN_CONFIG, "samples.jsonl", "chat_template.jinja", "data.files.jsonl")
+_FILES = (
+    METRICS,
+    JOURNAL,
+    AUDIT,
+    RUN_CONFIG,
+    "samples.jsonl",
+    "chat_template.jinja",
+    "data.files.jsonl",
+)
 _FOLDERS = ("rows", "lengths", "blocks", "reference")
 # Of a run that is forked, beside the checkpoint.
 _OF_FORK = ("reference/", "chat_template.jinja")
@@ -56,7 +71,9 @@ class StoredRun:
         """Args: `held`: the head, on rank 0."""
         asked, self._mesh, self._folder, self._held = config.checkpoint, mesh, folder, held
         store = mesh.store.clone() if mesh.store is not None else dist.HashStore()
-        values = dist.PrefixStore(f"threefold/stored/{mesh.share('stored', lambda: uuid.uuid4().hex)}", store)
+        values = dist.PrefixStore(
+            f"threefold/stored/{mesh.share('stored', lambda: uuid.uuid4().hex)}", store
+        )
         self.mirror = Mirror(
             *(mesh, values, _place(str(asked.store))),
             keep=asked.keep,
@@ -78,7 +95,9 @@ class StoredRun:
             return
 
         def missing() -> bool | None:
-            stored = any(each.name == _name(resume) for each in self.mirror.held.head.checkpoints)
+            stored = any(
+                each.name == _name(resume) for each in self.mirror.held.head.checkpoints
+            )
             best = folder.checkpoints.best()
             return None if stored else best is not None and best[0] == resume.step
 
@@ -146,7 +165,9 @@ def open_stored(
     """
     held: list[tuple[HeldHead, Path]] = []
     try:
-        plan = mesh.share("store", lambda: asdict(_planned(config, lock, held, Words(program), say)))
+        plan = mesh.share(
+            "store", lambda: asdict(_planned(config, lock, held, Words(program), say))
+        )
         require_shared(Path(plan["folder"]), mesh, Words(program))
         if plan["restore"] is not None:
             restore(Restore(**_tuples(plan["restore"])), _place(plan["address"]), mesh, say)
@@ -163,18 +184,31 @@ def open_stored(
 
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+    }
 
 
 def _planned(
-    config: Config, lock: RunLock, held: list[tuple[HeldHead, Path]], words: Words, say: Callable[[str], None]
+    config: Config,
+    lock: RunLock,
+    held: list[tuple[HeldHead, Path]],
+    words: Words,
+    say: Callable[[str], None],
 ) -> _Plan:
-    folder, asked, store = open_folder(config, lock, program=words.program), config.checkpoint.resume, None
+    folder, asked, store = (
+        open_folder(config, lock, program=words.program),
+        config.checkpoint.resume,
+        None,
+    )
     forget_interrupted(folder, begun=(folder / RUN_FILE).exists())
     prefix, name = parted(asked) if "://" in asked else ("", None)
     if config.checkpoint.store is not None:
         store = str(parse(config.checkpoint.store))
-        require_admitted(store, environment.variables(), environment.cache_folder() / "admission", say)
+        require_admitted(
+            store, environment.variables(), environment.cache_folder() / "admission", say
+        )
         held.append((take_lease(_place(store), folder, say), folder))
         plan = _of_own(held[0][0], folder, asked, prefix == store, name, words)
         mirror.sweep(held[0][0])
@@ -184,10 +218,14 @@ def _planned(
     if into.exists() or choice.asked_before(folder, into, Identity.read(folder)):
         return _Plan(str(folder), asked)
     candidates = checkpoints_of(_place(prefix), name)
-    return _Plan(str(folder), asked, prefix, Restore(candidates, str(into), whole=True, records=_OF_FORK))
+    return _Plan(
+        str(folder), asked, prefix, Restore(candidates, str(into), whole=True, records=_OF_FORK)
+    )
 
 
-def _of_own(held: HeldHead, folder: Path, asked: str, named_here: bool, name: str | None, words: Words) -> _Plan:
+def _of_own(
+    held: HeldHead, folder: Path, asked: str, named_here: bool, name: str | None, words: Words
+) -> _Plan:
     """What the run in a folder needs of its own store.
 
     Raises:
@@ -221,7 +259,9 @@ def _of_own(held: HeldHead, folder: Path, asked: str, named_here: bool, name: st
         return _Plan(str(folder), resume)
     files = ((RUN_FILE, json.dumps(asdict(there)) + "\n"),) if fresh else ()
     records = ("",) if fresh else ()
-    fetched = Restore(candidates, str(folder), records=records, files=files, required=not newest)
+    fetched = Restore(
+        candidates, str(folder), records=records, files=files, required=not newest
+    )
     return _Plan(str(folder), resume, str(place.url), fetched)
 
 
@@ -238,7 +278,9 @@ def _identity_in(held: HeldHead) -> Identity | None:
         ) from error
 
 
-def _refuse_parted(own: Identity, there: Identity, folder: Path, place: ObjectStore, words: Words) -> None:
+def _refuse_parted(
+    own: Identity, there: Identity, folder: Path, place: ObjectStore, words: Words
+) -> None:
     """Raises ConfigError unless a folder holds the run that the store does, and all of its starts."""
     if own.id == there.id and own.starts[: len(there.starts)] == there.starts:
         return

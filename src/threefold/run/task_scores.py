@@ -38,18 +38,27 @@ class Scores:
         Raises:
             ConfigError: a continuation is longer than what the model takes.
         """
-        if (most := max((len(continuation) for _, continuation in requests), default=0)) > self.longest:
+        if (
+            most := max((len(continuation) for _, continuation in requests), default=0)
+        ) > self.longest:
             what = f"a task of eval.tasks scores a text of {most:,} tokens, but the model takes {self.longest:,}"
-            raise ConfigError(what, expected="texts that the model takes whole", fix="leave the task out")
+            raise ConfigError(
+                what, expected="texts that the model takes whole", fix="leave the task out"
+            )
         model, mesh = self._model, self._model.mesh
-        order = sorted(range(len(requests)), key=lambda number: -sum(map(len, requests[number])))
+        order = sorted(
+            range(len(requests)), key=lambda number: -sum(map(len, requests[number]))
+        )
         found = torch.zeros(len(requests), 2, dtype=torch.float64, device=mesh.device)
         trained = model.module.training
         model.eval()
         try:
             for batch in self._batches(order, requests):
                 own = batch[mesh.dp_rank :: mesh.dp_size]
-                scored = self._of([requests[number] for number in own or batch[:1]], self._length(requests[batch[0]]))
+                scored = self._of(
+                    [requests[number] for number in own or batch[:1]],
+                    self._length(requests[batch[0]]),
+                )
                 if own:
                     found[own] = scored
                 self.tick()
@@ -62,14 +71,24 @@ class Scores:
     def _length(self, request: Request) -> int:
         """Places of a row that has it, as the mesh can split them."""
         mesh = self._model.mesh
-        unit = 2 * mesh.size("cp") * mesh.size("tp") if mesh.size("cp") * mesh.size("tp") > 1 else 1
+        unit = (
+            2 * mesh.size("cp") * mesh.size("tp")
+            if mesh.size("cp") * mesh.size("tp") > 1
+            else 1
+        )
         taken = min(self.longest, sum(map(len, request)) - 1)
         return max(unit, -(-taken // unit) * unit)
 
-    def _batches(self, order: Sequence[int], requests: Sequence[Request]) -> Iterator[Sequence[int]]:
+    def _batches(
+        self, order: Sequence[int], requests: Sequence[Request]
+    ) -> Iterator[Sequence[int]]:
         """The requests of all dp ranks, the longest first: as many rows as their logits allow."""
         at, size = 0, self._model.mesh.dp_size
-        vocabulary = self._model.architecture.get_text_config().vocab_size if self._model.architecture else 1
+        vocabulary = (
+            self._model.architecture.get_text_config().vocab_size
+            if self._model.architecture
+            else 1
+        )
         while at < len(order):
             rows = max(1, _MOST_BYTES // (4 * vocabulary * self._length(requests[order[at]])))
             yield order[at : at + rows * size]
@@ -98,7 +117,9 @@ def harness_of(scores: Scores, tokenizer: Any) -> Any:
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
 
-    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    begin = (
+        tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    )
 
     class OnMesh(TemplateLM):
         backend = "causal"
@@ -111,18 +132,24 @@ def harness_of(scores: Scores, tokenizer: Any) -> Any:
         def prefix_token_id(self) -> int:
             return int(begin)
 
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        def tok_encode(
+            self, string: str, add_special_tokens: bool | None = None, **_: Any
+        ) -> list[int]:
             ids: list[int] = tokenizer.encode(string, add_special_tokens=False)
             return ids
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
             return scores([(context, continuation) for _, context, continuation in requests])
 
-        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        def loglikelihood_rolling(
+            self, requests: Any, disable_tqdm: bool = False
+        ) -> list[float]:
             windows, counts = [], []
             for (text,) in (request.args for request in requests):
                 tokens = self.tok_encode(text)
-                rolling = utils.get_rolling_token_windows(tokens, self.prefix_token_id, scores.longest, context_len=1)
+                rolling = utils.get_rolling_token_windows(
+                    tokens, self.prefix_token_id, scores.longest, context_len=1
+                )
                 own = [utils.make_disjoint_window(each) for each in rolling]
                 windows += own
                 counts.append(len(own))
@@ -130,6 +157,10 @@ def harness_of(scores: Scores, tokenizer: Any) -> Any:
             return [math.fsum(next(found)[0] for _ in range(count)) for count in counts]
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            raise ConfigError("a task asks for written texts", expected="tasks of probabilities", fix="leave it out")
+            raise ConfigError(
+                "a task asks for written texts",
+                expected="tasks of probabilities",
+                fix="leave it out",
+            )
 
     return OnMesh()

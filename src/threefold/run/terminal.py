@@ -40,7 +40,9 @@ class Screen(Console):
         as_json: each line is an object with its `kind`; what is only text has the kind `text`.
     """
 
-    def __init__(self, *, quiet: bool = False, logs: bool = True, as_json: bool = False, **options: Any) -> None:
+    def __init__(
+        self, *, quiet: bool = False, logs: bool = True, as_json: bool = False, **options: Any
+    ) -> None:
         """Args:
         quiet: nothing is printed.
         logs: what is printed, or would be, goes to the rank's log file.
@@ -58,12 +60,16 @@ class Screen(Console):
             super().print(*objects, **options)
 
     def _show(self, text: str, level: int, **options: Any) -> None:
-        if self._logs and not text.startswith(SAMPLE):  # a model's text could look like an error's
+        if self._logs and not text.startswith(
+            SAMPLE
+        ):  # a model's text could look like an error's
             log.log(level, "%s", text)
         if self.as_json:
             self._write({"kind": "text", "text": text}, options)
         else:
-            super().print(folded(text, min(self.width, _WIDTH)) if self.is_terminal else text, **options)
+            super().print(
+                folded(text, min(self.width, _WIDTH)) if self.is_terminal else text, **options
+            )
 
     def warn(self, text: str) -> None:
         """Prints a text, which is logged as a warning."""
@@ -105,9 +111,15 @@ def folded(text: str, width: int) -> str:
     def fold(line: str) -> str:
         if len(line) <= width or line.startswith(SAMPLE):
             return line
-        how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "drop_whitespace": True}
+        how: dict[str, Any] = {
+            "break_long_words": False,
+            "break_on_hyphens": False,
+            "drop_whitespace": True,
+        }
         begin = line[: len(line) - len(line.lstrip())]
-        own = textwrap.wrap(line.strip(), width, initial_indent=begin, subsequent_indent=_INDENT, **how)
+        own = textwrap.wrap(
+            line.strip(), width, initial_indent=begin, subsequent_indent=_INDENT, **how
+        )
         return "\n".join(own)
 
     return "\n".join(map(fold, text.split("\n")))
@@ -131,7 +143,11 @@ def _of_pairs(metrics: Metrics, prefix: str = "") -> str:
 
 def evaluated_tasks(metrics: Metrics) -> str:
     """What tasks have found; empty without tasks."""
-    found = {name.removeprefix("task_"): value for name, value in metrics.items() if name.startswith("task_")}
+    found = {
+        name.removeprefix("task_"): value
+        for name, value in metrics.items()
+        if name.startswith("task_")
+    }
     return ", ".join(f"{name} {value:.4f}" for name, value in found.items())
 
 
@@ -144,7 +160,9 @@ class Terminal:
         self._open = ExitStack()
         self._bar = Bar()
         if screen.is_terminal:  # elsewhere the lines of the steps tell it
-            self._bar = self._open.enter_context(screen.bars.show("training", num_steps, done=done))
+            self._bar = self._open.enter_context(
+                screen.bars.show("training", num_steps, done=done)
+            )
 
     def log(self, metrics: Metrics) -> None:
         """Prints one logged step or evaluation."""
@@ -168,7 +186,9 @@ class Terminal:
             )
             if "estimated_memory_bytes" in metrics and self._compares:
                 self._compares = False  # once
-                held, estimated = (metrics[f"{name}_memory_bytes"] / 2**30 for name in ("peak", "estimated"))
+                held, estimated = (
+                    metrics[f"{name}_memory_bytes"] / 2**30 for name in ("peak", "estimated")
+                )
                 line += f"\n  memory: {held:.2f} GiB were allocated at the peak, {estimated:.2f} estimated"
             self._bar.at(metrics["step"], self._live_text(metrics))
         self._screen.tell(kind, metrics, line)
@@ -177,7 +197,11 @@ class Terminal:
         """What stands before the live bar."""
         parts = [f"step {metrics['step']:,}/{self._num_steps:,}", f"loss {metrics['loss']:.4f}"]
         parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
-        parts += [f"{metrics['peak_memory_bytes'] / 2**30:.2f} GiB"] if "peak_memory_bytes" in metrics else []
+        parts += (
+            [f"{metrics['peak_memory_bytes'] / 2**30:.2f} GiB"]
+            if "peak_memory_bytes" in metrics
+            else []
+        )
         parts += [f"mfu {metrics['mfu']:.1%}"] if "mfu" in metrics else []
         return "  ".join(parts)
 

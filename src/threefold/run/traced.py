@@ -72,7 +72,13 @@ def refused(config: Config) -> list[Problem]:
     expected = "what is on the device at the peak: the trace has one memory"
     found = []
     if config.mesh.cpu_offload:
-        found.append(Problem("mesh.cpu_offload = true cannot be traced", expected, "leave mesh.cpu_offload out"))
+        found.append(
+            Problem(
+                "mesh.cpu_offload = true cannot be traced",
+                expected,
+                "leave mesh.cpu_offload out",
+            )
+        )
     if config.train.activation_checkpointing == "offload":
         what = "train.activation_checkpointing = offload cannot be traced"
         fix = "--train.activation_checkpointing full   (which holds a layer's input more for each layer)"
@@ -86,7 +92,9 @@ def refused(config: Config) -> list[Problem]:
     ):
         if value not in (plain, "auto"):
             shown = str(value).lower()
-            found.append(Problem(f"{key} = {shown} cannot be traced", eager, f"leave {key} out"))
+            found.append(
+                Problem(f"{key} = {shown} cannot be traced", eager, f"leave {key} out")
+            )
     return found
 
 
@@ -97,22 +105,40 @@ def trace(config: Config, architecture: PretrainedConfig, topology: Topology) ->
         ConfigError: this process has a process group already, or torch cannot trace the model.
     """
     if dist.is_initialized():
-        expected = "a process of its own: a group that sends nothing takes the place of the ranks"
-        raise ConfigError("tracing in a process that is a rank", expected=expected, fix="threefold plan, by itself")
-    dist.init_process_group("fake", rank=0, world_size=topology.world_size, store=dist.HashStore())
+        expected = (
+            "a process of its own: a group that sends nothing takes the place of the ranks"
+        )
+        raise ConfigError(
+            "tracing in a process that is a rank",
+            expected=expected,
+            fix="threefold plan, by itself",
+        )
+    dist.init_process_group(
+        "fake", rank=0, world_size=topology.world_size, store=dist.HashStore()
+    )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # It tells a failure once more.
             logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)
-            mesh = join_mesh(topology, LaunchInfo(0, topology.world_size), device="cpu", timeout_s=60)
+            mesh = join_mesh(
+                topology, LaunchInfo(0, topology.world_size), device="cpu", timeout_s=60
+            )
             return _traced(config, architecture, mesh)
     except RuntimeError as error:
-        name = config.model.name_or_path or (config.model.config or {}).get("model_type", "the model")
+        name = config.model.name_or_path or (config.model.config or {}).get(
+            "model_type", "the model"
+        )
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         expected = "operators that tell their results' shapes without values, in the types that are asked for"
-        fix = "--model.dtype bfloat16" if "BF16" in reason else "train a step of it, and read peak_memory_bytes"
-        raise ConfigError(f"{name!r} cannot be traced: {reason}", expected=expected, fix=fix) from error
+        fix = (
+            "--model.dtype bfloat16"
+            if "BF16" in reason
+            else "train a step of it, and read peak_memory_bytes"
+        )
+        raise ConfigError(
+            f"{name!r} cannot be traced: {reason}", expected=expected, fix=fix
+        ) from error
     finally:
         dist.destroy_process_group()
 
@@ -128,7 +154,11 @@ def _traced(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Trace
         optimizer = build_optimizer(model.module, config.optimizer, working=model.working)
         smoothing, z_loss = config.train.label_smoothing, config.train.z_loss
         token_loss = token_loss_of(model, mesh, label_smoothing=smoothing, z_loss=z_loss)
-        ema = Ema(model.module, config.optimizer.ema) if config.optimizer.ema is not None else None
+        ema = (
+            Ema(model.module, config.optimizer.ema)
+            if config.optimizer.ema is not None
+            else None
+        )
         step = TrainStep(
             model,
             optimizer,
@@ -138,28 +168,42 @@ def _traced(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Trace
             compare_copies=False,  # there are no values
         )
         ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64)
-        batch = {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(seq_len).expand_as(ids)}
+        batch = {
+            "input_ids": ids,
+            "labels": ids.clone(),
+            "position_ids": torch.arange(seq_len).expand_as(ids),
+        }
         if config.data.document_mask:
             batch["document_ids"] = torch.zeros_like(ids)
         with SentBytes(mesh) as of_one:
             step.run([batch], lr=_RATE)  # makes the optimizer's state
         parameters = [*model.module.parameters(), *model.module.buffers()]
         averages = [*ema.state().values()] if ema is not None else []
-        moments = [each for each in tree_leaves([*optimizer.state.values()]) if isinstance(each, Tensor)] + averages
+        moments = [
+            each
+            for each in tree_leaves([*optimizer.state.values()])
+            if isinstance(each, Tensor)
+        ] + averages
         trained = [each for each in parameters if each.requires_grad]
         # After the second of several micro-batches, each holds and sends what the one before did. DDP has all gradients
         # in buckets before its first backward, as there are those of one before the second here.
         batches = 2 if replicated else min(num_batches, 2)
-        with LiveTensors([*parameters, *moments], trained * replicated) as memory, SentBytes(mesh) as sent:
+        with (
+            LiveTensors([*parameters, *moments], trained * replicated) as memory,
+            SentBytes(mesh) as sent,
+        ):
             step.run([batch] * batches, lr=_RATE)
         held, state, gradients = (
-            sum(local_part(each).nbytes for each in tensors) for tensors in (parameters, moments, trained)
+            sum(local_part(each).nbytes for each in tensors)
+            for tensors in (parameters, moments, trained)
         )
     found = _repeated(of_one.found, sent.found, num_batches)
     # DDP sums the gradients of the micro-batches before the last outside of its buckets.
     sums = gradients * (replicated and num_batches > 1)
     host = _HOST_BYTES[mesh.topology.world_size == 1]
-    resident = host + round(memory.resident_bytes) + sums + (held + state) * config.saves_between
+    resident = (
+        host + round(memory.resident_bytes) + sums + (held + state) * config.saves_between
+    )
     if replicated:
         found["dp", "all-reduce"] = (1, gradients)
     return Traced(memory.peak + sums, held, state, gradients, resident, host, found)
@@ -182,17 +226,26 @@ class SentBytes(TorchDispatchMode):
         super().__init__()
         self.found: Sent = {}
         groups = {axis: mesh.group(axis) for axis in reversed(_AXES)}
-        self._axis_of = {group.group_name: axis for axis, group in groups.items() if group is not None}
+        self._axis_of = {
+            group.group_name: axis for axis, group in groups.items() if group is not None
+        }
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func.namespace == "c10d":
             name = func._opname
             # The whole tensor of an all-gather or a reduce-scatter, what a rank gives of others.
             counted = max(each.nbytes for each in tree_leaves(args) if isinstance(each, Tensor))
             group = next(
-                dist.ProcessGroup.unbox(each) for each in tree_leaves(args) if isinstance(each, torch.ScriptObject)
+                dist.ProcessGroup.unbox(each)
+                for each in tree_leaves(args)
+                if isinstance(each, torch.ScriptObject)
             )
-            key = (self._axis_of.get(group.group_name, "other"), _WORDS.get(name, name.strip("_")))
+            key = (
+                self._axis_of.get(group.group_name, "other"),
+                _WORDS.get(name, name.strip("_")),
+            )
             calls, sent = self.found.get(key, (0, 0))
             self.found[key] = (calls + 1, sent + counted)
         return func(*args, **(kwargs or {}))

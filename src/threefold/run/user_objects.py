@@ -62,25 +62,54 @@ def check(given: Given, config: Config) -> None:
     problems = [problem for each in given.callbacks for problem in _callback_problems(each)]
     if given.loss is not None and not callable(given.loss):
         what = f"loss = {given.loss!r}"
-        problems.append(Problem(what, "a function of outputs and batch that returns a sum and a count", "loss=None"))
+        problems.append(
+            Problem(
+                what,
+                "a function of outputs and batch that returns a sum and a count",
+                "loss=None",
+            )
+        )
     if given.loss_on not in ("logits", "hidden_states"):
-        problems.append(Problem(f"loss_on = {given.loss_on!r}", "logits or hidden_states", "leave it out"))
+        problems.append(
+            Problem(f"loss_on = {given.loss_on!r}", "logits or hidden_states", "leave it out")
+        )
     elif given.loss is None and given.loss_on != "logits":
-        problems.append(Problem(f"loss_on = {given.loss_on!r} without a loss", "loss_on with a loss", "leave it out"))
+        problems.append(
+            Problem(
+                f"loss_on = {given.loss_on!r} without a loss",
+                "loss_on with a loss",
+                "leave it out",
+            )
+        )
     if given.loss is not None:
-        for key, value in (("label_smoothing", config.train.label_smoothing), ("z_loss", config.train.z_loss)):
+        for key, value in (
+            ("label_smoothing", config.train.label_smoothing),
+            ("z_loss", config.train.z_loss),
+        ):
             if value:
                 what = f"train.{key} = {value} has no effect with a loss of your own"
                 problems.append(Problem(what, "what that loss itself adds", f"--train.{key} 0"))
         if config.train.objective != "next_token":
             what = f"train.objective = {config.train.objective} and a loss of your own"
-            problems.append(Problem(what, "one of them", "loss=None, or --train.objective next_token"))
+            problems.append(
+                Problem(what, "one of them", "loss=None, or --train.objective next_token")
+            )
         if config.train.fused_loss is True:
             what = "train.fused_loss = true has no effect with a loss of your own"
-            problems.append(Problem(what, "the kernels compute the cross entropy alone", "--train.fused_loss auto"))
+            problems.append(
+                Problem(
+                    what,
+                    "the kernels compute the cross entropy alone",
+                    "--train.fused_loss auto",
+                )
+            )
         if config.audit.rows is True:
             what = "audit.rows = true with a loss of your own"
-            problems.append(Problem(what, "the loss of each row: yours tells its sum alone", "--audit.rows auto"))
+            problems.append(
+                Problem(
+                    what, "the loss of each row: yours tells its sum alone", "--audit.rows auto"
+                )
+            )
     problems += _exact_problems(given, config)
     if given.optimizer is not None:
         problems += _optimizer_problems(given.optimizer, config.optimizer)
@@ -89,7 +118,11 @@ def check(given: Given, config: Config) -> None:
 
 
 def _exact_problems(given: Given, config: Config) -> Iterator[Problem]:
-    objects = {"loss": given.loss, "optimizer": given.optimizer} if config.train.reduce == "exact" else {}
+    objects = (
+        {"loss": given.loss, "optimizer": given.optimizer}
+        if config.train.reduce == "exact"
+        else {}
+    )
     for name, value in objects.items():
         if value is not None:
             what = f"train.reduce = exact and the {name} is one of your own"
@@ -99,8 +132,15 @@ def _exact_problems(given: Given, config: Config) -> Iterator[Problem]:
 
 def _optimizer_problems(make: Any, config: OptimizerConfig) -> Iterator[Problem]:
     if not callable(make) or not hasattr(make, "__qualname__"):
-        what, expected = f"optimizer is a {type(make).__name__}", "a function of the model that makes one on the ranks"
-        yield Problem(what, expected, "def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.01)")
+        what, expected = (
+            f"optimizer is a {type(make).__name__}",
+            "a function of the model that makes one on the ranks",
+        )
+        yield Problem(
+            what,
+            expected,
+            "def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.01)",
+        )
     usual = OptimizerConfig()
     for name in ("name", "options", "betas", "eps", "weight_decay", "groups", "moments"):
         if getattr(config, name) != getattr(usual, name):
@@ -111,12 +151,28 @@ def _optimizer_problems(make: Any, config: OptimizerConfig) -> Iterator[Problem]
 def _callback_problems(callback: Any) -> list[Problem]:
     name, shown = name_of(callback), ", ".join(HOOKS)
     if isinstance(callback, type):
-        return [Problem(f"the callback {name} is a class", "an object of it", f"callbacks=[{callback.__name__}()]")]
+        return [
+            Problem(
+                f"the callback {name} is a class",
+                "an object of it",
+                f"callbacks=[{callback.__name__}()]",
+            )
+        ]
     begun = [each for each in dir(callback) if each.startswith("on_")]
     if unknown := [each for each in begun if each not in HOOKS]:
-        return [Problem(f"the callback {name} has {unknown[0]}, which nothing calls", f"one of {shown}", "rename it")]
+        return [
+            Problem(
+                f"the callback {name} has {unknown[0]}, which nothing calls",
+                f"one of {shown}",
+                "rename it",
+            )
+        ]
     if not begun or not all(callable(getattr(callback, each)) for each in begun):
-        return [Problem(f"the callback {name} has no hook", f"a method of {shown}", "callbacks=[...]")]
+        return [
+            Problem(
+                f"the callback {name} has no hook", f"a method of {shown}", "callbacks=[...]"
+            )
+        ]
     return []
 
 
@@ -136,7 +192,9 @@ def refuse_unsendable(given: Given, num_ranks: int) -> None:
 def _unsendable(value: Any) -> str | None:
     class Pickler(ForkingPickler):  # what sends it to a process
         def reducer_override(self, each: Any) -> Any:
-            if getattr(each, "__module__", None) == "__main__" and hasattr(each, "__qualname__"):
+            if getattr(each, "__module__", None) == "__main__" and hasattr(
+                each, "__qualname__"
+            ):
                 raise TypeError("it is defined in the script, which ranks do not run")
             return NotImplemented
 
@@ -148,7 +206,11 @@ def _unsendable(value: Any) -> str | None:
 
 
 # What stands for rows and a tokenizer in the config until they are written, by the keys that they are given for.
-PLACES = {"dataset": "data.source", "eval_dataset": "eval.source", "tokenizer": "data.tokenizer"}
+PLACES = {
+    "dataset": "data.source",
+    "eval_dataset": "eval.source",
+    "tokenizer": "data.tokenizer",
+}
 
 
 def place_of(name: str) -> str:
@@ -170,14 +232,22 @@ def with_rows(config: Config, handed: Mapping[str, Any]) -> Config:
         section, _, key = PLACES[name].partition(".")
         if getattr(getattr(config, section), key) != place_of(name):
             both = f"{name}= and {PLACES[name]} are both given"
-            problems.append(Problem(both, f"one of them: {name}=, or {PLACES[name]}", f"leave {PLACES[name]} out"))
+            problems.append(
+                Problem(
+                    both,
+                    f"one of them: {name}=, or {PLACES[name]}",
+                    f"leave {PLACES[name]} out",
+                )
+            )
     if problems:
         raise ConfigError.of(problems)
     if "tokenizer" in handed:
         config = _with(config, "data", tokenizer=str(_written_tokenizer(handed["tokenizer"])))
     for name, section in (("dataset", "data"), ("eval_dataset", "eval")):
         if name in handed:
-            config = _with(config, section, source=str(_written_rows(handed[name], name, config)))
+            config = _with(
+                config, section, source=str(_written_rows(handed[name], name, config))
+            )
     return config
 
 
@@ -190,7 +260,9 @@ def _written_rows(rows: Any, name: str, config: Config) -> Path:
     from threefold.data.store.in_memory import written
     from threefold.run.sources import tokenizer_of
 
-    return written(rows, name=name, cache=cache_folder(), tokenizer=lambda: tokenizer_of(config))
+    return written(
+        rows, name=name, cache=cache_folder(), tokenizer=lambda: tokenizer_of(config)
+    )
 
 
 def _written_tokenizer(tokenizer: Any) -> Path:
@@ -207,7 +279,10 @@ def _written_tokenizer(tokenizer: Any) -> Path:
         tokenizer.save_pretrained(str(partial))
         digest = hashlib.blake2b(digest_size=16)
         for file in sorted(path for path in partial.rglob("*") if path.is_file()):
-            digest.update(f"{file.relative_to(partial)} {file.stat().st_size}\n".encode() + file.read_bytes())
+            digest.update(
+                f"{file.relative_to(partial)} {file.stat().st_size}\n".encode()
+                + file.read_bytes()
+            )
         place = folder / f"tokenizer-{digest.hexdigest()}"
         with contextlib.suppress(OSError):  # it is there
             os.replace(partial, place)

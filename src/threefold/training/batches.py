@@ -34,14 +34,20 @@ class Batches:
         self._labels = labels or not own_loss
         self.taken = 0
 
-    def pieces(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], rows: int | None) -> list[Batch]:
+    def pieces(
+        self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], rows: int | None
+    ) -> list[Batch]:
         """A batch in micro-batches of at most `rows` rows; None: all in one. A list of batches: each of them so.
 
         Raises:
             ConfigError: it is not a batch of this model.
         """
         self.taken += 1
-        if isinstance(batch, list | tuple) and batch and all(isinstance(each, Mapping) for each in batch):
+        if (
+            isinstance(batch, list | tuple)
+            and batch
+            and all(isinstance(each, Mapping) for each in batch)
+        ):
             return [piece for each in batch for piece in self._read(each, rows)]
         return self._read(batch, rows)
 
@@ -57,8 +63,14 @@ class Batches:
             given = self._tokens(given)
         if rows is None:
             return [given]
-        sizes = {len(values) for values in given.values() if isinstance(values, Tensor) and values.ndim}
-        if len(sizes) != 1 or not all(isinstance(values, Tensor) and values.ndim for values in given.values()):
+        sizes = {
+            len(values)
+            for values in given.values()
+            if isinstance(values, Tensor) and values.ndim
+        }
+        if len(sizes) != 1 or not all(
+            isinstance(values, Tensor) and values.ndim for values in given.values()
+        ):
             raise ConfigError(
                 f"micro_batch = {rows}, but the batch has other entries than tensors of as many rows",
                 expected="tensors [rows, ..], which can be cut by rows",
@@ -68,13 +80,20 @@ class Batches:
 
     def _tokens(self, batch: dict[str, Any]) -> Batch:
         ids = batch.get("input_ids")
-        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype != torch.int64 or not ids.numel():
+        if (
+            not isinstance(ids, Tensor)
+            or ids.ndim != 2
+            or ids.dtype != torch.int64
+            or not ids.numel()
+        ):
             raise ConfigError(
                 f"the batch has {_said(ids)} for input_ids",
                 expected="int64 [rows, sequence]",
                 fix="'input_ids': tokens.long().reshape(rows, sequence)",
             )
-        look = self.taken <= 1 or ids.device.type == "cpu"  # reading a device's values would wait for it every step
+        look = (
+            self.taken <= 1 or ids.device.type == "cpu"
+        )  # reading a device's values would wait for it every step
         batch = {name: values for name, values in batch.items() if values is not None}
         self._refuse_mask(batch.pop("attention_mask", None), look)
         if (unknown := [name for name in batch if name not in _KNOWN]) and not self._own_loss:
@@ -85,13 +104,17 @@ class Batches:
             )
         if "labels" not in batch and self._labels:
             fix = _COUNTED if self._own_loss else f"{_COUNTED}, or TrainStep(model, loss=...)"
-            raise ConfigError("the batch has no labels", expected="labels, shifted by one token", fix=fix)
+            raise ConfigError(
+                "the batch has no labels", expected="labels, shifted by one token", fix=fix
+            )
         for name in (name for name in _PER_TOKEN if name in batch):
             if not isinstance(batch[name], Tensor) or batch[name].shape != ids.shape:
                 raise ConfigError(
                     f"the batch has {_said(batch[name])} for {name}, and [{ids.shape[0]}, {ids.shape[1]}] input_ids",
                     expected="one for each token",
-                    fix=f"'{name}': {name}.expand_as(input_ids)" if name == "position_ids" else _COUNTED,
+                    fix=f"'{name}': {name}.expand_as(input_ids)"
+                    if name == "position_ids"
+                    else _COUNTED,
                 )
             if batch[name].dtype != (kind := torch.bool if name == "padding" else torch.int64):
                 raise ConfigError(
@@ -135,7 +158,9 @@ class Batches:
                 )
 
     def _refuse_mask(self, mask: Any, look: bool) -> None:
-        if mask is not None and (not isinstance(mask, Tensor) or (look and not bool((mask == 1).all()))):
+        if mask is not None and (
+            not isinstance(mask, Tensor) or (look and not bool((mask == 1).all()))
+        ):
             raise ConfigError(
                 "the batch has an attention_mask that is not all ones",
                 expected="documents by number, which any mesh keeps apart; padding is number -1, with labels -100",
@@ -145,8 +170,13 @@ class Batches:
 
 def cut(batch: Batch, length: int) -> Batch:
     """The first `length` places of each row of a batch, of which only padding lies beyond."""
-    assert bool((batch["labels"][:, length:] == IGNORED).all()) and bool(batch["padding"][:, length:].all())
-    return {name: values[:, :length] if values.ndim > 1 else values for name, values in batch.items()}
+    assert bool((batch["labels"][:, length:] == IGNORED).all()) and bool(
+        batch["padding"][:, length:].all()
+    )
+    return {
+        name: values[:, :length] if values.ndim > 1 else values
+        for name, values in batch.items()
+    }
 
 
 def micro_batches(batch: Batch, rows: int, *, spread: bool = False) -> list[Batch]:
@@ -158,12 +188,17 @@ def micro_batches(batch: Batch, rows: int, *, spread: bool = False) -> list[Batc
     """
     if spread:
         count = len(next(iter(batch.values()))) // rows
-        return [{name: values[first::count].contiguous() for name, values in batch.items()} for first in range(count)]
+        return [
+            {name: values[first::count].contiguous() for name, values in batch.items()}
+            for first in range(count)
+        ]
     pieces = zip(*(values.split(rows) for values in batch.values()), strict=True)
     return [dict(zip(batch, piece, strict=True)) for piece in pieces]
 
 
-def with_noise(pieces: Sequence[Batch], model: Model, *, seed: int, step: int, spread: bool) -> Sequence[Batch]:
+def with_noise(
+    pieces: Sequence[Batch], model: Model, *, seed: int, step: int, spread: bool
+) -> Sequence[Batch]:
     """`micro_batches` with random numbers that follow from the seed, the step and each one's first row.
 
     That row is counted in the global batch. With one row in a micro-batch, and with `spread` for any number of them,
@@ -173,13 +208,21 @@ def with_noise(pieces: Sequence[Batch], model: Model, *, seed: int, step: int, s
     first = range(len(pieces)) if spread else range(0, len(pieces) * size, size)
     places = noise.places_in_row(mesh, model.tensor.sequence_group)
     rows = [mesh.dp_rank + mesh.dp_size * row for row in first]
-    return noise.Keyed(pieces, [seed_of("noise of a row", seed, step, row, *places) for row in rows], mesh.device)
+    return noise.Keyed(
+        pieces,
+        [seed_of("noise of a row", seed, step, row, *places) for row in rows],
+        mesh.device,
+    )
 
 
 def _unshifted(ids: Tensor, labels: Tensor) -> bool:
     """Whether the labels are what stands at their own places, and not what stands at the next ones."""
     counted = labels != IGNORED
-    if ids.shape[1] < 2 or not bool(counted.any()) or not torch.equal(ids[counted], labels[counted]):
+    if (
+        ids.shape[1] < 2
+        or not bool(counted.any())
+        or not torch.equal(ids[counted], labels[counted])
+    ):
         return False
     inside = counted[:, :-1]
     return not torch.equal(ids[:, 1:][inside], labels[:, :-1][inside])

@@ -16,7 +16,14 @@ from threefold.errors import ConfigError, DataError
 from threefold.model.data_parallel import reshard
 from threefold.model.model import Model, OutputsOf
 from threefold.training.batches import Batches
-from threefold.training.forward import Batch, OwnLoss, forward_own, forward_sums, measures_of, token_loss_of
+from threefold.training.forward import (
+    Batch,
+    OwnLoss,
+    forward_own,
+    forward_sums,
+    measures_of,
+    token_loss_of,
+)
 from threefold.training.numbers import refuse_nothing
 
 
@@ -35,7 +42,9 @@ class EvalNumbers(NamedTuple):
 class EvalStep:
     """Evaluates a model, which every rank of its mesh calls; nothing is updated."""
 
-    def __init__(self, model: Model, *, loss: OwnLoss | None = None, loss_on: OutputsOf = "logits") -> None:
+    def __init__(
+        self, model: Model, *, loss: OwnLoss | None = None, loss_on: OutputsOf = "logits"
+    ) -> None:
         """Args: as for `TrainStep`."""
         if model.context is None and loss is None:
             raise ConfigError(
@@ -59,7 +68,9 @@ class EvalStep:
         return self.measured(batches)[0]
 
     @torch.no_grad()
-    def measured(self, batches: Iterable[Mapping[str, Any]]) -> tuple[EvalNumbers, dict[str, float]]:
+    def measured(
+        self, batches: Iterable[Mapping[str, Any]]
+    ) -> tuple[EvalNumbers, dict[str, float]]:
         """As a call, and the means of what a custom loss measures besides, by name (`forward`)."""
         loss_sum, count, *sums = self._totals(batches)
         refuse_nothing("the evaluation", count)
@@ -70,11 +81,15 @@ class EvalStep:
         model, mesh = self._model, self._model.mesh
         mesh.agree("an evaluation")
         trained, buffers = model.module.training, model.context is not None
-        refuse_drift(state_held(model.module, None, buffers=buffers), mesh, when="before an evaluation")
+        refuse_drift(
+            state_held(model.module, None, buffers=buffers), mesh, when="before an evaluation"
+        )
         model.trust_no_weight()
         model.eval()
         totals = torch.zeros(2 + len(self._measures), dtype=torch.float64, device=mesh.device)
-        reader = Batches(model, own_loss=self._loss is not None, labels=self._loss_on == "log_probabilities")
+        reader = Batches(
+            model, own_loss=self._loss is not None, labels=self._loss_on == "log_probabilities"
+        )
         failures: list[Exception] = []
         for batch, counts in self._with_stand_ins(reader, batches, failures):
             found = self._of(batch, failures)
@@ -89,14 +104,21 @@ class EvalStep:
     def _of(self, batch: Batch, failures: list[Exception]) -> torch.Tensor:
         model, mesh = self._model, self._model.mesh
         if self._loss is not None:
-            with forward_own(model, batch, self._loss, of=self._loss_on, failures=failures) as own:
+            with forward_own(
+                model, batch, self._loss, of=self._loss_on, failures=failures
+            ) as own:
                 return own.totals
         with forward_sums(model, batch, mesh, token_loss_of(model, mesh)) as sums:
-            targets = (batch["labels"] != IGNORED).sum().to(mesh.device, torch.float64) / mesh.size("cp")
+            targets = (batch["labels"] != IGNORED).sum().to(
+                mesh.device, torch.float64
+            ) / mesh.size("cp")
             return torch.stack([model.sums.summand(sums.cross_entropy).double(), targets])
 
     def _with_stand_ins(
-        self, reader: Batches, batches: Iterable[Mapping[str, Any]], failures: Sequence[Exception]
+        self,
+        reader: Batches,
+        batches: Iterable[Mapping[str, Any]],
+        failures: Sequence[Exception],
     ) -> Iterator[tuple[Batch, bool]]:
         """This rank's batches, then stand-ins until no rank has any; what a loss raised on one rank, all raise."""
         mesh = self._model.mesh

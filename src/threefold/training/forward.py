@@ -31,7 +31,9 @@ from threefold.training.loss import TokenLoss
 Batch: TypeAlias = dict[str, Tensor]
 # (outputs, this rank's part of the batch) -> (sum of the loss, what it is divided by), scalars of this rank; then, of a
 # loss that measures more, sums of that, [measures].
-OwnLoss: TypeAlias = Callable[[Any, Batch], tuple[Tensor, Tensor | float] | tuple[Tensor, Tensor | float, Tensor]]
+OwnLoss: TypeAlias = Callable[
+    [Any, Batch], tuple[Tensor, Tensor | float] | tuple[Tensor, Tensor | float, Tensor]
+]
 
 _PER_TOKEN = ("input_ids", "labels", "position_ids", "document_ids")
 
@@ -59,7 +61,10 @@ def forward_sums(
     with model.computing({name: batch[name] for name in _PER_TOKEN if name in batch}) as local:
         with model.casting():
             sums: Sums = model.forward(
-                labels=local["labels"], token_loss=token_loss, output_router_logits=routers, **arguments_of(local)
+                labels=local["labels"],
+                token_loss=token_loss,
+                output_router_logits=routers,
+                **arguments_of(local),
             )
         yield sums
 
@@ -87,11 +92,17 @@ def forward_own(
     with model.computing(batch) as local:
         token_loss = token_loss_of(model, model.mesh) if of == "log_probabilities" else None
         found = model.outputs(local, of, token_loss=token_loss, routers=routers)
-        yield _sums(found.values, loss, local, model.mesh, found.router_logits, failures=failures)
+        yield _sums(
+            found.values, loss, local, model.mesh, found.router_logits, failures=failures
+        )
 
 
 def _moved(values: Any, device: torch.device) -> Any:
-    return values.to(device, non_blocking=True).contiguous() if isinstance(values, Tensor) else values
+    return (
+        values.to(device, non_blocking=True).contiguous()
+        if isinstance(values, Tensor)
+        else values
+    )
 
 
 def measures_of(loss: OwnLoss | None) -> tuple[str, ...]:
@@ -122,7 +133,11 @@ def _sums(
         if failures is None or mesh.world_size == 1:
             raise
         failures.append(error)
-        total, count, told = torch.zeros(()), 0, [torch.zeros(len(names), dtype=torch.float64, device=mesh.device)]
+        total, count, told = (
+            torch.zeros(()),
+            0,
+            [torch.zeros(len(names), dtype=torch.float64, device=mesh.device)],
+        )
     finally:
         mesh.losses.pop()
     # Every rank goes backward through the whole model, whatever its part of the loss depends on: there are collectives.
@@ -132,7 +147,12 @@ def _sums(
         objective = objective + leaf.reshape(-1)[:0].sum().to(objective.dtype)
     if torch.is_grad_enabled() and not objective.requires_grad:
         raise _without_gradient()
-    totals = torch.stack([torch.as_tensor(each, dtype=torch.float64, device=mesh.device) for each in (total, count)])
+    totals = torch.stack(
+        [
+            torch.as_tensor(each, dtype=torch.float64, device=mesh.device)
+            for each in (total, count)
+        ]
+    )
     rows: Tensor | None = getattr(loss, "of_rows", None)
     return OwnSums(objective, torch.cat([totals, *told]).detach(), router_logits, rows)
 
@@ -147,7 +167,11 @@ def _without_gradient() -> ConfigError:
 
 def _leaves(outputs: Any) -> list[Tensor]:
     plain = dict(outputs) if isinstance(outputs, Mapping) else outputs
-    return [leaf for leaf in tree_leaves(plain) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [
+        leaf
+        for leaf in tree_leaves(plain)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
 
 
 def _checked(answer: Any) -> tuple[Tensor, Tensor | float]:
@@ -159,7 +183,11 @@ def _checked(answer: Any) -> tuple[Tensor, Tensor | float]:
     problem = None
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         problem = f"gave {_described(answer)}"
-    elif not isinstance(total := answer[0], Tensor) or total.ndim or not total.is_floating_point():
+    elif (
+        not isinstance(total := answer[0], Tensor)
+        or total.ndim
+        or not total.is_floating_point()
+    ):
         problem = f"gave {_described(answer[0])} as its sum"
     elif not _is_count(answer[1]):
         problem = f"gave {_described(answer[1])} as its count"
@@ -176,7 +204,12 @@ def _checked(answer: Any) -> tuple[Tensor, Tensor | float]:
 def _is_count(count: Any) -> bool:
     if isinstance(count, Tensor):
         return not count.ndim and not count.is_complex()
-    return isinstance(count, int | float) and not isinstance(count, bool) and math.isfinite(count) and count >= 0
+    return (
+        isinstance(count, int | float)
+        and not isinstance(count, bool)
+        and math.isfinite(count)
+        and count >= 0
+    )
 
 
 def _described(value: Any) -> str:
@@ -184,10 +217,14 @@ def _described(value: Any) -> str:
         return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, int | float):
         return repr(value)
-    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple | list) else "")
+    return f"a {type(value).__name__}" + (
+        f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    )
 
 
-def token_loss_of(model: Model, mesh: Mesh, *, label_smoothing: float = 0.0, z_loss: float = 0.0) -> TokenLoss:
+def token_loss_of(
+    model: Model, mesh: Mesh, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> TokenLoss:
     """The loss of tokens whose logits this model gives on this rank."""
     asked = "auto" if model.asked is None else model.asked.train.fused_loss
     return TokenLoss(
@@ -223,7 +260,11 @@ def warm_up_buckets(model: Model, mesh: Mesh, *, rows: int, seq_len: int) -> Non
     if not isinstance(model.forward, DistributedDataParallel):
         return
     tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
-    batch = {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(seq_len).expand(rows, -1)}
+    batch = {
+        "input_ids": tokens,
+        "labels": tokens,
+        "position_ids": torch.arange(seq_len).expand(rows, -1),
+    }
     with (
         noise.without_trace(model.module, mesh.device),
         forward_sums(model, batch, mesh, token_loss_of(model, mesh)) as sums,
@@ -236,7 +277,9 @@ def warm_up_buckets(model: Model, mesh: Mesh, *, rows: int, seq_len: int) -> Non
 _SAME = 1e-4
 
 
-def refuse_unequal(totals: Tensor, ended: Tensor, failures: Sequence[Exception], mesh: Mesh) -> None:
+def refuse_unequal(
+    totals: Tensor, ended: Tensor, failures: Sequence[Exception], mesh: Mesh
+) -> None:
     """Compares this rank's [sum, count] with those of its tp ranks, and looks at the count of the global batch.
 
     Args:
@@ -264,7 +307,9 @@ def refuse_unequal(totals: Tensor, ended: Tensor, failures: Sequence[Exception],
             )
     if failed.item():
         error = failures[0] if failures else None
-        what = mesh.decide("loss", error and " ".join(f"{type(error).__name__}: {error}".split()), _who_raised)
+        what = mesh.decide(
+            "loss", error and " ".join(f"{type(error).__name__}: {error}".split()), _who_raised
+        )
         if error is not None:
             raise error
         raise OtherRankError(
@@ -286,7 +331,9 @@ def _who_raised(texts: list[str | None]) -> str:
     return f"the loss raised on rank {rank}: {text}"
 
 
-def check_settings(model: Model, loss: OwnLoss | None, grad_clip: float, micro_batch: int | None) -> None:
+def check_settings(
+    model: Model, loss: OwnLoss | None, grad_clip: float, micro_batch: int | None
+) -> None:
     """ConfigError if a step cannot be made of these."""
     if not isinstance(model, Model):
         raise ConfigError(
@@ -301,9 +348,15 @@ def check_settings(model: Model, loss: OwnLoss | None, grad_clip: float, micro_b
             fix="threefold.TrainStep(model, loss=lambda outputs, batch: (losses.sum(), losses.numel()))",
         )
     if not (isinstance(grad_clip, int | float) and 0 <= grad_clip < math.inf):
-        raise ConfigError(f"grad_clip = {grad_clip!r}", expected="a norm, or 0 for none", fix="grad_clip=1.0")
+        raise ConfigError(
+            f"grad_clip = {grad_clip!r}", expected="a norm, or 0 for none", fix="grad_clip=1.0"
+        )
     if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 1):
-        raise ConfigError(f"micro_batch = {micro_batch!r}", expected="rows in one forward", fix="micro_batch=1")
+        raise ConfigError(
+            f"micro_batch = {micro_batch!r}",
+            expected="rows in one forward",
+            fix="micro_batch=1",
+        )
     if micro_batch is not None and model.context is None:
         _refuse_mixed_rows(model, micro_batch)
 
@@ -321,4 +374,6 @@ def checked_rate(name: str, value: object) -> float:
     """A rate that is a number from 0 on; ConfigError for anything else."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
         return float(value)
-    raise ConfigError(f"{name} = {value!r}", expected="a number that is not negative", fix=f"{name}=1e-3")
+    raise ConfigError(
+        f"{name} = {value!r}", expected="a number that is not negative", fix=f"{name}=1e-3"
+    )

@@ -36,8 +36,14 @@ class Gradients:
         """Averages over the dp ranks, each of which holds the whole model; where one has no gradient it counts as 0."""
         if (group := self._mesh.group("dp")) is None:
             return
-        parameters = [parameter for parameter in self._model.module.parameters() if parameter.requires_grad]
-        present = torch.tensor([parameter.grad is not None for parameter in parameters], device=self._mesh.device)
+        parameters = [
+            parameter
+            for parameter in self._model.module.parameters()
+            if parameter.requires_grad
+        ]
+        present = torch.tensor(
+            [parameter.grad is not None for parameter in parameters], device=self._mesh.device
+        )
         anywhere = present.int()
         dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group)
         pending: list[Tensor] = []
@@ -46,7 +52,9 @@ class Gradients:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 size = sum(gradient.nbytes for gradient in pending)
-                if pending and (pending[0].dtype != parameter.grad.dtype or size > _TOGETHER_BYTES):
+                if pending and (
+                    pending[0].dtype != parameter.grad.dtype or size > _TOGETHER_BYTES
+                ):
                     self._average(pending, group)
                     pending = []
                 pending.append(parameter.grad)
@@ -57,9 +65,13 @@ class Gradients:
         together = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(together, group=group)
         parts = together.div_(group.size()).split([gradient.numel() for gradient in gradients])
-        torch._foreach_copy_(gradients, [p.view_as(own) for p, own in zip(parts, gradients, strict=True)])
+        torch._foreach_copy_(
+            gradients, [p.view_as(own) for p, own in zip(parts, gradients, strict=True)]
+        )
 
-    def complete(self, *, scale: Tensor | None = None, observe: Callable[[], None] | None = None) -> Tensor:
+    def complete(
+        self, *, scale: Tensor | None = None, observe: Callable[[], None] | None = None
+    ) -> Tensor:
         """Completes the gradients over tp; returns their norm.
 
         Args:
@@ -67,16 +79,29 @@ class Gradients:
             observe: called when they are complete.
         """
         parameters = dict(self._model.module.named_parameters())
-        if isinstance(self._model.forward, FSDPModule) and (group := self._mesh.group("loss")) is not None:
+        if (
+            isinstance(self._model.forward, FSDPModule)
+            and (group := self._mesh.group("loss")) is not None
+        ):
             # What ranks hold whole beside their shards (`model.precision`).
-            kept = [each.grad for each in parameters.values() if each.grad is not None and not is_sharded(each)]
+            kept = [
+                each.grad
+                for each in parameters.values()
+                if each.grad is not None and not is_sharded(each)
+            ]
             if kept:
                 self._average([local_part(gradient) for gradient in kept], group)
         if scale is not None:
             self._widen()
-            every = [local_part(parameter.grad) for parameter in parameters.values() if parameter.grad is not None]
+            every = [
+                local_part(parameter.grad)
+                for parameter in parameters.values()
+                if parameter.grad is not None
+            ]
             _multiply(every, scale.float())
-        self._sum_partial([parameters[name].grad for name in self._model.tensor.partial_gradients])
+        self._sum_partial(
+            [parameters[name].grad for name in self._model.tensor.partial_gradients]
+        )
         split = self._model.tensor.placements
         # By whether tp splits them, and whether fsdp does.
         gradients: dict[tuple[bool, bool], list[Tensor]] = collections.defaultdict(list)
@@ -95,12 +120,18 @@ class Gradients:
         self._widen()
         if limit:
             every = (parameter.grad for parameter in self._model.module.parameters())
-            held: Any = [_LocalGradient(local_part(gradient)) for gradient in every if gradient is not None]
+            held: Any = [
+                _LocalGradient(local_part(gradient))
+                for gradient in every
+                if gradient is not None
+            ]
             torch.nn.utils.clip_grads_with_norm_(held, limit, norm)
 
     def _widen(self) -> None:
         """Gives the gradients of a working copy the type of their weights, in which they are not rounded."""
-        for parameter in self._model.module.parameters() if self._model.working is not None else ():
+        for parameter in (
+            self._model.module.parameters() if self._model.working is not None else ()
+        ):
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to(parameter.dtype)
 
@@ -114,7 +145,9 @@ class Gradients:
         together = torch.cat([gradient.flatten() for gradient in own]).to(self._mesh.device)
         dist.all_reduce(together, group=tp)
         parts = together.split([gradient.numel() for gradient in own])
-        torch._foreach_copy_(own, [part.view_as(gradient) for part, gradient in zip(parts, own, strict=True)])
+        torch._foreach_copy_(
+            own, [part.view_as(gradient) for part, gradient in zip(parts, own, strict=True)]
+        )
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor | None:
@@ -125,7 +158,9 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor | None:
 def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
     # Shards may be in the host's memory.
     for device in dict.fromkeys(each.device for each in tensors):
-        torch._foreach_mul_([each for each in tensors if each.device == device], factor.to(device))
+        torch._foreach_mul_(
+            [each for each in tensors if each.device == device], factor.to(device)
+        )
 
 
 def _place_as_parameter(parameter: nn.Parameter) -> None:

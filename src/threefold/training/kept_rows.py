@@ -55,11 +55,17 @@ class KeptRows:
         self._lines = bytearray()
         self._lost = False
 
-    def after(self, step: int, result: StepResult, batches: Sequence[Batch], *, now: bool) -> None:
+    def after(
+        self, step: int, result: StepResult, batches: Sequence[Batch], *, now: bool
+    ) -> None:
         """Takes a step and keeps those before it; `now` this one too, and writes all that were kept."""
         if not result.of_rows:
             return
-        counts = self._join([torch.from_numpy(self._count(batch)) for batch in batches]).flatten().numpy()
+        counts = (
+            self._join([torch.from_numpy(self._count(batch)) for batch in batches])
+            .flatten()
+            .numpy()
+        )
         sums = self._join([each.float() for each in result.of_rows]).flatten()
         host, copied = (sums, None) if self._on_cpu else copy_to_host(sums)
         self._unread.append((step, host, copied, counts))
@@ -94,7 +100,11 @@ class KeptRows:
                 os.close(file)
         except OSError as error:
             self._lost = True
-            log.warning("%s cannot be written (%s): the losses of rows are no longer kept", self._path, error.strerror)
+            log.warning(
+                "%s cannot be written (%s): the losses of rows are no longer kept",
+                self._path,
+                error.strerror,
+            )
         self._lines = bytearray()
 
 
@@ -106,6 +116,9 @@ def count_targets(batch: Batch) -> Int64:
 
 def count_pairs(batch: Batch) -> Int64:
     """The pairs of each row of which something is trained on, [rows]: documents 2k and 2k + 1."""
-    trained, documents = (batch["labels"] != IGNORED).numpy(force=True), batch["document_ids"].numpy(force=True)
+    trained, documents = (
+        (batch["labels"] != IGNORED).numpy(force=True),
+        batch["document_ids"].numpy(force=True),
+    )
     rows = zip(trained, documents, strict=True)
     return np.array([len(np.unique(ids[own & (ids % 2 == 0)])) for own, ids in rows], np.int64)

@@ -76,13 +76,18 @@ class Lag:
     def stopped(self) -> float:
         """The share of the looks at its process that find it stopped."""
         # Another rank looks at it, so its looks are among those of the others.
-        looks, stops = (self.others.get(f"{name}/{self.rank}", 0.0) for name in ("looks", "stopped"))
+        looks, stops = (
+            self.others.get(f"{name}/{self.rank}", 0.0) for name in ("looks", "stopped")
+        )
         return stops / looks if looks > 0 else 0.0
 
     @property
     def withheld(self) -> float:
         """The share of the time in which it is seen to be stopped, or throttled by more than twice what others are."""
-        return max(self.stopped, self.own.get("throttled_s", 0.0) - 2 * self.others.get("throttled_s", 0.0))
+        return max(
+            self.stopped,
+            self.own.get("throttled_s", 0.0) - 2 * self.others.get("throttled_s", 0.0),
+        )
 
     def text(self) -> str:
         """One line: which rank, what it costs, and why."""
@@ -93,19 +98,27 @@ class Lag:
 
     def why(self) -> str:
         """What it does most beyond the others, and what is known to cause it."""
-        part = max(self.own.keys() & PARTS.keys(), key=lambda part: self.own[part] - self.others[part])
+        part = max(
+            self.own.keys() & PARTS.keys(), key=lambda part: self.own[part] - self.others[part]
+        )
         own, others = self.own[part], self.others[part]
         cause = self._cause(part, own - others)
-        return f"it {PARTS[part]} for {own:.0%} of the time, the others for {others:.0%}: {cause}"
+        return (
+            f"it {PARTS[part]} for {own:.0%} of the time, the others for {others:.0%}: {cause}"
+        )
 
     def _cause(self, part: str, excess: float) -> str:
-        throttled, stolen, reads = (self.own.get(name, 0.0) for name in ("throttled_s", "stolen_s", "major_faults"))
+        throttled, stolen, reads = (
+            self.own.get(name, 0.0) for name in ("throttled_s", "stolen_s", "major_faults")
+        )
         if part == "still" and self.stopped >= _EXPLAINS * excess:
             return f"its process is stopped in {self.stopped:.0%} of the looks at it (SIGSTOP: cpulimit, a debugger)"
         if part == "blocked" and reads >= _READS:
             return f"{reads:.0f} times a second it reads memory from a disk (swapped out, or a file's)"
         if part == "core" and throttled >= _EXPLAINS * excess:
-            return f"its cgroup's quota of CPU time throttles it for {throttled:.0%} of the time"
+            return (
+                f"its cgroup's quota of CPU time throttles it for {throttled:.0%} of the time"
+            )
         if part in ("core", "compute") and stolen >= _EXPLAINS * excess:
             return f"the hypervisor takes {stolen:.0%} of its host's cores (steal)"
         return _LIKELY[part]
@@ -194,7 +207,9 @@ class Lags:
         """The ranks that were named and have not caught up."""
         return [rank for rank, streak in self._streaks.items() if streak.named]
 
-    def after(self, step: int, elapsed_s: float, ranks: Sequence[tuple[str, Mapping[str, float]]]) -> Lag | None:
+    def after(
+        self, step: int, elapsed_s: float, ranks: Sequence[tuple[str, Mapping[str, float]]]
+    ) -> Lag | None:
         """The rank that is to be named at a logged step.
 
         Args:
@@ -217,9 +232,12 @@ class Lags:
         if streak is None or late in self._named:
             return None
         own, others = (
-            {name: total / streak.elapsed_s for name, total in of.items()} for of in (streak.own, streak.others)
+            {name: total / streak.elapsed_s for name, total in of.items()}
+            for of in (streak.own, streak.others)
         )
-        lag = Lag(late, ranks[late][0], streak.since, step, own_s(own) - own_s(others), own, others)
+        lag = Lag(
+            late, ranks[late][0], streak.since, step, own_s(own) - own_s(others), own, others
+        )
         enough = _ENOUGH / 2 if lag.withheld >= _EXPLAINS * lag.share else _ENOUGH
         if streak.score < enough or not lag.share > 0:
             return None
@@ -244,7 +262,13 @@ class Lags:
                 continue
             streak.elapsed_s += self._elapsed_s
             for other, total in enumerate(self._block):
-                _add(*((streak.own, total) if other == rank else (streak.others, total, 1 / (len(self._block) - 1))))
+                _add(
+                    *(
+                        (streak.own, total)
+                        if other == rank
+                        else (streak.others, total, 1 / (len(self._block) - 1))
+                    )
+                )
         return slow
 
 

@@ -168,9 +168,15 @@ def train_loop(run: Loop, *, first_step: int) -> Outcome:
         computed = batch if length is None else cut(batch, length)
         pieces = micro_batches(computed, run.micro_batch, spread=exact)
         lr = learning_rate(step, num_steps=run.num_steps, config=run.config.optimizer)
-        result = run.step.run(with_noise(pieces, run.model, seed=seed, step=step, spread=exact), lr=lr)
+        result = run.step.run(
+            with_noise(pieces, run.model, seed=seed, step=step, spread=exact), lr=lr
+        )
         if guards.audit is not None:
-            used = (batch[name].numpy(force=True) for name in ("indices", *TOKEN_FIELDS) if name in batch)
+            used = (
+                batch[name].numpy(force=True)
+                for name in ("indices", *TOKEN_FIELDS)
+                if name in batch
+            )
             guards.audit.observe(step, *used)
         window.steps += 1
         rows = run.loader.rows_read - rows_before
@@ -178,7 +184,9 @@ def train_loop(run: Loop, *, first_step: int) -> Outcome:
         if window.keys is not None:
             window.keys.read(computed["position_ids"].numpy(force=True))
         stopping = guards.after(step)
-        due = _due_after(step, run, first=step == first_step, end=stopping or step == run.num_steps)
+        due = _due_after(
+            step, run, first=step == first_step, end=stopping or step == run.num_steps
+        )
         if run.kept_rows is not None:
             run.kept_rows.after(step, result, pieces, now=any(due))
         guards.look_for_nonfinite(step, result, partial(_rows_of, pieces), now=any(due))
@@ -199,7 +207,12 @@ def train_loop(run: Loop, *, first_step: int) -> Outcome:
         if run.after_step is not None:
             run.after_step()
         if stopping and step < run.num_steps:
-            return Outcome(step, loss, stopped=True, by=guards.stop.by if guards.stop.by == HOOK else "signal")
+            return Outcome(
+                step,
+                loss,
+                stopped=True,
+                by=guards.stop.by if guards.stop.by == HOOK else "signal",
+            )
     return Outcome(run.num_steps, loss, stopped=False)
 
 
@@ -211,7 +224,11 @@ def _rows_of(batches: Sequence[Batch]) -> list[list[int]]:
 def _shared_length(run: Loop) -> int | None:
     """Places of the global batch's longest row, as the mesh needs them, the same on every rank; None: all of them."""
     longest = run.loader.longest
-    return None if longest is None else min(shared_length(longest, run.mesh.topology), run.config.data.seq_len)
+    return (
+        None
+        if longest is None
+        else min(shared_length(longest, run.mesh.topology), run.config.data.seq_len)
+    )
 
 
 class _Due(NamedTuple):
@@ -271,7 +288,14 @@ def _is_nth(step: int, every: int) -> bool:
 
 
 def _step_metrics(
-    run: Loop, step: int, epoch: int, loss: float, lr: float, result: StepResult, window: Window, slowest: Slowest
+    run: Loop,
+    step: int,
+    epoch: int,
+    loss: float,
+    lr: float,
+    result: StepResult,
+    window: Window,
+    slowest: Slowest,
 ) -> Metrics:
     seq_len = run.config.data.seq_len
     measured = window.measured(step, run.mesh, slowest)
@@ -301,7 +325,11 @@ def _step_metrics(
         metrics["recompiles"] = run.recompiled.look()
     if window.keys is not None:
         assert run.flops is not None and run.peak_flops is not None
-        metrics["mfu"] = tokens_per_s * run.flops.per_token(window.keys) / (run.peak_flops * run.mesh.world_size)
+        metrics["mfu"] = (
+            tokens_per_s
+            * run.flops.per_token(window.keys)
+            / (run.peak_flops * run.mesh.world_size)
+        )
     return metrics
 
 

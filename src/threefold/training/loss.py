@@ -61,7 +61,9 @@ class TokenLoss:
         found: tuple[Tensor, Tensor] = _OfEach.apply(logits, labels, self)  # type: ignore[assignment]
         return found
 
-    def measure(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Callable[[torch.dtype], Tensor]]:
+    def measure(
+        self, logits: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor, Callable[[torch.dtype], Tensor]]:
         """(objective, cross entropy) of each token, [tokens], and what makes the objective's gradient by the logits.
 
         That is [tokens, part of the vocabulary], once, of the labels that count; of the others it is to be left out. It
@@ -73,12 +75,18 @@ class TokenLoss:
             return objective, cross_entropy, partial(self._gradient_by_kernel, found)
         return objective, cross_entropy, lambda _: self._gradient(found)
 
-    def _measured(self, logits: Tensor, labels: Tensor, by_kernel: bool = False) -> tuple[Tensor, Tensor, _Found]:
+    def _measured(
+        self, logits: Tensor, labels: Tensor, by_kernel: bool = False
+    ) -> tuple[Tensor, Tensor, _Found]:
         # logits: (tokens, part of the vocabulary); the last part may be shorter, or empty
         width, start = logits.shape[1], self.vocabulary_start or 0
         counted = labels != self.ignored
         # Of a whole vocabulary every label that counts: one that is beyond it is an error of `gather`.
-        own = counted & (labels >= start) & (labels < start + width) if self._is_split else counted
+        own = (
+            counted & (labels >= start) & (labels < start + width)
+            if self._is_split
+            else counted
+        )
         place = torch.where(own, labels - start, 0)[:, None]
         normaliser, shift, sums = None, None, None
         if by_kernel:
@@ -94,10 +102,14 @@ class TokenLoss:
             target = shares.gather(1, place)[:, 0] if width else shares.sum(-1)
             spread = shares.sum(-1) if self.label_smoothing else None
             if self._is_split or self.z_loss:
-                normaliser = logits.amax(-1).float() - shares.amax(-1) if width else target - math.inf
+                normaliser = (
+                    logits.amax(-1).float() - shares.amax(-1) if width else target - math.inf
+                )
         if self._is_split:
             assert normaliser is not None
-            normaliser, shift, target, spread = self._over_parts(normaliser, target, spread, own, width)
+            normaliser, shift, target, spread = self._over_parts(
+                normaliser, target, spread, own, width
+            )
         cross_entropy = torch.where(counted, -target, 0.0)
         objective = cross_entropy
         if spread is not None:
@@ -106,7 +118,11 @@ class TokenLoss:
             objective = objective - self.label_smoothing * torch.where(counted, mean, 0.0)
         if normaliser is not None and self.z_loss:
             objective = objective + self.z_loss * torch.where(counted, normaliser, 0.0).square()
-        return objective, cross_entropy, _Found(shares, shift, own, place, counted, normaliser, sums)
+        return (
+            objective,
+            cross_entropy,
+            _Found(shares, shift, own, place, counted, normaliser, sums),
+        )
 
     def _over_parts(
         self, part: Tensor, target: Tensor, spread: Tensor | None, own: Tensor, width: int
@@ -149,7 +165,12 @@ class TokenLoss:
         assert sums is not None
         vocabulary = self.vocabulary if self._is_split else logits.shape[1]
         return gradients(
-            *(logits, sums[0], sums[1] if shift is None else sums[1] - shift, torch.where(own, place[:, 0], -1)),
+            *(
+                logits,
+                sums[0],
+                sums[1] if shift is None else sums[1] - shift,
+                torch.where(own, place[:, 0], -1),
+            ),
             z_loss=self.z_loss,
             spread=self.label_smoothing / vocabulary,
             at_target=1 - self.label_smoothing,
@@ -184,7 +205,9 @@ class _Found(NamedTuple):
 
 class _OfEach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, loss: TokenLoss
+    ) -> tuple[Tensor, Tensor]:
         objective, cross_entropy, found = loss._measured(logits, labels)
         ctx.loss = loss
         ctx.save_for_backward(*found)
@@ -195,7 +218,11 @@ class _OfEach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         found = _Found(*ctx.saved_tensors)
-        return ctx.loss._gradient(found).mul_((gradients[0] * found.counted)[:, None]), None, None
+        return (
+            ctx.loss._gradient(found).mul_((gradients[0] * found.counted)[:, None]),
+            None,
+            None,
+        )
 
 
 @dataclass(frozen=True)
@@ -220,7 +247,9 @@ class RouterLoss:
         """
         if not getattr(model.config.get_text_config(), "output_router_logits", False):
             return None
-        experts, top_k, coefficient = (_number(model, names) for names in (NUM_EXPERTS, CHOSEN_EXPERTS, _COEFFICIENT))
+        experts, top_k, coefficient = (
+            _number(model, names) for names in (NUM_EXPERTS, CHOSEN_EXPERTS, _COEFFICIENT)
+        )
         return cls(int(experts), int(top_k), coefficient)
 
     def picks(self, router_logits: tuple[Tensor, ...], counted: Tensor) -> Tensor:
@@ -240,12 +269,16 @@ class RouterLoss:
             counts[-1] += weights.sum()
         return counts
 
-    def share(self, router_logits: tuple[Tensor, ...], picks: Tensor, counted: Tensor) -> Tensor:
+    def share(
+        self, router_logits: tuple[Tensor, ...], picks: Tensor, counted: Tensor
+    ) -> Tensor:
         """What these tokens add to the loss, given the picks of the whole global batch; differentiable."""
         probabilities = torch.zeros(self.num_experts, device=counted.device)
         for logits in router_logits:
             flat = logits.float().reshape(-1, self.num_experts)
-            probabilities = probabilities + (torch.softmax(flat, dim=-1) * counted[:, None]).sum(0)
+            probabilities = probabilities + (
+                torch.softmax(flat, dim=-1) * counted[:, None]
+            ).sum(0)
         rows = picks[-1].clamp(min=1)
         return self.num_experts * (probabilities * (picks[:-1] / rows / rows).float()).sum()
 
@@ -277,9 +310,16 @@ def router_problems(model: PreTrainedModel) -> list[Problem]:
     else:
         return []
     expected = (
-        "the loss of Switch Transformer, as for Mixtral: its routers would be trained without it, or with another"
+        "the loss of Switch Transformer, as for Mixtral: its routers would be "
+        "trained without it, or with another"
     )
-    return [Problem(what, expected, "output_router_logits: false   (in model.config, or in the model's config.json)")]
+    return [
+        Problem(
+            what,
+            expected,
+            "output_router_logits: false   (in model.config, or in the model's config.json)",
+        )
+    ]
 
 
 def _same_loss(theirs: Any, loss: RouterLoss | None) -> bool:

@@ -27,13 +27,17 @@ def _sums(logits, largest_of, logs, totals, width, BLOCK: tl.constexpr):
     largest = tl.full((BLOCK,), -float("inf"), tl.float32)
     for begin in range(0, width, BLOCK):
         inside = begin + places < width
-        values = tl.load(start + begin + places, mask=inside, other=-float("inf")).to(tl.float32)
+        values = tl.load(start + begin + places, mask=inside, other=-float("inf")).to(
+            tl.float32
+        )
         largest = tl.maximum(largest, values)
     most = tl.reduce(largest, 0, larger)
     shares, total = tl.full((BLOCK,), 0.0, tl.float32), tl.full((BLOCK,), 0.0, tl.float32)
     for begin in range(0, width, BLOCK):
         inside = begin + places < width
-        values = tl.load(start + begin + places, mask=inside, other=-float("inf")).to(tl.float32)
+        values = tl.load(start + begin + places, mask=inside, other=-float("inf")).to(
+            tl.float32
+        )
         shares += tl.exp(values - most)
         total += tl.where(inside, values, 0.0)
     tl.store(largest_of + row, most)
@@ -56,7 +60,9 @@ def _gradients(
     values = tl.load(logits + row * width + places, mask=inside, other=0.0).to(tl.float32)
     values = tl.exp(values - largest - log) * (1 + z_factor * (largest + log)) - spread
     values = tl.where(places == tl.load(targets + row), values - at_target, values)
-    tl.store(gradients + row * width + places, as_bfloat16(values) if NARROW else values, mask=inside)
+    tl.store(
+        gradients + row * width + places, as_bfloat16(values) if NARROW else values, mask=inside
+    )
 
 
 def row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +73,9 @@ def row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
     largest, logs, totals = sums = torch.empty(3, len(logits), device=logits.device)
     if len(logits):
-        _sums[(len(logits),)](logits, largest, logs, totals, logits.shape[1], _BLOCK, num_warps=_WARPS)
+        _sums[(len(logits),)](
+            logits, largest, logs, totals, logits.shape[1], _BLOCK, num_warps=_WARPS
+        )
     return sums[:2], totals
 
 

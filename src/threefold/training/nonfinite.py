@@ -49,7 +49,11 @@ class Policy:
         if self.program:
             skip = "config={'train.nonfinite': 'skip'}"
             return f"look at the rows: threefold data order {self.run} --step {step}; or threefold.Run(..., {skip})"
-        longer = "rows that reach an answer: a larger --data.seq_len or --train.global_batch; " if empty else ""
+        longer = (
+            "rows that reach an answer: a larger --data.seq_len or --train.global_batch; "
+            if empty
+            else ""
+        )
         return (
             f"{longer}look at the rows: threefold data order {self.run} --step {step} --show; "
             f"leave them out: --data.skip '[[{step}, {step}]]'; or --train.nonfinite skip"
@@ -62,7 +66,9 @@ class NonfiniteError(RunError):
     how = "numbers"
 
     @classmethod
-    def of_step(cls, step: int, ranks: Iterable[int], what: str, **parts: str) -> NonfiniteError:
+    def of_step(
+        cls, step: int, ranks: Iterable[int], what: str, **parts: str
+    ) -> NonfiniteError:
         error = cls(what, **parts)
         error.step, error.ranks = step, tuple(ranks)
         return error
@@ -91,7 +97,9 @@ class Finite:
         self._in_a_row = 0
         self.skipped = 0
 
-    def after(self, step: int, result: StepResult, rows: list[list[int]], *, now: bool) -> list[dict[str, Any]]:
+    def after(
+        self, step: int, result: StepResult, rows: list[list[int]], *, now: bool
+    ) -> list[dict[str, Any]]:
         """Takes a step and reads the ones before it; `now` reads this one too, before anything is built on it.
 
         Args:
@@ -105,7 +113,9 @@ class Finite:
         """
         on_cpu = self._mesh.device.type == "cpu"
         norm, copied = (result.grad_norm, None) if on_cpu else copy_to_host(result.grad_norm)
-        self._unread.append(_Unread(step, norm, result.target_tokens, copied, result.micro_losses, rows))
+        self._unread.append(
+            _Unread(step, norm, result.target_tokens, copied, result.micro_losses, rows)
+        )
         ready = len(self._unread) - (0 if now or on_cpu else 1)
         found = [self._read(self._unread.pop(0)) for _ in range(ready)]
         return [skipped for skipped in found if skipped is not None]
@@ -118,10 +128,23 @@ class Finite:
             self._in_a_row = 0
             return None
         empty = not step.target_tokens.item()
-        wrong = [] if empty else [number for number, loss in enumerate(step.losses) if not math.isfinite(loss.item())]
-        own = {"wrong": [row for number in wrong for row in step.rows[number]] if wrong else None, "rows": step.rows}
+        wrong = (
+            []
+            if empty
+            else [
+                number
+                for number, loss in enumerate(step.losses)
+                if not math.isfinite(loss.item())
+            ]
+        )
+        own = {
+            "wrong": [row for number in wrong for row in step.rows[number]] if wrong else None,
+            "rows": step.rows,
+        }
         what, ranks = self._mesh.decide(
-            "nonfinite", own, lambda parts: [_what(step.number, norm, parts, empty=empty), [*_wrong(parts)]]
+            "nonfinite",
+            own,
+            lambda parts: [_what(step.number, norm, parts, empty=empty), [*_wrong(parts)]],
         )
         self._in_a_row += 1
         self.skipped += 1
@@ -162,10 +185,14 @@ def _wrong(told: Sequence[dict[str, Any]]) -> dict[int, list[int]]:
     return {rank: part["wrong"] for rank, part in enumerate(told) if part["wrong"] is not None}
 
 
-def _what(step: int, norm: float, told: Sequence[dict[str, Any]], *, empty: bool = False) -> str:
+def _what(
+    step: int, norm: float, told: Sequence[dict[str, Any]], *, empty: bool = False
+) -> str:
     wrong = _wrong(told)
     if not wrong:
-        read = rows_text(sorted({row for part in told for rows in part["rows"] for row in rows}))
+        read = rows_text(
+            sorted({row for part in told for rows in part["rows"] for row in rows})
+        )
         if empty:
             return f"step {step}: no token of its rows is trained on; the step read {read}"
         return f"step {step}: the gradient's norm is {norm}, with finite losses on all ranks; the step read {read}"
@@ -175,5 +202,9 @@ def _what(step: int, norm: float, told: Sequence[dict[str, Any]], *, empty: bool
 
 
 def _ordinal(number: int) -> str:
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    ending = (
+        "th"
+        if number % 100 in (11, 12, 13)
+        else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    )
     return f"{number}{ending}"

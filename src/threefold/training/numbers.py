@@ -62,7 +62,9 @@ def mean_measures(result: StepResult, mesh: Mesh) -> list[float]:
     """What a custom loss told besides, as means of the global batch; as `mean_loss`."""
     if result.measured is None or not len(result.measured):
         return []
-    total: list[float] = (over_ranks(result.measured.clone(), mesh) / result.target_tokens).tolist()
+    total: list[float] = (
+        over_ranks(result.measured.clone(), mesh) / result.target_tokens
+    ).tolist()
     return total
 
 

@@ -34,7 +34,9 @@ class Documents(NamedTuple):
     counts: Tensor
 
 
-def of_documents(model: Model, log_probabilities: Tensor, batch: Batch, num_documents: int) -> Documents:
+def of_documents(
+    model: Model, log_probabilities: Tensor, batch: Batch, num_documents: int
+) -> Documents:
     """Sums over whole documents, the same on all cp ranks, each of which calls it.
 
     Args:
@@ -61,11 +63,20 @@ class PairLoss:
     of_rows: Tensor | None = None
     """Of the batch before: the sum by rows of this rank's share, [rows]."""
 
-    def __init__(self, model: Model, asked: DpoConfig, reference: Reference, *, num_documents: int) -> None:
+    def __init__(
+        self, model: Model, asked: DpoConfig, reference: Reference, *, num_documents: int
+    ) -> None:
         """Args: `num_documents`: of the row that has most."""
-        self._model, self._asked, self._reference, self._num_documents = model, asked, reference, num_documents
+        self._model, self._asked, self._reference, self._num_documents = (
+            model,
+            asked,
+            reference,
+            num_documents,
+        )
 
-    def __call__(self, log_probabilities: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(
+        self, log_probabilities: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor, Tensor]:
         found = of_documents(self._model, log_probabilities, batch, self._num_documents)
         gained = found.sums - self._reference(batch)
         # Both answers of a pair learn something, or neither: a row that fills up a batch has no labels.
@@ -95,7 +106,9 @@ def pair_losses(asked: DpoConfig, gained: Tensor, counts: Tensor) -> Tensor:
         return (mean[:, ::2] - mean[:, 1::2] - 1 / (2 * asked.beta)).square()
     margin = asked.beta * (gained[:, ::2] - gained[:, 1::2])
     if asked.loss == "hinge":
-        return F.relu(1 - margin)  # arXiv:2305.10425, as a loss of the rewards: arXiv:2309.06657
+        return F.relu(
+            1 - margin
+        )  # arXiv:2305.10425, as a loss of the rewards: arXiv:2309.06657
     # arXiv:2305.18290, equation 7; with a share of swapped answers, as arXiv:2403.00409 describes it
     swapped = asked.label_smoothing
     return -(1 - swapped) * F.logsigmoid(margin) - swapped * F.logsigmoid(-margin)

@@ -49,7 +49,9 @@ class Profiled(Progress):
         profiler.export_chrome_trace(str(trace))
         with gzip.open(trace, "rt", encoding="utf-8") as file:
             events = json.load(file)["traceEvents"]
-        self._to.with_suffix(".summary.json").write_text(json.dumps(summary_of(events).to_values()), encoding="utf-8")
+        self._to.with_suffix(".summary.json").write_text(
+            json.dumps(summary_of(events).to_values()), encoding="utf-8"
+        )
 
     def _start(self) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]

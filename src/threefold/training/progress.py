@@ -57,7 +57,9 @@ class Progress:
         place = self.place
         if step is not None:
             self.rows = ()
-        self.place = place = Phase(place.number + 1, place.step if step is None else step, phase)
+        self.place = place = Phase(
+            place.number + 1, place.step if step is None else step, phase
+        )
         if self.mirror is not None:
             self.mirror(place)
         if self.device is not None:

@@ -125,7 +125,11 @@ def kept_reference(
         return bool(found)
 
     if mesh.share("reference", look):
-        values = torch.from_numpy(found[0]) if found else torch.zeros(int(rows.document_ends[-1]), dtype=torch.float64)
+        values = (
+            torch.from_numpy(found[0])
+            if found
+            else torch.zeros(int(rows.document_ends[-1]), dtype=torch.float64)
+        )
         values = values.to(mesh.device)
         if (world := mesh.group("world")) is not None:
             dist.broadcast(values, src=0, group=world)
@@ -159,14 +163,20 @@ def digest_of(model: Model) -> str:
 
 
 @torch.no_grad()
-def _computed(rows: PaddedRows, model: Model, micro_batch: int, say: Callable[[str], None]) -> Float64:
+def _computed(
+    rows: PaddedRows, model: Model, micro_batch: int, say: Callable[[str], None]
+) -> Float64:
     """The sums of all documents, each computed by one dp rank, once; the same on every rank."""
     mesh, ends = model.mesh, rows.document_ends
     begins, most = np.concatenate([[0], ends[:-1]]), most_documents([rows])
     # sums and how often each was computed: (2, documents)
     found = torch.zeros(2, int(ends[-1]), dtype=torch.float64)
     token_loss = token_loss_of(model, mesh)
-    dealt: Any = {"rows_per_rank": micro_batch, "dp_rank": mesh.dp_rank, "dp_size": mesh.dp_size}
+    dealt: Any = {
+        "rows_per_rank": micro_batch,
+        "dp_rank": mesh.dp_rank,
+        "dp_size": mesh.dp_size,
+    }
     trained, told = model.module.training, time.monotonic()
     model.eval()
     for number, batch in enumerate(evaluation_batches(rows, **dealt, document_mask=True)):
@@ -222,12 +232,16 @@ def _read(path: Path, identity: ReferenceIdentity, num_documents: int) -> Float6
     try:
         head = json.loads(line)
         checksum = head.pop("checksum")
-        whole = head["kind"] == _KIND and checksum == checksum_of(json.dumps(head).encode() + content)
+        whole = head["kind"] == _KIND and checksum == checksum_of(
+            json.dumps(head).encode() + content
+        )
         whole = whole and head["documents"] * 8 == len(content)
     except (ValueError, KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
-        raise CheckpointError(f"{path} has changed", expected="the reference as it was written", fix=again)
+        raise CheckpointError(
+            f"{path} has changed", expected="the reference as it was written", fix=again
+        )
     for name, value in vars(identity).items():
         if head.get(name) != value:
             raise CheckpointError(
@@ -237,6 +251,8 @@ def _read(path: Path, identity: ReferenceIdentity, num_documents: int) -> Float6
             )
     if head["documents"] != num_documents:
         raise CheckpointError(
-            f"{path} has {head['documents']:,} documents, not {num_documents:,}", expected="all of them", fix=again
+            f"{path} has {head['documents']:,} documents, not {num_documents:,}",
+            expected="all of them",
+            fix=again,
         )
     return np.frombuffer(content, dtype="<f8").astype(np.float64)

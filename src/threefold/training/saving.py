@@ -21,7 +21,13 @@ from threefold.checkpoint.copies import refuse_drift, state_held
 from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, checkpoint_at, damaged
 from threefold.checkpoint.lineage import Identity
 from threefold.checkpoint.lock import RunLock
-from threefold.checkpoint.manifest import architecture_of, read_manifest, refuse_other, refuse_other_base, versions
+from threefold.checkpoint.manifest import (
+    architecture_of,
+    read_manifest,
+    refuse_other,
+    refuse_other_base,
+    versions,
+)
 from threefold.checkpoint.saver import Save, Saver
 from threefold.checkpoint.seal import Seal
 from threefold.checkpoint.shards import Index
@@ -57,7 +63,11 @@ class Held:
     def described(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         """What is kept of it as JSON."""
         rates = rates_of(self.optimizer, self.model)
-        return {"loader": state_of_loader(self.loader), "extra": dict(extra), "optimizer": rates}
+        return {
+            "loader": state_of_loader(self.loader),
+            "extra": dict(extra),
+            "optimizer": rates,
+        }
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,9 @@ def save(
     place, checkpoints = folder.resolve(), CheckpointFolder(folder)
 
     def commit(manifest: Mapping[str, Any], seals: Mapping[str, Seal]) -> None:
-        checkpoints.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
+        checkpoints.commit(
+            step, manifest, {f"state/{name}": seal for name, seal in seals.items()}
+        )
         if keep is not None:
             checkpoints.prune(keep)
 
@@ -114,7 +126,9 @@ def save(
         _refuse_folder(folder, step, model)
 
     held = Held(model, optimizer, loader)
-    saving = write(held, step, checkpoints, extra=extra or {}, ends=Ends(commit, accept), wait=wait)
+    saving = write(
+        held, step, checkpoints, extra=extra or {}, ends=Ends(commit, accept), wait=wait
+    )
     model.saved[place] = step
     if (lock := model.locks.get(place)) is not None:
         mesh.before_close(lock.close)  # after the saver, which was the first to be waited for
@@ -169,13 +183,19 @@ def write(
         return ""
 
     _refuse_other_copies(model, optimizer, step)
-    saver = _saver_of(model, optimizer, background=not wait, continue_on_error=on_error == "continue")
+    saver = _saver_of(
+        model, optimizer, background=not wait, continue_on_error=on_error == "continue"
+    )
     saver.wait()
     mesh.decide_on("what is saved", look, conclude)
     manifest = _manifest(model, described)
     begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)
     state = checkpoints.partial(step) / "state"
-    saver.save(Save(step, state, begin, partial(ends.commit, manifest), abandon, ends.refusal, ends.done))
+    saver.save(
+        Save(
+            step, state, begin, partial(ends.commit, manifest), abandon, ends.refusal, ends.done
+        )
+    )
     return Saving(checkpoints.path / f"step-{step:08d}", saver)
 
 
@@ -225,7 +245,11 @@ def read(checkpoint: Checkpoint, held: Held) -> Loaded:
     if (inner := optimizer_of(optimizer)) is not None:
         begin_state(model.module, inner, index)
     state = _state(model, optimizer_of(optimizer))
-    run_state.fit(state, index, fix="load it with the model and the optimizer that were saved, or without optimizer=")
+    run_state.fit(
+        state,
+        index,
+        fix="load it with the model and the optimizer that were saved, or without optimizer=",
+    )
     set_rates(optimizer, saved["optimizer"], checkpoint, model)
     if loader is not None:
         loader.load_state_dict(saved["loader"])
@@ -241,12 +265,20 @@ def read(checkpoint: Checkpoint, held: Held) -> Loaded:
 def _check(model: Model, step: int, keep: int | None) -> None:
     if not isinstance(model, Model):
         raise ConfigError(
-            f"model is a {type(model).__name__}", expected="a threefold.Model", fix="model=threefold.load_model(...)"
+            f"model is a {type(model).__name__}",
+            expected="a threefold.Model",
+            fix="model=threefold.load_model(...)",
         )
     if type(step) is not int or step < 0:
-        raise ConfigError(f"step = {step!r}", expected="the number of the last step done", fix="step=100")
+        raise ConfigError(
+            f"step = {step!r}", expected="the number of the last step done", fix="step=100"
+        )
     if keep is not None and (type(keep) is not int or keep < 1):
-        raise ConfigError(f"keep = {keep!r}", expected="how many checkpoints to keep, at least 1", fix="keep=3")
+        raise ConfigError(
+            f"keep = {keep!r}",
+            expected="how many checkpoints to keep, at least 1",
+            fix="keep=3",
+        )
 
 
 def _refuse_folder(folder: Path, step: int, model: Model) -> None:
@@ -295,13 +327,20 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _refuse_other_copies(model: Model, optimizer: torch.optim.Optimizer | None, step: int) -> None:
+def _refuse_other_copies(
+    model: Model, optimizer: torch.optim.Optimizer | None, step: int
+) -> None:
     when = f"after step {step}, which is not saved"
-    refuse_drift(state_held(model.module, optimizer, buffers=model.context is not None), model.mesh, when=when)
+    refuse_drift(
+        state_held(model.module, optimizer, buffers=model.context is not None),
+        model.mesh,
+        when=when,
+    )
     if model.context is None:
         buffers = dict(model.module.named_buffers())
         averaged = (
-            f"dist.all_reduce(module.{next(iter(buffers), '')}, dist.ReduceOp.AVG) in the loop, before it is saved"
+            f"dist.all_reduce(module.{next(iter(buffers), '')}, dist.ReduceOp.AVG) in "
+            "the loop, before it is saved"
         )
         refuse_drift(buffers, model.mesh, when=when, fix=averaged)
 
@@ -313,7 +352,11 @@ def _state(model: Model, optimizer: torch.optim.Optimizer | None) -> dict[str, t
 
 
 def _saver_of(
-    model: Model, optimizer: torch.optim.Optimizer | None, *, background: bool, continue_on_error: bool
+    model: Model,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    background: bool,
+    continue_on_error: bool,
 ) -> Saver:
     """The saver of these tensors, made at the first save; an earlier one of others is waited for."""
     key = id(optimizer) if optimizer is not None else None, background, continue_on_error
@@ -327,7 +370,9 @@ def _saver_of(
             state = _state(model, optimizer)
             return run_state.parts(state, run_state.holdings(state, model.mesh), model.mesh)
 
-        known = model.savers[key] = Saver(model.mesh, parts, background=background, continue_on_error=continue_on_error)
+        known = model.savers[key] = Saver(
+            model.mesh, parts, background=background, continue_on_error=continue_on_error
+        )
         model.mesh.before_close(known.wait)
     saver: Saver = known
     return saver
@@ -336,13 +381,19 @@ def _saver_of(
 def _manifest(model: Model, described: Mapping[str, Any]) -> dict[str, Any]:
     config = model.asked or Config()
     adapted = model.asked is not None and bool(config.model.lora.r)
-    base = model.mesh.once_per_host("base", lambda: weights.fingerprint(config.model)) if adapted else None
+    base = (
+        model.mesh.once_per_host("base", lambda: weights.fingerprint(config.model))
+        if adapted
+        else None
+    )
     return {
         "mesh": list(model.mesh.topology.sizes),
         "device": model.mesh.device.type,
         "data": described["loader"],
         "seed": config.train.seed,
-        "architecture": architecture_of(model.architecture) if model.architecture is not None else {},
+        "architecture": architecture_of(model.architecture)
+        if model.architecture is not None
+        else {},
         "config": with_absolute_paths(config).model_dump(mode="json"),
         "base": base,
         "loop": dict(described),
@@ -366,11 +417,15 @@ def _newest(folder: Path) -> str | None:
     return None
 
 
-def _refuse_other_model(manifest: Mapping[str, Any], model: Model, checkpoint: Checkpoint) -> None:
+def _refuse_other_model(
+    manifest: Mapping[str, Any], model: Model, checkpoint: Checkpoint
+) -> None:
     if model.asked is None or model.architecture is None:
         return  # the tensors of a custom module are compared by name, shape and type
     seed = manifest["seed"]
-    config = model.asked.model_copy(update={"train": model.asked.train.model_copy(update={"seed": seed})})
+    config = model.asked.model_copy(
+        update={"train": model.asked.train.model_copy(update={"seed": seed})}
+    )
     try:
         refuse_other(manifest, config, model.architecture, checkpoint)
     except CheckpointError as error:
@@ -386,16 +441,21 @@ def _as_argument(key: str, value: Any) -> str:
     return f"threefold.load_model(..., {key.split('.')[1]}={{{key.rpartition('.')[2]!r}: {value!r}}})"
 
 
-def optimizer_of(optimizer: torch.optim.Optimizer | TrainStep | None) -> torch.optim.Optimizer | None:
+def optimizer_of(
+    optimizer: torch.optim.Optimizer | TrainStep | None,
+) -> torch.optim.Optimizer | None:
     return optimizer.optimizer if isinstance(optimizer, TrainStep) else optimizer
 
 
-def rates_of(optimizer: torch.optim.Optimizer | TrainStep | None, model: Model) -> dict[str, Any] | None:
+def rates_of(
+    optimizer: torch.optim.Optimizer | TrainStep | None, model: Model
+) -> dict[str, Any] | None:
     """The step's rate, and the settings of each group, which a scheduler may have changed, by its parameters' names."""
     if (inner := optimizer_of(optimizer)) is None:
         return None
     groups = [
-        {name: value for name, value in group.items() if name != "params" and _is_plain(value)} | {"params": names}
+        {name: value for name, value in group.items() if name != "params" and _is_plain(value)}
+        | {"params": names}
         for group, names in zip(inner.param_groups, _names_of(inner, model), strict=True)
     ]
     return {"lr": optimizer.lr if isinstance(optimizer, TrainStep) else None, "groups": groups}
@@ -403,11 +463,16 @@ def rates_of(optimizer: torch.optim.Optimizer | TrainStep | None, model: Model) 
 
 def _names_of(optimizer: torch.optim.Optimizer, model: Model) -> list[list[str]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [sorted(names[id(each)] for each in group["params"]) for group in optimizer.param_groups]
+    return [
+        sorted(names[id(each)] for each in group["params"]) for group in optimizer.param_groups
+    ]
 
 
 def set_rates(
-    optimizer: torch.optim.Optimizer | TrainStep | None, saved: Any, checkpoint: Checkpoint, model: Model
+    optimizer: torch.optim.Optimizer | TrainStep | None,
+    saved: Any,
+    checkpoint: Checkpoint,
+    model: Model,
 ) -> None:
     inner = optimizer_of(optimizer)
     if inner is None or saved is None:
@@ -433,7 +498,12 @@ def set_rates(
     for group, values in zip(inner.param_groups, found, strict=True):
         assert values is not None
         kept = {name: each for name, each in values.items() if name != "params"}
-        group.update({name: tuple(each) if isinstance(each, list) else each for name, each in kept.items()})
+        group.update(
+            {
+                name: tuple(each) if isinstance(each, list) else each
+                for name, each in kept.items()
+            }
+        )
 
 
 def _of_parameters(
@@ -445,11 +515,18 @@ def _of_parameters(
     same = settings and "lr_share" in group and all(each == settings[0] for each in settings)
     if not same or set(names) - {name for each in parts for name in each["params"]}:
         return None
-    return settings[0] if all(settings[0].get(key) == group.get(key) for key in ("label", "weight_decay")) else None
+    return (
+        settings[0]
+        if all(settings[0].get(key) == group.get(key) for key in ("label", "weight_decay"))
+        else None
+    )
 
 
 def _shown(groups: Iterable[tuple[str, ...]]) -> str:
-    return "; ".join(f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else "".join(names) for names in groups)
+    return "; ".join(
+        f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else "".join(names)
+        for names in groups
+    )
 
 
 def state_of_loader(loader: Any) -> dict[str, Any]:
@@ -484,7 +561,10 @@ def digests_of(described: Mapping[str, Any], step: int) -> dict[str, Any]:
                     fix="save tensors with the model, as buffers; of others their plain values",
                 )
     texts = {name: json.dumps(described[name], sort_keys=True) for name in described}
-    return {"step": step, **{name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}}
+    return {
+        "step": step,
+        **{name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()},
+    }
 
 
 def refuse_other_values(parts: list[dict[str, Any]]) -> str:

@@ -45,7 +45,13 @@ from threefold.training.forward import (
 )
 from threefold.training.gradients import Gradients, clip_factor
 from threefold.training.loss import RouterLoss, TokenLoss
-from threefold.training.numbers import StepNumbers, StepResult, mean_loss, over_ranks, refuse_nothing
+from threefold.training.numbers import (
+    StepNumbers,
+    StepResult,
+    mean_loss,
+    over_ranks,
+    refuse_nothing,
+)
 from threefold.training.progress import Progress
 
 if TYPE_CHECKING:
@@ -102,10 +108,15 @@ class TrainStep:
         self._own_optimizer = optimizer is None
         if optimizer is None:
             decay = checked_rate("weight_decay", 0.1 if weight_decay is None else weight_decay)
-            self.optimizer = build_optimizer(model.module, OptimizerConfig(weight_decay=decay), working=model.working)
+            self.optimizer = build_optimizer(
+                model.module, OptimizerConfig(weight_decay=decay), working=model.working
+            )
             self._set_rates(model.automatic_rate if lr == "auto" else checked_rate("lr", lr))
         else:
-            for name, value in (("lr", None if lr == "auto" else lr), ("weight_decay", weight_decay)):
+            for name, value in (
+                ("lr", None if lr == "auto" else lr),
+                ("weight_decay", weight_decay),
+            ):
                 if value is not None:
                     raise ConfigError(
                         f"TrainStep was given an optimizer and {name} = {value}",
@@ -120,9 +131,13 @@ class TrainStep:
         self._fused = _as_fused(self.optimizer) if model.working is not None else None
         self._grad_clip, self._micro_batch = float(grad_clip), micro_batch
         self._loss, self._loss_on = loss, loss_on
-        self._token_loss = token_loss or (token_loss_of(model, self._mesh) if loss is None else None)
+        self._token_loss = token_loss or (
+            token_loss_of(model, self._mesh) if loss is None else None
+        )
         self._router = RouterLoss.of(model.module) if model.context is not None else None
-        self._batches = Batches(model, own_loss=loss is not None, labels=loss_on == "log_probabilities")
+        self._batches = Batches(
+            model, own_loss=loss is not None, labels=loss_on == "log_probabilities"
+        )
         self._gradients = Gradients(model)
         self._observe = observe
         self._parameters_on = next(model.module.parameters()).device
@@ -214,11 +229,16 @@ class TrainStep:
         batches, target_tokens = self._agreed(read)
         if self._batches.taken == 1 and self.model.before_first_step is not None:
             self.model.before_first_step(self.model, batches[0])
-        if self._batches.taken == 1 and isinstance(self.model.forward, DistributedDataParallel) and not self._averages:
+        if (
+            self._batches.taken == 1
+            and isinstance(self.model.forward, DistributedDataParallel)
+            and not self._averages
+        ):
             rows, sequence = batches[0]["input_ids"].shape
             warm_up_buckets(self.model, self._mesh, rows=rows, seq_len=sequence)
         due = self._compares and (
-            not self._steps or (self._compare_every and not (self._steps + 1) % self._compare_every)
+            not self._steps
+            or (self._compare_every and not (self._steps + 1) % self._compare_every)
         )
         if not self._steps:
             self.model.trust_no_weight()
@@ -253,7 +273,9 @@ class TrainStep:
             self._compare_copies()
         return replace(result, grad_norm=norm)
 
-    def _agreed(self, read: Callable[[], Sequence[Batch]]) -> tuple[Sequence[Batch], Tensor | None]:
+    def _agreed(
+        self, read: Callable[[], Sequence[Batch]]
+    ) -> tuple[Sequence[Batch], Tensor | None]:
         """The micro-batches of this rank, and the number of target tokens of the global batch, if that is known yet.
 
         Raises:
@@ -286,18 +308,26 @@ class TrainStep:
 
     def _compare_copies(self) -> None:
         """RunError on every rank if what several of them hold whole is not the same any more."""
-        state = state_held(self.model.module, self.optimizer, buffers=self.model.context is not None)
+        state = state_held(
+            self.model.module, self.optimizer, buffers=self.model.context is not None
+        )
         state |= self._ema.state() if self._ema is not None else {}
         refuse_drift(
-            state, self._mesh, when="after the first step" if self._steps == 1 else f"after {self._steps} steps"
+            state,
+            self._mesh,
+            when="after the first step" if self._steps == 1 else f"after {self._steps} steps",
         )
 
-    def _backward(self, batches: Sequence[Batch], known: Tensor | None) -> tuple[StepResult, None]:
+    def _backward(
+        self, batches: Sequence[Batch], known: Tensor | None
+    ) -> tuple[StepResult, None]:
         ranks, device = self._averaged_over, self._mesh.device
         assert self._token_loss is not None
         target_tokens = known
         if target_tokens is None:
-            target_tokens = torch.stack([(batch["labels"] != IGNORED).sum() for batch in batches]).sum()
+            target_tokens = torch.stack(
+                [(batch["labels"] != IGNORED).sum() for batch in batches]
+            ).sum()
             target_tokens = target_tokens.to(device, non_blocking=True)
         loss_sum = torch.zeros((), device=device)
         routers = self._router is not None
@@ -309,8 +339,12 @@ class TrainStep:
             if number > 1:
                 self.progress.enter("forward")
             with (
-                last_backward(self.model.forward, number == len(batches), unsharded=self._unsharded),
-                forward_sums(self.model, batch, self._mesh, self._token_loss, routers=routers) as sums,
+                last_backward(
+                    self.model.forward, number == len(batches), unsharded=self._unsharded
+                ),
+                forward_sums(
+                    self.model, batch, self._mesh, self._token_loss, routers=routers
+                ) as sums,
             ):
                 # Of no target tokens at all it is not a number, and nothing is updated.
                 objective = sums.objective * (ranks / target_tokens)
@@ -322,7 +356,9 @@ class TrainStep:
                 self._go_backward(objective)
             loss_sum = loss_sum + self.model.sums.summand(sums.cross_entropy)
             of_rows += [] if sums.of_rows is None else [sums.of_rows]
-        found = StepResult(loss_sum, target_tokens, loss_sum, aux_loss, tuple(losses), of_rows=tuple(of_rows))
+        found = StepResult(
+            loss_sum, target_tokens, loss_sum, aux_loss, tuple(losses), of_rows=tuple(of_rows)
+        )
         return found, None
 
     def _backward_own(self, batches: Sequence[Batch]) -> tuple[StepResult, Tensor | None]:
@@ -335,7 +371,9 @@ class TrainStep:
         totals = torch.zeros(2 + len(measures_of(loss)), dtype=torch.float64, device=device)
         routers = self._router is not None
         aux_loss = torch.zeros((), device=device) if routers else None
-        picks, known = self._beforehand(batches) if routers and len(batches) > 1 else (None, None)
+        picks, known = (
+            self._beforehand(batches) if routers and len(batches) > 1 else (None, None)
+        )
         losses: list[Tensor] = []
         of_rows: list[Tensor] = []
         failures: list[Exception] = []
@@ -344,21 +382,36 @@ class TrainStep:
                 self.progress.enter("forward")
             with (
                 last_backward(
-                    self.model.forward, number == len(batches) and not self._averages, unsharded=self._unsharded
+                    self.model.forward,
+                    number == len(batches) and not self._averages,
+                    unsharded=self._unsharded,
                 ),
-                forward_own(self.model, batch, loss, of=self._loss_on, routers=routers, failures=failures) as sums,
+                forward_own(
+                    self.model,
+                    batch,
+                    loss,
+                    of=self._loss_on,
+                    routers=routers,
+                    failures=failures,
+                ) as sums,
             ):
                 objective = sums.objective
                 totals += sums.totals
                 of_rows += [] if sums.of_rows is None else [sums.of_rows]
                 if aux_loss is not None:
-                    known = over_ranks(sums.totals.clone(), self._mesh)[1] if known is None else known
+                    known = (
+                        over_ranks(sums.totals.clone(), self._mesh)[1]
+                        if known is None
+                        else known
+                    )
                     share, added = self._routers_share(batch, sums.router_logits, picks)
                     objective = objective * (ranks / known) + added
                     aux_loss += share
                 losses.append(objective.detach())
                 self._go_backward(objective)
-        ended = over_ranks(torch.stack([totals[1], torch.full_like(totals[1], bool(failures))]), self._mesh)
+        ended = over_ranks(
+            torch.stack([totals[1], torch.full_like(totals[1], bool(failures))]), self._mesh
+        )
         self._left = False  # what this raises, it raises on every rank
         if failures:
             self.progress.enter("forward")  # where it is from
@@ -367,7 +420,9 @@ class TrainStep:
         count = ended[0]
         # Of no count at all the mean is not a number, and nothing is updated.
         scale = None if routers else torch.where(count > 0, ranks / count, math.nan)
-        return StepResult(totals[0], count, totals[0], aux_loss, tuple(losses), totals[2:], tuple(of_rows)), scale
+        return StepResult(
+            totals[0], count, totals[0], aux_loss, tuple(losses), totals[2:], tuple(of_rows)
+        ), scale
 
     def _routers_share(
         self, batch: Batch, router_logits: tuple[Tensor, ...], picks: Tensor | None
@@ -419,11 +474,17 @@ class TrainStep:
             for batch in batches:
                 if loss is None:
                     assert self._token_loss is not None
-                    forward: Any = forward_sums(self.model, batch, self._mesh, self._token_loss, routers=True)
+                    forward: Any = forward_sums(
+                        self.model, batch, self._mesh, self._token_loss, routers=True
+                    )
                 else:
-                    forward = forward_own(self.model, batch, loss, of=self._loss_on, routers=True)
+                    forward = forward_own(
+                        self.model, batch, loss, of=self._loss_on, routers=True
+                    )
                 with forward as sums:
-                    picks += self._router.picks(sums.router_logits, counted_tokens(batch, self._mesh))
+                    picks += self._router.picks(
+                        sums.router_logits, counted_tokens(batch, self._mesh)
+                    )
                     count += 0.0 if loss is None else sums.totals[1]
         return over_ranks(picks, self._mesh), over_ranks(count, self._mesh)
 

@@ -39,7 +39,9 @@ class StopRequest:
         """
         self._mesh, self._last = mesh, last
         self.saving = False
-        self._asked: dict[int, deque[float]] = {number: deque(maxlen=_AT_ONCE) for number in STOPS}
+        self._asked: dict[int, deque[float]] = {
+            number: deque(maxlen=_AT_ONCE) for number in STOPS
+        }
         self._first_s: float | None = None
         self._by_hook = False
         self._stop_after: int | None = None
@@ -61,7 +63,9 @@ class StopRequest:
         heard, self._told = socket.socketpair()
         self._told.setblocking(False)
         self._told_before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, args=(heard,), name="stop signals", daemon=True).start()
+        threading.Thread(
+            target=self._listen, args=(heard,), name="stop signals", daemon=True
+        ).start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -92,10 +96,17 @@ class StopRequest:
         self._first_s = self._first_s or now
         times.append(now)
         # A terminal that is closed tells it several times: the shell, the kernel and a launcher each to every process.
-        impatient = len(times) == _AT_ONCE and now - times[0] <= _ONE_REQUEST_S and number != signal.SIGHUP
+        impatient = (
+            len(times) == _AT_ONCE
+            and now - times[0] <= _ONE_REQUEST_S
+            and number != signal.SIGHUP
+        )
         if impatient:
             name = signal.Signals(number).name
-            os.write(2, f"ended at once by {_AT_ONCE} x {name}: what was being saved is lost\n".encode())
+            os.write(
+                2,
+                f"ended at once by {_AT_ONCE} x {name}: what was being saved is lost\n".encode(),
+            )
             os._exit(128 + number)
 
     def ask(self) -> None:
@@ -108,11 +119,18 @@ class StopRequest:
 
     def overdue(self, grace_s: float) -> bool:
         """Whether a signal has asked for it longer ago, and the last save has not begun."""
-        return self._first_s is not None and not self.saving and time.monotonic() - self._first_s > grace_s
+        return (
+            self._first_s is not None
+            and not self.saving
+            and time.monotonic() - self._first_s > grace_s
+        )
 
     @property
     def _why(self) -> str:
-        return next((signal.Signals(number).name for number, times in self._asked.items() if times), HOOK)
+        return next(
+            (signal.Signals(number).name for number, times in self._asked.items() if times),
+            HOOK,
+        )
 
     def after(self, step: int) -> bool:
         """Whether the run stops after `step`, which this rank has just finished."""

@@ -53,22 +53,43 @@ def summary_of(events: Iterable[Event]) -> Summary:
         ValueError: it has no whole step.
     """
     complete = [event for event in events if event.get("ph") == "X"]
-    phases = [event for event in complete if event["name"].startswith(PHASE) and event.get("cat") == "user_annotation"]
+    phases = [
+        event
+        for event in complete
+        if event["name"].startswith(PHASE) and event.get("cat") == "user_annotation"
+    ]
     steps = sum(each["name"] == f"{PHASE}optimizer" for each in phases)
     if not steps:
         raise ValueError("the trace has no whole step")
-    begin, end = min(each["ts"] for each in phases), max(each["ts"] + each["dur"] for each in phases)
-    kernels = [event for event in complete if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    computed = [event for event in kernels if not _is_collective(event)] if kernels else _operators(complete)
+    begin, end = (
+        min(each["ts"] for each in phases),
+        max(each["ts"] + each["dur"] for each in phases),
+    )
+    kernels = [
+        event
+        for event in complete
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
+    computed = (
+        [event for event in kernels if not _is_collective(event)]
+        if kernels
+        else _operators(complete)
+    )
     busy = _union(computed, begin, end)
-    sent = _union([event for event in (kernels or complete) if _is_collective(event)], begin, end)
+    sent = _union(
+        [event for event in (kernels or complete) if _is_collective(event)], begin, end
+    )
     data = _union([event for event in phases if event["name"] == f"{PHASE}data"], begin, end)
     exposed = _without(sent, busy)
     rest = _without(_without([(begin, end)], busy), sent)
     waiting = _both(rest, data)
     rest = _without(rest, data)
     if kernels:
-        at_work = _union([event for event in complete if event.get("cat") in ("cpu_op", "cuda_runtime")], begin, end)
+        at_work = _union(
+            [event for event in complete if event.get("cat") in ("cpu_op", "cuda_runtime")],
+            begin,
+            end,
+        )
         waiting += _without(rest, at_work)
         rest = _both(rest, at_work)
     whole = end - begin
@@ -90,16 +111,26 @@ def summary_of(events: Iterable[Event]) -> Summary:
 
 def _is_collective(event: Event) -> bool:
     name = event["name"]
-    return "nccl" in name.lower() if event.get("cat") == "kernel" else name.startswith(("gloo:", "nccl:"))
+    return (
+        "nccl" in name.lower()
+        if event.get("cat") == "kernel"
+        else name.startswith(("gloo:", "nccl:"))
+    )
 
 
 def _operators(events: Sequence[Event]) -> list[Event]:
-    return [event for event in events if event.get("cat") == "cpu_op" and event["name"].startswith("aten::")]
+    return [
+        event
+        for event in events
+        if event.get("cat") == "cpu_op" and event["name"].startswith("aten::")
+    ]
 
 
 def _union(events: Iterable[Event], begin: float, end: float) -> Intervals:
     found: Intervals = []
-    for start, stop in sorted((max(begin, each["ts"]), min(end, each["ts"] + each["dur"])) for each in events):
+    for start, stop in sorted(
+        (max(begin, each["ts"]), min(end, each["ts"] + each["dur"])) for each in events
+    ):
         if stop <= start:
             continue
         if found and start <= found[-1][1]:
@@ -130,12 +161,16 @@ def _length(intervals: Intervals) -> float:
     return sum(stop - start for start, stop in intervals)
 
 
-def _longest(events: Sequence[Event], steps: int, *, nested: bool) -> list[tuple[str, float, float]]:
+def _longest(
+    events: Sequence[Event], steps: int, *, nested: bool
+) -> list[tuple[str, float, float]]:
     """By the time that they take themselves; events of one thread that are `nested` lie inside one another."""
     own = [float(event["dur"]) for event in events]
     if nested:
         stacks: dict[Any, list[int]] = defaultdict(list)
-        for number in sorted(range(len(events)), key=lambda each: (events[each]["ts"], -events[each]["dur"])):
+        for number in sorted(
+            range(len(events)), key=lambda each: (events[each]["ts"], -events[each]["dur"])
+        ):
             event = events[number]
             stack = stacks[event.get("tid")]
             while stack and events[stack[-1]]["ts"] + events[stack[-1]]["dur"] <= event["ts"]:

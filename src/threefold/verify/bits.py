@@ -48,7 +48,9 @@ def refuse_fast(config: Config) -> None:
     """ConfigError unless the config asks for what is compared here."""
     if config.train.reduce != "exact":
         asked = config.train.micro_batch
-        size = asked if isinstance(asked, int) else 1  # as `mesh.exact_limits` asks for it: any number would do
+        size = (
+            asked if isinstance(asked, int) else 1
+        )  # as `mesh.exact_limits` asks for it: any number would do
         raise ConfigError(
             f"verify --bits with train.reduce = {config.train.reduce}",
             expected="a run that promises the same bits on any number of data ranks",
@@ -71,7 +73,9 @@ def bits_rank(config: Config, options: VerifyOptions, topology: Topology, answer
     mesh: Mesh | None = None
     info = environment.current()
     try:
-        mesh = join_mesh(topology, info, device=config.mesh.device, timeout_s=config.mesh.timeout_s)
+        mesh = join_mesh(
+            topology, info, device=config.mesh.device, timeout_s=config.mesh.timeout_s
+        )
         steps = steps_on(mesh, config, options)
         if mesh.rank == 0:
             Path(answer).write_text(json.dumps(steps))
@@ -90,18 +94,34 @@ def steps_on(mesh: Mesh, config: Config, options: VerifyOptions) -> list[Step]:
     config, architecture = cut(config, architecture, options)
     config = with_packing(config, mesh)
     request.check(config, architecture, tokenizer, mesh.topology, device=mesh.device.type)
-    rows = assemble.rows_of(config, tokenizer, mesh, vocab_size=architecture.get_text_config().vocab_size)
+    rows = assemble.rows_of(
+        config, tokenizer, mesh, vocab_size=architecture.get_text_config().vocab_size
+    )
     model, train = build(config, architecture, mesh), config.train
-    optimizer, ema = assemble.optimizer_of(config, model, mesh), assemble.average_of(config, model)
-    loss = token_loss_of(model, mesh, label_smoothing=train.label_smoothing, z_loss=train.z_loss)
-    step = TrainStep(model, optimizer, token_loss=loss, grad_clip=train.grad_clip, ema=ema, compare_copies=False)
+    optimizer, ema = (
+        assemble.optimizer_of(config, model, mesh),
+        assemble.average_of(config, model),
+    )
+    loss = token_loss_of(
+        model, mesh, label_smoothing=train.label_smoothing, z_loss=train.z_loss
+    )
+    step = TrainStep(
+        model,
+        optimizer,
+        token_loss=loss,
+        grad_clip=train.grad_clip,
+        ema=ema,
+        compare_copies=False,
+    )
     loader, steps = iter(assemble.loader_of(config, rows, mesh)), list[Step]()
     exact, size = train.reduce == "exact", choices.micro_batch(config, mesh.topology).value
     for number in range(1, options.steps + 1):
         batch = next(loader)
         pieces = micro_batches(batch, size, spread=exact)
         lr = learning_rate(number, num_steps=options.steps, config=config.optimizer)
-        result = step.run(with_noise(pieces, model, seed=train.seed, step=number, spread=exact), lr=lr)
+        result = step.run(
+            with_noise(pieces, model, seed=train.seed, step=number, spread=exact), lr=lr
+        )
         numbers = {"loss": mean_loss(result, mesh), "gradient norm": result.grad_norm.item()}
         steps.append({**numbers, "weights": _hashes(model)})
     return steps
@@ -120,15 +140,23 @@ def _hashes(model: Model) -> dict[str, str | None]:
 def compared(meshes: Mapping[str, Sequence[Step]]) -> tuple[list[str], bool]:
     """The steps of each mesh as lines, and whether all are those of the first."""
     first_name, first = next(iter(meshes.items()))
-    lines = [f"{'mesh':<44}  {'last loss':<20}  {'last gradient norm':<20}  SHA-256 of all tensors"]
+    lines = [
+        f"{'mesh':<44}  {'last loss':<20}  {'last gradient norm':<20}  SHA-256 of all tensors"
+    ]
     for name, steps in meshes.items():
         last: Step = steps[-1] if steps else {"loss": "", "gradient norm": "", "weights": {}}
         whole = hashlib.sha256("".join(map(str, last["weights"].values())).encode()).hexdigest()
-        lines.append(f"{name:<44}  {last['loss']!r:<20}  {last['gradient norm']!r:<20}  {whole[:16]}")
+        lines.append(
+            f"{name:<44}  {last['loss']!r:<20}  {last['gradient norm']!r:<20}  {whole[:16]}"
+        )
     # The first mesh is compared with itself too: what is not finite is not equal there either.
-    differing = [(name, text) for name, steps in meshes.items() if (text := _difference(first, steps))]
+    differing = [
+        (name, text) for name, steps in meshes.items() if (text := _difference(first, steps))
+    ]
     if not differing:
-        lines.append(f"equal: {len(first[0]['weights'])} tensors, losses and norms, in each of {len(first)} steps")
+        lines.append(
+            f"equal: {len(first[0]['weights'])} tensors, losses and norms, in each of {len(first)} steps"
+        )
     for name, text in differing:
         pair = name if name == first_name else f"{name} and {first_name}"
         lines.append(f"not equal: {pair}: {text}")
@@ -140,12 +168,27 @@ def _difference(first: Sequence[Step], other: Sequence[Step]) -> str | None:
     if len(first) != len(other) or not first:
         return f"{len(other)} steps, {len(first)} expected"
     for number, (expected, actual) in enumerate(zip(first, other, strict=True), start=1):
-        numbers = _failing(*({key: step[key] for key in ("loss", "gradient norm")} for step in (actual, expected)))
+        numbers = _failing(
+            *(
+                {key: step[key] for key in ("loss", "gradient norm")}
+                for step in (actual, expected)
+            )
+        )
         tensors = _failing(actual["weights"], expected["weights"])
         if tensors:
-            more = f" and {len(tensors) - 1} more of {len(expected['weights'])} tensors" if len(tensors) > 1 else ""
-            so = f"; so does its {' and its '.join(difference.place for difference in numbers)}" if numbers else ""
-            known = all(step["weights"].get(tensors[0].place) is not None for step in (actual, expected))
+            more = (
+                f" and {len(tensors) - 1} more of {len(expected['weights'])} tensors"
+                if len(tensors) > 1
+                else ""
+            )
+            so = (
+                f"; so does its {' and its '.join(difference.place for difference in numbers)}"
+                if numbers
+                else ""
+            )
+            known = all(
+                step["weights"].get(tensors[0].place) is not None for step in (actual, expected)
+            )
             reason = "" if known else f" ({tensors[0].detail})"
             return f"step {number} differs first, in {tensors[0].place}{more}{reason}{so}"
         if numbers:
@@ -154,4 +197,8 @@ def _difference(first: Sequence[Step], other: Sequence[Step]) -> str | None:
 
 
 def _failing(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Difference]:
-    return [difference for difference in compare_exactly("bits", actual, expected) if not difference.holds]
+    return [
+        difference
+        for difference in compare_exactly("bits", actual, expected)
+        if not difference.holds
+    ]

@@ -77,7 +77,9 @@ class Verification:
         for number in range(max(len(losses), len(norms))):
             differences += [*losses[number : number + 1], *norms[number : number + 1]]
             differences += gradients if number == 0 else []
-            differences += [each for each in self.not_finite if each.place == f"step {number + 1}"]
+            differences += [
+                each for each in self.not_finite if each.place == f"step {number + 1}"
+            ]
         return Comparison(differences)
 
     @property
@@ -90,7 +92,10 @@ class Verification:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Verification:
-        differences = {name: [Difference(**values) for values in record[name]] for name in ("gradients", "not_finite")}
+        differences = {
+            name: [Difference(**values) for values in record[name]]
+            for name in ("gradients", "not_finite")
+        }
         return cls(**{**record, **differences})
 
 
@@ -101,7 +106,9 @@ def group_of(parameter: str) -> str:
 
 def table(verification: Verification) -> list[str]:
     """The verification as lines to print."""
-    lines = ["step   loss, mesh   loss, alone   difference   norm, mesh   norm, alone   relative difference"]
+    lines = [
+        "step   loss, mesh   loss, alone   difference   norm, mesh   norm, alone   relative difference"
+    ]
     pairs = zip(verification.losses, verification.norms, strict=True)
     for number, ((loss, alone), (norm, norm_alone)) in enumerate(pairs, start=1):
         relative = compare_number(GRADIENT_NORM, norm, norm_alone).figure
@@ -109,13 +116,23 @@ def table(verification: Verification) -> list[str]:
             f"{number:>4}   {loss:>10.6f}   {alone:>11.6f}   {abs(loss - alone):>10.1e}   {norm:>10.5f}   "
             f"{norm_alone:>11.5f}   {relative:>19.1e}"
         )
-    lines.append("largest relative difference of the first step's gradients, by group of parameters:")
+    lines.append(
+        "largest relative difference of the first step's gradients, by group of parameters:"
+    )
     for worst in _by_group(verification.gradients)[:12]:
-        mark = "" if worst.holds else "  <- differs" + (f": {worst.detail}" if worst.detail else "")
+        mark = (
+            ""
+            if worst.holds
+            else "  <- differs" + (f": {worst.detail}" if worst.detail else "")
+        )
         lines.append(f"  {worst.figure:.1e}  {worst.place}{mark}")
     if verification.departed_layer is not None:
-        lines.append(f"the first layer whose output differs: layer {verification.departed_layer} (from 0)")
-    lines += [f"{difference.place}: {difference.detail}" for difference in verification.not_finite]
+        lines.append(
+            f"the first layer whose output differs: layer {verification.departed_layer} (from 0)"
+        )
+    lines += [
+        f"{difference.place}: {difference.detail}" for difference in verification.not_finite
+    ]
     if (first := verification.comparison.first) is not None:
         lines.append(f"the first difference: {first}")
     return [*lines, *verification.admission.splitlines()]
@@ -123,8 +140,14 @@ def table(verification: Verification) -> list[str]:
 
 def answer_of(verification: Verification, mesh: Topology) -> dict[str, Any]:
     """The verification as plain values, for programs; gradients by group, the largest difference first."""
-    groups = [{**asdict(each), "holds": each.holds} for each in _by_group(verification.gradients)]
-    values = verification.to_record() | {"mesh": str(mesh), "holds": verification.holds, "gradients": groups}
+    groups = [
+        {**asdict(each), "holds": each.holds} for each in _by_group(verification.gradients)
+    ]
+    values = verification.to_record() | {
+        "mesh": str(mesh),
+        "holds": verification.holds,
+        "gradients": groups,
+    }
     first = verification.comparison.first
     return values | {"first_difference": None if first is None else str(first)}
 
@@ -134,14 +157,18 @@ def _by_group(gradients: Sequence[Difference]) -> list[Difference]:
     groups: dict[str, list[Difference]] = {}
     for difference in gradients:
         groups.setdefault(group_of(difference.place), []).append(difference)
-    worst = [replace(Comparison(members).worst(), place=group) for group, members in groups.items()]
+    worst = [
+        replace(Comparison(members).worst(), place=group) for group, members in groups.items()
+    ]
     return sorted(worst, key=lambda difference: -difference.figure)
 
 
 def diagnose(topology: Topology, verify: Callable[[Topology], Verification | int]) -> str:
     """Finds which axis differs, by trying each one alone."""
     if topology.world_size == 1:
-        return "the mesh differs from the single process, on one rank: no axis of it is the cause"
+        return (
+            "the mesh differs from the single process, on one rank: no axis of it is the cause"
+        )
     alone = {
         "data": replace(topology, cp=1, tp=1),
         "context": Topology(cp=topology.cp),
@@ -155,14 +182,18 @@ def diagnose(topology: Topology, verify: Callable[[Topology], Verification | int
         if smaller == topology:
             return f"the mesh differs from the single process: the {axis} axis, the only one it has"
         result = verify(smaller)
-        (right if not isinstance(result, int) and result.holds else wrong).append(f"{axis} ({smaller})")
+        (right if not isinstance(result, int) and result.holds else wrong).append(
+            f"{axis} ({smaller})"
+        )
     if wrong:
         also = f"; correct alone: {', '.join(right)}" if right else ""
         return f"the mesh differs from the single process: {' and '.join(wrong)}{also}"
     return f"the mesh differs from the single process only if axes are combined; correct alone: {', '.join(right)}"
 
 
-def compare_runs(first: Path, second: Path, *, steps: int | None = None) -> tuple[list[str], bool]:
+def compare_runs(
+    first: Path, second: Path, *, steps: int | None = None
+) -> tuple[list[str], bool]:
     """Lines that compare the metrics of two runs step by step, and whether they are within the bounds.
 
     A step that only one of them logged is a difference, unless the other one logs less often or began later.
@@ -177,10 +208,17 @@ def compare_runs(first: Path, second: Path, *, steps: int | None = None) -> tupl
     common = sorted(curves[0].keys() & curves[1].keys())
     if not common:
         what = f"{first} and {second} have no logged step in common"
-        raise ConfigError(what, expected="two runs that logged the same steps", fix="--log.every 1 in both")
+        raise ConfigError(
+            what, expected="two runs that logged the same steps", fix="--log.every 1 in both"
+        )
     logged = [[curve[step] for step in common] for curve in curves]
-    comparison = compare_curves(logged[0], logged[1], places=[f"step {step}" for step in common])
-    missing = [*_missing(curves[1], curves[0], of=second), *_missing(curves[0], curves[1], of=first)]
+    comparison = compare_curves(
+        logged[0], logged[1], places=[f"step {step}" for step in common]
+    )
+    missing = [
+        *_missing(curves[1], curves[0], of=second),
+        *_missing(curves[0], curves[1], of=first),
+    ]
     comparison.differences += missing
     worst = comparison.worst(LOSS.quantity)
     lines = [
@@ -192,7 +230,10 @@ def compare_runs(first: Path, second: Path, *, steps: int | None = None) -> tupl
         lines.append(f"the first difference: {difference}")
     if missing:
         lines.append("to compare only the steps before it: --steps N")
-    return [*lines, "the runs follow one another" if comparison.holds else "the runs differ"], comparison.holds
+    return [
+        *lines,
+        "the runs follow one another" if comparison.holds else "the runs differ",
+    ], comparison.holds
 
 
 def _curve_of(run: Path, steps: int | None) -> dict[int, list[float]]:
@@ -200,7 +241,9 @@ def _curve_of(run: Path, steps: int | None) -> dict[int, list[float]]:
     path = run / METRICS
     if not path.exists():
         fix = "threefold verify --against RUN_A RUN_B"
-        raise ConfigError(f"{run} has no {METRICS}", expected="the folders of two runs", fix=fix)
+        raise ConfigError(
+            f"{run} has no {METRICS}", expected="the folders of two runs", fix=fix
+        )
     metrics = Metrics(path)
     # A torn last line is that of a run that was killed, and belongs to no step.
     if wrong := [damage for damage in metrics.damaged if damage.line != metrics.lines.torn]:
@@ -211,7 +254,11 @@ def _curve_of(run: Path, steps: int | None) -> dict[int, list[float]]:
         )
     norms = dict(zip(*metrics.points("grad_norm"), strict=True))
     losses = zip(metrics.steps, metrics.points("loss").values.tolist(), strict=True)
-    return {step: [loss, norms.get(step, math.nan)] for step, loss in losses if steps is None or step <= steps}
+    return {
+        step: [loss, norms.get(step, math.nan)]
+        for step, loss in losses
+        if steps is None or step <= steps
+    }
 
 
 def _missing(curve: dict[int, Any], other: dict[int, Any], *, of: Path) -> list[Difference]:

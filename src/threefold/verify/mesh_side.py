@@ -58,13 +58,17 @@ from threefold.training.step import TrainStep
 from threefold.verify.comparison import Verification, VerifyOptions, answer_of, table
 
 
-def verify_rank(config: Config, options: VerifyOptions, topology: Topology, answer: str | None) -> int:
+def verify_rank(
+    config: Config, options: VerifyOptions, topology: Topology, answer: str | None
+) -> int:
     """Compares as one rank; rank 0 writes the comparison to `answer`, or prints it without one."""
     quieten_libraries()
     mesh: Mesh | None = None
     info = environment.current()
     try:
-        mesh = join_mesh(topology, info, device=config.mesh.device, timeout_s=config.mesh.timeout_s)
+        mesh = join_mesh(
+            topology, info, device=config.mesh.device, timeout_s=config.mesh.timeout_s
+        )
         verification = verify_on(mesh, config, options)
         code = 0
         if mesh.rank == 0 and answer is not None:
@@ -73,8 +77,14 @@ def verify_rank(config: Config, options: VerifyOptions, topology: Topology, answ
             print(as_json(answer_of(verification, topology)), flush=True)
             code = 0 if verification.holds else EXIT_FAILED
         elif mesh.rank == 0:
-            print("\n".join([*(f"files: {line}" for line in file_lines(config)), *table(verification)]))
-            print(f"the mesh {'follows' if verification.holds else 'differs from'} the single process")
+            print(
+                "\n".join(
+                    [*(f"files: {line}" for line in file_lines(config)), *table(verification)]
+                )
+            )
+            print(
+                f"the mesh {'follows' if verification.holds else 'differs from'} the single process"
+            )
             code = 0 if verification.holds else EXIT_FAILED
         mesh.barrier()
         mesh.close()
@@ -91,7 +101,9 @@ def _as_compared(config: Config, topology: Topology) -> Config:
     ep = config.mesh.ep if config.mesh.ep == topology.tp else 1
     values["mesh"].update(cpu_offload=False, ep=ep)
     values["train"].update(float8="none")
-    values["train"]["epochs"] = None  # an order without an end: the steps to compare may be more than an epoch's
+    values["train"]["epochs"] = (
+        None  # an order without an end: the steps to compare may be more than an epoch's
+    )
     return validate(values)
 
 
@@ -105,17 +117,37 @@ def verify_on(mesh: Mesh, config: Config, options: VerifyOptions) -> Verificatio
     verification = Verification()
     if options.admission:
         verification.admitted, verification.admission = _admission(config, architecture, mesh)
-    rows = assemble.rows_of(config, tokenizer, mesh, vocab_size=architecture.get_text_config().vocab_size)
+    rows = assemble.rows_of(
+        config, tokenizer, mesh, vocab_size=architecture.get_text_config().vocab_size
+    )
     observed = config.train.global_batch // mesh.dp_size
 
     def alone() -> list[list[float]]:
         order = assemble.order_of(config, rows)
-        loader = iter(TokenLoader(rows, order, dp_rank=0, dp_size=1, document_mask=bool(config.data.document_mask)))
+        loader = iter(
+            TokenLoader(
+                rows, order, dp_rank=0, dp_size=1, document_mask=bool(config.data.document_mask)
+            )
+        )
         # The rows of dp rank 0 come first, because the outputs of the first rows are kept.
-        first = [place for dp in range(mesh.dp_size) for place in range(dp, config.train.global_batch, mesh.dp_size)]
-        batches = [{name: values[first] for name, values in next(loader).items()} for _ in range(options.steps)]
-        batches = [{name: values for name, values in batch.items() if name != "indices"} for batch in batches]
-        trainings.append(run_alone(config, architecture, batches, num_steps=options.steps, observed_rows=observed))
+        first = [
+            place
+            for dp in range(mesh.dp_size)
+            for place in range(dp, config.train.global_batch, mesh.dp_size)
+        ]
+        batches = [
+            {name: values[first] for name, values in next(loader).items()}
+            for _ in range(options.steps)
+        ]
+        batches = [
+            {name: values for name, values in batch.items() if name != "indices"}
+            for batch in batches
+        ]
+        trainings.append(
+            run_alone(
+                config, architecture, batches, num_steps=options.steps, observed_rows=observed
+            )
+        )
         return [trainings[0].losses, trainings[0].norms]
 
     trainings: list[Training] = []
@@ -123,12 +155,30 @@ def verify_on(mesh: Mesh, config: Config, options: VerifyOptions) -> Verificatio
     with bars.show("one process"):
         losses, norms = mesh.share("alone", alone)
     model = build(config, architecture, mesh)
-    observe = _gradient_comparison(model, trainings[0].gradients if trainings else {}, verification, mesh)
+    observe = _gradient_comparison(
+        model, trainings[0].gradients if trainings else {}, verification, mesh
+    )
     optimizer = build_optimizer(model.module, config.optimizer, mesh, working=model.working)
-    pairs = pairs_of(config, model, rows, None, resumed=None, say=print if mesh.rank == 0 else lambda line: None)
-    own: dict[str, Any] = {"loss": pairs.loss, "loss_on": "log_probabilities"} if pairs is not None else {}
+    pairs = pairs_of(
+        config,
+        model,
+        rows,
+        None,
+        resumed=None,
+        say=print if mesh.rank == 0 else lambda line: None,
+    )
+    own: dict[str, Any] = (
+        {"loss": pairs.loss, "loss_on": "log_probabilities"} if pairs is not None else {}
+    )
     outputs = _watch(model.module)
-    step = TrainStep(model, optimizer, **own, grad_clip=config.train.grad_clip, observe=observe, compare_copies=False)
+    step = TrainStep(
+        model,
+        optimizer,
+        **own,
+        grad_clip=config.train.grad_clip,
+        observe=observe,
+        compare_copies=False,
+    )
     loader = iter(assemble.loader_of(config, rows, mesh))
     micro_batch = choices.micro_batch(config, mesh.topology).value
     for number in bars.track(range(1, options.steps + 1), f"the mesh, {mesh.topology}"):
@@ -151,7 +201,9 @@ def _admission(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tu
         return False, str(error)
 
 
-def cut(config: Config, architecture: PretrainedConfig, options: VerifyOptions) -> tuple[Config, PretrainedConfig]:
+def cut(
+    config: Config, architecture: PretrainedConfig, options: VerifyOptions
+) -> tuple[Config, PretrainedConfig]:
     """The model with as many layers, and of such weights, as the options say."""
     text = architecture.get_text_config()
     if options.layers is not None and options.layers < text.num_hidden_layers:
@@ -164,7 +216,9 @@ def cut(config: Config, architecture: PretrainedConfig, options: VerifyOptions) 
         drawn = with_infinities(architecture_of(architecture))
         for path in load.unknown_keys(architecture.model_type, drawn):
             *owners, key = path.split(".")
-            del functools.reduce(dict.__getitem__, owners, drawn)[key]  # a note in the model's config.json
+            del functools.reduce(dict.__getitem__, owners, drawn)[
+                key
+            ]  # a note in the model's config.json
         values["model"].update(name_or_path=None, revision=None, config=drawn)
         config = validate(values)
     return config, architecture
@@ -177,7 +231,9 @@ def _watch(model: Any) -> list[list[Tensor]]:
         kept: list[Tensor] = []
         outputs.append(kept)
 
-        def keep(module: nn.Module, inputs: Any, output: Any, kept: list[Tensor] = kept) -> None:
+        def keep(
+            module: nn.Module, inputs: Any, output: Any, kept: list[Tensor] = kept
+        ) -> None:
             if torch.is_grad_enabled():  # a reference computes without
                 kept.append((output[0] if isinstance(output, tuple) else output).detach())
 
@@ -204,20 +260,34 @@ def _gradient_comparison(
 
 def _not_finite(number: int, result: StepResult, model: Model, mesh: Mesh) -> list[Difference]:
     """What is not finite after a step: losses of micro-batches and weights, by rank; every rank calls it."""
-    losses = [place for place, loss in enumerate(result.micro_losses) if not loss.isfinite().all()]
-    local = ((name, local_part(parameter)) for name, parameter in model.module.named_parameters())
-    own = {"losses": losses, "weight": next((name for name, part in local if not part.isfinite().all()), None)}
+    losses = [
+        place for place, loss in enumerate(result.micro_losses) if not loss.isfinite().all()
+    ]
+    local = (
+        (name, local_part(parameter)) for name, parameter in model.module.named_parameters()
+    )
+    own = {
+        "losses": losses,
+        "weight": next((name for name, part in local if not part.isfinite().all()), None),
+    }
     ranks: list[dict[str, Any]] = mesh.decide(f"finite/{number}", own, list)
     texts = []
     for rank, part in enumerate(ranks):
         if part["losses"]:
-            texts.append(f"the loss of rank {rank} is not finite, in micro-batch {part['losses'][0]}")
+            texts.append(
+                f"the loss of rank {rank} is not finite, in micro-batch {part['losses'][0]}"
+            )
         if part["weight"] is not None:
             texts.append(f"the weight {part['weight']} of rank {rank} is not finite")
-    return [Difference(FINITE.quantity, math.inf, FINITE.limit, f"step {number}", text) for text in texts]
+    return [
+        Difference(FINITE.quantity, math.inf, FINITE.limit, f"step {number}", text)
+        for text in texts
+    ]
 
 
-def _first_departure(outputs: list[list[Tensor]], expected: list[Tensor], model: Model, mesh: Mesh) -> int | None:
+def _first_departure(
+    outputs: list[list[Tensor]], expected: list[Tensor], model: Model, mesh: Mesh
+) -> int | None:
     """Number of the first layer whose output on dp rank 0 differs; known on rank 0. Every rank calls it."""
     group = mesh.group("cp")
     departed = None
@@ -232,7 +302,12 @@ def _first_departure(outputs: list[list[Tensor]], expected: list[Tensor], model:
             parts = [local]
         if mesh.rank == 0 and departed is None:
             whole = torch.empty_like(expected[number])
-            whole[:, gathered_positions(whole.shape[1], cp_size=mesh.size("cp"))] = torch.cat(parts, dim=1).cpu()
-            if not all(each.holds for each in compare_tensors(OUTPUT, {"": whole}, {"": expected[number]})):
+            whole[:, gathered_positions(whole.shape[1], cp_size=mesh.size("cp"))] = torch.cat(
+                parts, dim=1
+            ).cpu()
+            if not all(
+                each.holds
+                for each in compare_tensors(OUTPUT, {"": whole}, {"": expected[number]})
+            ):
                 departed = number
     return departed

@@ -57,7 +57,18 @@ class BatchRow:
 
     def to_values(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        names = ("place", "row", "source", "loss", "targets", "like", "score", "documents", "files", "text")
+        names = (
+            "place",
+            "row",
+            "source",
+            "loss",
+            "targets",
+            "like",
+            "score",
+            "documents",
+            "files",
+            "text",
+        )
         values = {name: getattr(self, name) for name in names}
         return {name: _finite(value) for name, value in values.items()}
 
@@ -93,13 +104,19 @@ class StepBatches:
         if at is None:
             assert rows is not None
             nothing = np.full(len(rows), np.nan)
-            return self._rows(step, rows.tolist(), nothing, np.zeros(len(rows)), nothing, np.zeros(len(rows)))
+            return self._rows(
+                step, rows.tolist(), nothing, np.zeros(len(rows)), nothing, np.zeros(len(rows))
+            )
         near = slice(max(0, at - _NEAR), at + _NEAR + 1)
-        scores, like = scores_of_rows(table.means[near], table.counts[near], table.sources[near])
+        scores, like = scores_of_rows(
+            table.means[near], table.counts[near], table.sources[near]
+        )
         here = at - near.start
         width = len(run.kept.of(step).sums)  # type: ignore[union-attr]
         numbers = [None] * width if rows is None else rows.tolist()[:width]
-        return self._rows(step, numbers, table.means[at], table.counts[at], like[here], scores[here])
+        return self._rows(
+            step, numbers, table.means[at], table.counts[at], like[here], scores[here]
+        )
 
     @property
     def known(self) -> tuple[int, int]:
@@ -108,14 +125,27 @@ class StepBatches:
         return min(steps), max(steps)
 
     def _rows(
-        self, step: int, rows: list[Any], means: Float64, counts: Any, like: Float64, scores: Float64
+        self,
+        step: int,
+        rows: list[Any],
+        means: Float64,
+        counts: Any,
+        like: Float64,
+        scores: Float64,
     ) -> list[BatchRow]:
-        names, broken = self.run.sources[0], {place for number, place in self.run.table.broken if number == step}
+        names, broken = (
+            self.run.sources[0],
+            {place for number, place in self.run.table.broken if number == step},
+        )
         found = []
         for place, row in enumerate(rows):
             if row is not None and row < 0:
                 continue  # a place that holds no row
-            source = names[int(self.run.source_of(np.array([row]))[0])] if row is not None else "source"
+            source = (
+                names[int(self.run.source_of(np.array([row]))[0])]
+                if row is not None
+                else "source"
+            )
             loss = float("nan") if place in broken else _number(means[place])
             values = (loss, int(counts[place]), _number(like[place]), float(scores[place]))
             found.append(BatchRow(step, place, row, source, *values, self.contents))

@@ -56,7 +56,9 @@ class Contents:
         if not self._segments or not (start := self._segments[-1].start).stores:
             raise ValueError("the run's record does not say where its data lay")
         packing = Packing.of(self._config.data)
-        rows = {name: packing.pack(_store(prefix, digest)) for name, digest, prefix in start.stores}
+        rows = {
+            name: packing.pack(_store(prefix, digest)) for name, digest, prefix in start.stores
+        }
         whole = next(iter(rows.values())) if start.mixture is None else MixedRows(rows)
         if whole.fingerprint != start.data:
             raise ValueError("the data is no longer what the run has read")
@@ -68,7 +70,9 @@ class Contents:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        return load_tokenizer(tokenizer_name(self._config)[0], revision=self._config.model.revision)
+        return load_tokenizer(
+            tokenizer_name(self._config)[0], revision=self._config.model.revision
+        )
 
     def _place(self, row: int) -> tuple[PackedRows, int] | None:
         """The rows of the row's source, and its number there."""
@@ -85,14 +89,18 @@ class Contents:
         if (place := self._place(row)) is None:
             return []
         rows, number = place
-        return [int(rows.store.document_numbers[each]) for each in self._documents(rows, number)]
+        return [
+            int(rows.store.document_numbers[each]) for each in self._documents(rows, number)
+        ]
 
     def files(self, row: int) -> list[str]:
         """The files of a row's documents, each once; [] where it is not known which file a document is from."""
         if row < 0 or not self._parts:
             return []
         part = self._part(row)
-        paths = self._paths.get(f"data.mixture.{part.name}") or self._paths.get("data.source", [])
+        paths = self._paths.get(f"data.mixture.{part.name}") or self._paths.get(
+            "data.source", []
+        )
         if len(paths) < 2:
             return paths
         info = part.rows.store.info
@@ -116,7 +124,9 @@ class Contents:
         ends, found = rows.store.document_ends, []
         for start, stop in rows.stretches(number):
             # The last token may be a label alone, the first of what follows.
-            first, last = np.searchsorted(ends, (start, max(start, stop - 2)), side="right").tolist()
+            first, last = np.searchsorted(
+                ends, (start, max(start, stop - 2)), side="right"
+            ).tolist()
             found += [each for each in range(first, last + 1) if each not in found]
         return found
 
@@ -130,9 +140,13 @@ class Contents:
             alike = np.flatnonzero(lengths == lengths[document])[:_MOST_ALIKE].tolist()
             ends = store.document_ends
             own = store.read(int(ends[document] - lengths[document]), int(ends[document]))
-            others = (store.read(int(ends[each] - lengths[each]), int(ends[each])) for each in alike)
+            others = (
+                store.read(int(ends[each] - lengths[each]), int(ends[each])) for each in alike
+            )
             if (copies := sum(np.array_equal(own, other) for other in others)) > 1:
-                told.append(f"document {store.document_numbers[document]} stands {copies:,} times in its source")
+                told.append(
+                    f"document {store.document_numbers[document]} stands {copies:,} times in its source"
+                )
         return "; ".join(told) or None
 
     def text(self, row: int) -> str | None:
@@ -140,7 +154,9 @@ class Contents:
         if (place := self._place(row)) is None or not self._has_texts:
             return None
         rows, number = place
-        stretches = ((start, min(stop, start + 4 * SHOWN)) for start, stop in rows.stretches(number))
+        stretches = (
+            (start, min(stop, start + 4 * SHOWN)) for start, stop in rows.stretches(number)
+        )
         parts = [rows.store.read(start, stop) for start, stop in stretches]
         try:
             text = self._tokenizer.decode(np.concatenate(parts).tolist())

@@ -62,7 +62,13 @@ class Anomaly:
     def to_values(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         score = self.score if np.isfinite(self.score) else str(self.score)
-        values = {"kind": self.kind, "steps": self.steps, "score": score, "what": self.what, "facts": self.facts}
+        values = {
+            "kind": self.kind,
+            "steps": self.steps,
+            "score": score,
+            "what": self.what,
+            "facts": self.facts,
+        }
         return {**values, "rows": [row.to_values() for row in self.rows]}
 
 
@@ -72,10 +78,20 @@ def findings(batches: StepBatches, *, step: int | None = None) -> list[Anomaly]:
     found = [*_not_finite(batches), *_spikes(batches), *_norms(batches)]
     told = {(row.step, row.place) for finding in found for row in finding.rows}
     found += _far_rows(batches, told)
-    found += [*_drifts(run), *(Anomaly(*values) for values in slow_findings(run)), *_changes(run)]
+    found += [
+        *_drifts(run),
+        *(Anomaly(*values) for values in slow_findings(run)),
+        *_changes(run),
+    ]
     if (ending := run.ending) is not None:
         found.append(
-            Anomaly("ended", [ending.step] * bool(ending.step), np.inf, ended_text(ending), ending.error.splitlines())
+            Anomaly(
+                "ended",
+                [ending.step] * bool(ending.step),
+                np.inf,
+                ended_text(ending),
+                ending.error.splitlines(),
+            )
         )
     if step is not None:
         found = [each for each in found if step in each.steps]
@@ -101,7 +117,11 @@ def _rows_at(batches: StepBatches, step: int) -> list[BatchRow]:
         rows = telling(batches.rows_of(step))
     except ConfigError:
         return []
-    far = [row for row in rows if abs(row.score) >= NAMED or (row.loss is not None and np.isnan(row.loss))]
+    far = [
+        row
+        for row in rows
+        if abs(row.score) >= NAMED or (row.loss is not None and np.isnan(row.loss))
+    ]
     return far[:_NAMED_ROWS]
 
 
@@ -109,7 +129,11 @@ def row_text(row: BatchRow) -> str:
     """A row and its loss in one line."""
     name = row_name(row)
     if row.loss is None:
-        return f"{name}: its loss was not kept" if not row.targets else f"{name}: {row.targets} targets"
+        return (
+            f"{name}: its loss was not kept"
+            if not row.targets
+            else f"{name}: {row.targets} targets"
+        )
     if np.isnan(row.loss):
         return f"{name}: its loss is not finite, over {row.targets:,} targets"
     like = "" if row.like is None else f", others {row.like:.4f} ({row.score:+.1f} deviations)"
@@ -139,22 +163,37 @@ def _spikes(batches: StepBatches) -> Iterator[Anomaly]:
         what = f"the loss rose to {losses[peak]:.4f}, {risen[peak]:.4f} above the steps before"
         facts = [f"{scores[peak]:.1f} deviations above the median of the 7 steps before it"]
         if len(group) > 1:
-            facts.append(f"high from step {first} to {int(steps[group[-1]])}, highest in step {step}")
+            facts.append(
+                f"high from step {first} to {int(steps[group[-1]])}, highest in step {step}"
+            )
         facts += _who(batches, step, float(risen[peak]), _rows_at(batches, step))
         rows = telling([row for each in group for row in _rows_at(batches, int(steps[each]))])
         facts += _before(run, first)
-        yield Anomaly("spike", [int(steps[each]) for each in group], float(scores[peak]), what, facts, rows)
+        yield Anomaly(
+            "spike",
+            [int(steps[each]) for each in group],
+            float(scores[peak]),
+            what,
+            facts,
+            rows,
+        )
 
 
 def _who(batches: StepBatches, step: int, risen: float, rows: list[BatchRow]) -> Iterator[str]:
     """Which rows made the rise of a step's loss, or that all did."""
     try:
-        every = [row for row in batches.rows_of(step) if row.loss is not None and row.like is not None]
+        every = [
+            row
+            for row in batches.rows_of(step)
+            if row.loss is not None and row.like is not None
+        ]
     except ConfigError:
         return
     total = sum(row.targets for row in every)
     high = [row for row in rows if row.score > 0]
-    share = sum(row.targets * ((row.loss or 0.0) - (row.like or 0.0)) for row in high) / max(total, 1)
+    share = sum(row.targets * ((row.loss or 0.0) - (row.like or 0.0)) for row in high) / max(
+        total, 1
+    )
     if high and share > 0.3 * risen:
         names = ", ".join(str(row.row if row.row is not None else row.place) for row in high)
         yield f"{min(1.0, share / risen):.0%} of the rise is that of {'rows' if len(high) > 1 else 'row'} {names}"
@@ -166,9 +205,16 @@ def _before(run: Lookback, step: int) -> Iterator[str]:
     """What came shortly before a step: starts, changed keys, a norm that was high."""
     for event in run.events:
         at = event.get("step")
-        if event.get("event") == "start" and isinstance(at, int) and at and 0 <= step - at - 1 <= _BEFORE:
+        if (
+            event.get("event") == "start"
+            and isinstance(at, int)
+            and at
+            and 0 <= step - at - 1 <= _BEFORE
+        ):
             changed = _changed_text(event)
-            yield f"the run was resumed after step {at}" + (f", with {changed}" if changed else "")
+            yield f"the run was resumed after step {at}" + (
+                f", with {changed}" if changed else ""
+            )
     steps, norms = run.series("grad_norm")
     logs = np.log(np.maximum(norms, 1e-30))
     high = (scores_of_steps(logs, floor=0.0) >= NORM) & (rises(logs) >= np.log(_LEAST_FACTOR))
@@ -184,16 +230,27 @@ def _norms(batches: StepBatches) -> Iterator[Anomaly]:
     scores, risen = scores_of_steps(logs, floor=0.0), rises(logs)
     steps_of_loss, losses = _losses(run)
     spikes = set(steps_of_loss[scores_of_steps(losses) >= SPIKE].tolist())
-    for group in _groups(np.flatnonzero((scores >= _ALONE) & (risen >= np.log(_ALONE))).tolist()):
+    for group in _groups(
+        np.flatnonzero((scores >= _ALONE) & (risen >= np.log(_ALONE))).tolist()
+    ):
         peak = max(group, key=lambda each: float(scores[each]))
         step = int(steps[peak])
         if step in spikes:
             continue  # told with its loss
         what = f"the gradient norm rose to {norms[peak]:.3g}, {np.exp(risen[peak]):.1f} times that of the steps before"
-        facts = [f"{scores[peak]:.1f} deviations above the median of the 7 logged steps before it"]
+        facts = [
+            f"{scores[peak]:.1f} deviations above the median of the 7 logged steps before it"
+        ]
         rows = _rows_at(batches, step)
         facts += _before(run, step)
-        yield Anomaly("spike", [int(steps[each]) for each in group], float(scores[peak]), what, facts, rows)
+        yield Anomaly(
+            "spike",
+            [int(steps[each]) for each in group],
+            float(scores[peak]),
+            what,
+            facts,
+            rows,
+        )
 
 
 def _groups(places: list[int]) -> list[list[int]]:
@@ -212,11 +269,19 @@ def _not_finite(batches: StepBatches) -> Iterator[Anomaly]:
     wrong = {step for step in run.logged if run.number(step, "loss") is None}
     wrong |= {step for step, _ in run.table.broken} | set(run.skipped)
     for step in sorted(wrong):
-        rows = [row for row in _rows_at(batches, step) if row.loss is not None and np.isnan(row.loss)]
+        rows = [
+            row
+            for row in _rows_at(batches, step)
+            if row.loss is not None and np.isnan(row.loss)
+        ]
         facts = [run.skipped[step]] if step in run.skipped else []
         if not rows and not facts:
-            facts.append("no row's loss is known to be other than finite: the gradient, or another row, was not")
-        yield Anomaly("not finite", [step], np.inf, "the loss or the gradient was not finite", facts, rows)
+            facts.append(
+                "no row's loss is known to be other than finite: the gradient, or another row, was not"
+            )
+        yield Anomaly(
+            "not finite", [step], np.inf, "the loss or the gradient was not finite", facts, rows
+        )
 
 
 def _far_rows(batches: StepBatches, told: set[tuple[int, int]]) -> Iterator[Anomaly]:
@@ -240,9 +305,18 @@ def _far_rows(batches: StepBatches, told: set[tuple[int, int]]) -> Iterator[Anom
         again = sorted(rows[1:], key=lambda row: row.step)
         facts = [f"in step {row.step} too: {row_text(row)}" for row in again]
         if first.score < 0:
-            facts.append(batches.contents.seen(first.row) or "typical of memorised or trivial text")
+            facts.append(
+                batches.contents.seen(first.row) or "typical of memorised or trivial text"
+            )
         what = f"the loss of {row_name(first)} is far {way} that of comparable rows"
-        yield Anomaly("row", sorted({row.step for row in rows}), abs(first.score) / 2, what, facts, [first])
+        yield Anomaly(
+            "row",
+            sorted({row.step for row in rows}),
+            abs(first.score) / 2,
+            what,
+            facts,
+            [first],
+        )
 
 
 def _drifts(run: Lookback) -> Iterator[Anomaly]:
@@ -254,22 +328,32 @@ def _drifts(run: Lookback) -> Iterator[Anomaly]:
     means, errors = np.full((2, len(names), 10), np.nan)
     for tenth, lines in enumerate(parts):
         for source in range(len(names)):
-            own = table.means[lines][(table.sources[lines] == source) & (table.counts[lines] > 0)]
+            own = table.means[lines][
+                (table.sources[lines] == source) & (table.counts[lines] > 0)
+            ]
             own = own[np.isfinite(own)]
             if len(own) >= 4:
-                means[source, tenth], errors[source, tenth] = own.mean(), own.std(ddof=1) / np.sqrt(len(own))
+                means[source, tenth], errors[source, tenth] = (
+                    own.mean(),
+                    own.std(ddof=1) / np.sqrt(len(own)),
+                )
     for source, name in enumerate(names):
         if not np.isfinite(means[source]).all():
             continue
         low = int(means[source].argmin())
-        risen, error = means[source, -1] - means[source, low], np.hypot(errors[source, -1], errors[source, low])
+        risen, error = (
+            means[source, -1] - means[source, low],
+            np.hypot(errors[source, -1], errors[source, low]),
+        )
         others = np.delete(means, source, 0)
         fell = float(np.nanmean(others[:, -1] - others[:, low]))
         score = risen / max(error, 1e-12)
         if low < 9 and score >= ROW and risen > _LEAST_RISE * means[source, low] and fell < 0:
             first, last = int(table.steps[parts[low][0]]), int(table.steps[-1])
             what = f"the loss of {name} rises again, from {means[source, low]:.4f} to {means[source, -1]:.4f}"
-            facts = [f"lowest around step {first}; the other sources have changed by {fell:+.4f} since"]
+            facts = [
+                f"lowest around step {first}; the other sources have changed by {fell:+.4f} since"
+            ]
             facts += [f"{score:.1f} standard errors of the mean over its rows, to step {last}"]
             yield Anomaly("drift", [], float(score) / 2, what, facts)
 
@@ -277,13 +361,25 @@ def _drifts(run: Lookback) -> Iterator[Anomaly]:
 def _changes(run: Lookback) -> Iterator[Anomaly]:
     for event in run.events:
         step = event.get("step")
-        if event.get("event") == "start" and isinstance(step, int) and (changed := _changed_text(event)):
-            yield Anomaly("changed", [step + 1], 1.0, f"step {step + 1} began with {changed}", ["journal.jsonl"])
+        if (
+            event.get("event") == "start"
+            and isinstance(step, int)
+            and (changed := _changed_text(event))
+        ):
+            yield Anomaly(
+                "changed",
+                [step + 1],
+                1.0,
+                f"step {step + 1} began with {changed}",
+                ["journal.jsonl"],
+            )
 
 
 def _changed_text(event: dict[str, Any]) -> str:
     changed = event.get("changed")
     pairs = changed.items() if isinstance(changed, dict) else ()
     return ", ".join(
-        f"{key} {each[0]} -> {each[1]}" for key, each in pairs if isinstance(each, list) and len(each) == 2
+        f"{key} {each[0]} -> {each[1]}"
+        for key, each in pairs
+        if isinstance(each, list) and len(each) == 2
     )

@@ -17,7 +17,11 @@ def run_lines(batches: StepBatches) -> Iterator[str]:
     """The most telling of a run."""
     run = batches.run
     first, last = batches.known
-    kept = f"the rows' losses of {len(run.kept.steps):,} of them" if run.kept.steps else "without losses of rows"
+    kept = (
+        f"the rows' losses of {len(run.kept.steps):,} of them"
+        if run.kept.steps
+        else "without losses of rows"
+    )
     yield f"{run.run}: steps {first:,} to {last:,}, {kept}"
     found = findings(batches)
     if not found:
@@ -39,7 +43,11 @@ def step_lines(batches: StepBatches, step: int) -> Iterator[str]:
     for finding in found:
         finding.rows = []  # below, with all others
         yield from _finding(finding)
-    yield "rows, the largest outliers first:" if any(row.like is not None for row in rows) else "rows:"
+    yield (
+        "rows, the largest outliers first:"
+        if any(row.like is not None for row in rows)
+        else "rows:"
+    )
     for row in rows[:MOST_ROWS]:
         yield from _row(row)
     if len(rows) > MOST_ROWS:
@@ -61,12 +69,18 @@ def _numbers(batches: StepBatches, step: int) -> str:
     run, at = batches.run, batches.run.table.index(step)
     loss = float(run.table.losses()[at]) if at is not None else run.number(step, "loss")
     norm = run.number(step, "grad_norm")
-    return (f", loss {loss:.4f}" if loss is not None else "") + (f", grad norm {norm:.3g}" if norm is not None else "")
+    return (f", loss {loss:.4f}" if loss is not None else "") + (
+        f", grad norm {norm:.3g}" if norm is not None else ""
+    )
 
 
 def _finding(finding: Anomaly) -> Iterator[str]:
     steps = finding.steps
-    where = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {', '.join(f'{each:,}' for each in steps[:6])}"
+    where = (
+        f"step {steps[0]:,}"
+        if len(steps) == 1
+        else f"steps {', '.join(f'{each:,}' for each in steps[:6])}"
+    )
     where += ", ..." if len(steps) > 6 else ""
     yield f"{where + ': ' if steps else ''}{visible(finding.what)}"
     yield from (f"  {visible(fact)}" for fact in finding.facts)
@@ -77,7 +91,10 @@ def _finding(finding: Anomaly) -> Iterator[str]:
 def _row(row: BatchRow) -> Iterator[str]:
     documents = row.documents
     named = f"documents {documents[0]:,} to {documents[-1]:,}" if len(documents) > 3 else ""
-    named = named or f"document{'s' * (len(documents) > 1)} {', '.join(f'{each:,}' for each in documents)}"
+    named = (
+        named
+        or f"document{'s' * (len(documents) > 1)} {', '.join(f'{each:,}' for each in documents)}"
+    )
     if files := row.files:
         named += f" of {', '.join(files[:3])}" + (", ..." if len(files) > 3 else "")
     yield f"  {visible(row_text(row))}" + (f" ({visible(named)})" if documents else "")

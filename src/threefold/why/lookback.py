@@ -84,8 +84,12 @@ class Lookback:
         """(names of the sources, one past the last row of each)."""
         mixture = self.segments[-1].start.mixture if self.segments else None
         if mixture is None:
-            return ["source"], np.array([self.segments[-1].start.num_rows if self.segments else 1 << 62], np.int64)
-        return [name for name, *_ in mixture], np.cumsum([size for _, size, _ in mixture], dtype=np.int64)
+            return ["source"], np.array(
+                [self.segments[-1].start.num_rows if self.segments else 1 << 62], np.int64
+            )
+        return [name for name, *_ in mixture], np.cumsum(
+            [size for _, size, _ in mixture], dtype=np.int64
+        )
 
     def sources_of(self, steps: list[int], width: int) -> Int64:
         """The number of the source at each place of some steps, ascending, [steps, width]; 0 where there is no row."""
@@ -125,19 +129,36 @@ class Table:
         steps = np.array(run.kept.steps, np.int64)
         found = [losses for step in steps.tolist() if (losses := run.kept.of(step)) is not None]
         width = max((len(each.sums) for each in found), default=0)
-        means, counts = np.full((len(steps), width), np.nan), np.zeros((len(steps), width), np.int64)
+        means, counts = (
+            np.full((len(steps), width), np.nan),
+            np.zeros((len(steps), width), np.int64),
+        )
         sources = run.sources_of(steps.tolist(), width)
         for number, losses in enumerate(found):
-            means[number, : len(losses.sums)], counts[number, : len(losses.sums)] = losses.means, losses.counts
+            means[number, : len(losses.sums)], counts[number, : len(losses.sums)] = (
+                losses.means,
+                losses.counts,
+            )
         wrong = np.argwhere((counts > 0) & ~np.isfinite(means)).tolist()
         means[~np.isfinite(means)] = np.nan
-        return cls(steps, means, counts, sources, [(int(steps[number]), place) for number, place in wrong])
+        return cls(
+            steps,
+            means,
+            counts,
+            sources,
+            [(int(steps[number]), place) for number, place in wrong],
+        )
 
     def losses(self) -> Float64:
         """The loss of each step, [steps]; NaN where a row has none."""
         counted = np.where(np.isnan(self.means), 0, self.counts)
         total = np.nansum(self.means * self.counts, axis=1)
-        return np.divide(total, counted.sum(1), out=np.full(len(self.steps), np.nan), where=counted.sum(1) > 0)
+        return np.divide(
+            total,
+            counted.sum(1),
+            out=np.full(len(self.steps), np.nan),
+            where=counted.sum(1) > 0,
+        )
 
     def index(self, step: int) -> int | None:
         """The line of a step; None if nothing was kept of it."""

@@ -80,7 +80,10 @@ def scores_of_rows(means: Float64, counts: Int64, sources: Int64) -> tuple[Float
     here = _OF_MAD * _median(np.abs(_rows_around(rest, _NEAR)), 1)[:, None]
     scores, like = np.zeros(means.shape), np.broadcast_to(base, means.shape).copy()
     for start in range(0, len(means), _BLOCK):
-        own, around = slice(start, start + _BLOCK), slice(max(0, start - _BLOCK), start + 2 * _BLOCK)
+        own, around = (
+            slice(start, start + _BLOCK),
+            slice(max(0, start - _BLOCK), start + 2 * _BLOCK),
+        )
         near = rest[around]
         for source in np.unique(sources[own]):
             theirs = near[(sources[around] == source) & np.isfinite(near)]
@@ -93,7 +96,9 @@ def scores_of_rows(means: Float64, counts: Int64, sources: Int64) -> tuple[Float
             fewer = np.sqrt(np.maximum(1.0, usual / np.maximum(counts[own], 1)))
             # Rows that are easy are often easier than others are hard: each side has a scale of its own.
             apart = means[own] - like[own]
-            above, below = (_OF_MAD * np.median(np.abs(side)) for side in _sides(theirs - offset))
+            above, below = (
+                _OF_MAD * np.median(np.abs(side)) for side in _sides(theirs - offset)
+            )
             spread = np.where(apart > 0, above, below) * fewer
             spread = np.fmax(spread, here[own] * fewer)
             scale = np.maximum(spread, np.maximum(_FLOOR * np.abs(like[own]), 1e-12))

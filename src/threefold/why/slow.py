@@ -25,13 +25,20 @@ def slow_findings(run: Lookback) -> Iterator[Values]:
 
 def _late_ranks(run: Lookback) -> Iterator[Values]:
     for event in run.events:
-        if event["event"] == "lag" and isinstance(share := event.get("share"), float) and share > 0:
+        if (
+            event["event"] == "lag"
+            and isinstance(share := event.get("share"), float)
+            and share > 0
+        ):
             what = f"rank {event.get('rank')} was the slowest from step {event.get('since')} on"
             yield "slow", [], 10 * share, what, [str(event.get("text")), "journal.jsonl"]
 
 
 def _waits(run: Lookback) -> Iterator[Values]:
-    pairs = [(run.number(step, "data_wait_s"), run.number(step, "step_time_s")) for step in run.logged]
+    pairs = [
+        (run.number(step, "data_wait_s"), run.number(step, "step_time_s"))
+        for step in run.logged
+    ]
     shares = [wait / time for wait, time in pairs if wait is not None and time]
     if len(shares) >= _FEWEST and (share := float(np.median(shares))) >= _WAITS:
         what = f"steps waited for data for {share:.0%} of their time"
@@ -48,21 +55,35 @@ def _long_steps(run: Lookback) -> Iterator[Values]:
     steps, times = run.series("step_time_s")
     # The first line after a start has what a start costs.
     begun = {
-        event["step"] for event in run.events if event.get("event") == "start" and isinstance(event.get("step"), int)
+        event["step"]
+        for event in run.events
+        if event.get("event") == "start" and isinstance(event.get("step"), int)
     }
-    firsts = {next((step for step in steps.tolist() if step > begin), -1) for begin in begun | {0}}
+    firsts = {
+        next((step for step in steps.tolist() if step > begin), -1) for begin in begun | {0}
+    }
     if len(steps) < _FEWEST:
         return
     usual = float(np.median(times))
-    long = [(float(time), int(step)) for step, time in zip(steps, times, strict=True) if step not in firsts]
+    long = [
+        (float(time), int(step))
+        for step, time in zip(steps, times, strict=True)
+        if step not in firsts
+    ]
     for time, step in sorted(long, reverse=True)[:3]:
         if time < _LONG * usual or time - usual < _LOST * times.sum():
             return
         wait, rank = run.number(step, "data_wait_s"), run.number(step, "slowest_rank")
         facts = [f"{time / usual:.1f} times the median, {usual:.3g} s"]
-        facts += [f"{wait:.3g} s of it waiting for data"] if wait is not None and wait > _WAITS * time else []
         facts += (
-            [f"rank {int(rank)} was the slowest, by {run.number(step, 'slowest_share') or 0:.0%}"]
+            [f"{wait:.3g} s of it waiting for data"]
+            if wait is not None and wait > _WAITS * time
+            else []
+        )
+        facts += (
+            [
+                f"rank {int(rank)} was the slowest, by {run.number(step, 'slowest_share') or 0:.0%}"
+            ]
             if rank is not None
             else []
         )

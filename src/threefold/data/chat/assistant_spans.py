@@ -72,26 +72,41 @@ class Whole:
     def turn(self, number: int) -> Turn:
         """The stretch of one turn; RowError if it cannot be told apart."""
         last = number + 1 == len(self.messages)
-        before = self.render(self.messages[:number], prompt=True) if number else self._prompt_of_nothing()
+        before = (
+            self.render(self.messages[:number], prompt=True)
+            if number
+            else self._prompt_of_nothing()
+        )
         until = self.text if last else self.render(self.messages[: number + 1])
         if self.text.startswith(until) and until.startswith(before):
             return self.closed(Turn(len(before), len(until), number))
         return self._beside(number) or self._found(number, before)
 
-    def all_marked(self, stretches: Sequence[tuple[int, int]], texts: RowTexts) -> tuple[Turn, ...]:
+    def all_marked(
+        self, stretches: Sequence[tuple[int, int]], texts: RowTexts
+    ) -> tuple[Turn, ...]:
         """The stretches that the template marks as the assistant's; a turn may have several of them.
 
         Raises:
             RowError: a stretch is of no turn, or of several, or has another's text in it.
         """
-        turns = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
+        turns = [
+            number
+            for number, message in enumerate(self.messages)
+            if message["role"] == "assistant"
+        ]
         filled = [(begin, end) for begin, end in stretches if end > begin]
         one_each = next((each for each in (stretches, filled) if len(each) == len(turns)), None)
-        found = turns if one_each is not None else [self._owner(stretch, texts) for stretch in filled]
+        found = (
+            turns
+            if one_each is not None
+            else [self._owner(stretch, texts) for stretch in filled]
+        )
         owners = [number for number in found if number is not None]
         if len(owners) < len(found):
             what = (
-                f"the template marks {len(filled)} stretches as generated, and there are {len(turns)} assistant turns"
+                f"the template marks {len(filled)} stretches as generated, and there are "
+                f"{len(turns)} assistant turns"
             )
             raise RowError(what, "stretches that are each of one turn of the assistant")
         made = []
@@ -108,7 +123,9 @@ class Whole:
     def _owner(self, stretch: tuple[int, int], texts: RowTexts) -> int | None:
         """The turn of a marked stretch: that of the texts in it, else of the text beside it; None: none."""
         begin, end = stretch
-        places = [(place.begin, texts.texts[place.number].message) for place in texts.places or ()]
+        places = [
+            (place.begin, texts.texts[place.number].message) for place in texts.places or ()
+        ]
         within = {message for place, message in places if begin <= place < end}
         if not within and places:
             before = max((each for each in places if each[0] < begin), default=(0, -1))[1]
@@ -148,7 +165,10 @@ class Whole:
                 whole[message] = turn._replace(begin=texts.begin_of(place))
             elif turn is not None and place.end > max(turn.end, turn.reach):
                 what = f"messages[{message}]: the chat template writes its {key} outside of its turn"
-                raise RowError(what, "a template that writes a turn in one stretch, or marks it: {% generation %}")
+                raise RowError(
+                    what,
+                    "a template that writes a turn in one stretch, or marks it: {% generation %}",
+                )
         for turn in whole.values():
             self.refuse_within(turn, texts)
         return tuple(whole.values())
@@ -157,13 +177,21 @@ class Whole:
         """RowError if a text of another lies in a turn, by where the texts are."""
         for place in texts.places or ():
             message = texts.texts[place.number].message
-            if self.messages[message]["role"] != "assistant" and place.begin < turn.end and turn.begin < place.end:
+            if (
+                self.messages[message]["role"] != "assistant"
+                and place.begin < turn.end
+                and turn.begin < place.end
+            ):
                 raise self._within(message, turn)
 
     def refuse_others(self, turns: Sequence[Turn]) -> None:
         """RowError if what another than the assistant said lies inside one of the turns, by its words."""
         for number, message in enumerate(self.messages):
-            words = _WORDS.findall(message.get("content") or "") if message["role"] != "assistant" else []
+            words = (
+                _WORDS.findall(message.get("content") or "")
+                if message["role"] != "assistant"
+                else []
+            )
             for turn in turns if words else ():
                 stretch = self.text[turn.begin : turn.end]
                 # Only where it can be is it looked for, which takes two renderings.
@@ -194,14 +222,23 @@ class Whole:
             content = (self.messages[turn.message].get("content") or "").rstrip()
             if turn.ending.strip() and turn.reach < turn.end + len(turn.ending.rstrip()):
                 return turn._replace(next=self._next_prompt(turn))
-            if content and not turn.ending and self.text[turn.begin : turn.end].rstrip().endswith(content):
+            if (
+                content
+                and not turn.ending
+                and self.text[turn.begin : turn.end].rstrip().endswith(content)
+            ):
                 return turn._replace(next=self._next_message(turn.message + 1))
             return turn
         try:
-            shared = _alike(self.text, self.render([*self.messages, {"role": "user", "content": _PROBES[0]}]))
+            shared = _alike(
+                self.text,
+                self.render([*self.messages, {"role": "user", "content": _PROBES[0]}]),
+            )
             if shared == len(self.text):
                 return turn
-            return turn._replace(shared=shared, written=self._content(self.messages, turn.message)[1])
+            return turn._replace(
+                shared=shared, written=self._content(self.messages, turn.message)[1]
+            )
         except RowError:
             return turn
 
@@ -225,7 +262,9 @@ class Whole:
         alike = EVERYWHERE
         for role in {"system", "user", "tool"} - {self.messages[number]["role"]}:
             with contextlib.suppress(RowError):
-                shown = self.render([*self.messages[:number], {"role": role, "content": _PROBES[0]}])
+                shown = self.render(
+                    [*self.messages[:number], {"role": role, "content": _PROBES[0]}]
+                )
                 if _PROBES[0] in shown:
                     alike = min(alike, _alike(self.text, shown))
         return alike if alike < EVERYWHERE else 0
@@ -239,7 +278,10 @@ class Whole:
             return None
         message = self.messages[number]
         bare = {key: value for key, value in message.items() if key not in REASONING}
-        silent = {**bare, **({"content": ""} if message.get("tool_calls") and message.get("content") else {})}
+        silent = {
+            **bare,
+            **({"content": ""} if message.get("tool_calls") and message.get("content") else {}),
+        }
         try:
             after = self._after(self.messages, number - 1)
             prompt = self._after(self.messages[:number], number - 1, prompt=True)
@@ -247,7 +289,10 @@ class Whole:
                 return None
             for each in (message, *(other for other in (bare, silent) if other != message)):
                 said = [*self.messages[:number], each]
-                if each is not message and self.render([*said, *self.messages[number + 1 :]]) != self.text:
+                if (
+                    each is not message
+                    and self.render([*said, *self.messages[number + 1 :]]) != self.text
+                ):
                     continue
                 until = self._after(said, number - 1)
                 if after.startswith(until) and until.startswith(prompt):
@@ -260,10 +305,15 @@ class Whole:
     def _after(self, messages: list[Message], number: int, *, prompt: bool = False) -> str:
         """What follows the content of a message."""
         prefix, suffix = self._around(messages, number, prompt=prompt)
-        text = self.text if messages is self.messages and not prompt else self.render(messages, prompt=prompt)
+        text = (
+            self.text
+            if messages is self.messages and not prompt
+            else self.render(messages, prompt=prompt)
+        )
         if not (text.startswith(prefix) and text.endswith(suffix)):
             raise RowError(
-                f"messages[{number}]: its place depends on its content", "a template that writes it as it is"
+                f"messages[{number}]: its place depends on its content",
+                "a template that writes it as it is",
             )
         return suffix
 
@@ -281,14 +331,17 @@ class Whole:
             except RowError as error:
                 wrong = error
                 continue
-            turn = self._ended(Turn(self._begin(number, before, shown, begin), end, number), ending)
+            turn = self._ended(
+                Turn(self._begin(number, before, shown, begin), end, number), ending
+            )
             if turn.reach >= end + len(ending.rstrip()):
                 return self.closed(Turn(turn.begin, turn.reach, number))
             if each is message and message.get("tool_calls"):
                 # The calls follow the content: without them, a part of the turn would be left out.
                 what = f"messages[{number}]: the chat template renders the tool calls differently in their place"
                 raise RowError(
-                    what, "a template that renders earlier turns as they were, or marks them: {% generation %}"
+                    what,
+                    "a template that renders earlier turns as they were, or marks them: {% generation %}",
                 )
             return turn
         assert wrong is not None
@@ -318,7 +371,10 @@ class Whole:
         try:
             begin, _ = self._content(self.messages, 0)
             question: list[Message] = [{"role": "user", "content": ""}]
-            (_, asked), (_, closed) = self._around(question, 0, prompt=True), self._around(question, 0)
+            (_, asked), (_, closed) = (
+                self._around(question, 0, prompt=True),
+                self._around(question, 0),
+            )
         except RowError:
             return ""
         header = asked[_alike(asked, closed) :]
@@ -338,19 +394,32 @@ class Whole:
             )
         return begin, end
 
-    def _around(self, messages: Sequence[Message], number: int, *, prompt: bool = False) -> tuple[str, str]:
+    def _around(
+        self, messages: Sequence[Message], number: int, *, prompt: bool = False
+    ) -> tuple[str, str]:
         """What stands before and after the content of a message, found by writing other contents."""
         if "content" not in messages[number]:
             what = f"messages[{number}] has only tool calls, and the chat template renders it differently in its place"
-            raise RowError(what, "a template that renders earlier turns as they were, or marks them: {% generation %}")
+            raise RowError(
+                what,
+                "a template that renders earlier turns as they were, or marks them: {% generation %}",
+            )
         one, other = (
             self.render(
-                [*messages[:number], {**messages[number], "content": probe}, *messages[number + 1 :]], prompt=prompt
+                [
+                    *messages[:number],
+                    {**messages[number], "content": probe},
+                    *messages[number + 1 :],
+                ],
+                prompt=prompt,
             )
             for probe in _PROBES
         )
         begin, after = _alike(one, other), _alike(one[::-1], other[::-1])
-        if one[begin : len(one) - after] != _PROBES[0] or other[begin : len(other) - after] != _PROBES[1]:
+        if (
+            one[begin : len(one) - after] != _PROBES[0]
+            or other[begin : len(other) - after] != _PROBES[1]
+        ):
             raise RowError(
                 f"messages[{number}]: the chat template does not write the content once and as it is",
                 "a template that writes each turn once",

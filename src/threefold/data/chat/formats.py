@@ -31,12 +31,34 @@ _OPTIONAL = {
     "preference": ("prompt", "system", "tools", "chat_template_kwargs"),
 }
 FIELDS = (
-    *("text", "messages", "conversations", "role", "content", "prompt", "completion", "instruction", "input", "output"),
+    *(
+        "text",
+        "messages",
+        "conversations",
+        "role",
+        "content",
+        "prompt",
+        "completion",
+        "instruction",
+        "input",
+        "output",
+    ),
     *("chosen", "rejected", "system", "tools", "chat_template_kwargs"),
 )
 # ShareGPT's names of who speaks, and those of other collections.
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
-_ROLES |= {"model": "assistant", "observation": "tool", "function_response": "tool", "ipython": "tool"}
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+}
+_ROLES |= {
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
+}
 _ROLES |= {"function_call": "assistant"}
 _KNOWN = ("system", "developer", "user", "assistant", "tool", "function")
 Message = dict[str, Any]
@@ -65,7 +87,10 @@ class Columns:
     @property
     def all_names(self) -> tuple[str, ...]:
         """The columns that are read of a row that has them."""
-        return (*self.names, *(name for name in _OPTIONAL[self.format] if name not in self.names))
+        return (
+            *self.names,
+            *(name for name in _OPTIONAL[self.format] if name not in self.names),
+        )
 
     def theirs(self, names: Sequence[str]) -> tuple[str, ...]:
         """The source's names of some columns."""
@@ -90,7 +115,9 @@ class Example:
     untrained: frozenset[int] = frozenset()
 
 
-def columns_of(names: Sequence[str], *, format: str = "auto", fields: Mapping[str, str] | None = None) -> Columns:
+def columns_of(
+    names: Sequence[str], *, format: str = "auto", fields: Mapping[str, str] | None = None
+) -> Columns:
     """What rows with these columns are.
 
     Raises:
@@ -107,19 +134,30 @@ def columns_of(names: Sequence[str], *, format: str = "auto", fields: Mapping[st
         )
     chosen = (matching[0] if matching else None) if format == "auto" else format
     if chosen is None or chosen not in found:
-        sets = [columns for each, sets in _COLUMNS.items() if chosen in (None, each) for columns in sets]
-        wanted = " or ".join(" + ".join(columns) for columns in (*sets, *([("text",)] if chosen is None else [])))
+        sets = [
+            columns
+            for each, sets in _COLUMNS.items()
+            if chosen in (None, each)
+            for columns in sets
+        ]
+        wanted = " or ".join(
+            " + ".join(columns) for columns in (*sets, *([("text",)] if chosen is None else []))
+        )
         raise ConfigError(
             f"data.format = {format}: the columns are {', '.join(names) or 'none'}",
             expected=f"the columns {wanted}",
             fix=f"name them: --data.fields '{{{sets[0][0] if sets else 'messages'}: {names[0] if names else 'NAME'}}}'",
         )
     present = {name for name in _OPTIONAL[chosen] if given.get(name, name) in names}
-    optional = (name for name in _OPTIONAL[chosen] if name in present and name not in found[chosen])
+    optional = (
+        name for name in _OPTIONAL[chosen] if name in present and name not in found[chosen]
+    )
     return Columns(chosen, (*found[chosen], *optional), given)
 
 
-def formats_in(names: Sequence[str], *, fields: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+def formats_in(
+    names: Sequence[str], *, fields: Mapping[str, str]
+) -> dict[str, tuple[str, ...]]:
     """Each format that rows with these columns can be read as, and the columns that make it.
 
     Raises:
@@ -161,7 +199,10 @@ def example_of(row: Mapping[str, Any], columns: Columns) -> Example:
         RowError: a column is missing, null, or of another form.
     """
     values = values_of(row, columns)
-    tools, variables = _tools(values.get("tools")), _variables(values.get("chat_template_kwargs"))
+    tools, variables = (
+        _tools(values.get("tools")),
+        _variables(values.get("chat_template_kwargs")),
+    )
     if columns.format == "chat":
         return _example(_conversation(values, columns), 0, tools, variables)
     prompt, completion = _prompt_and_completion(values, columns)
@@ -173,26 +214,40 @@ def values_of(row: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
 
     Arrow gives each object the keys of all others in its place, as nulls, so a null cannot be told from a missing key.
     """
-    return {name: _without_nulls(row.get(columns.fields.get(name, name))) for name in columns.all_names}
+    return {
+        name: _without_nulls(row.get(columns.fields.get(name, name)))
+        for name in columns.all_names
+    }
 
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list | tuple) else value
+    return (
+        [_without_nulls(each) for each in value] if isinstance(value, list | tuple) else value
+    )
 
 
 def _example(
-    messages: Sequence[Message], num_prompt: int, tools: tuple[Any, ...] | None, variables: Mapping[str, Any]
+    messages: Sequence[Message],
+    num_prompt: int,
+    tools: tuple[Any, ...] | None,
+    variables: Mapping[str, Any],
 ) -> Example:
-    untrained = frozenset(number for number, message in enumerate(messages) if not message.get("train", True))
-    shown = tuple({key: value for key, value in message.items() if key != "train"} for message in messages)
+    untrained = frozenset(
+        number for number, message in enumerate(messages) if not message.get("train", True)
+    )
+    shown = tuple(
+        {key: value for key, value in message.items() if key != "train"} for message in messages
+    )
     return Example(shown, None, num_prompt, tools, variables, untrained)
 
 
 def _conversation(values: Mapping[str, Any], columns: Columns) -> list[Message]:
     name = columns.names[0]
-    messages: list[Message] = _with_system(values, _messages(_given(values, name), name, columns))
+    messages: list[Message] = _with_system(
+        values, _messages(_given(values, name), name, columns)
+    )
     return messages
 
 
@@ -203,8 +258,15 @@ def _with_system(values: Mapping[str, Any], messages: Any) -> Any:
         return messages
     if not isinstance(system, str) or not isinstance(messages, list):
         what = f"'system' is {kind_of(system)}, beside {kind_of(messages)}"
-        raise RowError(what, "a system text beside messages   (or data.fields without it, and texts that hold it)")
-    begins = bool(messages) and isinstance(messages[0], Mapping) and messages[0].get("role") == "system"
+        raise RowError(
+            what,
+            "a system text beside messages   (or data.fields without it, and texts that hold it)",
+        )
+    begins = (
+        bool(messages)
+        and isinstance(messages[0], Mapping)
+        and messages[0].get("role") == "system"
+    )
     return messages if begins else [{"role": "system", "content": system}, *messages]
 
 
@@ -217,16 +279,27 @@ def _given(values: Mapping[str, Any], name: str) -> Any:
 def _prompt_and_completion(values: Mapping[str, Any], columns: Columns) -> tuple[Any, Any]:
     if "instruction" not in columns.names:
         return _given(values, "prompt"), _given(values, "completion")
-    instruction, more, output = _given(values, "instruction"), values.get("input"), _given(values, "output")
+    instruction, more, output = (
+        _given(values, "instruction"),
+        values.get("input"),
+        _given(values, "output"),
+    )
     for name, text in (("instruction", instruction), ("input", more or ""), ("output", output)):
         if not isinstance(text, str):
-            raise RowError(f"{name!r} is {kind_of(text)}, not text", "instruction, input and output as texts")
+            raise RowError(
+                f"{name!r} is {kind_of(text)}, not text",
+                "instruction, input and output as texts",
+            )
     asked = [{"role": "user", "content": f"{instruction}\n\n{more}" if more else instruction}]
     return asked, [{"role": "assistant", "content": output}]
 
 
 def _completed(
-    prompt: Any, completion: Any, columns: Columns, tools: tuple[Any, ...] | None, variables: Mapping[str, Any]
+    prompt: Any,
+    completion: Any,
+    columns: Columns,
+    tools: tuple[Any, ...] | None,
+    variables: Mapping[str, Any],
 ) -> Example:
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
@@ -235,13 +308,18 @@ def _completed(
     if isinstance(prompt, str) or isinstance(completion, str):
         what = f"the prompt is {kind_of(prompt)} and the completion {kind_of(completion)}"
         raise RowError(what, "two texts, or two lists of messages")
-    asked, answered = _messages(prompt, "prompt", columns), _messages(completion, "completion", columns)
+    asked, answered = (
+        _messages(prompt, "prompt", columns),
+        _messages(completion, "completion", columns),
+    )
     return _example([*asked, *answered], len(asked), tools, variables)
 
 
 def _messages(value: Any, where: str, columns: Columns) -> list[Message]:
     if not isinstance(value, list | tuple):
-        raise RowError(f"{where!r} is {kind_of(value)}, not a list of messages", "a list of messages")
+        raise RowError(
+            f"{where!r} is {kind_of(value)}, not a list of messages", "a list of messages"
+        )
     if not value:
         raise RowError(f"{where!r} is an empty list", "at least one message")
     return [_message(each, f"{where}[{number}]", columns) for number, each in enumerate(value)]
@@ -249,30 +327,50 @@ def _messages(value: Any, where: str, columns: Columns) -> list[Message]:
 
 def _message(value: Any, where: str, columns: Columns) -> Message:
     if not isinstance(value, Mapping):
-        raise RowError(f"{where} is {kind_of(value)}, not a message", '{"role": ..., "content": ...}')
-    role_key, content_key = columns.fields.get("role", "role"), columns.fields.get("content", "content")
+        raise RowError(
+            f"{where} is {kind_of(value)}, not a message", '{"role": ..., "content": ...}'
+        )
+    role_key, content_key = (
+        columns.fields.get("role", "role"),
+        columns.fields.get("content", "content"),
+    )
     if role_key not in value and "from" in value:
         role_key, content_key = "from", columns.fields.get("content", "value")
     said = value.get(role_key)
     if not isinstance(said, str):
         raise RowError(
-            f"{where} has no {role_key!r}" if said is None else f"{where}: the role is {kind_of(said)}", "a role"
+            f"{where} has no {role_key!r}"
+            if said is None
+            else f"{where}: the role is {kind_of(said)}",
+            "a role",
         )
     role = _ROLES.get(said, said)
     if role not in _KNOWN:
-        raise RowError(f"{where}: the role {said!r} is not known", f"one of {', '.join((*_KNOWN, *_ROLES))}")
-    others = {key: each for key, each in value.items() if key not in (role_key, content_key, "weight", "train")}
+        raise RowError(
+            f"{where}: the role {said!r} is not known",
+            f"one of {', '.join((*_KNOWN, *_ROLES))}",
+        )
+    others = {
+        key: each
+        for key, each in value.items()
+        if key not in (role_key, content_key, "weight", "train")
+    }
     if not _trained(value, where):
         others["train"] = False
     content = value.get(content_key)
     if said == "function_call":
-        others["tool_calls"], content = [{"type": "function", "function": _call(content, where)}], None
+        others["tool_calls"], content = (
+            [{"type": "function", "function": _call(content, where)}],
+            None,
+        )
     if isinstance(calls := others.get("tool_calls"), list):
         others["tool_calls"] = [_with_arguments(each, where) for each in calls]
     elif calls is not None:
         raise RowError(f"{where}: tool_calls is {kind_of(calls)}", "a list of calls")
     if content is None and not calls:
-        raise RowError(f"{where} has no {content_key!r}", "a text in every message, or tool_calls")
+        raise RowError(
+            f"{where} has no {content_key!r}", "a text in every message, or tool_calls"
+        )
     if content is not None:
         others["content"] = _text(content, where)
     return {"role": role, **others}
@@ -289,7 +387,9 @@ def _with_arguments(call: Any, where: str) -> Any:
     try:
         return {**call, "arguments": _without_nulls(json.loads(call["arguments"] or "{}"))}
     except ValueError as error:
-        raise RowError(f"{where}: the arguments of a call are no JSON: {error}", "an object, or its JSON") from None
+        raise RowError(
+            f"{where}: the arguments of a call are no JSON: {error}", "an object, or its JSON"
+        ) from None
 
 
 def _call(content: Any, where: str) -> Any:
@@ -299,7 +399,10 @@ def _call(content: Any, where: str) -> Any:
     except (TypeError, ValueError):
         call = None
     if not isinstance(call, dict) or "name" not in call:
-        raise RowError(f"{where}: a function_call that is no call", '{"name": ..., "arguments": {...}} as JSON')
+        raise RowError(
+            f"{where}: a function_call that is no call",
+            '{"name": ..., "arguments": {...}} as JSON',
+        )
     return call
 
 
@@ -308,7 +411,9 @@ def _trained(message: Mapping[str, Any], where: str) -> bool:
     for key in ("weight", "train"):
         if message.get(key, 1) not in (0, 1):  # true and false are equal to these
             what = f"{where}: {key!r} is {message[key]!r}"
-            raise RowError(what, f"{key!r} as 0 or 1, false or true: a message is trained on, or it is not")
+            raise RowError(
+                what, f"{key!r} as 0 or 1, false or true: a message is trained on, or it is not"
+            )
     return bool(message.get("weight", 1) and message.get("train", 1))
 
 
@@ -316,14 +421,23 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, list) and content:
         # The parts of multimodal messages, where all of them are text.
         parts = [
-            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content
+            part.get("text")
+            if isinstance(part, Mapping) and part.get("type") == "text"
+            else None
+            for part in content
         ]
         if all(isinstance(part, str) for part in parts):
             return "".join(parts)  # type: ignore[arg-type]
     if not isinstance(content, str):
-        raise RowError(f"{where}: the content is {kind_of(content)}, not text", "text (images and audio are not read)")
+        raise RowError(
+            f"{where}: the content is {kind_of(content)}, not text",
+            "text (images and audio are not read)",
+        )
     if any("\ud800" <= character <= "\udfff" for character in content):
-        raise RowError(f"{where}: half of a surrogate pair in the text", "text that can be written as UTF-8")
+        raise RowError(
+            f"{where}: half of a surrogate pair in the text",
+            "text that can be written as UTF-8",
+        )
     return content
 
 
@@ -334,7 +448,9 @@ def _tools(value: Any) -> tuple[Any, ...] | None:
         try:
             value = _without_nulls(json.loads(value))
         except ValueError as error:
-            raise RowError(f"'tools' is not JSON: {error}", "a list of functions, or its JSON") from None
+            raise RowError(
+                f"'tools' is not JSON: {error}", "a list of functions, or its JSON"
+            ) from None
     if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
         raise RowError(f"'tools' is {kind_of(value)}", "a list of functions as JSON schemas")
     return tuple(value)
@@ -344,7 +460,10 @@ def _variables(value: Any) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise RowError(f"'chat_template_kwargs' is {kind_of(value)}", "names and values for the chat template")
+        raise RowError(
+            f"'chat_template_kwargs' is {kind_of(value)}",
+            "names and values for the chat template",
+        )
     return value
 
 
@@ -352,5 +471,12 @@ def kind_of(value: Any) -> str:
     """What a JSON value is, in words."""
     if isinstance(value, Mapping):
         return "an object"
-    kinds = {type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list", str: "text"}
+    kinds = {
+        type(None): "null",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+        str: "text",
+    }
     return kinds.get(type(value), type(value).__name__)

@@ -11,11 +11,27 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from threefold.data.chat.formats import Columns, Example, RowError, columns_of, example_of, formats_in
+from threefold.data.chat.formats import (
+    Columns,
+    Example,
+    RowError,
+    columns_of,
+    example_of,
+    formats_in,
+)
 from threefold.data.chat.loss_mask import Encoder
 from threefold.data.chat.preference import labelled_pair
 from threefold.data.chat.template import ChatTemplate
-from threefold.data.text.source import PREFERENCE, TRAIN_ON, Labelled, LabellerFor, Labels, LossMask, ReadLog, Source
+from threefold.data.text.source import (
+    PREFERENCE,
+    TRAIN_ON,
+    Labelled,
+    LabellerFor,
+    Labels,
+    LossMask,
+    ReadLog,
+    Source,
+)
 from threefold.data.tokens import Tokenizer, for_texts
 from threefold.errors import ConfigError, DataError
 
@@ -46,7 +62,9 @@ class RowLabeller:
         # Of a prompt and a completion, it is not known before they are read whether they are texts.
         end = "trained" if "prompt" in read.names or ends_turns(self.encoder) else "missing"
         templated = read.format == "chat" or "instruction" in read.names
-        return LossMask(read.format, read.theirs(read.names), self.encoder.train_on, end, templated)
+        return LossMask(
+            read.format, read.theirs(read.names), self.encoder.train_on, end, templated
+        )
 
     @property
     def columns(self) -> Sequence[str]:
@@ -56,7 +74,11 @@ class RowLabeller:
     def recipe(self) -> str:
         made = self.encoder
         template = made.template
-        shown = None if template is None else [template.source, template.special, template.variables]
+        shown = (
+            None
+            if template is None
+            else [template.source, template.special, template.variables]
+        )
         parts: list[Any] = [
             self.read.format,
             self.read.names,
@@ -105,7 +127,9 @@ def labeller_for(source: Source, tokenizer: Tokenizer) -> LabellerFor:
         if train_on not in (known := _ALLOWED[read.format]):
             raise ConfigError(
                 f"data.train_on = {train_on!r} with rows of the format {read.format}",
-                expected=f"one of {', '.join(known)}" if len(known) > 1 else f"{known[0]}: the two answers",
+                expected=f"one of {', '.join(known)}"
+                if len(known) > 1
+                else f"{known[0]}: the two answers",
                 fix=f"--data.train_on {_DEFAULT[read.format]}",
             )
         template = chat_template(tokenizer, labels)
@@ -136,10 +160,16 @@ def format_of(names: Sequence[str], source: Source) -> str:
 
 def template_source(tokenizer: Tokenizer, labels: Labels) -> str | None:
     """The text of the chat template of a tokenizer, or of the file that is named; None without any."""
-    return _own_template(tokenizer)[0] if labels.chat_template is None else template_file(labels.chat_template)
+    return (
+        _own_template(tokenizer)[0]
+        if labels.chat_template is None
+        else template_file(labels.chat_template)
+    )
 
 
-def chat_template(tokenizer: Tokenizer, labels: Labels, source: str | None = None) -> ChatTemplate | None:
+def chat_template(
+    tokenizer: Tokenizer, labels: Labels, source: str | None = None
+) -> ChatTemplate | None:
     """The chat template of a tokenizer, or the file that is named, or `source` instead; None without any."""
     own, special = _own_template(tokenizer)
     if source is None:
@@ -180,7 +210,9 @@ def template_file(name: str) -> str:
         ) from error
 
 
-def encoder_of(tokenizer: Tokenizer, labels: Labels, train_on: str, template: ChatTemplate | None) -> Encoder:
+def encoder_of(
+    tokenizer: Tokenizer, labels: Labels, train_on: str, template: ChatTemplate | None
+) -> Encoder:
     """What encodes the examples of a source with these labels."""
     return Encoder(
         _backend(tokenizer),
@@ -189,7 +221,9 @@ def encoder_of(tokenizer: Tokenizer, labels: Labels, train_on: str, template: Ch
         train_on,
         lost_texts=labels.lost_texts,
         control_ids=labels.control_tokens == "ids",
-        bos_id=for_texts(tokenizer, bos=labels.bos, control_tokens=labels.control_tokens).bos_id,
+        bos_id=for_texts(
+            tokenizer, bos=labels.bos, control_tokens=labels.control_tokens
+        ).bos_id,
     )
 
 
@@ -200,7 +234,11 @@ def ends_turns(encoder: Encoder) -> bool:
         answered = replace(encoder, train_on="assistant").labelled(Example(said))
     except RowError:
         return True
-    written = str(encoder.backend.decode(answered.ids[answered.loss_mask].tolist(), skip_special_tokens=False))
+    written = str(
+        encoder.backend.decode(
+            answered.ids[answered.loss_mask].tolist(), skip_special_tokens=False
+        )
+    )
     return _ANSWER not in written or bool(written.rpartition(_ANSWER)[2].strip())
 
 
@@ -213,7 +251,9 @@ def _refuse_wrong(source: str, labels: Labels) -> None:
     except TemplateSyntaxError as error:
         name = labels.chat_template or "the tokenizer's chat template"
         raise DataError(
-            f"{name}, line {error.lineno}: {error.message}", expected="a chat template in jinja", fix="correct the line"
+            f"{name}, line {error.lineno}: {error.message}",
+            expected="a chat template in jinja",
+            fix="correct the line",
         ) from error
 
 
@@ -228,13 +268,19 @@ def _own_template(tokenizer: Tokenizer) -> tuple[str | None, dict[str, str]]:
     found = loaded.chat_template
     if isinstance(found, dict):
         found = found.get("default")
-    return found, {name: str(token) for name, token in loaded.special_tokens_map.items() if not isinstance(token, list)}
+    return found, {
+        name: str(token)
+        for name, token in loaded.special_tokens_map.items()
+        if not isinstance(token, list)
+    }
 
 
 def _backend(tokenizer: Tokenizer) -> Any:
     from threefold.data.tokens import byte_backend
 
-    backend = byte_backend() if tokenizer.name == "bytes" else getattr(tokenizer, "backend", None)
+    backend = (
+        byte_backend() if tokenizer.name == "bytes" else getattr(tokenizer, "backend", None)
+    )
     if not hasattr(backend, "encode_batch_fast"):
         raise DataError(
             f"data.tokenizer = {tokenizer.name!r} is written in Python, and does not say where a token lies",

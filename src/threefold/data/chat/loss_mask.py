@@ -58,16 +58,24 @@ class Encoder:
             RowError: the template refuses it, or its answers cannot be told apart.
         """
         example, spelled = self._with_marks(example)
-        found = self._texts(example, spelled) if example.texts is not None else self._messages(example, spelled)
+        found = (
+            self._texts(example, spelled)
+            if example.texts is not None
+            else self._messages(example, spelled)
+        )
         if not found.loss_mask.any():
-            raise RowError("no token of it would be trained on", "a text of the assistant, or a completion")
+            raise RowError(
+                "no token of it would be trained on", "a text of the assistant, or a completion"
+            )
         return found
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a conversation, up to where the assistant would begin to write; a RowError as for `labelled`."""
         assert self.template is not None
         example, spelled = self._with_marks(Example(tuple(messages)))
-        ids: list[int] = self._encoded(self.template.render(example.messages, prompt=True), spelled)[0].tolist()
+        ids: list[int] = self._encoded(
+            self.template.render(example.messages, prompt=True), spelled
+        )[0].tolist()
         return ids
 
     def end_of_turn(self, messages: Sequence[Message]) -> int:
@@ -91,7 +99,9 @@ class Encoder:
         if spelled:
             text, begin = self._spelled_out(text), len(self._spelled_out(prompt))
         self._begin_words(offsets, text, begin)
-        loss_mask = np.ones(len(ids), np.bool_) if self.train_on == "all" else offsets[:, 0] >= begin
+        loss_mask = (
+            np.ones(len(ids), np.bool_) if self.train_on == "all" else offsets[:, 0] >= begin
+        )
         first = [] if self.bos_id is None else [self.bos_id]
         return Labelled(
             np.concatenate([first, ids, [self.end_id]]).astype(np.int32),
@@ -101,7 +111,8 @@ class Encoder:
     def _messages(self, example: Example, spelled: bool) -> Labelled:
         if self.template is None:
             raise RowError(
-                "it has messages, and the tokenizer has no chat template", "a chat template: data.chat_template"
+                "it has messages, and the tokenizer has no chat template",
+                "a chat template: data.chat_template",
             )
         given: dict[str, Any] = {"tools": example.tools, "variables": example.variables}
         texts = self.template.texts(example.messages, **given)
@@ -118,15 +129,21 @@ class Encoder:
             for number, (message, key, text) in enumerate(texts.texts)
         ]
         known += [KnownText(None, what, what, "", "template") for what in unwritten]
-        first = {"all": 0, "completion": example.num_prompt}.get(self.train_on, len(example.messages))
+        first = {"all": 0, "completion": example.num_prompt}.get(
+            self.train_on, len(example.messages)
+        )
         if untrained := [number for number in example.untrained if number >= first]:
             what = f"messages[{min(untrained)}] is not to be trained on (weight: 0 or train: false)"
-            raise RowError(what, f"turns that are told apart, not {self.train_on}", train_on="assistant")
+            raise RowError(
+                what, f"turns that are told apart, not {self.train_on}", train_on="assistant"
+            )
         if self.train_on == "all":
             ids, _ = self._encoded(texts.text, spelled)
             return Labelled(ids, np.ones(len(ids), np.bool_), lost, known)
         shown = (
-            self._completion(example, given) if self.train_on == "completion" else self._turns(example, given, texts)
+            self._completion(example, given)
+            if self.train_on == "completion"
+            else self._turns(example, given, texts)
         )
         ids, offsets = self._encoded(shown.text, spelled)
         loss_mask = np.zeros(len(ids), np.bool_)
@@ -147,15 +164,25 @@ class Encoder:
         if self.lost_texts == "refuse":
             for what in unwritten:
                 expected = "a chat template that knows tools: data.chat_template   (or --data.lost_texts count)"
-                raise RowError(f"it has {what}, and the chat template does not write them", expected)
+                raise RowError(
+                    f"it has {what}, and the chat template does not write them", expected
+                )
             texts.refuse(lost)
         return Counter([*lost.values(), *unwritten])
 
     def _turns(self, example: Example, given: Mapping[str, Any], texts: RowTexts) -> Rendered:
         assert self.template is not None
         shown = self.template.rendered(example.messages, **given, texts=texts)
-        last = max((turn.message for turn in shown.turns), default=0) if self.train_on == "last" else 0
-        trained = (turn for turn in shown.turns if turn.message >= last and turn.message not in example.untrained)
+        last = (
+            max((turn.message for turn in shown.turns), default=0)
+            if self.train_on == "last"
+            else 0
+        )
+        trained = (
+            turn
+            for turn in shown.turns
+            if turn.message >= last and turn.message not in example.untrained
+        )
         return Rendered(shown.text, tuple(trained))
 
     def _completion(self, example: Example, given: Mapping[str, Any]) -> Rendered:
@@ -171,12 +198,23 @@ class Encoder:
         if end > begin and not text[start:begin].strip() and text[begin:end].strip():
             offsets[at, 0] = begin
 
-    def _mark(self, loss_mask: Bool, ids: Int32, offsets: Int64, turn: Turn, place: Callable[[int], int]) -> None:
+    def _mark(
+        self,
+        loss_mask: Bool,
+        ids: Int32,
+        offsets: Int64,
+        turn: Turn,
+        place: Callable[[int], int],
+    ) -> None:
         """Sets the loss mask of one turn."""
         begin, end = place(turn.begin), place(turn.end)
         covered = (offsets[:, 0] >= begin) & (offsets[:, 1] <= end) & (offsets[:, 0] < end)
         loss_mask[covered] = True
-        last = int(np.flatnonzero(covered)[-1]) if covered.any() else int(np.searchsorted(offsets[:, 0], end)) - 1
+        last = (
+            int(np.flatnonzero(covered)[-1])
+            if covered.any()
+            else int(np.searchsorted(offsets[:, 0], end)) - 1
+        )
         opened = self._control_texts.search(turn.ending)
         if opened is not None:
             self._mark_after(loss_mask, ids, offsets, turn, last, place, opened.start())
@@ -185,14 +223,21 @@ class Encoder:
         controls = self._run_of_controls(ids, last, int(covered.sum()))
         if controls:
             own = [
-                at for at in controls if place(turn.written) <= offsets[at, 0] and offsets[at, 1] <= place(turn.shared)
+                at
+                for at in controls
+                if place(turn.written) <= offsets[at, 0]
+                and offsets[at, 1] <= place(turn.shared)
             ]
             tail = max(own, default=controls[0])
             if self.train_on != "completion":
                 loss_mask[tail + 1 : last + 1] = False
             return
         # Or else it is written with the next message, whoever's that is, and never before the first answer.
-        written_later = (offsets[:, 0] >= end) & (offsets[:, 1] <= place(turn.next)) & (turn.next < EVERYWHERE)
+        written_later = (
+            (offsets[:, 0] >= end)
+            & (offsets[:, 1] <= place(turn.next))
+            & (turn.next < EVERYWHERE)
+        )
         for at in np.flatnonzero(written_later).tolist():
             if self._is_control(ids[at]) and ids[at] not in ids[: np.argmax(loss_mask)]:
                 loss_mask[last + 1 : at + 1] = True
@@ -222,12 +267,16 @@ class Encoder:
         """Sets the loss mask of what follows a turn's stretch up to its end token, which `ending` has at `opened`."""
         reach = place(min(turn.reach, turn.shared) if turn.shared > turn.end else turn.reach)
         after = np.arange(last + 1, len(ids))
-        controls = [int(at) for at in after[offsets[after, 1] <= reach] if self._is_control(ids[at])]
+        controls = [
+            int(at) for at in after[offsets[after, 1] <= reach] if self._is_control(ids[at])
+        ]
         if not controls and turn.reach >= turn.end + opened:
             # The text agrees up to an end token; in this place it is another one (of a turn, not of a conversation).
             begins = np.flatnonzero(offsets[:, 0] == place(turn.end + opened))
             controls = [
-                int(at) for at in begins[:1] if self._is_control(ids[at]) and offsets[at, 1] <= place(turn.next)
+                int(at)
+                for at in begins[:1]
+                if self._is_control(ids[at]) and offsets[at, 1] <= place(turn.next)
             ]
         if controls:
             loss_mask[last + 1 : controls[-1] + 1] = True
@@ -242,7 +291,9 @@ class Encoder:
     def _control(self) -> dict[int, str]:
         """Id -> text of the control tokens."""
         return {
-            id: str(token.content) for id, token in self.backend.get_added_tokens_decoder().items() if token.special
+            id: str(token.content)
+            for id, token in self.backend.get_added_tokens_decoder().items()
+            if token.special
         }
 
     @cached_property
@@ -253,7 +304,10 @@ class Encoder:
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
-        return {text: number for number, text in enumerate(sorted(self._control.values(), key=len, reverse=True))}
+        return {
+            text: number
+            for number, text in enumerate(sorted(self._control.values(), key=len, reverse=True))
+        }
 
     @cached_property
     def _control_texts(self) -> re.Pattern[str]:
@@ -271,7 +325,10 @@ class Encoder:
             # Such a token takes the white space beside it: the token itself is where its own text is.
             start, end = offsets[at]
             taken = text[start:end]
-            offsets[at] = start + len(taken) - len(taken.lstrip()), end - len(taken) + len(taken.rstrip())
+            offsets[at] = (
+                start + len(taken) - len(taken.lstrip()),
+                end - len(taken) + len(taken.rstrip()),
+            )
         if spelled:
             for id, (start, end) in zip(ids.tolist(), offsets.tolist(), strict=True):
                 if id in self._control and not _PRIVATE.fullmatch(text[start:end].strip()):
@@ -282,15 +339,25 @@ class Encoder:
     def _marked(self, text: str) -> str:
         """A user's text with its control tokens as private characters."""
         if _PRIVATE.search(text):
-            raise RowError("it has private-use characters and spells out a control token", "a text without them")
-        return self._control_texts.sub(lambda found: chr(_IN_TEXT + self._numbers[found[0]]), text)
+            raise RowError(
+                "it has private-use characters and spells out a control token",
+                "a text without them",
+            )
+        return self._control_texts.sub(
+            lambda found: chr(_IN_TEXT + self._numbers[found[0]]), text
+        )
 
     def _spelled_out(self, text: str) -> str:
         """A marked text with the template's control tokens as private characters, and the users' spelled out."""
         texts = list(self._numbers)
-        by_template = self._control_texts.sub(lambda found: chr(_BY_TEMPLATE + self._numbers[found[0]]), text)
+        by_template = self._control_texts.sub(
+            lambda found: chr(_BY_TEMPLATE + self._numbers[found[0]]), text
+        )
         return _PRIVATE.sub(
-            lambda found: found[0] if ord(found[0]) >= _BY_TEMPLATE else texts[ord(found[0]) - _IN_TEXT], by_template
+            lambda found: (
+                found[0] if ord(found[0]) >= _BY_TEMPLATE else texts[ord(found[0]) - _IN_TEXT]
+            ),
+            by_template,
         )
 
     def _places(self, text: str) -> Int64:
@@ -309,7 +376,9 @@ class Encoder:
         """The tokenizer without its last step, which may trim the places of its tokens."""
         from tokenizers import Tokenizer
 
-        return Tokenizer.from_str(json.dumps({**json.loads(self.backend.to_str()), "post_processor": None}))
+        return Tokenizer.from_str(
+            json.dumps({**json.loads(self.backend.to_str()), "post_processor": None})
+        )
 
     @cached_property
     def _apart(self) -> Any:
@@ -344,7 +413,11 @@ def _mapped(example: Example, change: Callable[[str], str]) -> Example:
         if isinstance(value, Mapping):
             return {name: mapped(each, name) for name, each in value.items()}
         if isinstance(value, Sequence):
-            return type(value)(mapped(each) for each in value) if isinstance(value, list | tuple) else value
+            return (
+                type(value)(mapped(each) for each in value)
+                if isinstance(value, list | tuple)
+                else value
+            )
         return value
 
     parts = ("messages", "texts", "tools", "variables")

@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from threefold.data.chat.formats import Columns, Example, RowError, example_of, kind_of, values_of
+from threefold.data.chat.formats import (
+    Columns,
+    Example,
+    RowError,
+    example_of,
+    kind_of,
+    values_of,
+)
 from threefold.data.chat.loss_mask import Encoder
 from threefold.data.text.source import SIDES, Labelled
 
@@ -67,7 +74,9 @@ def _named(name: str) -> Iterator[None]:
         raise type(error)(f"{name!r}: {error.what}", error.expected) from None
 
 
-def _with_prompts(values: Mapping[str, Any], keys: Mapping[str, str]) -> Sequence[tuple[Any, Any]]:
+def _with_prompts(
+    values: Mapping[str, Any], keys: Mapping[str, str]
+) -> Sequence[tuple[Any, Any]]:
     """(prompt, answer) of either side, as the row has them; RowError if they cannot be told apart."""
     prompt, answers = values.get("prompt"), [values[name] for name in SIDES]
     for name, answer in zip(SIDES, answers, strict=True):
@@ -76,10 +85,15 @@ def _with_prompts(values: Mapping[str, Any], keys: Mapping[str, str]) -> Sequenc
         if not isinstance(answer, str | list):
             raise RowError(f"{name!r} is {kind_of(answer)}", "a text, or a list of messages")
     if len({type(answer) for answer in answers}) > 1:
-        what = " and ".join(f"{name!r} is {kind_of(answer)}" for name, answer in zip(SIDES, answers, strict=True))
+        what = " and ".join(
+            f"{name!r} is {kind_of(answer)}"
+            for name, answer in zip(SIDES, answers, strict=True)
+        )
         raise RowError(what, "two texts, or two lists of messages")
     if isinstance(prompt, list):
-        begun = [isinstance(answer, list) and answer[: len(prompt)] == prompt for answer in answers]
+        begun = [
+            isinstance(answer, list) and answer[: len(prompt)] == prompt for answer in answers
+        ]
         return [
             (prompt, answer[len(prompt) :] if is_whole else answer)
             for answer, is_whole in zip(answers, begun, strict=True)
@@ -91,7 +105,9 @@ def _with_prompts(values: Mapping[str, Any], keys: Mapping[str, str]) -> Sequenc
 
 def _asks(answer: Any, prompt: Any, keys: Mapping[str, str]) -> bool:
     """Whether an answer is a whole conversation whose first question is the text `prompt`."""
-    if not isinstance(answer, list) or not all(isinstance(message, Mapping) for message in answer):
+    if not isinstance(answer, list) or not all(
+        isinstance(message, Mapping) for message in answer
+    ):
         return False
     for message in answer:
         role = message.get(keys.get("role", "role"), message.get("from"))
@@ -107,27 +123,38 @@ def _apart(chosen: Any, rejected: Any) -> list[tuple[Any, Any]]:
     if isinstance(chosen, str):
         common = chosen[:length]
         # No token should lie across the border, and most tokenizers begin one with a space.
-        length = len(common.rstrip() if common[-1:].isspace() else "".join(common.rsplit(None, 1)[:-1]))
+        length = len(
+            common.rstrip() if common[-1:].isspace() else "".join(common.rsplit(None, 1)[:-1])
+        )
     else:
         length = min(length, len(chosen) - 1, len(rejected) - 1)
         if length < 1:
             what = "there is no prompt, and 'chosen' and 'rejected' do not begin with a turn in common"
-            raise RowError(what, "a prompt, or two conversations that begin with the same turns")
+            raise RowError(
+                what, "a prompt, or two conversations that begin with the same turns"
+            )
     return [(answer[:length], answer[length:]) for answer in (chosen, rejected)]
 
 
 def _in_common(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many items two sequences begin with in common."""
     pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (first, second) in pairs if first != second), min(len(one), len(other)))
+    return next(
+        (place for place, (first, second) in pairs if first != second),
+        min(len(one), len(other)),
+    )
 
 
 def _refuse_unlike(chosen: Labelled, rejected: Labelled) -> None:
     """Refuses two documents that are the same, or that do not have one prompt."""
     if np.array_equal(chosen.ids, rejected.ids):
-        raise RowError("'chosen' and 'rejected' are the same, token for token", "two answers that differ")
+        raise RowError(
+            "'chosen' and 'rejected' are the same, token for token", "two answers that differ"
+        )
     begins = [int(np.argmax(each.loss_mask)) for each in (chosen, rejected)]
-    if begins[0] != begins[1] or not np.array_equal(chosen.ids[: begins[0]], rejected.ids[: begins[1]]):
+    if begins[0] != begins[1] or not np.array_equal(
+        chosen.ids[: begins[0]], rejected.ids[: begins[1]]
+    ):
         shared = min(*begins, _in_common(chosen.ids.tolist(), rejected.ids.tolist()))
         raise RowError(
             f"the prompt is not the same tokens before both answers: {begins[0]} before 'chosen', {begins[1]} before "

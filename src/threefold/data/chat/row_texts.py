@@ -115,9 +115,13 @@ class RowTexts:
         except RowError:
             return place.begin
         pairs = enumerate(zip(prompt, shown, strict=False))
-        alike = next((at for at, (one, other) in pairs if one != other), min(len(prompt), len(shown)))
+        alike = next(
+            (at for at, (one, other) in pairs if one != other), min(len(prompt), len(shown))
+        )
         before = max((found.end() for found in _WORD.finditer(shown, 0, place.word)), default=0)
-        return place.begin - (place.word - alike) if before <= alike <= place.word else place.begin
+        return (
+            place.begin - (place.word - alike) if before <= alike <= place.word else place.begin
+        )
 
     @cached_property
     def _worded(self) -> tuple[list[Message], list[RowText]]:
@@ -135,7 +139,9 @@ class RowTexts:
         word = _word(number)
         if self.places is not None:
             return word in self._shown
-        return (word in self._shown or self._comes_out(number)) and self._has_words(self.texts[number].text)
+        return (word in self._shown or self._comes_out(number)) and self._has_words(
+            self.texts[number].text
+        )
 
     def _comes_out(self, number: int) -> bool:
         """Whether the word of one text is in the rendering, with all other texts as they are."""
@@ -168,7 +174,9 @@ class RowTexts:
         """Whether the template writes a text if its turn is the last: it leaves it out of earlier turns on purpose."""
         last = self.texts[number].message + 1
         try:
-            return last < len(self.messages) and _word(number) in self.render(self._worded[0][:last])
+            return last < len(self.messages) and _word(number) in self.render(
+                self._worded[0][:last]
+            )
         except RowError:
             return False
 
@@ -185,10 +193,14 @@ def _number(letters: str) -> int:
     return int("".join(f"{ord(letter) - ord('g'):x}" for letter in letters), 16)
 
 
-def _with_words(messages: Sequence[Message], only: int | None = None) -> tuple[list[Message], list[RowText]]:
+def _with_words(
+    messages: Sequence[Message], only: int | None = None
+) -> tuple[list[Message], list[RowText]]:
     """The messages with a word in place of each text, or of `only` one; and the texts."""
     words = _Words([], only)
-    return [words.message(number, message) for number, message in enumerate(messages)], words.texts
+    return [
+        words.message(number, message) for number, message in enumerate(messages)
+    ], words.texts
 
 
 @dataclass(frozen=True)
@@ -212,14 +224,26 @@ class _Words:
     def _words(self, value: Any, message: int, key: str) -> Any:
         if isinstance(value, str) and (core := value.strip()):
             # One reasoning, which a message may have under several keys.
-            same = [RowText(message, other, core) for other in REASONING] if key in REASONING else []
-            number = next((at for at, text in enumerate(self.texts) if text in same), len(self.texts))
+            same = (
+                [RowText(message, other, core) for other in REASONING]
+                if key in REASONING
+                else []
+            )
+            number = next(
+                (at for at, text in enumerate(self.texts) if text in same), len(self.texts)
+            )
             if number == len(self.texts):
                 self.texts.append(RowText(message, key, core))
-            return value.replace(core, _word(number), 1) if self.only in (None, number) else value
+            return (
+                value.replace(core, _word(number), 1) if self.only in (None, number) else value
+            )
         if isinstance(value, Mapping):
             return {name: self._words(each, message, key) for name, each in value.items()}
-        return [self._words(each, message, key) for each in value] if isinstance(value, list | tuple) else value
+        return (
+            [self._words(each, message, key) for each in value]
+            if isinstance(value, list | tuple)
+            else value
+        )
 
     def _answer(self, value: Any, message: int) -> Any:
         if not isinstance(value, str):
@@ -237,6 +261,12 @@ class _Words:
             return {**value, "function": self._call(value["function"], message)}
         arguments = value.get("arguments")
         if isinstance(arguments, str):  # as JSON
-            made = _VALUES.sub(lambda found: found[1] + self._words(found[2], message, "tool_calls"), arguments)
+            made = _VALUES.sub(
+                lambda found: found[1] + self._words(found[2], message, "tool_calls"), arguments
+            )
             return {**value, "arguments": made}
-        return {**value, "arguments": self._words(arguments, message, "tool_calls")} if arguments else value
+        return (
+            {**value, "arguments": self._words(arguments, message, "tool_calls")}
+            if arguments
+            else value
+        )

@@ -20,12 +20,22 @@ from threefold.data.chat.assistant_spans import Turn, Whole
 from threefold.data.chat.formats import Message, RowError
 from threefold.data.chat.row_texts import RowTexts
 
-_GENERATION, _END = (re.compile(rf"\{{%([-+]?)\s*{name}\s*([-+]?)%\}}") for name in ("generation", "endgeneration"))
+_GENERATION, _END = (
+    re.compile(rf"\{{%([-+]?)\s*{name}\s*([-+]?)%\}}")
+    for name in ("generation", "endgeneration")
+)
 # Characters that are in no text: they stand where a stretch begins and ends.
 _OPEN_CLOSE = "\ufdd0\ufdd1"
 _BORDER = re.compile(f"[{_OPEN_CLOSE}]")
 # Parameters of what renders, which would change more than what the template reads.
-_RENDERERS = {"conversations", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
+_RENDERERS = {
+    "conversations",
+    "messages",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+}
 _RENDERERS |= {"return_assistant_tokens_mask"}
 # A text that no template writes by itself.
 _WORD = "Aqx"
@@ -83,16 +93,30 @@ class ChatTemplate:
             RowError: the template refuses the conversation, or fails on it.
         """
         if self.prints_date and self.today is None:
-            raise RowError("the chat template prints today's date", "one date for all rows: data.template_variables")
+            raise RowError(
+                "the chat template prints today's date",
+                "one date for all rows: data.template_variables",
+            )
         if taken := sorted(_RENDERERS & {*self.variables, *(variables or {})}):
             what = (
-                f"chat_template_kwargs or data.template_variables has {taken[0]!r}, which is no variable of a template"
+                f"chat_template_kwargs or data.template_variables has {taken[0]!r}, which "
+                "is no variable of a template"
             )
             raise RowError(what, f"variables of the template, without {', '.join(taken)}")
-        return self._rendered([self._as_taken(message) for message in messages], tools, variables or {}, prompt=prompt)
+        return self._rendered(
+            [self._as_taken(message) for message in messages],
+            tools,
+            variables or {},
+            prompt=prompt,
+        )
 
     def _rendered(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, variables: Mapping[str, Any], *, prompt: bool
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+        *,
+        prompt: bool,
     ) -> str:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -108,8 +132,17 @@ class ChatTemplate:
         except TemplateError as error:
             expected = "a conversation as the template takes it   (its variables: data.template_variables)"
             raise RowError(f"the chat template refuses it: {error}", expected) from None
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise RowError(f"the chat template fails: {error!r}", "messages as the template takes them") from None
+        except (
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
+            raise RowError(
+                f"the chat template fails: {error!r}", "messages as the template takes them"
+            ) from None
         return str(texts[0])
 
     def rendered(
@@ -126,26 +159,50 @@ class ChatTemplate:
             RowError: as `render`, or a turn cannot be told apart from what is around it.
         """
         texts = texts or self.texts(messages, tools=tools, variables=variables)
-        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [
+            number for number, message in enumerate(messages) if message["role"] == "assistant"
+        ]
         whole = self._whole(messages, tools, variables, texts.text)
         if not self.marks_generation:
-            return Rendered(texts.text, whole.checked([whole.turn(number) for number in turns], texts))
-        return Rendered(texts.text, whole.all_marked(self._marks(messages, tools, variables, texts.text), texts))
+            return Rendered(
+                texts.text, whole.checked([whole.turn(number) for number in turns], texts)
+            )
+        return Rendered(
+            texts.text,
+            whole.all_marked(self._marks(messages, tools, variables, texts.text), texts),
+        )
 
     def texts(
-        self, messages: Sequence[Message], *, tools: Sequence[Any] | None, variables: Mapping[str, Any] | None
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any] | None,
     ) -> RowTexts:
         """The texts of a conversation, and where they are in its rendering; a RowError as for `render`."""
         renders = partial(self.render, tools=tools, variables=variables)
         return RowTexts(messages, renders(messages), renders)
 
     def unwritten(
-        self, messages: Sequence[Message], *, tools: Sequence[Any] | None, variables: Mapping[str, Any] | None
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any] | None,
     ) -> list[str]:
         """`tools`, `tool_calls`: which of them the template leaves out, so that the model would not see any of them."""
-        calls = [{"content": "", **{k: v for k, v in each.items() if k != "tool_calls"}} for each in messages]
-        others: dict[str, tuple[Sequence[Message], Any]] = {"tools": (messages, None)} if tools else {}
-        others |= {"tool_calls": (calls, tools)} if any(each.get("tool_calls") for each in messages) else {}
+        calls = [
+            {"content": "", **{k: v for k, v in each.items() if k != "tool_calls"}}
+            for each in messages
+        ]
+        others: dict[str, tuple[Sequence[Message], Any]] = (
+            {"tools": (messages, None)} if tools else {}
+        )
+        others |= (
+            {"tool_calls": (calls, tools)}
+            if any(each.get("tool_calls") for each in messages)
+            else {}
+        )
         unwritten = []
         for what, (said, known) in others.items():
             text = self.render(messages, tools=tools, variables=variables)
@@ -166,7 +223,12 @@ class ChatTemplate:
             marked = self._marks(said, tools, variables, shown)
             return shown[marked[-1][1] :] if marked else ""
 
-        return Whole(list(messages), text, partial(self.render, tools=tools, variables=variables), after_mark)
+        return Whole(
+            list(messages),
+            text,
+            partial(self.render, tools=tools, variables=variables),
+            after_mark,
+        )
 
     def completion(
         self,
@@ -182,7 +244,9 @@ class ChatTemplate:
             RowError: as `render`, or the prompt is rendered in another way when the completion follows.
         """
         text = self.render(messages, tools=tools, variables=variables)
-        prompt = self.render(messages[:num_prompt], tools=tools, variables=variables, prompt=True)
+        prompt = self.render(
+            messages[:num_prompt], tools=tools, variables=variables, prompt=True
+        )
         if not text.startswith(prompt):
             what = "the chat template renders the prompt in another way when the completion follows"
             raise RowError(what, "a template that renders it as it was", train_on="assistant")
@@ -211,7 +275,9 @@ class ChatTemplate:
 
     def _as_taken(self, message: Message) -> Message:
         """A message in the form that the template takes."""
-        said = {**self._without_content, **message} if message.get("tool_calls") else dict(message)
+        said = (
+            {**self._without_content, **message} if message.get("tool_calls") else dict(message)
+        )
         if self._takes_text and isinstance(calls := said.get("tool_calls"), list):
             said["tool_calls"] = [_as_text(call) for call in calls]
         content = said.get("content")
@@ -232,16 +298,27 @@ class ChatTemplate:
     def _takes_text(self) -> bool:
         """Whether the template writes arguments of calls that are text, and no object."""
         asked = {"role": "user", "content": "-"}
-        call = {"id": "call00001", "type": "function", "function": {"name": "-", "arguments": {"-": _WORD}}}
+        call = {
+            "id": "call00001",
+            "type": "function",
+            "function": {"name": "-", "arguments": {"-": _WORD}},
+        }
         said, told = (
-            {"role": "assistant", **self._without_content, "tool_calls": [each]} for each in (call, _as_text(call))
+            {"role": "assistant", **self._without_content, "tool_calls": [each]}
+            for each in (call, _as_text(call))
         )
         return not self._writes([asked, said]) and self._writes([asked, told])
 
     @cached_property
     def _without_content(self) -> Mapping[str, Any]:
         """What a message of calls alone has: no content, a null or an empty one, so that its calls are written."""
-        calls = [{"id": "call00001", "type": "function", "function": {"name": _WORD, "arguments": {}}}]
+        calls = [
+            {
+                "id": "call00001",
+                "type": "function",
+                "function": {"name": _WORD, "arguments": {}},
+            }
+        ]
         asked = {"role": "user", "content": "-"}
         for content in ({}, {"content": None}, {"content": ""}):
             if any(
@@ -263,7 +340,9 @@ class ChatTemplate:
         """The template, which writes a border where it has a mark."""
         source = self.source
         for mark, border in zip((_GENERATION, _END), _OPEN_CLOSE, strict=True):
-            source = mark.sub(f"{{%\\1 if true -%}}{{{{ '{border}' }}}}{{%- endif \\2%}}", source)
+            source = mark.sub(
+                f"{{%\\1 if true -%}}{{{{ '{border}' }}}}{{%- endif \\2%}}", source
+            )
         return replace(self, source=source)
 
     @cached_property
@@ -273,7 +352,9 @@ class ChatTemplate:
             return self.source
         day = date.fromisoformat(self.today)
         forms = set(re.findall(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", self.source))
-        known = ", ".join(f"{quote}{form}{quote}: {day.strftime(form)!r}" for quote, form in sorted(forms))
+        known = ", ".join(
+            f"{quote}{form}{quote}: {day.strftime(form)!r}" for quote, form in sorted(forms)
+        )
         unknown = "raise_exception('strftime_now is asked for a form that is not written out: ' ~ form)"
         told = f"{{{{- {{{known}}}[form] if form in {{{known}}} else {unknown} -}}}}"
         return f"{{%- macro strftime_now(form) -%}}{told}{{%- endmacro +%}}{self.source}"
@@ -286,4 +367,8 @@ def _as_text(call: Any) -> Any:
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _as_text(call["function"])}
     written = not isinstance(call.get("arguments", ""), str)
-    return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)} if written else call
+    return (
+        {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+        if written
+        else call
+    )

@@ -30,7 +30,9 @@ class WeightedDraws:
     An alias table (Walker 1977; 16 bytes per row) and a counter-based generator.
     """
 
-    def __init__(self, weights: Sequence[float] | npt.NDArray[Any], *, seed: int = 0, epoch: int = 0) -> None:
+    def __init__(
+        self, weights: Sequence[float] | npt.NDArray[Any], *, seed: int = 0, epoch: int = 0
+    ) -> None:
         """Build the table in O(n log n); a ConfigError without one, for only zeros, or one not finite or negative."""
         self.weights = _checked_weights(weights)
         self._keep, self._alias = _alias_table(self.weights)
@@ -71,7 +73,9 @@ def _alias_table(weights: Float64) -> tuple[Float64, Int64]:
     expected = weights * (n / math.fsum(weights))
     light, heavy = np.flatnonzero(expected <= 1), np.flatnonzero(expected > 1)
     keep, alias = np.ones(n), np.arange(n)
-    if not (len(light) and len(heavy)):  # equal weights, which rounding may take to one side of 1
+    if not (
+        len(light) and len(heavy)
+    ):  # equal weights, which rounding may take to one side of 1
         return keep, alias
     missing = np.cumsum(1 - expected[light])
     surplus = np.cumsum(expected[heavy] - 1)

@@ -77,8 +77,12 @@ class Windows:
         if window not in self._known:
             self._known.clear()  # steps come one after the other
             start = self._start(window)
-            places = np.arange(start, min(self._end, start + WINDOW * self.batch), dtype=np.int64)
-            by_length = places[np.argsort(self.lengths_at(places), kind="stable")].reshape(-1, self.batch)
+            places = np.arange(
+                start, min(self._end, start + WINDOW * self.batch), dtype=np.int64
+            )
+            by_length = places[np.argsort(self.lengths_at(places), kind="stable")].reshape(
+                -1, self.batch
+            )
             turns = Permutation(len(by_length), seed=self.seed, epoch=window)
             self._known[window] = by_length[turns.at(np.arange(len(by_length)))].ravel()
         return self._known[window]

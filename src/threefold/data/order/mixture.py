@@ -45,7 +45,9 @@ class Turns(NamedTuple):
 class Mixture:
     """An endless order over several sources with exact proportions."""
 
-    def __init__(self, sizes: Mapping[str, int], weights: Mapping[str, Weight], *, seed: int = 0) -> None:
+    def __init__(
+        self, sizes: Mapping[str, int], weights: Mapping[str, Weight], *, seed: int = 0
+    ) -> None:
         """Compute the turns (some microseconds for each of a table's).
 
         Args:
@@ -66,7 +68,9 @@ class Mixture:
         _check_kept(self.weights, self.quotas)
         self._turns = turns_of(self.quotas)
         self._first_row = np.concatenate(([0], np.cumsum(self.sizes)[:-1])).astype(np.int64)
-        self._seeds = [int(key_words("source of a mixture", seed, name, count=1)[0]) for name in self.names]
+        self._seeds = [
+            int(key_words("source of a mixture", seed, name, count=1)[0]) for name in self.names
+        ]
 
     def locate(self, positions: npt.NDArray[Any]) -> Turns:
         """Source, epoch and position in that epoch for each of `positions` (integers >= 0, any shape)."""
@@ -88,7 +92,9 @@ class Mixture:
             of_source = np.empty_like(places)
             by_epoch = np.argsort(epochs, kind="stable")
             for of_epoch in np.split(by_epoch, np.flatnonzero(np.diff(epochs[by_epoch])) + 1):
-                of_source[of_epoch] = self.order_of(int(source), int(epochs[of_epoch[0]])).at(places[of_epoch])
+                of_source[of_epoch] = self.order_of(int(source), int(epochs[of_epoch[0]])).at(
+                    places[of_epoch]
+                )
             indices[mine] = of_source
         return turns.source, indices
 
@@ -121,7 +127,10 @@ class Mixture:
         """The shares of the rows that are asked for and kept, as text."""
         total = sum(self.weights.values())
         asked = {name: weight / total for name, weight in self.weights.items()}
-        kept = {name: Fraction(quota, self.period) for name, quota in zip(self.names, self.quotas, strict=True)}
+        kept = {
+            name: Fraction(quota, self.period)
+            for name, quota in zip(self.names, self.quotas, strict=True)
+        }
         return f"asked {_percent(asked)}; kept {'exactly' if self.keeps_exactly else _percent(kept)}"
 
     def fingerprint(self) -> dict[str, int | str]:
@@ -147,7 +156,9 @@ def quotas(weights: Sequence[Fraction]) -> tuple[int, ...]:
     total, common = sum(whole), math.gcd(*whole)
     if total // common <= LONGEST_PERIOD:
         return tuple(weight // common for weight in whole)
-    rounded = [(2 * weight * (LONGEST_PERIOD - len(whole)) + total) // (2 * total) for weight in whole]
+    rounded = [
+        (2 * weight * (LONGEST_PERIOD - len(whole)) + total) // (2 * total) for weight in whole
+    ]
     common = math.gcd(*rounded)
     return tuple(turns // common for turns in rounded)
 
@@ -162,7 +173,9 @@ def _check_kept(weights: Mapping[str, Fraction], turns: Sequence[int]) -> None:
         if _KEPT_TO * abs(count * total - weight * period) > weight * period
     }
     if lost:
-        near = ", ".join(f"{name}: {max(count, 1)}" for name, count in zip(weights, turns, strict=True))
+        near = ", ".join(
+            f"{name}: {max(count, 1)}" for name, count in zip(weights, turns, strict=True)
+        )
         raise ConfigError(
             f"the mixture cannot keep the weight of {', '.join(lost)}: {_percent(lost)} of the rows",
             expected="weights in a ratio of whole numbers whose sum is at most 2^50, or near enough to one that each "
@@ -181,7 +194,9 @@ def _check_sources(sizes: Mapping[str, int], weights: Mapping[str, Any]) -> None
             f"the mixture has weights for {', '.join(weights) or '(none)'}, "
             f"but the sources are {', '.join(sizes) or '(none)'}",
             expected="one weight for each source",
-            fix="data.mixture: {" + ", ".join(f"{name}: {weights.get(name, 1)}" for name in sizes or ["NAME"]) + "}",
+            fix="data.mixture: {"
+            + ", ".join(f"{name}: {weights.get(name, 1)}" for name in sizes or ["NAME"])
+            + "}",
         )
     for name, weight in weights.items():
         if not _is_positive(weight):

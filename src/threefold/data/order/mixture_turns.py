@@ -64,11 +64,15 @@ class TurnTable:
 
     def before(self, position: int) -> Int64:
         periods, rest = divmod(position, len(self._source_at))
-        return periods * self._quotas + np.bincount(self._source_at[:rest], minlength=len(self._quotas))
+        return periods * self._quotas + np.bincount(
+            self._source_at[:rest], minlength=len(self._quotas)
+        )
 
     def position_of(self, source: int, nth: int) -> int:
         period, turn = divmod(nth, int(self._quotas[source]))
-        return period * len(self._source_at) + int(np.flatnonzero(self._source_at == source)[turn])
+        return period * len(self._source_at) + int(
+            np.flatnonzero(self._source_at == source)[turn]
+        )
 
 
 class SplitTurns:
@@ -84,7 +88,11 @@ class SplitTurns:
         while len(waiting) > 1:
             (a, first), (b, second) = heapq.heappop(waiting), heapq.heappop(waiting)
             split = len(self._turns)
-            self._sides[split], self._parent[first], self._parent[second] = (first, second), split, split
+            self._sides[split], self._parent[first], self._parent[second] = (
+                (first, second),
+                split,
+                split,
+            )
             self._turns.append(a + b)
             heapq.heappush(waiting, (a + b, split))
         self._root = waiting[0][1]

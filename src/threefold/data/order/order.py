@@ -104,7 +104,11 @@ class Order:
     def after(self, place: Place, num_steps: int) -> Place:
         """Where the step begins that follows `num_steps` steps from `place`."""
         after = Place(*self.steps.after(*place, num_steps))
-        return min(after, Place(self.epochs, 0)) if self.tail == "carry" and self.epochs is not None else after
+        return (
+            min(after, Place(self.epochs, 0))
+            if self.tail == "carry" and self.epochs is not None
+            else after
+        )
 
     def before(self, place: Place) -> Place | None:
         """Where the step before the one at `place` began; None at the very beginning."""
@@ -114,14 +118,22 @@ class Order:
         if self.tail == "carry":
             back = Place(*self.steps.begin(epoch, position - self.global_batch))
             return back if back.epoch >= 0 else None
-        return Place(epoch - 1, (self.steps.per_epoch - 1) * self.global_batch) if epoch else None
+        return (
+            Place(epoch - 1, (self.steps.per_epoch - 1) * self.global_batch) if epoch else None
+        )
 
     def num_read(self, place: Place, num_steps: int = 1) -> int:
         """Rows of some steps over all dp ranks: `num_steps` x global_batch, or up to where the order ends."""
         wanted = num_steps * self.global_batch
         if self.tail == "carry" and self.epochs is not None:
-            wanted = max(0, min(wanted, (self.epochs - place.epoch) * self.num_rows - place.position))
-        return min(wanted, self.num_rows - place.position) if self.tail == "exact" and num_steps == 1 else wanted
+            wanted = max(
+                0, min(wanted, (self.epochs - place.epoch) * self.num_rows - place.position)
+            )
+        return (
+            min(wanted, self.num_rows - place.position)
+            if self.tail == "exact" and num_steps == 1
+            else wanted
+        )
 
     def steps_left(self, place: Place) -> int:
         """Steps from `place` to the end of the last epoch."""
@@ -130,19 +142,28 @@ class Order:
         ahead = self.epochs - epoch
         if self.tail == "carry":
             return max(0, -(-(ahead * self.num_rows - position) // self.global_batch))
-        return self.steps.left(position) + (ahead - 1) * self.steps.per_epoch if ahead > 0 else 0
+        return (
+            self.steps.left(position) + (ahead - 1) * self.steps.per_epoch if ahead > 0 else 0
+        )
 
     def stretches(self, place: Place, num_steps: int) -> Iterator[tuple[Place, int, int]]:
         """(place, positions, positions before it) of each part of some steps that lies inside one epoch."""
         before, place = 0, self.begin(place)
-        wanted = self.num_read(place, num_steps) if self.tail == "carry" else num_steps * self.global_batch
+        wanted = (
+            self.num_read(place, num_steps)
+            if self.tail == "carry"
+            else num_steps * self.global_batch
+        )
         while before < wanted:
             left = self.num_rows - place.position
             if self.tail != "carry":
                 left = self.steps.left(place.position) * self.global_batch
             count = min(wanted - before, left)
             yield place, count, before
-            before, place = before + count, self.begin(Place(place.epoch, place.position + count))
+            before, place = (
+                before + count,
+                self.begin(Place(place.epoch, place.position + count)),
+            )
 
     def rows(self, place: Place, num_steps: int) -> Int64:
         """Row indices of some steps, [num_steps, global_batch]: dp rank d of D reads [:, d::D]; -1 is no sample."""
@@ -161,10 +182,14 @@ class Order:
             step = self.steps.of_rank(place.position, dp_rank=dp_rank, dp_size=dp_size)
             return self.rows_at(place.epoch, step.positions), step.num_ignored
         check_global_batch(self.global_batch, dp_size=dp_size)
-        mine = place.position + np.arange(dp_rank, self.num_read(place), dp_size, dtype=np.int64)
+        mine = place.position + np.arange(
+            dp_rank, self.num_read(place), dp_size, dtype=np.int64
+        )
         epochs, positions = np.divmod(mine, self.num_rows)
         for epoch in np.unique(epochs):
-            mine[epochs == epoch] = self.rows_at(place.epoch + int(epoch), positions[epochs == epoch])
+            mine[epochs == epoch] = self.rows_at(
+                place.epoch + int(epoch), positions[epochs == epoch]
+            )
         return mine, self.global_batch // dp_size - len(mine)
 
     def rows_at(self, epoch: int, positions: Int64) -> Int64:
@@ -187,12 +212,20 @@ class Order:
     def longest(self, place: Place) -> int | None:
         """Tokens of the longest row of the step at `place`; None if lengths play no part."""
         rows = self.rows(place, 1)[0]
-        return int(self.lengths(rows[rows >= 0]).max(initial=1)) if self.lengths is not None else None
+        return (
+            int(self.lengths(rows[rows >= 0]).max(initial=1))
+            if self.lengths is not None
+            else None
+        )
 
     @property
     def grouping(self) -> dict[str, str]:
         """What a fingerprint of the order says of rows of like length; nothing if they are read as they come."""
-        return {"group_by_length": f"{WINDOW} batches of {self.global_batch} rows"} if self.lengths is not None else {}
+        return (
+            {"group_by_length": f"{WINDOW} batches of {self.global_batch} rows"}
+            if self.lengths is not None
+            else {}
+        )
 
     def permutation(self, epoch: int) -> Permutation:
         """The shuffle of one epoch; without a mixture."""
@@ -206,10 +239,17 @@ _permutation = lru_cache(maxsize=4)(Permutation)
 @lru_cache(maxsize=2)  # a step may span two epochs
 def _windows(order: Order, epoch: int) -> Windows:
     assert order.lengths is not None
-    lengths, head = order.lengths, -epoch * order.num_rows % order.global_batch if order.tail == "carry" else 0
+    lengths, head = (
+        order.lengths,
+        -epoch * order.num_rows % order.global_batch if order.tail == "carry" else 0,
+    )
     seed = seed_of("batches of like length", order.seed, epoch)
     return Windows(
-        order.num_rows, order.global_batch, head, seed, lambda places: lengths(order._rows_in(epoch, places))
+        order.num_rows,
+        order.global_batch,
+        head,
+        seed,
+        lambda places: lengths(order._rows_in(epoch, places)),
     )
 
 
@@ -244,7 +284,10 @@ class Cursor:
     def from_state_dict(cls, state: Mapping[str, Any]) -> Cursor:
         """The inverse of `state_dict`; a DataError for anything else, or an unknown order version."""
         for name in ("epoch", "position", "order_version", "fingerprint"):
-            value, wanted = state.get(name), "a mapping" if name == "fingerprint" else "an integer >= 0"
+            value, wanted = (
+                state.get(name),
+                "a mapping" if name == "fingerprint" else "an integer >= 0",
+            )
             if not (isinstance(value, Mapping) if name == "fingerprint" else _is_count(value)):
                 found = f"{name} = {value!r}" if name in state else f"no {name}"
                 raise DataError(
@@ -274,7 +317,9 @@ class Cursor:
             raise DataError.of(problems)
 
 
-def skips_ahead(skip: Sequence[StepRange], *, first_step: int, left_out: Sequence[StepRange]) -> dict[int, StepRange]:
+def skips_ahead(
+    skip: Sequence[StepRange], *, first_step: int, left_out: Sequence[StepRange]
+) -> dict[int, StepRange]:
     """The ranges still to be left out, each by the step before whose batch that happens.
 
     Args:

@@ -63,15 +63,21 @@ class Steps:
             raise IndexError(
                 f"no step begins at position {position} of {self.num_rows} rows with {self.global_batch} rows a step"
             )
-        wanted = np.arange(position + dp_rank, position + self.global_batch, dp_size, dtype=np.int64)
+        wanted = np.arange(
+            position + dp_rank, position + self.global_batch, dp_size, dtype=np.int64
+        )
         if self.tail == "exact":
             wanted = wanted[wanted < self.num_rows]
-        return StepRows(wanted % self.num_rows, num_ignored=self.global_batch // dp_size - len(wanted))
+        return StepRows(
+            wanted % self.num_rows, num_ignored=self.global_batch // dp_size - len(wanted)
+        )
 
     def left(self, position: int) -> int:
         """Steps that an epoch still has from `position` on, also one that `carry` ends later; 0 at its end."""
         rows = max(self.num_rows - position, 0)
-        return rows // self.global_batch if self.tail == "drop" else -(-rows // self.global_batch)
+        return (
+            rows // self.global_batch if self.tail == "drop" else -(-rows // self.global_batch)
+        )
 
     @property
     def per_epoch(self) -> int:
@@ -94,7 +100,9 @@ class Steps:
         if self.tail == "carry" and self.per_epoch:
             return epoch + position // self.num_rows, position % self.num_rows
         # per_epoch refuses an epoch without a step.
-        return (epoch, position) if self.left(position) or not self.per_epoch else (epoch + 1, 0)
+        return (
+            (epoch, position) if self.left(position) or not self.per_epoch else (epoch + 1, 0)
+        )
 
     def after(self, epoch: int, position: int, steps: int) -> tuple[int, int]:
         """(epoch, position) of the step that follows `steps` steps from (epoch, position), without walking them."""
@@ -108,7 +116,15 @@ class Steps:
         return epoch + 1 + epochs, steps_in_epoch * self.global_batch
 
 
-def share(start: int, *, num_rows: int, dp_rank: int, dp_size: int, tail: Tail, multiple: int | None = None) -> range:
+def share(
+    start: int,
+    *,
+    num_rows: int,
+    dp_rank: int,
+    dp_size: int,
+    tail: Tail,
+    multiple: int | None = None,
+) -> range:
     """Positions that one dp rank reads from `start` to the end of the epoch, independent of steps.
 
     For a sampler: the tail is that of full rounds (one sample per dp rank); `drop` leaves out samples that do not fill

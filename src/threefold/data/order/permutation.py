@@ -45,7 +45,12 @@ _CHUNK_BYTES = 2**17
 
 # Multipliers and shifts of the round functions: lowbias32 (Wellons) and splitmix64's finaliser (Steele, Lea, Flood).
 _MIX_32 = (np.uint32(0x7FEB352D), np.uint32(15), np.uint32(0x846CA68B), np.uint32(16))
-_MIX_64 = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(27), np.uint64(0x94D049BB133111EB), np.uint64(31))
+_MIX_64 = (
+    np.uint64(0xBF58476D1CE4E5B9),
+    np.uint64(27),
+    np.uint64(0x94D049BB133111EB),
+    np.uint64(31),
+)
 _GOLDEN_64 = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -66,12 +71,16 @@ class Permutation:
         self.seed = _checked(seed, "the seed of the order", low=0)
         self.epoch = _checked(epoch, "the epoch of the order", low=0)
 
-        self._word: type[np.uint32] | type[np.uint64] = np.uint32 if self.n <= 2**32 else np.uint64
+        self._word: type[np.uint32] | type[np.uint64] = (
+            np.uint32 if self.n <= 2**32 else np.uint64
+        )
         rows = math.isqrt(self.n - 1) + 1
         self._sides = (self._word(rows), self._word(-(-self.n // rows)))
         keys = key_words("permutation", _KEYED_AS, self.n, self.seed, self.epoch, count=_ROUNDS)
         self._table_key = keys[0]
-        self._round_keys = (keys >> np.uint64(64 - 8 * self._word().itemsize)).astype(self._word)
+        self._round_keys = (keys >> np.uint64(64 - 8 * self._word().itemsize)).astype(
+            self._word
+        )
 
     def __len__(self) -> int:
         return self.n
@@ -109,7 +118,9 @@ class Permutation:
         if flat.size:
             lowest, highest = int(flat.min()), int(flat.max())
             if lowest < 0 or highest >= self.n:
-                raise IndexError(f"{lowest if lowest < 0 else highest} is outside [0, {self.n})")
+                raise IndexError(
+                    f"{lowest if lowest < 0 else highest} is outside [0, {self.n})"
+                )
         if self.n > _TABLE_ROWS:
             return self._walk(flat, inverse=inverse)
         return (self._inverse_table if inverse else self._table)[flat].astype(np.int64)
@@ -157,7 +168,9 @@ class Permutation:
         for number in reversed(range(_ROUNDS)) if inverse else range(_ROUNDS):
             target, source = halves[number % 2], halves[1 - number % 2]
             side = self._sides[number % 2]
-            _hash_modulo(source, side, key=self._round_keys[number], out=hashed, scratch=scratch)
+            _hash_modulo(
+                source, side, key=self._round_keys[number], out=hashed, scratch=scratch
+            )
             # Unsigned: the wrong one of (sum, sum - side) or (difference, difference + side) is the larger.
             forth, back = (np.subtract, np.add) if inverse else (np.add, np.subtract)
             forth(target, hashed, out=target)
@@ -202,7 +215,9 @@ def hash_counters(counters: UInt64, *, key: np.uint64) -> UInt64:
     return hashed
 
 
-def _hash_modulo(source: _Words, modulus: Any, *, key: Any, out: _Words, scratch: _Words) -> None:
+def _hash_modulo(
+    source: _Words, modulus: Any, *, key: Any, out: _Words, scratch: _Words
+) -> None:
     """out = hash(source, key) modulo `modulus`, which is far below the word's range: its bias is negligible."""
     np.add(source, key, out=out)
     _mix(out, _MIX_32 if out.dtype == np.uint32 else _MIX_64, scratch=scratch)
@@ -226,6 +241,8 @@ def _mix(words: _Words, constants: tuple[Any, Any, Any, Any], *, scratch: _Words
 def _checked(value: int, what: str, *, low: int, high: int | None = None) -> int:
     value = operator.index(value)
     if value < low or (high is not None and value > high):
-        limits = f"an integer from {low} to {high}" if high is not None else f"an integer >= {low}"
+        limits = (
+            f"an integer from {low} to {high}" if high is not None else f"an integer >= {low}"
+        )
         raise ConfigError(f"{what} is {value}", expected=limits, fix=f"pass {limits}")
     return value

@@ -59,11 +59,16 @@ class PackingReport:
         parts = [f"{rows} of {counted(self.num_tokens, 'token')} in {documents}"]
         if self.padding_share:
             parts.append(f"{self.padding_share:.2%} padding")
-        for number, what in ((self.split_documents, "split"), (self.truncated_documents, "truncated")):
+        for number, what in (
+            (self.split_documents, "split"),
+            (self.truncated_documents, "truncated"),
+        ):
             if number:
                 parts.append(f"{counted(number, 'document')} {what}")
         if self.dropped_pairs:
-            parts.append(f"{counted(self.dropped_pairs, 'pair')} dropped (no two answers before the cut)")
+            parts.append(
+                f"{counted(self.dropped_pairs, 'pair')} dropped (no two answers before the cut)"
+            )
         parts.append(f"{counted(self.dropped_tokens, 'token')} dropped")
         return ", ".join(parts)
 
@@ -110,7 +115,9 @@ class ConcatRows:
     @cached_property
     def report(self) -> PackingReport:
         dropped = (self.store.num_tokens - 1) % self.seq_len
-        return PackingReport(self.num_rows, self.store.num_tokens, self.store.num_documents, dropped)
+        return PackingReport(
+            self.num_rows, self.store.num_tokens, self.store.num_documents, dropped
+        )
 
     def rows(self, indices: npt.NDArray[np.integer[Any]]) -> RowArrays:
         starts = checked(indices, self.num_rows) * self.seq_len
@@ -142,8 +149,16 @@ class ConcatRows:
         if self.document_mask:
             # A document's first token is no label; rows have none of the last tokens.
             first = np.unique(self.store.document_ends)
-            first = first[(first > 0) & (first <= self.num_rows * self.seq_len) & (first < self.store.num_tokens)]
-            np.subtract.at(counts, (first - 1) // self.seq_len, self.store.count_trained_on(first, first + 1))
+            first = first[
+                (first > 0)
+                & (first <= self.num_rows * self.seq_len)
+                & (first < self.store.num_tokens)
+            ]
+            np.subtract.at(
+                counts,
+                (first - 1) // self.seq_len,
+                self.store.count_trained_on(first, first + 1),
+            )
         return counts
 
     def targets_of_documents(self) -> Int64:
@@ -161,7 +176,9 @@ class ConcatRows:
         starts = np.concatenate(([0], ends[:-1]))
         # As inputs: a row's last label is the first input of the next one.
         inputs = np.minimum(ends, self.num_rows * self.seq_len)
-        in_rows = np.where(inputs > starts, (inputs - 1) // self.seq_len - starts // self.seq_len + 1, 0)
+        in_rows = np.where(
+            inputs > starts, (inputs - 1) // self.seq_len - starts // self.seq_len + 1, 0
+        )
         return in_rows, np.maximum(starts, np.minimum(ends, self.num_rows * self.seq_len + 1))
 
     def stretches(self, row: int) -> Iterator[tuple[int, int]]:
@@ -171,7 +188,10 @@ class ConcatRows:
     def readers(self, start: int, stop: int) -> Int64:
         """As `PackedRows`."""
         # A row's last token is the next row's first.
-        return np.arange(max(0, (start - 1) // self.seq_len), min(self.num_rows, (stop - 1) // self.seq_len + 1))
+        return np.arange(
+            max(0, (start - 1) // self.seq_len),
+            min(self.num_rows, (stop - 1) // self.seq_len + 1),
+        )
 
 
 def mark_documents(begins: Bool, starts: Int64, ends: Int64) -> None:
@@ -202,7 +222,9 @@ def checked(indices: npt.NDArray[np.integer[Any]], num_rows: int) -> Int64:
     """`indices` as int64, each in [0, num_rows)."""
     rows = np.asarray(indices, np.int64)
     if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < num_rows):
-        raise IndexError(f"row {int(rows.min())} or {int(rows.max())} is not in [0, {num_rows})")
+        raise IndexError(
+            f"row {int(rows.min())} or {int(rows.max())} is not in [0, {num_rows})"
+        )
     return rows
 
 

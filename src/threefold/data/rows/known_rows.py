@@ -75,7 +75,9 @@ def why_cut(rows: PackedRows) -> dict[str, Int64]:
     starts = np.concatenate(([0], ends[:-1]))
     in_how_many, stops = rows.spans_of_documents()
     lost = rows.store.count_trained_on(stops, ends)
-    dropped = np.where(in_how_many == 0, lost, 0) if rows.store.has_pairs else np.zeros_like(lost)
+    dropped = (
+        np.where(in_how_many == 0, lost, 0) if rows.store.has_pairs else np.zeros_like(lost)
+    )
     first = rows.store.count_trained_on(starts, ends) - rows.targets_of_documents() - lost
     return {rows.cut_by: lost - dropped, "pair dropped": dropped, "first token": first}
 
@@ -88,13 +90,22 @@ def reasons_text(why: Mapping[str, int]) -> str:
 def parts_of(rows: Rows) -> list[SourceRows]:
     """The rows of each source; a single one is called `source`."""
     parts, first_row = [], 0
-    for name, part in cast("dict[str, PackedRows]", getattr(rows, "parts", {"source": rows})).items():
+    for name, part in cast(
+        "dict[str, PackedRows]", getattr(rows, "parts", {"source": rows})
+    ).items():
         parts.append(SourceRows(name, part, first_row))
         first_row += part.num_rows
     return parts
 
 
-def changed(blocks: Blocks, change: Change, prefix: str | Path, rows: PackedRows | None, *, first_row: int = 0) -> str:
+def changed(
+    blocks: Blocks,
+    change: Change,
+    prefix: str | Path,
+    rows: PackedRows | None,
+    *,
+    first_row: int = 0,
+) -> str:
     """What has changed: file, block, and the rows that read it, whose numbers begin with `first_row`."""
     kept, path = blocks.files[change.suffix], f"{prefix}{change.suffix}"
     where = block_text(blocks, change, rows, first_row=first_row)
@@ -106,7 +117,9 @@ def changed(blocks: Blocks, change: Change, prefix: str | Path, rows: PackedRows
     return f"{path} has changed, it is not what was hashed: {where}"
 
 
-def block_text(blocks: Blocks, change: Change, rows: PackedRows | None, *, first_row: int = 0) -> str:
+def block_text(
+    blocks: Blocks, change: Change, rows: PackedRows | None, *, first_row: int = 0
+) -> str:
     """The block of a change, its bytes, and the rows that read it; of a file of another size, all from there on."""
     kept = blocks.files[change.suffix]
     start, last = change.block * blocks.block_bytes, kept.size_bytes
@@ -120,7 +133,11 @@ def block_text(blocks: Blocks, change: Change, rows: PackedRows | None, *, first
         return which
     size = rows.store.dtype.itemsize
     # A bit of .loss_mask says of a token whether it is trained on, in each row that reads it.
-    first, stop = (8 * start, 8 * last) if change.suffix == LOSS_MASK else (start // size, -(-last // size))
+    first, stop = (
+        (8 * start, 8 * last)
+        if change.suffix == LOSS_MASK
+        else (start // size, -(-last // size))
+    )
     first, stop = rows.store.inside(first, stop)
     return f"{which}, read by {rows_text(first_row + rows.readers(first, stop)) if stop > first else 'no row'}"
 
@@ -162,7 +179,11 @@ class KnownRows:
             seen |= new
             blocks = sorted(block for _, block in new)
             per_bit = 8 * store.dtype.itemsize
-            bits = {LOSS_MASK: sorted({block // per_bit for block in blocks})} if store.has_loss_mask else {}
+            bits = (
+                {LOSS_MASK: sorted({block // per_bit for block in blocks})}
+                if store.has_loss_mask
+                else {}
+            )
             # Those at an address were compared before they were used.
             tokens = {".bin": blocks} if store.stored is None else {}
             for suffix, numbers in {**tokens, **bits}.items():
@@ -176,10 +197,18 @@ class KnownRows:
     def describe(self, found: Changed) -> str:
         """`changed` of one of the stores."""
         part = self._parts[found.part]
-        return changed(part.blocks, found.change, part.rows.store.named, part.rows, first_row=part.first_row)
+        return changed(
+            part.blocks,
+            found.change,
+            part.rows.store.named,
+            part.rows,
+            first_row=part.first_row,
+        )
 
 
-def problem_of(store: TokenStore, change: Change, rows: PackedRows | None, *, cache: Path) -> Problem:
+def problem_of(
+    store: TokenStore, change: Change, rows: PackedRows | None, *, cache: Path
+) -> Problem:
     """The problem of an opened store that is not what was hashed."""
     assert store.blocks is not None and store.blocks_at is not None
     folder = store.prefix.parent

@@ -75,7 +75,9 @@ class Packing:
     def of(cls, data: DataConfig) -> Packing:
         """The packing that a config asks for."""
         mask, share = bool(data.document_mask), data.eval_share
-        return cls(data.seq_len, data.packing, mask, data.truncate, share, data.seed if share else 0)
+        return cls(
+            data.seq_len, data.packing, mask, data.truncate, share, data.seed if share else 0
+        )
 
     def pack(self, store: TokenStore) -> Rows:
         """The rows of a store, or of one side of it.
@@ -92,14 +94,18 @@ class Packing:
         except ThreefoldError as error:
             where = "holds out" if self.held_out else "leaves to train on"
             what = f"data.eval_share = {self.eval_share:g} {where} {side.num_documents:,} documents"
-            raise type(error).of(replace(each, what=f"{what}: {each.what}") for each in error.problems) from error
+            raise type(error).of(
+                replace(each, what=f"{what}: {each.what}") for each in error.problems
+            ) from error
 
     def _packed(self, store: TokenStore) -> Rows:
         packing = self.packing or ("best_fit" if store.has_loss_mask else "concat")
         if store.has_pairs:
             self._refuse_for_pairs(packing)
         if packing == "concat":
-            rows: PackedRows = ConcatRows(store, seq_len=self.seq_len, document_mask=self.document_mask)
+            rows: PackedRows = ConcatRows(
+                store, seq_len=self.seq_len, document_mask=self.document_mask
+            )
         else:
             rows = PaddedRows(
                 store,
@@ -121,7 +127,14 @@ class Packing:
     def _refuse_for_pairs(self, packing: str) -> None:
         wrong = []
         if packing == "concat":
-            wrong.append(("packing", "concat", "best_fit or none: concat cuts answers anywhere", "packing best_fit"))
+            wrong.append(
+                (
+                    "packing",
+                    "concat",
+                    "best_fit or none: concat cuts answers anywhere",
+                    "packing best_fit",
+                )
+            )
         if not self.document_mask:
             what = "true: two answers in a row must not see one another"
             wrong.append(("document_mask", "false", what, "document_mask true"))
@@ -137,7 +150,12 @@ class Packing:
 
 
 def open_rows(
-    source: Source, packing: Packing, *, tokenizer: Tokenizer | None, cache: Path, vocab_size: int | None = None
+    source: Source,
+    packing: Packing,
+    *,
+    tokenizer: Tokenizer | None,
+    cache: Path,
+    vocab_size: int | None = None,
 ) -> Rows:
     """The packed rows of a source's store, which text has in the folder `cache`; errors as for all three functions.
 
@@ -151,7 +169,9 @@ def open_rows(
     if change is not None:
         # The documents' bounds are right if their file is: then the rows of a block can be named.
         rows = packing.pack(store) if change.suffix in OF_TOKENS else None
-        raise DataError.of([problem_of(store, change, cast("PackedRows | None", rows), cache=cache)])
+        raise DataError.of(
+            [problem_of(store, change, cast("PackedRows | None", rows), cache=cache)]
+        )
     if vocab_size is not None:
         check_ids(store, store.blocks, vocab_size=vocab_size)
     return packing.pack(store)
@@ -199,7 +219,10 @@ class MixedRows:
     @cached_property
     def report(self) -> PackingReport:
         reports = [part.report for part in self._rows]
-        sums = {field.name: sum(getattr(report, field.name) for report in reports) for field in fields(PackingReport)}
+        sums = {
+            field.name: sum(getattr(report, field.name) for report in reports)
+            for field in fields(PackingReport)
+        }
         padding = sum(report.padding_share * report.num_rows for report in reports)
         return PackingReport(**{**sums, "padding_share": padding / self.num_rows})
 
@@ -220,7 +243,9 @@ class MixedRows:
             read = part.rows(wanted[mine] - (self._ends[number] - part.num_rows))
             for name, values in read.items():
                 # values: (rows of this source, seq_len)
-                batch.setdefault(name, np.empty((len(wanted), *values.shape[1:]), np.int64))[mine] = values
+                batch.setdefault(name, np.empty((len(wanted), *values.shape[1:]), np.int64))[
+                    mine
+                ] = values
         return batch
 
 

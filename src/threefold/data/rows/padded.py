@@ -93,7 +93,9 @@ class PaddedRows:
         self.num_rows = len(row_ends)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(PaddedRows, **{each.name: getattr(self, each.name) for each in fields(self)}), ()
+        return partial(
+            PaddedRows, **{each.name: getattr(self, each.name) for each in fields(self)}
+        ), ()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -107,7 +109,8 @@ class PaddedRows:
             num_tokens=self.store.num_tokens,
             num_documents=self.store.num_documents,
             dropped_tokens=self._pieces.dropped_tokens,
-            padding_share=1 - float(self._pieces.lengths.sum()) / float(self.num_rows * self.seq_len),
+            padding_share=1
+            - float(self._pieces.lengths.sum()) / float(self.num_rows * self.seq_len),
             split_documents=self._pieces.split_documents,
             truncated_documents=self._pieces.truncated_documents,
             num_pairs=self.store.num_documents // 2 if self.store.has_pairs else 0,
@@ -137,7 +140,12 @@ class PaddedRows:
             begins[:] = False
         position_ids, document_ids = numbered(begins)
         document_ids[np.arange(self.seq_len) >= used[:, None]] = PADDING
-        return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, "document_ids": document_ids}
+        return {
+            "input_ids": input_ids,
+            "labels": labels,
+            "position_ids": position_ids,
+            "document_ids": document_ids,
+        }
 
     def _fill(self, index: int, input_ids: Int64, labels: Int64, begins: Bool) -> int:
         """Writes row `index` into arrays of one row, [seq_len] each; returns the number of places that hold a token."""
@@ -145,12 +153,16 @@ class PaddedRows:
         for piece in self._pieces_of(index).tolist():
             start, length = int(self._pieces.starts[piece]), int(self._pieces.lengths[piece])
             # With the token after a cut: it is the label of the piece's last place.
-            tokens = self.store.read(start, stop := start + length + int(self._pieces.cut[piece])).astype(np.int64)
+            tokens = self.store.read(
+                start, stop := start + length + int(self._pieces.cut[piece])
+            ).astype(np.int64)
             input_ids[used : used + length] = tokens[:length]
             if self.store.has_loss_mask:
                 tokens[~self.store.trained_on(start, stop)] = IGNORED
             masked = self.document_mask or bool(self._pieces.continued[piece])
-            first = int(masked or not used)  # else its first token is a label, that of the place before it
+            first = int(
+                masked or not used
+            )  # else its first token is a label, that of the place before it
             labels[used - 1 + first : used - 1 + len(tokens)] = tokens[first:]
             used += length
             if used < self.seq_len:
@@ -177,7 +189,9 @@ class PaddedRows:
         of, ends = self._pieces, self.store.document_ends
         # Without a piece: of a pair that was dropped, nothing; else the document is one token, its first.
         stops = np.concatenate(([0], ends[:-1])) if self.store.has_pairs else ends.copy()
-        stops[self._documents] = of.starts + of.lengths + of.cut  # in their order, so the last piece's stays
+        stops[self._documents] = (
+            of.starts + of.lengths + of.cut
+        )  # in their order, so the last piece's stays
         return np.bincount(self._documents, minlength=len(ends)), stops
 
     @property
@@ -232,7 +246,9 @@ def best_fit(lengths: Int64, *, capacity: int, lookahead: int) -> tuple[Int64, I
         group = lengths[start : start + lookahead]
         row_of_piece = _rows_of_group(group, capacity=capacity)
         # Rows are numbered as they were opened; renumber them by the first piece each holds.
-        _, first_piece, row_of_piece = np.unique(row_of_piece, return_index=True, return_inverse=True)
+        _, first_piece, row_of_piece = np.unique(
+            row_of_piece, return_index=True, return_inverse=True
+        )
         rank = np.empty(len(first_piece), np.int64)
         rank[np.argsort(first_piece)] = np.arange(len(first_piece))
         row_of_piece = rank[row_of_piece]
@@ -252,7 +268,9 @@ def _rows_of_group(lengths: Int64, *, capacity: int) -> Int64:
     num_rows = 0
     row_of_piece = np.empty(len(lengths), np.int64)
     longest_first = np.argsort(-lengths, kind="stable")
-    for piece, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
+    for piece, length in zip(
+        longest_first.tolist(), lengths[longest_first].tolist(), strict=True
+    ):
         fitting = rooms >> length
         if fitting:
             room = length + (fitting & -fitting).bit_length() - 1

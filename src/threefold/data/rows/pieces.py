@@ -81,7 +81,9 @@ def cut_pairs(store: TokenStore, *, seq_len: int, truncate: bool) -> Pieces:
     kept[too_long] = np.minimum(lengths[too_long], seq_len // 2)
     cut = kept < lengths
     stays = np.ones(len(lengths), np.bool_)
-    for pair, begins, stops in zip(too_long, starts[too_long], (starts + kept + cut)[too_long], strict=True):
+    for pair, begins, stops in zip(
+        too_long, starts[too_long], (starts + kept + cut)[too_long], strict=True
+    ):
         stays[pair] = _compares(store, *zip(begins.tolist(), stops.tolist(), strict=True))
     if len(too_long) and not stays.any():
         raise _too_long(lengths, too_long, seq_len, dropped=True)
@@ -101,7 +103,10 @@ def cut_pairs(store: TokenStore, *, seq_len: int, truncate: bool) -> Pieces:
 def _compares(store: TokenStore, chosen: tuple[int, int], rejected: tuple[int, int]) -> bool:
     """Whether two stretches of the stream, as (start, stop), differ, and something is trained on of each."""
     # A document's first token is no label; the one after a cut is.
-    trained_on = (stop - start > 1 and store.trained_on(start + 1, stop).any() for start, stop in (chosen, rejected))
+    trained_on = (
+        stop - start > 1 and store.trained_on(start + 1, stop).any()
+        for start, stop in (chosen, rejected)
+    )
     return all(trained_on) and not np.array_equal(store.read(*chosen), store.read(*rejected))
 
 
@@ -111,13 +116,19 @@ def _stretches(ends: Int64) -> tuple[Int64, Int64]:
     return starts, ends - starts
 
 
-def _too_long(lengths: Int64, too_long: Int64, seq_len: int, *, dropped: bool = False) -> DataError:
+def _too_long(
+    lengths: Int64, too_long: Int64, seq_len: int, *, dropped: bool = False
+) -> DataError:
     pair = int(too_long[0])
     chosen, rejected = lengths[pair].tolist()
     what = f"data.seq_len = {seq_len}: {len(too_long):,} of {len(lengths):,} pairs do not fit in a row"
     if dropped:
         what += f", and the first {seq_len // 2:,} tokens, which data.truncate keeps, compare no two answers"
-    cut = "" if dropped else f"; or --data.truncate true: each document keeps {seq_len // 2:,} tokens"
+    cut = (
+        ""
+        if dropped
+        else f"; or --data.truncate true: each document keeps {seq_len // 2:,} tokens"
+    )
     return DataError(
         f"{what}; the first, in row {pair:,}, has {chosen + rejected:,} tokens: {chosen:,} with the chosen answer and "
         f"{rejected:,} with the rejected one",

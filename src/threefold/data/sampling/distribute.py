@@ -102,7 +102,11 @@ def distribute(
 
 def _batches_of(loader: DataLoader[Any]) -> Any:
     """What decides the size of batches and the draw: the loader, or the BatchSampler of torch that it was given."""
-    return loader.batch_sampler if loader.batch_size is None and type(loader.batch_sampler) is BatchSampler else loader
+    return (
+        loader.batch_sampler
+        if loader.batch_size is None and type(loader.batch_sampler) is BatchSampler
+        else loader
+    )
 
 
 class DistributedLoader(DataLoader[Any]):
@@ -114,7 +118,11 @@ class DistributedLoader(DataLoader[Any]):
     sampler: DistributedSampler
 
     def __init__(
-        self, dataset: Any, sampler: DistributedSampler, ignore_last_row: IgnoreLastRow | None = None, **kept: Any
+        self,
+        dataset: Any,
+        sampler: DistributedSampler,
+        ignore_last_row: IgnoreLastRow | None = None,
+        **kept: Any,
     ) -> None:
         super().__init__(dataset, sampler=sampler, **kept)
         self._ignore_last_row = ignore_last_row
@@ -149,8 +157,12 @@ class DistributedLoader(DataLoader[Any]):
     def _counting(self, batches: Iterator[Any], now: Pass) -> Iterator[Any]:
         sampler = self.sampler
         size = sampler.epoch_size
-        some_rank_lacks_one = sampler.tail == "exact" and (size - now.begin) % sampler.num_replicas != 0
-        this_rank_does = bool(some_rank_lacks_one and now.positions and now.positions[-1] >= size)
+        some_rank_lacks_one = (
+            sampler.tail == "exact" and (size - now.begin) % sampler.num_replicas != 0
+        )
+        this_rank_does = bool(
+            some_rank_lacks_one and now.positions and now.positions[-1] >= size
+        )
         for batch in batches:
             rows = min(self.batch_size or 1, len(now.positions) - now.had)
             if some_rank_lacks_one and now.had == 0 and self._ignore_last_row is None:
@@ -161,7 +173,11 @@ class DistributedLoader(DataLoader[Any]):
             last = now.had == len(now.positions)
             asked = [now.asked.popleft() for _ in range(min(rows, len(now.asked)))]
             self.indices = asked[:-1] if last and this_rank_does else asked
-            yield (self._ignore_last_row or ignore_last_labels)(batch) if last and this_rank_does else batch
+            yield (
+                (self._ignore_last_row or ignore_last_labels)(batch)
+                if last and this_rank_does
+                else batch
+            )
         sampler.close_pass(now)
 
 
@@ -203,7 +219,12 @@ def require_distributed(loader: Any, mesh: Any | None = None) -> None:
 def _replica_of(loader: Any) -> tuple[int, int] | None:
     """(number of replicas, this one) of a loader; None if it does not show them."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    for holder in (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)):
+    for holder in (
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+    ):
         # torch's distributed samplers, and the batch sampler of accelerate's loaders
         for names in (("num_replicas", "rank"), ("num_processes", "process_index")):
             size, rank = (getattr(holder, name, None) for name in names)
@@ -221,7 +242,9 @@ def is_known(sampler: Any, num_rows: int) -> bool:
 
 def _known_draw(sampler: Any, num_rows: int) -> dict[str, Any] | None:
     # accelerate's SeedableRandomSampler draws as RandomSampler does, from a seed of its own.
-    shuffles = type(sampler) is RandomSampler or type(sampler).__name__ == "SeedableRandomSampler"
+    shuffles = (
+        type(sampler) is RandomSampler or type(sampler).__name__ == "SeedableRandomSampler"
+    )
     if type(sampler) is SequentialSampler:
         return {"shuffle": False}
     if shuffles and not sampler.replacement and sampler.num_samples == num_rows:
@@ -267,13 +290,20 @@ def check_loader(loader: Any) -> None:
             fix="threefold.data.sampling.streaming.StreamingLoader(dataset, batch_size=...); or load the data without "
             "streaming=True",
         )
-    if isinstance(loader, DistributedLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+    if (
+        isinstance(loader, DistributedLoader)
+        or type(loader).__iter__ is not DataLoader.__iter__
+    ):
         raise ConfigError(
             f"distribute got a {type(loader).__name__}, which has its own iteration",
             expected="a plain torch.utils.data.DataLoader, which can be rebuilt with another sampler",
             fix="pass the DataLoader that it was made from, or build one with the same arguments",
         )
-    if _batches_of(loader) is loader and loader.batch_size is None and loader.batch_sampler is not None:
+    if (
+        _batches_of(loader) is loader
+        and loader.batch_size is None
+        and loader.batch_sampler is not None
+    ):
         raise ConfigError(
             f"the loader has a batch_sampler ({type(loader.batch_sampler).__name__})",
             expected="batch_size, or torch's own BatchSampler: a dp rank's samples of any other are not known",
@@ -299,7 +329,9 @@ def _check_labels(batch: Any, rows: int) -> None:
             f" whose labels are a {type(labels).__name__}" if labels is not None else ""
         )
     elif labels.is_floating_point():
-        found = f"a dict whose labels are {labels.dtype}, for which {IGNORED} is an ordinary value"
+        found = (
+            f"a dict whose labels are {labels.dtype}, for which {IGNORED} is an ordinary value"
+        )
     elif labels.ndim == 0 or len(labels) != rows:
         found = f"a dict whose labels have the shape {list(labels.shape)} for {rows} samples"
     else:

@@ -57,19 +57,27 @@ class _StepDataset(Dataset[Batch]):
     document_mask: bool
 
     def __getitem__(self, begin: Place) -> Batch:
-        indices, num_ignored = self.order.rows_of_rank(begin, dp_rank=self.dp_rank, dp_size=self.dp_size)
+        indices, num_ignored = self.order.rows_of_rank(
+            begin, dp_rank=self.dp_rank, dp_size=self.dp_size
+        )
         taken = indices if len(indices) else np.zeros(1, dtype=np.int64)
-        batch = {name: torch.from_numpy(values) for name, values in self.rows.rows(taken).items()}
+        batch = {
+            name: torch.from_numpy(values) for name, values in self.rows.rows(taken).items()
+        }
         batch["padding"] = batch["document_ids"] == PADDING
         if not self.document_mask:
             batch.pop("document_ids")
         if num_ignored:
             # An ignored row repeats a row's tokens, so that the model computes with real ones.
-            again = torch.cat([torch.arange(len(indices)), torch.zeros(num_ignored, dtype=torch.int64)])
+            again = torch.cat(
+                [torch.arange(len(indices)), torch.zeros(num_ignored, dtype=torch.int64)]
+            )
             batch = {name: values[again] for name, values in batch.items()}
             batch["labels"][len(indices) :] = IGNORED
             batch["padding"][len(indices) :] = True
-        batch["indices"] = torch.cat([torch.from_numpy(indices), torch.full((num_ignored,), -1)])
+        batch["indices"] = torch.cat(
+            [torch.from_numpy(indices), torch.full((num_ignored,), -1)]
+        )
         return batch
 
 
@@ -133,7 +141,9 @@ class TokenLoader:
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
             # A fork of a process with live communication threads can hang; the server has none.
-            multiprocessing_context=multiprocessing.get_context("forkserver") if self._num_workers else None,
+            multiprocessing_context=multiprocessing.get_context("forkserver")
+            if self._num_workers
+            else None,
             # torch's workers look at their parent only, which is that server.
             worker_init_fn=serve_one_rank,
             # torch draws a seed here; drawn from the global generator, it would put a resumed run one number ahead.
@@ -169,7 +179,9 @@ class TokenLoader:
     @property
     def planned(self) -> dict[int, StepRange]:
         """Ranges that are still to be left out, by the step before whose batch that happens."""
-        return {step: step_range for step, step_range in self._planned.items() if step >= self._step}
+        return {
+            step: step_range for step, step_range in self._planned.items() if step >= self._step
+        }
 
     def cursor(self) -> Cursor:
         """Where the next step begins, the same on every rank and mesh."""
@@ -178,7 +190,9 @@ class TokenLoader:
     def fingerprint(self) -> dict[str, Any]:
         """The ingredients of the order."""
         order = self.order
-        mixture = {} if order.mixture is None else {"mixture": order.mixture.fingerprint()["mixture"]}
+        mixture = (
+            {} if order.mixture is None else {"mixture": order.mixture.fingerprint()["mixture"]}
+        )
         return {
             "data": self.rows.fingerprint,
             "num_rows": order.num_rows,
@@ -210,14 +224,19 @@ class TokenLoader:
             )
         self._place = cursor.place
         try:
-            self.left_out = [(int(first), int(last)) for first, last in state.get("left_out", [])]
+            self.left_out = [
+                (int(first), int(last)) for first, last in state.get("left_out", [])
+            ]
         except (TypeError, ValueError) as error:
             raise DataError(
                 f"this is not a saved order of samples: it has left_out = {str(state['left_out'])[:60]}",
                 expected="a state_dict() of this loader, with pairs of steps under 'left_out'",
                 fix="load the state that the loader saved, or start a new run",
             ) from error
-        before, rows_read = cursor.epoch * self.order.epoch_size + cursor.position, state.get("rows_read")
+        before, rows_read = (
+            cursor.epoch * self.order.epoch_size + cursor.position,
+            state.get("rows_read"),
+        )
         self.rows_read = rows_read if type(rows_read) is int and rows_read >= 0 else before
 
     def begins(self) -> Iterator[Place]:
@@ -255,7 +274,13 @@ def _naming_lost_workers(workers: Collection[BaseProcess]) -> Iterator[None]:
 
 
 def evaluation_batches(
-    rows: Rows, *, rows_per_rank: int, dp_rank: int, dp_size: int, document_mask: bool = False, alike: bool = False
+    rows: Rows,
+    *,
+    rows_per_rank: int,
+    dp_rank: int,
+    dp_size: int,
+    document_mask: bool = False,
+    alike: bool = False,
 ) -> Iterator[Batch]:
     """Every row once over all dp ranks, in order; each rank yields the same number of equally large batches.
 
@@ -269,4 +294,6 @@ def evaluation_batches(
         return (batches[Place(0, position)] for position in begins)
     order = Order(rows.num_rows, rows_per_rank * dp_size, seed=0, shuffle=False, tail="exact")
     batches = _StepDataset(rows, order, dp_rank, dp_size, document_mask)
-    return (batches[Place(0, position)] for position in range(0, rows.num_rows, order.global_batch))
+    return (
+        batches[Place(0, position)] for position in range(0, rows.num_rows, order.global_batch)
+    )

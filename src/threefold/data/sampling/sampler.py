@@ -84,7 +84,9 @@ class DistributedSampler(Sampler[int]):
         self.dataset = dataset
         self.shuffle, self._seed, self.drop_last = shuffle, operator.index(seed), drop_last
         if order not in get_args(OrderName):
-            raise ConfigError(f"order = {order!r}", expected="threefold or torch", fix="order='threefold'")
+            raise ConfigError(
+                f"order = {order!r}", expected="threefold or torch", fix="order='threefold'"
+            )
         self.order, self.tail = order, tail_of_sampler(tail, drop_last=drop_last)
         self._num_rows = _length(dataset)
         self._set_draws(weights, num_samples)
@@ -165,7 +167,9 @@ class DistributedSampler(Sampler[int]):
         if not self._by_loop:
             now = self.open_pass()
         else:
-            now = self._opened or Pass(self.epoch, self._begin, self._share(self._begin), seed=self.seed)
+            now = self._opened or Pass(
+                self.epoch, self._begin, self._share(self._begin), seed=self.seed
+            )
         return itertools.chain.from_iterable(self._blocks(now))
 
     def open_pass(self) -> Pass:
@@ -174,14 +178,23 @@ class DistributedSampler(Sampler[int]):
         Where one that was opened before has read nothing yet, both begin at its place.
         """
         before = self._pass
-        begin, self._begin = before.begin if before is not None and not before.had else self._begin, 0
-        self._opened = self._pass = Pass(self.epoch, begin, self._share(begin), seed=self.seed, by_loop=self._by_loop)
+        begin, self._begin = (
+            before.begin if before is not None and not before.had else self._begin,
+            0,
+        )
+        self._opened = self._pass = Pass(
+            self.epoch, begin, self._share(begin), seed=self.seed, by_loop=self._by_loop
+        )
         return self._pass
 
     def begin_reading(self, now: Pass) -> None:
         """The first rows come from `now`: of the passes opened at one place, the state counts this one."""
         opened = self._pass
-        if opened is not None and not opened.had and (opened.epoch, opened.begin) == (now.epoch, now.begin):
+        if (
+            opened is not None
+            and not opened.had
+            and (opened.epoch, opened.begin) == (now.epoch, now.begin)
+        ):
             self._pass = now
 
     def close_pass(self, over: Pass) -> None:
@@ -222,7 +235,9 @@ class DistributedSampler(Sampler[int]):
     @property
     def _made_from(self) -> dict[str, Plain]:
         """The cursor's fingerprint; equal for every number of replicas, rank, batch size and tail."""
-        made_from = {name: getattr(self, name) for name in ("order", "seed", "shuffle")} | {"num_rows": self._num_rows}
+        made_from = {name: getattr(self, name) for name in ("order", "seed", "shuffle")} | {
+            "num_rows": self._num_rows
+        }
         if self._draws is not None:
             made_from |= {"weights": self._draws.fingerprint, "num_samples": self.epoch_size}
         data = getattr(self.dataset, "fingerprint", None)
@@ -235,7 +250,9 @@ class DistributedSampler(Sampler[int]):
         position = now.begin + now.had * self.num_replicas
         return now.epoch, min(position, self.epoch_size) if self.tail == "exact" else position
 
-    def _set_draws(self, weights: Sequence[float] | npt.NDArray[Any] | None, num_samples: int | None) -> None:
+    def _set_draws(
+        self, weights: Sequence[float] | npt.NDArray[Any] | None, num_samples: int | None
+    ) -> None:
         num_rows = self._num_rows
         if weights is not None and (not self.shuffle or self.order == "torch"):
             contrary = "shuffle = False" if not self.shuffle else "order = 'torch'"
@@ -253,16 +270,21 @@ class DistributedSampler(Sampler[int]):
             )
         if num_samples is not None and (weights is None or num_samples < 1):
             raise ConfigError(
-                f"num_samples = {num_samples}" + ("" if weights is not None else " without weights"),
+                f"num_samples = {num_samples}"
+                + ("" if weights is not None else " without weights"),
                 expected="a number of draws >= 1, only with weights: without them an epoch is every sample once",
-                fix="leave out num_samples, or pass weights" if weights is None else f"num_samples={num_rows}",
+                fix="leave out num_samples, or pass weights"
+                if weights is None
+                else f"num_samples={num_rows}",
             )
         self.epoch_size = num_rows if num_samples is None else num_samples
 
     def _set_multiple(self, global_batch: int) -> None:
         self.global_batch = global_batch
         self.num_samples = len(self._share(0))
-        self.total_size = self.epoch_size if self.tail == "exact" else self.num_samples * self.num_replicas
+        self.total_size = (
+            self.epoch_size if self.tail == "exact" else self.num_samples * self.num_replicas
+        )
 
     def _share(self, begin: int) -> range:
         return share(
@@ -278,14 +300,18 @@ class DistributedSampler(Sampler[int]):
         """The share of an epoch in blocks of Python ints; after the last, the epoch of a bare sampler advances."""
         positions, done, size = now.positions, 0, _FIRST_BLOCK
         indices_at = self._indices_at(now.epoch, now.seed) if positions else None
-        some_rank_lacks_one = self.tail == "exact" and (self.epoch_size - now.begin) % self.num_replicas != 0
+        some_rank_lacks_one = (
+            self.tail == "exact" and (self.epoch_size - now.begin) % self.num_replicas != 0
+        )
         if not self._by_loop:
             self.begin_reading(now)
         while indices_at is not None and done < len(positions):
             block = positions[done : done + size]
             wanted = np.arange(block.start, block.stop, block.step, dtype=np.int64)
             past_end = block[-1] >= self.epoch_size
-            indices = indices_at(wanted % self.epoch_size if past_end else wanted).tolist()  # padded: the head again
+            indices = indices_at(
+                wanted % self.epoch_size if past_end else wanted
+            ).tolist()  # padded: the head again
             mark = self._stand_in if past_end else self._alone
             if some_rank_lacks_one and mark is not None and done + len(block) == len(positions):
                 indices[-1] = mark(indices[-1])
@@ -308,7 +334,9 @@ class DistributedSampler(Sampler[int]):
 def _torch_order(num_rows: int, *, seed: int) -> npt.NDArray[Any]:
     """torch's own shuffle; int32 draws the same permutation as torch's int64 in half the memory."""
     dtype = torch.int32 if num_rows <= _MOST_INT32 else torch.int64
-    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed), dtype=dtype).numpy()
+    return torch.randperm(
+        num_rows, generator=torch.Generator().manual_seed(seed), dtype=dtype
+    ).numpy()
 
 
 def _length(dataset: Any) -> int:
@@ -328,7 +356,9 @@ class Pass:
     Without a loop that counts its rows, indices handed out are counted, without a step of Python for each index.
     """
 
-    def __init__(self, epoch: int, begin: int, positions: range, *, seed: int, by_loop: bool = False) -> None:
+    def __init__(
+        self, epoch: int, begin: int, positions: range, *, seed: int, by_loop: bool = False
+    ) -> None:
         self.epoch, self.begin, self.positions, self.seed = epoch, begin, positions, seed
         self._by_loop = by_loop
         self.asked: deque[int] = deque()

@@ -71,13 +71,17 @@ class StreamingLoader:
                 of torch cannot have.
         """
         self.num_replicas, self.rank = data_axis(mesh)
-        shared = isinstance(dataset, torch.utils.data.IterableDataset) and not isinstance(dataset, IterableDataset)
+        shared = isinstance(dataset, torch.utils.data.IterableDataset) and not isinstance(
+            dataset, IterableDataset
+        )
         if shared:
             _check_shared(dataset, num_workers, resume)
         else:
             _check_stream(dataset)
         if resume not in get_args(Resume):
-            raise ConfigError(f"resume = {resume!r}", expected="replay or seek", fix="resume='replay'")
+            raise ConfigError(
+                f"resume = {resume!r}", expected="replay or seek", fix="resume='replay'"
+            )
         self.epoch = 0
         self._dataset = dataset
         self._loader_class = _stateful_loader() if resume == "seek" else DataLoader
@@ -86,7 +90,12 @@ class StreamingLoader:
         self._resume = resume
         self._loader: Any = None
         axis: dict[str, Plain] = {"num_replicas": self.num_replicas, "rank": self.rank}
-        self._made_from = {**axis, **sizes, "resume": resume, "num_shards": getattr(dataset, "num_shards", 1)}
+        self._made_from = {
+            **axis,
+            **sizes,
+            "resume": resume,
+            "num_shards": getattr(dataset, "num_shards", 1),
+        }
         self._mesh = mesh if isinstance(mesh, Mesh) else active_mesh()
         self._shared, self._compared = shared, False
         if shared:
@@ -127,7 +136,9 @@ class StreamingLoader:
     def _compare_first(self) -> None:
         """DataError on every rank if the stream does not begin with the same row on all of them."""
         if not self._compared and self._mesh is not None:
-            self._mesh.decide("stream", _digest_of(next(iter(self._dataset), None)), _refuse_other)
+            self._mesh.decide(
+                "stream", _digest_of(next(iter(self._dataset), None)), _refuse_other
+            )
         self._compared = True
 
     def endless(self) -> Iterator[Any]:
@@ -148,7 +159,12 @@ class StreamingLoader:
     def set_epoch(self, epoch: int) -> None:
         """Go to the head of `epoch`; in the epoch of a state just loaded, the place stays."""
         if epoch != self.epoch:
-            self.epoch, self._begin, self._done, self._seek_to = operator.index(epoch), 0, 0, None
+            self.epoch, self._begin, self._done, self._seek_to = (
+                operator.index(epoch),
+                0,
+                0,
+                None,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The place of this rank's loop in its stream; each rank keeps its own.

@@ -32,4 +32,6 @@ def tokens_at(prefix: Path) -> tuple[Blocks, KnownFile]:
 
 def text_at(address: str) -> Path:
     """The folder, file or pattern of files that stands for text at an address here; errors as for `text_files`."""
-    return text_files.text_files(address, variables(), cache_folder() / "stored-text", kind_of, kinds=KINDS)
+    return text_files.text_files(
+        address, variables(), cache_folder() / "stored-text", kind_of, kinds=KINDS
+    )

@@ -101,7 +101,9 @@ class IdRange:
             return
         low, high = int(tokens.min()), int(tokens.max())
         first = self.high < self.low
-        self.low, self.high = (low, high) if first else (min(low, self.low), max(high, self.high))
+        self.low, self.high = (
+            (low, high) if first else (min(low, self.low), max(high, self.high))
+        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,10 @@ class Blocks:
     def digest(self) -> str:
         """Identity of the bytes of .idx and .bin, whatever the files are called and when they were written."""
         names = [*IDENTITY, *([LOSS_MASK] if LOSS_MASK in self.files else [])]
-        parts = [f"{self.block_bytes}", *(f"{name} {self.files[name].size_bytes}" for name in names)]
+        parts = [
+            f"{self.block_bytes}",
+            *(f"{name} {self.files[name].size_bytes}" for name in names),
+        ]
         digest = xxhash.xxh3_128("\n".join(parts).encode())
         for name in names:
             digest.update(self.files[name].hashes)
@@ -127,18 +132,26 @@ class Blocks:
         """Whether all files have the sizes and the times of change with which they were hashed."""
         now = stats_of(prefix)
         there = set(IDENTITY) <= now.keys()
-        return there and all(stat == self.files[name][:2] for name, stat in now.items() if name in self.files)
+        return there and all(
+            stat == self.files[name][:2] for name, stat in now.items() if name in self.files
+        )
 
     def timeless(self) -> Blocks:
         """The hashes alone, for a place where the times of files are other ones."""
-        return replace(self, files={name: kept._replace(mtime_ns=0) for name, kept in self.files.items()})
+        return replace(
+            self, files={name: kept._replace(mtime_ns=0) for name, kept in self.files.items()}
+        )
 
     def difference(self, other: Blocks) -> Change | None:
         """The first block in which `other` has other bytes; files that only one of them has are not compared."""
         for suffix, kept in self.files.items():
             if (found := other.files.get(suffix)) is None or found[::2] == kept[::2]:
                 continue
-            pairs = (number for number in range(kept.num_blocks) if kept.of(number) != found.of(number))
+            pairs = (
+                number
+                for number in range(kept.num_blocks)
+                if kept.of(number) != found.of(number)
+            )
             return Change(suffix, next(pairs, kept.num_blocks), found.size_bytes)
         return None
 

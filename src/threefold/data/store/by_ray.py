@@ -28,8 +28,13 @@ def make_by_ray(
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
-        what, expected = "--engine ray, and the package ray is not installed", "threefold with its extra ray"
-        raise ConfigError(what, expected=expected, fix="pip install 'threefold[ray]'") from error
+        what, expected = (
+            "--engine ray, and the package ray is not installed",
+            "threefold with its extra ray",
+        )
+        raise ConfigError(
+            what, expected=expected, fix="pip install 'threefold[ray]'"
+        ) from error
     ray.init(ignore_reinit_error=True, log_to_driver=False)
     everywhere, task = ray.put(shared), ray.remote(max_retries=_RETRIES)(_make)
     parts = {task.remote(everywhere, part): part for part in shared.missing()}

@@ -17,7 +17,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from threefold.data.store.blocks import LOSS_MASK, SUFFIX, Blocks, Change, IdRange, hashed, with_suffix
+from threefold.data.store.blocks import (
+    LOSS_MASK,
+    SUFFIX,
+    Blocks,
+    Change,
+    IdRange,
+    hashed,
+    with_suffix,
+)
 from threefold.data.store.store import TokenStore, fingerprint_of_content
 from threefold.errors import DataError
 
@@ -46,9 +54,17 @@ def known(store: TokenStore, *, cache: Path, sampled: int = SAMPLED) -> Known:
     if store.stored is not None and store.blocks is not None:
         # A start need not: each block is compared before it is used.
         changed = store.stored.read_again(sampled) if sampled > SAMPLED else None
-        return Known(store.blocks, own, None if changed is None else Change(".bin", changed, store.stored.size))
+        return Known(
+            store.blocks,
+            own,
+            None if changed is None else Change(".bin", changed, store.stored.size),
+        )
     beside, remembered = Blocks.read(own), Blocks.read(kept)
-    if beside is not None and remembered is not None and remembered.difference(beside) is not None:
+    if (
+        beside is not None
+        and remembered is not None
+        and remembered.difference(beside) is not None
+    ):
         remembered = None  # of a store that was here before
     for place, found in ((own, beside), (kept, remembered)):
         if found is not None and found.unchanged(store.prefix):
@@ -65,7 +81,9 @@ def known(store: TokenStore, *, cache: Path, sampled: int = SAMPLED) -> Known:
 
 def places_of(prefix: Path, cache: Path) -> tuple[Path, Path]:
     """Where a store's hashes may lie: beside it, or in the cache."""
-    name = hashlib.blake2b(str(with_suffix(prefix, ".bin").resolve()).encode(), digest_size=16).hexdigest()
+    name = hashlib.blake2b(
+        str(with_suffix(prefix, ".bin").resolve()).encode(), digest_size=16
+    ).hexdigest()
     return with_suffix(prefix, SUFFIX), cache / "blocks" / f"{name}{SUFFIX}"
 
 
@@ -85,7 +103,9 @@ def sample(blocks: Blocks, prefix: Path, sampled: int) -> Change | None:
 def hashed_store(store: TokenStore) -> Blocks:
     """The hashes of a store's files as they are now, in one pass; a DataError if they are not what its .json says."""
     ids, content = IdRange(), hashlib.blake2b(digest_size=16)
-    others: list[Callable[[bytes], object]] = [lambda piece: ids.take(np.frombuffer(piece, store.dtype))]
+    others: list[Callable[[bytes], object]] = [
+        lambda piece: ids.take(np.frombuffer(piece, store.dtype))
+    ]
     recorded = with_suffix(store.prefix, SUFFIX).is_file()
     if store.info is not None and not recorded:
         others.append(content.update)
@@ -104,7 +124,10 @@ def hashed_store(store: TokenStore) -> Blocks:
 def _check_content(store: TokenStore, content_hash: str) -> None:
     assert store.info is not None
     store.check()
-    if fingerprint_of_content(content_hash, store.info.tokenizer_fingerprint) != store.info.fingerprint:
+    if (
+        fingerprint_of_content(content_hash, store.info.tokenizer_fingerprint)
+        != store.info.fingerprint
+    ):
         others, parts = (
             (", .idx and .loss_mask", ", documents or loss mask")
             if store.has_loss_mask

@@ -50,7 +50,10 @@ class StoreSide(TokenStore):
             if self.has_loss_mask:
                 count = int(self.count_trained_on(np.zeros(1, np.int64), self._offsets[-1:])[0])
             self.info = replace(
-                self.info, num_tokens=self.num_tokens, num_documents=self.num_documents, num_loss_tokens=count
+                self.info,
+                num_tokens=self.num_tokens,
+                num_documents=self.num_documents,
+                num_loss_tokens=count,
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -75,7 +78,9 @@ class StoreSide(TokenStore):
         """Whether a token of this side lies in a document that is held out."""
         ends = self._whole.document_ends
         return any(
-            self.held_out[np.searchsorted(ends, start, side="right") : np.searchsorted(ends, stop)].any()
+            self.held_out[
+                np.searchsorted(ends, start, side="right") : np.searchsorted(ends, stop)
+            ].any()
             for start, stop in self.places(0, self.num_tokens)
         )
 
@@ -83,7 +88,9 @@ class StoreSide(TokenStore):
         """As `TokenStore`."""
         run = np.searchsorted(self._begins, (start, stop), side="right") - 1
         # Of a place before the first run: none; of one after a run's end: all of that run.
-        into = np.minimum(np.array([start, stop]) - self._begins[run], np.diff(self._offsets)[run])
+        into = np.minimum(
+            np.array([start, stop]) - self._begins[run], np.diff(self._offsets)[run]
+        )
         first, last = np.where(run < 0, 0, self._offsets[run] + into).tolist()
         return first, last
 
@@ -99,7 +106,9 @@ class StoreSide(TokenStore):
 
         def up_to(places: Int64) -> Int64:
             run = np.searchsorted(self._offsets[:-1], places, side="right") - 1
-            return before[run] + count(self._begins[run], self._begins[run] + places - self._offsets[run])
+            return before[run] + count(
+                self._begins[run], self._begins[run] + places - self._offsets[run]
+            )
 
         return up_to(stops) - up_to(starts)
 
@@ -108,7 +117,9 @@ class StoreSide(TokenStore):
         run = np.searchsorted(self._offsets, places, side="right") - 1
         return self._begins[run] + places - self._offsets[run]
 
-    def _joined(self, read: Callable[[int, int], npt.NDArray[Any]], start: int, stop: int) -> npt.NDArray[Any]:
+    def _joined(
+        self, read: Callable[[int, int], npt.NDArray[Any]], start: int, stop: int
+    ) -> npt.NDArray[Any]:
         parts = [read(*place) for place in self.places(start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate([read(0, 0), *parts])
 
@@ -129,7 +140,9 @@ def held_out_documents(store: TokenStore, *, share: float, seed: int) -> Bool:
             fix="a smaller data.eval_share, or a source of more documents   (each file of text is one)",
         )
     # The order of random numbers: a longer source keeps most of its documents on their sides.
-    keys = hash_counters(np.arange(number, dtype=np.uint64), key=key_words("held out", seed, count=1)[0])
+    keys = hash_counters(
+        np.arange(number, dtype=np.uint64), key=key_words("held out", seed, count=1)[0]
+    )
     held_out = np.zeros(number, np.bool_)
     held_out[np.argpartition(keys, count)[:count]] = True
     return np.repeat(held_out, together)

@@ -42,7 +42,11 @@ def written(rows: Any, *, name: str, cache: Path, tokenizer: Callable[[], Tokeni
     Raises:
         DataError: not such rows; or a row that cannot be written, by its number.
     """
-    if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__") or isinstance(rows, str | bytes | Mapping):
+    if (
+        not hasattr(rows, "__len__")
+        or not hasattr(rows, "__getitem__")
+        or isinstance(rows, str | bytes | Mapping)
+    ):
         raise DataError(
             f"{name} is a {type(rows).__name__}",
             expected="rows with a length and numbers, a datasets.Dataset or a list of dicts: any may be needed next",
@@ -86,7 +90,9 @@ def _lines(rows: Any, name: str, folder: Path) -> Path:
 
 def _encoded(row: Mapping[str, Any], number: int, name: str) -> bytes:
     try:
-        return json.dumps(dict(row), default=_plain, allow_nan=False, ensure_ascii=False).encode()
+        return json.dumps(
+            dict(row), default=_plain, allow_nan=False, ensure_ascii=False
+        ).encode()
     except (TypeError, ValueError) as error:
         raise DataError(
             f"row {number} of {name} cannot be written: {str(error).splitlines()[0]}",
@@ -108,17 +114,25 @@ def _store(rows: Any, name: str, folder: Path, tokenizer: Tokenizer) -> Path:
     try:
         with StoreWriter(partial / STORE_NAME, dtype=dtype_for(tokenizer.vocab_size)) as writer:
             for ids, trained_on in _documents(rows, name, tokenizer, with_labels=with_labels):
-                writer.add_block(ids, np.array([len(ids)], np.int32), trained_on if with_labels else None)
-            content = hashlib.blake2b(f"{writer.content_hash()} {loss_mask}".encode(), digest_size=16).hexdigest()
+                writer.add_block(
+                    ids, np.array([len(ids)], np.int32), trained_on if with_labels else None
+                )
+            content = hashlib.blake2b(
+                f"{writer.content_hash()} {loss_mask}".encode(), digest_size=16
+            ).hexdigest()
             if with_labels and not writer.num_loss_tokens:
                 what = f"{name} has labels of -100 alone: nothing would be trained on"
                 raise DataError(
-                    what, expected="labels that are the input_ids where a token is trained on", fix="labels=..."
+                    what,
+                    expected="labels that are the input_ids where a token is trained on",
+                    fix="labels=...",
                 )
 
             def info(made: StoreWriter) -> StoreInfo:
                 return StoreInfo(
-                    fingerprint=fingerprint_of_content(made.content_hash(), tokenizer.fingerprint),
+                    fingerprint=fingerprint_of_content(
+                        made.content_hash(), tokenizer.fingerprint
+                    ),
                     request=f"handed {content}",
                     num_tokens=made.num_tokens,
                     num_documents=made.num_documents,
@@ -135,7 +149,9 @@ def _store(rows: Any, name: str, folder: Path, tokenizer: Tokenizer) -> Path:
 
             writer.finish(info)
         place = folder / f"{content}-{tokenizer.fingerprint[:8]}"
-        with contextlib.suppress(OSError):  # it is there: another process was first, or another run
+        with contextlib.suppress(
+            OSError
+        ):  # it is there: another process was first, or another run
             os.replace(partial, place)
     finally:
         for left in partial.glob("*") if partial.exists() else ():
@@ -145,7 +161,9 @@ def _store(rows: Any, name: str, folder: Path, tokenizer: Tokenizer) -> Path:
     return place
 
 
-def _documents(rows: Any, name: str, tokenizer: Tokenizer, *, with_labels: bool) -> Iterator[tuple[Int64, Bool]]:
+def _documents(
+    rows: Any, name: str, tokenizer: Tokenizer, *, with_labels: bool
+) -> Iterator[tuple[Int64, Bool]]:
     """(ids, whether each is trained on) of each row."""
     for number in range(len(rows)):
         row = _row(rows, number, name)
@@ -156,9 +174,20 @@ def _documents(rows: Any, name: str, tokenizer: Tokenizer, *, with_labels: bool)
         except (KeyError, TypeError, ValueError) as error:
             raise _wrong(number, name, f"cannot be read as tokens: {error}") from error
         if unknown := sorted(row.keys() - set(_TOKENS)):
-            raise _wrong(number, name, f"has a column {unknown[0]!r} beside input_ids, which would be left out")
-        if with_labels != ("labels" in row) or ids.ndim != 1 or not len(ids) or labels.shape != ids.shape:
-            raise _wrong(number, name, f"has input_ids {list(ids.shape)} and labels {list(labels.shape)}")
+            raise _wrong(
+                number,
+                name,
+                f"has a column {unknown[0]!r} beside input_ids, which would be left out",
+            )
+        if (
+            with_labels != ("labels" in row)
+            or ids.ndim != 1
+            or not len(ids)
+            or labels.shape != ids.shape
+        ):
+            raise _wrong(
+                number, name, f"has input_ids {list(ids.shape)} and labels {list(labels.shape)}"
+            )
         if not mask.all():
             raise _wrong(number, name, "has padding: its attention_mask is not all ones")
         if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
@@ -166,7 +195,9 @@ def _documents(rows: Any, name: str, tokenizer: Tokenizer, *, with_labels: bool)
             raise _wrong(number, name, what)
         trained_on = labels != _MASKED
         if not np.array_equal(labels[trained_on], ids[trained_on]):
-            raise _wrong(number, name, "has labels that are not its input_ids where they are not -100")
+            raise _wrong(
+                number, name, "has labels that are not its input_ids where they are not -100"
+            )
         yield ids, trained_on
 
 

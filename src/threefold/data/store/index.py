@@ -55,7 +55,11 @@ class StoreIndex:
         return self._mapped("<i8", _HEADER.size + 12 * self.num_sequences, self.num_bounds)
 
     def _mapped(self, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
-        return np.memmap(self.path, dtype, mode="r", offset=offset, shape=(count,)) if count else np.empty(0, dtype)
+        return (
+            np.memmap(self.path, dtype, mode="r", offset=offset, shape=(count,))
+            if count
+            else np.empty(0, dtype)
+        )
 
 
 def write_index(file: BinaryIO, lengths: Int32, *, dtype: np.dtype[Any]) -> None:

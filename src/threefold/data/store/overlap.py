@@ -69,7 +69,9 @@ class Overlap:
 
     def to_values(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        exact, alike = ([match._asdict() for match in matches] for matches in (self.exact, self.alike))
+        exact, alike = (
+            [match._asdict() for match in matches] for matches in (self.exact, self.alike)
+        )
         return {**asdict(self), "exact": exact, "alike": alike}
 
     def lines(self, named: int | None = None) -> Iterator[str]:
@@ -107,7 +109,11 @@ def overlap(
         most: tokens of the training to read, about; None: all.
         progress: called with the tokens that were read, and how many there are.
     """
-    wanted, total, read = _Wanted(evaluation), sum(store.num_tokens for store in training.values()), 0
+    wanted, total, read = (
+        _Wanted(evaluation),
+        sum(store.num_tokens for store in training.values()),
+        0,
+    )
     every = max(1, -(-total // most)) if most else 1
     for name, store in training.items():
         ends = np.concatenate(([0], store.document_ends))
@@ -160,23 +166,32 @@ class _Wanted:
         self._table = np.zeros(1 << 22, np.bool_)
         self._table[self._spans >> _TABLE_SHIFT] = True
         self._names: list[str] = []
-        self._found = np.full((len(self._spans), 2), -1)  # by number of the source, and document
+        self._found = np.full(
+            (len(self._spans), 2), -1
+        )  # by number of the source, and document
 
     def _counts(self, start: int, stop: int, begins: Int64) -> Bool:
         """Whether spans of the tokens [start, stop) are inside of one document, with a token that is trained on."""
-        first, last = (np.searchsorted(self._ends, start + begins + at, side="right") for at in (0, SPAN - 1))
+        first, last = (
+            np.searchsorted(self._ends, start + begins + at, side="right")
+            for at in (0, SPAN - 1)
+        )
         inside: Bool = first == last
         if self._store.has_loss_mask:
             before = np.concatenate(([0], np.cumsum(self._store.trained_on(start, stop))))
             inside &= before[begins + SPAN] > before[begins]
         return inside
 
-    def look(self, name: str, store: TokenStore, ends: Int64, start: int, tokens: npt.NDArray[Any]) -> None:
+    def look(
+        self, name: str, store: TokenStore, ends: Int64, start: int, tokens: npt.NDArray[Any]
+    ) -> None:
         """Looks for them in a batch of the training: in documents that begin in it, and in spans."""
         first, last = np.searchsorted(ends[:-1], (start, start + _BATCH)).tolist()
         for number, (begin, end) in enumerate(pairwise(ends[first : last + 1].tolist()), first):
             for mine in self._documents.pop(_digest(store.read(begin, end)), ()):
-                self._exact[mine] = TrainedOn(self._number(mine), name, int(store.document_numbers[number]))
+                self._exact[mine] = TrainedOn(
+                    self._number(mine), name, int(store.document_numbers[number])
+                )
         if len(tokens) < SPAN or not len(self._spans):
             return
         hashes = _spans(tokens, begins := np.arange(len(tokens) - SPAN + 1))
@@ -185,7 +200,10 @@ class _Wanted:
         new = (self._spans[places] == hashes[begins]) & (self._found[places, 0] < 0)
         places, which = np.unique(places[new], return_index=True)
         begins = begins[new][which]
-        theirs, ours = (np.lib.stride_tricks.sliding_window_view(each, SPAN) for each in (tokens, self._tokens))
+        theirs, ours = (
+            np.lib.stride_tricks.sliding_window_view(each, SPAN)
+            for each in (tokens, self._tokens)
+        )
         same = (theirs[begins] == ours[self._places[self._first[places]]]).all(axis=1)
         self._names += [name] * (name not in self._names)
         self._found[places[same], 0] = self._names.index(name)
@@ -201,8 +219,12 @@ class _Wanted:
         # Spans overlap: each has as many tokens of its own as there are up to the next one.
         tokens = np.bincount(document, np.diff(begins, append=1 << 62).clip(max=SPAN))
         alike = [
-            TrainedOn(self._number(mine), self._names[source], trained_document, int(tokens[mine]))
-            for mine, at in zip(*(each.tolist() for each in np.unique(document, return_index=True)), strict=True)
+            TrainedOn(
+                self._number(mine), self._names[source], trained_document, int(tokens[mine])
+            )
+            for mine, at in zip(
+                *(each.tolist() for each in np.unique(document, return_index=True)), strict=True
+            )
             for source, trained_document in [found[at].tolist()]
             if mine not in self._exact
         ]

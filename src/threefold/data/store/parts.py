@@ -90,7 +90,9 @@ class PartMaker:
             self.source.refuse_changed(part.pieces)
             kinds = {"len": lengths.tobytes(), "loss_mask": b"".join(masks)}
             digests = {kind: xxhash.xxh3_128_hexdigest(data) for kind, data in kinds.items()}
-            done = PartDone(part, num_tokens, len(lengths), log, {"bin": digest.hexdigest(), **digests})
+            done = PartDone(
+                part, num_tokens, len(lengths), log, {"bin": digest.hexdigest(), **digests}
+            )
             if not log.num_bad:
                 os.replace(temporary, self.path(part, "bin"))
                 kinds["json"] = self._seal(done)
@@ -116,14 +118,24 @@ class PartMaker:
             seal = self.path(part, "json").read_bytes()
             record = json.loads(seal)
             log = ReadLog(**record["log"])
-            done = PartDone(part, record["num_tokens"], record["num_documents"], log, record["xxh3"])
-            kinds = ("bin", "len", *(("loss_mask",) if self.source.loss_mask is not None else ()))
+            done = PartDone(
+                part, record["num_tokens"], record["num_documents"], log, record["xxh3"]
+            )
+            kinds = (
+                "bin",
+                "len",
+                *(("loss_mask",) if self.source.loss_mask is not None else ()),
+            )
             sizes = tuple(self.path(part, kind).stat().st_size for kind in kinds)
         except (OSError, ValueError, KeyError, TypeError):
             return None
         if seal != self._seal(done):
             return None
-        expected = (done.num_tokens * self._dtype.itemsize, done.num_documents * 4, done.num_tokens)
+        expected = (
+            done.num_tokens * self._dtype.itemsize,
+            done.num_documents * 4,
+            done.num_tokens,
+        )
         mask = self.source.loss_mask
         torn = mask is not None and mask.has_pairs and done.num_documents % 2
         return done if sizes == expected[: len(sizes)] and not torn else None
@@ -157,7 +169,9 @@ class PartMaker:
         """Tokens, lengths and loss mask (empty for texts) of a batch."""
         if self.source.loss_mask is None:
             texts = cast("list[str]", documents)
-            return *joined(self._encoded(texts), end_id=self.tokenizer.end_id, dtype=self._dtype), np.empty(0, np.bool_)
+            return *joined(
+                self._encoded(texts), end_id=self.tokenizer.end_id, dtype=self._dtype
+            ), np.empty(0, np.bool_)
         labelled = cast("list[Labelled]", documents)
         lengths = np.array([len(each.ids) for each in labelled], np.int32)
         tokens = np.concatenate([each.ids for each in labelled]).astype(self._dtype)
@@ -201,7 +215,9 @@ def plan_parts(pieces: Sequence[Piece]) -> list[EncodedPart]:
     return parts
 
 
-def joined(ids: Sequence[npt.NDArray[Any]], *, end_id: int, dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], Int32]:
+def joined(
+    ids: Sequence[npt.NDArray[Any]], *, end_id: int, dtype: np.dtype[Any]
+) -> tuple[npt.NDArray[Any], Int32]:
     """The documents of a batch, concatenated, each ended by `end_id`; and their lengths, including it."""
     lengths = np.array([len(document) + 1 for document in ids], np.int64)
     if lengths.max() > np.iinfo(np.int32).max:

@@ -63,7 +63,11 @@ def prove(prefix: Path, *, read: bool) -> str:
             fix="threefold data prepare ... --to ANOTHER   (prepares the source again)",
         )
     num_pieces = sum(len(seal["pieces"]) for seal in seals)
-    digests = "read again, every digest is equal" if read else "every digest was equal when they were joined"
+    digests = (
+        "read again, every digest is equal"
+        if read
+        else "every digest was equal when they were joined"
+    )
     return (
         f"proof: the {num_pieces:,} pieces of the source are in {len(seals):,} parts, each in one; their "
         f"{store.num_documents:,} documents and {store.num_tokens:,} tokens are the store's; {digests}"
@@ -75,7 +79,9 @@ def _last(parts: Sequence[Any]) -> bytes:
     return json.dumps({"parts": len(parts)}).encode() + b"\n"
 
 
-def _offences(seals: Iterable[Any], store: TokenStore, info: StoreInfo, *, read: bool) -> Iterator[str]:
+def _offences(
+    seals: Iterable[Any], store: TokenStore, info: StoreInfo, *, read: bool
+) -> Iterator[str]:
     """What is wrong, in words."""
     documents = tokens = skipped = 0
     file, end = -1, 0
@@ -88,7 +94,10 @@ def _offences(seals: Iterable[Any], store: TokenStore, info: StoreInfo, *, read:
             file, end = its_file, stop
         until = documents + seal["num_documents"], tokens + seal["num_tokens"]
         if read:
-            files = {"bin": store.read(tokens, until[1]), "len": store.lengths()[documents : until[0]]}
+            files = {
+                "bin": store.read(tokens, until[1]),
+                "len": store.lengths()[documents : until[0]],
+            }
             if store.has_loss_mask:
                 files["loss_mask"] = store.trained_on(tokens, until[1])
             for kind, data in files.items():

@@ -24,7 +24,13 @@ from filelock import FileLock
 
 from threefold.data.store.blocks import with_suffix
 from threefold.data.store.parts import EncodedPart, PartDone, PartMaker, plan_parts
-from threefold.data.store.store import StoreInfo, TokenStore, dtype_for, fingerprint_of_content, read_info
+from threefold.data.store.store import (
+    StoreInfo,
+    TokenStore,
+    dtype_for,
+    fingerprint_of_content,
+    read_info,
+)
 from threefold.data.store.writer import StoreWriter
 from threefold.data.text.source import ReadLog, TextSource, log_error
 from threefold.data.tokens import Tokenizer
@@ -110,7 +116,13 @@ def prepare(
         maker = PartMaker(source, tokenizer, folder, skip_bad)
         try:
             folder.mkdir(exist_ok=True)
-            done = _make_parts(maker, plan_parts(source.pieces), num_workers=num_workers, progress=progress, make=make)
+            done = _make_parts(
+                maker,
+                plan_parts(source.pieces),
+                num_workers=num_workers,
+                progress=progress,
+                make=make,
+            )
             if record is not None:
                 record(maker, done)
             info = _join(maker, done, prefix=prefix, request=request)
@@ -128,10 +140,16 @@ def prepare(
 
 def _left_over(to: Path) -> list[Path]:
     """What killed processes left: who writes a store holds the folder's lock until its files have their names."""
-    left = [file for kind in ("bin", "idx", "json", "parts") for file in to.glob(f".{STORE_NAME}.{kind}.*.tmp")]
+    left = [
+        file
+        for kind in ("bin", "idx", "json", "parts")
+        for file in to.glob(f".{STORE_NAME}.{kind}.*.tmp")
+    ]
     # Readers write .blocks as well, without a lock: only that of a killed writer is known to be left.
     numbers = {file.name.split(".")[-2] for file in left}
-    return left + [file for number in numbers for file in to.glob(f".*{STORE_NAME}.blocks.{number}.tmp*")]
+    return left + [
+        file for number in numbers for file in to.glob(f".*{STORE_NAME}.blocks.{number}.tmp*")
+    ]
 
 
 def _remove_parts(to: Path) -> None:
@@ -175,7 +193,11 @@ def _found(prefix: Path, request: str) -> PreparedStore | None:
 
 def _refuse_other(prefix: Path, *, request: str, begun: bool) -> None:
     """Refuses to overwrite another request's or another program's store; our own unfinished or damaged one is ours."""
-    there = [path for path in (with_suffix(prefix, s) for s in (".json", ".idx", ".bin")) if path.exists()]
+    there = [
+        path
+        for path in (with_suffix(prefix, s) for s in (".json", ".idx", ".bin"))
+        if path.exists()
+    ]
     info = read_info(prefix)
     ours = begun if info is None else info.request == request
     if there and not ours:
@@ -199,9 +221,18 @@ def _make_parts(
 
     def report() -> None:
         if progress is not None:
-            counts = [(made.part.size_bytes, made.num_documents, made.num_tokens) for made in done.values()]
-            done_bytes, num_documents, num_tokens = map(sum, zip((0, 0, 0), *counts, strict=True))
-            progress(PrepareProgress(done_bytes, sum(part.size_bytes for part in plan), num_documents, num_tokens))
+            counts = [
+                (made.part.size_bytes, made.num_documents, made.num_tokens)
+                for made in done.values()
+            ]
+            done_bytes, num_documents, num_tokens = map(
+                sum, zip((0, 0, 0), *counts, strict=True)
+            )
+            progress(
+                PrepareProgress(
+                    done_bytes, sum(part.size_bytes for part in plan), num_documents, num_tokens
+                )
+            )
 
     report()
     missing = [part for part in plan if part.number not in done]
@@ -212,7 +243,9 @@ def _make_parts(
     elif workers > 1:
         from threefold.data.store.part_processes import make_in_processes
 
-        made = make_in_processes(dataclasses.replace(maker, encode_at_once=1), missing, num_workers=workers)
+        made = make_in_processes(
+            dataclasses.replace(maker, encode_at_once=1), missing, num_workers=workers
+        )
     with closing(made):
         for part_done in made:
             done[part_done.part.number] = part_done
@@ -237,11 +270,15 @@ def _refuse_bad(source: TextSource, done: Sequence[PartDone]) -> None:
     log = ReadLog()
     for part_done in done:
         log.merge(part_done.log)
-    if log.num_bad or (source.text_field is not None and log.num_rows and not log.num_with_field):
+    if log.num_bad or (
+        source.text_field is not None and log.num_rows and not log.num_with_field
+    ):
         raise log_error(source, log)
     num_documents = sum(d.num_documents for d in done)
     if source.loss_mask is not None and not num_documents:
-        raise _wrong_mask(source, f"none of {log.num_rows:,} rows, {log.num_skipped:,} of them skipped")
+        raise _wrong_mask(
+            source, f"none of {log.num_rows:,} rows, {log.num_skipped:,} of them skipped"
+        )
     if sum(d.num_tokens for d in done) == num_documents:
         counts = f"empty documents: {num_documents:,}, skipped: {log.num_skipped:,}"
         raise DataError(
@@ -270,7 +307,9 @@ def _wrong_mask(source: TextSource, what: str) -> DataError:
     )
 
 
-def _join(maker: PartMaker, done: Sequence[PartDone], *, prefix: Path, request: str) -> StoreInfo:
+def _join(
+    maker: PartMaker, done: Sequence[PartDone], *, prefix: Path, request: str
+) -> StoreInfo:
     tokenizer, source, mask = maker.tokenizer, maker.source, maker.source.loss_mask
     log = ReadLog()
     for part_done in done:

@@ -20,7 +20,14 @@ from threefold.data.store.store import TokenStore, read_info
 from threefold.data.text.files import Files, open_files, open_stdlib
 from threefold.data.text.hub import is_saved, open_hub, open_saved
 from threefold.data.text.listing import FileList, Known
-from threefold.data.text.source import TRAIN_ON, ConcatSource, LabellerFor, Labels, Source, TextSource
+from threefold.data.text.source import (
+    TRAIN_ON,
+    ConcatSource,
+    LabellerFor,
+    Labels,
+    Source,
+    TextSource,
+)
 from threefold.data.tokens import Tokenizer, for_texts
 from threefold.errors import DataError, ThreefoldError
 from threefold.progress_bars import Bars
@@ -52,15 +59,25 @@ def open_store(source: Source, *, tokenizer: Tokenizer | None, cache: Path) -> T
             expected="a tokenizer, or a folder made by `threefold data prepare`",
             fix="--data.tokenizer bytes   (or a Hub id or folder)",
         )
-    tokenizer = for_texts(tokenizer, bos=source.labels.bos, control_tokens=source.labels.control_tokens)
+    tokenizer = for_texts(
+        tokenizer, bos=source.labels.bos, control_tokens=source.labels.control_tokens
+    )
     return cached_store(text, tokenizer, cache=cache, skip_bad=source.skip_bad_lines).open()
 
 
-def open_text(source: Source, labeller_for: LabellerFor | None = None, *, memory: Path | None = None) -> TextSource:
+def open_text(
+    source: Source, labeller_for: LabellerFor | None = None, *, memory: Path | None = None
+) -> TextSource:
     """The documents that a source names, their files' digests remembered in `memory`; a DataError if it has none."""
     texts = _opened(source, labeller_for, memory)
-    opened = [replace(text, memory=memory) if isinstance(text, Files) else text for text in texts]
-    if labeller_for is not None and opened[0].loss_mask is None and source.labels.train_on not in (None, "all"):
+    opened = [
+        replace(text, memory=memory) if isinstance(text, Files) else text for text in texts
+    ]
+    if (
+        labeller_for is not None
+        and opened[0].loss_mask is None
+        and source.labels.train_on not in (None, "all")
+    ):
         raise DataError(
             f"data.train_on = {source.labels.train_on}: {opened[0].name} is text, of which every token is trained on",
             expected="rows with messages, or with prompt and completion",
@@ -74,7 +91,9 @@ def rows_format(source: Source, *, memory: Path | None = None) -> str:
     """The format of a source's rows, or of those that a store was made of; arguments and errors as for `open_text`."""
     if isinstance(source.name, str) and (prefix := store_prefix(source.name)) is not None:
         info = read_info(prefix)
-        return info.loss_mask.format if info is not None and info.loss_mask is not None else "text"
+        return (
+            info.loss_mask.format if info is not None and info.loss_mask is not None else "text"
+        )
     found = []
 
     def look(names: Sequence[str]) -> None:
@@ -89,7 +108,11 @@ def refuse_without_effect(sources: Sequence[Source], *, memory: Path | None = No
     asked, usual = sources[0].labels, Labels()
     given = ["fields"] if asked.fields.keys() - {"text"} else []
     given += [name for name in _OF_LABELS if getattr(asked, name) != getattr(usual, name)]
-    given += [name for name, value in (("format", asked.format), ("train_on", asked.train_on)) if value in _LABELLED]
+    given += [
+        name
+        for name, value in (("format", asked.format), ("train_on", asked.train_on))
+        if value in _LABELLED
+    ]
     begins = [] if asked.bos == "auto" else ["bos"]
     if not given and not begins:
         return
@@ -100,11 +123,18 @@ def refuse_without_effect(sources: Sequence[Source], *, memory: Path | None = No
     without_effect = given if formats == {"text"} else begins if formats == {"chat"} else []
     if not without_effect:
         return
-    named = ", ".join(f"data.{name} = {as_yaml(getattr(asked, name))}" for name in without_effect)
+    named = ", ".join(
+        f"data.{name} = {as_yaml(getattr(asked, name))}" for name in without_effect
+    )
     leave = f"leave {' and '.join(f'data.{name}' for name in without_effect)} out"
     if formats == {"chat"}:
-        what, expected = f"{named}: the rows are conversations", "a chat template that writes what begins one"
-        raise DataError(what, expected=expected, fix=f"{leave}   (or --data.chat_template FILE)")
+        what, expected = (
+            f"{named}: the rows are conversations",
+            "a chat template that writes what begins one",
+        )
+        raise DataError(
+            what, expected=expected, fix=f"{leave}   (or --data.chat_template FILE)"
+        )
     raise DataError(
         f"{named}: {sources[0].name} is text, of which every token is trained on",
         expected="rows with messages, or with prompt and completion: only they have labels",
@@ -114,27 +144,40 @@ def refuse_without_effect(sources: Sequence[Source], *, memory: Path | None = No
 
 def files_of(source: Source) -> list[FileList]:
     """The files that are read, and those left out, of the sources that are files and no token store."""
-    if isinstance(source.name, str) and (source.name.startswith("hf:") or store_prefix(source.name) is not None):
+    if isinstance(source.name, str) and (
+        source.name.startswith("hf:") or store_prefix(source.name) is not None
+    ):
         return []
     return [text.files for text in _opened(source) if isinstance(text, Files)]
 
 
-def _opened(source: Source, labeller_for: LabellerFor | None = None, memory: Path | None = None) -> list[TextSource]:
+def _opened(
+    source: Source, labeller_for: LabellerFor | None = None, memory: Path | None = None
+) -> list[TextSource]:
     known: Known = {}
     if isinstance(source.name, str):
         return [_open_one(source, source.name, known, labeller_for, memory)]
     for name in source.name:
         if store_prefix(name) is not None:
-            mixture = {f"source-{i}": {"source": each, "weight": 1} for i, each in enumerate(source.name, start=1)}
+            mixture = {
+                f"source-{i}": {"source": each, "weight": 1}
+                for i, each in enumerate(source.name, start=1)
+            }
             raise DataError(
                 f"data.source is a list, and {name!r} in it is a token store",
                 expected="sources of text, which are encoded together",
                 fix=f"--data.mixture {pasted(mixture)}   (any weights)",
             )
     try:
-        opened = [_open_one(replace(source, name=name), name, known, labeller_for, memory) for name in source.name]
+        opened = [
+            _open_one(replace(source, name=name), name, known, labeller_for, memory)
+            for name in source.name
+        ]
     except DataError as error:
-        fixes = ((each, each.fix.replace("--data.source ", "in the list: ")) for each in error.problems)
+        fixes = (
+            (each, each.fix.replace("--data.source ", "in the list: "))
+            for each in error.problems
+        )
         raise DataError.of(replace(each, fix=fix) for each, fix in fixes) from error
     if len({each.loss_mask for each in opened}) > 1:
         raise DataError(
@@ -146,7 +189,11 @@ def _opened(source: Source, labeller_for: LabellerFor | None = None, memory: Pat
 
 
 def _open_one(
-    source: Source, name: str, known: Known, labeller_for: LabellerFor | None, memory: Path | None
+    source: Source,
+    name: str,
+    known: Known,
+    labeller_for: LabellerFor | None,
+    memory: Path | None,
 ) -> TextSource:
     folder = Path(name).expanduser()
     if name.startswith(_STORES):
@@ -172,11 +219,17 @@ def _open_one(
     if is_saved(folder):
         return open_saved(source, folder, labeller_for, memory=memory)
     return open_files(
-        name, text_field=source.text_field, skip_bad=source.skip_bad_lines, known=known, labeller_for=labeller_for
+        name,
+        text_field=source.text_field,
+        skip_bad=source.skip_bad_lines,
+        known=known,
+        labeller_for=labeller_for,
     )
 
 
-def cached_store(text: TextSource, tokenizer: Tokenizer, *, cache: Path, skip_bad: bool = False) -> PreparedStore:
+def cached_store(
+    text: TextSource, tokenizer: Tokenizer, *, cache: Path, skip_bad: bool = False
+) -> PreparedStore:
     """The store of a text under the folder `cache`, made on first use and named by content and tokenizer."""
     to = cache / "tokens" / request_of(text, tokenizer, skip_bad=skip_bad)
     with Bars().show(f"preparing {text.name}") as bar:
@@ -213,7 +266,9 @@ def store_prefix(source: str) -> Path | None:
         return prefixes[0] if prefixes else None
     if path.suffix in (".bin", ".idx"):
         return path.with_suffix("")
-    if not path.exists() and any(with_suffix(path, suffix).exists() for suffix in (".bin", ".idx")):
+    if not path.exists() and any(
+        with_suffix(path, suffix).exists() for suffix in (".bin", ".idx")
+    ):
         return path
     return None
 
@@ -235,7 +290,9 @@ def _check_tokenizer(source: str, store: TokenStore, tokenizer: Tokenizer | None
 def _check_labels(source: str, store: TokenStore, asked: Labels) -> None:
     """Refuses keys that ask for another loss mask than a store has recorded."""
     recorded = store.loss_mask
-    format, train_on = ("text", "all") if recorded is None else (recorded.format, recorded.train_on)
+    format, train_on = (
+        ("text", "all") if recorded is None else (recorded.format, recorded.train_on)
+    )
     wrong = [
         f"data.{key} = {given}"
         for key, given, other in (

@@ -77,8 +77,12 @@ class SharedParts:
             maker.folder.mkdir()
             done = maker.make(part)
             if not done.log.num_bad:
-                archive = shutil.make_archive(f"{maker.folder}-{part.number}", "tar", maker.folder)
-                self._place.create(self._key(part), Path(archive).read_bytes())  # or another copy is there
+                archive = shutil.make_archive(
+                    f"{maker.folder}-{part.number}", "tar", maker.folder
+                )
+                self._place.create(
+                    self._key(part), Path(archive).read_bytes()
+                )  # or another copy is there
         return done
 
     def remove(self) -> None:
@@ -92,13 +96,17 @@ class SharedParts:
             DataError: documents cannot be read. RunError: a process was killed.
         """
         its = [part for part in self.missing() if part.number % count == index]
-        with closing(make_in_processes(self, its, num_workers=num_workers or num_cores())) as made:
+        with closing(
+            make_in_processes(self, its, num_workers=num_workers or num_cores())
+        ) as made:
             for done in made:
                 if done.log.num_bad:
                     raise log_error(self.maker.source, done.log)
         return len(its)
 
-    def collect(self, maker: PartMaker, missing: Sequence[EncodedPart]) -> Generator[PartDone, None, None]:
+    def collect(
+        self, maker: PartMaker, missing: Sequence[EncodedPart]
+    ) -> Generator[PartDone, None, None]:
         """The parts that others have made, as `prepare` asks for those that its folder lacks.
 
         Raises:
@@ -143,4 +151,8 @@ class SharedParts:
     def _fault(self, part: EncodedPart) -> str:
         """Why a part is not finished, in words; a seal begins with the source and number that it is of."""
         seal = self.maker.path(part, "json")
-        return f"is cut, or its seal is another's: {seal.read_bytes()[:80]!r}" if seal.exists() else "is missing"
+        return (
+            f"is cut, or its seal is another's: {seal.read_bytes()[:80]!r}"
+            if seal.exists()
+            else "is missing"
+        )

@@ -75,7 +75,11 @@ class StoreInfo:
     @property
     def counted(self) -> str:
         """`12 documents`, or `6 pairs`."""
-        return f"{self.num_documents // 2:,} pairs" if self.pairs else f"{self.num_documents:,} documents"
+        return (
+            f"{self.num_documents // 2:,} pairs"
+            if self.pairs
+            else f"{self.num_documents:,} documents"
+        )
 
     @property
     def mask_summary(self) -> str:
@@ -117,7 +121,9 @@ class TokenStore:
             self.blocks, self.stored = tokens_at(self.prefix)
             self.named = self.stored.named
         size = self.stored.size if self.stored is not None else None
-        self._index = read_index(with_suffix(self.prefix, ".idx"), with_suffix(self.prefix, ".bin"), bin_bytes=size)
+        self._index = read_index(
+            with_suffix(self.prefix, ".idx"), with_suffix(self.prefix, ".bin"), bin_bytes=size
+        )
         self.dtype = self._index.dtype
         self.num_tokens = self._index.num_tokens
         self.num_documents = self._index.num_bounds - 1
@@ -130,7 +136,10 @@ class TokenStore:
         if self.info is None:
             _refuse_unexplained_mask(self.prefix)
             self.check()
-        elif (self.info.num_tokens, self.info.num_documents) != (self.num_tokens, self.num_documents):
+        elif (self.info.num_tokens, self.info.num_documents) != (
+            self.num_tokens,
+            self.num_documents,
+        ):
             raise DataError(
                 f"{with_suffix(self.prefix, '.json')} belongs to another store: it describes "
                 f"{self.info.num_tokens:,} tokens in {self.info.num_documents:,} documents",
@@ -172,7 +181,9 @@ class TokenStore:
         # A mapped file that is cut ends the process with SIGBUS, and no word.
         size = self.dtype.itemsize
         if self.stored is not None:
-            return np.frombuffer(self.stored.read(start * size, (stop - start) * size), self.dtype)
+            return np.frombuffer(
+                self.stored.read(start * size, (stop - start) * size), self.dtype
+            )
         data = os.pread(self._bin, (stop - start) * size, start * size)
         if len(data) != (stop - start) * size:
             raise DataError(
@@ -280,7 +291,9 @@ def _check_loss_mask(prefix: Path, num_tokens: int) -> None:
         raise _cut_loss_mask(prefix, num_tokens)
 
 
-_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
+_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(
+    axis=1, dtype=np.uint8
+)
 
 
 def _num_ones(words: npt.NDArray[Any]) -> Int64:
@@ -299,7 +312,11 @@ def _cut_loss_mask(prefix: Path, num_tokens: int) -> DataError:
 def _as_foreign(prefix: str | Path) -> str:
     """The way out that a store without a loss mask has: all of its tokens are trained on then."""
     masked = with_suffix(prefix, LOSS_MASK).exists()
-    return "" if masked else "remove the .json to read the store as one made by another program, or "
+    return (
+        ""
+        if masked
+        else "remove the .json to read the store as one made by another program, or "
+    )
 
 
 def _refuse_unexplained_mask(prefix: Path) -> None:
@@ -325,7 +342,9 @@ def _torn_pairs(prefix: Path, info: StoreInfo) -> DataError:
 
 def fingerprint_of_content(content_hash: str, tokenizer_fingerprint: str) -> str:
     """The fingerprint in a store's .json, from `StoreWriter.content_hash`."""
-    return hashlib.blake2b(f"{content_hash} {tokenizer_fingerprint}".encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        f"{content_hash} {tokenizer_fingerprint}".encode(), digest_size=16
+    ).hexdigest()
 
 
 def read_info(prefix: str | Path) -> StoreInfo | None:

@@ -15,7 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from threefold.arrays import Bool, Int32
-from threefold.data.store.blocks import LOSS_MASK, SUFFIX, BlockHasher, Blocks, FileBlocks, IdRange, hashed, with_suffix
+from threefold.data.store.blocks import (
+    LOSS_MASK,
+    SUFFIX,
+    BlockHasher,
+    Blocks,
+    FileBlocks,
+    IdRange,
+    hashed,
+    with_suffix,
+)
 from threefold.data.store.index import write_index
 from threefold.data.store.store import INFO_FORMAT, StoreInfo
 
@@ -49,7 +58,9 @@ class StoreWriter:
         for suffix in _WRITTEN:
             self._temporary(suffix).unlink(missing_ok=True)
 
-    def add_block(self, tokens: npt.NDArray[Any], lengths: Int32, loss_mask: Bool | None = None) -> None:
+    def add_block(
+        self, tokens: npt.NDArray[Any], lengths: Int32, loss_mask: Bool | None = None
+    ) -> None:
         """Appends documents of `lengths`, [documents] int32, whose tokens are concatenated in `tokens`.
 
         Args:
@@ -102,7 +113,9 @@ class StoreWriter:
         if bits:
             files[LOSS_MASK] = hashed(self._temporary(LOSS_MASK))
         files[".json"] = hashed(self._temporary(".json"))
-        self._temporary(SUFFIX).write_bytes(Blocks(self._ids.low, self._ids.high, files).to_bytes())
+        self._temporary(SUFFIX).write_bytes(
+            Blocks(self._ids.low, self._ids.high, files).to_bytes()
+        )
         for suffix in _WRITTEN:
             if suffix != LOSS_MASK or bits:
                 os.replace(self._temporary(suffix), with_suffix(self.prefix, suffix))

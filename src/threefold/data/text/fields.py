@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from threefold.data.text.source import MISSING, Document, Labeller, ReadLog, chat_or, missing_field, names_in, value_of
+from threefold.data.text.source import (
+    MISSING,
+    Document,
+    Labeller,
+    ReadLog,
+    chat_or,
+    missing_field,
+    names_in,
+    value_of,
+)
 from threefold.errors import DataError
 
 SKIP = "--data.skip_bad_lines true to count it instead"
@@ -34,17 +43,25 @@ class TextField:
         return [found] if isinstance(found, str) else found
 
 
-def rows_of_table(table: Any, take: Labeller, *, where: str, first_row: int, log: ReadLog) -> Iterator[Document]:
+def rows_of_table(
+    table: Any, take: Labeller, *, where: str, first_row: int, log: ReadLog
+) -> Iterator[Document]:
     """The documents of an Arrow table or batch, whose rows count from `first_row`; errors of Arrow if damaged."""
     if isinstance(take, TextField):
-        yield from rows_of_texts(texts_of(table, take.name), where=where, first_row=first_row, log=log)
+        yield from rows_of_texts(
+            texts_of(table, take.name), where=where, first_row=first_row, log=log
+        )
         return
     table.validate(full=True)  # a text that is not UTF-8 is an error here, and not half way
     decoded = _decoder(table.schema)
     for number, row in enumerate(table.to_pylist(), start=first_row):
         found = take.documents(decoded(row), log)
         if isinstance(found, tuple):
-            log.bad(f"{where}, row {number}: {found[0]}", expected=found[1], fix=f"correct the row, or {SKIP}")
+            log.bad(
+                f"{where}, row {number}: {found[0]}",
+                expected=found[1],
+                fix=f"correct the row, or {SKIP}",
+            )
         else:
             yield from found
 
@@ -55,7 +72,9 @@ def _decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         return lambda row: row
     import datasets
 
-    decoded: Callable[[dict[str, Any]], dict[str, Any]] = datasets.Features.from_arrow_schema(schema).decode_example
+    decoded: Callable[[dict[str, Any]], dict[str, Any]] = datasets.Features.from_arrow_schema(
+        schema
+    ).decode_example
     return decoded
 
 
@@ -64,7 +83,9 @@ def texts_of(table: Any, text_field: str) -> list[Any]:
     import pyarrow
     import pyarrow.compute
 
-    name, _, inner = (text_field, "", "") if text_field in table.schema.names else text_field.partition(".")
+    name, _, inner = (
+        (text_field, "", "") if text_field in table.schema.names else text_field.partition(".")
+    )
     column = table.column(table.schema.get_field_index(name))
     if inner:
         column = pyarrow.compute.struct_field(column, inner.split("."))
@@ -72,11 +93,15 @@ def texts_of(table: Any, text_field: str) -> list[Any]:
     if encoded:
         column = column.cast(pyarrow.large_string())
     column = column.cast(pyarrow.large_binary())
-    column.validate(full=True)  # of bytes, so that a text which is not UTF-8 is named by its row
+    column.validate(
+        full=True
+    )  # of bytes, so that a text which is not UTF-8 is named by its row
     return [value if value is None else _decoded(value) for value in column.to_pylist()]
 
 
-def rows_of_texts(texts: list[Any], *, where: str, first_row: int, log: ReadLog) -> Iterator[str]:
+def rows_of_texts(
+    texts: list[Any], *, where: str, first_row: int, log: ReadLog
+) -> Iterator[str]:
     """The texts of rows that are known to have the field; null is bad. Rows count from 0."""
     log.num_rows += len(texts)
     log.num_with_field += len(texts)
@@ -84,9 +109,17 @@ def rows_of_texts(texts: list[Any], *, where: str, first_row: int, log: ReadLog)
         if isinstance(text, str):
             yield text
         elif text is None:
-            log.bad(f"{where}, row {first_row + i}: the text is null", expected="a text in every row", fix=SKIP)
+            log.bad(
+                f"{where}, row {first_row + i}: the text is null",
+                expected="a text in every row",
+                fix=SKIP,
+            )
         else:
-            log.bad(f"{where}, row {first_row + i}: the text is not UTF-8", expected="text in UTF-8", fix=AGAIN)
+            log.bad(
+                f"{where}, row {first_row + i}: the text is not UTF-8",
+                expected="text in UTF-8",
+                fix=AGAIN,
+            )
 
 
 def require_text(where: str, schema: Any, field: str) -> None:
@@ -101,7 +134,11 @@ def require_text(where: str, schema: Any, field: str) -> None:
                 yield from inner(f"{name}.{each.name}", each.type)
 
     kinds = dict(pair for each in schema for pair in inner(each.name, each.type))
-    texts = [name for name, kind in kinds.items() if str(kind) in ("string", "large_string", "string_view")]
+    texts = [
+        name
+        for name, kind in kinds.items()
+        if str(kind) in ("string", "large_string", "string_view")
+    ]
     if field not in kinds and field not in schema.names:
         raise missing_field(where, field, list(kinds), texts=texts)
     if field not in texts:
@@ -122,12 +159,18 @@ def _decoded(value: bytes) -> str | bytes:
 def text_of_row(row: Any, text_field: str, log: ReadLog) -> str | tuple[str, str]:
     """The text, or (what is wrong, what was expected)."""
     if not isinstance(row, dict):
-        return f"a JSON {type(row).__name__}, not an object", f'one JSON object per line: {{"{text_field}": "..."}}'
+        return (
+            f"a JSON {type(row).__name__}, not an object",
+            f'one JSON object per line: {{"{text_field}": "..."}}',
+        )
     log.num_rows += 1
     text = value_of(row, text_field)
     if text is MISSING:
         log.saw_row(row)
-        return f"no field {text_field!r}; it has {', '.join(names_in(row)) or 'none'}", "the text's field in every row"
+        return (
+            f"no field {text_field!r}; it has {', '.join(names_in(row)) or 'none'}",
+            "the text's field in every row",
+        )
     log.num_with_field += 1
     if not isinstance(text, str):
         return f"field {text_field!r} is {_json_kind(text)}, not text", "a text in every row"
@@ -137,10 +180,19 @@ def text_of_row(row: Any, text_field: str, log: ReadLog) -> str | tuple[str, str
     except UnicodeEncodeError as error:
         if error.object[error.start] >= "\udc80":
             return "the text is not UTF-8", "text in UTF-8"
-        return "half of a surrogate pair (\\ud8xx) in the text", "text that can be written as UTF-8"
+        return (
+            "half of a surrogate pair (\\ud8xx) in the text",
+            "text that can be written as UTF-8",
+        )
     return text
 
 
 def _json_kind(value: Any) -> str:
-    kinds = {type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "a list"}
+    kinds = {
+        type(None): "null",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+    }
     return kinds.get(type(value), "an object")

@@ -24,13 +24,28 @@ from threefold.data.text import rows as text_rows
 from threefold.data.text.fields import AGAIN, SKIP, TextField
 from threefold.data.text.known_bytes import Digests, HashedFile, SourceFile
 from threefold.data.text.listing import KINDS, TEXTS, FileList, Kind, Known, kind_of
-from threefold.data.text.source import MAX_PROBLEMS, Document, Labelled, Labeller, LabellerFor, LossMask, Piece, ReadLog
+from threefold.data.text.source import (
+    MAX_PROBLEMS,
+    Document,
+    Labelled,
+    Labeller,
+    LabellerFor,
+    LossMask,
+    Piece,
+    ReadLog,
+)
 from threefold.errors import DataError, Problem
 
 # Of the standard library: no tests and no installed packages.
 EXCLUDED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
-_UNPACK = {".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zip": "unzip", ".tar": "tar xf", ".tgz": "tar xzf"}
+_UNPACK = {
+    ".bz2": "bunzip2 -k",
+    ".xz": "unxz -k",
+    ".zip": "unzip",
+    ".tar": "tar xf",
+    ".tgz": "tar xzf",
+}
 
 
 @dataclass(frozen=True)
@@ -123,7 +138,9 @@ class Files:
             file = self._file(i)
             if kind.suffix == ".parquet":
                 try:
-                    pieces += text_rows.parquet_pieces(file, number=i, take=self._take, skip_bad=self.skip_bad)
+                    pieces += text_rows.parquet_pieces(
+                        file, number=i, take=self._take, skip_bad=self.skip_bad
+                    )
                 except DataError as error:
                     problems += error.problems
             elif kind == (".jsonl", None):
@@ -137,17 +154,26 @@ class Files:
 
     def read(self, piece: Piece, log: ReadLog) -> Iterator[Document]:
         full, (suffix, compression) = self._file(piece.file), self.kinds[piece.file]
-        if compression is not None and (damage := text_rows.damage(full, compression)) is not None:
+        if (
+            compression is not None
+            and (damage := text_rows.damage(full, compression)) is not None
+        ):
             log.bad(damage, expected="a complete file", fix=AGAIN)
         elif suffix in TEXTS:
             yield from self._read_text(full, compression, log)
         elif suffix == ".parquet":
             yield from text_rows.read_parquet(full, piece, take=self._take, log=log)
         else:
-            read = {".jsonl": text_rows.read_jsonl, ".json": text_rows.read_json, ".csv": text_rows.read_csv}[suffix]
+            read = {
+                ".jsonl": text_rows.read_jsonl,
+                ".json": text_rows.read_json,
+                ".csv": text_rows.read_csv,
+            }[suffix]
             yield from read(full, piece, take=self._take, log=log, compression=compression)
 
-    def _read_text(self, full: SourceFile, compression: str | None, log: ReadLog) -> Iterator[str]:
+    def _read_text(
+        self, full: SourceFile, compression: str | None, log: ReadLog
+    ) -> Iterator[str]:
         with text_rows.opened(full, compression) as file:
             content = file.read()
         try:
@@ -205,9 +231,13 @@ def open_files(
         found = listing.list_glob(str(path), known)
     else:
         raise _not_there(source, path)
-    if not found.read and not any(each.group == listing.READ_ALREADY for each in found.left_out):
+    if not found.read and not any(
+        each.group == listing.READ_ALREADY for each in found.left_out
+    ):
         raise _nothing_readable(source, found)
-    rows = any(kind is not None and kind.suffix not in TEXTS for kind in map(kind_of, found.read))
+    rows = any(
+        kind is not None and kind.suffix not in TEXTS for kind in map(kind_of, found.read)
+    )
     files = Files(source, found, text_field if rows else None, skip_bad=skip_bad)
     return files if labeller_for is None or not rows else _labelled(files, labeller_for)
 
@@ -221,10 +251,14 @@ def _labelled(files: Files, labeller_for: LabellerFor) -> Files:
     else:
         first = _FirstRow()
         size = full.stat().st_size
-        for _ in replace(files, labeller=first).read(Piece(place, 0, size, size), ReadLog(skip_bad=True)):
+        for _ in replace(files, labeller=first).read(
+            Piece(place, 0, size, size), ReadLog(skip_bad=True)
+        ):
             break
         labeller = labeller_for(first.columns) if first.columns else None
-    if labeller is not None and (texts := [path for path in files.paths if kind_suffix(path) in TEXTS]):
+    if labeller is not None and (
+        texts := [path for path in files.paths if kind_suffix(path) in TEXTS]
+    ):
         raise DataError(
             f"data.source = {files.name!r}: {texts[0]} is a text, and other files hold rows with labels",
             expected="files of one format: a text has no prompt and no answer",
@@ -256,7 +290,10 @@ def _unknown_kind(source: str, path: Path) -> DataError:
     suffix, quoted = path.suffix.lower(), shlex.quote(str(path))
     fix = f"convert it to one of these kinds, or rename it if it is plain text: cp {quoted} {quoted}.txt"
     if suffix in listing.COMPRESSIONS:
-        inside = [f"cp {quoted} {shlex.quote(str(path.with_suffix(f'.{kind}{suffix}')))}" for kind in ("txt", "jsonl")]
+        inside = [
+            f"cp {quoted} {shlex.quote(str(path.with_suffix(f'.{kind}{suffix}')))}"
+            for kind in ("txt", "jsonl")
+        ]
         fix = f"name it after what is inside, as text or rows: {'   or   '.join(inside)}"
     elif suffix in _UNPACK:
         fix = f"{_UNPACK[suffix]} {quoted}"
@@ -269,18 +306,29 @@ def _unknown_kind(source: str, path: Path) -> DataError:
 
 def _nothing_readable(source: str, found: FileList) -> DataError:
     has = listing.counted(found.left_out) or "no file"
-    what, where = f" matches no file{' that can be read' if found.left_out else ''}", f"relative to {Path.cwd()}"
+    what, where = (
+        f" matches no file{' that can be read' if found.left_out else ''}",
+        f"relative to {Path.cwd()}",
+    )
     fix = f"find -L {shlex.quote(str(found.root))} -type f | head   shows what is there"
     if (path := Path(source).expanduser()).exists():
-        what = ": no file in this folder can be read" if path.is_dir() else ": the file is empty"
+        what = (
+            ": no file in this folder can be read" if path.is_dir() else ": the file is empty"
+        )
         where = f"at any depth, not hidden; {found.root} has {has}"
         fix = "--data.source FOLDER   (a folder that holds such files)"
-    return DataError(f"data.source = {source!r}{what}", expected=f"at least one {KINDS} file, {where}", fix=fix)
+    return DataError(
+        f"data.source = {source!r}{what}",
+        expected=f"at least one {KINDS} file, {where}",
+        fix=fix,
+    )
 
 
 def _not_there(source: str, path: Path) -> DataError:
     parent = path.parent
-    names = [entry.name for entry in parent.iterdir() if entry.exists()] if parent.is_dir() else []
+    names = (
+        [entry.name for entry in parent.iterdir() if entry.exists()] if parent.is_dir() else []
+    )
     nearest = difflib.get_close_matches(path.name, [*names, "stdlib"], 1)
     fix = "--data.source PATH   (or stdlib, or hf:ID for a dataset on the Hub)"
     if nearest:

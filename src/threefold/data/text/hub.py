@@ -25,7 +25,15 @@ from filelock import FileLock
 
 from threefold.data.text.fields import AGAIN, TextField, require_text, rows_of_table
 from threefold.data.text.known_bytes import Digests, HashedFile, changed
-from threefold.data.text.source import Document, Labeller, LabellerFor, LossMask, Piece, ReadLog, Source
+from threefold.data.text.source import (
+    Document,
+    Labeller,
+    LabellerFor,
+    LossMask,
+    Piece,
+    ReadLog,
+    Source,
+)
 from threefold.errors import DataError, Problem, ThreefoldError
 
 if TYPE_CHECKING:
@@ -77,7 +85,9 @@ class HubRows:
                 log.bad(what, expected="undamaged rows", fix=AGAIN, count=stop - start)
 
 
-def open_hub(source: Source, labeller_for: LabellerFor | None = None, *, memory: Path | None = None) -> HubRows:
+def open_hub(
+    source: Source, labeller_for: LabellerFor | None = None, *, memory: Path | None = None
+) -> HubRows:
     """One split of `hf:ID`; a DataError if it cannot be read, or has no such split, configuration or field.
 
     Args:
@@ -98,8 +108,13 @@ def open_hub(source: Source, labeller_for: LabellerFor | None = None, *, memory:
         )
     if not folder.is_dir():
         return _rows_of(_loaded(source, dataset_id), source, labeller_for, memory)
-    before = _hashed_below(folder, sorted(path for path in folder.rglob("*") if path.is_file()), memory)
-    place = Path(datasets.config.HF_DATASETS_CACHE) / f"threefold-{_content(before, folder, str(folder.resolve()))}"
+    before = _hashed_below(
+        folder, sorted(path for path in folder.rglob("*") if path.is_file()), memory
+    )
+    place = (
+        Path(datasets.config.HF_DATASETS_CACHE)
+        / f"threefold-{_content(before, folder, str(folder.resolve()))}"
+    )
     checked, place = place / "checked.json", place / "rows"
     checked.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(checked.with_suffix(".lock")):
@@ -114,7 +129,9 @@ def open_hub(source: Source, labeller_for: LabellerFor | None = None, *, memory:
         known = known or {}
         for path, hashed in rows.files.items():
             if known.setdefault(str(path), hashed.content) != hashed.content:
-                raise changed(path, fix=f"rm -r {checked.parent}   (it is made again from {folder})")
+                raise changed(
+                    path, fix=f"rm -r {checked.parent}   (it is made again from {folder})"
+                )
         checked.write_text(json.dumps(known))
     return rows
 
@@ -135,7 +152,9 @@ def _loaded(source: Source, name: str, *, cache_dir: str | None = None) -> Datas
         raise _not_loaded(source, error) from error
 
 
-def _hashed_below(root: Path, paths: Iterable[Path], memory: Path | None) -> dict[Path, HashedFile]:
+def _hashed_below(
+    root: Path, paths: Iterable[Path], memory: Path | None
+) -> dict[Path, HashedFile]:
     digests, found = Digests(root, memory), {}
     for path in paths:
         with contextlib.suppress(OSError):  # who reads it names it
@@ -148,7 +167,11 @@ def _content(files: Mapping[Path, HashedFile], root: Path, *others: object) -> s
     """Digest of files, by their paths below a root, sizes and contents, and of what else tells their rows."""
     whole = hashlib.blake2b(repr(others).encode(), digest_size=16)
     for path, hashed in files.items():
-        whole.update(f"\n{path.relative_to(root).as_posix()}\0{hashed.content}".encode(errors="surrogateescape"))
+        whole.update(
+            f"\n{path.relative_to(root).as_posix()}\0{hashed.content}".encode(
+                errors="surrogateescape"
+            )
+        )
     return whole.hexdigest()
 
 
@@ -160,14 +183,20 @@ def is_saved(folder: Path) -> bool:
 
 
 def open_saved(
-    source: Source, folder: Path, labeller_for: LabellerFor | None = None, *, memory: Path | None = None
+    source: Source,
+    folder: Path,
+    labeller_for: LabellerFor | None = None,
+    *,
+    memory: Path | None = None,
 ) -> HubRows:
     """The rows of a folder of `save_to_disk`; of several splits the source's. As `open_hub`."""
     import datasets
 
     try:
         dataset = datasets.load_from_disk(str(folder), keep_in_memory=False)
-    except Exception as error:  # of many classes: files that are missing, cut, or of another version
+    except (
+        Exception
+    ) as error:  # of many classes: files that are missing, cut, or of another version
         raise DataError(
             f"data.source = {source.name!r} is a folder written by save_to_disk that cannot be read: "
             f"{(str(error).splitlines() or [type(error).__name__])[0]}",
@@ -199,9 +228,13 @@ def _rows_of(
     root = Path(os.path.commonpath([path.parent for path in paths] or [Path("/")]))
     files = _hashed_below(root, paths, memory)
     # The files of a split are all of it, unless it is asked for as `train[:10%]`.
-    identity = identity or _content(files, root, len(dataset), source.split if "[" in source.split else "")
+    identity = identity or _content(
+        files, root, len(dataset), source.split if "[" in source.split else ""
+    )
     labeller = labeller_for(dataset.column_names) if labeller_for is not None else None
-    columns = [text_field if text_field in dataset.column_names else text_field.partition(".")[0]]
+    columns = [
+        text_field if text_field in dataset.column_names else text_field.partition(".")[0]
+    ]
     if labeller is None:
         require_text(name, dataset.features.arrow_schema, text_field)
     else:
@@ -217,7 +250,11 @@ def _not_loaded(source: Source, error: Exception) -> ThreefoldError:
     import datasets
 
     # A generation error only reports where it happened; its cause is the problem with the file.
-    cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+    cause = (
+        error.__cause__
+        if isinstance(error, datasets.exceptions.DatasetGenerationError)
+        else error
+    )
     reason = (str(cause).splitlines() or [type(error).__name__])[0]
     name, dataset_id = f"data.source = {source.name!r}", str(source.name).removeprefix("hf:")
     again = f"--data.source {dataset_id}   (reads the files of a folder directly, and names the line)"
@@ -267,5 +304,8 @@ def _not_loaded(source: Source, error: Exception) -> ThreefoldError:
             "pip install -U datasets   (or read the files directly: --data.source FOLDER)",
         ),
     ]
-    found = (sign in reason if isinstance(sign, str) else isinstance(error, sign) for sign, *_ in known)
+    found = (
+        sign in reason if isinstance(sign, str) else isinstance(error, sign)
+        for sign, *_ in known
+    )
     return DataError.of([Problem(*next(itertools.compress(known, found))[1:])])

@@ -72,7 +72,9 @@ class SourceFile:
         """The file's bytes; reading raises a DataError where they are not what was hashed."""
         if self.hashed is None:
             return self.path.open("rb")
-        return cast("BinaryIO", io.BufferedReader(_Compared(self.path, self.hashed), BLOCK_BYTES))
+        return cast(
+            "BinaryIO", io.BufferedReader(_Compared(self.path, self.hashed), BLOCK_BYTES)
+        )
 
 
 class _Compared(io.RawIOBase):
@@ -154,7 +156,9 @@ class Digests:
         temporary = self._place.with_name(f".{self._place.name}.{os.getpid()}.tmp")
         with contextlib.suppress(OSError):
             self._place.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(f"{_FORMAT} {xxhash.xxh3_128_hexdigest(text.encode())}\n{text}\n")
+            temporary.write_text(
+                f"{_FORMAT} {xxhash.xxh3_128_hexdigest(text.encode())}\n{text}\n"
+            )
             os.replace(temporary, self._place)
 
     def _read(self) -> dict[str, list[Any]]:
@@ -180,7 +184,8 @@ def changed(path: Path, *, fix: str | None = None) -> DataError:
     return DataError(
         f"{path} has changed, or is gone, since its fingerprint was made",
         expected="files that stay as they are while they are read: a store is named by the bytes that it is of",
-        fix=fix or f"touch {path}   and run the same command again when nothing writes to it any more",
+        fix=fix
+        or f"touch {path}   and run the same command again when nothing writes to it any more",
     )
 
 

@@ -99,16 +99,26 @@ def list_folder(root: Path, known: Known, *, excluded: Collection[str] = ()) -> 
     """
     left: list[LeftOut] = []
     files = list(_below(root, excluded, left))
-    shown = (path for path in files if not _name(path).startswith(".") and _name(path) not in _DESCRIPTIONS)
+    shown = (
+        path
+        for path in files
+        if not _name(path).startswith(".") and _name(path) not in _DESCRIPTIONS
+    )
     kinds = {path: kind for path in shown if (kind := kind_of(path)) is not None}
     documents = {path for path, kind in kinds.items() if kind.suffix in TEXTS}
-    if len(documents) < len(kinds) and all(_name(path).lower().startswith("readme.") for path in documents):
+    if len(documents) < len(kinds) and all(
+        _name(path).lower().startswith("readme.") for path in documents
+    ):
         documents = set()
 
     def reason(path: str) -> tuple[str, str] | None:
         kind, name = kinds.get(path), _name(path)
         if kind is None:
-            hidden = ("hidden", "its name begins with a dot") if name.startswith(".") else _unknown(path)
+            hidden = (
+                ("hidden", "its name begins with a dot")
+                if name.startswith(".")
+                else _unknown(path)
+            )
             return (name, "it describes data") if name in _DESCRIPTIONS else hidden
         if kind.suffix in TEXTS and path not in documents:
             return name, "a README beside files of rows"
@@ -120,7 +130,9 @@ def list_folder(root: Path, known: Known, *, excluded: Collection[str] = ()) -> 
 
     reasons = {path: reason(path) for path in files}
     left += [LeftOut(path, *why) for path, why in reasons.items() if why is not None]
-    return each_once(root, {path: kinds[path] for path, why in reasons.items() if why is None}, left, known)
+    return each_once(
+        root, {path: kinds[path] for path, why in reasons.items() if why is None}, left, known
+    )
 
 
 def list_glob(pattern: str, known: Known) -> FileList:
@@ -131,8 +143,16 @@ def list_glob(pattern: str, known: Known) -> FileList:
     matches = {Path(name) for each in patterns for name in glob.glob(each, recursive=True)}
     # A pattern that begins inside a run's folder means what lies there.
     inside = {path: path.relative_to(fixed).parents for path in matches if path.is_file()}
-    runs = {folder for folder in set().union(*inside.values()) if folder.name and (fixed / folder / RUN_FILE).exists()}
-    files = sorted(path.relative_to(fixed).as_posix() for path, above in inside.items() if not runs & set(above))
+    runs = {
+        folder
+        for folder in set().union(*inside.values())
+        if folder.name and (fixed / folder / RUN_FILE).exists()
+    }
+    files = sorted(
+        path.relative_to(fixed).as_posix()
+        for path, above in inside.items()
+        if not runs & set(above)
+    )
     kinds = {path: kind for path in files if (kind := kind_of(path)) is not None}
     left = [LeftOut(path, *_unknown(path)) for path in files if path not in kinds]
     left += [_run(folder.as_posix()) for folder in sorted(runs)]
@@ -156,7 +176,10 @@ def counted(left_out: Iterable[LeftOut]) -> str:
 
 def summary(lists: Collection[FileList]) -> str:
     """`12 files read (3.1 GiB), 4 left out (2 .bin, 2 hidden)`."""
-    num_read, size = sum(len(each.read) for each in lists), sum(_size(e.root / p) for e in lists for p in e.read)
+    num_read, size = (
+        sum(len(each.read) for each in lists),
+        sum(_size(e.root / p) for e in lists for p in e.read),
+    )
     left = [each for files in lists for each in files.left_out]
     text = f"{num_read:,} file{'' if num_read == 1 else 's'} read ({size_text(size)})"
     return f"{text}, {len(left):,} left out ({counted(left)})" if left else text
@@ -173,8 +196,13 @@ def write_list(lists: Iterable[FileList], folder: Path) -> str:
         with temporary.open("w") as file:
             for each in lists:
                 key = {"key": each.key} if each.key else {}
-                read = ({"path": str(each.root / p), "bytes": _size(each.root / p), **key} for p in each.read)
-                left = ({"path": str(each.root / o.path), "left_out": o.why} for o in each.left_out)
+                read = (
+                    {"path": str(each.root / p), "bytes": _size(each.root / p), **key}
+                    for p in each.read
+                )
+                left = (
+                    {"path": str(each.root / o.path), "left_out": o.why} for o in each.left_out
+                )
                 file.writelines(json.dumps(line) + "\n" for line in (*read, *left))
         os.replace(temporary, to)
     except OSError as error:
@@ -194,13 +222,17 @@ def _below(root: Path, excluded: Collection[str], left: list[LeftOut]) -> Iterat
         return Path(path).relative_to(root).as_posix()
 
     def closed(error: OSError) -> None:
-        left.append(LeftOut(relative(str(error.filename)), "folders", f"the folder: {error.strerror}"))
+        left.append(
+            LeftOut(relative(str(error.filename)), "folders", f"the folder: {error.strerror}")
+        )
 
     while links:
         for here, subfolders, names in os.walk(links.pop(0), onerror=closed):
             first = entered.setdefault(os.path.realpath(here), here)
             if first != here:
-                left.append(LeftOut(relative(here), "linked again", f"the same folder as {first}"))
+                left.append(
+                    LeftOut(relative(here), "linked again", f"the same folder as {first}")
+                )
                 subfolders.clear()
                 continue
             if RUN_FILE in names:
@@ -209,13 +241,23 @@ def _below(root: Path, excluded: Collection[str], left: list[LeftOut]) -> Iterat
                 continue
             subfolders[:] = sorted(name for name in subfolders if name not in excluded)
             for name in [name for name in subfolders if name.startswith(".")]:
-                left.append(LeftOut(relative(os.path.join(here, name)), "hidden", "its name begins with a dot"))
+                left.append(
+                    LeftOut(
+                        relative(os.path.join(here, name)),
+                        "hidden",
+                        "its name begins with a dot",
+                    )
+                )
                 subfolders.remove(name)
-            links += [path for name in subfolders if os.path.islink(path := os.path.join(here, name))]
+            links += [
+                path for name in subfolders if os.path.islink(path := os.path.join(here, name))
+            ]
             yield from (relative(os.path.join(here, name)) for name in sorted(names))
 
 
-def each_once(root: Path, kinds: dict[str, Kind], left: list[LeftOut], known: Known) -> FileList:
+def each_once(
+    root: Path, kinds: dict[str, Kind], left: list[LeftOut], known: Known
+) -> FileList:
     """The files of `kinds` without those that another path leads to, or that are `known`; the others become it."""
     same: dict[tuple[int, int], list[tuple[str, os.stat_result]]] = {}
     read = []
@@ -234,11 +276,18 @@ def each_once(root: Path, kinds: dict[str, Kind], left: list[LeftOut], known: Kn
     real_root = os.path.realpath(root)
     for key, found in same.items():
         if len(found) > 1:
-            found.sort(key=lambda each: (os.path.realpath(root / each[0]) != os.path.join(real_root, each[0]), each[0]))
+            found.sort(
+                key=lambda each: (
+                    os.path.realpath(root / each[0]) != os.path.join(real_root, each[0]),
+                    each[0],
+                )
+            )
         for path, status in found:
             first = known.get(key)
             # Some file systems give several files one inode number: only links count.
-            if first and (status.st_nlink > 1 or os.path.realpath(first) == os.path.realpath(root / path)):
+            if first and (
+                status.st_nlink > 1 or os.path.realpath(first) == os.path.realpath(root / path)
+            ):
                 left.append(LeftOut(path, READ_ALREADY, f"the same file as {first}"))
             else:
                 known[key] = str(root / path)

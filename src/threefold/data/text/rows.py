@@ -40,13 +40,17 @@ def opened(path: SourceFile, compression: str | None) -> Iterator[BinaryIO]:
         if compression is None:
             yield file
             return
-        if compression == "gzip":  # Arrow takes zeros behind the end, of tapes and block devices, for damage
+        if (
+            compression == "gzip"
+        ):  # Arrow takes zeros behind the end, of tapes and block devices, for damage
             with gzip.GzipFile(fileobj=file) as unpacked:
                 yield cast("BinaryIO", io.BufferedReader(unpacked, 1 << 20))
             return
         import pyarrow
 
-        with pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), compression) as stream:
+        with pyarrow.CompressedInputStream(
+            pyarrow.PythonFile(file, "r"), compression
+        ) as stream:
             yield cast("BinaryIO", io.BufferedReader(stream, 1 << 20))
 
 
@@ -70,7 +74,12 @@ def jsonl_pieces(size: int, *, number: int) -> list[Piece]:
 
 
 def read_jsonl(
-    path: SourceFile, piece: Piece, *, take: Labeller, log: ReadLog, compression: str | None = None
+    path: SourceFile,
+    piece: Piece,
+    *,
+    take: Labeller,
+    log: ReadLog,
+    compression: str | None = None,
 ) -> Iterator[Document]:
     """The texts of the lines that begin inside `piece`, of all lines of a compressed file; empty lines do not count."""
     with opened(path, compression) as file:
@@ -93,7 +102,9 @@ def read_jsonl(
                     yield number, _parsed(line)
 
         before = functools.cache(lambda: _newlines_before(path, at))
-        yield from _texts(lines(at), lambda number: f"line {before() + number}", path, take=take, log=log)
+        yield from _texts(
+            lines(at), lambda number: f"line {before() + number}", path, take=take, log=log
+        )
 
 
 def read_json(
@@ -102,16 +113,24 @@ def read_json(
     """The texts of a list of objects, of a single object, or of lines with an object each."""
     with opened(path, compression) as file:
         # The first two lines that are not blank tell lines from a value over several lines.
-        filled = (line.strip() for line in itertools.chain([file.readline().removeprefix(BOM)], file))
+        filled = (
+            line.strip() for line in itertools.chain([file.readline().removeprefix(BOM)], file)
+        )
         first, second = next(lines := filter(None, filled), b""), next(lines, b"")
-    if first.startswith(b"{") and (second.startswith(b"{") or (second and isinstance(_parsed(first), dict))):
+    if first.startswith(b"{") and (
+        second.startswith(b"{") or (second and isinstance(_parsed(first), dict))
+    ):
         yield from read_jsonl(path, piece, take=take, log=log, compression=compression)
         return
     try:
         with opened(path, compression) as file:
             found = json.loads(file.read().removeprefix(BOM) or b"[]")
     except (ValueError, RecursionError) as error:
-        log.bad(f"{path} is not JSON: {error}", expected="a JSON list of objects, or an object per line", fix=AGAIN)
+        log.bad(
+            f"{path} is not JSON: {error}",
+            expected="a JSON list of objects, or an object per line",
+            fix=AGAIN,
+        )
         return
     rows = enumerate(found if isinstance(found, list) else [found])
     yield from _texts(rows, lambda number: f"row {number}", path, take=take, log=log)
@@ -124,7 +143,9 @@ def read_csv(
     csv.field_size_limit(sys.maxsize)  # else no document above 128 KiB
     with (
         opened(path, compression) as raw,
-        io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines,
+        io.TextIOWrapper(
+            raw, encoding="utf-8-sig", errors="surrogateescape", newline=""
+        ) as lines,
     ):
         rows, line = csv.reader(lines, strict=True), 1
 
@@ -137,13 +158,22 @@ def read_csv(
                 if len(row) == len(header):
                     yield number, dict(zip(header, row, strict=True))
                 elif row:
-                    yield number, (f"{len(row)} fields, not {len(header)}", "a field for each column")
+                    yield (
+                        number,
+                        (f"{len(row)} fields, not {len(header)}", "a field for each column"),
+                    )
 
         try:
-            yield from _texts(numbered(), lambda number: f"line {number}", path, take=take, log=log)
+            yield from _texts(
+                numbered(), lambda number: f"line {number}", path, take=take, log=log
+            )
         except csv.Error as error:
             what = f"{path}, line {line}: {error}; nothing after it can be read"
-            log.bad(what, expected='fields in quotes, each quote inside them doubled: "say ""hi"""', fix=_CORRECT)
+            log.bad(
+                what,
+                expected='fields in quotes, each quote inside them doubled: "say ""hi"""',
+                fix=_CORRECT,
+            )
 
 
 def parquet_columns(path: SourceFile) -> list[str]:
@@ -158,7 +188,9 @@ def parquet_columns(path: SourceFile) -> list[str]:
         return []
 
 
-def parquet_pieces(path: SourceFile, *, number: int, take: Labeller, skip_bad: bool = False) -> list[Piece]:
+def parquet_pieces(
+    path: SourceFile, *, number: int, take: Labeller, skip_bad: bool = False
+) -> list[Piece]:
     """A piece for each row group; a DataError if it is not a .parquet with such a field of text.
 
     Args:
@@ -170,7 +202,9 @@ def parquet_pieces(path: SourceFile, *, number: int, take: Labeller, skip_bad: b
     try:
         with path.open() as file, pyarrow.parquet.ParquetFile(file) as parquet:
             schema, metadata = parquet.schema_arrow, parquet.metadata
-            sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
+            sizes = [
+                metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)
+            ]
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         if skip_bad:
             return [Piece(number, 0, 0, 0)]
@@ -181,23 +215,37 @@ def parquet_pieces(path: SourceFile, *, number: int, take: Labeller, skip_bad: b
     return [Piece(number, i, i + 1, size) for i, size in enumerate(sizes)]
 
 
-def read_parquet(path: SourceFile, piece: Piece, *, take: Labeller, log: ReadLog) -> Iterator[Document]:
+def read_parquet(
+    path: SourceFile, piece: Piece, *, take: Labeller, log: ReadLog
+) -> Iterator[Document]:
     """The texts of a row group. Of a damaged one, the rows before the damage are used."""
     import pyarrow
     import pyarrow.parquet
 
     row = end = 0
     try:
-        with path.open() as file, pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as parquet:
-            ends = list(itertools.accumulate(parquet.metadata.row_group(i).num_rows for i in range(piece.stop)))
+        with (
+            path.open() as file,
+            pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as parquet,
+        ):
+            ends = list(
+                itertools.accumulate(
+                    parquet.metadata.row_group(i).num_rows for i in range(piece.stop)
+                )
+            )
             row, end = [0, 0, *ends][-2:]
-            for batch in parquet.iter_batches(batch_size=1024, row_groups=[piece.start], columns=list(take.columns)):
+            for batch in parquet.iter_batches(
+                batch_size=1024, row_groups=[piece.start], columns=list(take.columns)
+            ):
                 yield from rows_of_table(batch, take, where=str(path), first_row=row, log=log)
                 row += batch.num_rows
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         where = f"row group {piece.start}, rows {row} to {end - 1}" if end else "as a whole"
         log.bad(
-            f"{path}, {where}: {_first_line(error)}", expected="a complete file", fix=AGAIN, count=max(1, end - row)
+            f"{path}, {where}: {_first_line(error)}",
+            expected="a complete file",
+            fix=AGAIN,
+            count=max(1, end - row),
         )
 
 
@@ -216,7 +264,12 @@ def _parsed(line: bytes) -> Any:
 
 
 def _texts(
-    rows: Iterable[tuple[int, Any]], place: Callable[[int], str], path: SourceFile, *, take: Labeller, log: ReadLog
+    rows: Iterable[tuple[int, Any]],
+    place: Callable[[int], str],
+    path: SourceFile,
+    *,
+    take: Labeller,
+    log: ReadLog,
 ) -> Iterator[Document]:
     """The documents of numbered rows; in place of a row there may be (what is wrong, what was expected)."""
     for number, row in rows:
@@ -224,7 +277,11 @@ def _texts(
         if not isinstance(found, tuple):
             yield from found
             continue
-        field = take.name if isinstance(take, TextField) and isinstance(row, dict) and take.name in row else ""
+        field = (
+            take.name
+            if isinstance(take, TextField) and isinstance(row, dict) and take.name in row
+            else ""
+        )
         # Nobody reads the place of a row that is only counted.
         what = f"{path}, {'' if log.skip_bad else place(number)}: {found[0]}"
         log.bad(what, expected=found[1], fix=chat_or(field, _CORRECT))
@@ -234,4 +291,7 @@ def _texts(
 
 def _newlines_before(path: SourceFile, offset: int) -> int:
     with path.open() as file:
-        return sum(file.read(min(1 << 20, offset - at)).count(b"\n") for at in range(0, offset, 1 << 20))
+        return sum(
+            file.read(min(1 << 20, offset - at)).count(b"\n")
+            for at in range(0, offset, 1 << 20)
+        )

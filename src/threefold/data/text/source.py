@@ -159,7 +159,11 @@ class ReadLog:
     def saw_row(self, row: Mapping[str, Any]) -> None:
         """Remembers a row's fields, the longest text first, for the error if no row has the wanted one."""
         if len(self.fields) < MAX_FIELDS:
-            texts = {name: len(text) for name in names_in(row) if isinstance(text := value_of(row, name), str)}
+            texts = {
+                name: len(text)
+                for name in names_in(row)
+                if isinstance(text := value_of(row, name), str)
+            }
             self._remember(names_in(row), sorted(texts, key=lambda name: -texts[name]))
 
     def saw_lost(self, lost: Mapping[str, int]) -> None:
@@ -201,7 +205,11 @@ def names_in(row: Mapping[str, Any]) -> list[str]:
     return [
         name
         for key, value in row.items()
-        for name in ([f"{key}.{inner}" for inner in names_in(value)] if isinstance(value, Mapping) and value else [key])
+        for name in (
+            [f"{key}.{inner}" for inner in names_in(value)]
+            if isinstance(value, Mapping) and value
+            else [key]
+        )
     ]
 
 
@@ -286,26 +294,47 @@ class TextSource(Protocol):
 def log_error(source: TextSource, log: ReadLog) -> DataError:
     """One error for the problems of a log; a field that no row has hides the rows that lack it."""
     if source.text_field is not None and log.num_rows and not log.num_with_field:
-        return missing_field(source.name, source.text_field, log.fields, texts=log.text_fields, num_rows=log.num_rows)
+        return missing_field(
+            source.name,
+            source.text_field,
+            log.fields,
+            texts=log.text_fields,
+            num_rows=log.num_rows,
+        )
     problems = list(log.problems)
     if more := log.num_bad - len(problems):
         last = problems[-1]
-        problems[-1] = Problem(f"{last.what}\n  (and {more:,} more like these)", last.expected, last.fix)
+        problems[-1] = Problem(
+            f"{last.what}\n  (and {more:,} more like these)", last.expected, last.fix
+        )
     return cast("DataError", DataError.of(problems))
 
 
 def missing_field(
-    where: str, field: str, fields: Sequence[str], *, texts: Sequence[str], num_rows: int | None = None
+    where: str,
+    field: str,
+    fields: Sequence[str],
+    *,
+    texts: Sequence[str],
+    num_rows: int | None = None,
 ) -> DataError:
     """The error for a text field that no row has: names the existing fields, and as the fix one of `texts`."""
-    rows = f"none of the first {num_rows:,} rows has this field" if num_rows is not None else "no such field"
+    rows = (
+        f"none of the first {num_rows:,} rows has this field"
+        if num_rows is not None
+        else "no such field"
+    )
     fix = "a source whose rows have a field of text"
-    if nearest := difflib.get_close_matches(field, [name for name in texts if name not in _CHATS], 1, 0.5):
+    if nearest := difflib.get_close_matches(
+        field, [name for name in texts if name not in _CHATS], 1, 0.5
+    ):
         fix = f"--data.fields '{{text: {nearest[0]}}}'"
     elif _CHATS & {name.partition(".")[0] for name in fields}:
         fix = CHAT_FIX
     elif texts:
-        others = f"   (or another field of text: {', '.join(texts[1:])})" if len(texts) > 1 else ""
+        others = (
+            f"   (or another field of text: {', '.join(texts[1:])})" if len(texts) > 1 else ""
+        )
         fix = f"--data.fields '{{text: {texts[0]}}}'{others}"
     return DataError(
         f"data.fields.text = {field!r}: {where}: {rows}",
@@ -335,7 +364,10 @@ class ConcatSource:
 
     @property
     def text_field(self) -> str | None:
-        return next((source.text_field for source in self.sources if source.text_field is not None), None)
+        return next(
+            (source.text_field for source in self.sources if source.text_field is not None),
+            None,
+        )
 
     @property
     def loss_mask(self) -> LossMask | None:
@@ -356,7 +388,9 @@ class ConcatSource:
 
     def refuse_changed(self, pieces: Sequence[Piece]) -> None:
         for source in self.sources:
-            source.refuse_changed([own for each, own in map(self._own, pieces) if each is source])
+            source.refuse_changed(
+                [own for each, own in map(self._own, pieces) if each is source]
+            )
 
     def read(self, piece: Piece, log: ReadLog) -> Iterator[Document]:
         source, own = self._own(piece)
@@ -364,4 +398,6 @@ class ConcatSource:
 
     def _own(self, piece: Piece) -> tuple[TextSource, Piece]:
         """The source of a piece, and the piece as that source counts its files."""
-        return self.sources[piece.file >> _FILE_BITS], replace(piece, file=piece.file & (1 << _FILE_BITS) - 1)
+        return self.sources[piece.file >> _FILE_BITS], replace(
+            piece, file=piece.file & (1 << _FILE_BITS) - 1
+        )

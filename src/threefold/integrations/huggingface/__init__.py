@@ -5,7 +5,9 @@ In an accelerate loop, `prepare_loader` and `prepare_evaluation_loader` replace 
 `count_targets`, `exact_loss` and `exact_mean` compute the mean over all target tokens.
 """
 
-from threefold.integrations.huggingface.accelerate import prepare_evaluation_loader as prepare_evaluation_loader
+from threefold.integrations.huggingface.accelerate import (
+    prepare_evaluation_loader as prepare_evaluation_loader,
+)
 from threefold.integrations.huggingface.accelerate import prepare_loader as prepare_loader
 from threefold.integrations.huggingface.audit import AuditCallback as AuditCallback
 from threefold.integrations.huggingface.loss import count_targets as count_targets

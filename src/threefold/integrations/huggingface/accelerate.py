@@ -17,7 +17,13 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from threefold.data.order.partition import Tail
 from threefold.data.rows.concat import IGNORED
-from threefold.data.sampling.distribute import KEPT, DistributedLoader, IgnoreLastRow, check_loader, distribute
+from threefold.data.sampling.distribute import (
+    KEPT,
+    DistributedLoader,
+    IgnoreLastRow,
+    check_loader,
+    distribute,
+)
 from threefold.errors import ConfigError
 from threefold.integrations.huggingface.data import Axis, on_device, tracked
 from threefold.integrations.huggingface.loaders import EvaluationLoader
@@ -50,7 +56,9 @@ def prepare_loader(
         ConfigError: a loader that cannot be distributed.
     """
     tail = tail or ("drop" if loader.drop_last else "exact")
-    distributed = distribute(loader, _axis(accelerator), seed=seed, tail=tail, ignore_last_row=ignore_last_row)
+    distributed = distribute(
+        loader, _axis(accelerator), seed=seed, tail=tail, ignore_last_row=ignore_last_row
+    )
     prepared = PreparedLoader(distributed, accelerator)
     accelerator.register_for_checkpointing(prepared)
     return prepared
@@ -88,7 +96,9 @@ class PreparedLoader:
             yield on_device(batch, self._accelerator)
 
 
-def prepare_evaluation_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> PreparedEvaluationLoader:
+def prepare_evaluation_loader(
+    accelerator: Accelerator, loader: DataLoader[Any]
+) -> PreparedEvaluationLoader:
     """An evaluation loader in the dataset's order; in place of `accelerator.prepare(loader)`.
 
     Raises:
@@ -98,7 +108,11 @@ def prepare_evaluation_loader(accelerator: Accelerator, loader: DataLoader[Any])
     if not isinstance(loader.sampler, SequentialSampler):
         what = f"the evaluation loader draws its rows with a {type(loader.sampler).__name__}"
         fix = "DataLoader(dataset, batch_size=...) without shuffle and sampler"
-        raise ConfigError(what, expected="the dataset's order, in which gather_for_metrics returns the rows", fix=fix)
+        raise ConfigError(
+            what,
+            expected="the dataset's order, in which gather_for_metrics returns the rows",
+            fix=fix,
+        )
     axis = _axis(accelerator)
     if axis.sharers > 1:
         raise ConfigError(
@@ -132,7 +146,10 @@ class PreparedEvaluationLoader(EvaluationLoader):
         self.remainder = 0
         for step, (numbers, batch, *_) in enumerate(self._tracked()):
             self.rows = int((numbers >= 0).sum())
-            real, places = self._blocks.real(step), self._blocks.block(step) * self._axis.dp_size
+            real, places = (
+                self._blocks.real(step),
+                self._blocks.block(step) * self._axis.dp_size,
+            )
             self.remainder = real if real < places else 0
             kept = _ignored_after(self.rows, batch) if self.rows < len(numbers) else batch
             yield on_device(kept, self._accelerator)
@@ -149,4 +166,6 @@ def _ignored_after(rows: int, batch: Any) -> Any:
 
 
 def _axis(accelerator: Accelerator) -> Axis:
-    return Axis(accelerator.process_index, accelerator.num_processes, sharers=sharers_of(accelerator))
+    return Axis(
+        accelerator.process_index, accelerator.num_processes, sharers=sharers_of(accelerator)
+    )

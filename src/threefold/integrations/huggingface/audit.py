@@ -29,7 +29,11 @@ from threefold.errors import Problem
 from threefold.integrations.huggingface.counter import RowCounter, queue_of
 from threefold.integrations.huggingface.data import TrainLoader
 from threefold.integrations.huggingface.lengths import GroupedSampler
-from threefold.integrations.huggingface.state import all_ranks, in_trainer_words, refuse_other_copies
+from threefold.integrations.huggingface.state import (
+    all_ranks,
+    in_trainer_words,
+    refuse_other_copies,
+)
 from threefold.jsonl import MetricsFile
 
 log = logging.get_logger(__name__)
@@ -64,7 +68,9 @@ class AuditCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._steps += 1
         if self._steps == 1 or state.global_step % self.every == 0:
-            refuse_other_copies(args, kwargs["model"], kwargs["optimizer"], step=state.global_step)
+            refuse_other_copies(
+                args, kwargs["model"], kwargs["optimizer"], step=state.global_step
+            )
         if self._audit is None:
             return
         self._audit.micro_batch()
@@ -74,7 +80,9 @@ class AuditCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if isinstance(self._audit, RowCounter):
-            self._audit.epoch_done(whole=not control.should_training_stop or state.epoch == int(state.epoch))
+            self._audit.epoch_done(
+                whole=not control.should_training_stop or state.epoch == int(state.epoch)
+            )
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if isinstance(self._audit, RowCounter):
@@ -95,16 +103,35 @@ class AuditCallback(TrainerCallback):
         kind = type(loader).__name__
         if isinstance(loader, TrainLoader):
             if loader.sampler.replacement:
-                log.warning("The audit is off: samples drawn with weights may come more than once per epoch.")
+                log.warning(
+                    "The audit is off: samples drawn with weights may come more than once per epoch."
+                )
                 return None
-            if isinstance(loader.sampler, GroupedSampler) or loader.sampler.order != "threefold":
+            if (
+                isinstance(loader.sampler, GroupedSampler)
+                or loader.sampler.order != "threefold"
+            ):
                 return RowCounter(args, state, loader, loader.watch())
-            return OrderAudit(loader, folder=Path(args.output_dir), done=state.global_step, every=self.every, args=args)
+            return OrderAudit(
+                loader,
+                folder=Path(args.output_dir),
+                done=state.global_step,
+                every=self.every,
+                args=args,
+            )
         batches = getattr(loader, "batch_sampler", None)
-        if batches is None or not hasattr(loader, "base_dataloader") or kind == "DataLoaderDispatcher":
-            log.warning(f"The audit is off: a {kind} without a batch sampler has no row numbers.")
+        if (
+            batches is None
+            or not hasattr(loader, "base_dataloader")
+            or kind == "DataLoaderDispatcher"
+        ):
+            log.warning(
+                f"The audit is off: a {kind} without a batch sampler has no row numbers."
+            )
         elif (repeats := _not_each_row_once(batches, loader.dataset)) is not None:
-            log.warning(f"The audit is off: a {repeats} does not draw every row once per epoch.")
+            log.warning(
+                f"The audit is off: a {repeats} does not draw every row once per epoch."
+            )
         else:
             return RowCounter(args, state, loader, queue_of(batches))
         return None
@@ -113,7 +140,9 @@ class AuditCallback(TrainerCallback):
 class OrderAudit:
     """Compares all ranks' steps with the order; `micro_batch` and `step_done` say what the loop has used."""
 
-    def __init__(self, loader: TrainLoader, *, folder: Path, done: int, every: int, args: Any) -> None:
+    def __init__(
+        self, loader: TrainLoader, *, folder: Path, done: int, every: int, args: Any
+    ) -> None:
         self._taken: deque[tuple[int, ...]] = loader.watch()
         self._used: list[int] = []
         self._step = done
@@ -123,15 +152,29 @@ class OrderAudit:
             # With ignore_data_skip, transformers restarts the epoch that the number of steps falls into.
             place["epoch"] = done // math.ceil(len(loader) / args.gradient_accumulation_steps)
         sampler = loader.sampler
-        sizes = (sampler.epoch_size, sampler.global_batch, sampler.seed, sampler.shuffle, sampler.tail)
+        sizes = (
+            sampler.epoch_size,
+            sampler.global_batch,
+            sampler.seed,
+            sampler.shuffle,
+            sampler.tail,
+        )
         order, at = Order(*sizes), Place(place["epoch"], place["position"])
-        start = SegmentLine.of(order, at, first_step=done + 1, topology=loader.axis.topology, every=every)
+        start = SegmentLine.of(
+            order, at, first_step=done + 1, topology=loader.axis.topology, every=every
+        )
         path = folder / record.FILE
-        file = _open_record(path, again=again, first_step=start.first_step) if loader.axis.rank == 0 else None
+        file = (
+            _open_record(path, again=again, first_step=start.first_step)
+            if loader.axis.rank == 0
+            else None
+        )
         older = "resume from an older checkpoint, or begin in another output_dir"
         mesh = all_ranks()
         begun = mesh.share("audit", partial(begin, start, path, file, fix=older))
-        self._audit = Audit(replace(start, **begun), gather=mesh.gather, explain=_explain, record=file)
+        self._audit = Audit(
+            replace(start, **begun), gather=mesh.gather, explain=_explain, record=file
+        )
 
     def micro_batch(self) -> None:
         if self._taken:
@@ -160,7 +203,9 @@ def _open_record(path: Path, *, again: bool, first_step: int) -> MetricsFile:
 def _not_each_row_once(batches: Any, rows: Any) -> str | None:
     """The name of a sampler that by design repeats rows or leaves some out."""
     sampler = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
-    if sampler is None or (not getattr(sampler, "replacement", False) and len(sampler) == len(rows)):
+    if sampler is None or (
+        not getattr(sampler, "replacement", False) and len(sampler) == len(rows)
+    ):
         return None
     return type(sampler).__name__
 

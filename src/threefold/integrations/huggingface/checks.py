@@ -69,8 +69,12 @@ def check_model(model: Any) -> None:
         name = type(model).__name__
         what = f"the Trainer got a model inside {name}"
         expected = "the model itself: the Trainer wraps it, and a wrapped one is saved under other names"
-        raise ConfigError(what, expected=expected, fix=f"delete the line   model = {name}(model, ...)")
-    if isinstance(model, FSDPModule) and not getattr(model, "is_distributed_loading_by_transformers", False):
+        raise ConfigError(
+            what, expected=expected, fix=f"delete the line   model = {name}(model, ...)"
+        )
+    if isinstance(model, FSDPModule) and not getattr(
+        model, "is_distributed_loading_by_transformers", False
+    ):
         raise ConfigError(
             "the Trainer got a model that fully_shard has sharded",
             expected="a model that the Trainer shards (fsdp in the arguments), or one that transformers loaded in "
@@ -83,7 +87,13 @@ def check_model(model: Any) -> None:
 def check_request(trainer: Any) -> None:
     """Refuses arguments that contradict what the Trainer promises, all at once (ConfigError)."""
     args, model = trainer.args, trainer.model
-    found = (_processes(args), _reading(args), _parallelism(trainer), _sharded(model, args), context.problems(trainer))
+    found = (
+        _processes(args),
+        _reading(args),
+        _parallelism(trainer),
+        _sharded(model, args),
+        context.problems(trainer),
+    )
     if problems := list(itertools.chain.from_iterable(found)):
         raise ConfigError.of(problems)
 
@@ -118,7 +128,11 @@ def _reading(args: Any) -> Iterator[Problem]:
     for name in ("split_batches", "dispatch_batches"):
         if getattr(args.accelerator_config, name, None):
             expected = "this key left out: every rank reads its own rows, per_device_train_batch_size of them at a time"
-            yield Problem(f"accelerator_config has {name} = True", expected, f"leave {name} out of accelerator_config")
+            yield Problem(
+                f"accelerator_config has {name} = True",
+                expected,
+                f"leave {name} out of accelerator_config",
+            )
     if not args.dataloader_in_order and args.dataloader_num_workers:
         yield Problem(
             "dataloader_in_order = False",
@@ -128,11 +142,19 @@ def _reading(args: Any) -> Iterator[Problem]:
         )
     if args.world_size > 1 and not args.average_tokens_across_devices:
         expected = "True, the default: the loss is the sum over all target tokens of a step / their number"
-        yield Problem("average_tokens_across_devices = False", expected, "leave average_tokens_across_devices out")
+        yield Problem(
+            "average_tokens_across_devices = False",
+            expected,
+            "leave average_tokens_across_devices out",
+        )
     if args.world_size > 1 and args.eval_use_gather_object:
         what = "eval_use_gather_object = True"
         fix = "leave eval_use_gather_object out, and pad in preprocess_logits_for_metrics"
-        yield Problem(what, "tensors with one row per sample: only these can be put into the dataset's order", fix)
+        yield Problem(
+            what,
+            "tensors with one row per sample: only these can be put into the dataset's order",
+            fix,
+        )
 
 
 def _parallelism(trainer: Any) -> Iterator[Problem]:
@@ -140,8 +162,16 @@ def _parallelism(trainer: Any) -> Iterator[Problem]:
     if trainer.args.deepspeed and not trainer.is_deepspeed_enabled:
         what = "deepspeed is given, but DeepSpeed is not in use"
         fix = "unset ACCELERATE_USE_CPU, and on CPUs TrainingArguments(use_cpu=True)"
-        yield Problem(what, "its engine: with ACCELERATE_USE_CPU set, accelerate silently trains with plain DDP", fix)
-    if trainer.args.fsdp and trainer.args.world_size > 1 and trainer.accelerator.distributed_type == "MULTI_CPU":
+        yield Problem(
+            what,
+            "its engine: with ACCELERATE_USE_CPU set, accelerate silently trains with plain DDP",
+            fix,
+        )
+    if (
+        trainer.args.fsdp
+        and trainer.args.world_size > 1
+        and trainer.accelerator.distributed_type == "MULTI_CPU"
+    ):
         yield Problem(
             "fsdp is given, but on CPUs accelerate trains with plain DDP",
             "sharded weights, as requested: each rank would silently hold all of them",
@@ -167,7 +197,11 @@ def _sharded(model: Any, args: Any) -> Iterator[Problem]:
         what = f"DistributedConfig has pp_size = {asked.pp_size}"
         fix = "DistributedConfig(tp_size=..., fsdp_size=...)"
         yield Problem(what, "1: the Trainer has no schedule for pipeline stages", fix)
-    if asked.tp_size > 1 and args.gradient_accumulation_steps > 1 and (found := _reduced_again(model)):
+    if (
+        asked.tp_size > 1
+        and args.gradient_accumulation_steps > 1
+        and (found := _reduced_again(model))
+    ):
         yield Problem(
             f"gradient_accumulation_steps = {args.gradient_accumulation_steps} with tp_size = {asked.tp_size}, and "
             f"this model has {found}",
@@ -176,7 +210,11 @@ def _sharded(model: Any, args: Any) -> Iterator[Problem]:
             "gradient_accumulation_steps=1   (or tp_size=1, or threefold train --mesh.tp "
             f"{asked.tp_size}, which sums once)",
         )
-    if asked.fsdp_size > 1 and config.tie_word_embeddings and config.vocab_size % asked.fsdp_size:
+    if (
+        asked.fsdp_size > 1
+        and config.tie_word_embeddings
+        and config.vocab_size % asked.fsdp_size
+    ):
         yield Problem(
             f"the embedding of {config.vocab_size} tokens is tied to the head, and fsdp_size = {asked.fsdp_size} "
             "does not divide it",
@@ -190,4 +228,10 @@ def _sharded(model: Any, args: Any) -> Iterator[Problem]:
 def _reduced_again(model: nn.Module) -> str:
     """The kinds of layers whose gradients a plan of transformers reduces in a hook; `` if there are none."""
     plan = getattr(model, "tp_plan", None) or {}
-    return ", ".join(sorted(name.split(".")[-1] for name, style in plan.items() if "with_grad_allreduce" in style))
+    return ", ".join(
+        sorted(
+            name.split(".")[-1]
+            for name, style in plan.items()
+            if "with_grad_allreduce" in style
+        )
+    )

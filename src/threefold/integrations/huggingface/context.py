@@ -28,13 +28,24 @@ from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh, active_mesh
 from threefold.model import head
 from threefold.model.context_parallel import limits
-from threefold.model.context_parallel.split import ContextParallel, gathered_positions, heads_of, split_problems
+from threefold.model.context_parallel.split import (
+    ContextParallel,
+    gathered_positions,
+    heads_of,
+    split_problems,
+)
 from threefold.model.head import first_position
 from threefold.model.model import Model
 from threefold.plan import choices
 
 # What the Trainer passes to every model, and what changes nothing here.
-_IGNORED_ARGUMENTS = {"num_items_in_batch", "return_dict", "use_cache", "output_attentions", "output_hidden_states"}
+_IGNORED_ARGUMENTS = {
+    "num_items_in_batch",
+    "return_dict",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+}
 _NOT_THERE = -1  # the document of padding
 
 
@@ -53,7 +64,11 @@ def problems(trainer: Any) -> Iterator[Problem]:
     cp, kind = mesh.size("cp"), type(trainer.model).__name__
     if not kind.endswith("ForCausalLM"):
         what = f"threefold.init_mesh(cp={cp}), and the model is a {kind}"
-        yield Problem(what, "a causal language model, whose loss is a sum over places", "threefold.init_mesh(cp=1)")
+        yield Problem(
+            what,
+            "a causal language model, whose loss is a sum over places",
+            "threefold.init_mesh(cp=1)",
+        )
     else:
         yield from limits.direction_problems(trainer.model, pretrained=True)
     if mesh.size("tp") > 1 or mesh.topology.dp_shard > 1:
@@ -62,23 +77,37 @@ def problems(trainer: Any) -> Iterator[Problem]:
     if trainer.compute_loss_func is not None or args.label_smoothing_factor > 0:
         what = "a custom loss (compute_loss_func or label_smoothing_factor) together with split rows"
         fix = "leave it out, or threefold train --train.label_smoothing"
-        yield Problem(what, "the model's own loss: any other loss would see only a part of each row", fix)
+        yield Problem(
+            what, "the model's own loss: any other loss would see only a part of each row", fix
+        )
     if getattr(trainer.model.config, "output_router_logits", False):
         what = "output_router_logits = True together with split rows"
         fix = f"threefold train --mesh.cp {cp}   (it is exact there)"
-        yield Problem(what, "a router's loss over entire rows, which transformers' loop does not have then", fix)
+        yield Problem(
+            what,
+            "a router's loss over entire rows, which transformers' loop does not have then",
+            fix,
+        )
 
 
 def _asked(model: Any, dtype: str = "float32") -> Config:
     """What `threefold train` would be asked for, with rows that hold documents and padding."""
     remote = not type(model).__module__.startswith("transformers.")
-    asked = {"name_or_path": model.name_or_path or None, "trust_remote_code": remote, "dtype": dtype}
+    asked = {
+        "name_or_path": model.name_or_path or None,
+        "trust_remote_code": remote,
+        "dtype": dtype,
+    }
     return validate({"model": asked, "data": {"packing": "none", "document_mask": True}})
 
 
-def _probe_of(model: Any, mesh: Mesh, context: ContextParallel) -> Callable[[Mapping[str, Tensor]], None]:
+def _probe_of(
+    model: Any, mesh: Mesh, context: ContextParallel
+) -> Callable[[Mapping[str, Tensor]], None]:
     """What probes the model's own forward, at the size of a first micro-batch; every rank calls it."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # without peft's wrapper
+    inner = (
+        model.get_base_model() if hasattr(model, "get_base_model") else model
+    )  # without peft's wrapper
     own_forward = inner.forward
     head.install(inner, chunk="auto")
     probed_forward, inner.forward = inner.forward, own_forward
@@ -88,7 +117,12 @@ def _probe_of(model: Any, mesh: Mesh, context: ContextParallel) -> Callable[[Map
         asked = _asked(model, "bfloat16" if narrow else "float32")
         usual, inner.forward = inner.forward, probed_forward
         try:
-            admit_first(Model(inner, inner, mesh, context=context, asked=asked, architecture=inner.config), rows)
+            admit_first(
+                Model(
+                    inner, inner, mesh, context=context, asked=asked, architecture=inner.config
+                ),
+                rows,
+            )
         finally:
             inner.forward = usual
 
@@ -104,7 +138,9 @@ def cut_rows(model: Any, mesh: Mesh) -> None:
     admit(_asked(model), model.config, mesh)
     config: PretrainedConfig = model.config
     longest = getattr(config.get_text_config(), "max_position_embeddings", 0) or 0
-    method = choices.cp_method("auto", mesh.topology, heads=heads_of(config), seq_len=longest).value
+    method = choices.cp_method(
+        "auto", mesh.topology, heads=heads_of(config), seq_len=longest
+    ).value
     context = ContextParallel(mesh, method=method)
     model.set_attn_implementation(context.name)
     context.adapt(model)
@@ -121,13 +157,17 @@ def cut_rows(model: Any, mesh: Mesh) -> None:
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutput:
-        if others := sorted(name for name in kwargs.keys() - _IGNORED_ARGUMENTS if kwargs[name] is not None):
+        if others := sorted(
+            name for name in kwargs.keys() - _IGNORED_ARGUMENTS if kwargs[name] is not None
+        ):
             what = f"the model splits its rows among {context.size} context ranks, and was given {', '.join(others)}"
             expected = "input_ids, attention_mask, position_ids and labels: anything else would be ignored"
             fix = "leave it out; to generate, save_model(DIR) and from_pretrained(DIR) in one process"
             raise ConfigError(what, expected=expected, fix=fix)
         length, numbered = input_ids.shape[1], position_ids is None
-        whole = _filled_up(input_ids, attention_mask, position_ids, labels, unit=2 * context.size)
+        whole = _filled_up(
+            input_ids, attention_mask, position_ids, labels, unit=2 * context.size
+        )
         if probes and model.training and torch.is_grad_enabled():
             probes.pop()(whole)
         # The layers are given their masks, so what is recomputed in backward needs no batch.
@@ -141,7 +181,10 @@ def cut_rows(model: Any, mesh: Mesh) -> None:
         loss = None
         if labels is not None:
             total = F.cross_entropy(
-                logits.float().flatten(0, 1), part["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
+                logits.float().flatten(0, 1),
+                part["labels"].flatten(),
+                ignore_index=IGNORED,
+                reduction="sum",
             )
             loss = _SumOfParts.apply(total, group) / whole["labels"].ne(IGNORED).sum()
         if not torch.is_grad_enabled():
@@ -152,7 +195,12 @@ def cut_rows(model: Any, mesh: Mesh) -> None:
 
 
 def _filled_up(
-    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, labels: Tensor | None, *, unit: int
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    labels: Tensor | None,
+    *,
+    unit: int,
 ) -> dict[str, Tensor]:
     """Complete rows with shifted labels, padded to a multiple of `unit`; padding attends only to padding."""
     rows, length = input_ids.shape

@@ -89,26 +89,39 @@ class RowCounter:
             log.warning(f"{text}: they fill no step at its end.")
             return
         fix = "threefold.integrations.huggingface.Trainer; or check what the sampler leaves out"
-        raise RunError(text, expected="every row once per epoch, except for fewer rows than a step has", fix=fix)
+        raise RunError(
+            text,
+            expected="every row once per epoch, except for fewer rows than a step has",
+            fix=fix,
+        )
 
     def save(self, checkpoint: Path) -> None:
         """Saves what this epoch has read with the checkpoint."""
         if self._rank == 0 and checkpoint.is_dir():
             bits = np.packbits(self._seen)
-            np.savez(checkpoint / FILE, bits=bits, rows=len(self._seen), whole=self._complete_since_head)
+            np.savez(
+                checkpoint / FILE,
+                bits=bits,
+                rows=len(self._seen),
+                whole=self._complete_since_head,
+            )
 
     def _load(self, checkpoint: Path) -> None:
         try:
             with np.load(checkpoint / FILE, allow_pickle=False) as saved:
                 same = int(saved["rows"]) == len(self._seen)
                 if same:
-                    self._seen[:] = np.unpackbits(saved["bits"], count=len(self._seen)).astype(np.bool_)
+                    self._seen[:] = np.unpackbits(saved["bits"], count=len(self._seen)).astype(
+                        np.bool_
+                    )
                     self._complete_since_head = bool(saved["whole"])
         except (OSError, ValueError, KeyError):
             same = False
         if not same:
             self._complete_since_head = False
-            log.warning(f"{checkpoint} has no record of the rows that its epoch had read: repeats go unnoticed.")
+            log.warning(
+                f"{checkpoint} has no record of the rows that its epoch had read: repeats go unnoticed."
+            )
 
     def _take(self, step: int, of_ranks: list[Int64]) -> None:
         rows = np.concatenate(of_ranks)
@@ -126,7 +139,9 @@ class RowCounter:
             )
             return
         place = int(np.argmax(again))
-        rank = int(np.searchsorted(np.cumsum([len(part) for part in of_ranks]), place, side="right"))
+        rank = int(
+            np.searchsorted(np.cumsum([len(part) for part in of_ranks]), place, side="right")
+        )
         others = f", and {len(repeated) - 1} more" if len(repeated) > 1 else ""
         raise RunError(
             f"rank {rank} read row {rows[place]} in step {step}{others}: epoch {self._epoch} had read it already",
@@ -136,14 +151,19 @@ class RowCounter:
         )
 
 
-def _of_all_ranks(steps: list[list[int]], gather: Callable[[Int64], Int64]) -> list[list[Int64]]:
+def _of_all_ranks(
+    steps: list[list[int]], gather: Callable[[Int64], Int64]
+) -> list[list[Int64]]:
     """What each rank has read in each step, [steps][ranks] of [rows]."""
     sizes = gather(np.array([len(rows) for rows in steps], np.int64))
     padded = np.full(max(int(own.sum()) for own in sizes), -1, np.int64)
     own = np.array([row for rows in steps for row in rows], np.int64)
     padded[: len(own)] = own
     read = gather(padded)
-    of_ranks = [np.split(rows[: own.sum()], own.cumsum()[:-1]) for rows, own in zip(read, sizes, strict=True)]
+    of_ranks = [
+        np.split(rows[: own.sum()], own.cumsum()[:-1])
+        for rows, own in zip(read, sizes, strict=True)
+    ]
     return [list(of_step) for of_step in zip(*of_ranks, strict=True)] if steps else []
 
 

@@ -110,7 +110,9 @@ def collate_numbered(
         split: whether there may be a rest; if not, a stand-in is left out where there are other samples.
     """
     if not split:
-        samples = [sample._replace(alone=False) for sample in samples if sample.number >= 0] or samples[:1]
+        samples = [
+            sample._replace(alone=False) for sample in samples if sample.number >= 0
+        ] or samples[:1]
     kept = [sample.number for sample in samples if keep_stand_ins or sample.number >= 0]
     numbers, rows = torch.tensor(kept, dtype=torch.int64), [sample.row for sample in samples]
     if len(samples) == 1 or not samples[-1].alone:
@@ -149,7 +151,9 @@ class TrainLoader(DistributedLoader):
     ) -> None:
         collate = partial(collate_numbered, collate_fn, split=split)
         # Nothing to ignore: a stand-in has no number, and the loss leaves it out.
-        super().__init__(NumberedRows(dataset), sampler, lambda batch: batch, collate_fn=collate, **kept)
+        super().__init__(
+            NumberedRows(dataset), sampler, lambda batch: batch, collate_fn=collate, **kept
+        )
         self.axis = axis
         self.returned: deque[Returned] = deque()
         self.continues = True
@@ -183,13 +187,17 @@ class TrainLoader(DistributedLoader):
             numbers, rest = read.numbers, read.rest
             if rest is not None:
                 rest = on_device(rest, self._accelerator)
-            self.returned.append(Returned(len(numbers) - read.real_rest, rest, int(read.real_rest), read.alone))
+            self.returned.append(
+                Returned(len(numbers) - read.real_rest, rest, int(read.real_rest), read.alone)
+            )
             if self.taken is not None:
                 self.taken.append(tuple(numbers.tolist()))
             yield on_device(read.batch, self._accelerator)
 
 
-def tracked(loader: Any, accelerator: Accelerator, batches: Iterator[Any], *, num_batches: int) -> Iterator[Any]:
+def tracked(
+    loader: Any, accelerator: Accelerator, batches: Iterator[Any], *, num_batches: int
+) -> Iterator[Any]:
     """The batches; meanwhile accelerate's gradient state has the loader, which knows when its last batch is out."""
     state = accelerator.gradient_state
     loader.end_of_dataloader = False

@@ -37,7 +37,10 @@ class GroupedSampler(DistributedSampler):
 
     @property
     def _made_from(self) -> dict[str, Plain]:
-        return {**super()._made_from, "lengths": xxhash.xxh3_64_hexdigest(self._lengths.tobytes())}
+        return {
+            **super()._made_from,
+            "lengths": xxhash.xxh3_64_hexdigest(self._lengths.tobytes()),
+        }
 
     def _indices_at(self, epoch: int, seed: int) -> Callable[[Int64], Int64]:
         size = len(self._lengths)

@@ -22,7 +22,13 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from transformers.trainer_pt_utils import LengthGroupedSampler, find_batch_size
 from transformers.trainer_utils import seed_worker
 
-from threefold.data.sampling.distribute import KEPT, DistributedLoader, draw_of, is_known, require_distributed
+from threefold.data.sampling.distribute import (
+    KEPT,
+    DistributedLoader,
+    draw_of,
+    is_known,
+    require_distributed,
+)
 from threefold.data.sampling.sampler import DistributedSampler
 from threefold.integrations.huggingface.data import (
     Axis,
@@ -36,13 +42,27 @@ from threefold.integrations.huggingface.data import (
 from threefold.integrations.huggingface.lengths import GroupedSampler
 
 
-def training(trainer: Any, rows: Any, sampler: Any, *, batch_size: int, collate: Collate) -> TrainLoader:
+def training(
+    trainer: Any, rows: Any, sampler: Any, *, batch_size: int, collate: Collate
+) -> TrainLoader:
     """This dp rank's share of the rows, in the order of `sampler`; ConfigError if the sampler's draws are unknown."""
     args = trainer.args
-    order = _order(trainer, rows, draw=_draw_of(sampler, rows), batch_size=batch_size, drop=args.dataloader_drop_last)
+    order = _order(
+        trainer,
+        rows,
+        draw=_draw_of(sampler, rows),
+        batch_size=batch_size,
+        drop=args.dataloader_drop_last,
+    )
     # Ranks that share their rows draw the same random numbers in their workers.
-    seeded = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=trainer.axis.dp_rank)
-    settings = {**_settings(trainer, collate), "worker_init_fn": seeded, "split": _may_split(trainer)}
+    seeded = partial(
+        seed_worker, num_workers=args.dataloader_num_workers, rank=trainer.axis.dp_rank
+    )
+    settings = {
+        **_settings(trainer, collate),
+        "worker_init_fn": seeded,
+        "split": _may_split(trainer),
+    }
     return TrainLoader(rows, order, batch_size=batch_size, **settings)
 
 
@@ -60,19 +80,37 @@ def adopted(trainer: Any, loader: Any) -> Any:
     elif type(loader) is DataLoaderShard and type(loader.base_dataloader) is DataLoader:
         plain = loader.base_dataloader
         batches = getattr(plain.batch_sampler, "batch_sampler", plain.batch_sampler)
-        if type(batches) is not BatchSampler or not is_known(batches.sampler, len(plain.dataset)):
+        if type(batches) is not BatchSampler or not is_known(
+            batches.sampler, len(plain.dataset)
+        ):
             return loader
-        draw, batch_size, drop = draw_of(batches.sampler, len(plain.dataset)), batches.batch_size, batches.drop_last
+        draw, batch_size, drop = (
+            draw_of(batches.sampler, len(plain.dataset)),
+            batches.batch_size,
+            batches.drop_last,
+        )
     else:
         return loader
     order = _order(trainer, plain.dataset, draw=draw, batch_size=batch_size or 1, drop=drop)
-    kept = {name: getattr(plain, name) for name in KEPT if name not in ("batch_size", "drop_last", "generator")}
-    kept |= {"accelerator": trainer.accelerator, "axis": trainer.axis, "split": _may_split(trainer)}
+    kept = {
+        name: getattr(plain, name)
+        for name in KEPT
+        if name not in ("batch_size", "drop_last", "generator")
+    }
+    kept |= {
+        "accelerator": trainer.accelerator,
+        "axis": trainer.axis,
+        "split": _may_split(trainer),
+    }
     generator = torch.Generator().manual_seed(_seed(trainer.args))
-    return TrainLoader(plain.dataset, order, batch_size=batch_size or 1, generator=generator, **kept)
+    return TrainLoader(
+        plain.dataset, order, batch_size=batch_size or 1, generator=generator, **kept
+    )
 
 
-def _order(trainer: Any, rows: Any, *, draw: dict[str, Any], batch_size: int, drop: bool) -> DistributedSampler:
+def _order(
+    trainer: Any, rows: Any, *, draw: dict[str, Any], batch_size: int, drop: bool
+) -> DistributedSampler:
     args, axis = trainer.args, trainer.axis
     kind = GroupedSampler if "lengths" in draw else DistributedSampler
     settings = {"seed": _seed(args), "tail": "drop" if drop else "exact", **draw}
@@ -89,7 +127,11 @@ def _order(trainer: Any, rows: Any, *, draw: dict[str, Any], batch_size: int, dr
 
 
 def _draw_of(sampler: Any, rows: Any) -> dict[str, Any]:
-    return {"lengths": sampler.lengths} if type(sampler) is LengthGroupedSampler else draw_of(sampler, len(rows))
+    return (
+        {"lengths": sampler.lengths}
+        if type(sampler) is LengthGroupedSampler
+        else draw_of(sampler, len(rows))
+    )
 
 
 def _may_split(trainer: Any) -> bool:
@@ -97,7 +139,9 @@ def _may_split(trainer: Any) -> bool:
     return trainer.get_tp_size() == 1
 
 
-def evaluation(trainer: Any, rows: Any, *, batch_size: int, collate: Collate) -> EvaluationLoader:
+def evaluation(
+    trainer: Any, rows: Any, *, batch_size: int, collate: Collate
+) -> EvaluationLoader:
     """The loader of this dp rank's part of every step of an evaluation."""
     return EvaluationLoader(rows, batch_size=batch_size, **_settings(trainer, collate))
 
@@ -142,7 +186,9 @@ class EvaluationLoader(DataLoader[Any]):
     ) -> None:
         blocks = BlockBatches(len(dataset), batch_size, axis)
         collate = partial(collate_numbered, collate_fn, keep_stand_ins=keep_stand_ins)
-        super().__init__(NumberedRows(dataset), batch_sampler=blocks, collate_fn=collate, **kept)
+        super().__init__(
+            NumberedRows(dataset), batch_sampler=blocks, collate_fn=collate, **kept
+        )
         self.rows = 0
         self.end_of_dataloader, self.remainder = False, -1
         self._axis, self._accelerator, self._blocks = axis, accelerator, blocks
@@ -160,7 +206,9 @@ class EvaluationLoader(DataLoader[Any]):
             yield on_device(batch, self._accelerator)
 
     def _tracked(self) -> Iterator[Any]:
-        return tracked(self, self._accelerator, super().__iter__(), num_batches=len(self._blocks))
+        return tracked(
+            self, self._accelerator, super().__iter__(), num_batches=len(self._blocks)
+        )
 
     def gather(self, data: Any) -> Any:
         """Tensors [rows, ...] of this step's batch, or nested lists and dicts of them -> [rows of all ranks, ...].
@@ -175,9 +223,13 @@ class EvaluationLoader(DataLoader[Any]):
             return self._accelerator.gather(tensor)
         block, full = self._blocks.block(self._step), self._blocks.batch_size
         # What the loop repeats for every row of a full batch is longer than the last one.
-        sizes = torch.tensor([len(tensor), self._by_rows and len(tensor) in (block, full)], device=tensor.device)
+        sizes = torch.tensor(
+            [len(tensor), self._by_rows and len(tensor) in (block, full)], device=tensor.device
+        )
         # sizes: (dp ranks, sharers, 2)
-        of_ranks = self._accelerator.gather(sizes).view(self._axis.dp_size, self._axis.sharers, 2)[:, 0]
+        of_ranks = self._accelerator.gather(sizes).view(
+            self._axis.dp_size, self._axis.sharers, 2
+        )[:, 0]
         if bool(of_ranks[:, 1].all()):
             tensor, lengths = tensor[:block], [block] * self._axis.dp_size
         else:
@@ -185,7 +237,9 @@ class EvaluationLoader(DataLoader[Any]):
         places = max(lengths)
         padded = tensor.new_zeros((places, *tensor.shape[1:]))
         padded[: len(tensor)] = tensor
-        gathered = self._accelerator.gather(padded).view(self._axis.dp_size, self._axis.sharers, *padded.shape)[:, 0]
+        gathered = self._accelerator.gather(padded).view(
+            self._axis.dp_size, self._axis.sharers, *padded.shape
+        )[:, 0]
         # Only ranks without a row, which are the last, have a stand-in.
         with_rows = zip(gathered[: self._blocks.real(self._step)], lengths, strict=False)
         return torch.cat([part[:length] for part, length in with_rows])

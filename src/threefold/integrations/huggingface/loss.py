@@ -28,7 +28,9 @@ def targets_in(batch: Any, *, shifts_labels: bool) -> Tensor | int:
     Args:
         shifts_labels: the model predicts the next token, so the first place of a row is not a target.
     """
-    labels = batch.get("shift_labels", batch.get("labels")) if isinstance(batch, Mapping) else None
+    labels = (
+        batch.get("shift_labels", batch.get("labels")) if isinstance(batch, Mapping) else None
+    )
     if not isinstance(labels, Tensor):
         return find_batch_size(batch) or 0
     if labels.is_floating_point():
@@ -38,7 +40,9 @@ def targets_in(batch: Any, *, shifts_labels: bool) -> Tensor | int:
     return labels.ne(IGNORED).sum()
 
 
-def part_of_mean(loss: Tensor, outputs: Any, *, targets: int, all_targets: int, ranks: float) -> Tensor:
+def part_of_mean(
+    loss: Tensor, outputs: Any, *, targets: int, all_targets: int, ranks: float
+) -> Tensor:
     """What one micro-batch contributes to the mean over all targets, so that the average over ranks is that mean.
 
     Args:
@@ -51,9 +55,21 @@ def part_of_mean(loss: Tensor, outputs: Any, *, targets: int, all_targets: int, 
 
 def nothing_of(outputs: Any, loss: Tensor) -> Tensor:
     """Zero, with zero gradients for everything that `outputs` was computed from."""
-    values = outputs.values() if isinstance(outputs, Mapping) else outputs if isinstance(outputs, (tuple, list)) else ()
-    tensors = [value for value in values if isinstance(value, Tensor) and value.requires_grad and value is not loss]
-    zeros = [tensor.float().nan_to_num(0.0, 0.0, 0.0).sum() * 0 for tensor in tensors if tensor.ndim]
+    values = (
+        outputs.values()
+        if isinstance(outputs, Mapping)
+        else outputs
+        if isinstance(outputs, (tuple, list))
+        else ()
+    )
+    tensors = [
+        value
+        for value in values
+        if isinstance(value, Tensor) and value.requires_grad and value is not loss
+    ]
+    zeros = [
+        tensor.float().nan_to_num(0.0, 0.0, 0.0).sum() * 0 for tensor in tensors if tensor.ndim
+    ]
     return torch.stack(zeros).sum() if zeros else loss.nan_to_num(0.0, 0.0, 0.0) * 0
 
 
@@ -75,7 +91,8 @@ class StepPart(NamedTuple):
         if self.rows or not isinstance(inputs, Mapping):
             return inputs
         return {
-            name: value[:0] if isinstance(value, Tensor) and value.ndim else value for name, value in inputs.items()
+            name: value[:0] if isinstance(value, Tensor) and value.ndim else value
+            for name, value in inputs.items()
         }
 
 
@@ -90,14 +107,20 @@ def weighing(trainer: Any, part: StepPart, step: StepPart) -> Iterator[None]:
     """
     compute, declared = trainer.compute_loss, getattr(trainer, "loss_is_scaled_for_ga", None)
 
-    def weighed(model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def weighed(
+        model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         is_mean = declared is False or (declared is None and num_items_in_batch is None)
         if num_items_in_batch is not None and 0 < part.share < 1:
             num_items_in_batch = num_items_in_batch * part.share
-        trainer.loss_weight = part.rows * trainer.axis.dp_size / step.rows if is_mean else part.share
+        trainer.loss_weight = (
+            part.rows * trainer.axis.dp_size / step.rows if is_mean else part.share
+        )
         # The same on all ranks: TRL's losses compute outputs in a forward pass of their own.
         with_outputs = return_outputs or part.alone or not part.rows
-        found = compute(model, inputs, return_outputs=with_outputs, num_items_in_batch=num_items_in_batch)
+        found = compute(
+            model, inputs, return_outputs=with_outputs, num_items_in_batch=num_items_in_batch
+        )
         loss, outputs = found if with_outputs else (found, None)
         loss = loss * trainer.loss_weight if part.rows else nothing_of(outputs, loss)
         trainer.loss_is_scaled_for_ga = True
@@ -151,7 +174,9 @@ class RunningMean:
     def add(self, loss: Tensor, targets: Tensor | int) -> None:
         """Takes the mean `loss` over the `targets` of a batch; without targets it may be any value."""
         count = torch.as_tensor(targets, device=self._totals.device).to(self._totals.dtype)
-        weighed = torch.where(count > 0, loss.detach().to(self._totals) * count, torch.zeros_like(count))
+        weighed = torch.where(
+            count > 0, loss.detach().to(self._totals) * count, torch.zeros_like(count)
+        )
         self._totals += torch.stack([weighed, count])
         self._batches += 1
 
@@ -187,7 +212,9 @@ def exact_loss(accelerator: Accelerator, loss_sum: Tensor, targets: Tensor) -> T
     return loss_sum * (ranks * accelerator.gradient_accumulation_steps) / targets.clamp(min=1)
 
 
-def exact_mean(accelerator: Accelerator, loss_sums: Sequence[Tensor], counts: Sequence[Tensor | int]) -> float:
+def exact_mean(
+    accelerator: Accelerator, loss_sums: Sequence[Tensor], counts: Sequence[Tensor | int]
+) -> float:
     """Mean over all targets of an evaluation, from the sums and counts of each rank's batches."""
     mean = RunningMean(accelerator.device)
     for loss_sum, count in zip(loss_sums, counts, strict=True):

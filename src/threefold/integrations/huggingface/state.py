@@ -67,7 +67,9 @@ def save_place(checkpoint: Path, **values: Any) -> None:
     """Writes `step`, the optimizer steps done, `loader`, the state of the training loader, and `global_batch`."""
     checkpoint.mkdir(parents=True, exist_ok=True)
     partial = checkpoint / f"{PLACE_FILE}.partial"
-    partial.write_text(json.dumps({"format": _FORMAT, **values}, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(
+        json.dumps({"format": _FORMAT, **values}, indent=1) + "\n", encoding="utf-8"
+    )
     partial.replace(checkpoint / PLACE_FILE)
 
 
@@ -77,7 +79,11 @@ def _read_place(checkpoint: Path) -> tuple[int, dict[str, Any], int]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] == _FORMAT:
-            return int(values["step"]), dict(values["loader"]), int(values.get("global_batch", 1))
+            return (
+                int(values["step"]),
+                dict(values["loader"]),
+                int(values.get("global_batch", 1)),
+            )
         found = f"has the format {values['format']}"
     except FileNotFoundError:
         raise CheckpointError(
@@ -90,17 +96,30 @@ def _read_place(checkpoint: Path) -> tuple[int, dict[str, Any], int]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         found = f"cannot be read ({error!r})"
     what = f"{path} {found}"
-    raise CheckpointError(what, expected=f"what the Trainer of this version writes (format {_FORMAT})", fix=_OLDER)
+    raise CheckpointError(
+        what, expected=f"what the Trainer of this version writes (format {_FORMAT})", fix=_OLDER
+    )
 
 
 def newest_complete(output_dir: Path) -> Path:
     """The checkpoint with the most steps that was written to its end; CheckpointError if there is none."""
-    steps = ((path.name.removeprefix("checkpoint-"), path) for path in output_dir.glob("checkpoint-*"))
-    numbered = [(int(step), path) for step, path in steps if step.isdecimal() and _is_complete(path)]
+    steps = (
+        (path.name.removeprefix("checkpoint-"), path)
+        for path in output_dir.glob("checkpoint-*")
+    )
+    numbered = [
+        (int(step), path) for step, path in steps if step.isdecimal() and _is_complete(path)
+    ]
     if not numbered:
         what = f"resume_from_checkpoint = True, but {output_dir} has no complete checkpoint"
-        expected = "a folder checkpoint-STEP with a complete trainer_state.json, which is written last"
-        raise CheckpointError(what, expected=expected, fix="trainer.train() to begin, or resume_from_checkpoint=PATH")
+        expected = (
+            "a folder checkpoint-STEP with a complete trainer_state.json, which is written last"
+        )
+        raise CheckpointError(
+            what,
+            expected=expected,
+            fix="trainer.train() to begin, or resume_from_checkpoint=PATH",
+        )
     return max(numbered)[1]
 
 
@@ -112,7 +131,9 @@ def _is_complete(checkpoint: Path) -> bool:
     return True
 
 
-def save_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, step: int) -> None:
+def save_shards(
+    checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, step: int
+) -> None:
     """Writes weights and optimizer of a sharded model; every rank calls it, and gets RunError if one cannot write."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's has torch's inside
     state, mesh = _tensors(model, optimizer), all_ranks()
@@ -123,10 +144,23 @@ def save_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
         (partial / "state").mkdir(parents=True)
 
     def commit(seals: Mapping[str, Any]) -> None:
-        seal_folder(partial, final, step, {}, {f"state/{name}": seal for name, seal in seals.items()})
+        seal_folder(
+            partial, final, step, {}, {f"state/{name}": seal for name, seal in seals.items()}
+        )
 
-    job = Save(step, partial / "state", begin, commit, lambda: shutil.rmtree(partial, ignore_errors=True))
-    saver = Saver(mesh, lambda: own_parts(state, holdings(state, mesh)), background=False, continue_on_error=False)
+    job = Save(
+        step,
+        partial / "state",
+        begin,
+        commit,
+        lambda: shutil.rmtree(partial, ignore_errors=True),
+    )
+    saver = Saver(
+        mesh,
+        lambda: own_parts(state, holdings(state, mesh)),
+        background=False,
+        continue_on_error=False,
+    )
     try:
         saver.save(job)
     except RunError as error:
@@ -146,7 +180,9 @@ def refuse_other_copies(args: Any, model: nn.Module, optimizer: Any, *, step: in
     refuse_drift(held, all_ranks(), when=when, fix=_COPIES)
 
 
-def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def load_shards(
+    checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> None:
     """Fills a sharded model, and its optimizer if one is given, from any mesh's shards; every rank calls it.
 
     Raises:
@@ -155,7 +191,9 @@ def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
     folder = checkpoint / STATE_FOLDER
     if not folder.is_dir():
         what = f"{checkpoint} has no {STATE_FOLDER}: the model that was saved there was not sharded"
-        expected = "a checkpoint of a model that was loaded with DistributedConfig, as this one was"
+        expected = (
+            "a checkpoint of a model that was loaded with DistributedConfig, as this one was"
+        )
         fix = "from_pretrained(CHECKPOINT, distributed_config=...) begins with its weights, without its optimizer"
         raise CheckpointError(what, expected=expected, fix=fix)
     mesh = all_ranks()
@@ -167,8 +205,12 @@ def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
     optimizer = getattr(optimizer, "optimizer", optimizer)
     live = _tensors(model, optimizer)
     if missing := sorted(live.keys() - index.entries.keys()):
-        what = f"{folder} has no {missing[0]}" + (f", and {len(missing) - 1} more" if len(missing) > 1 else "")
-        raise CheckpointError(what, expected="the tensors of the same model and optimizer", fix=_SAME)
+        what = f"{folder} has no {missing[0]}" + (
+            f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        )
+        raise CheckpointError(
+            what, expected="the tensors of the same model and optimizer", fix=_SAME
+        )
     fit(live, index, fix=_SAME)
     read_into(live, files, index, mesh)
     if optimizer is not None:
@@ -181,7 +223,9 @@ def load_shards(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optim
 @contextlib.contextmanager
 def may_save_shards(model: Any, args: Any) -> Iterator[None]:
     """Passes transformers' constructor, which refuses to save the optimizer of a model in shards; here it can be."""
-    shards = getattr(model, "is_distributed_loading_by_transformers", False) and args is not None
+    shards = (
+        getattr(model, "is_distributed_loading_by_transformers", False) and args is not None
+    )
     if asked := shards and not args.save_only_model:
         args.save_only_model = True
     try:
@@ -199,12 +243,16 @@ def all_ranks(topology: Topology | None = None) -> Mesh:
     # Ranks save and load in the same order, so a counter gives each of these calls its own keys.
     number = store.add(f"threefold/states/{rank}", 1)
     topology = topology or Topology(dp_replicate=dist.get_world_size())
-    return Mesh(topology, rank, torch.device("cpu"), store=dist.PrefixStore(f"state-{number}", store))
+    return Mesh(
+        topology, rank, torch.device("cpu"), store=dist.PrefixStore(f"state-{number}", store)
+    )
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """Live tensors by name; an optimizer that has made no step yet gets its state made."""
-    state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()}
+    state: dict[str, Any] = {
+        f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()
+    }
     if optimizer is not None:
         flat = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
         state |= {f"optimizer.{name}": value for name, value in flat.items()}
@@ -218,12 +266,18 @@ def check_order(saved: Mapping[str, Any], *, loader: Any) -> None:
     except DataError as error:
         problems = [in_trainer_words(problem) for problem in error.problems]
         here, then = loader.state_dict()["fingerprint"], saved.get("fingerprint")
-        if isinstance(then, Mapping) and any(here.get(name) != then.get(name) for name in _OF_THE_DATA):
-            problems = [replace(problem, fix=f"{problem.fix}; {_OTHER_DATA}") for problem in problems]
+        if isinstance(then, Mapping) and any(
+            here.get(name) != then.get(name) for name in _OF_THE_DATA
+        ):
+            problems = [
+                replace(problem, fix=f"{problem.fix}; {_OTHER_DATA}") for problem in problems
+            ]
         raise DataError.of(problems) from None
 
 
-def _at_next_epoch(saved: Mapping[str, Any], global_batch: int, loader: TrainLoader) -> dict[str, Any] | None:
+def _at_next_epoch(
+    saved: Mapping[str, Any], global_batch: int, loader: TrainLoader
+) -> dict[str, Any] | None:
     """The place at the next epoch's head in a dataset of another size; None within an epoch, or for the same data.
 
     An epoch that was read to its end has no rows left that another dataset could move.
@@ -231,15 +285,29 @@ def _at_next_epoch(saved: Mapping[str, Any], global_batch: int, loader: TrainLoa
     own, made_from = loader.state_dict(), saved.get("fingerprint")
     if not isinstance(made_from, Mapping) or made_from == own["fingerprint"]:
         return None
-    size, position = made_from.get("num_samples", made_from.get("num_rows")), saved.get("position")
-    if not isinstance(size, int) or not isinstance(position, int) or not isinstance(saved.get("epoch"), int):
+    size, position = (
+        made_from.get("num_samples", made_from.get("num_rows")),
+        saved.get("position"),
+    )
+    if (
+        not isinstance(size, int)
+        or not isinstance(position, int)
+        or not isinstance(saved.get("epoch"), int)
+    ):
         return None
     left_out = global_batch if loader.sampler.tail == "drop" else 1
     if position and size - position >= left_out:
         return None
-    of_data = {name: own["fingerprint"][name] for name in _OF_THE_DATA if name in own["fingerprint"]}
+    of_data = {
+        name: own["fingerprint"][name] for name in _OF_THE_DATA if name in own["fingerprint"]
+    }
     kept = {name: value for name, value in made_from.items() if name not in _OF_THE_DATA}
-    return {**saved, "epoch": saved["epoch"] + bool(position), "position": 0, "fingerprint": {**kept, **of_data}}
+    return {
+        **saved,
+        "epoch": saved["epoch"] + bool(position),
+        "position": 0,
+        "fingerprint": {**kept, **of_data},
+    }
 
 
 def in_trainer_words(problem: Problem) -> Problem:
@@ -266,7 +334,9 @@ class Resumed:
         """
         self._step, saved, global_batch = _read_place(checkpoint)
         if (anew := _at_next_epoch(saved, global_batch, loader)) is not None:
-            log.warning(f"The data have changed at an epoch's end: epoch {anew['epoch']} begins with the new ones.")
+            log.warning(
+                f"The data have changed at an epoch's end: epoch {anew['epoch']} begins with the new ones."
+            )
             saved, loader.continues = anew, False
         check_order(saved, loader=loader)
         left = loader.batches_left()
@@ -277,7 +347,9 @@ class Resumed:
     def plan(self, args: Any, *, per_epoch: int, max_steps: int) -> tuple[int, int]:
         """(epochs until the end, steps at the end), from the steps of an entire epoch with the current sizes."""
         # Steps that would have led here if all had been made with these sizes.
-        done = self.epoch * per_epoch + (per_epoch - self._updates_left if self.batches_left else 0)
+        done = self.epoch * per_epoch + (
+            per_epoch - self._updates_left if self.batches_left else 0
+        )
         if args.max_steps > 0:
             return math.ceil((done + max_steps - self._step) / per_epoch), max_steps
         return math.ceil(args.num_train_epochs), self._step + max(0, max_steps - done)
@@ -291,6 +363,14 @@ class EpochByRows(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         resumed, loader = self._trainer._resumed, self._trainer._train_loader
-        if resumed is None or not resumed.batches_left or int(state.epoch - 1e-9) != resumed.epoch:
+        if (
+            resumed is None
+            or not resumed.batches_left
+            or int(state.epoch - 1e-9) != resumed.epoch
+        ):
             return
-        state.epoch = resumed.epoch + 1 - loader.batches_left() / max(len(loader), loader.batches_left(), 1)
+        state.epoch = (
+            resumed.epoch
+            + 1
+            - loader.batches_left() / max(len(loader), loader.batches_left(), 1)
+        )

@@ -29,7 +29,14 @@ from threefold.data.sampling.distribute import require_distributed
 from threefold.integrations.huggingface import checks, context, loaders, state
 from threefold.integrations.huggingface.audit import AuditCallback
 from threefold.integrations.huggingface.data import Axis, TrainLoader
-from threefold.integrations.huggingface.loss import RunningMean, StepPart, measuring, part_of_mean, targets_in, weighing
+from threefold.integrations.huggingface.loss import (
+    RunningMean,
+    StepPart,
+    measuring,
+    part_of_mean,
+    targets_in,
+    weighing,
+)
 
 log = logging.get_logger(__name__)
 # For a sharded model; transformers' own scheduler.pt is a pickle.
@@ -54,7 +61,11 @@ class Trainer(transformers.Trainer):
         self._micro_batches: deque[list[StepPart]] = deque()
         self._part: StepPart | None = None
         self._step = StepPart(0, 0)
-        self.loss_weight, self._collects, self._of_trl = 1.0, False, checks.is_of_trl(type(self))
+        self.loss_weight, self._collects, self._of_trl = (
+            1.0,
+            False,
+            checks.is_of_trl(type(self)),
+        )
         self._mean: RunningMean | None = None
         with state.may_save_shards(given.get("model"), given.get("args")):
             super().__init__(*args, **kwargs)
@@ -62,7 +73,9 @@ class Trainer(transformers.Trainer):
         self._ranks = state.all_ranks(self.axis.topology)
         if (mesh := context.mesh_of_rows()) is not None:
             context.cut_rows(self.model, mesh)
-        if not any(isinstance(callback, AuditCallback) for callback in self.callback_handler.callbacks):
+        if not any(
+            isinstance(callback, AuditCallback) for callback in self.callback_handler.callbacks
+        ):
             self.add_callback(AuditCallback())
         self.callback_handler.callbacks.insert(0, state.EpochByRows(self))
 
@@ -96,7 +109,9 @@ class Trainer(transformers.Trainer):
             log.warning_once(
                 "A stream has no positions: transformers' own loader reads it, and only the loss is exact."
             )
-            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+            return super()._get_dataloader(
+                dataset, description, batch_size, sampler_fn, is_training, dataloader_key
+            )
         rows, collate = dataset, self.data_collator
         if hasattr(dataset, "remove_columns"):
             rows = self._remove_unused_columns(dataset, description=description)
@@ -107,12 +122,17 @@ class Trainer(transformers.Trainer):
             return loaders.training(self, rows, sampler, batch_size=batch_size, collate=collate)
         loader = loaders.evaluation(self, rows, batch_size=batch_size, collate=collate)
         if dataloader_key is not None and self.args.dataloader_persistent_workers:
-            self._eval_dataloaders = {**getattr(self, "_eval_dataloaders", {}), dataloader_key: loader}
+            self._eval_dataloaders = {
+                **getattr(self, "_eval_dataloaders", {}),
+                dataloader_key: loader,
+            }
         return loader
 
     # ---- The loss of a step ----
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+    def get_batch_samples(
+        self, epoch_iterator: Any, num_batches: int, device: torch.device
+    ) -> Any:
         """As transformers'; counts the step's targets over all ranks and micro-batches, for any model.
 
         Raises:
@@ -139,20 +159,34 @@ class Trainer(transformers.Trainer):
             return super()._get_num_items_in_batch(batch_samples, device)
         if not self._collects:
             own = targets_in(batch_samples[0], shifts_labels=self._loss_shifts_labels)
-            return torch.as_tensor(own, device=device).clamp(min=1) if self.compute_loss_func else None
-        own_parts = [(part.targets, part.rows) for parts in self._micro_batches for part in parts]
-        all_parts = self.accelerator.reduce(torch.tensor(own_parts, device=device).sum(0), reduction="sum")
+            return (
+                torch.as_tensor(own, device=device).clamp(min=1)
+                if self.compute_loss_func
+                else None
+            )
+        own_parts = [
+            (part.targets, part.rows) for parts in self._micro_batches for part in parts
+        ]
+        all_parts = self.accelerator.reduce(
+            torch.tensor(own_parts, device=device).sum(0), reduction="sum"
+        )
         targets, rows = all_parts // self.axis.sharers
         self._step = StepPart(int(targets), int(rows))
         first = batch_samples[0]
         labelled = isinstance(first, Mapping) and isinstance(first.get("labels"), Tensor)
         # An overridden compute_loss is told of targets where transformers tells it.
-        told = self.compute_loss_func is not None or (labelled and self.model_accepts_loss_kwargs)
+        told = self.compute_loss_func is not None or (
+            labelled and self.model_accepts_loss_kwargs
+        )
         return targets if told else None
 
     def _parts_of(self, batch: Any) -> list[StepPart]:
         """The parts of one micro-batch; a stream's has no numbered rows, and is weighed as one."""
-        read = self._train_loader.returned.popleft() if isinstance(self._train_loader, TrainLoader) else None
+        read = (
+            self._train_loader.returned.popleft()
+            if isinstance(self._train_loader, TrainLoader)
+            else None
+        )
         found = [(batch, 1, False)]
         if read is not None:
             found = [(batch, read.rows, read.alone), (read.rest, read.rest_rows, True)]
@@ -178,10 +212,16 @@ class Trainer(transformers.Trainer):
         for number, part in enumerate(parts, start=1):
             # DeepSpeed makes the optimizer's step in the backward pass that synchronises gradients.
             self.accelerator.gradient_state._set_sync_gradients(syncs and number == len(parts))
-            losses.append(self._part_step(part, model, inputs if number == 1 else part.batch, num_items_in_batch))
+            losses.append(
+                self._part_step(
+                    part, model, inputs if number == 1 else part.batch, num_items_in_batch
+                )
+            )
         return torch.stack(losses).sum()
 
-    def _part_step(self, part: StepPart, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+    def _part_step(
+        self, part: StepPart, model: Any, inputs: Any, num_items_in_batch: Any
+    ) -> Tensor:
         self._part = part
         try:
             with weighing(self, part, self._step):
@@ -195,7 +235,11 @@ class Trainer(transformers.Trainer):
         """Nothing: the tokens of every part have been counted."""
 
     def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Any:
         """As transformers', but returns what the micro-batch contributes to the mean over the step."""
         if self._mean is not None:
@@ -211,7 +255,9 @@ class Trainer(transformers.Trainer):
             loss, outputs = found if with_outputs else (found, None)
             targets, all_targets = self._part.targets, self._step.targets
             ranks = self.axis.dp_size / (self.loss_weight or 1.0)
-            loss = part_of_mean(loss, outputs, targets=targets, all_targets=all_targets, ranks=ranks)
+            loss = part_of_mean(
+                loss, outputs, targets=targets, all_targets=all_targets, ranks=ranks
+            )
         return (loss, outputs) if return_outputs else loss
 
     # ---- Evaluation ----
@@ -269,7 +315,9 @@ class Trainer(transformers.Trainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             return  # these wrap it in the same way for both
         if self.model.__dict__.pop("_is_accelerate_prepared", False):
-            self.accelerator._models = [each for each in self.accelerator._models if each is not self.model]
+            self.accelerator._models = [
+                each for each in self.accelerator._models if each is not self.model
+            ]
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """As transformers'; after a resume the remaining steps are counted from the saved place."""
@@ -283,13 +331,19 @@ class Trainer(transformers.Trainer):
             return values
         if self._checkpoint is None or args.ignore_data_skip:
             return values
-        self._resumed = state.Resumed(self._checkpoint, dataloader, accumulation=args.gradient_accumulation_steps)
+        self._resumed = state.Resumed(
+            self._checkpoint, dataloader, accumulation=args.gradient_accumulation_steps
+        )
         epochs, per_epoch, *rest, max_steps = values
         epochs, max_steps = self._resumed.plan(args, per_epoch=per_epoch, max_steps=max_steps)
         return (epochs, per_epoch, *rest, max_steps)
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        return super()._prepare_for_training(max_steps, self._train_loader, resume_from_checkpoint)
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> Any:
+        return super()._prepare_for_training(
+            max_steps, self._train_loader, resume_from_checkpoint
+        )
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         epoch_and_batches = super()._init_training_state(*args, **kwargs)
@@ -300,12 +354,16 @@ class Trainer(transformers.Trainer):
         resumed = self._resumed
         if resumed is not None and resumed.batches_left and values["epoch"] == resumed.epoch:
             values["steps_in_epoch"] = resumed.batches_left
-            values["num_update_steps_per_epoch"] = -(-resumed.batches_left // self.args.gradient_accumulation_steps)
+            values["num_update_steps_per_epoch"] = -(
+                -resumed.batches_left // self.args.gradient_accumulation_steps
+            )
         super()._run_epoch(**values)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._ranks.agree("the end of training")
-        state.refuse_other_copies(self.args, self.model, self.optimizer, step=self.state.global_step)
+        state.refuse_other_copies(
+            self.args, self.model, self.optimizer, step=self.state.global_step
+        )
         return super()._finalize_training(*args, **kwargs)
 
     def end(self) -> None:
@@ -329,16 +387,25 @@ class Trainer(transformers.Trainer):
         state.refuse_other_copies(self.args, self.model, self.optimizer, step=step)
         if isinstance(loader, TrainLoader) and self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{step}"
-            state.save_place(folder, step=step, loader=loader.state_dict(), global_batch=loader.sampler.global_batch)
+            state.save_place(
+                folder,
+                step=step,
+                loader=loader.state_dict(),
+                global_batch=loader.sampler.global_batch,
+            )
         super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.is_distributed_loading_by_transformers:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        state.save_shards(Path(output_dir), self.model, self.optimizer, step=self.state.global_step)
+        state.save_shards(
+            Path(output_dir), self.model, self.optimizer, step=self.state.global_step
+        )
         if self.args.should_save:
-            (Path(output_dir) / _SCHEDULER).write_text(json.dumps(self.lr_scheduler.state_dict()))
+            (Path(output_dir) / _SCHEDULER).write_text(
+                json.dumps(self.lr_scheduler.state_dict())
+            )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.is_distributed_loading_by_transformers:
@@ -351,8 +418,12 @@ class Trainer(transformers.Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         state.load_shards(Path(checkpoint), self.model, self.optimizer)
-        self.lr_scheduler.load_state_dict(json.loads((Path(checkpoint) / _SCHEDULER).read_text()))
-        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+        self.lr_scheduler.load_state_dict(
+            json.loads((Path(checkpoint) / _SCHEDULER).read_text())
+        )
+        for group, rate in zip(
+            self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True
+        ):
             group["lr"] = rate
 
     def _load_best_model(self) -> None:

@@ -14,7 +14,9 @@ from pathlib import Path
 from threefold.mesh.launchers.info import is_number
 
 Environ = Mapping[str, str]
-_TORCHRUN = "torchrun --nnodes={} --node-rank={} --master-addr={} --nproc-per-node=N -m threefold ..."
+_TORCHRUN = (
+    "torchrun --nnodes={} --node-rank={} --master-addr={} --nproc-per-node=N -m threefold ..."
+)
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,18 @@ def _listed(variable: str, separator: str | None = None) -> Callable[[Environ], 
     return lambda environ: [name for name in environ.get(variable, "").split(separator) if name]
 
 
-def _counted(variable: str, first: str = "", beside: str = "") -> Callable[[Environ], Sequence[str]]:
+def _counted(
+    variable: str, first: str = "", beside: str = ""
+) -> Callable[[Environ], Sequence[str]]:
     """So many as a variable says, the first as another one does, if `beside` is set too."""
 
     def hosts(environ: Environ) -> Sequence[str]:
         count = environ.get(variable, "") if not beside or beside in environ else ""
-        return [environ.get(first, ""), *[""] * (int(count) - 1)] if is_number(count) and int(count) > 1 else []
+        return (
+            [environ.get(first, ""), *[""] * (int(count) - 1)]
+            if is_number(count) and int(count) > 1
+            else []
+        )
 
     return hosts
 
@@ -56,7 +64,11 @@ def _uncounted(*variables: str) -> Callable[[Environ], Sequence[str]]:
 def _of_pbs(environ: Environ) -> Sequence[str]:
     """A file with a line for each place on a host."""
     try:
-        return list(dict.fromkeys(Path(environ.get("PBS_NODEFILE", "")).read_text(encoding="utf-8").split()))
+        return list(
+            dict.fromkeys(
+                Path(environ.get("PBS_NODEFILE", "")).read_text(encoding="utf-8").split()
+            )
+        )
     except (OSError, UnicodeDecodeError):
         return _counted("PBS_NUM_NODES")(environ)
 
@@ -81,7 +93,11 @@ def _of_vertex(environ: Environ) -> Sequence[str]:
 def _of_indexed_job(environ: Environ) -> Sequence[str]:
     # It tells a pod its number, but not how many there are.
     index = environ.get("JOB_COMPLETION_INDEX", "")
-    return [""] * (int(index) + 1) if "KUBERNETES_SERVICE_HOST" in environ and is_number(index) else []
+    return (
+        [""] * (int(index) + 1)
+        if "KUBERNETES_SERVICE_HOST" in environ and is_number(index)
+        else []
+    )
 
 
 def _of_sagemaker(environ: Environ) -> Sequence[str]:
@@ -101,7 +117,11 @@ CLUSTERS: dict[str, Cluster] = {
     "SkyPilot": Cluster(
         "SKYPILOT_NODE_IPS",
         _listed("SKYPILOT_NODE_IPS"),
-        _TORCHRUN.format("$SKYPILOT_NUM_NODES", "$SKYPILOT_NODE_RANK", '$(echo "$SKYPILOT_NODE_IPS" | head -n1)'),
+        _TORCHRUN.format(
+            "$SKYPILOT_NUM_NODES",
+            "$SKYPILOT_NODE_RANK",
+            '$(echo "$SKYPILOT_NODE_IPS" | head -n1)',
+        ),
     ),
     "dstack": Cluster(
         "DSTACK_NODES_NUM",
@@ -109,15 +129,25 @@ CLUSTERS: dict[str, Cluster] = {
         _TORCHRUN.format("$DSTACK_NODES_NUM", "$DSTACK_NODE_RANK", "$DSTACK_MASTER_NODE_IP"),
     ),
     "Vertex AI": Cluster(
-        "CLUSTER_SPEC", _of_vertex, _TORCHRUN.format("HOSTS", "I", "HOST") + "   (HOST: the one of workerpool0)"
+        "CLUSTER_SPEC",
+        _of_vertex,
+        _TORCHRUN.format("HOSTS", "I", "HOST") + "   (HOST: the one of workerpool0)",
     ),
     "Azure Batch": Cluster(
         "AZ_BATCH_NODE_LIST",
         _listed("AZ_BATCH_NODE_LIST", ";"),
         "distribution: {type: pytorch, process_count_per_instance: N} in the job",
     ),
-    "LSF": Cluster("LSB_MCPU_HOSTS", _of_lsf, "jsrun -n RANKS -a 1 -g 1 python -m threefold ...   in the job script"),
-    "PBS": Cluster("PBS_NODEFILE", _of_pbs, "mpiexec -n RANKS --ppn N python -m threefold ...   in the job script"),
+    "LSF": Cluster(
+        "LSB_MCPU_HOSTS",
+        _of_lsf,
+        "jsrun -n RANKS -a 1 -g 1 python -m threefold ...   in the job script",
+    ),
+    "PBS": Cluster(
+        "PBS_NODEFILE",
+        _of_pbs,
+        "mpiexec -n RANKS --ppn N python -m threefold ...   in the job script",
+    ),
     "an Indexed Job": Cluster(
         "JOB_COMPLETION_INDEX",
         _of_indexed_job,
@@ -143,13 +173,16 @@ CLUSTERS: dict[str, Cluster] = {
         "LEPTON_JOB_TOTAL_WORKERS",
         _counted("LEPTON_JOB_TOTAL_WORKERS"),
         _TORCHRUN.format(
-            "$LEPTON_JOB_TOTAL_WORKERS", "$LEPTON_JOB_WORKER_INDEX", "$LEPTON_JOB_WORKER_PREFIX-0.$LEPTON_SUBDOMAIN"
+            "$LEPTON_JOB_TOTAL_WORKERS",
+            "$LEPTON_JOB_WORKER_INDEX",
+            "$LEPTON_JOB_WORKER_PREFIX-0.$LEPTON_SUBDOMAIN",
         ),
     ),
     "Modal": Cluster(
         "MODAL_CLUSTER_ID",
         _uncounted("MODAL_CLUSTER_ID"),
-        _TORCHRUN.format("CONTAINERS", "I", "HOST") + "   (modal.experimental.get_cluster_info() has them)",
+        _TORCHRUN.format("CONTAINERS", "I", "HOST")
+        + "   (modal.experimental.get_cluster_info() has them)",
         several="there are several containers",
     ),
     "Grid Engine": Cluster(
@@ -160,7 +193,8 @@ CLUSTERS: dict[str, Cluster] = {
     "HTCondor": Cluster(
         "_CONDOR_NPROCS",
         _counted("_CONDOR_NPROCS", beside="_CONDOR_PROCNO"),
-        _TORCHRUN.format("$_CONDOR_NPROCS", "$_CONDOR_PROCNO", "HOST") + "   (HOST: the one of process 0)",
+        _TORCHRUN.format("$_CONDOR_NPROCS", "$_CONDOR_PROCNO", "HOST")
+        + "   (HOST: the one of process 0)",
     ),
     "PRRTE": Cluster(
         "PMIX_RANK",

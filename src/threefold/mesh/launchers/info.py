@@ -98,7 +98,10 @@ class Variables:
         """
         port = self.number("MASTER_PORT")
         if port is not None and not 0 < port < 2**16:
-            what, fix = f"MASTER_PORT = {port} is not a port", f"export MASTER_PORT={DEFAULT_PORT}"
+            what, fix = (
+                f"MASTER_PORT = {port} is not a port",
+                f"export MASTER_PORT={DEFAULT_PORT}",
+            )
             raise ConfigError(what, expected="a number from 1 to 65535", fix=fix)
         return port
 
@@ -125,12 +128,18 @@ def checked(info: LaunchInfo, *, rank_name: str, world_name: str) -> LaunchInfo:
         expected = "0 <= local rank < ranks on the machine: it is the number of the device that the rank uses"
     else:
         return info
-    raise ConfigError(what, expected=expected, fix="start with torchrun --nproc_per_node=N -m threefold ...")
+    raise ConfigError(
+        what, expected=expected, fix="start with torchrun --nproc_per_node=N -m threefold ..."
+    )
 
 
 def port_of_job(*numbers: int) -> int:
     """A port that is the same for all ranks of a job, and another one for other jobs on the same machine."""
-    return _FIRST_PORT + functools.reduce(lambda derived, number: derived * 31 + number, numbers, 0) % _NUM_PORTS
+    return (
+        _FIRST_PORT
+        + functools.reduce(lambda derived, number: derived * 31 + number, numbers, 0)
+        % _NUM_PORTS
+    )
 
 
 def first_host(hostlist: str) -> str:

@@ -19,7 +19,10 @@ from threefold.mesh.launchers.info import is_number
 
 CHANNEL = "channel:"
 _FAILURE_CHARACTERS = 1024
-_ACCELERATE = {axis: f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("DP_REPLICATE", "DP_SHARD", "CP", "TP", "SP")}
+_ACCELERATE = {
+    axis: f"PARALLELISM_CONFIG_{axis}_SIZE"
+    for axis in ("DP_REPLICATE", "DP_SHARD", "CP", "TP", "SP")
+}
 
 
 class Setting(NamedTuple):
@@ -83,13 +86,21 @@ def managed(environ: Mapping[str, str]) -> Managed | None:
     # Text is YAML, as on the command line. The drivers of the SDK turn names into shell variables, which cannot contain
     # a dot: train__steps is train.steps.
     settings = [
-        Setting(key.replace("__", "."), value if isinstance(value, str) else as_yaml(value), f"hyperparameter {key}")
+        Setting(
+            key.replace("__", "."),
+            value if isinstance(value, str) else as_yaml(value),
+            f"hyperparameter {key}",
+        )
         for key, value in hyperparameters.items()
         if not key.startswith("sagemaker_")
     ]
     return Managed(
         tuple(settings),
-        {name.removeprefix(channel).lower(): Path(environ[name]) for name in environ if name.startswith(channel)},
+        {
+            name.removeprefix(channel).lower(): Path(environ[name])
+            for name in environ
+            if name.startswith(channel)
+        },
         base / "checkpoints",
         Path(environ["SM_MODEL_DIR"]) if "SM_MODEL_DIR" in environ else None,
         Path(environ.get("SM_OUTPUT_FAILURE", output / "failure")),
@@ -105,7 +116,9 @@ def defaults(environ: Mapping[str, str]) -> tuple[Setting, ...]:
     found = _accelerate_sizes(environ)
     job = managed(environ)
     if job is not None and job.checkpoints is not None:
-        found.append(Setting("log.dir", as_yaml(str(job.checkpoints)), "SageMaker's checkpoint folder"))
+        found.append(
+            Setting("log.dir", as_yaml(str(job.checkpoints)), "SageMaker's checkpoint folder")
+        )
     return tuple(found)
 
 
@@ -157,6 +170,8 @@ def data_path(source: str, environ: Mapping[str, str]) -> str:
     expected = f"one of {', '.join(CHANNEL + each for each in sorted(channels))}"
     raise DataError(
         f"data.source = {source!r}, but this process has no such channel",
-        expected=expected if channels else "a SageMaker job, which sets SM_HPS and SM_CHANNEL_NAME for each channel",
+        expected=expected
+        if channels
+        else "a SageMaker job, which sets SM_HPS and SM_CHANNEL_NAME for each channel",
         fix=f"threefold submit sagemaker ... --channel {name}=s3://BUCKET/PREFIX, or a folder as --data.source",
     )

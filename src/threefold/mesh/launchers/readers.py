@@ -46,7 +46,9 @@ def read(environ: Mapping[str, str]) -> LaunchInfo:
     variables = Variables(environ, outer.launcher or "")
     rank, world_size = variables.number("RANK"), variables.number("WORLD_SIZE")
     _refuse_contradiction(
-        outer.rank if rank is None else rank, outer.world_size if world_size is None else world_size, outer
+        outer.rank if rank is None else rank,
+        outer.world_size if world_size is None else world_size,
+        outer,
     )
     return _with_rendezvous(environ, outer)
 
@@ -68,7 +70,9 @@ def _read_torchrun(environ: Mapping[str, str]) -> LaunchInfo:
         host=environ.get("SM_CURRENT_HOST", ""),
         restart=restart,
         max_restarts=variables.number("TORCHELASTIC_MAX_RESTARTS") or 0,
-        generation=f"start-{restart}" if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else None,
+        generation=f"start-{restart}"
+        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        else None,
     )
     return checked(info, rank_name="RANK", world_name="WORLD_SIZE")
 
@@ -85,7 +89,9 @@ def _read_plain(environ: Mapping[str, str], outer: LaunchInfo | None) -> LaunchI
         hosts = len(found[2]) if found is not None and world_size % len(found[2]) == 0 else 1
         # A PyTorchJob's RANK is the pod's; where nothing indicates other machines, there are none.
         one_per_pod = "KUBERNETES_SERVICE_HOST" in environ and local_rank is None
-        local_world_size = given if given is not None else 1 if one_per_pod else world_size // hosts
+        local_world_size = (
+            given if given is not None else 1 if one_per_pod else world_size // hosts
+        )
         host, own = environ.get("SM_CURRENT_HOST", ""), rank % max(1, local_world_size)
         outer = LaunchInfo(local_rank=own, launcher="environment", host=host)
     else:
@@ -105,7 +111,11 @@ def _read_plain(environ: Mapping[str, str], outer: LaunchInfo | None) -> LaunchI
 def _torch_numbers(variables: Variables) -> tuple[int, int, int]:
     present = [name for name in _TORCH[:2] if name in variables.environ]
     variables.require(_TORCH, fix=f"start with {_TORCHRUN}, or: unset {' '.join(present)}")
-    return variables.number("RANK") or 0, variables.number("WORLD_SIZE") or 0, variables.port() or 0
+    return (
+        variables.number("RANK") or 0,
+        variables.number("WORLD_SIZE") or 0,
+        variables.port() or 0,
+    )
 
 
 # Launcher, its name in words, and what its variables for rank, size, local rank and local size begin with.
@@ -125,10 +135,14 @@ def _read_mpi(environ: Mapping[str, str]) -> LaunchInfo | None:
     return None
 
 
-def _read_four(environ: Mapping[str, str], kind: str, title: str, names: list[str]) -> LaunchInfo:
+def _read_four(
+    environ: Mapping[str, str], kind: str, title: str, names: list[str]
+) -> LaunchInfo:
     """From the variables of rank, world size, local rank and local world size."""
     fix = f"start with mpirun -n N python -m threefold ..., or: unset {' '.join(names)}"
-    rank, world_size, local_rank, local_world_size = Variables(environ, title).needed(names, fix=fix)
+    rank, world_size, local_rank, local_world_size = Variables(environ, title).needed(
+        names, fix=fix
+    )
     info = LaunchInfo(rank, world_size, local_rank, local_world_size, launcher=kind)
     return checked(info, rank_name=names[0], world_name=names[1])
 
@@ -145,7 +159,11 @@ def _read_flux(environ: Mapping[str, str]) -> LaunchInfo | None:
     if not hosts or world_size % hosts:
         what = f"FLUX_JOB_SIZE = {world_size} tasks on FLUX_JOB_NNODES = {hosts} hosts"
         expected = "as many tasks on each host"
-        raise ConfigError(what, expected=expected, fix="flux run -N HOSTS --tasks-per-node=N python -m threefold ...")
+        raise ConfigError(
+            what,
+            expected=expected,
+            fix="flux run -N HOSTS --tasks-per-node=N python -m threefold ...",
+        )
     info = LaunchInfo(rank, world_size, local_rank, world_size // hosts, launcher="flux")
     return checked(info, rank_name=names[0], world_name=names[1])
 
@@ -163,7 +181,9 @@ def _read_mpich(environ: Mapping[str, str]) -> LaunchInfo | None:
     if "PMI_RANK" not in environ and "PMI_SIZE" not in environ:
         return None
     # srun and flux set PMI_RANK too; their own variables then say more.
-    if ("SLURM_STEP_ID" in environ or "FLUX_TASK_RANK" in environ) and "MPI_LOCALRANKID" not in environ:
+    if (
+        "SLURM_STEP_ID" in environ or "FLUX_TASK_RANK" in environ
+    ) and "MPI_LOCALRANKID" not in environ:
         return None
     names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
     return _read_four(environ, "mpich", "MPICH's mpirun", names)
@@ -176,7 +196,9 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
     variables = Variables(environ, "srun")
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     fix = "start with srun python -m threefold ... in the job, or: unset SLURM_STEP_ID"
-    rank, world_size, local_rank = variables.needed(["SLURM_PROCID", size_name, "SLURM_LOCALID"], fix=fix)
+    rank, world_size, local_rank = variables.needed(
+        ["SLURM_PROCID", size_name, "SLURM_LOCALID"], fix=fix
+    )
     if world_size == 1:
         return None
     node = variables.number("SLURM_NODEID") or 0
@@ -203,7 +225,8 @@ def _read_kubernetes(environ: Mapping[str, str]) -> LaunchInfo | None:
         return None
     variables = Variables(environ, "Kubeflow")
     rank, world_size = variables.needed(
-        ["PET_NODE_RANK", "PET_NNODES"], fix="let a PyTorchJob or a TrainJob start the pod: threefold submit kubernetes"
+        ["PET_NODE_RANK", "PET_NNODES"],
+        fix="let a PyTorchJob or a TrainJob start the pod: threefold submit kubernetes",
     )
     per_pod = environ.get("PET_NPROC_PER_NODE", "1")
     if per_pod not in ("1", "auto", "cpu", "gpu"):
@@ -231,7 +254,9 @@ def _with_rendezvous(environ: Mapping[str, str], info: LaunchInfo) -> LaunchInfo
             fix="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ...   (Open MPI), -genv MASTER_ADDR HOST (MPICH), "
             "flux run --env=MASTER_ADDR=HOST, mpiexec --env MASTER_ADDR=HOST (PALS), with the first host's name",
         )
-    return dataclasses.replace(info, master_addr=address, master_port=port or info_of.DEFAULT_PORT)
+    return dataclasses.replace(
+        info, master_addr=address, master_port=port or info_of.DEFAULT_PORT
+    )
 
 
 def _rendezvous_of(variables: Variables, info: LaunchInfo) -> tuple[str | None, int | None]:
@@ -244,15 +269,26 @@ def _rendezvous_of(variables: Variables, info: LaunchInfo) -> tuple[str | None, 
     if info.launcher == "kubernetes":
         return environ.get("PET_MASTER_ADDR") or None, variables.number("PET_MASTER_PORT")
     if info.local_world_size == info.world_size:
-        namespace = "".join(character for character in environ.get("PMIX_NAMESPACE", "") if character.isdecimal())
+        namespace = "".join(
+            character
+            for character in environ.get("PMIX_NAMESPACE", "")
+            if character.isdecimal()
+        )
         return "127.0.0.1", info_of.port_of_job(int(namespace)) if namespace else None
     # Of an MPI in a job whose hosts are known, rank 0 is on the first.
     address, _, port = environ.get("AZ_BATCH_MASTER_NODE", "").partition(":")
     if address:
         return address, int(port) if is_number(port) else None
     found = reserved(environ)
-    number = "".join(filter(str.isdecimal, environ.get("LSB_JOBID", "") or environ.get("PBS_JOBID", "").split(".")[0]))
-    return (found[2][0] or None if found is not None else None), info_of.port_of_job(int(number)) if number else None
+    number = "".join(
+        filter(
+            str.isdecimal,
+            environ.get("LSB_JOBID", "") or environ.get("PBS_JOBID", "").split(".")[0],
+        )
+    )
+    return (found[2][0] or None if found is not None else None), info_of.port_of_job(
+        int(number)
+    ) if number else None
 
 
 def _refuse_contradiction(rank: int, world_size: int, outer: LaunchInfo) -> None:
@@ -273,7 +309,11 @@ def _refuse_lonely_agent(environ: Mapping[str, str], info: LaunchInfo) -> None:
     names = [f"{prefix}_SIZE" for _, _, prefix in _MPIS]
     names += ["SLURM_STEP_NUM_TASKS", "PMI_SIZE", "PET_NNODES", "FLUX_JOB_SIZE"]
     # How many agents the outer launchers have started, and the variable that tells.
-    started = {f"{name} = {environ[name]}": int(environ[name]) for name in names if is_number(environ.get(name, ""))}
+    started = {
+        f"{name} = {environ[name]}": int(environ[name])
+        for name in names
+        if is_number(environ.get(name, ""))
+    }
     if (found := reserved(environ)) is not None:
         started |= {f"{found[1].variable} has {len(found[2])} hosts": len(found[2])}
     for source, count in started.items():
@@ -299,11 +339,17 @@ def _refuse_forgotten_launcher(environ: Mapping[str, str]) -> None:
     if (found := reserved(environ)) is not None:
         _, cluster, hosts = found
         value = environ.get(cluster.variable, "")
-        count = f"= {value}: {cluster.several}" if cluster.several else f"has {len(hosts)} hosts"
-        count = f"= {value} hosts" if value == str(len(hosts)) and not cluster.several else count
+        count = (
+            f"= {value}: {cluster.several}" if cluster.several else f"has {len(hosts)} hosts"
+        )
+        count = (
+            f"= {value} hosts" if value == str(len(hosts)) and not cluster.several else count
+        )
         raise ConfigError(
             f"{cluster.variable} {count}, but no launcher has started this process",
-            expected=f"torchrun on each host: {_ALONE}" if "torchrun" in cluster.fix.lower() else f"ranks: {_ALONE}",
+            expected=f"torchrun on each host: {_ALONE}"
+            if "torchrun" in cluster.fix.lower()
+            else f"ranks: {_ALONE}",
             fix=f"{cluster.fix}   (to use only this one: unset {cluster.variable})",
         )
 

@@ -58,23 +58,41 @@ class BatchMasks:
     lengths: DocumentLengths | None = None
 
     def mask(
-        self, batch_size: int, *, mask_function: Callable[..., Any], device: torch.device | str = "cpu", **kwargs: Any
+        self,
+        batch_size: int,
+        *,
+        mask_function: Callable[..., Any],
+        device: torch.device | str = "cpu",
+        **kwargs: Any,
     ) -> Mask:
         """The mask of one kind of layer, boolean unless `additive`; None if one process needs none."""
         if not self.additive:
-            return self._boolean(batch_size, mask_function=mask_function, device=device, **kwargs)
+            return self._boolean(
+                batch_size, mask_function=mask_function, device=device, **kwargs
+            )
         skips = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
         kwargs |= dict.fromkeys(skips, False)
         seen = self._boolean(batch_size, mask_function=mask_function, device=device, **kwargs)
         assert isinstance(seen, Tensor)
         dtype = kwargs.get("dtype", torch.float32)
-        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, torch.finfo(dtype).min)
+        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(
+            ~seen, torch.finfo(dtype).min
+        )
 
     def _boolean(
-        self, batch_size: int, *, mask_function: Callable[..., Any], device: torch.device | str, **kwargs: Any
+        self,
+        batch_size: int,
+        *,
+        mask_function: Callable[..., Any],
+        device: torch.device | str,
+        **kwargs: Any,
     ) -> Mask:
         plain = self.alone and self.documents is None
-        if self.documents is None and mask_function is causal_mask_function and not self.additive:
+        if (
+            self.documents is None
+            and mask_function is causal_mask_function
+            and not self.additive
+        ):
             if self.chunks is not None:
                 size = len(self.queries) // 2
                 return tuple((slice(0, (number + 1) * size), None) for number in self.chunks)
@@ -91,11 +109,15 @@ class BatchMasks:
                 batch=batch_size,
             )
         if plain:
-            kwargs["attention_mask"] = None  # ones, and looking at them would wait for the device
+            kwargs["attention_mask"] = (
+                None  # ones, and looking at them would wait for the device
+            )
             kwargs["allow_is_bidirectional_skip"] = False  # no mask at all means causal
             # Hidden states may be a part of the sequence here; attention sees all of it.
             kwargs["q_length"] = kwargs["kv_length"] = len(self.keys)
-            return sdpa_mask(batch_size=batch_size, mask_function=mask_function, device=device, **kwargs)
+            return sdpa_mask(
+                batch_size=batch_size, mask_function=mask_function, device=device, **kwargs
+            )
         if len(self.queries) % kwargs["q_length"]:  # tp ranks may share the sequence
             raise ConfigError(
                 f"the model asks for a mask of {kwargs['q_length']} places; its rows have {len(self.keys)} tokens",
@@ -105,7 +127,9 @@ class BatchMasks:
         rows = torch.arange(batch_size, device=device)[:, None, None, None]
         heads = torch.zeros(1, dtype=torch.long, device=device)[None, :, None, None]
         try:
-            in_row: Tensor = mask_function(rows, heads, self.queries[None, None, :, None], self.keys[None, None, None])
+            in_row: Tensor = mask_function(
+                rows, heads, self.queries[None, None, :, None], self.keys[None, None, None]
+            )
         except IndexError as error:
             raise ConfigError(
                 f"a mask of this model is made of the {kwargs['q_length']} tokens that a rank holds (mesh.cp > 1)",
@@ -122,7 +146,9 @@ class BatchMasks:
 
     def _of_both(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Values of each token [batch, sequence], for the queries [batch, 1, queries, 1] and the keys."""
-        return values.index_select(1, self.queries)[:, None, :, None], values.index_select(1, self.keys)[:, None, None]
+        return values.index_select(1, self.queries)[:, None, :, None], values.index_select(
+            1, self.keys
+        )[:, None, None]
 
 
 @dataclass(frozen=True)
@@ -171,24 +197,38 @@ def attend(
     if isinstance(mask, BlockMask):  # which is a tuple itself
         return attend_blocks(query, key, value, mask, **kwargs), None
     if isinstance(mask, DocumentLengths):
-        assert not {"softcap", "s_aux"} & kwargs.keys()  # for no family that `kernels.unserved` lets pass
+        assert (
+            not {"softcap", "s_aux"} & kwargs.keys()
+        )  # for no family that `kernels.unserved` lets pass
         return attend_lengths((query, key, value), mask, scaling=kwargs.get("scaling")), None
     if isinstance(mask, tuple):
         outputs = []
         for queries, (seen, own) in zip(query.chunk(2, dim=2), mask, strict=True):
-            outputs.append(attend(module, queries, key[:, :, seen], value[:, :, seen], own, **kwargs)[0])
+            outputs.append(
+                attend(module, queries, key[:, :, seen], value[:, :, seen], own, **kwargs)[0]
+            )
         return torch.cat(outputs, dim=1), None  # (batch, queries, heads, head)
-    if mask is None and query.shape[2] != key.shape[2] and kwargs.get("position_bias") is not None:
+    if (
+        mask is None
+        and query.shape[2] != key.shape[2]
+        and kwargs.get("position_bias") is not None
+    ):
         mask = _causal(query.shape[2], key.shape[2], query.device)
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
-        kwargs = {name: value for name, value in kwargs.items() if name not in ("softcap", "s_aux")}
+        kwargs = {
+            name: value for name, value in kwargs.items() if name not in ("softcap", "s_aux")
+        }
         if mask is None and query.shape[2] == key.shape[2]:
-            kwargs.setdefault("is_causal", True)  # not what a layer says of itself: bigbird_pegasus' says otherwise
+            kwargs.setdefault(
+                "is_causal", True
+            )  # not what a layer says of itself: bigbird_pegasus' says otherwise
         elif (mask is None or not query.is_cuda) and kwargs.get("position_bias") is None:
             return _fused(module, query, key, value, mask, **kwargs), None
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     dropout = kwargs.pop("dropout", 0.0)
-    return _written_out(query, key, value, mask, dropout=dropout if module.training else 0.0, **kwargs), None
+    return _written_out(
+        query, key, value, mask, dropout=dropout if module.training else 0.0, **kwargs
+    ), None
 
 
 def _fused(
@@ -207,17 +247,31 @@ def _fused(
         places = query.shape[2], key.shape[2]
         mask = lower_right(*places) if query.is_cuda else _causal(*places, query.device)
     groups = query.shape[1] // key.shape[1]
-    if query.is_cuda and not (query.dtype != torch.float32 and key.shape[-1] == value.shape[-1] <= 256):
-        key, value, groups = repeat_kv(key, groups), repeat_kv(value, groups), 1  # whose kernel knows no groups
+    if query.is_cuda and not (
+        query.dtype != torch.float32 and key.shape[-1] == value.shape[-1] <= 256
+    ):
+        key, value, groups = (
+            repeat_kv(key, groups),
+            repeat_kv(value, groups),
+            1,
+        )  # whose kernel knows no groups
     output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=groups > 1
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        scale=scaling,
+        enable_gqa=groups > 1,
     )
     return output.transpose(1, 2).contiguous()
 
 
 def lower_right(queries: int, keys: int) -> Tensor:
     """What tells torch's kernels on CUDA that the last query stands at the last key, with no mask in memory."""
-    bias = causal_lower_right(1, 1)  # which allocates a tensor of its sizes that no kernel reads
+    bias = causal_lower_right(
+        1, 1
+    )  # which allocates a tensor of its sizes that no kernel reads
     bias.seq_len_q, bias.seq_len_kv = queries, keys
     return bias
 
@@ -242,7 +296,11 @@ def _written_out(
         mask = _causal(query.shape[2], key.shape[2], query.device)
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    scores = (
+        query
+        @ key.transpose(2, 3)
+        * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    )
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)

@@ -22,12 +22,23 @@ from transformers import PretrainedConfig, PreTrainedModel
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _EAGER = ("module", "query", "key", "value")
 # What an architecture's own attention function takes besides, and ours knows.
-_KNOWN = {*_EAGER, "attention_mask", "scaling", "dropout", "softcap", "s_aux", "sliding_window", "kwargs"}
+_KNOWN = {
+    *_EAGER,
+    "attention_mask",
+    "scaling",
+    "dropout",
+    "softcap",
+    "s_aux",
+    "sliding_window",
+    "kwargs",
+}
 _DERIVED_MASK = re.compile(
     r"\battention_mask = ([^\n]*|[\w.]+\([^()]*)\battention_mask\b|attention_mask=(?!attention_mask\b|None\b)\w"
 )
 _OF_TRANSFORMERS = ("eager", "sdpa")  # names for which a layer derives a mask, and for no other
-_JOINED_KEYS = re.compile(r"\battention_mask = ((torch\.cat|F\.pad)\(|[\w.]+\([^()]*\bposition_ids\b)")
+_JOINED_KEYS = re.compile(
+    r"\battention_mask = ((torch\.cat|F\.pad)\(|[\w.]+\([^()]*\bposition_ids\b)"
+)
 
 
 def drops_weights(config: PretrainedConfig) -> bool:
@@ -39,7 +50,9 @@ def own_attention(model: nn.Module) -> str | None:
     """Why a model must keep its own attention; None if all its attention is asked for by name."""
     asking = list(_asking(model))
     for kind, method in asking:
-        if _OF_TRANSFORMERS in method.__code__.co_consts or _DERIVED_MASK.search(inspect.getsource(method)):
+        if _OF_TRANSFORMERS in method.__code__.co_consts or _DERIVED_MASK.search(
+            inspect.getsource(method)
+        ):
             return f"{kind.__name__} derives a mask of its own from the one that it is given"
         if added := _added_terms(method):
             return f"{kind.__name__} adds {added} to the scores"
@@ -53,13 +66,26 @@ def asks_for_attention(model: nn.Module) -> bool:
 
 def layer_with_joined_keys(model: nn.Module) -> str | None:
     """The class of a layer that adds keys for several tokens of a row, or picks blocks of keys by places in the row."""
-    return next((kind.__name__ for kind, how in _asking(model) if _JOINED_KEYS.search(inspect.getsource(how))), None)
+    return next(
+        (
+            kind.__name__
+            for kind, how in _asking(model)
+            if _JOINED_KEYS.search(inspect.getsource(how))
+        ),
+        None,
+    )
 
 
 def _asking(model: nn.Module) -> Iterator[tuple[type, Any]]:
     """The classes of the model's layers with their methods that ask for attention by name."""
-    for kind in {type(module) for module in text_modules(model) if not isinstance(module, PreTrainedModel)}:
-        yield from ((kind, method) for method in methods(kind) if _INTERFACE in method.__code__.co_names)
+    for kind in {
+        type(module)
+        for module in text_modules(model)
+        if not isinstance(module, PreTrainedModel)
+    }:
+        yield from (
+            (kind, method) for method in methods(kind) if _INTERFACE in method.__code__.co_names
+        )
 
 
 def text_modules(model: nn.Module) -> Iterator[nn.Module]:
@@ -67,7 +93,8 @@ def text_modules(model: nn.Module) -> Iterator[nn.Module]:
     yield model
     for child in model.children():
         # A wrapper (bart's) passes on whatever it is given.
-        if not isinstance(child, PreTrainedModel) or {"input_ids", "args"} & arguments_of(type(child)):  # type: ignore[arg-type]
+        kind: Any = type(child)
+        if not isinstance(child, PreTrainedModel) or {"input_ids", "args"} & arguments_of(kind):
             yield from text_modules(child)
 
 
@@ -112,5 +139,7 @@ def use(model: PreTrainedModel, name: str) -> None:
 
 def _configs(model: nn.Module, kind: type[nn.Module]) -> Iterator[Any]:
     for module in model.modules():
-        if isinstance(module, kind) and isinstance(getattr(module, "config", None), PretrainedConfig):
+        if isinstance(module, kind) and isinstance(
+            getattr(module, "config", None), PretrainedConfig
+        ):
             yield module.config

@@ -30,15 +30,26 @@ _ALL_HOLD = and_masks(causal_mask_function).__code__
 
 def problems(config: PretrainedConfig, asked: str, *, device: str) -> list[Problem]:
     """Why blocks cannot be used although they were asked for by name (`flex`, `varlen`); empty if they can."""
-    possible = choices.attention("auto", choices.Device.here(device), drops_weights=drops_weights(config))
+    possible = choices.attention(
+        "auto", choices.Device.here(device), drops_weights=drops_weights(config)
+    )
     if possible.value != "sdpa":
         return []
     expected = "a CUDA device with triton, and a model without attention dropout"
-    return [Problem(f"model.attention = {asked}, but {possible.why}", expected, "--model.attention auto")]
+    return [
+        Problem(
+            f"model.attention = {asked}, but {possible.why}", expected, "--model.attention auto"
+        )
+    ]
 
 
 def block_mask(
-    mask_function: MaskFunction, *, queries: Tensor, num_keys: int, documents: Tensor | None, batch: int
+    mask_function: MaskFunction,
+    *,
+    queries: Tensor,
+    num_keys: int,
+    documents: Tensor | None,
+    batch: int,
 ) -> BlockMask:
     """The mask of one kind of layer.
 
@@ -69,7 +80,9 @@ def block_mask(
 def hides_later_keys(mask_function: MaskFunction) -> bool:
     """Whether a mask function is causal by what it is made of: transformers joins functions that all must hold."""
     if getattr(mask_function, "__code__", None) is _ALL_HOLD:
-        return any(map(hides_later_keys, getclosurevars(mask_function).nonlocals["mask_functions"]))
+        return any(
+            map(hides_later_keys, getclosurevars(mask_function).nonlocals["mask_functions"])
+        )
     return mask_function is causal_mask_function
 
 

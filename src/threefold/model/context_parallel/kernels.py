@@ -30,13 +30,21 @@ _CUDNN_FIRST = [
     SDPBackend.MATH,
 ]
 # Before torch 2.12 varlen_attn has no argument for it, and takes fewer heads of keys as they are.
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_GROUPED = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 
 def head_size(config: PretrainedConfig) -> int | None:
     """The size of a query and of a key of one head; None if the config does not say."""
     text = config.get_text_config()
-    names = ("qk_nope_head_dim", "qk_rope_head_dim", "head_dim", "hidden_size", "num_attention_heads")
+    names = (
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "head_dim",
+        "hidden_size",
+        "num_attention_heads",
+    )
     nope, rope, own, hidden, heads = (common_number(text, name) for name in names)
     if nope is not None and rope is not None:
         return nope + rope
@@ -44,7 +52,12 @@ def head_size(config: PretrainedConfig) -> int | None:
 
 
 def choose(
-    capability: tuple[int, int], *, dtype: str, head_dim: int, halved: bool, deterministic: bool = False
+    capability: tuple[int, int],
+    *,
+    dtype: str,
+    head_dim: int,
+    halved: bool,
+    deterministic: bool = False,
 ) -> tuple[str, str]:
     """(`cudnn`, `flash` or `efficient`, why) for causal attention on a CUDA device.
 
@@ -58,17 +71,33 @@ def choose(
     if dtype == "float32":
         return "efficient", "flash and cuDNN have no float32"
     if head_dim > _FLASH_HEAD or capability < (8, 0):
-        limit = f"heads of {head_dim}" if head_dim > _FLASH_HEAD else f"capability {capability[0]}.{capability[1]}"
+        limit = (
+            f"heads of {head_dim}"
+            if head_dim > _FLASH_HEAD
+            else f"capability {capability[0]}.{capability[1]}"
+        )
         return "efficient", f"flash and cuDNN do not serve {limit}"
     if halved:
-        return "flash", "its causal order ends at the last key, as that of a chunk of a row does"
+        return (
+            "flash",
+            "its causal order ends at the last key, as that of a chunk of a row does",
+        )
     if deterministic:
-        return "flash", "its backward can give the same bits every time, which cuDNN's cannot (pytorch#182551)"
+        return (
+            "flash",
+            "its backward can give the same bits every time, which cuDNN's cannot (pytorch#182551)",
+        )
     if capability[0] != 9:
-        return "flash", f"cuDNN is faster on capability 9 only; this is {capability[0]}.{capability[1]}"
+        return (
+            "flash",
+            f"cuDNN is faster on capability 9 only; this is {capability[0]}.{capability[1]}",
+        )
     if head_dim > _CUDNN_HEAD or head_dim % 8:
         return "flash", f"cuDNN's backward does not serve heads of {head_dim}"
-    return "cudnn", "1.7 to 2.3 times as fast as flash on capability 9, by transformers' measurements (#48163)"
+    return (
+        "cudnn",
+        "1.7 to 2.3 times as fast as flash on capability 9, by transformers' measurements (#48163)",
+    )
 
 
 @contextmanager
@@ -105,10 +134,16 @@ def unserved(config: PretrainedConfig) -> str:
     family, head_dim = FAMILIES.get(config.get_text_config().model_type), head_size(config)
     if not family or family.written_out:
         return "its layers ask for more than plain attention, or are not known by name"
-    return "" if head_dim in range(8, _FLASH_HEAD + 1, 8) else f"flash does not serve heads of {head_dim}"
+    return (
+        ""
+        if head_dim in range(8, _FLASH_HEAD + 1, 8)
+        else f"flash does not serve heads of {head_dim}"
+    )
 
 
-def attend_lengths(whole: tuple[Tensor, ...], mask: DocumentLengths, *, scaling: float | None) -> Tensor:
+def attend_lengths(
+    whole: tuple[Tensor, ...], mask: DocumentLengths, *, scaling: float | None
+) -> Tensor:
     """Output [rows, sequence, heads, head] of queries, keys and values [rows, heads, sequence, head] of whole rows."""
     # (rows, heads, sequence, head) -> (rows x sequence, heads, head)
     flat = (each.transpose(1, 2).flatten(0, 1) for each in whole)

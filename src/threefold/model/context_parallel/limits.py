@@ -42,9 +42,15 @@ def direction_problems(model: Any, *, pretrained: bool) -> list[Problem]:
         if not pretrained:
             expected = "a model that predicts each token from the ones before it"
             return [Problem(what, expected, f"--model.config '{{..., {key}}}'")]
-        expected = "a causal language model: these weights were trained to see both sides of a token"
+        expected = (
+            "a causal language model: these weights were trained to see both sides of a token"
+        )
         return [
-            Problem(what, expected, f"use a causal model; to train this one on as if it were: {key} in config.json")
+            Problem(
+                what,
+                expected,
+                f"use a causal model; to train this one on as if it were: {key} in config.json",
+            )
         ]
     return []
 
@@ -57,17 +63,31 @@ def cp_problems(model: Any, topology: Topology) -> list[Problem]:
     if kinds := sorted({type(module).__name__ for module in carriers(model)}):
         expected = "attention layers only: a state runs along the whole sequence"
         return [
-            Problem(f"{begin} has layers that carry a state along the sequence ({', '.join(kinds)})", expected, _ALONE)
+            Problem(
+                f"{begin} has layers that carry a state along the sequence ({', '.join(kinds)})",
+                expected,
+                _ALONE,
+            )
         ]
     if _masks_itself(model):
         expected = "masks from transformers' mask functions, which are given true positions"
-        return [Problem(f"{begin} makes its masks itself, for the tokens that it is given", expected, _ALONE)]
+        return [
+            Problem(
+                f"{begin} makes its masks itself, for the tokens that it is given",
+                expected,
+                _ALONE,
+            )
+        ]
     if (why := backend.own_attention(model)) is not None:
-        expected = "attention that is asked for by name: it is given the keys of the other cp ranks"
+        expected = (
+            "attention that is asked for by name: it is given the keys of the other cp ranks"
+        )
         return [Problem(f"{begin} keeps its own attention: {why}", expected, _ALONE)]
     if shares_numbers(model):
         expected = "positions that can be told: a cp rank holds a part of the head and a part of the tail"
-        return [Problem(f"{begin} numbers the tokens that it is given from 0 on", expected, _ALONE)]
+        return [
+            Problem(f"{begin} numbers the tokens that it is given from 0 on", expected, _ALONE)
+        ]
     return []
 
 
@@ -76,13 +96,21 @@ def document_problems(model: Any) -> list[Problem]:
     begin = f"data.document_mask = true, but {model.config.model_type!r}"
     if _masks_itself(model):
         expected = "masks from transformers' mask functions, which keep documents apart"
-        return [Problem(f"{begin} makes its masks itself, for whole rows", expected, _WHOLE_ROWS)]
+        return [
+            Problem(f"{begin} makes its masks itself, for whole rows", expected, _WHOLE_ROWS)
+        ]
     if shares_numbers(model):
         expected = "positions that can begin again with each document"
         return [Problem(f"{begin} gives every row the same positions", expected, _WHOLE_ROWS)]
     if (layer := backend.layer_with_joined_keys(model)) is not None:
         expected = "keys that each stand for one token: what stands for several would join two documents"
-        return [Problem(f"{begin} has a {layer}, which takes keys of a row several at a time", expected, _WHOLE_ROWS)]
+        return [
+            Problem(
+                f"{begin} has a {layer}, which takes keys of a row several at a time",
+                expected,
+                _WHOLE_ROWS,
+            )
+        ]
     return []
 
 
@@ -97,7 +125,9 @@ def _encodes(model: Any) -> bool:
 
 
 def _models(model: nn.Module) -> Iterator[PreTrainedModel]:
-    return (module for module in backend.text_modules(model) if isinstance(module, PreTrainedModel))
+    return (
+        module for module in backend.text_modules(model) if isinstance(module, PreTrainedModel)
+    )
 
 
 def _words(model: nn.Module) -> set[str]:

@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threefold.model.context_parallel.backend import arguments_of, asks_for_attention, text_modules
+from threefold.model.context_parallel.backend import (
+    arguments_of,
+    asks_for_attention,
+    text_modules,
+)
 
 # What only such layers have: an argument of their forward, a tensor of their own.
 _ARGUMENTS = {"cache_params", "state", "conv_mask"}
@@ -25,7 +29,11 @@ _TENSORS = ("A_log", "time_decay", "slope_rate")
 def carriers(model: nn.Module) -> Iterator[nn.Module]:
     """The innermost modules that carry a state along the sequence."""
     marked = [module for module in text_modules(model) if _carries(module)]
-    outer = {id(module) for module in marked if any(each is not module and _carries(each) for each in module.modules())}
+    outer = {
+        id(module)
+        for module in marked
+        if any(each is not module and _carries(each) for each in module.modules())
+    }
     return (module for module in marked if id(module) not in outer)
 
 
@@ -35,7 +43,9 @@ def _carries(module: nn.Module) -> bool:
         return False  # a model, or a layer of torch
     if any(isinstance(child, nn.Conv1d) for child in module.children()):
         return True
-    if len(arguments) > 1 and any(isinstance(getattr(module, name, None), Tensor) for name in _TENSORS):
+    if len(arguments) > 1 and any(
+        isinstance(getattr(module, name, None), Tensor) for name in _TENSORS
+    ):
         return True
     return bool(_ARGUMENTS & arguments) and not asks_for_attention(module)
 
@@ -71,7 +81,9 @@ class DocumentRows:
             steps = torch.arange(int(length.max()))
             place = start + steps.minimum(length - 1)
             real = steps < length
-            back[place[real]] = torch.arange(before, before + place.numel()).view(place.shape)[real]
+            back[place[real]] = torch.arange(before, before + place.numel()).view(place.shape)[
+                real
+            ]
             places.append(place.to(documents.device))
             before += place.numel()
         return cls((batch, sequence), tuple(places), back.to(documents.device))
@@ -90,7 +102,8 @@ class DocumentRows:
             return self._put_back(outputs)
         # Behind the hidden states there may be a final state, for which nobody asked.
         return tuple(
-            self._put_back([*each], needed=not number) for number, each in enumerate(zip(*outputs, strict=True))
+            self._put_back([*each], needed=not number)
+            for number, each in enumerate(zip(*outputs, strict=True))
         )
 
     def _laid_out(self, value: Any, place: Tensor) -> Any:
@@ -103,9 +116,13 @@ class DocumentRows:
     def _put_back(self, outputs: list[Any], *, needed: bool = True) -> Any:
         tensors = [each for each in outputs if isinstance(each, Tensor)]
         if [each.shape[:2] for each in tensors] == [place.shape for place in self.places]:
-            return torch.cat([each.flatten(0, 1) for each in tensors])[self.back].unflatten(0, self.shape)
+            return torch.cat([each.flatten(0, 1) for each in tensors])[self.back].unflatten(
+                0, self.shape
+            )
         if needed:
-            raise RuntimeError(f"a layer that carries a state did not return a tensor of rows for rows {self.shape}")
+            raise RuntimeError(
+                f"a layer that carries a state did not return a tensor of rows for rows {self.shape}"
+            )
         return None
 
 
@@ -121,9 +138,15 @@ def keep_documents_apart(model: nn.Module, rows: Callable[[], DocumentRows | Non
     return bool(found)
 
 
-def _apart(own: Callable[..., Any], rows: Callable[[], DocumentRows | None]) -> Callable[..., Any]:
+def _apart(
+    own: Callable[..., Any], rows: Callable[[], DocumentRows | None]
+) -> Callable[..., Any]:
     def forward(*arguments: Any, **keywords: Any) -> Any:
         known = rows()
-        return own(*arguments, **keywords) if known is None else known.run(own, *arguments, **keywords)
+        return (
+            own(*arguments, **keywords)
+            if known is None
+            else known.run(own, *arguments, **keywords)
+        )
 
     return forward

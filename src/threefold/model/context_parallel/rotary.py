@@ -25,7 +25,9 @@ def text_lengths(positions: Tensor, documents: Tensor | None) -> Tensor:
     """For each token of complete rows [batch, sequence] the length of its document, or of its row without documents."""
     if documents is None:
         return (positions.amax(1, keepdim=True) + 1).expand_as(positions)
-    numbers = torch.zeros_like(documents)  # from 0 on in each row, whatever the documents' own are
+    numbers = torch.zeros_like(
+        documents
+    )  # from 0 on in each row, whatever the documents' own are
     numbers[:, 1:] = (documents.diff(dim=1) != 0).cumsum(1)
     last = torch.zeros_like(positions).scatter_reduce(1, numbers, positions, "amax")
     return last.gather(1, numbers) + 1
@@ -33,7 +35,9 @@ def text_lengths(positions: Tensor, documents: Tensor | None) -> Tensor:
 
 def places_in_documents(documents: Tensor) -> Tensor:
     """For each token [batch, sequence] its place in its document, from the number of each token's document."""
-    return torch.arange(documents.shape[1], device=documents.device) - starts_of_documents(documents)
+    return torch.arange(documents.shape[1], device=documents.device) - starts_of_documents(
+        documents
+    )
 
 
 def starts_of_documents(documents: Tensor) -> Tensor:
@@ -73,7 +77,11 @@ def numbering(model: nn.Module) -> list[Any]:
     """The embeddings of positions that number the tokens at hand, unless they are given positions."""
     named = [module for module in model.modules() if "Position" in type(module).__name__]
     # Behind the input; as the input itself (xglm) they are the model's own, and true.
-    return [module for module in named if "position_ids" in [*inspect.signature(type(module).forward).parameters][2:]]
+    return [
+        module
+        for module in named
+        if "position_ids" in [*inspect.signature(type(module).forward).parameters][2:]
+    ]
 
 
 def shares_numbers(model: nn.Module) -> bool:
@@ -81,7 +89,9 @@ def shares_numbers(model: nn.Module) -> bool:
     return any(type(module).__name__ in _SHARED for module in model.modules())
 
 
-def _at_positions(own: Callable[..., Tensor], positions: Callable[[], Tensor | None]) -> Callable[..., Tensor]:
+def _at_positions(
+    own: Callable[..., Tensor], positions: Callable[[], Tensor | None]
+) -> Callable[..., Tensor]:
     def forward(*arguments: Any, **keywords: Any) -> Tensor:
         known = positions()
         if known is None:
@@ -98,15 +108,23 @@ def _by_length(module: Any, lengths: Callable[[], Tensor | None]) -> Callable[..
     def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         kind: Any = {} if layer_type is None else {"layer_type": layer_type}
         known, settings = lengths(), module.config.rope_parameters
-        if known is None or (module.rope_type if layer_type is None else module.rope_type[layer_type]) != _LONG:
+        if (
+            known is None
+            or (module.rope_type if layer_type is None else module.rope_type[layer_type])
+            != _LONG
+        ):
             return own(x, position_ids, **kind)
-        limit = (settings if layer_type is None else settings[layer_type])["original_max_position_embeddings"]
+        limit = (settings if layer_type is None else settings[layer_type])[
+            "original_max_position_embeddings"
+        ]
         short = own(x, position_ids.clamp(max=limit - 1), **kind)
         beyond = position_ids.new_full((*position_ids.shape[:-1], 1), limit)
         long = own(x, torch.cat([position_ids, beyond], dim=-1), **kind)
         is_long = (known > limit)[..., None]
         if isinstance(short, Tensor):
             return torch.where(is_long, long[..., :-1, :], short)
-        return tuple(torch.where(is_long, b[..., :-1, :], a) for a, b in zip(short, long, strict=True))
+        return tuple(
+            torch.where(is_long, b[..., :-1, :], a) for a, b in zip(short, long, strict=True)
+        )
 
     return forward

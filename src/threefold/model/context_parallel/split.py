@@ -16,7 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from threefold.errors import ConfigError, Problem, RunError, ThreefoldError
 from threefold.mesh.mesh import Mesh
@@ -53,10 +58,14 @@ def local_positions(sequence: int, *, cp_size: int, cp_rank: int) -> Tensor:
 
 def gathered_positions(sequence: int, *, cp_size: int) -> Tensor:
     """True positions in the row of the tokens of all cp ranks, in rank order; int64 [sequence]."""
-    return torch.cat([local_positions(sequence, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)])
+    return torch.cat(
+        [local_positions(sequence, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)]
+    )
 
 
-def split_problems(method: str, config: PretrainedConfig, topology: Topology, model: Any = None) -> list[Problem]:
+def split_problems(
+    method: str, config: PretrainedConfig, topology: Topology, model: Any = None
+) -> list[Problem]:
     """Why this architecture's sequences cannot be split as asked; empty if they can.
 
     Args:
@@ -65,8 +74,17 @@ def split_problems(method: str, config: PretrainedConfig, topology: Topology, mo
     if topology.cp == 1:
         return []
     text = config.get_text_config()
-    kinds = [*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())]
-    carried = sorted({kind for kind in (config.model_type, *kinds) if any(word in kind for word in _RECURRENT)})
+    kinds = [
+        *(getattr(text, "layer_types", None) or ()),
+        *(getattr(text, "layers_block_type", None) or ()),
+    ]
+    carried = sorted(
+        {
+            kind
+            for kind in (config.model_type, *kinds)
+            if any(word in kind for word in _RECURRENT)
+        }
+    )
     if carried:
         what = f"mesh.cp = {topology.cp}, but {config.model_type!r} has recurrent layers ({', '.join(carried)})"
         expected = "attention layers only: a recurrent state runs along the whole sequence"
@@ -76,7 +94,9 @@ def split_problems(method: str, config: PretrainedConfig, topology: Topology, mo
     if method == "ulysses" and not heads_divide(heads_of(config), topology):
         what = f"mesh.cp_method = ulysses, but the heads of a tp rank do not divide by mesh.cp ({topology.cp})"
         expected = "attention heads and key-value heads that are multiples of mesh.tp x mesh.cp"
-        return [Problem(what, expected, "--mesh.cp_method gather   (works for any number of heads)")]
+        return [
+            Problem(what, expected, "--mesh.cp_method gather   (works for any number of heads)")
+        ]
     return []
 
 
@@ -97,7 +117,9 @@ class ContextParallel:
     name; several models, each with its own, can live in one process.
     """
 
-    def __init__(self, mesh: Mesh, *, method: str = "gather", kernel: str = "sdpa", causal: str = "") -> None:
+    def __init__(
+        self, mesh: Mesh, *, method: str = "gather", kernel: str = "sdpa", causal: str = ""
+    ) -> None:
         """Args:
         method: how cp ranks meet, `gather` or `ulysses`.
         kernel: `sdpa` with masks in memory, `flex` with masks by blocks (`flex_attention`), or `varlen` with lengths of
@@ -144,14 +166,18 @@ class ContextParallel:
         with the same noise.
         """
         owners = {
-            ".".join(parts[:end]) for parts in (name.split(".") for name in split) for end in range(1, len(parts))
+            ".".join(parts[:end])
+            for parts in (name.split(".") for name in split)
+            for end in range(1, len(parts))
         }
         for name, module in model.named_modules():
             # On the module itself: a compiled layer does not see what is looked up of it in a set.
             module.has_split_heads = name in owners
 
     @contextmanager
-    def batch(self, rows: dict[str, Tensor], documents: Tensor | None = None) -> Iterator[dict[str, Tensor]]:
+    def batch(
+        self, rows: dict[str, Tensor], documents: Tensor | None = None
+    ) -> Iterator[dict[str, Tensor]]:
         """This rank's part of a batch; while it is open, forward and backward have the batch's masks.
 
         Args:
@@ -168,11 +194,20 @@ class ContextParallel:
         if self.refused_documents is not None and "document_ids" in rows:
             raise self.refused_documents
         sequence, device = rows["input_ids"].shape[1], rows["input_ids"].device
-        own = local_positions(sequence, cp_size=self.size, cp_rank=self._rank).to(device, non_blocking=True)
-        outer = self._masks, self._lengths, self._documents, self._positions  # of a loss that calls its own model
+        own = local_positions(sequence, cp_size=self.size, cp_rank=self._rank).to(
+            device, non_blocking=True
+        )
+        outer = (
+            self._masks,
+            self._lengths,
+            self._documents,
+            self._positions,
+        )  # of a loss that calls its own model
         keys = torch.arange(sequence, device=device)
         by_heads = self._method == "ulysses"
-        chunks = None if self.size == 1 or by_heads else (self._rank, 2 * self.size - 1 - self._rank)
+        chunks = (
+            None if self.size == 1 or by_heads else (self._rank, 2 * self.size - 1 - self._rank)
+        )
         kernel = "sdpa" if self._additive else self._kernel
         counted = kernel == "varlen" and documents is not None and not documents.is_cuda
         self._masks = BatchMasks(
@@ -185,10 +220,22 @@ class ContextParallel:
             additive=self._additive,
             lengths=kernels.DocumentLengths.of(documents, device) if counted else None,
         )
-        self._lengths = text_lengths(rows["position_ids"], rows.get("document_ids")).index_select(1, own)
-        self._documents = DocumentRows.of(rows["document_ids"]) if self._carries and "document_ids" in rows else None
-        local = rows if self.size == 1 else {name: values.index_select(1, own) for name, values in rows.items()}
-        self._positions = local["position_ids"] if self.size > 1 or "document_ids" in rows else None
+        self._lengths = text_lengths(
+            rows["position_ids"], rows.get("document_ids")
+        ).index_select(1, own)
+        self._documents = (
+            DocumentRows.of(rows["document_ids"])
+            if self._carries and "document_ids" in rows
+            else None
+        )
+        local = (
+            rows
+            if self.size == 1
+            else {name: values.index_select(1, own) for name, values in rows.items()}
+        )
+        self._positions = (
+            local["position_ids"] if self.size > 1 or "document_ids" in rows else None
+        )
         try:
             with kernels.first(self._causal):
                 yield local
@@ -214,16 +261,30 @@ class ContextParallel:
         return self._masks.mask(batch_size, **kwargs)
 
     def _attention(
-        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Mask, **kwargs: Any
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Mask,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Attention of local queries [batch, heads, sequence / cp, head] over the keys of the whole row."""
-        if self._positions is not None and getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-            query = query * _temperature(module, self._positions)[:, None, :, None].to(query.dtype)
+        if (
+            self._positions is not None
+            and getattr(module, "attn_temperature_tuning", False)
+            and not module.use_rope
+        ):
+            query = query * _temperature(module, self._positions)[:, None, :, None].to(
+                query.dtype
+            )
         if self._group is None or isinstance(self._masks, CachedMasks):
             return self._attend(module, query, key, value, attention_mask, **kwargs)
         if self._method == "gather":
             if attention_mask is None:
-                raise RuntimeError(f"{type(module).__name__} was given no mask under context parallelism")
+                raise RuntimeError(
+                    f"{type(module).__name__} was given no mask under context parallelism"
+                )
             key, value = gather_sequence(key, value, self._group)
             return self._attend(module, query, key, value, attention_mask, **kwargs)
         if key.shape[1] % self.size:
@@ -237,9 +298,13 @@ class ContextParallel:
             kwargs["s_aux"] = kwargs["s_aux"].chunk(self.size)[self._rank]
         output, _ = self._attend(module, query, key, value, attention_mask, **kwargs)
         # (batch, sequence, heads / cp, head) -> (batch, sequence / cp, heads, head)
-        return sequence_to_heads(output.transpose(1, 2), self._group).transpose(1, 2).contiguous(), None
+        return sequence_to_heads(output.transpose(1, 2), self._group).transpose(
+            1, 2
+        ).contiguous(), None
 
-    def _attend(self, module: torch.nn.Module, query: Tensor, *others: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def _attend(
+        self, module: torch.nn.Module, query: Tensor, *others: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
         """Attention of heads that are all here; tp ranks that have others drop other weights of theirs."""
         if self._tp_rank is None or not kwargs.get("dropout") or not module.has_split_heads:
             return attend(module, query, *others, **kwargs)
@@ -255,6 +320,10 @@ def _temperature(module: Any, positions: Tensor) -> Tensor:
     """
 
     def scale(places: Tensor) -> Tensor:
-        return torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        return (
+            torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale))
+            * module.attn_scale
+            + 1.0
+        )
 
     return scale(positions) / scale(torch.arange(positions.shape[1], device=positions.device))

@@ -16,7 +16,9 @@ from threefold.plan.families import EXACT
 _FAST = "--train.reduce fast"
 
 
-def problems(config: Config, architecture: PretrainedConfig, outline: Any, *, device: str) -> list[Problem]:
+def problems(
+    config: Config, architecture: PretrainedConfig, outline: Any, *, device: str
+) -> list[Problem]:
     """Why gradients of this model would not have the bits that train.reduce exact promises; empty if they have.
 
     Args:
@@ -35,7 +37,9 @@ def problems(config: Config, architecture: PretrainedConfig, outline: Any, *, de
             expected = "weights that FSDP2 casts and sums: those that stay float32 are averaged in floating point"
             found.append(
                 Problem(
-                    f"{asked} with bfloat16 and {min(kept)} in float32", expected, f"--model.dtype float32, or {_FAST}"
+                    f"{asked} with bfloat16 and {min(kept)} in float32",
+                    expected,
+                    f"--model.dtype float32, or {_FAST}",
                 )
             )
     return found
@@ -45,6 +49,11 @@ def said(config: Config, topology: Topology) -> tuple[str, str]:
     """(what, why) of exact sums, to be printed: what the bits depend on, and the price."""
     size, dtype = config.train.micro_batch, config.model.dtype
     axes = f"cp {topology.cp}, tp {topology.tp}"
-    depends = f"train.micro_batch {size}, {dtype}, {axes}, and of this kind of CPU and this torch"
+    depends = (
+        f"train.micro_batch {size}, {dtype}, {axes}, and of this kind of CPU and this torch"
+    )
     price = "8 bytes more a parameter, shared over dp_shard, and 8 sent where fast sends 4"
-    return "reduce: exact", f"the same bits on any number of data ranks of {depends}; {price}; one thread a rank"
+    return (
+        "reduce: exact",
+        f"the same bits on any number of data ranks of {depends}; {price}; one thread a rank",
+    )

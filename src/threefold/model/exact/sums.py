@@ -66,7 +66,9 @@ class ExactSums:
 
     def norm(self, gradients: SplitGradients) -> Tensor:
         """By sums of integers; NaN if a number is none."""
-        split, whole = ([*gradients[over_tp, True], *gradients[over_tp, False]] for over_tp in (True, False))
+        split, whole = (
+            [*gradients[over_tp, True], *gradients[over_tp, False]] for over_tp in (True, False)
+        )
         return exact_norm(split, whole, self._mesh)
 
     def complete(self, backward: Callable[[], _Result], num_micro_batches: int) -> _Result:
@@ -103,7 +105,11 @@ class ExactSums:
         """The exponent of a unit's largest gradient in the global batch's first micro-batch."""
         if (group := self._mesh.group("world")) is not None:
             first = self._mesh.dp_rank == 0
-            largest = largest.nan_to_num(nan=math.inf, posinf=math.inf) if first else torch.zeros_like(largest)
+            largest = (
+                largest.nan_to_num(nan=math.inf, posinf=math.inf)
+                if first
+                else torch.zeros_like(largest)
+            )
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         return torch.where(largest > 0, _exponent(largest), _NOTHING)
 
@@ -116,11 +122,15 @@ class ExactSums:
         """Each unit's largest gradient over all ranks and micro-batches, and whether one is too large for its sums."""
         units = self._units
         # A unit without any gradient is one on every rank.
-        largest = torch.stack([unit.largest for unit in units]).nan_to_num(nan=math.inf, posinf=math.inf)
+        largest = torch.stack([unit.largest for unit in units]).nan_to_num(
+            nan=math.inf, posinf=math.inf
+        )
         if (group := self._mesh.group("world")) is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
         exponents = torch.stack([unit.exponent for unit in units])
-        too_large = (largest > 0) & largest.isfinite() & (_exponent(largest) > exponents + HEADROOM)
+        too_large = (
+            (largest > 0) & largest.isfinite() & (_exponent(largest) > exponents + HEADROOM)
+        )
         return largest, bool(too_large.any()) and bool(largest.isfinite().all())
 
     def _finish(self, largest: Tensor) -> None:
@@ -160,11 +170,18 @@ class _Unit:
         self.sums: Tensor | None = None
         self.gradient: Tensor | None = None
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
         self._add(input_tensor, output_tensor, group)
 
@@ -182,7 +199,9 @@ class _Unit:
         for part, number in in_blocks(whole, numbers):
             number.copy_(part.double().mul_(scale).round_())
         if group is not None:
-            dist.all_reduce(numbers, group=group)  # of which gloo makes a reduce-scatter too, after a copy
+            dist.all_reduce(
+                numbers, group=group
+            )  # of which gloo makes a reduce-scatter too, after a copy
             numbers = numbers.view(group.size(), -1)[group.rank()].clone()
         if self.sums is None:
             # FSDP2 adds what follows to this, which `_finish` replaces.
@@ -207,8 +226,12 @@ def exact_norm(split: Sequence[Tensor], whole: Sequence[Tensor], mesh: Mesh) -> 
         split: of which tp ranks hold other parts.
         whole: of which they hold the same.
     """
-    every = [each for each in (*split, *whole) if each.numel()]  # a shard may have none of a small parameter
-    largest = torch.zeros(()) if not every else torch.stack([_largest(each) for each in every]).max()
+    every = [
+        each for each in (*split, *whole) if each.numel()
+    ]  # a shard may have none of a small parameter
+    largest = (
+        torch.zeros(()) if not every else torch.stack([_largest(each) for each in every]).max()
+    )
     largest = largest.nan_to_num(nan=math.inf, posinf=math.inf)
     if (world := mesh.group("world")) is not None:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=world)

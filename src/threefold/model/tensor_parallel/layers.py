@@ -46,7 +46,9 @@ class _Beside:
     Of the first that does: a linear layer's backward needs its input's gradient at once, and may leave its weight's.
     """
 
-    def __init__(self, start: Callable[[Tensor, dist.ProcessGroup], Callable[[], Tensor]]) -> None:
+    def __init__(
+        self, start: Callable[[Tensor, dist.ProcessGroup], Callable[[], Tensor]]
+    ) -> None:
         self.start = start
         self._left: tuple[Tensor, Tensor] | None = None
 
@@ -66,7 +68,9 @@ class _Entry(torch.autograd.Function):
     """What split projections read; its gradient is summed beside the gradient of the first one's weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, shared: SharedInput, beside: _Beside) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, shared: SharedInput, beside: _Beside
+    ) -> Tensor:
         ctx.group, ctx.beside = shared.group, beside
         return gather_parts(x, shared.group) if shared.scattered else x.view_as(x)
 
@@ -82,7 +86,9 @@ class _Product(torch.autograd.Function):
     """x [.., in] -> [.., out], which leaves the gradient of its weight to `beside`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, beside: _Beside) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, beside: _Beside
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.beside = beside
         return F.linear(x, weight, bias)
@@ -98,7 +104,9 @@ class _Product(torch.autograd.Function):
 class SharedInput:
     """One model's split projections; lets those that read the same tensor share the sum of its gradient."""
 
-    def __init__(self, group: dist.ProcessGroup, *, scattered: bool, overlapped: bool = False) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, *, scattered: bool, overlapped: bool = False
+    ) -> None:
         """Args: `overlapped`: scattered tensors are sent beside the products that read or give them."""
         self.group, self.scattered, self.overlapped = group, scattered, overlapped
         self._last: tuple[Tensor, Tensor] | None = None
@@ -120,9 +128,17 @@ class SharedInput:
         if not self.scattered:
             return part
         whole: Tensor
-        if self.overlapped and first is not None and not torch.is_autocast_enabled(part.device.type):
+        if (
+            self.overlapped
+            and first is not None
+            and not torch.is_autocast_enabled(part.device.type)
+        ):
             whole, product = entry_product(part, local_part(first.weight), self.group)
-            self._opened = whole, first.weight, lambda bias: product if bias is None else product + bias
+            self._opened = (
+                whole,
+                first.weight,
+                lambda bias: product if bias is None else product + bias,
+            )
             return whole
         if first is None or not _leaves(part, weight := local_part(first.weight)):
             return gather_parts(part, self.group)
@@ -187,14 +203,22 @@ def row_forward(
 
     def forward(x: Tensor) -> Tensor:
         weight = local_part(module.weight)
-        if shared.overlapped and adapter is None and not torch.is_autocast_enabled(x.device.type):
+        if (
+            shared.overlapped
+            and adapter is None
+            and not torch.is_autocast_enabled(x.device.type)
+        ):
             shared.forget()
             y = exit_sum(x, weight, shared.group)
             return y if module.bias is None else y + local_part(module.bias)
         product = F.linear(x, weight)
         product = product if adapter is None else product + adapter(x)
         shared.forget()
-        y = scatter_sum(product, shared.group) if shared.scattered else _total(product, shared.group)
+        y = (
+            scatter_sum(product, shared.group)
+            if shared.scattered
+            else _total(product, shared.group)
+        )
         return y if module.bias is None else y + local_part(module.bias)
 
     return forward
@@ -207,7 +231,9 @@ def _total(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     return (sum_over if watched or not own.is_contiguous() else sum_into)(own, group)
 
 
-def vocabulary_forward(module: nn.Embedding, shared: SharedInput, *, start: int) -> Callable[[Tensor], Tensor]:
+def vocabulary_forward(
+    module: nn.Embedding, shared: SharedInput, *, start: int
+) -> Callable[[Tensor], Tensor]:
     """Token ids -> embeddings [.., hidden], or of this rank's part of the sequence where tensors are scattered.
 
     Each rank looks up the entries it holds, from `start` on.
@@ -220,14 +246,24 @@ def vocabulary_forward(module: nn.Embedding, shared: SharedInput, *, start: int)
         padding = module.padding_idx - start if module.padding_idx is not None else -1
         padding_idx = padding if 0 <= padding < weight.shape[0] else None
         empty = not weight.shape[0]
-        found = weight.new_zeros(*ids.shape, weight.shape[1]) if empty else F.embedding(place, weight, padding_idx)
+        found = (
+            weight.new_zeros(*ids.shape, weight.shape[1])
+            if empty
+            else F.embedding(place, weight, padding_idx)
+        )
         found = torch.where(own[..., None], found, 0.0)
-        return scatter_sum(found, shared.group) if shared.scattered else _total(found, shared.group)
+        return (
+            scatter_sum(found, shared.group)
+            if shared.scattered
+            else _total(found, shared.group)
+        )
 
     return forward
 
 
-def allowed(modules: Mapping[str, nn.Module], plan: Mapping[str, str], layers: list[nn.Module]) -> tuple[bool, str]:
+def allowed(
+    modules: Mapping[str, nn.Module], plan: Mapping[str, str], layers: list[nn.Module]
+) -> tuple[bool, str]:
     """Whether the plan (module or parameter -> style) lets the sequence be split between the split parts, and why."""
     others = sorted(set(plan.values()) - _SPLIT_STYLES)
     if others:
@@ -238,17 +274,30 @@ def allowed(modules: Mapping[str, nn.Module], plan: Mapping[str, str], layers: l
             return False, f"{name} is not a plain layer"
     if not layers or not all(split_parts(layer, modules, plan) for layer in layers):
         return False, "its layers have no split parts"
-    whole = [child for layer in layers for child in layer.children() if child not in split_parts(layer, modules, plan)]
+    whole = [
+        child
+        for layer in layers
+        for child in layer.children()
+        if child not in split_parts(layer, modules, plan)
+    ]
     # By transformers' custom, what mixes tokens knows its layer's number, for a cache.
     mixing = next(
-        (type(each).__name__ for child in whole for each in child.modules() if hasattr(each, "layer_idx")), None
+        (
+            type(each).__name__
+            for child in whole
+            for each in child.modules()
+            if hasattr(each, "layer_idx")
+        ),
+        None,
     )
     if mixing is not None:
         return False, f"{mixing}, which mixes tokens, is not split"
     return True, "every split part begins by columns and ends by rows"
 
 
-def split_parts(layer: nn.Module, modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> list[nn.Module]:
+def split_parts(
+    layer: nn.Module, modules: Mapping[str, nn.Module], plan: Mapping[str, str]
+) -> list[nn.Module]:
     """The children of a layer that hold split projections, one ended by rows each; empty where one is not."""
     split = {id(modules[name]): style for name, style in plan.items() if name in modules}
     parts = []

@@ -18,7 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, apply_tensor_parallelism
+from transformers.distributed.tensor_parallel import (
+    ALL_PARALLEL_STYLES,
+    apply_tensor_parallelism,
+)
 
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh
@@ -30,7 +33,11 @@ from threefold.model.tensor_parallel import layers, symmetric
 from threefold.model.tensor_parallel.layers import SharedInput
 from threefold.plan.choices import Decision
 
-_OUR_STYLES = {(nn.Linear, "colwise"), (nn.Linear, "rowwise"), (nn.Embedding, "embedding_rowwise")}
+_OUR_STYLES = {
+    (nn.Linear, "colwise"),
+    (nn.Linear, "rowwise"),
+    (nn.Embedding, "embedding_rowwise"),
+}
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 _SUMMED_EVERY_BACKWARD = "replicated_with_grad_allreduce"
 # Styles of projections between which a model computes with all of their columns.
@@ -60,11 +67,15 @@ class TensorParallelism:
     @property
     def given_in_parts(self) -> list[str]:
         """The split parameters of layers that give each tp rank a part; others gather it, or take whole inputs."""
-        whole = tuple(f"{name}." for name, style in self.projections.items() if style in _WHOLE_AROUND)
+        whole = tuple(
+            f"{name}." for name, style in self.projections.items() if style in _WHOLE_AROUND
+        )
         return [name for name in self.placements if not name.startswith(whole)]
 
 
-def plan_problems(config: PretrainedConfig, tp_size: int, *, plan: Mapping[str, str] | None) -> list[Problem]:
+def plan_problems(
+    config: PretrainedConfig, tp_size: int, *, plan: Mapping[str, str] | None
+) -> list[Problem]:
     """Why this architecture cannot be split over `tp_size` ranks; empty if it can.
 
     Args:
@@ -75,8 +86,14 @@ def plan_problems(config: PretrainedConfig, tp_size: int, *, plan: Mapping[str, 
     if tp_size > 1 and not any(".*." in name for name in plan or ()):
         what = f"mesh.tp = {tp_size}, but transformers has no tensor-parallel plan for {name!r}"
         expected = "a model whose layers can be split, or one tp rank"
-        return [Problem(what, expected, "--mesh.tp 1   (use mesh.dp, mesh.dp_shard or mesh.cp instead)")]
-    heads, kv_heads = (common_number(text, key) for key in ("num_attention_heads", "num_key_value_heads"))
+        return [
+            Problem(
+                what, expected, "--mesh.tp 1   (use mesh.dp, mesh.dp_shard or mesh.cp instead)"
+            )
+        ]
+    heads, kv_heads = (
+        common_number(text, key) for key in ("num_attention_heads", "num_key_value_heads")
+    )
     return head_problems(tp_size, heads, kv_heads, name=name)
 
 
@@ -96,11 +113,25 @@ def expert_problems(config: PretrainedConfig, ep_size: int, tp_size: int) -> lis
             "1, or the number of tp ranks, which hold the same tokens: experts shared by more ranks would be sharded "
             "over another mesh than the rest of the model, which is not supported"
         )
-        found.append(Problem(f"mesh.ep = {ep_size} is not mesh.tp ({tp_size})", expected, f"--mesh.ep {tp_size}"))
+        found.append(
+            Problem(
+                f"mesh.ep = {ep_size} is not mesh.tp ({tp_size})",
+                expected,
+                f"--mesh.ep {tp_size}",
+            )
+        )
     if experts % ep_size:
-        sizes = [size for size in range(1, experts + 1) if experts % size == 0 and size <= ep_size]
+        sizes = [
+            size for size in range(1, experts + 1) if experts % size == 0 and size <= ep_size
+        ]
         what = f"mesh.ep = {ep_size} cannot divide the {experts} experts of {name!r}"
-        found.append(Problem(what, "whole experts on every rank", f"--mesh.ep {sizes[-1]} --mesh.tp {sizes[-1]}"))
+        found.append(
+            Problem(
+                what,
+                "whole experts on every rank",
+                f"--mesh.ep {sizes[-1]} --mesh.tp {sizes[-1]}",
+            )
+        )
     return found
 
 
@@ -163,17 +194,30 @@ def split_over_tp(
     if experts:
         from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-        apply_expert_parallelism(model, mesh.parameter_mesh["tp"], mesh.parameter_mesh["tp"], experts)
-    parts = [part for layer in layers_of(model) if scattered for part in layers.split_parts(layer, modules, plan)]
+        apply_expert_parallelism(
+            model, mesh.parameter_mesh["tp"], mesh.parameter_mesh["tp"], experts
+        )
+    parts = [
+        part
+        for layer in layers_of(model)
+        if scattered
+        for part in layers.split_parts(layer, modules, plan)
+    ]
     for part in parts:
         columns = [each for name, each in modules.items() if projections.get(name) == "colwise"]
-        layers.enter(part, shared, next((each for each in part.modules() if each in columns), None))
+        layers.enter(
+            part, shared, next((each for each in part.modules() if each in columns), None)
+        )
     if tied:
         # Splitting gave each of the two modules a parameter of its own; they are one again.
         head._parameters["weight"] = embedding._parameters["weight"]
     partial += _of_activations(modules, plan)
     parameters = dict(model.named_parameters())
-    placements = {name: each.placements[0] for name, each in parameters.items() if isinstance(each, DTensor)}
+    placements = {
+        name: each.placements[0]
+        for name, each in parameters.items()
+        if isinstance(each, DTensor)
+    }
     if scattered:
         partial += _known_in_part(model, plan, parts, placements)
     split = TensorParallelism(
@@ -187,18 +231,25 @@ def split_over_tp(
     return split, (f"sequence parallelism: {'on' if scattered else 'off'}", why)
 
 
-def _exact_plan(model: PreTrainedModel, head_name: str, *, tied_embedding: str) -> tuple[dict[str, str], list[str]]:
+def _exact_plan(
+    model: PreTrainedModel, head_name: str, *, tied_embedding: str
+) -> tuple[dict[str, str], list[str]]:
     """The model's plan with a head that stays split, and the replicated parameters whose gradient it would sum."""
     plan = _expanded(model, model.tp_plan or {})
     partial = [name for name, style in plan.items() if style == _SUMMED_EVERY_BACKWARD]
     plan |= dict.fromkeys(partial, "replicate")
-    return plan | _rules(model, head_name, "colwise") | _rules(model, tied_embedding, "embedding_rowwise"), partial
+    return plan | _rules(model, head_name, "colwise") | _rules(
+        model, tied_embedding, "embedding_rowwise"
+    ), partial
 
 
 def _rules(model: PreTrainedModel, module: str, style: str) -> dict[str, str]:
     if not module:
         return {}
-    own = [f"{module}.{name}" for name, _ in model.get_submodule(module).named_parameters(recurse=False)]
+    own = [
+        f"{module}.{name}"
+        for name, _ in model.get_submodule(module).named_parameters(recurse=False)
+    ]
     return dict.fromkeys([*own, module], style)
 
 
@@ -207,9 +258,13 @@ def _of_activations(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -
     found = []
     for name, module in modules.items():
         siblings = {
-            plan.get(f"{name.rpartition('.')[0]}.{child}") for child, _ in _owner(modules, name).named_children()
+            plan.get(f"{name.rpartition('.')[0]}.{child}")
+            for child, _ in _owner(modules, name).named_children()
         }
-        if type(module).__module__ == "transformers.activations" and {"colwise", "rowwise"} <= siblings:
+        if (
+            type(module).__module__ == "transformers.activations"
+            and {"colwise", "rowwise"} <= siblings
+        ):
             found += [f"{name}.{own}" for own, _ in module.named_parameters()]
     return found
 
@@ -219,13 +274,22 @@ def _owner(modules: Mapping[str, nn.Module], name: str) -> nn.Module:
 
 
 def _known_in_part(
-    model: PreTrainedModel, plan: Mapping[str, str], parts: list[nn.Module], placements: Mapping[str, Placement]
+    model: PreTrainedModel,
+    plan: Mapping[str, str],
+    parts: list[nn.Module],
+    placements: Mapping[str, Placement],
 ) -> list[str]:
     """The whole parameters that see a part of the sequence: between the split parts, and biases after a sum."""
     inside = {id(parameter) for part in parts for parameter in part.parameters()}
     biases = {f"{name}.bias" for name, style in plan.items() if style == "rowwise"}
-    between = [name for name, each in model.named_parameters() if id(each) not in inside or name in biases]
-    return [name for name in between if name not in placements or placements[name].is_replicate()]
+    between = [
+        name
+        for name, each in model.named_parameters()
+        if id(each) not in inside or name in biases
+    ]
+    return [
+        name for name in between if name not in placements or placements[name].is_replicate()
+    ]
 
 
 def _sequence(
@@ -258,7 +322,9 @@ def _sequence(
     return possible, why
 
 
-def _split(model: PreTrainedModel, plan: dict[str, str], mesh: Mesh, shared: SharedInput) -> dict[str, str]:
+def _split(
+    model: PreTrainedModel, plan: dict[str, str], mesh: Mesh, shared: SharedInput
+) -> dict[str, str]:
     """Splits parameters as transformers' styles do; gives plain layers the forward of `layers`, and returns how."""
     group = mesh.group("tp")
     assert mesh.parameter_mesh is not None and group is not None
@@ -273,7 +339,9 @@ def _split(model: PreTrainedModel, plan: dict[str, str], mesh: Mesh, shared: Sha
             if type(owner) is nn.Linear and name in modules:
                 projections[name] = style
         elif name in parameters:
-            ALL_PARALLEL_STYLES[style].shard_param(owner, name.rpartition(".")[2], mesh.parameter_mesh["tp"])
+            ALL_PARALLEL_STYLES[style].shard_param(
+                owner, name.rpartition(".")[2], mesh.parameter_mesh["tp"]
+            )
         elif style == "embedding_rowwise":
             start = _vocabulary_start(owner, mesh)
             owner.forward = layers.vocabulary_forward(owner, shared, start=start)
@@ -292,4 +360,6 @@ def _vocabulary_start(head: nn.Module, mesh: Mesh) -> int:
 
 
 def _named(model: nn.Module, module: nn.Module | None) -> tuple[str, Any]:
-    return next(((name, each) for name, each in model.named_modules() if each is module), ("", None))
+    return next(
+        ((name, each) for name, each in model.named_modules() if each is module), ("", None)
+    )

@@ -45,7 +45,11 @@ def unfit(mesh: Mesh) -> str | None:
     group = mesh.group("tp")
     assert group is not None
     for look in (lacking, _unlinked, _wrong_entry, _wrong_exit):
-        if (found := mesh.decide(look.__name__, look(mesh), lambda own: next(filter(None, own), None))) is not None:
+        if (
+            found := mesh.decide(
+                look.__name__, look(mesh), lambda own: next(filter(None, own), None)
+            )
+        ) is not None:
             return str(found)
     return None
 
@@ -58,7 +62,11 @@ def _unlinked(mesh: Mesh) -> str | None:
     except Exception as error:  # of NVIDIA's library, or a torch without this function
         return f"NVLink cannot be looked for: {error}"
     first = own - mesh.tp_rank
-    apart = [other for other in range(first, first + mesh.size("tp")) if other != own and not links[other]]
+    apart = [
+        other
+        for other in range(first, first + mesh.size("tp"))
+        if other != own and not links[other]
+    ]
     return f"NVLink does not join devices {own} and {apart[0]}" if apart else None
 
 
@@ -91,7 +99,11 @@ def _integers(mesh: Mesh) -> tuple[dist.ProcessGroup, Tensor, Tensor]:
 
 def _differs(compute: Callable[[], Tensor], right: Tensor) -> str | None:
     try:
-        return None if torch.equal(compute(), right) else "what torch's operations compute there is wrong"
+        return (
+            None
+            if torch.equal(compute(), right)
+            else "what torch's operations compute there is wrong"
+        )
     except Exception as error:
         return f"torch's operations fail there: {error}"
 
@@ -103,7 +115,9 @@ def share_memory(group: dist.ProcessGroup) -> None:
         symmetric_memory.enable_symm_mem_for_group(group.group_name)
 
 
-def _gathered_product(part: Tensor, weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def _gathered_product(
+    part: Tensor, weight: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
     """The ranks' parts of the sequence in order, and their product with `weight` [in, out]."""
     operation = torch.ops.symm_mem.fused_all_gather_matmul
     whole, (product,) = operation(part, [weight], _SEQUENCE, group.group_name, return_A=True)
@@ -117,7 +131,9 @@ def _of_weight(gradient: Tensor, x: Tensor) -> Tensor:
 
 class _EntryProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, part: Tensor, weight: Tensor, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
         whole, product = _gathered_product(part, weight.t(), group)
         ctx.save_for_backward(whole, weight)
         ctx.group = group
@@ -125,7 +141,9 @@ class _EntryProduct(torch.autograd.Function):
         return whole, product
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, *gradients: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         whole, weight = ctx.saved_tensors
         of_whole, of_product = gradients
         if of_product is not None:
@@ -155,7 +173,9 @@ class _ExitSum(torch.autograd.Function):
         return of_x, _of_weight(whole, x) if ctx.needs_input_grad[1] else None, None
 
 
-def entry_product(part: Tensor, weight: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def entry_product(
+    part: Tensor, weight: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
     """[batch, sequence / tp, in] -> the row [batch, sequence, in], and its product with a weight [out / tp, in]."""
     return _EntryProduct.apply(part, weight, group)  # type: ignore[return-value]
 

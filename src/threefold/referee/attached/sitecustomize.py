@@ -47,7 +47,10 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             try:
                 self._action(module)
             except Exception:
-                print("threefold referee: not attached; the program continues without it", file=sys.stderr)
+                print(
+                    "threefold referee: not attached; the program continues without it",
+                    file=sys.stderr,
+                )
                 traceback.print_exc()
 
         spec.loader.exec_module = execute_and_attach  # type: ignore[method-assign]
@@ -73,7 +76,9 @@ def _part(part: str) -> Any:
 def _take_model(torch: ModuleType) -> None:
     # Where the program's Python has no threefold, this one's is behind all of its own modules.
     sys.path.append(str(_HERE.parents[2]))
-    importlib.import_module("threefold.referee.judge.alone").take_model(Path(os.environ[_ALONE]))
+    importlib.import_module("threefold.referee.judge.alone").take_model(
+        Path(os.environ[_ALONE])
+    )
 
 
 def _run_the_users() -> None:
@@ -91,6 +96,8 @@ if __name__ == "sitecustomize":
     elif os.environ.get(_RECORD):
         sys.meta_path[:0] = [
             _AfterImport("torch", lambda torch: _part("recorder").attach(os.environ)),
-            _AfterImport("torch.distributed.fsdp", lambda fsdp: _part("recorder").watch_sharding(fsdp)),
+            _AfterImport(
+                "torch.distributed.fsdp", lambda fsdp: _part("recorder").watch_sharding(fsdp)
+            ),
         ]
     _run_the_users()

@@ -45,7 +45,8 @@ def _judge_and_end(folder: Path, groups: RankGroups, module: Module) -> None:
         if not any(hasattr(parameter, "placements") for parameter in model.parameters()):
             model = copy.deepcopy(model)  # without the hooks that change gradients
         try:
-            part = judge_gradients(checked_steps(folder, groups), groups.records[0].placement, model)
+            steps = checked_steps(folder, groups)
+            part = judge_gradients(steps, groups.records[0].placement, model)
         except Unjudgeable as why:
             part = not_judged(GRADIENTS, why)
         write_alone(folder, part)

@@ -45,12 +45,18 @@ class TrainedRows:
 
     def without(self, name: str) -> TrainedRows:
         """The same rows without one of their inputs."""
-        return replace(self, inputs={other: value for other, value in self.inputs.items() if other != name})
+        return replace(
+            self, inputs={other: value for other, value in self.inputs.items() if other != name}
+        )
 
     @property
     def shares(self) -> Tensor:
         """What each target counts, as a multiple of the unit's mean: 1 where the loss treats all of them equally."""
-        return torch.ones(()) if self.weights is None or self.is_even else self.weights.flatten() / self._shown.mean()
+        return (
+            torch.ones(())
+            if self.weights is None or self.is_even
+            else self.weights.flatten() / self._shown.mean()
+        )
 
     @property
     def mean_weight(self) -> float | None:
@@ -73,7 +79,11 @@ class TrainedRows:
 
     def _of_targets(self, weights: Tensor | None) -> Tensor:
         """The weights of the targets; none if they do not show."""
-        return torch.ones(0) if weights is None or self.targets is None else weights[self.targets != -100]
+        return (
+            torch.ones(0)
+            if weights is None or self.targets is None
+            else weights[self.targets != -100]
+        )
 
 
 def are_even(weights: Tensor) -> bool:
@@ -129,11 +139,18 @@ def _read_step(folder: Path, groups: RankGroups, place: int) -> CheckedStep:
     records = groups.records
     lines = [record.checked[place] for record in records]
     for record, line in zip(records, lines, strict=True):
-        if why := line["curve"].get("unknown") or line["curve"].get("left_out") or line["inputs"].get("left_out"):
+        if (
+            why := line["curve"].get("unknown")
+            or line["curve"].get("left_out")
+            or line["inputs"].get("left_out")
+        ):
             raise Unjudgeable(f"rank {record.rank}: {why}")
         if {call["module"] for call in line["calls"]} != {line["curve"]["module"]}:
             raise Unjudgeable(f"rank {record.rank} trains several models in a step")
-    files = [load_file(folder / line["curve"]["file"]) if "file" in line["curve"] else {} for line in lines]
+    files = [
+        load_file(folder / line["curve"]["file"]) if "file" in line["curve"] else {}
+        for line in lines
+    ]
     weight_types = {
         str(value.dtype).removeprefix("torch.")
         for file in files
@@ -159,7 +176,9 @@ def _read_step(folder: Path, groups: RankGroups, place: int) -> CheckedStep:
     return step
 
 
-def _assembled(kind: str, lines: list[Values], files: list[Tensors]) -> Iterator[tuple[str, Tensor]]:
+def _assembled(
+    kind: str, lines: list[Values], files: list[Tensors]
+) -> Iterator[tuple[str, Tensor]]:
     """Each tensor, whole, from the parts of all ranks."""
     names = dict.fromkeys(name for line in lines for name in line["curve"].get(f"{kind}s", {}))
     for name in names:
@@ -172,7 +191,10 @@ def _assembled(kind: str, lines: list[Values], files: list[Tensors]) -> Iterator
         whole = torch.empty(parts[0]["shape"])
         for part in parts:
             begin, values = part["begin"], part["values"]
-            places = tuple(slice(start, start + size) for start, size in zip(begin, values.shape, strict=True))
+            places = tuple(
+                slice(start, start + size)
+                for start, size in zip(begin, values.shape, strict=True)
+            )
             (whole if len(begin) == whole.ndim else whole.flatten())[places] = values
         yield name, whole
 
@@ -182,15 +204,35 @@ def _units(groups: RankGroups, record: RankRecord, place: int) -> Iterator[Train
     files = {each.rank: each.checked[place]["inputs"]["file"] for each in groups.records}
     tensors = shared.whole([load_file(record.folder / files[rank]) for rank in shared.ranks])
     for number, call in trained_calls(line):
-        mine = {name.partition(".")[2]: value for name, value in tensors.items() if name.startswith(f"{number}.")}
-        of_all = {name.removeprefix("!shared."): mine.pop(name) for name in [*mine] if name.startswith("!shared.")}
+        mine = {
+            name.partition(".")[2]: value
+            for name, value in tensors.items()
+            if name.startswith(f"{number}.")
+        }
+        of_all = {
+            name.removeprefix("!shared."): mine.pop(name)
+            for name in [*mine]
+            if name.startswith("!shared.")
+        }
         random = mine.pop("!random", None)
         is_whole = random is not None or any(len(value) != 1 for value in of_all.values())
         for row in [None] if is_whole else range(len(call["rows"])):
-            inputs = dict(mine) if row is None else {name: value[row : row + 1] for name, value in mine.items()}
+            inputs = (
+                dict(mine)
+                if row is None
+                else {name: value[row : row + 1] for name, value in mine.items()}
+            )
             shown = [inputs.pop(name, None) for name in ("!targets", "!weights", "!counted")]
             targets, weights, counted = shown if call.get("targets") else (None, None, None)
             inputs |= of_all
             yield TrainedRows(
-                record.rank, number, row, inputs, targets, weights, call.get("own_loss", False), random, counted
+                record.rank,
+                number,
+                row,
+                inputs,
+                targets,
+                weights,
+                call.get("own_loss", False),
+                random,
+                counted,
             )

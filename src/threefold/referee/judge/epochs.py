@@ -14,11 +14,24 @@ from operator import itemgetter
 from typing import Any
 
 from threefold.referee.judge.groups import RankGroups
-from threefold.referee.judge.parts import JudgedPart, Refuted, Rows, Unjudgeable, judges, none_here, proved
+from threefold.referee.judge.parts import (
+    JudgedPart,
+    Refuted,
+    Rows,
+    Unjudgeable,
+    judges,
+    none_here,
+    proved,
+)
 from threefold.referee.record import LoaderPass, Records
 
 # Samplers that read every row of a data set once, those of one data rank together with those of the others.
-_READS_ALL_ROWS = {"DistributedSampler", "RandomSampler", "SequentialSampler", "SeedableRandomSampler"}
+_READS_ALL_ROWS = {
+    "DistributedSampler",
+    "RandomSampler",
+    "SequentialSampler",
+    "SeedableRandomSampler",
+}
 _BATCHES = {"BatchSampler", "BatchSamplerShard"}
 _PACKAGES = {"torch", "accelerate", "threefold"}
 
@@ -63,7 +76,9 @@ class Epoch:
         if len(self.passes) == 1:
             return True
         shares = set(self.settings("rank", "process_index"))
-        orders = set(zip(self.settings("seed", "initial_seed"), self.settings("epoch"), strict=True))
+        orders = set(
+            zip(self.settings("seed", "initial_seed"), self.settings("epoch"), strict=True)
+        )
         return self.replicas == len(self.passes) == len(shares) and len(orders) == 1
 
     def num_rows(self) -> int | None:
@@ -84,7 +99,9 @@ Epochs = list[Epoch] | str
 def is_known(loader_pass: LoaderPass) -> bool:
     """Whether the samplers of a pass read every row of its data set once."""
     *outer, inner = loader_pass.samplers or [{"class": None, "package": None}]
-    if {each["package"] for each in (*outer, inner)} - _PACKAGES or {each["class"] for each in outer} - _BATCHES:
+    if {each["package"] for each in (*outer, inner)} - _PACKAGES or {
+        each["class"] for each in outer
+    } - _BATCHES:
         return False
     is_part = inner["class"] == "RandomSampler" and inner.get("num_samples") != loader_pass.rows
     return inner["class"] in _READS_ALL_ROWS and not inner.get("replacement") and not is_part
@@ -95,22 +112,31 @@ def epochs_of(ranks: Records) -> Epochs:
     names = [dict.fromkeys(call.loader_pass for call in record.calls) for record in ranks]
     if any(None in each for each in names):
         return _epochs_by_rows(ranks) or "the rows do not come from torch's DataLoader"
-    if (num_loaders := len({name[0] for each in names for name in each if name is not None})) > 1:
+    if (
+        num_loaders := len({name[0] for each in names for name in each if name is not None})
+    ) > 1:
         return f"the rows come from {num_loaders} DataLoaders"
     epochs: list[Epoch] = []
     # In the order of use on each rank: a rank may have begun a pass that it never trained on.
     for used in zip(*names, strict=False):
         pairs = list(zip(ranks, used, strict=True))
-        passes = [record.passes[name] for record, name in pairs if name and name in record.passes]
+        passes = [
+            record.passes[name] for record, name in pairs if name and name in record.passes
+        ]
         if len(passes) < len(ranks):
             return "a rank was killed, so its record does not tell the passes of its DataLoader"
         rows = [
-            [row for call in record.calls if call.loader_pass == name for row in call.rows] for record, name in pairs
+            [row for call in record.calls if call.loader_pass == name for row in call.rows]
+            for record, name in pairs
         ]
         epochs.append(Epoch(len(epochs) + 1, passes, rows))
     if any(None in epoch.settings("batch_size") for epoch in epochs):
         return _epochs_by_rows(ranks) or "the size of the DataLoader's batches is not known"
-    return next(filter(None, map(_foreign_rows, epochs)), None) or epochs or "no rank has trained on an epoch"
+    return (
+        next(filter(None, map(_foreign_rows, epochs)), None)
+        or epochs
+        or "no rank has trained on an epoch"
+    )
 
 
 def _epochs_by_rows(ranks: Records) -> list[Epoch]:
@@ -118,17 +144,27 @@ def _epochs_by_rows(ranks: Records) -> list[Epoch]:
 
     Empty if fewer than two of them ended.
     """
-    reads = [(call.step, rank, row) for rank, each in enumerate(ranks) for call in each.calls for row in call.rows]
+    reads = [
+        (call.step, rank, row)
+        for rank, each in enumerate(ranks)
+        for call in each.calls
+        for row in call.rows
+    ]
     times: Rows = Counter()
     by_epoch: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
     for step, rank, row in sorted(reads, key=itemgetter(0)):
         times[row] += 1
         by_epoch[times[row]].append((step, rank, row))
     ended = [each for each in by_epoch.values() if len(each) == len(times)]
-    if len(ended) < 2 or any(now[-1][0] > after[0][0] for now, after in pairwise(by_epoch.values())):
+    if len(ended) < 2 or any(
+        now[-1][0] > after[0][0] for now, after in pairwise(by_epoch.values())
+    ):
         return []
     read = [LoaderPass(None, 0, ended=True, samplers=[])] * len(ranks)
-    rows = [[[row for _, by, row in each if by == rank] for rank in range(len(ranks))] for each in ended]
+    rows = [
+        [[row for _, by, row in each if by == rank] for rank in range(len(ranks))]
+        for each in ended
+    ]
     return [Epoch(number, read, of_ranks) for number, of_ranks in enumerate(rows, start=1)]
 
 
@@ -139,8 +175,12 @@ def _foreign_rows(epoch: Epoch) -> str | None:
         if each.setting("split_batches"):
             size //= each.setting("num_processes")
         # A pass that was broken off may have handed out batches that were not trained on.
-        if len(rows) > each.batches * size or (each.ended and len(rows) <= (each.batches - 1) * size):
-            return f"the model is called with {len(rows)} rows of {each.batches} batches of {size}"
+        if len(rows) > each.batches * size or (
+            each.ended and len(rows) <= (each.batches - 1) * size
+        ):
+            return (
+                f"the model is called with {len(rows)} rows of {each.batches} batches of {size}"
+            )
     return None
 
 
@@ -171,10 +211,14 @@ def judge_epochs(groups: RankGroups, epochs: Epochs) -> JudgedPart:
     reads = [epoch.counts.total() for epoch in ended]
     left_out, filled = max(num_rows - min(reads), 0), max(max(reads) - num_rows, 0)
     if left_out and not any(each.get("drop_last") for each in epochs[0].passes[0].samplers):
-        raise Unjudgeable(f"{left_out} of {num_rows} rows left the DataLoader and did not reach the model")
+        raise Unjudgeable(
+            f"{left_out} of {num_rows} rows left the DataLoader and did not reach the model"
+        )
     dropped = f"; {left_out} were left out at its end (drop_last)" if left_out else ""
     again = f"; {filled} were read again to fill its last batches" if filled else ""
-    return proved(f"each of {num_rows} rows was read once in each epoch, of {len(ended)}{dropped}{again}")
+    return proved(
+        f"each of {num_rows} rows was read once in each epoch, of {len(ended)}{dropped}{again}"
+    )
 
 
 def _known(groups: RankGroups, epochs: Epochs) -> tuple[list[Epoch], list[Epoch]]:
@@ -188,10 +232,14 @@ def _known(groups: RankGroups, epochs: Epochs) -> tuple[list[Epoch], list[Epoch]
 def _by_one_another(ended: list[Epoch], known: set[str]) -> JudgedPart:
     """Judges epochs of a data set of unknown size: all of them must have read the same rows, each once."""
     if len(ended) < 2:
-        raise Unjudgeable("how many rows an epoch has is not known, and fewer than two epochs ended")
+        raise Unjudgeable(
+            "how many rows an epoch has is not known, and fewer than two epochs ended"
+        )
     if all(len(known) == len(epoch.counts) == epoch.counts.total() for epoch in ended):
         return proved(f"{len(ended)} epochs read the same {len(known)} rows, each once")
-    raise Unjudgeable("how many rows an epoch has is not known, and the epochs read different ones")
+    raise Unjudgeable(
+        "how many rows an epoch has is not known, and the epochs read different ones"
+    )
 
 
 def _num_repeated(epoch: Epoch, num_rows: int) -> int:
@@ -240,12 +288,19 @@ def judge_order(groups: RankGroups, epochs: Epochs) -> JudgedPart:
     if len(ended) < 2:
         return none_here("fewer than two epochs ended, so there is no second order")
     same = [epoch.number for before, epoch in pairwise(ended) if before.rows == epoch.rows]
-    if any(2 * len(before.counts & epoch.counts) < len(epoch.counts) for before, epoch in pairwise(ended)):
-        raise Unjudgeable("most rows of an epoch are not those of the epoch before, so orders do not show")
+    if any(
+        2 * len(before.counts & epoch.counts) < len(epoch.counts)
+        for before, epoch in pairwise(ended)
+    ):
+        raise Unjudgeable(
+            "most rows of an epoch are not those of the epoch before, so orders do not show"
+        )
     if not same:
         return proved(f"{len(ended)} epochs, each in an order of its own")
     first = epochs[0].passes[0]
-    if not first.setting("shuffle") and not any("Random" in each["class"] for each in first.samplers):
+    if not first.setting("shuffle") and not any(
+        "Random" in each["class"] for each in first.samplers
+    ):
         return none_here("equal in each epoch; the sampler does not shuffle")
     if min(len(set(rows)) for rows in epochs[0].rows) < _FEWEST_ROWS:
         raise Unjudgeable(f"a rank reads fewer than {_FEWEST_ROWS} different rows in an epoch")

@@ -6,13 +6,21 @@ import contextlib
 import io
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from threefold.referee.judge.own_model import model_class
-from threefold.referee.judge.parts import JudgedPart, Refuted, Unjudgeable, judges, listed, none_here, proved
+from threefold.referee.judge.parts import (
+    JudgedPart,
+    Refuted,
+    Unjudgeable,
+    judges,
+    listed,
+    none_here,
+    proved,
+)
 from threefold.referee.judge.states import Described, differing, whole_state
 from threefold.referee.rank.sealed import Values
 from threefold.referee.rank.state import state_of
@@ -34,19 +42,27 @@ def judge_exports(starts: Sequence[Records]) -> JudgedPart:
     for ranks in starts:
         for record in ranks:
             for each in record.exported:
-                if each["module"] is not None and each["module"] != record.placement.get("module"):
-                    raise Unjudgeable(f"{each['folder']} holds another model than the one that is trained")
+                if each["module"] not in (None, record.placement.get("module")):
+                    raise Unjudgeable(
+                        f"{each['folder']} holds another model than the one that is trained"
+                    )
                 written.pop(each["folder"], None)
                 written[each["folder"]] = ranks, each["step"]
     if not written:
         return none_here("no model was written by transformers' save_pretrained")
-    there = {folder: each for folder, each in written.items() if Path(folder, "config.json").is_file()}
+    there = {
+        folder: each
+        for folder, each in written.items()
+        if Path(folder, "config.json").is_file()
+    }
     if not there:
         raise Unjudgeable(f"{next(iter(written))} is not here, or no longer")
     last = list(there.items())[-_MOST_READ:]
     for folder, (ranks, step) in last:
         try:
-            wrong = _wrong(folder, _expected(ranks, folder, step), ranks[0].placement["architecture"])
+            wrong = _wrong(
+                folder, _expected(ranks, folder, step), ranks[0].placement["architecture"]
+            )
         except Unjudgeable as why:
             raise Unjudgeable(f"{folder}: {why}") from None
         if wrong is not None:
@@ -55,12 +71,19 @@ def judge_exports(starts: Sequence[Records]) -> JudgedPart:
                 f"the model as it was after step {step}",
                 "what is written: a shard of weights, a name, a gather of parts on one rank, the config",
             )
-    return proved(f"{len(last)} of {len(written)} folders read again have each weight and the config of the model")
+    return proved(
+        f"{len(last)} of {len(written)} folders read again have each weight and the config of the model"
+    )
 
 
 def _expected(ranks: Records, folder: str, step: int) -> Described:
     """The weights when a folder was written; of ranks that did not write it, when they saved after the same step."""
-    mine = [each for record in ranks for each in record.exported if (each["folder"], each["step"]) == (folder, step)]
+    mine = [
+        each
+        for record in ranks
+        for each in record.exported
+        if (each["folder"], each["step"]) == (folder, step)
+    ]
     if any(each["module"] is None for each in mine):
         raise Unjudgeable("it is not the model that is trained that was written")
     saved = [{**record.saved[step], "moments": {}} for record in ranks if step in record.saved]
@@ -69,13 +92,21 @@ def _expected(ranks: Records, folder: str, step: int) -> Described:
 
 def _wrong(folder: str, expected: Described, architecture: Values) -> str | None:
     kind, _ = model_class(architecture)
+    before = logging.root.manager.disable
+    logging.disable()  # what transformers says of a load is in the verdict
     try:
-        with _silently():
-            model = kind.from_pretrained(folder, dtype="auto", use_safetensors=True, local_files_only=True)
+        with contextlib.redirect_stderr(io.StringIO()):
+            model = kind.from_pretrained(
+                folder, dtype="auto", use_safetensors=True, local_files_only=True
+            )
     except (OSError, SafetensorError) as error:
         return f"no model that can be read ({str(error).splitlines()[0]})"
     except Exception as error:  # it may be this machine that cannot
-        raise Unjudgeable(f"transformers does not load it here ({str(error).splitlines()[0]})") from None
+        raise Unjudgeable(
+            f"transformers does not load it here ({str(error).splitlines()[0]})"
+        ) from None
+    finally:
+        logging.disable(before)
     values, known = model.config.to_dict(), architecture["config"]
     for name in sorted(values.keys() & known.keys()):
         if values[name] != known[name] and not _NOT_COMPUTED.fullmatch(name):
@@ -83,18 +114,11 @@ def _wrong(folder: str, expected: Described, architecture: Values) -> str | None
     read = whole_state([state_of(model)]).weights
     types = {(read[name][0], kind) for name, (kind, *_) in expected.items() if name in read}
     if cast := {(now, kind) for now, kind in types if now != kind}:
-        raise Unjudgeable(f"weights were written as {min(cast)[0]}, and are {min(cast)[1]} in memory")
-    lost = sorted(differing(expected, read))
-    return f"{len(lost)} of {len(expected)} weights that are not as they were: {listed(lost)}" if lost else None
-
-
-@contextlib.contextmanager
-def _silently() -> Iterator[None]:
-    """What transformers says of a load is in the verdict."""
-    before = logging.root.manager.disable
-    logging.disable()
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logging.disable(before)
+        raise Unjudgeable(
+            f"weights were written as {min(cast)[0]}, and are {min(cast)[1]} in memory"
+        )
+    if lost := sorted(differing(expected, read)):
+        return (
+            f"{len(lost)} of {len(expected)} weights that are not as they were: {listed(lost)}"
+        )
+    return None

@@ -30,7 +30,13 @@ from threefold.referee.judge.laws import (
     left_beside,
     named_factors,
 )
-from threefold.referee.judge.own_model import OwnModel, foreign_part, read_as, readings_of, rebuilt
+from threefold.referee.judge.own_model import (
+    OwnModel,
+    foreign_part,
+    read_as,
+    readings_of,
+    rebuilt,
+)
 from threefold.referee.judge.parts import (
     JudgedPart,
     Refuted,
@@ -91,7 +97,9 @@ class StepFit(NamedTuple):
 
 
 @judges(GRADIENTS)
-def judge_gradients(steps: list[CheckedStep], placement: Values, own: nn.Module | None = None) -> JudgedPart:
+def judge_gradients(
+    steps: list[CheckedStep], placement: Values, own: nn.Module | None = None
+) -> JudgedPart:
     """Whether each parameter has the gradient that the model and the rows of the steps give.
 
     Args:
@@ -106,14 +114,20 @@ def judge_gradients(steps: list[CheckedStep], placement: Values, own: nn.Module 
             return _judged(OwnModel(own, replaced=architecture.get("replaced")), steps, device)
         for reading in readings_of(architecture):
             try:
-                return _judged(OwnModel(rebuilt(architecture)), [read_as(step, *reading) for step in steps], device)
+                return _judged(
+                    OwnModel(rebuilt(architecture)),
+                    [read_as(step, *reading) for step in steps],
+                    device,
+                )
             except NoLaw as wrong:
                 first = wrong
     except (Unjudgeable, Refuted):
         raise
     except Exception as error:  # of a model that nobody here has seen
         text = " ".join(str(error).split())[:200]
-        raise Unjudgeable(f"the model cannot be computed here ({type(error).__name__}: {text})") from error
+        raise Unjudgeable(
+            f"the model cannot be computed here ({type(error).__name__}: {text})"
+        ) from error
     if foreign := foreign_part(architecture):
         raise Unjudgeable(f"{foreign}, and no reading of them explains its gradients")
     raise first
@@ -129,7 +143,9 @@ def _judged(model: OwnModel, steps: list[CheckedStep], device: str) -> JudgedPar
     fits: list[StepFit] = []
     work = 0.0
     for step in steps:
-        num_tokens = sum(max(value.numel() for value in unit.inputs.values()) for unit in step.units)
+        num_tokens = sum(
+            max(value.numel() for value in unit.inputs.values()) for unit in step.units
+        )
         # Of a forward and backward of all rows.
         work += 6.0 * num_tokens * sum(weight.numel() for weight in step.weights.values())
         if device != "cpu":
@@ -147,12 +163,13 @@ def _judged(model: OwnModel, steps: list[CheckedStep], device: str) -> JudgedPar
             raise
         _check(found)
         fits.append(found)
-    total = sum(size.num_targets for size in fits[0].sizes)
-    names = len(fits[0].compared)
-    law = _known_factors(fits[0])[0].law
-    steps_text = numbers_text(fits[0].step.number, fits[-1].step.number)
-    what = f"in {steps_text} each of {names} parameters has the gradient of {law} ({total} in step {steps[0].number})"
-    num_silent = len(steps[0].gradients) - names
+    first = fits[0]
+    total = sum(size.num_targets for size in first.sizes)
+    law = _known_factors(first)[0].law
+    steps_text = numbers_text(first.step.number, fits[-1].step.number)
+    names = len(first.compared)
+    what = f"in {steps_text} each of {names} parameters has the gradient of {law} ({total} in step {first.step.number})"
+    num_silent = len(first.step.gradients) - names
     silent = f"; {num_silent} are zero but for rounding, and not compared" if num_silent else ""
     largest = max(each.left for found in fits for each in found.compared.values())
     return proved(f"{what}; the largest difference is {largest:.0e} of a gradient{silent}")
@@ -164,7 +181,10 @@ def _fit_step(model: OwnModel, step: CheckedStep, before: CheckedStep | None) ->
     if not units:
         raise Unjudgeable(f"step {step.number} trains on no target")
     sizes = [
-        UnitSize(unit.rank, unit.call, unit.row, model.num_targets(unit), model.num_labels(unit)) for unit in units
+        UnitSize(
+            unit.rank, unit.call, unit.row, model.num_targets(unit), model.num_labels(unit)
+        )
+        for unit in units
     ]
     if not all(value.isfinite().all() for value in step.gradients.values()):
         raise Unjudgeable(f"step {step.number} has a gradient that is not finite")
@@ -180,7 +200,9 @@ def _fit_step(model: OwnModel, step: CheckedStep, before: CheckedStep | None) ->
     # What the program hands to its model, and the model may not see.
     for name in _UNSEEN:
         blind = [unit.without(name) for unit in units]
-        if any(name in unit.inputs for unit in units) and _explains(laws, _samples(model, blind, step), noise):
+        if any(name in unit.inputs for unit in units) and _explains(
+            laws, _samples(model, blind, step), noise
+        ):
             raise NoLaw(
                 f"in step {step.number} the gradient is that of a model that does not see {name}, which it is called "
                 "with",
@@ -190,12 +212,20 @@ def _fit_step(model: OwnModel, step: CheckedStep, before: CheckedStep | None) ->
 
     def has_beside(others: Tensors) -> bool:
         """Whether a law explains the gradient beside a multiple of other values of each parameter."""
-        values = [_sampled(others[name], like) for name, (_, like) in zip(noise, samples, strict=True)]
+        values = [
+            _sampled(others[name], like) for name, (_, like) in zip(noise, samples, strict=True)
+        ]
         return any(_is_small(left_beside(law, samples, values), noise) for law in laws)
 
     if has_beside(step.weights):
-        raise Unjudgeable(f"in step {step.number} the gradient has a multiple of the weights, as of a penalty on them")
-    if before is not None and before.gradients.keys() >= noise.keys() and has_beside(before.gradients):
+        raise Unjudgeable(
+            f"in step {step.number} the gradient has a multiple of the weights, as of a penalty on them"
+        )
+    if (
+        before is not None
+        and before.gradients.keys() >= noise.keys()
+        and has_beside(before.gradients)
+    ):
         raise NoLaw(
             f"in step {step.number} the gradient of the step before is still in the gradient",
             "gradients of the rows of this step alone",
@@ -204,7 +234,9 @@ def _fit_step(model: OwnModel, step: CheckedStep, before: CheckedStep | None) ->
     weights = fit_units(samples)
     if weights is not None and _explains([Law("", weights)], samples, noise):
         shares = weights.abs() / weights.abs().max()
-        if lost := [str(size) for size, share in zip(sizes, shares, strict=True) if share < _LOST]:
+        if lost := [
+            str(size) for size, share in zip(sizes, shares, strict=True) if share < _LOST
+        ]:
             raise NoLaw(
                 f"in step {step.number} {len(lost)} of {len(sizes)} rows are not in the gradient: "
                 + ", ".join(lost[:3] + ["..."] * (len(lost) > 3)),
@@ -226,7 +258,9 @@ def _samples(model: OwnModel, units: list[TrainedRows], step: CheckedStep) -> Sa
     rows = []
     for unit in units:
         gradients = model.gradients([(unit, 1.0)], list(step.gradients))
-        rows.append([_sampled(value, like) for value, like in zip(gradients, recorded, strict=True)])
+        rows.append(
+            [_sampled(value, like) for value, like in zip(gradients, recorded, strict=True)]
+        )
     return [(torch.stack(own), values) for *own, values in zip(*rows, recorded, strict=True)]
 
 
@@ -246,20 +280,33 @@ def _is_small(left: Tensor, noise: ByParameter) -> bool:
 
 
 def _compared(
-    model: OwnModel, units: list[TrainedRows], fit: LawFit, step: CheckedStep, noise: ByParameter
+    model: OwnModel,
+    units: list[TrainedRows],
+    fit: LawFit,
+    step: CheckedStep,
+    noise: ByParameter,
 ) -> dict[str, Compared]:
     """All values of each parameter under a law."""
     losses = list(zip(units, fit.law.weights.tolist(), strict=True))
     expected = dict(zip(noise, model.gradients(losses, list(noise)), strict=True))
     largest = max(float(value.norm()) for value in expected.values())
     # A gradient that is zero but for rounding, as that of a key's bias, tells nothing.
-    told = [name for name in noise if float(expected[name].norm()) >= 1e-6 * largest and noise[name] <= _TOO_NOISY]
+    told = [
+        name
+        for name in noise
+        if float(expected[name].norm()) >= 1e-6 * largest and noise[name] <= _TOO_NOISY
+    ]
     if not told:
         raise Unjudgeable(f"in step {step.number} each gradient is as small as its rounding")
-    return {name: Compared(*factor_of(expected[name], step.gradients[name]), noise[name]) for name in told}
+    return {
+        name: Compared(*factor_of(expected[name], step.gradients[name]), noise[name])
+        for name in told
+    }
 
 
-def _noise(model: OwnModel, units: list[TrainedRows], weights: Tensor, step: CheckedStep) -> ByParameter:
+def _noise(
+    model: OwnModel, units: list[TrainedRows], weights: Tensor, step: CheckedStep
+) -> ByParameter:
     """What each parameter's gradient may differ by, as a share of it, when it is right."""
     names = list(step.gradients)
     if "bfloat16" not in step.types:
@@ -280,7 +327,8 @@ def _check(found: StepFit) -> None:
     odd = {
         name: f" x{each.factor / fit.factor:.4g}"
         for name, each in compared.items()
-        if abs(each.factor / fit.factor - 1) > max(_FACTOR, each.tolerance) and each.is_explained
+        if abs(each.factor / fit.factor - 1) > max(_FACTOR, each.tolerance)
+        and each.is_explained
     }
     if odd:
         raise Refuted(
@@ -306,7 +354,9 @@ def _check(found: StepFit) -> None:
             "what the loss is divided by: the number of targets of all ranks that share a sequence",
         )
     if not is_even:
-        raise Unjudgeable(f"in {step} the program's loss counts the targets of a row differently, as it may")
+        raise Unjudgeable(
+            f"in {step} the program's loss counts the targets of a row differently, as it may"
+        )
     counts = fit.law.weights
     first, last = int(counts.argmax()), int(counts.argmin())
     ratio = float(counts[first] / counts[last])
@@ -339,18 +389,28 @@ def _known_factors(found: StepFit) -> list[NamedFactor]:
     """What the law may be multiplied by; none: nobody knows."""
     factors = named_factors(found.sizes, found.step.ranks_a_copy)
     away = {known: abs(found.fit.factor / known.value - 1) for known in factors}
-    tolerance = max(_FACTOR, statistics.median(each.tolerance for each in found.compared.values()))
+    tolerance = max(
+        _FACTOR, statistics.median(each.tolerance for each in found.compared.values())
+    )
     return [known for known, each in away.items() if each == min(away.values()) <= tolerance]
 
 
 @judges("targets")
 def judge_target_places(steps: list[CheckedStep]) -> JudgedPart:
     """Whether a causal model is trained on the next token, where both show."""
-    known = [(unit.inputs.get("input_ids"), unit.targets) for step in steps for unit in step.units]
-    same = [(i, t) for i, t in known if i is not None and t is not None and i.ndim == 2 and i.shape == t.shape]
+    known = [
+        (unit.inputs.get("input_ids"), unit.targets) for step in steps for unit in step.units
+    ]
+    same = [
+        (i, t)
+        for i, t in known
+        if i is not None and t is not None and i.ndim == 2 and i.shape == t.shape
+    ]
     if not same:
         return none_here("the targets of outputs do not show")
-    itself, following, later = (float(torch.cat([_hits(*each, shift) for each in same]).mean()) for shift in range(3))
+    itself, following, later = (
+        float(torch.cat([_hits(*each, shift) for each in same]).mean()) for shift in range(3)
+    )
     if following < 0.5 and max(itself, later) > 0.95:
         said = "the token after the next" if later > itself else "the token itself"
         raise Refuted(

@@ -60,9 +60,13 @@ class RankGroups:
     def check(self) -> None:
         """Raises why data ranks cannot be compared, if they cannot."""
         if self.unknown is not None:
-            raise Unjudgeable(f"it does not show which ranks read rows of their own ({self.unknown})")
+            raise Unjudgeable(
+                f"it does not show which ranks read rows of their own ({self.unknown})"
+            )
         if len(self.members) < self.num_data_ranks:
-            raise Unjudgeable(f"only {len(self.members)} of {self.num_data_ranks} data ranks left a record")
+            raise Unjudgeable(
+                f"only {len(self.members)} of {self.num_data_ranks} data ranks left a record"
+            )
 
 
 def groups_of(ranks: Records) -> RankGroups:
@@ -132,7 +136,9 @@ class SharedSequence(NamedTuple):
         for name, value in parts[0].items():
             call, _, kind = name.partition(".")
             if kind == "!random" and len(parts) > 1:
-                raise Unjudgeable("ranks that share rows draw random numbers of their own: set the dropout to 0")
+                raise Unjudgeable(
+                    "ranks that share rows draw random numbers of their own: set the dropout to 0"
+                )
             positions = _positions_of(parts[0], call)
             if positions is not None and value.shape[1:2] == positions.shape[1:2]:
                 value = _joined([part[name] for part in parts], self.order)
@@ -146,7 +152,9 @@ def sequences_of(ranks: Records) -> dict[int, SharedSequence]:
     shared: dict[int, SharedSequence] = {}
     for record in ranks:
         for group in sorted(record.placement.get("groups", []), key=len, reverse=True):
-            if calls.keys() >= set(group) and (found := _shared(tuple(group), [calls[rank] for rank in group])):
+            if calls.keys() >= set(group) and (
+                found := _shared(tuple(group), [calls[rank] for rank in group])
+            ):
                 shared[record.rank] = found
     is_whole = all(shared.get(rank) == each for each in shared.values() for rank in each.ranks)
     if is_whole and len(shared) == len(ranks):
@@ -157,7 +165,10 @@ def sequences_of(ranks: Records) -> dict[int, SharedSequence]:
 def with_whole_rows(ranks: Records, shared: dict[int, SharedSequence]) -> Records:
     """The records of ranks, with the rows of which they hold parts."""
     by_rank = {record.rank: record for record in ranks}
-    return [replace(each, calls=[*_whole_calls(by_rank[rank] for rank in shared[each.rank].ranks)]) for each in ranks]
+    return [
+        replace(each, calls=[*_whole_calls(by_rank[rank] for rank in shared[each.rank].ranks)])
+        for each in ranks
+    ]
 
 
 def _whole_calls(parts: Iterator[RankRecord]) -> Iterator[ReadCall]:
@@ -175,7 +186,11 @@ def _positions(record: RankRecord) -> Iterator[Tensor]:
         if "file" in line["inputs"]:
             tensors = load_file(record.folder / line["inputs"]["file"])
             known = (_positions_of(tensors, str(place)) for place, _ in trained_calls(line))
-            yield from (positions for positions in known if positions is not None and positions.ndim == 2)
+            yield from (
+                positions
+                for positions in known
+                if positions is not None and positions.ndim == 2
+            )
 
 
 def _positions_of(tensors: Tensors, call: str) -> Tensor | None:
@@ -184,7 +199,9 @@ def _positions_of(tensors: Tensors, call: str) -> Tensor | None:
 
 def _shared(group: tuple[int, ...], parts: list[list[Tensor]]) -> SharedSequence | None:
     """What ranks share whose parts make rows that begin at 0; None: nothing."""
-    calls = [[*each] for each in zip(*parts, strict=False) if len({part.shape for part in each}) == 1]
+    calls = [
+        [*each] for each in zip(*parts, strict=False) if len({part.shape for part in each}) == 1
+    ]
     # Rows of their own follow one another too, as documents do.
     if len(parts) == 1 or not any(part[:, 0].any() for part in chain(*calls)):
         return None
@@ -200,7 +217,9 @@ def _shared(group: tuple[int, ...], parts: list[list[Tensor]]) -> SharedSequence
 
 def _follow(positions: Tensor) -> bool:
     later = positions[:, 1:]
-    return not bool(positions[:, 0].any()) and bool(((later == 0) | (later == positions[:, :-1] + 1)).all())
+    return not bool(positions[:, 0].any()) and bool(
+        ((later == 0) | (later == positions[:, :-1] + 1)).all()
+    )
 
 
 def _joined(parts: list[Tensor], order: int) -> Tensor:

@@ -34,7 +34,9 @@ class UnitSize(NamedTuple):
 
     def __str__(self) -> str:
         row = "" if self.row is None else f"row {self.row + 1} of "
-        return f"{row}micro-batch {self.call + 1} of rank {self.rank} ({self.num_targets} targets)"
+        return (
+            f"{row}micro-batch {self.call + 1} of rank {self.rank} ({self.num_targets} targets)"
+        )
 
 
 class Law(NamedTuple):
@@ -58,7 +60,9 @@ def known_laws(units: list[UnitSize]) -> list[Law]:
         counts: Counter[Any] = Counter()
         for unit in units:
             counts[key(unit)] += unit.num_targets
-        weights = torch.tensor([1 / (len(counts) * counts[key(unit)]) for unit in units], dtype=torch.float64)
+        weights = torch.tensor(
+            [1 / (len(counts) * counts[key(unit)]) for unit in units], dtype=torch.float64
+        )
         if not any(torch.allclose(weights, law.weights, rtol=1e-3) for law in laws):
             laws.append(Law(name, weights))
     return laws
@@ -82,7 +86,11 @@ def named_factors(units: list[UnitSize], ranks_a_copy: int) -> Iterator[NamedFac
     yield NamedFactor("the number of targets", total, "the sum over all targets")
     divided = f"the sum over all targets, divided by the number of labels ({labels}: before they are shifted)"
     yield NamedFactor("the share of labels that are targets", total / labels, divided)
-    yield NamedFactor("the targets of a rank", total / ranks, "the sum over all targets, over the number of ranks")
+    yield NamedFactor(
+        "the targets of a rank",
+        total / ranks,
+        "the sum over all targets, over the number of ranks",
+    )
     counts = {
         "the number of ranks": ranks,
         "the number of micro-batches of a rank": calls,
@@ -119,8 +127,8 @@ def factor_of(expected: Tensor, recorded: Tensor) -> tuple[float, float]:
     expected, recorded = expected.double().flatten(), recorded.double().flatten()
     squared = float(expected @ expected)
     norm = float(recorded.norm())
-    if squared == 0 or norm == 0:
-        return 0.0, float(squared != 0 or norm != 0)
+    if not (squared and norm):
+        return 0.0, float(bool(squared or norm))
     factor = float(expected @ recorded) / squared
     return factor, float((recorded - factor * expected).norm()) / norm
 
@@ -137,7 +145,9 @@ def left_beside(law: Law, samples: Samples, others: list[Tensor]) -> Tensor:
 
 def _without(values: Tensor, direction: Tensor) -> Tensor:
     """What is left of values once their part in a direction is taken away."""
-    return values - direction * ((values @ direction) / (direction @ direction).clamp_min(1e-300))
+    return values - direction * (
+        (values @ direction) / (direction @ direction).clamp_min(1e-300)
+    )
 
 
 def fit_units(samples: Samples) -> Tensor | None:

@@ -39,7 +39,9 @@ def model_class(architecture: Values) -> tuple[Any, Any]:
     kind: Any = getattr(transformers, architecture["class"], None)
     is_model = inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)
     if model_type not in CONFIG_MAPPING or not is_model:
-        raise Unjudgeable(f"transformers {transformers.__version__} has no {architecture['class']}")
+        raise Unjudgeable(
+            f"transformers {transformers.__version__} has no {architecture['class']}"
+        )
     return kind, CONFIG_MAPPING[model_type]
 
 
@@ -70,7 +72,9 @@ class OwnModel:
     def __init__(self, model: nn.Module, *, replaced: str | None = None) -> None:
         self.model = model
         self._replaced = replaced
-        self._is_sharded = any(hasattr(parameter, "placements") for parameter in model.parameters())
+        self._is_sharded = any(
+            hasattr(parameter, "placements") for parameter in model.parameters()
+        )
 
     def load(self, weights: Tensors) -> None:
         """Takes the weights that were recorded.
@@ -86,9 +90,13 @@ class OwnModel:
                 "one weight, with the gradients of all its uses",
                 "what replaces parameters after the model is made: sharding, a cast, a load, a resized vocabulary",
             )
-        shapes = [{(name, each.shape) for name, each in held.items()} for held in (own, weights)]
+        shapes = [
+            {(name, each.shape) for name, each in held.items()} for held in (own, weights)
+        ]
         if different := shapes[0] ^ shapes[1]:
-            raise Unjudgeable(f"{min(different)[0]} of the recorded weights is not as in {type(self.model).__name__}")
+            raise Unjudgeable(
+                f"{min(different)[0]} of the recorded weights is not as in {type(self.model).__name__}"
+            )
         with torch.no_grad():
             for name, parameter in own.items():
                 _local(parameter).copy_(weights[name])
@@ -99,9 +107,13 @@ class OwnModel:
             return int((unit.targets != -100).sum())
         labels = unit.inputs.get("labels")
         if labels is None or not unit.has_own_loss:
-            raise Unjudgeable("the loss is computed outside of the model, and is no cross-entropy of its outputs")
+            raise Unjudgeable(
+                "the loss is computed outside of the model, and is no cross-entropy of its outputs"
+            )
         if self._replaced is not None:
-            raise Unjudgeable(f"the loss is computed by {self._replaced}, which may give labels a meaning of their own")
+            raise Unjudgeable(
+                f"the loss is computed by {self._replaced}, which may give labels a meaning of their own"
+            )
         if labels.ndim < 2:
             return labels.numel()
         return int((labels[:, 1:] if self._shifts else labels).ne(-100).sum())
@@ -121,7 +133,11 @@ class OwnModel:
         return is_causal and not getattr(config, "is_encoder_decoder", False)
 
     def gradients(
-        self, losses: list[tuple[TrainedRows, float]], names: list[str], *, low: torch.dtype | None = None
+        self,
+        losses: list[tuple[TrainedRows, float]],
+        names: list[str],
+        *,
+        low: torch.dtype | None = None,
     ) -> list[Tensor]:
         """The gradient of `sum(coefficient * loss of the unit)`; a unit's loss is the sum over its targets.
 
@@ -129,9 +145,14 @@ class OwnModel:
             low: compute in this type, as autocast does.
         """
         wanted = [*map(self.model.get_parameter, names)]
-        total = [torch.zeros_like(_local(parameter), dtype=torch.float32) for parameter in wanted]
+        total = [
+            torch.zeros_like(_local(parameter), dtype=torch.float32) for parameter in wanted
+        ]
         for unit, coefficient in losses:
-            with torch.random.fork_rng(devices=[]), torch.autocast("cpu", dtype=low, enabled=low is not None):
+            with (
+                torch.random.fork_rng(devices=[]),
+                torch.autocast("cpu", dtype=low, enabled=low is not None),
+            ):
                 if unit.random is not None:
                     torch.set_rng_state(unit.random)
                 loss = self._loss(unit) * coefficient
@@ -160,7 +181,10 @@ class OwnModel:
         if unit.targets.ndim > 1:
             logits = logits[:, -unit.targets.shape[1] :]
         losses = nn.functional.cross_entropy(
-            logits.float().flatten(0, -2), unit.targets.flatten().long(), ignore_index=-100, reduction="none"
+            logits.float().flatten(0, -2),
+            unit.targets.flatten().long(),
+            ignore_index=-100,
+            reduction="none",
         )
         return (losses * unit.shares).sum()
 
@@ -203,7 +227,9 @@ def read_as(step: CheckedStep, labels_are_targets: bool, leaves_out_mask: bool) 
 def foreign_part(architecture: Values) -> str | None:
     """What of a model of transformers is the program's own; None: nothing is, or what is known."""
     attention = architecture.get("attention", "sdpa")
-    if attention not in ("eager", "sdpa", "flex_attention") and not attention.startswith(("flash_attention", _KNOWN)):
+    if attention not in ("eager", "sdpa", "flex_attention") and not attention.startswith(
+        ("flash_attention", _KNOWN)
+    ):
         return f"its attention is the program's own ({attention}): what its mask means is not known"
     if (loss := architecture.get("replaced")) and not loss.startswith(_KNOWN):
         return f"the loss is computed by {loss}, which may give labels a meaning of their own"

@@ -69,10 +69,12 @@ def read_alone(folder: Path) -> JudgedPart | None:
     """What was judged with the program's own model; None if that was not, or of another record."""
     try:
         values = json.loads((folder / ALONE_FILE).read_text(encoding="utf-8"))
-        part = JudgedPart(**values["part"])
-        return replace(part, status=PartStatus(part.status)) if values["judged"] == judged_digest(folder) else None
+        if values["judged"] == judged_digest(folder):
+            part = JudgedPart(**values["part"])
+            return replace(part, status=PartStatus(part.status))
     except (OSError, ValueError, LookupError, TypeError):
-        return None
+        pass
+    return None
 
 
 def judges(name: str) -> Callable[[Callable[P, JudgedPart]], Callable[P, JudgedPart]]:
@@ -103,7 +105,10 @@ def listed(names: Iterable[str], texts: dict[str, str] | None = None) -> str:
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         groups[re.sub(r"\.\d+\.", ".*.", name)].append(name)
-    shown = [(group if others else name) + (texts[name] if texts else "") for group, (name, *others) in groups.items()]
+    shown = [
+        (group if others else name) + (texts[name] if texts else "")
+        for group, (name, *others) in groups.items()
+    ]
     return ", ".join(shown[:8])
 
 

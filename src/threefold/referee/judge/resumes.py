@@ -54,11 +54,17 @@ def whole_training(watched: WatchedCommand) -> WholeTraining:
         except Unjudgeable as why:
             return WholeTraining(ranks, (*parts, not_judged(RESUME, f"start {number}: {why}")))
         if step is None:
-            return WholeTraining(ranks, tuple(parts), "two programs trained, and the second does not go on from a save")
+            return WholeTraining(
+                ranks,
+                tuple(parts),
+                "two programs trained, and the second does not go on from a save",
+            )
         parts.append(_judge(number, ranks, later, step))
         if _division(ranks) != _division(later):
             return WholeTraining(ranks, tuple(parts))
-        ranks = [_joined(before, after, step) for before, after in zip(ranks, later, strict=True)]
+        ranks = [
+            _joined(before, after, step) for before, after in zip(ranks, later, strict=True)
+        ]
     return WholeTraining(ranks, tuple(parts))
 
 
@@ -68,7 +74,9 @@ def _saved(ranks: Records) -> dict[int, WholeState]:
     unknown: Unjudgeable | None = None
     for step in sorted({step for record in ranks for step in record.saved}):
         try:
-            saved[step] = whole_state([record.saved[step] for record in ranks if step in record.saved])
+            saved[step] = whole_state(
+                [record.saved[step] for record in ranks if step in record.saved]
+            )
         except Unjudgeable as why:
             unknown = why
     if unknown is not None and not saved:
@@ -87,7 +95,10 @@ def _step_of(before: Records, after: Records) -> int | None:
         if is_loaded:
             raise Unjudgeable("it loads a state of an optimizer that start 1 has not saved")
         return None
-    num_equal = {step: len(state.weights.items() & begins.weights.items()) for step, state in saved.items()}
+    num_equal = {
+        step: len(state.weights.items() & begins.weights.items())
+        for step, state in saved.items()
+    }
     step = max(saved, key=lambda step: (num_equal[step], step))
     # Frozen weights, and norms at their first values, are equal in trainings that have nothing to do with one another.
     return step if is_loaded or 2 * num_equal[step] > len(saved[step].weights) else None
@@ -107,15 +118,20 @@ def _judge(number: int, before: Records, after: Records, step: int) -> JudgedPar
     if beyond:
         return proved(f"{held}; in {len(beyond)} steps the learning rates and rows of start 1")
     if _division(before) != _division(after):
-        raise Unjudgeable(f"{held}; on other ranks the rows after it do not show: let start 1 train beyond a save")
-    if len({tuple(rates) for record in (*before, *after) for rates in record.rates.values()}) > 1:
+        raise Unjudgeable(
+            f"{held}; on other ranks the rows after it do not show: let start 1 train beyond a save"
+        )
+    rates = {tuple(rates) for each in (*before, *after) for rates in each.rates.values()}
+    if len(rates) > 1:
         raise Unjudgeable(
             f"{held}; start 1 ended there, so its next learning rates do not show: let it train beyond a save"
         )
     return proved(f"{held}; one learning rate")
 
 
-def _differences(before: Records, after: Records, step: int, beyond: list[int]) -> Iterator[tuple[str, str]]:
+def _differences(
+    before: Records, after: Records, step: int, beyond: list[int]
+) -> Iterator[tuple[str, str]]:
     """What is not as it was after a step, and in the steps beyond it; and where to look."""
     saved, begins = _saved(before), _begins(after)
     if wrong := _wrong_weights(saved[step], begins):
@@ -128,17 +144,25 @@ def _differences(before: Records, after: Records, step: int, beyond: list[int]) 
         for old, new in zip(before, after, strict=False):
             rates = old.rates[each], new.rates.get(each - step)
             if rates[0] != rates[1]:
-                shown = " and ".join(", ".join(f"{rate:.6g}" for rate in known or ()) for known in rates)
+                shown = " and ".join(
+                    ", ".join(f"{rate:.6g}" for rate in known or ()) for known in rates
+                )
                 where = "the schedule: its state_dict must be saved and loaded too"
                 yield f"with other learning rates: in step {each} they were {shown}", where
-    old_rows, new_rows = (rows_by_step(*groups_of(ranks).first_of_each) for ranks in (before, after))
+    old_rows, new_rows = (
+        rows_by_step(*groups_of(ranks).first_of_each) for ranks in (before, after)
+    )
     known_rows = sum(old_rows.values(), Counter[str]())
-    if beyond and not any(known_rows & new_rows.get(each - step, Counter()) for each in beyond):
-        raise Unjudgeable("no row came again, so it does not show whether a row looks the same each time")
-    for each in beyond:
-        if num_other := (new_rows.get(each - step, Counter()) - old_rows[each]).total():
-            what = f"and reads other rows than start 1 did: {num_other} of {old_rows[each].total()} in step {each}"
-            yield what, "the sampler or the loader: it must go on at the row after the last one that was trained on"
+    read_again = {each: new_rows.get(each - step, Counter()) for each in beyond}
+    if beyond and not any(known_rows & rows for rows in read_again.values()):
+        raise Unjudgeable(
+            "no row came again, so it does not show whether a row looks the same each time"
+        )
+    where = "the sampler or the loader: it must go on at the row after the last one that was trained on"
+    for each, rows in read_again.items():
+        if num_other := (rows - old_rows[each]).total():
+            what = f"{num_other} of {old_rows[each].total()} in step {each}"
+            yield f"and reads other rows than start 1 did: {what}", where
 
 
 def _begins(ranks: Records) -> WholeState:
@@ -149,8 +173,9 @@ def _begins(ranks: Records) -> WholeState:
 def _wrong_weights(saved: WholeState, begins: WholeState) -> str | None:
     if new := [name for name in begins.weights if name not in saved.weights]:
         return f"weights that were not saved: {listed(new)}"
-    wrong = differing(saved.weights, begins.weights)
-    return f"{len(wrong)} of {len(saved.weights)} weights that are not as saved: {listed(wrong)}" if wrong else None
+    if wrong := differing(saved.weights, begins.weights):
+        return f"{len(wrong)} of {len(saved.weights)} weights that are not as saved: {listed(wrong)}"
+    return None
 
 
 def _wrong_moments(saved: dict[int, WholeState], begins: WholeState, step: int) -> str | None:
@@ -168,7 +193,8 @@ def _wrong_moments(saved: dict[int, WholeState], begins: WholeState, step: int) 
 
 def _division(ranks: Records) -> Any:
     """How ranks divide the rows."""
-    return [(each.rank, each.placement.get("data_ranks")) for each in ranks], sequences_of(ranks)
+    shares = [(each.rank, each.placement.get("data_ranks")) for each in ranks]
+    return shares, sequences_of(ranks)
 
 
 def _joined(before: RankRecord, after: RankRecord, step: int) -> RankRecord:
@@ -180,13 +206,20 @@ def _joined(before: RankRecord, after: RankRecord, step: int) -> RankRecord:
     is_open = last in before.passes and (was_left or not before.passes[last].ended)
 
     def renamed(name: Any) -> Any:
-        return last if is_open and name == first else name and (name[0], name[1] + 1000 * after.start)
+        return (
+            last
+            if is_open and name == first
+            else name and (name[0], name[1] + 1000 * after.start)
+        )
 
     def shifted(old: dict[int, Any], new: dict[int, Any]) -> dict[int, Any]:
         until = {number: each for number, each in old.items() if number <= step}
         return until | {number + step: each for number, each in new.items()}
 
-    calls = kept + [call._replace(step=call.step + step, loader_pass=renamed(call.loader_pass)) for call in after.calls]
+    calls = kept + [
+        call._replace(step=call.step + step, loader_pass=renamed(call.loader_pass))
+        for call in after.calls
+    ]
     used = {call.loader_pass for call in kept}
     passes = {name: each for name, each in before.passes.items() if name in used}
     passes |= {renamed(name): each for name, each in after.passes.items()}
@@ -194,7 +227,9 @@ def _joined(before: RankRecord, after: RankRecord, step: int) -> RankRecord:
         # What had been read is skipped, or not read again.
         num_rows = sum(len(call.rows) for call in calls if call.loader_pass == last)
         num_batches = -(-num_rows // (before.passes[last].setting("batch_size") or 1))
-        passes[last] = replace(before.passes[last], batches=num_batches, ended=after.passes[first].ended)
+        passes[last] = replace(
+            before.passes[last], batches=num_batches, ended=after.passes[first].ended
+        )
     return replace(
         before,
         calls=calls,

@@ -10,7 +10,15 @@ from itertools import combinations, product
 from threefold.errors import ranks_text
 from threefold.referee.judge.epochs import Epochs
 from threefold.referee.judge.groups import RankGroups
-from threefold.referee.judge.parts import JudgedPart, Refuted, Rows, Unjudgeable, judges, none_here, proved
+from threefold.referee.judge.parts import (
+    JudgedPart,
+    Refuted,
+    Rows,
+    Unjudgeable,
+    judges,
+    none_here,
+    proved,
+)
 from threefold.referee.record import RankRecord, Records
 
 # From this share of the reads on, rows that two ranks read are no coincidence of equal rows in a data set.
@@ -33,10 +41,15 @@ def judge_data_ranks(groups: RankGroups, epochs: Epochs) -> JudgedPart:
         _check_pair([first, second], mine, others, how=groups.how)
     reads = Counter(row for record in ranks for call in record.calls for row in call.rows)
     # Contents that never come again may be random: then only the samplers show that rows differ.
-    if max(reads.values()) == 1 and (isinstance(epochs, str) or not all(epoch.divides for epoch in epochs)):
-        raise Unjudgeable("no row came again, so it does not show whether a row looks the same each time")
+    if max(reads.values()) == 1 and (
+        isinstance(epochs, str) or not all(epoch.divides for epoch in epochs)
+    ):
+        raise Unjudgeable(
+            "no row came again, so it does not show whether a row looks the same each time"
+        )
     what = (
-        f"no row was read by two of {len(ranks)} data ranks in one of {max(record.num_steps for record in ranks)} steps"
+        f"no row was read by two of {len(ranks)} data ranks in one of "
+        f"{max(record.num_steps for record in ranks)} steps"
     )
     return proved(f"{what} ({reads.total()} reads; {groups.how} shows the data ranks)")
 
@@ -48,7 +61,9 @@ def _tells_rows_apart(record: RankRecord) -> bool:
     return num_known >= _FEWEST_ROWS and len(set(reads[:num_known])) >= _LEAST_FRESH * num_known
 
 
-def _check_pair(ranks: Records, first: dict[int, Rows], second: dict[int, Rows], *, how: str) -> None:
+def _check_pair(
+    ranks: Records, first: dict[int, Rows], second: dict[int, Rows], *, how: str
+) -> None:
     """Raises what two data ranks read both, if that is a row."""
     names = ranks_text(record.rank for record in ranks)
     common = sorted(first.keys() & second.keys())
@@ -91,7 +106,11 @@ def judge_model_copies(groups: RankGroups) -> JudgedPart:
         rows = rows_by_step(first)
         for other in others:
             others_rows = rows_by_step(other)
-            differing = [step for step in sorted(rows.keys() & others_rows.keys()) if rows[step] != others_rows[step]]
+            differing = [
+                step
+                for step in sorted(rows.keys() & others_rows.keys())
+                if rows[step] != others_rows[step]
+            ]
             if differing:
                 raise Refuted(
                     f"{ranks_text([first.rank, other.rank])} read different rows in {len(differing)} of {len(rows)} "
@@ -142,7 +161,9 @@ def judge_copies(groups: RankGroups) -> JudgedPart:
                     )
     if not num_copies:
         return none_here("no two ranks are known to hold the same part of a weight")
-    return proved(f"equal to the last bit on {ranks_text({each.rank for each in ranks})} in {num_steps} steps")
+    return proved(
+        f"equal to the last bit on {ranks_text({each.rank for each in ranks})} in {num_steps} steps"
+    )
 
 
 def _held(record: RankRecord, place: int, kind: str) -> Iterator[tuple[_Held, str]]:

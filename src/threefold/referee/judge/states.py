@@ -62,7 +62,8 @@ def _whole(states: Sequence[Values], kind: str) -> Iterator[tuple[str, Any]]:
             yield name, first
             continue
         parts = distinct(name, values, "sum")
-        yield name, (first["type"], tuple(first["shape"]), sum(part["sum"] for part in parts) % (1 << 64))
+        total = sum(part["sum"] for part in parts) % (1 << 64)
+        yield name, (first["type"], tuple(first["shape"]), total)
 
 
 def differing(saved: Described, begins: Described) -> list[str]:

@@ -78,7 +78,10 @@ def judge_updates(steps: list[CheckedStep]) -> JudgedPart:
     if low := sorted(steps[0].weight_types - {"float32"}):
         raise Unjudgeable(f"weights in {low[0]} round most of an update away")
     weights = {name: nn.Parameter(value.clone()) for name, value in steps[0].weights.items()}
-    groups = [{"params": [weights[name] for name in each["names"]], **each["settings"]} for each in first["groups"]]
+    groups = [
+        {"params": [weights[name] for name in each["names"]], **each["settings"]}
+        for each in first["groups"]
+    ]
     optimizer = getattr(torch.optim, first["class"])(groups)
     shapes = [[group["names"] for group in step.optimizer["groups"]] for step in steps]
     taken = {*chain(*shapes[0])}
@@ -90,13 +93,20 @@ def judge_updates(steps: list[CheckedStep]) -> JudgedPart:
         )
     if any(shape != shapes[0] for shape in shapes):
         raise Unjudgeable("the groups of the optimizer change between steps")
-    if not sum(_check_update(step, after, optimizer, weights) for step, after in pairwise(steps)):
+    if not sum(
+        _check_update(step, after, optimizer, weights) for step, after in pairwise(steps)
+    ):
         raise Unjudgeable("no weight moves by more than its rounding")
     each = f"each of {len(taken)} parameters moves as torch's {first['class']} says"
     return proved(f"in {numbers_text(steps[0].number, steps[-2].number)} {each}")
 
 
-def _check_update(step: CheckedStep, after: CheckedStep, optimizer: Optimizer, weights: dict[str, nn.Parameter]) -> int:
+def _check_update(
+    step: CheckedStep,
+    after: CheckedStep,
+    optimizer: Optimizer,
+    weights: dict[str, nn.Parameter],
+) -> int:
     """How many parameters of an update were compared; raises what is wrong with it."""
     for group, described in zip(optimizer.param_groups, step.optimizer["groups"], strict=True):
         group.update(described["settings"])

@@ -62,13 +62,19 @@ class CommandVerdict:
 
     @property
     def _num_steps(self) -> int:
-        return sum(max((each.num_steps for each in ranks), default=0) for ranks in self.watched.starts)
+        return sum(
+            max((each.num_steps for each in ranks), default=0) for ranks in self.watched.starts
+        )
 
     def lines(self) -> list[str]:
         """The verdict as text."""
         num_ranks = len(self.watched.ranks)
         head = f"referee: {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}, {self._num_steps} steps"
-        return [head, *map(str, self.parts), f"verdict: {self.status} (exit code {self.exit_code})"]
+        return [
+            head,
+            *map(str, self.parts),
+            f"verdict: {self.status} (exit code {self.exit_code})",
+        ]
 
     def as_values(self) -> Values:
         """The verdict as plain values."""
@@ -126,7 +132,9 @@ def _curve_of_starts(
     for number, later in enumerate(watched.later if training.others is None else [], start=2):
         for part in _curve(folder, groups_of([record for record in later if record.calls])):
             known = parts.get(part.name, part)
-            if part.status is PartStatus.REFUTED and (known is part or known.status is not PartStatus.REFUTED):
+            if part.status is PartStatus.REFUTED and (
+                known is part or known.status is not PartStatus.REFUTED
+            ):
                 parts[part.name] = replace(part, what=f"start {number}: {part.what}")
     return list(parts.values())
 
@@ -134,7 +142,11 @@ def _curve_of_starts(
 def _curve(folder: Path, groups: RankGroups) -> list[JudgedPart]:
     """Weights, gradients and updates of the checked steps: the parts for which torch is needed."""
     from threefold.referee.judge.checked_steps import checked_steps
-    from threefold.referee.judge.gradients import GRADIENTS, judge_gradients, judge_target_places
+    from threefold.referee.judge.gradients import (
+        GRADIENTS,
+        judge_gradients,
+        judge_target_places,
+    )
     from threefold.referee.judge.updates import NORM, UPDATES, judge_norms, judge_updates
 
     copies = judge_copies(groups)
@@ -149,7 +161,9 @@ def _curve(folder: Path, groups: RankGroups) -> list[JudgedPart]:
         read_alone(folder) or judge_gradients(steps, groups.records[0].placement),
         *([places] if places.status is PartStatus.REFUTED else []),
         judge_norms(steps),
-        not_judged(UPDATES, "several optimizers step together") if is_joined else judge_updates(steps),
+        not_judged(UPDATES, "several optimizers step together")
+        if is_joined
+        else judge_updates(steps),
     ]
 
 
@@ -159,14 +173,20 @@ def _nothing(watched: WatchedCommand) -> JudgedPart:
     why = f"no process of `{shown}` took an optimizer step of torch"
     if watched.exit_code:
         why = f"`{shown}` ended with exit code {watched.exit_code} before its first optimizer step"
-    raise Unjudgeable("; ".join([why, *watched.wrong, *(each for rank in watched.ranks for each in rank.wrong)]))
+    raise Unjudgeable(
+        "; ".join(
+            [why, *watched.wrong, *(each for rank in watched.ranks for each in rank.wrong)]
+        )
+    )
 
 
 @judges("record")
 def judge_record(watched: WatchedCommand, training: WholeTraining) -> JudgedPart:
     """Whether all that the command trained on is there, as it was written."""
     records = chain(training.ranks, *watched.later)
-    wrong = [*dict.fromkeys([*watched.wrong, *(each for record in records for each in record.wrong)])]
+    wrong = [
+        *dict.fromkeys([*watched.wrong, *(each for record in records for each in record.wrong)])
+    ]
     if training.others:
         wrong.append(training.others)
     numbers = {record.rank for record in watched.ranks}
@@ -197,7 +217,9 @@ def judge_labels(ranks: Records) -> JudgedPart:
         return proved(f"each of {num_rows} rows has a label that is trained on")
     ignored = [each for each in without if not _fills_up(*each)]
     if not ignored:
-        raise Unjudgeable("rows at the end of an epoch have no label: they fill it up, or have lost theirs")
+        raise Unjudgeable(
+            "rows at the end of an epoch have no label: they fill it up, or have lost theirs"
+        )
     record, call = ignored[0]
     if record.mixed:
         raise Unjudgeable(record.mixed)
@@ -212,6 +234,10 @@ def judge_labels(ranks: Records) -> JudgedPart:
 
 def _fills_up(record: RankRecord, call: ReadCall) -> bool:
     """Whether rows without labels are the last ones that a rank reads in a pass of its loader."""
-    last = max(place for place, other in enumerate(record.calls) if other.loader_pass == call.loader_pass)
+    last = max(
+        place
+        for place, other in enumerate(record.calls)
+        if other.loader_pass == call.loader_pass
+    )
     trailing = range(len(call.rows) - len(call.ignored), len(call.rows))
     return record.calls[last] is call and list(call.ignored) == list(trailing)

@@ -89,9 +89,11 @@ def facts_of(loader: Any) -> Values:
     sampler = _first_of(loader, "batch_sampler", "sampler")
     while sampler is not None and len(samplers) < _MOST_SAMPLERS:
         kind = type(sampler)
-        names = filter(_FACTS.fullmatch, dir(sampler))
-        plain = {name: value for name in names if isinstance(value := getattr(sampler, name, None), int)}
-        samplers.append({"class": kind.__name__, "package": kind.__module__.partition(".")[0], **plain})
+        known: Values = {"class": kind.__name__, "package": kind.__module__.partition(".")[0]}
+        for name in filter(_FACTS.fullmatch, dir(sampler)):
+            if isinstance(value := getattr(sampler, name, None), int):
+                known[name] = value
+        samplers.append(known)
         source = _first_of(sampler, "data_source", "dataset")
         sampler = _first_of(sampler, "batch_sampler", "sampler")
     rows = loader.dataset
@@ -102,4 +104,6 @@ def facts_of(loader: Any) -> Values:
 
 
 def _first_of(value: Any, *names: str) -> Any:
-    return next((inner for name in names if (inner := getattr(value, name, None)) is not None), None)
+    return next(
+        (inner for name in names if (inner := getattr(value, name, None)) is not None), None
+    )

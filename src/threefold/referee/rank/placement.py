@@ -39,24 +39,38 @@ def of(module: Module) -> Values:
             or `unknown`, the reason why it is not.
     """
     parameters: dict[str, Any] = dict(module.named_parameters())
-    placed = [parameter for parameter in parameters.values() if hasattr(parameter, "placements")]
+    placed = [
+        parameter for parameter in parameters.values() if hasattr(parameter, "placements")
+    ]
     together = {rank for each in placed for rank in each.device_mesh.mesh.flatten().tolist()}
-    axes = [pair for each in placed for pair in zip(_axes(each.device_mesh), each.placements, strict=True)]
-    all_axes, sharded_axes = {axis for axis, _ in axes}, {axis for axis, how in axes if how.is_shard()}
-    splits = min(filter(_SEQUENCE_AXIS.search, all_axes), default=None)
-    known: Values = {"together": sorted(together), "parameters": list(parameters), "splits": splits}
+    axes = [
+        pair
+        for each in placed
+        for pair in zip(_axes(each.device_mesh), each.placements, strict=True)
+    ]
+    all_axes = {axis for axis, _ in axes}
+    sharded_axes = {axis for axis, how in axes if how.is_shard()}
+    known: Values = {"together": sorted(together), "parameters": list(parameters)}
+    known["splits"] = min(filter(_SEQUENCE_AXIS.search, all_axes), default=None)
     if not (dist.is_available() and dist.is_initialized()):
-        return {**known, "unknown": "the launcher started several processes, and they have no process group"}
+        known["unknown"] = (
+            "the launcher started several processes, and they have no process group"
+        )
+        return known
     groups = dist.distributed_c10d._world.pg_group_ranks
     known["groups"] = [sorted(group, key=group.__getitem__) for group in groups.values()]
     try:
-        known["how"], known["data_ranks"] = _data_ranks(module, sharded_axes, known["together"], len(all_axes))
+        known["how"], known["data_ranks"] = _data_ranks(
+            module, sharded_axes, known["together"], len(all_axes)
+        )
     except ValueError as why:
         known["unknown"] = str(why)
     return known
 
 
-def _data_ranks(module: Module, sharded_axes: set[str], together: list[int], num_axes: int) -> tuple[str, list[int]]:
+def _data_ranks(
+    module: Module, sharded_axes: set[str], together: list[int], num_axes: int
+) -> tuple[str, list[int]]:
     """How it is known which ranks read rows of their own, and these.
 
     Raises:
@@ -64,10 +78,15 @@ def _data_ranks(module: Module, sharded_axes: set[str], together: list[int], num
     """
     if (ddp := _inner(module, "DistributedDataParallel")) is not None:
         return "DistributedDataParallel", dist.get_process_group_ranks(ddp.process_group)
-    for name, group in (("FullyShardedDataParallel", "process_group"), ("DeepSpeedEngine", "data_parallel_group")):
+    for name, group in (
+        ("FullyShardedDataParallel", "process_group"),
+        ("DeepSpeedEngine", "data_parallel_group"),
+    ):
         if (wrapper := _inner(module, name)) is not None:
             if name == "DeepSpeedEngine" and zero_of(wrapper) is None:
-                raise ValueError("DeepSpeed does not show its gradients but under ZeRO, and not in float16")
+                raise ValueError(
+                    "DeepSpeed does not show its gradients but under ZeRO, and not in float16"
+                )
             ranks = dist.get_process_group_ranks(getattr(wrapper, group))
             # Hybrid sharding replicates over a group that this one does not show.
             if len(ranks) < dist.get_world_size():
@@ -75,7 +94,10 @@ def _data_ranks(module: Module, sharded_axes: set[str], together: list[int], num
             return name, ranks
     if _inner(module, "FSDPModule") is not None:
         everyone = list(range(dist.get_world_size()))
-        meshes = [everyone if mesh is None else mesh.mesh.flatten().tolist() for mesh in _sharding_meshes]
+        meshes = [
+            everyone if mesh is None else mesh.mesh.flatten().tolist()
+            for mesh in _sharding_meshes
+        ]
         # It may have been called before the referee was there.
         if not meshes and num_axes != 1:
             raise ValueError("fully_shard was called where the referee could not see its mesh")
@@ -83,12 +105,18 @@ def _data_ranks(module: Module, sharded_axes: set[str], together: list[int], num
     if sharded_axes and all(map(_MODEL_AXIS.search, sharded_axes)):
         axes = " and ".join(sorted(sharded_axes))
         return f"parameters are sharded over {axes} only", [dist.get_rank()]
-    raise ValueError("the model has no wrapper and no placement that tells how ranks divide the data")
+    raise ValueError(
+        "the model has no wrapper and no placement that tells how ranks divide the data"
+    )
 
 
 def _inner(module: Module, class_name: str) -> Any:
     """The outermost module of a class, by its name: the class may not be imported, and is not imported for this."""
-    named = (each for each in module.modules() if class_name in [base.__name__ for base in type(each).__mro__])
+    named = (
+        each
+        for each in module.modules()
+        if class_name in [base.__name__ for base in type(each).__mro__]
+    )
     return next(named, None)
 
 

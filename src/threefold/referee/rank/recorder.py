@@ -71,8 +71,10 @@ class OpenCall:
         labels = self.tensors.get("labels", gradient)[..., 1:]
         # Nothing comes after the last token.
         weights = pad(-gradient.float().cpu(), (0, 1))
-        is_known = labels.shape == gradient.shape
-        self._trains_on((torch.where(weights != 0, pad(labels, (0, 1)), -100), weights) if is_known else None)
+        known = None
+        if labels.shape == gradient.shape:
+            known = torch.where(weights != 0, pad(labels, (0, 1)), -100), weights
+        self._trains_on(known)
 
     def _trains_on(self, known: tuple[Tensor, Tensor] | None) -> None:
         """Targets and weights of the outputs. A second time, or of None, they do not show."""
@@ -90,7 +92,9 @@ class RankRecorder:
         only: the model and the optimizer that are recorded; None: all.
     """
 
-    def __init__(self, folder: Path, *, num_whole: int, most_bytes: int, only: Any = None) -> None:
+    def __init__(
+        self, folder: Path, *, num_whole: int, most_bytes: int, only: Any = None
+    ) -> None:
         self._only = only and (unwrapped(only[0]), only[1])
         self._folder, self._num_whole, self._most_bytes = folder, num_whole, most_bytes
         self._file: SealedFile | None = None
@@ -123,7 +127,10 @@ class RankRecorder:
         except Exception as error:
             self._is_off = True
             what = f"{type(error).__name__}: {error}"
-            print(f"threefold referee: rank {self._rank} is recorded no further ({what})", file=sys.stderr)
+            print(
+                f"threefold referee: rank {self._rank} is recorded no further ({what})",
+                file=sys.stderr,
+            )
             # The disk may be full: a record without its end is not judged.
             with suppress(Exception):
                 if self._file is not None:
@@ -173,16 +180,26 @@ class RankRecorder:
             return None
         self._file = self._file or self._open()
         shown = self._shown_of(module)
-        call = OpenCall(module, {**rows.values, "module": shown["module"], "pass": self.loaders.last})
+        call = OpenCall(
+            module, {**rows.values, "module": shown["module"], "pass": self.loaders.last}
+        )
         if self._steps_of[shown["module"]] < self._num_whole:
-            call.tensors = {name: value.cpu().clone().contiguous() for name, value in rows.tensors.items()}
+            call.tensors = {
+                name: value.cpu().clone().contiguous() for name, value in rows.tensors.items()
+            }
             if shown["architecture"].get("dropout"):
                 call.tensors["!random"] = torch.get_rng_state()
             if self._curve is None:
                 # Replicas of DistributedDataParallel hold the same, so the first one writes it.
-                keeps_copy = shown.get("how") != "DistributedDataParallel" or shown["data_ranks"][0] == self._rank
+                keeps_copy = (
+                    shown.get("how") != "DistributedDataParallel"
+                    or shown["data_ranks"][0] == self._rank
+                )
                 self._curve = StepCurve(
-                    module, shown["module"], keeps_copy=keeps_copy, most_bytes=self._file.left_bytes
+                    module,
+                    shown["module"],
+                    keeps_copy=keeps_copy,
+                    most_bytes=self._file.left_bytes,
                 )
             self.types = self._curve.types
         self._calls.append(call)
@@ -191,15 +208,20 @@ class RankRecorder:
     def returned(self, call: OpenCall, output: Any) -> None:
         """The call returns; it is trained on if a gradient comes back to its output. Probes have none."""
         self.types = None
-        outputs = {name: tensor for name, tensor in tensors_in(output) if tensor.grad_fn is not None}
+        outputs = {
+            name: tensor for name, tensor in tensors_in(output) if tensor.grad_fn is not None
+        }
         for tensor in outputs.values():
             tensor.register_hook(call.note_loss if tensor.ndim == 0 else call.note_gradient)
         call.is_trained = not outputs
-        logits = outputs.get("logits", next(iter(outputs.values())) if len(outputs) == 1 else None)
+        logits = outputs.get(
+            "logits", next(iter(outputs.values())) if len(outputs) == 1 else None
+        )
         if call.tensors and logits is not None and logits.ndim > 1:
             values = logits.detach()
             logits.register_hook(partial(self.guard, call.note_targets, values))
-        if call.tensors and getattr(output, "is_top1", None) is not None:  # of SFTTrainer, at temperature 1
+        # Of SFTTrainer, at temperature 1.
+        if call.tensors and getattr(output, "is_top1", None) is not None:
             outputs["log_probs"].register_hook(partial(self.guard, call.note_log_probs))
 
     def _shown_of(self, module: Module) -> Values:
@@ -226,16 +248,21 @@ class RankRecorder:
         while file is None:
             # A rank that was started again, or a second program of the command: to be seen, not mixed.
             self._start += 1
-            self._name = f"rank-{self._rank:05d}" + (f"-{self._start}" if self._start > 1 else "")
+            self._name = f"rank-{self._rank:05d}" + (
+                f"-{self._start}" if self._start > 1 else ""
+            )
             with suppress(FileExistsError):
-                path = self._folder / f"{self._name}.jsonl"
-                file = SealedFile(path, most_bytes=self._most_bytes // world_size)
+                file = SealedFile(
+                    self._folder / f"{self._name}.jsonl",
+                    most_bytes=self._most_bytes // world_size,
+                )
         self._pid = os.getpid()
-        versions = {
+        values: Values = {"rank": self._rank, "start": self._start, "world_size": world_size}
+        values["versions"] = {
             name: str(getattr(sys.modules.get(name), "__version__", None))
             for name in ("torch", "transformers", "accelerate", "trl", "deepspeed")
         }
-        file.write("start", {"rank": self._rank, "start": self._start, "world_size": world_size, "versions": versions})
+        file.write("start", values)
         if (models := sys.modules.get("transformers.modeling_utils")) is not None:
             self.around(models.PreTrainedModel, "save_pretrained", after=self.exports)
         atexit.register(self.guard, self.end)
@@ -259,7 +286,13 @@ class RankRecorder:
         return self._curve if any(call.is_trained for call in self._calls) else None
 
     def clipped(
-        self, result: Any, parameters: Any, max_norm: float, total_norm: Any = None, *args: Any, **kwargs: Any
+        self,
+        result: Any,
+        parameters: Any,
+        max_norm: float,
+        total_norm: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Gradients were clipped to a norm; it is read in the checked steps only."""
         if (curve := self._trained_curve()) is not None:
@@ -289,12 +322,23 @@ class RankRecorder:
             "step": self._num_steps,
             "optimizer": self._optimizers.setdefault(optimizer, next(self._numbers)),
             "calls": [call.values for call in calls],
-            "rates": [group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float)],
+            "rates": [
+                group["lr"]
+                for group in optimizer.param_groups
+                if isinstance(group.get("lr"), float)
+            ],
         }
         self._trained[optimizer] = calls[0].module
         if self._start > 1 and self._num_steps == 1:
-            values["begins"] = {**state_of(calls[0].module, optimizer), "loaded": self._has_loaded}
-        whole = {f"{place}.{name}": value for place, call in enumerate(calls) for name, value in call.tensors.items()}
+            values["begins"] = {
+                **state_of(calls[0].module, optimizer),
+                "loaded": self._has_loaded,
+            }
+        whole = {
+            f"{place}.{name}": value
+            for place, call in enumerate(calls)
+            for name, value in call.tensors.items()
+        }
         if whole:
             values["inputs"] = self._write_whole("inputs", whole)
         if self._curve is not None:
@@ -332,13 +376,16 @@ class RankRecorder:
         """An optimizer is given a state; one that is empty is none."""
         self._has_loaded |= bool(state_dict.get("state"))
 
-    def exports(self, written: Any, model: Module, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    def exports(
+        self, written: Any, model: Module, save_directory: Any, *args: Any, **kwargs: Any
+    ) -> None:
         """A model of transformers was written to a folder."""
         if self._file is None or not self._num_steps:
             return
         number = self._models.get(model)
-        values = {"step": self._num_steps, "module": number, "folder": os.path.abspath(save_directory)}
-        self._file.write("exported", {**values, **(state_of(model) if number is not None else {})})
+        values = state_of(model) if number is not None else {}
+        values |= {"step": self._num_steps, "module": number}
+        self._file.write("exported", {**values, "folder": os.path.abspath(save_directory)})
 
     def _write_whole(self, kind: str, whole: Tensors) -> dict[str, str]:
         assert self._file is not None
@@ -379,7 +426,9 @@ _recorders: list[RankRecorder] = []
 
 def attach(environ: Mapping[str, str]) -> None:
     """Hangs a recorder on torch, with the settings that `threefold referee` has put into the environment."""
-    folder, steps, keep = (environ[f"THREEFOLD_REFEREE{setting}"] for setting in ("", "_STEPS", "_KEEP"))
+    folder, steps, keep = (
+        environ[f"THREEFOLD_REFEREE{setting}"] for setting in ("", "_STEPS", "_KEEP")
+    )
     hang(RankRecorder(Path(folder), num_whole=int(steps), most_bytes=int(keep)))
 
 
@@ -389,8 +438,12 @@ def hang(recorder: RankRecorder) -> None:
     clip = torch.nn.utils.clip_grad
     _watch_calls(recorder)
     # What clip_grad_norm_ ends with, and what programs call that find the norm themselves (torch 2.6 and newer).
-    recorder.around(clip, "_clip_grads_with_norm_", before=recorder.clips, after=recorder.clipped)
-    recorder.around(clip, "clip_grad_value_", before=recorder.clips, after=recorder.clipped_values)
+    recorder.around(
+        clip, "_clip_grads_with_norm_", before=recorder.clips, after=recorder.clipped
+    )
+    recorder.around(
+        clip, "clip_grad_value_", before=recorder.clips, after=recorder.clipped_values
+    )
     torch.nn.utils.clip_grads_with_norm_ = clip._clip_grads_with_norm_
     torch.nn.utils.clip_grad_value_ = clip.clip_grad_value_
     for owner in (Module, Optimizer):
@@ -421,7 +474,11 @@ def _watch_calls(recorder: RankRecorder) -> None:
             output = call(self, *args, **kwargs)
         finally:
             local.is_inner = is_inner
-        if recorder.types is not None and isinstance(output, Tensor) and output.is_floating_point():
+        if (
+            recorder.types is not None
+            and isinstance(output, Tensor)
+            and output.is_floating_point()
+        ):
             recorder.types.add(str(output.dtype).removeprefix("torch."))
         if open_call is not None:
             recorder.guard(recorder.returned, open_call, output)
@@ -434,4 +491,9 @@ def watch_sharding(fsdp: Any) -> None:
     """Notes over which ranks `fully_shard` shards: a sharded parameter does not tell data ranks from others."""
     for recorder in _recorders:
         recorder.around(fsdp, "fully_shard", after=placement.note_mesh)
-        recorder.around(fsdp.FullyShardedDataParallel, "clip_grad_norm_", before=recorder.clips, after=recorder.clipped)
+        recorder.around(
+            fsdp.FullyShardedDataParallel,
+            "clip_grad_norm_",
+            before=recorder.clips,
+            after=recorder.clipped,
+        )

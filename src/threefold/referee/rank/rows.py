@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .sealed import Values, digest  # relative: the package is loaded by its place, under another name
+from .sealed import (
+    Values,
+    digest,
+)  # relative: the package is loaded by its place, under another name
 
 Tensors = dict[str, Tensor]
 
@@ -51,22 +54,41 @@ def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRows |
     if not tensors or any(tensor.requires_grad for tensor in tensors.values()):
         return None
     num_rows = len(next(tensors[name] for name in (*_LEADING, *tensors) if name in tensors))
-    host = {name: tensor.detach().cpu() for name, tensor in tensors.items() if len(tensor) == num_rows}
-    shared = {f"!shared.{name}": tensor.detach() for name, tensor in tensors.items() if name not in host}
+    host = {
+        name: tensor.detach().cpu()
+        for name, tensor in tensors.items()
+        if len(tensor) == num_rows
+    }
+    shared = {
+        f"!shared.{name}": tensor.detach()
+        for name, tensor in tensors.items()
+        if name not in host
+    }
     if isinstance(caches := kwargs.get("use_cache"), bool):
         # With a cache, transformers does not tell documents apart by their positions.
         shared["!shared.use_cache"] = torch.tensor([caches])
     # A mask of more dimensions is one of attention, not of padding.
-    mask = next((value.bool() for value in _named(host, "attention_mask") if value.ndim == 2), None)
+    mask = next(
+        (value.bool() for value in _named(host, "attention_mask") if value.ndim == 2), None
+    )
     contents = {name: value for name, value in host.items() if _last(name) not in _NOT_THE_ROW}
     # A label of a whole row is never ignored.
-    of_tokens = (each for each in _named(contents, "labels") if each.ndim >= 2 and not each.is_floating_point())
+    of_tokens = (
+        each
+        for each in _named(contents, "labels")
+        if each.ndim >= 2 and not each.is_floating_point()
+    )
     labels = next(of_tokens, None)
     ignored = [] if labels is None else _ignored_rows(labels, mask)
     digests = [_digest_of(contents, row, mask) for row in range(num_rows)]
     positions = tensors.get("position_ids")
     begin = int(positions[:, 0].min()) if positions is not None and positions.ndim == 2 else 0
-    values = {"rows": digests, "ignored": ignored, "labelled": labels is not None, "begin": begin}
+    values = {
+        "rows": digests,
+        "ignored": ignored,
+        "labelled": labels is not None,
+        "begin": begin,
+    }
     return CallRows(values, host | shared)
 
 
@@ -121,7 +143,9 @@ def token_weights(logits: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor] | N
     targets = gradient.argmin(dim=-1)
     direction = share.scatter_add(-1, targets[..., None], torch.full_like(share[..., :1], -1.0))
     squared = (direction * direction).sum(-1)
-    weights = (gradient * direction).sum(-1) / squared.clamp_min(torch.finfo(torch.float32).tiny)
+    weights = (gradient * direction).sum(-1) / squared.clamp_min(
+        torch.finfo(torch.float32).tiny
+    )
     if not (gradient - weights[..., None] * direction).norm() <= most * gradient.norm():
         return None
     return torch.where(weights != 0, targets, -100), weights

@@ -30,7 +30,9 @@ def sum_of(part: torch.Tensor, begin: Sequence[int], shape: Sequence[int]) -> in
     bits = part.contiguous().view(_BITS[part.element_size()]).long()
     places = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start, length, size in zip(begin, bits.shape, shape, strict=True):
-        places = places[..., None] * size + torch.arange(start, start + length, device=bits.device)
+        places = places[..., None] * size + torch.arange(
+            start, start + length, device=bits.device
+        )
     # Numbers that are linear in the place would let changes of several values cancel.
     places = (places + 1) * _ODD[0]
     places = (places ^ (places >> 29)) * _ODD[1]
@@ -44,13 +46,18 @@ def state_of(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = 
         in_a_row = parts_in_a_row(module)
         state: Values = {"weights": {}, "moments": {}}
         for name, parameter in named_parameters(module).items():
-            if hasattr(parameter, "ds_tensor") or (optimizer is not None and hasattr(parameter, "_hp_mapping")):
-                raise ValueError("DeepSpeed's ZeRO keeps weights and moments in a way of its own")
+            if hasattr(parameter, "ds_tensor") or (
+                optimizer is not None and hasattr(parameter, "_hp_mapping")
+            ):
+                raise ValueError(
+                    "DeepSpeed's ZeRO keeps weights and moments in a way of its own"
+                )
             place = in_a_row.get(id(parameter))
             state["weights"][name] = _described(parameter, place)
             if parameter in kept_of:
                 state["moments"] |= {
-                    f"{name} {key}": _described(value, place) for key, value in kept_of[parameter].items()
+                    f"{name} {key}": _described(value, place)
+                    for key, value in kept_of[parameter].items()
                 }
     except ValueError as error:
         return {"unknown": str(error)}

@@ -47,7 +47,10 @@ def unwrapped(module: Module) -> Module:
 
 def named_parameters(module: Module) -> dict[str, torch.nn.Parameter]:
     """The parameters of the model below all wrappers, by their names in it."""
-    return {_INNER.sub("", name): parameter for name, parameter in unwrapped(module).named_parameters()}
+    return {
+        _INNER.sub("", name): parameter
+        for name, parameter in unwrapped(module).named_parameters()
+    }
 
 
 class Part(NamedTuple):
@@ -74,14 +77,20 @@ def parts_in_a_row(module: Module) -> dict[int, tuple[list[int], int]]:
     Raises:
         ValueError: it holds several parameters as one.
     """
-    flat_parameters = (getattr(getattr(each, "_handle", None), "flat_param", None) for each in module.modules())
+    flat_parameters = (
+        getattr(getattr(each, "_handle", None), "flat_param", None) for each in module.modules()
+    )
     places = {}
     for flat in flat_parameters:
         if flat is None:
             continue
         if flat._params is None:
-            raise ValueError("FullyShardedDataParallel(use_orig_params=False) does not show the parameters")
-        for parameter, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
+            raise ValueError(
+                "FullyShardedDataParallel(use_orig_params=False) does not show the parameters"
+            )
+        for parameter, shape, info in zip(
+            flat._params, flat._shapes, flat._shard_param_infos, strict=True
+        ):
             if parameter.ndim == 1:
                 places[id(parameter)] = list(shape), info.intra_param_start_idx or 0
     return places
@@ -105,14 +114,18 @@ def part_of(tensor: Any, in_a_row: tuple[list[int], int] | None = None) -> Part:
 
     if any(placement.is_partial() for placement in local.placements):
         raise ValueError("a gradient is still to be summed over ranks")
-    shape, begin = compute_local_shape_and_global_offset(local.shape, local.device_mesh, local.placements)
+    shape, begin = compute_local_shape_and_global_offset(
+        local.shape, local.device_mesh, local.placements
+    )
     part = local.to_local()
     if tuple(shape) != tuple(part.shape):
         raise ValueError(f"a part of {tuple(part.shape)} where placements tell {tuple(shape)}")
     return Part(part, list(local.shape), list(begin))
 
 
-def held_of(parameter: Any, kind: str, in_a_row: dict[int, tuple[list[int], int]]) -> Part | None:
+def held_of(
+    parameter: Any, kind: str, in_a_row: dict[int, tuple[list[int], int]]
+) -> Part | None:
     """What this rank holds of a parameter ("weight") or of its gradient; None: nothing.
 
     Args:
@@ -123,15 +136,25 @@ def held_of(parameter: Any, kind: str, in_a_row: dict[int, tuple[list[int], int]
     """
     is_weight = kind == "weight"
     if hasattr(parameter, "ds_tensor"):
-        values = parameter.ds_tensor if is_weight else parameter._z3_optimizer.get_local_fp32_grad_for_param(parameter)
+        values = (
+            parameter.ds_tensor
+            if is_weight
+            else parameter._z3_optimizer.get_local_fp32_grad_for_param(parameter)
+        )
         begin = len(parameter.ds_tensor) * dist.get_rank(parameter.ds_process_group)
         # The last parts are filled up.
-        return Part(values.flatten()[: max(0, parameter.ds_numel - begin)], list(parameter.ds_shape), [begin])
+        return Part(
+            values.flatten()[: max(0, parameter.ds_numel - begin)],
+            list(parameter.ds_shape),
+            [begin],
+        )
     if not is_weight and hasattr(parameter, "_hp_mapping"):
         if (fragment := parameter._hp_mapping) is None:
             return None
         values = fragment.get_lp_grad_fragment(parameter._index_in_param_group)
-        return Part(values.flatten(), list(parameter.shape), [fragment.lp_fragment_address.start])
+        return Part(
+            values.flatten(), list(parameter.shape), [fragment.lp_fragment_address.start]
+        )
     tensor = parameter if is_weight else parameter.grad
     return None if tensor is None else part_of(tensor, in_a_row.get(id(parameter)))
 
@@ -142,8 +165,13 @@ def zero_of(module: Module) -> Any:
     There the loss is multiplied by a factor that changes.
     """
     zero: Any = getattr(module, "optimizer", None)
-    is_known = type(zero).__name__ in _ZERO and zero.loss_scale == 1 and not zero.torch_autocast_gradscaler
-    return zero if is_known else None
+    if (
+        type(zero).__name__ in _ZERO
+        and zero.loss_scale == 1
+        and not zero.torch_autocast_gradscaler
+    ):
+        return zero
+    return None
 
 
 def groups_of(zero: Any) -> list[Values]:
@@ -163,10 +191,17 @@ def architecture_of(module: Module) -> Values:
     shown: Values = {"dropout": sorted(_dropouts(model))}
     config: Any = getattr(model, "config", None)
     # A class that `fully_shard` has made has the one of the model as its base.
-    kinds = [base for base in kind.__mro__ if base.__module__.startswith("transformers.models.")]
-    if not kinds or kind.__name__.removeprefix("FSDP") != kinds[0].__name__ or not hasattr(config, "to_json_string"):
-        why = f"{kind.__name__} is not a model of transformers: --alone COMMAND trains it in one process"
-        return shown | {"unknown": why}
+    kinds = [
+        base for base in kind.__mro__ if base.__module__.startswith("transformers.models.")
+    ]
+    if (
+        not kinds
+        or kind.__name__.removeprefix("FSDP") != kinds[0].__name__
+        or not hasattr(config, "to_json_string")
+    ):
+        return shown | {
+            "unknown": f"{kind.__name__} is not a model of transformers: --alone COMMAND trains it in one process"
+        }
     return shown | {
         "class": kinds[0].__name__,
         "config": json.loads(config.to_json_string(use_diff=False)),
@@ -203,17 +238,23 @@ class StepCurve:
         most_bytes: how much they may take.
     """
 
-    def __init__(self, module: Module, number: int, *, keeps_copy: bool, most_bytes: int) -> None:
+    def __init__(
+        self, module: Module, number: int, *, keeps_copy: bool, most_bytes: int
+    ) -> None:
         self.values: Values = {"module": number, "clip": {}}
         self.tensors: Tensors = {}
         self.types: set[str] = set()
         self._module = module
         self._all = named_parameters(module)
-        self.values["trained"] = [name for name, parameter in self._all.items() if parameter.requires_grad]
+        self.values["trained"] = [
+            name for name, parameter in self._all.items() if parameter.requires_grad
+        ]
         self._keeps_copy = keeps_copy
         size = 2 * sum(parameter.nbytes for parameter in self._all.values())
         if keeps_copy and size > most_bytes:
-            self.values["unknown"] = f"weights and gradients of {size / 2**20:,.0f} MiB do not fit into --keep"
+            self.values["unknown"] = (
+                f"weights and gradients of {size / 2**20:,.0f} MiB do not fit into --keep"
+            )
             return
         self._take("weight", self._all)
 
@@ -225,12 +266,25 @@ class StepCurve:
         zero = zero_of(self._module)
         for group in optimizer.param_groups if zero is None else groups_of(zero):
             known = {**group, "lr": float(group["lr"])} if "lr" in group else group
-            plain = {name for name, value in known.items() if name == "betas" or isinstance(value, int | float)}
-            settings = {name: known[name] for name in plain - _NOT_COMPUTED}
-            groups.append({"names": [names[id(p)] for p in group["params"] if id(p) in names], "settings": settings})
+            settings = {
+                name: value
+                for name, value in known.items()
+                if (name == "betas" or isinstance(value, int | float))
+                and name not in _NOT_COMPUTED
+            }
+            trained = [names[id(p)] for p in group["params"] if id(p) in names]
+            groups.append({"names": trained, "settings": settings})
         kind = type(optimizer)
-        name = kind.__name__ if kind.__module__.startswith("torch.optim.") else f"{kind.__module__}.{kind.__name__}"
-        self.values["optimizer"] = {"class": name, "is_new": not any(optimizer.state.values()), "groups": groups}
+        name = (
+            kind.__name__
+            if kind.__module__.startswith("torch.optim.")
+            else f"{kind.__module__}.{kind.__name__}"
+        )
+        self.values["optimizer"] = {
+            "class": name,
+            "is_new": not any(optimizer.state.values()),
+            "groups": groups,
+        }
         self.values["types"] = sorted(self.types)
 
     def take_gradients(self) -> None:

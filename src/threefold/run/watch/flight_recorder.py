@@ -22,7 +22,11 @@ def begun() -> dict[str, int]:
         try:
             ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
             found[f"{ranks}/{group.group_name}"] = group._get_sequence_number_for_group()
-        except (RuntimeError, ValueError, KeyError) as error:  # it is being made, or ends, or counts nothing
+        except (
+            RuntimeError,
+            ValueError,
+            KeyError,
+        ) as error:  # it is being made, or ends, or counts nothing
             log.info("watchdog: %s", error)
     return found
 
@@ -32,11 +36,16 @@ def keep(folder: Path, rank: int) -> None:
 
     In a thread of its own: it waits for a lock that a stuck driver may hold.
     """
-    threading.Thread(target=_keep, args=(folder, rank), name="flight recorder", daemon=True).start()
+    threading.Thread(
+        target=_keep, args=(folder, rank), name="flight recorder", daemon=True
+    ).start()
 
 
 def _keep(folder: Path, rank: int) -> None:
-    dump = next((found for name in _RECORDERS if (found := getattr(_distributed_c10d, name, None))), None)
+    dump = next(
+        (found for name in _RECORDERS if (found := getattr(_distributed_c10d, name, None))),
+        None,
+    )
     if dump is None:
         return
     try:

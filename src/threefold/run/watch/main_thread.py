@@ -31,7 +31,10 @@ _BACKWARD = "_engine_run_backward"
 _LOOP, _RANK = os.path.join("training", "loop.py"), os.path.join("run", "rank.py")
 _SAVER = os.path.join("checkpoint", "saver.py")
 # What is compiled passes through these; code that only runs beside it passes through others of their packages.
-_COMPILERS = (os.path.join("_dynamo", "convert_frame.py"), os.path.join("_inductor", "compile_fx.py"))
+_COMPILERS = (
+    os.path.join("_dynamo", "convert_frame.py"),
+    os.path.join("_inductor", "compile_fx.py"),
+)
 # Each module of a model adds three such frames, which show nothing.
 _PASSING_ON = os.path.join("torch", "nn", "modules", "module.py")
 _MOST_SHOWN = 24
@@ -41,7 +44,9 @@ _IDLE_BELOW = 0.05
 _WAITS_FOR_OTHERS = {
     "x86_64": frozenset(("202", "449", "7", "271", "23", "270", "232", "281", "45", "47")),
     "aarch64": frozenset(("98", "449", "73", "72", "22", "207", "212")),
-}.get(platform.machine(), frozenset(map(str, range(1024))))  # not known: nothing is said to be blocked
+}.get(
+    platform.machine(), frozenset(map(str, range(1024)))
+)  # not known: nothing is said to be blocked
 # As faulthandler writes them.
 _THREAD, _CALL = (
     re.compile(r"(?:Thread|Current thread) 0x([0-9a-f]+) "),
@@ -62,7 +67,11 @@ class MainThread:
 
     def __init__(self) -> None:
         self._ident, self._number = threading.get_ident(), threading.get_native_id()
-        self._clock = time.pthread_getcpuclockid(self._ident) if hasattr(time, "pthread_getcpuclockid") else None
+        self._clock = (
+            time.pthread_getcpuclockid(self._ident)
+            if hasattr(time, "pthread_getcpuclockid")
+            else None
+        )
 
         self._asked = time.monotonic(), self.cpu_s()
 
@@ -77,7 +86,15 @@ class MainThread:
     def stack(self) -> str:
         """Its calls from the training loop, or from the start of the rank, on; the innermost is the last."""
         calls = [traceback.FrameSummary(*call) for call in reversed(self._calls())]
-        begin = next((n for name in (_LOOP, _RANK) for n, c in enumerate(calls) if c.filename.endswith(name)), 0)
+        begin = next(
+            (
+                n
+                for name in (_LOOP, _RANK)
+                for n, c in enumerate(calls)
+                if c.filename.endswith(name)
+            ),
+            0,
+        )
         shown = [call for call in calls[begin:] if not call.filename.endswith(_PASSING_ON)]
         shown = shown[:1] + shown[1:][-_MOST_SHOWN:]
         return "".join(traceback.format_list(shown)).rstrip()
@@ -141,7 +158,11 @@ class MainThread:
         threads = _calls_of_threads()
         own = threads.get(self._ident, [])
         if any(call.filename.endswith(_SAVER) for call in own[: _INNERMOST + 1]):
-            saves = (thread.ident for thread in threading.enumerate() if thread.name.startswith("threefold-save-"))
+            saves = (
+                thread.ident
+                for thread in threading.enumerate()
+                if thread.name.startswith("threefold-save-")
+            )
             return next((threads[ident] for ident in saves if ident in threads), own)
         return own
 

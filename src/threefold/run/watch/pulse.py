@@ -59,7 +59,10 @@ class Pulse:
         """Args:
         path: of memory that another process keeps (`Witness`); None: of its own.
         """
-        self._file, self._stack = os.open(path, os.O_RDWR) if path else _memory(), os.memfd_create("threefold-stack")
+        self._file, self._stack = (
+            os.open(path, os.O_RDWR) if path else _memory(),
+            os.memfd_create("threefold-stack"),
+        )
         self._memory = mmap.mmap(self._file, _SIZE)
         if _ASKS is not None:
             faulthandler.register(_ASKS, file=self._stack, all_threads=False)
@@ -71,13 +74,19 @@ class Pulse:
             return None
         try:
             return cls(path)
-        except (OSError, RuntimeError, ValueError) as error:  # no such memory, or no such signal, in this container
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # no such memory, or no such signal, in this container
             log.warning("watchdog: no pulse: %s", error)
             return None
 
     def tell(self, place: Phase) -> None:
         """The place of this rank; called by its main thread at each phase."""
-        _PLACE.pack_into(self._memory, _BEAT.size, place.number, place.step, place.name.encode()[:48])
+        _PLACE.pack_into(
+            self._memory, _BEAT.size, place.number, place.step, place.name.encode()[:48]
+        )
 
     def beat(self, number: int) -> None:
         """A sign of life; called by another thread, about once a second."""
@@ -88,7 +97,13 @@ class Pulse:
         """Where other processes of this host find it."""
         process = os.getpid()
         started = state_of(f"/proc/{process}")[1]
-        return {"here": _here(), "process": process, "since": started, "file": self._file, "stack": self._stack}
+        return {
+            "here": _here(),
+            "process": process,
+            "since": started,
+            "file": self._file,
+            "stack": self._stack,
+        }
 
     def close(self) -> None:
         """Nobody reads it any more."""
@@ -165,7 +180,9 @@ class Peer:
         while not (answer := self._read()[before:]).endswith("\n") and time.monotonic() < until:
             time.sleep(0.02)
         calls = _FRAME.findall(answer)
-        return "\n".join(f'  File "{path}", line {line}, in {name}' for path, line, name in reversed(calls))
+        return "\n".join(
+            f'  File "{path}", line {line}, in {name}' for path, line, name in reversed(calls)
+        )
 
     def _read(self) -> str:
         try:
@@ -176,10 +193,18 @@ class Peer:
     def _listens(self) -> bool:
         """Whether the process has a handler for the signal: it would end one that has none."""
         try:
-            caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(self._folder, "status").read_text(), re.MULTILINE)
+            caught = re.search(
+                r"^SigCgt:\s*([0-9a-f]+)$",
+                Path(self._folder, "status").read_text(),
+                re.MULTILINE,
+            )
         except OSError:
             return False
-        return caught is not None and _ASKS is not None and bool(int(caught[1], 16) >> (_ASKS - 1) & 1)
+        return (
+            caught is not None
+            and _ASKS is not None
+            and bool(int(caught[1], 16) >> (_ASKS - 1) & 1)
+        )
 
     def _twice(self, layout: struct.Struct, at: int) -> tuple[Any, ...]:
         """What stands there, read again if it is being written."""
@@ -235,7 +260,10 @@ class Witness:
 
     def ended(self, rank: int, code: int, error: str) -> None:
         """A start is over, because a rank (-1: all) has ended with an exit code, or a signal (below 0)."""
-        how, places = "exit" if code > 0 else "signal", [_place(os.pread(file, _SIZE, 0)) for file in self._files]
+        how, places = (
+            "exit" if code > 0 else "signal",
+            [_place(os.pread(file, _SIZE, 0)) for file in self._files],
+        )
         if code - 128 in STOPS:  # the others wait for the one that is behind
             how, code = "asked", code - 128
             rank = min(range(len(places)), key=lambda each: places[each].number, default=rank)
@@ -246,7 +274,14 @@ class Witness:
             how = "memory"
         host = environment.current().host
         ending = Ending(
-            how, (rank,) if rank >= 0 else (), host, abs(code), place.name, place.step, error=error, memory_kills=kills
+            how,
+            (rank,) if rank >= 0 else (),
+            host,
+            abs(code),
+            place.name,
+            place.step,
+            error=error,
+            memory_kills=kills,
         )
         self._journal.end(ending)
         self._known = len(self._journal.endings())

@@ -69,11 +69,17 @@ class Report:
     def place(self) -> str:
         if not self.step:
             return f"in {self.phase}, before its first step"
-        return f"in {self.phase}{', after' if self.phase == CLOSING else ' of'} step {self.step}"
+        return (
+            f"in {self.phase}{', after' if self.phase == CLOSING else ' of'} step {self.step}"
+        )
 
     def waits_for(self, other: Report) -> bool:
         """Whether it has begun a collective of a group that the other is in, and has not begun."""
-        return any(count > other.begun[group] for group, count in self.begun.items() if group in other.begun)
+        return any(
+            count > other.begun[group]
+            for group, count in self.begun.items()
+            if group in other.begun
+        )
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,11 @@ class Stall:
         Before the first step a rank may take long with what the others wait for over the store, which has no limit:
         it ends if that rank cannot continue, or if a rank waits in a collective, which has one.
         """
-        lost = (s.report for s in self.late if s.report.step or s.report.state not in (HELD, UNINTERRUPTIBLE))
+        lost = (
+            s.report
+            for s in self.late
+            if s.report.step or s.report.state not in (HELD, UNINTERRUPTIBLE)
+        )
         if self.missing or any(report.rank in self.silent for report in lost):
             return True
         if any(seen.report.step for seen in self.late):
@@ -143,7 +153,15 @@ class Stall:
         ranks = (*(seen.report.rank for seen in self.late), *self.missing)
         first = self.late[0].report if self.late else Report(0, "", 0, 0, 0, "rendezvous")
         how = "worker" if self._waits_for_worker else "stall"
-        return Ending(how, ranks, first.host, phase=first.phase, step=first.step, error=error, at=first.stack)
+        return Ending(
+            how,
+            ranks,
+            first.host,
+            phase=first.phase,
+            step=first.step,
+            error=error,
+            at=first.stack,
+        )
 
     def text(self) -> str:
         """Returns the complete report: the late ranks with their stacks, and where the others wait."""
@@ -151,7 +169,10 @@ class Stall:
         places: dict[str, list[int]] = {}
         for seen in self.waiting:
             places.setdefault(seen.report.place(), []).append(seen.report.rank)
-        lines += [f"  {ranks_text(ranks)} wait{'s' * (len(ranks) == 1)} {place}" for place, ranks in places.items()]
+        lines += [
+            f"  {ranks_text(ranks)} wait{'s' * (len(ranks) == 1)} {place}"
+            for place, ranks in places.items()
+        ]
         for seen in self._with_stacks:
             lines.append(f"  rank {seen.report.rank} is at (the innermost call is the last):")
             lines += [f"    {line}" for line in seen.report.stack.splitlines()]
@@ -161,17 +182,23 @@ class Stall:
         """Where the cause is to be found."""
         if self._waits_for_worker:
             return (
-                "its loader waits for a worker process (data.num_workers): look for one that is stopped, or a slow disk"
+                "its loader waits for a worker process (data.num_workers): look for one "
+                "that is stopped, or a slow disk"
             )
         if self._with_stacks:
             return "see the stack above for what the late rank is doing"
         if any(seen.report.state == STOPPED for seen in self.late):
             return "look for what stopped that process: a debugger, a terminal (Ctrl-Z), a scheduler that suspends jobs"
-        return "look at that rank's process and host: its last lines, dmesg, the scheduler's log"
+        return (
+            "look at that rank's process and host: its last lines, dmesg, the scheduler's log"
+        )
 
     @property
     def _waits_for_worker(self) -> bool:
-        return any("dataloader.py" in seen.report.stack and "_get_data" in seen.report.stack for seen in self.late)
+        return any(
+            "dataloader.py" in seen.report.stack and "_get_data" in seen.report.stack
+            for seen in self.late
+        )
 
     @property
     def _with_stacks(self) -> list[Seen]:
@@ -179,11 +206,14 @@ class Stall:
         return [
             s
             for s in self.late[:_MOST_DESCRIBED]
-            if s.report.stack and (s.report.rank not in self.silent or s.report.state not in told)
+            if s.report.stack
+            and (s.report.rank not in self.silent or s.report.state not in told)
         ]
 
 
-def find(ranks: Mapping[int, Seen], *, world_size: int, stall_s: float, silent_s: float) -> Stall | None:
+def find(
+    ranks: Mapping[int, Seen], *, world_size: int, stall_s: float, silent_s: float
+) -> Stall | None:
     """Returns the stall that these ranks are in, or None if all make progress.
 
     Args:

@@ -71,7 +71,13 @@ class Watchdog:
     """
 
     def __init__(
-        self, rank: int, *, stall_s: float, timeout_s: float, program: bool = False, pulse: str | None = None
+        self,
+        rank: int,
+        *,
+        stall_s: float,
+        timeout_s: float,
+        program: bool = False,
+        pulse: str | None = None,
     ) -> None:
         """Args:
         stall_s: time without progress after which the late rank is named, once per stall.
@@ -115,7 +121,11 @@ class Watchdog:
             self._pulse.beat(self._beat)
             self.progress.mirror = self._pulse.tell
         self._meet(store)
-        for work in (partial(self._report, store.clone()), partial(self._look, store.clone()), self._sample):
+        for work in (
+            partial(self._report, store.clone()),
+            partial(self._look, store.clone()),
+            self._sample,
+        ):
             self._threads.append(threading.Thread(target=work, name="watchdog", daemon=True))
             self._threads[-1].start()
 
@@ -130,7 +140,9 @@ class Watchdog:
         if self.store is None:
             return
         pause, key = 0.001, f"{_PREFIX}/left"
-        with contextlib.suppress(RuntimeError):  # rank 0 kept the store, and has left because all others had
+        with contextlib.suppress(
+            RuntimeError
+        ):  # rank 0 kept the store, and has left because all others had
             self.store.add(key, 1)
             while self.store.add(key, 0) < len(self._hosts):
                 time.sleep(pause)
@@ -147,7 +159,9 @@ class Watchdog:
 
     def speaks_for_its_host(self, after: float = 1.0) -> bool:
         """Whether no lower rank of this host lives (`after`: so many times `_silent_s`), or has told a reason."""
-        return not self.told_by_another() and all(peer.silenced_by(after * self._silent_s) for peer in self._lower())
+        return not self.told_by_another() and all(
+            peer.silenced_by(after * self._silent_s) for peer in self._lower()
+        )
 
     def told_by_another(self) -> bool:
         """Whether a lower rank of this host has failed with a reason, which it has told."""
@@ -168,8 +182,14 @@ class Watchdog:
 
     def gone(self) -> dict[int, Phase]:
         """Where the ranks of this host were whose process is gone, and has told nothing."""
-        gone = {rank: peer.place for rank, peer in self._peers.items() if peer.silenced_by(math.inf) == stall.GONE}
-        return {rank: place for rank, place in gone.items() if place.name not in ("failure", "left")}
+        gone = {
+            rank: peer.place
+            for rank, peer in self._peers.items()
+            if peer.silenced_by(math.inf) == stall.GONE
+        }
+        return {
+            rank: place for rank, place in gone.items() if place.name not in ("failure", "left")
+        }
 
     def _lower(self) -> list[Peer]:
         return [peer for rank, peer in self._peers.items() if rank < self._rank]
@@ -185,7 +205,9 @@ class Watchdog:
             if (place.number, self.progress.ticks) != moved:
                 since, moved = now, (place.number, self.progress.ticks)
             still_s, idle = now - since, self._main.was_idle()
-            report = self._as_it_is(place, still=still_s > self._stall_s * _STACK_FROM, idle=idle)
+            report = self._as_it_is(
+                place, still=still_s > self._stall_s * _STACK_FROM, idle=idle
+            )
             if still_s > self._stall_s and place.number != kept and self.folder is not None:
                 kept = place.number
                 flight_recorder.keep(self.folder, self._rank)
@@ -196,7 +218,9 @@ class Watchdog:
                 if self._judge == self._rank:
                     unheard = {rank for rank in unheard if not store.check([keys[rank]])}
                     heard = [key for rank, key in enumerate(keys) if rank not in unheard]
-                    self._hear([Report.from_json(text) for text in store.multi_get(heard)], store)
+                    self._hear(
+                        [Report.from_json(text) for text in store.multi_get(heard)], store
+                    )
                 elif still_s > self._stall_s and store.check([f"{_PREFIX}/end"]):
                     os._exit(EXIT_FAILED)  # the judge has reported why
                 self._reached_at = time.monotonic()
@@ -208,7 +232,9 @@ class Watchdog:
         """Until the next beat, tells now and then where this rank is: it may not come to another."""
         until = time.monotonic() + self._every_s
         pause = max(_PLACE_EVERY_S, len(self._hosts) / _PLACES_A_SECOND)
-        while (left := until - time.monotonic()) > 0 and not self._stopped.wait(min(left, pause)):
+        while (left := until - time.monotonic()) > 0 and not self._stopped.wait(
+            min(left, pause)
+        ):
             if left > pause and (place := self.progress.place).number != report.number:
                 report = replace(self._at(place), beat=self._beat, ticks=report.ticks)
                 with contextlib.suppress(RuntimeError):
@@ -234,9 +260,14 @@ class Watchdog:
 
     def _meet(self, store: Any) -> None:
         """Tells the other ranks of this host where the pulse of this one is, and finds theirs."""
-        here = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[self._rank]]
+        here = [
+            rank for rank, host in enumerate(self._hosts) if host == self._hosts[self._rank]
+        ]
         keys = {rank: f"{_PREFIX}/pulse/{rank}" for rank in here}
-        store.set(keys.pop(self._rank), json.dumps(self._pulse.address if self._pulse is not None else None))
+        store.set(
+            keys.pop(self._rank),
+            json.dumps(self._pulse.address if self._pulse is not None else None),
+        )
         with contextlib.suppress(RuntimeError):  # one of them is frozen already
             store.wait(list(keys.values()), timedelta(seconds=_MEET_WITHIN_S))
         for rank, key in keys.items():
@@ -248,10 +279,19 @@ class Watchdog:
         for rank, peer in self._peers.items():
             state = peer.silenced_by(_EARLIER * self._silent_s)
             if state and self.speaks_for_its_host(_EARLIER):
-                store.set(f"{_PREFIX}/instead/{rank}", self._seen_here(rank, peer, state).to_json())
+                store.set(
+                    f"{_PREFIX}/instead/{rank}", self._seen_here(rank, peer, state).to_json()
+                )
 
     def _seen_here(self, rank: int, peer: Peer, state: str) -> Report:
-        report = Report(rank, self._hosts[rank], peer.process, *peer.place, beat=peer.last_beat[1], state=state)
+        report = Report(
+            rank,
+            self._hosts[rank],
+            peer.process,
+            *peer.place,
+            beat=peer.last_beat[1],
+            state=state,
+        )
         stack = peer.stack() if state == stall.HELD else ""
         return replace(report, stack=stack, kernel=peer.where_in_the_kernel() or "the kernel")
 
@@ -268,7 +308,9 @@ class Watchdog:
         pause_s, now = _SAMPLE_EVERY_S, (time.monotonic(), main.ready_s(), core_wait_s())
         while not self._stopped.wait(pause_s):
             before, now = now, (time.monotonic(), main.ready_s(), core_wait_s())
-            passed_s, ready_s, waited_s = (new - old for new, old in zip(now, before, strict=True))
+            passed_s, ready_s, waited_s = (
+                new - old for new, old in zip(now, before, strict=True)
+            )
             progress = self.progress
             if self._pulse is not None:
                 self._pulse.beat(self._beat)
@@ -279,7 +321,9 @@ class Watchdog:
                     progress.blocked_s += passed_s
             for rank in beside:
                 looks[f"looks/{rank}"] += 1
-                looks[f"stopped/{rank}"] += self._peers[rank].silenced_by(math.inf) == stall.STOPPED
+                looks[f"stopped/{rank}"] += (
+                    self._peers[rank].silenced_by(math.inf) == stall.STOPPED
+                )
             if now[0] - read_at >= _REPORT_EVERY_S:
                 read_at, progress.counted = now[0], counters() | looks
             # At uneven times: what stops a process may do it as often as it is looked at.
@@ -304,10 +348,14 @@ class Watchdog:
         for report in reports:
             before, moved_at, alive_at = seen.get(report.rank, (report, now, now))
             if report.beat != before.beat:
-                back = now - alive_at > self._silent_s  # it was frozen, and has hardly had the time to move
+                back = (
+                    now - alive_at > self._silent_s
+                )  # it was frozen, and has hardly had the time to move
                 moved = (report.number, report.ticks) != (before.number, before.ticks)
                 alive_at, moved_at = now, now if back or moved else moved_at
-            if now - alive_at > self._silent_s and store.check([key := f"{_PREFIX}/instead/{report.rank}"]):
+            if now - alive_at > self._silent_s and store.check(
+                [key := f"{_PREFIX}/instead/{report.rank}"]
+            ):
                 instead = Report.from_json(store.get(key))
                 # The last beat may have reached one of both only; of an older one it has recovered.
                 if abs(instead.beat - report.beat) <= 1:
@@ -320,22 +368,31 @@ class Watchdog:
         looked_at = time.monotonic()
         while not self._stopped.wait(self._every_s):
             before, looked_at = looked_at, time.monotonic()
-            if looked_at - before > self._silent_s:  # this process itself was stopped: it knows nothing of that time
+            if (
+                looked_at - before > self._silent_s
+            ):  # this process itself was stopped: it knows nothing of that time
                 self._seen, self._reached_at, self._found = {}, looked_at, None
                 continue
             away_s = looked_at - self._reached_at
             try:
                 if away_s > self._stall_s:
                     self._cut_off(away_s)
-                elif self._judge == self._rank and away_s <= self._silent_s:  # a store that is gone may not answer
+                elif (
+                    self._judge == self._rank and away_s <= self._silent_s
+                ):  # a store that is gone may not answer
                     self._name_the_late(store)
             except RuntimeError as error:
                 log.warning("watchdog: %s", error)
 
     def _name_the_late(self, store: Any) -> None:
         now = time.monotonic()
-        ranks = {rank: Seen(report, now - moved, now - alive) for rank, (report, moved, alive) in self._seen.items()}
-        found = stall.find(ranks, world_size=len(self._hosts), stall_s=self._stall_s, silent_s=self._silent_s)
+        ranks = {
+            rank: Seen(report, now - moved, now - alive)
+            for rank, (report, moved, alive) in self._seen.items()
+        }
+        found = stall.find(
+            ranks, world_size=len(self._hosts), stall_s=self._stall_s, silent_s=self._silent_s
+        )
         # A report may be as old as the time between two looks: another rank has gone on, and this one has too.
         before, self._found = self._found, found.key if found is not None else None
         if found is None or found.key != before or self._stopped.is_set():
@@ -346,12 +403,16 @@ class Watchdog:
             _print(found.text())
         if (found.still_s > self._timeout_s and found.ends) or self.overdue():
             if self.mesh is not None and self.mesh.store is not None:
-                self.mesh.store.clone().add(FAILURES, 1)  # the other ranks need not report the errors that follow
+                self.mesh.store.clone().add(
+                    FAILURES, 1
+                )  # the other ranks need not report the errors that follow
             if store.add(f"{_PREFIX}/told/end", 1) == 1:
                 _print(text := str(self._end(found.headline(), found.what_to_look_at())))
                 self.note(found.ending(text))
             store.set(f"{_PREFIX}/end", b"1")
-            time.sleep(_HEARD_WITHIN_BEATS * self._every_s)  # rank 0 may host the store: let the others read this first
+            time.sleep(
+                _HEARD_WITHIN_BEATS * self._every_s
+            )  # rank 0 may host the store: let the others read this first
             os._exit(EXIT_FAILED)
 
     def _cut_off(self, away_s: float) -> None:
@@ -367,19 +428,26 @@ class Watchdog:
                 _print(text := str(self._end(what, at)))
                 (_, step, phase), host = self.progress.place, self._hosts[self._rank]
                 lost = Ending("lost", (self._rank,), host, 0, phase, step, error=text)
-                self._note(lost if silent is None else silent.ending(text))  # the store may not answer
+                self._note(
+                    lost if silent is None else silent.ending(text)
+                )  # the store may not answer
             self.progress.enter("failure")
             os._exit(EXIT_FAILED)
 
     def _silent_keeper(self, away_s: float) -> stall.Stall | None:
         """Rank 0, if this host sees what keeps it silent."""
-        if (keeper := self._peers.get(0)) is None or not (state := keeper.silenced_by(self._silent_s)):
+        if (keeper := self._peers.get(0)) is None or not (
+            state := keeper.silenced_by(self._silent_s)
+        ):
             return None
         report, quiet_s = self._seen_here(0, keeper, state), keeper.last_beat[0]
         return stall.Stall((Seen(report, quiet_s, quiet_s),), (), (), (0,), away_s)
 
     def _without_store(self, away_s: float) -> str:
-        here, gone = self._at(self.progress.place), "the process that keeps it, rank 0's or the launcher's, is gone"
+        here, gone = (
+            self._at(self.progress.place),
+            "the process that keeps it, rank 0's or the launcher's, is gone",
+        )
         where = f"rank {here.rank} of host {here.host}, {here.place()}"
         return f"{where}, has not reached the run's store for {away_s:.0f} s: this host is cut off, or {gone}"
 
@@ -397,4 +465,6 @@ class Watchdog:
 
 def _print(text: str) -> None:
     log.error("%s", text)
-    print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write, which other ranks cannot split
+    print(
+        f"{text}\n", end="", file=sys.stderr, flush=True
+    )  # one write, which other ranks cannot split

@@ -23,7 +23,9 @@ def counters() -> dict[str, float]:
         found["stolen_s"] = int(stolen[1]) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
     for folder in cgroup_folders("cpu"):
         # Of version 2 in microseconds, of version 1 in nanoseconds; a quota may be that of a cgroup around its own.
-        if (throttled := line_of(folder / "cpu.stat", r"^throttled_(usec|time) (\d+)")) is not None:
+        if (
+            throttled := line_of(folder / "cpu.stat", r"^throttled_(usec|time) (\d+)")
+        ) is not None:
             throttled_s = int(throttled[2]) / (1e6 if throttled[1] == "usec" else 1e9)
             found["throttled_s"] = max(throttled_s, found.get("throttled_s", 0.0))
     return found

@@ -84,7 +84,7 @@ def _run_timed(train: list[str]) -> int:
     """Runs one rank, with a clock around the audit's calls."""
     from threefold.__main__ import main as command
     from threefold.audit.compare import Audit
-    from threefold.training.kept_rows import KeptRows
+    from threefold.training.row_losses import KeptRows
 
     spent: dict[str, list[tuple[float, float]]] = {"observe": [], "check": [], "after": []}
 

@@ -167,7 +167,7 @@ def fitting(row: Row) -> Row:
     from threefold.plan.accelerators import of_memory
     from threefold.plan.fit import estimate_of
     from threefold.plan.peak import host_bytes, peak
-    from threefold.run.room import room_here
+    from threefold.run.local_rank_limit import room_here
 
     if not torch.cuda.is_available():
         return row

@@ -24,8 +24,8 @@ from threefold.config.loading import validate
 from threefold.mesh.topology import resolve
 from threefold.model import data_parallel, load
 from threefold.model.collectives import local_part
-from threefold.plan.live import LiveTensors
-from threefold.run.traced import trace
+from threefold.plan.live_tensors import LiveTensors
+from threefold.run.plan_trace import trace
 
 _LLAMA = {
     "model_type": "llama",

@@ -38,7 +38,7 @@ from threefold.data.rows.concat import ConcatRows
 from threefold.data.rows.known_rows import blocks_of, parts_of
 from threefold.data.sampling.loader import TokenLoader
 from threefold.data.store.hash_cache import known
-from threefold.data.store.resolve import store_prefix
+from threefold.data.store.open_source import store_prefix
 from threefold.data.store.store import TokenStore
 from threefold.places.prefetch import Ahead
 

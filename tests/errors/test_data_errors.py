@@ -19,11 +19,11 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, models
 
+from threefold.data.rows.best_fit import PaddedRows
 from threefold.data.rows.packing import Packing, open_rows
-from threefold.data.rows.padded import PaddedRows
 from threefold.data.store import parts
+from threefold.data.store.open_source import open_store, open_text
 from threefold.data.store.prepare import prepare
-from threefold.data.store.resolve import open_store, open_text
 from threefold.data.store.store import TokenStore
 from threefold.data.store.writer import StoreWriter
 from threefold.data.text.listing import KINDS

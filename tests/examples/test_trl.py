@@ -13,7 +13,7 @@ import pytest
 
 from ranks.runs import command, metrics
 from threefold.data.rows.packing import Packing
-from threefold.data.store.resolve import open_store
+from threefold.data.store.open_source import open_store
 from threefold.data.text.source import Source
 from threefold.data.tokens import load_tokenizer
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function
 
 from threefold.model.context_parallel import kernels
-from threefold.model.context_parallel.attention import BatchMasks, Mask, attend
 from threefold.model.context_parallel.kernels import DocumentLengths
+from threefold.model.context_parallel.local_attention import BatchMasks, Mask, attend
 
 pytestmark = [
     pytest.mark.gpu,

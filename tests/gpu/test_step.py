@@ -85,7 +85,7 @@ def _kept(folder: str, device: str) -> tuple[float, float]:
     from threefold.model import load
     from threefold.model.build import build
     from threefold.optim.build import build_optimizer
-    from threefold.training.kept_rows import KeptRows
+    from threefold.training.row_losses import KeptRows
     from threefold.training.step import TrainStep, mean_loss
 
     mesh = init_mesh(device=device)

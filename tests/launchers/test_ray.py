@@ -13,7 +13,7 @@ import pytest
 from launchers.sagemaker import PYTHON, ROOT
 from ranks.runs import command, curve, prepare
 from threefold.config.loading import load
-from threefold.config.text import dump
+from threefold.config.yaml_text import dump
 
 RAY = list((ROOT / ".venv-launchers" / "lib").glob("python*/site-packages/ray"))
 pytestmark = [

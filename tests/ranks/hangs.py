@@ -271,7 +271,7 @@ _PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "optimizer": _before("threefold.training.step:TrainStep", "_update"),
     "compile": _in_compiler,
     "evaluation": _before("threefold.training.loop", "eval_metrics"),
-    "save": _before("threefold.run.resume:Checkpointer", "save"),
+    "save": _before("threefold.run.checkpointer:Checkpointer", "save"),
     "writing": _before("threefold.checkpoint.saver:Saver", "_write"),
     "closing": _before("threefold.mesh.mesh:Mesh", "close"),
 }

@@ -17,8 +17,8 @@ def held_and_sent(
     from threefold.model import load
     from threefold.model.build import build
     from threefold.optim.build import build_optimizer
-    from threefold.plan.live import LiveTensors
-    from threefold.run.traced import SentBytes
+    from threefold.plan.live_tensors import LiveTensors
+    from threefold.run.plan_trace import SentBytes
     from threefold.training.step import TrainStep
 
     mesh, found = init_mesh(**sizes, device="cpu"), []

@@ -52,8 +52,8 @@ class Miniature:
         from threefold.optim.build import build_optimizer
         from threefold.optim.ema import Ema
         from threefold.run import assemble, request
+        from threefold.run.checkpointer import Checkpointer, undamaged
         from threefold.run.folder import RunFolder, open_run
-        from threefold.run.resume import Checkpointer, undamaged
         from threefold.training.forward import warm_up_buckets
         from threefold.training.step import TrainStep
 

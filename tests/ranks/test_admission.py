@@ -34,7 +34,7 @@ NARROW = {**LLAMA, "dtype": "bfloat16"}
 def drop_the_mask() -> None:
     import torch
 
-    from threefold.model.context_parallel.attention import BatchMasks
+    from threefold.model.context_parallel.local_attention import BatchMasks
 
     def everything(masks: BatchMasks, batch_size: int, **kwargs: Any) -> Any:
         return torch.ones(1, 1, len(masks.queries), len(masks.keys), dtype=torch.bool)
@@ -45,7 +45,7 @@ def drop_the_mask() -> None:
 def forget_documents() -> None:
     import dataclasses
 
-    from threefold.model.context_parallel.attention import BatchMasks
+    from threefold.model.context_parallel.local_attention import BatchMasks
 
     mask = BatchMasks.mask
 
@@ -130,9 +130,9 @@ def _enter(context: Any) -> Any:
 def untie_the_head() -> None:
     import torch
 
-    from threefold.model import storage
+    from threefold.model import weight_loading
 
-    fill = storage.fill
+    fill = weight_loading.fill
 
     def untied(model: Any, *args: Any, **kwargs: Any) -> None:
         fill(model, *args, **kwargs)
@@ -140,7 +140,7 @@ def untie_the_head() -> None:
             model.lm_head.weight.detach().clone()
         )
 
-    storage.fill = untied  # type: ignore[assignment]
+    weight_loading.fill = untied  # type: ignore[assignment]
 
 
 def leak_rows() -> None:

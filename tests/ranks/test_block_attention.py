@@ -121,7 +121,7 @@ def _made(kernel: str, settings: dict[str, Any]) -> tuple[int, int, bool]:
 
     from threefold.mesh.mesh import init_mesh
     from threefold.model.build import build
-    from threefold.model.context_parallel.attention import BatchMasks
+    from threefold.model.context_parallel.local_attention import BatchMasks
     from threefold.optim.build import build_optimizer
     from threefold.training.evaluation import EvalStep
     from threefold.training.step import TrainStep

@@ -106,7 +106,7 @@ def both(cases: list[dict[str, Any]]) -> list[tuple[Any, float, Any]]:
     from threefold.plan.peak import peak
     from threefold.plan.setup import checked
     from threefold.plan.traffic import traffic
-    from threefold.run.traced import trace
+    from threefold.run.plan_trace import trace
 
     found = []
     for values in cases:
@@ -214,11 +214,11 @@ def rows_chosen() -> tuple[int | str, int | None, str]:
     from threefold.config.loading import validate
     from threefold.mesh.mesh import init_mesh
     from threefold.model import load
-    from threefold.run import fits
+    from threefold.run import memory_check
     from threefold.run.request import Asked
 
     mesh = init_mesh(dp=2, device="cpu")
-    fits.memory_here = lambda mesh: (6 * 10**9 - 4 * 10**9 * mesh.rank, 0)
+    memory_check.memory_here = lambda mesh: (6 * 10**9 - 4 * 10**9 * mesh.rank, 0)
     config = validate(
         _values(_SMALL, {"dp": 2}, "none", dtype="float32", seq_len=1024, rows=64, batches=1)
     )
@@ -226,7 +226,7 @@ def rows_chosen() -> tuple[int | str, int | None, str]:
         update={"train": config.train.model_copy(update={"micro_batch": "auto"})}
     )
     asked: Any = Asked(config, None, load.read_config(config.model))  # type: ignore[arg-type]
-    found = fits.fitted(asked, mesh)
+    found = memory_check.fitted(asked, mesh)
     return found.asked.config.train.micro_batch, found.asked.estimated_bytes, found.said[0][0]
 
 

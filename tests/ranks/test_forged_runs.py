@@ -21,8 +21,8 @@ from threefold.checkpoint.shards import Index
 from threefold.config.loading import load
 from threefold.errors import CheckpointError, DataError, ThreefoldError
 from threefold.export.model_folder import described
-from threefold.run import choice
-from threefold.run.resume import rate_of
+from threefold.run import resume_choice
+from threefold.run.checkpointer import rate_of
 
 pytestmark = pytest.mark.ranks
 
@@ -215,7 +215,7 @@ def taken(run: Path) -> Any:
     identity = Identity.read(run)
     Journal(run).lines()
     return (
-        choice.of(asked, run),
+        resume_choice.of(asked, run),
         changed,
         CheckpointFolder(run).best(),
         identity and (identity.id, identity.origin),

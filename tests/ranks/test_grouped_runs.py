@@ -69,8 +69,8 @@ def cut_and_whole(sizes: tuple[int, int, int, int], prefix: str) -> Any:
     from threefold.data.rows.packing import Packing
     from threefold.data.sampling.loader import TokenLoader
     from threefold.data.store.store import TokenStore
+    from threefold.mesh.divisibility import shared_length
     from threefold.mesh.mesh import init_mesh
-    from threefold.mesh.shares import shared_length
     from threefold.model import load
     from threefold.model.build import build
     from threefold.optim.build import build_optimizer

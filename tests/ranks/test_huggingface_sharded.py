@@ -161,7 +161,7 @@ def _step(model: Any, optimizer: Any) -> None:
 
 
 def _whole(model: Any, optimizer: Any) -> dict[str, Any]:
-    from threefold.integrations.huggingface.state import _tensors
+    from threefold.integrations.huggingface.trainer_checkpoint import _tensors
 
     state = _tensors(model, optimizer)
     return {
@@ -174,7 +174,7 @@ def _every_optimizer(
     sources: list[str], folder: str, before: dict[str, int], after: dict[str, int]
 ) -> list[str]:
     """Saves after two steps on one mesh, loads on another; names what came back with other values."""
-    from threefold.integrations.huggingface.state import load_shards, save_shards
+    from threefold.integrations.huggingface.trainer_checkpoint import load_shards, save_shards
 
     wrong = []
     for source in sources:
@@ -223,7 +223,7 @@ def test_state_of_every_optimizer_comes_back(
 
 
 def _saved(source: str, folder: str, sizes: dict[str, int]) -> None:
-    from threefold.integrations.huggingface.state import save_shards
+    from threefold.integrations.huggingface.trainer_checkpoint import save_shards
 
     model, optimizer = _loaded(source, sizes)
     _step(model, optimizer)
@@ -233,7 +233,7 @@ def _saved(source: str, folder: str, sizes: dict[str, int]) -> None:
 def _refused(source: str, folders: list[str], sizes: dict[str, int]) -> list[str]:
     """What loading each folder says; the model must stay as it is."""
     from threefold.errors import CheckpointError
-    from threefold.integrations.huggingface.state import load_shards
+    from threefold.integrations.huggingface.trainer_checkpoint import load_shards
 
     model, optimizer = _loaded(source, sizes)
     before, said = _whole(model, None), []

@@ -257,7 +257,7 @@ def test_a_mesh_that_is_wrong_answers_with_1() -> None:
     """What is not finite never holds, and is null for programs."""
     from threefold.jsonl import as_json
     from threefold.mesh.topology import Topology
-    from threefold.verify.comparison import Verification, answer_of
+    from threefold.verify.verdict import Verification, answer_of
 
     wrong = Verification(losses=[(float("nan"), 1.0)], norms=[(1.0, 1.0)])
     (value,) = answers(as_json(answer_of(wrong, Topology(1, 2, 1, 1))))

@@ -136,7 +136,7 @@ def test_steps_are_those_of_a_run_and_continue_from_a_checkpoint(
 
 
 def _yaml(value: Any) -> str:
-    from threefold.config.text import as_yaml
+    from threefold.config.yaml_text import as_yaml
 
     return as_yaml(value)
 

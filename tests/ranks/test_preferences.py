@@ -54,7 +54,7 @@ def write_pairs(path: Path, number: int) -> None:
 
 def rows_in(folder: Path) -> Any:
     from threefold.data.rows.packing import Packing
-    from threefold.data.store.resolve import open_store
+    from threefold.data.store.open_source import open_store
     from threefold.data.text.source import Source
     from threefold.data.tokens import load_tokenizer
 
@@ -94,7 +94,7 @@ def curve(
     import threefold
     from threefold.data.order.order import Order
     from threefold.data.sampling.loader import TokenLoader, evaluation_batches
-    from threefold.run.pairs import evaluation_of, pairs_of
+    from threefold.run.dpo import evaluation_of, pairs_of
     from threefold.training.batches import micro_batches
     from threefold.training.numbers import mean_loss, mean_measures
 

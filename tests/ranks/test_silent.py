@@ -41,8 +41,8 @@ def _compare(tmp: str, sizes: dict[str, int], values: dict[str, Any], steps: int
 
     from threefold.config.loading import validate
     from threefold.mesh.mesh import init_mesh
-    from threefold.verify.comparison import VerifyOptions
-    from threefold.verify.mesh_side import verify_on
+    from threefold.verify.rank import verify_on
+    from threefold.verify.verdict import VerifyOptions
 
     os.environ["XDG_CACHE_HOME"] = tmp
     config = validate(

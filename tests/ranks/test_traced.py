@@ -66,7 +66,7 @@ def on_ranks(
 def alone(sizes: dict[str, int], cases: list[tuple[str, str]]) -> list[Any]:
     from threefold.mesh.topology import resolve
     from threefold.model import load
-    from threefold.run.traced import trace
+    from threefold.run.plan_trace import trace
 
     found = []
     for mode, dtype in cases:
@@ -112,7 +112,7 @@ def thousand() -> Any:
     from threefold.config.loading import validate
     from threefold.mesh.topology import resolve
     from threefold.model import load
-    from threefold.run.traced import trace
+    from threefold.run.plan_trace import trace
 
     config = validate(
         {

@@ -13,7 +13,7 @@ from ranks.runs import command, prepare, torchrun
 from threefold.check.compare import Difference
 from threefold.errors import ConfigError
 from threefold.mesh.topology import Topology
-from threefold.verify.comparison import Verification, compare_runs, diagnose, group_of
+from threefold.verify.verdict import Verification, compare_runs, diagnose, group_of
 
 pytestmark = pytest.mark.ranks
 

@@ -109,7 +109,7 @@ def _steps(folder: str) -> Any:
     from threefold.config.loading import load
     from threefold.mesh.mesh import init_mesh
     from threefold.verify.bits import steps_on
-    from threefold.verify.comparison import VerifyOptions
+    from threefold.verify.verdict import VerifyOptions
 
     os.chdir(folder)
     fast = load(

@@ -16,7 +16,7 @@ from ranks.reference import compare_gradients, require
 from threefold.check.compare import LOSS, compare_number
 from threefold.check.reference import forward_backward, gradients_of
 from threefold.mesh.mesh import Mesh, init_mesh
-from threefold.model import load, storage
+from threefold.model import load, weight_loading
 from threefold.model.context_parallel import backend, limits, recurrence
 from threefold.model.context_parallel.split import ContextParallel
 from threefold.model.head import install
@@ -168,7 +168,7 @@ class Ours:
         )
         self.context.adapt(self.model)
         install(self.model, chunk=7)
-        storage.fill(
+        weight_loading.fill(
             self.model,
             {name: lambda each=each: each for name, each in weights.items()},
             mesh=mesh,
@@ -333,7 +333,7 @@ def test_a_buffer_that_nothing_writes_is_an_error(mesh: Mesh) -> None:
     weights = {name: torch.zeros(each.shape) for name, each in model.named_parameters()}
     model.model.register_buffer("forgotten", torch.zeros(3, device="meta"), persistent=False)
     with pytest.raises(RuntimeError, match=r"never written: model\.forgotten"):
-        storage.fill(
+        weight_loading.fill(
             model,
             {name: lambda each=each: each for name, each in weights.items()},
             mesh=mesh,

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from threefold.model.context_parallel import kernels
-from threefold.model.context_parallel.attention import BatchMasks, attend, lower_right
 from threefold.model.context_parallel.kernels import DocumentLengths
+from threefold.model.context_parallel.local_attention import BatchMasks, attend, lower_right
 from threefold.model.context_parallel.split import local_positions
 from threefold.plan.families import FAMILIES
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from threefold.config import loading
-from threefold.config.document import with_meanings, with_values
 from threefold.config.loading import LoadedConfig
 from threefold.config.schema import Config, every_key
-from threefold.config.text import parse
-from threefold.plan.automatic import automatic
+from threefold.config.yaml_document import with_meanings, with_values
+from threefold.config.yaml_text import parse
+from threefold.plan.shown_choices import automatic
 
 CONFIGS = {
     "the default": (),

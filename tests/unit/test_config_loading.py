@@ -18,7 +18,7 @@ from threefold.config.dropped import DROPPED
 from threefold.config.loading import LoadedConfig, validate
 from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config, OptimizerConfig, TrainConfig, every_key
-from threefold.config.text import as_yaml, dump
+from threefold.config.yaml_text import as_yaml, dump
 from threefold.errors import ConfigError
 
 TEXT = st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=120)

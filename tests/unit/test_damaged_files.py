@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from threefold.data.store.resolve import open_text
+from threefold.data.store.open_source import open_text
 from threefold.data.text import rows as text_rows
 from threefold.data.text.source import MAX_PROBLEMS, ReadLog, Source, log_error
 from threefold.errors import DataError

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from threefold.commands import main, submit
-from threefold.commands.endings import _ENDINGS
+from threefold.commands.help_examples import _ENDINGS
 from threefold.config.schema import every_key
 
 main._load(main._COMMANDS)

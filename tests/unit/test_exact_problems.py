@@ -13,9 +13,9 @@ from threefold.checkpoint.manifest import ChangedKey, lost_bits, refuse_unconfir
 from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
+from threefold.mesh.divisibility import batch_problems
 from threefold.mesh.exact_limits import MOST_MICRO_BATCHES, exact_problems
 from threefold.mesh.mesh import Mesh
-from threefold.mesh.shares import batch_problems
 from threefold.mesh.topology import Topology
 from threefold.model import load
 from threefold.model.exact import limits

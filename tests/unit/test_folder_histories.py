@@ -42,8 +42,8 @@ from threefold.config.loading import LoadedConfig
 from threefold.config.schema import Config
 from threefold.errors import ThreefoldError
 from threefold.export import model_folder
-from threefold.run import choice
 from threefold.run import folder as run_folder
+from threefold.run import resume_choice
 from threefold.run.folder import open_run
 
 PLACES = ("a", "b", "c")
@@ -260,7 +260,7 @@ class Folders(RuleBasedStateMachine):
         wanted = asked if asked in ("auto", "never") else os.path.relpath(asked, cwd)
         os.chdir(cwd)
         try:
-            found = choice.of(request(spelled, wanted), Path(spelled))
+            found = resume_choice.of(request(spelled, wanted), Path(spelled))
             there = tuple(os.path.realpath(each.path) for each in found.candidates)
             return there, found.asked, found.origin
         except ThreefoldError as error:
@@ -644,14 +644,15 @@ def _replacing(seal: Callable[..., Checkpoint]) -> Callable[..., Checkpoint]:
 PLANTED: dict[str, tuple[Any, str, Any, str]] = {
     "a copy's starts are the run's": (Identity, "has", lambda self, author: author.run == self.id, "parted"),
     "what was left behind stands": (Identity, "stands", lambda self, author, step: True, "rewound"),
-    "what was left behind is gone back to": (choice, "_refuse_left", lambda *_: None, "rewound"),
-    "a run needs no run.json": (choice, "is_run", lambda folder: False, "run"),
+    "what was left behind is gone back to": (resume_choice, "_refuse_left", lambda *_: None, "rewound"),
+    "a run needs no run.json": (resume_choice, "is_run", lambda folder: False, "run"),
     "any folder is taken": (run_folder, "_refuse_filled", lambda path, words: None, ""),
     "a save replaces what has its name": (layout, "seal_folder", _replacing(layout.seal_folder), "run"),
     "all checkpoints are the run's": (CheckpointFolder, "own", CheckpointFolder.all, "parted"),
     "an origin is what lies at its place": (Origin, "is_same", lambda self, other: True, "replaced"),
     "an origin is named as it was spelled": (
-        choice, "_origin", lambda of: Origin(str(of.path), of.step, of.author and of.author.run, of.checksum), "run",
+        resume_choice, "_origin",
+        lambda of: Origin(str(of.path), of.step, of.author and of.author.run, of.checksum), "run",
     ),
     "a save is not noted": (Journal, "note", lambda self, *_, **__: None, "run"),
     "resume takes any folder": (paths, "is_run", lambda folder: True, ""),

@@ -15,7 +15,7 @@ import torch
 from packaging.requirements import Requirement
 
 from ranks.faults import alive, wait_for
-from threefold.run import room
+from threefold.run import local_rank_limit
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -129,7 +129,9 @@ def test_a_row_that_its_host_cannot_hold_is_skipped(monkeypatch: pytest.MonkeyPa
     )
     name = "8b-row-32768"
     for gib, fits in ((400, True), (100, False)):
-        monkeypatch.setattr(room, "room_here", lambda gib=gib: room.Room(16, gib << 30))
+        monkeypatch.setattr(
+            local_rank_limit, "room_here", lambda gib=gib: local_rank_limit.Room(16, gib << 30)
+        )
         if fits:
             assert rows.fitting(rows.ROWS[name]).rows == 1
             continue

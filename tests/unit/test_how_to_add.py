@@ -148,7 +148,7 @@ PACKING = Addition(
             'Literal["concat", "best_fit", "none"]',
             'Literal["concat", "best_fit", "none", "dummy"]',
         ),
-        "data/rows/padded.py": (
+        "data/rows/best_fit.py": (
             '    "none": Placement("none 1", one_per_row),\n',
             '    "none": Placement("none 1", one_per_row),\n    "dummy": Placement("dummy 1", one_per_row),\n',
         ),

@@ -25,7 +25,6 @@ from threefold.integrations.huggingface import (
     checks,
     prepare_evaluation_loader,
 )
-from threefold.integrations.huggingface.data import Axis, TrainLoader
 from threefold.integrations.huggingface.loaders import BlockBatches, EvaluationLoader
 from threefold.integrations.huggingface.loss import (
     RunningMean,
@@ -33,6 +32,7 @@ from threefold.integrations.huggingface.loss import (
     part_of_mean,
     targets_in,
 )
+from threefold.integrations.huggingface.training_loader import Axis, TrainLoader
 
 
 def refusal(work: Callable[[], Any]) -> list[tuple[str, str, str]]:
@@ -493,7 +493,7 @@ def test_mean_without_targets_is_not_a_number() -> None:
 
 
 def test_another_order_is_refused_in_the_trainers_words() -> None:
-    from threefold.integrations.huggingface.state import check_order
+    from threefold.integrations.huggingface.trainer_checkpoint import check_order
 
     order = DistributedSampler.for_loop(
         range(5), global_batch=1, num_replicas=1, rank=0, seed=0, tail="exact"

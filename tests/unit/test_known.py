@@ -19,8 +19,8 @@ from threefold.data.store import hash_cache as module
 from threefold.data.store.blocks import SUFFIX, Blocks
 from threefold.data.store.hash_cache import known
 from threefold.data.store.index import write_index
+from threefold.data.store.open_source import open_text
 from threefold.data.store.prepare import prepare
-from threefold.data.store.resolve import open_text
 from threefold.data.store.store import TokenStore
 from threefold.data.text.source import Source
 from threefold.data.tokens import ByteTokenizer

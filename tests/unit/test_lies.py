@@ -180,8 +180,8 @@ def families(room: Room, name: str | None) -> bool:
 def verify(room: Room, name: str | None) -> bool:
     """`threefold verify`, whose single process lies; what is compared is what both have."""
     from threefold.config.loading import validate
-    from threefold.verify import mesh_side
-    from threefold.verify.comparison import Verification, VerifyOptions
+    from threefold.verify import rank
+    from threefold.verify.verdict import Verification, VerifyOptions
 
     (room.folder / "corpus.txt").write_text(" ".join(f"word{n * n % 97}" for n in range(800)))
     values = {
@@ -189,14 +189,14 @@ def verify(room: Room, name: str | None) -> bool:
         "data": {"source": str(room.folder / "corpus.txt"), "seq_len": 16},
         "train": {"global_batch": 2},
     }
-    computed = mesh_side.run_alone
+    computed = rank.run_alone
 
     def lying(*args: Any, **options: Any) -> Training:
         truth = computed(*args, **options)
         return lie(name, truth) if name else truth
 
-    room.patch.setattr(mesh_side, "run_alone", lying)
-    verification = mesh_side.verify_on(
+    room.patch.setattr(rank, "run_alone", lying)
+    verification = rank.verify_on(
         room.mesh, validate(values), VerifyOptions(steps=3, admission=False)
     )
     return Verification.from_record(json.loads(json.dumps(verification.to_record()))).holds
@@ -204,7 +204,7 @@ def verify(room: Room, name: str | None) -> bool:
 
 def verify_against(room: Room, name: str | None) -> bool:
     """`threefold verify --against`, in both orders."""
-    from threefold.verify.comparison import compare_runs
+    from threefold.verify.verdict import compare_runs
 
     truth = training()
     for run, logged in (("a", truth), ("b", lie(name, truth) if name else truth)):
@@ -296,8 +296,8 @@ TRAININGS: dict[str, tuple[Callable[[Room, str | None], bool], dict[str, Any]]] 
     # The modules of a place, what it does, and the lies that concern what it compares.
     "tests/ranks/reference.py": (parity, LIES),
     "benchmarks/families.py": (families, LIES),
-    "verify/mesh_side.py": (verify, LIES),
-    "verify/comparison.py": (verify_against, STEPS),
+    "verify/rank.py": (verify, LIES),
+    "verify/verdict.py": (verify_against, STEPS),
     "verify/bits.py": (verify_bits, LIES),
     # One step, so a list of losses cannot be shorter.
     "check/probes.py": (admission, {name: LIES[name] for name in LIES if "list" not in name}),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from threefold.data.store.resolve import files_of, open_text
+from threefold.data.store.open_source import files_of, open_text
 from threefold.data.text.files import Files
 from threefold.data.text.listing import (
     FileList,

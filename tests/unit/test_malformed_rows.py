@@ -13,7 +13,7 @@ import pytest
 
 from threefold.data.chat.labeller import labeller_for
 from threefold.data.store import prepare as stores
-from threefold.data.store.resolve import open_text
+from threefold.data.store.open_source import open_text
 from threefold.data.text.source import Labels, Source
 from threefold.data.tokens import ByteTokenizer
 from threefold.errors import DataError

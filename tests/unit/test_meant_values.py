@@ -11,7 +11,7 @@ import pytest
 
 from threefold.config import loading
 from threefold.config.schema import Config, every_key, value_at
-from threefold.config.text import as_yaml
+from threefold.config.yaml_text import as_yaml
 from threefold.errors import ConfigError
 
 NAMED = [
@@ -74,7 +74,7 @@ def test_what_is_pasted_is_what_was_meant(key: str, value: str, meant: Any) -> N
 
 
 def _value(fix: str) -> Any:
-    from threefold.config.text import parse
+    from threefold.config.yaml_text import parse
 
     return parse(shlex.split(re.split(r" {3}\(", fix)[0])[1], "the fix")
 

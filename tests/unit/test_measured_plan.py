@@ -17,7 +17,7 @@ from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.errors import ConfigError
 from threefold.plan.accelerators import ACCELERATORS, Accelerator
-from threefold.run import measured
+from threefold.run import layer_times
 
 _VALUES: dict[str, Any] = {
     **{
@@ -60,33 +60,33 @@ class _Clock:
 
     def seconds(self, config: Config) -> float:
         more = self.more[next(self._turns) % len(self.more)]
-        return 1 + self.times * measured._estimate(config, _H100) + more
+        return 1 + self.times * layer_times._estimate(config, _H100) + more
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     clock = _Clock()
-    monkeypatch.setattr(measured, "_step_of", lambda config, mesh: config)
-    monkeypatch.setattr(measured, "_seconds", clock.seconds)
+    monkeypatch.setattr(layer_times, "_step_of", lambda config, mesh: config)
+    monkeypatch.setattr(layer_times, "_seconds", clock.seconds)
     return clock
 
 
 @pytest.mark.parametrize("times", [0.5, 1.0, 1.7])
 def test_layers_that_take_so_many_times_as_long(clock: _Clock, times: float) -> None:
     clock.times = times
-    assert measured.slowness(_config(), _VALUES, _H100, kind="cpu") == pytest.approx(times)
+    assert layer_times.slowness(_config(), _VALUES, _H100, kind="cpu") == pytest.approx(times)
 
 
 def test_a_device_with_other_work_is_told(clock: _Clock) -> None:
     # Steps of the two models, by turns: the deeper one is now slower, now faster.
     clock.more = (0.0, 0.5, 0.5, 0.0)
     with pytest.raises(ConfigError, match="varies from") as caught:
-        measured.slowness(_config(), _VALUES, _H100, kind="cpu")
+        layer_times.slowness(_config(), _VALUES, _H100, kind="cpu")
     assert "leave --measure out" in caught.value.problems[0].fix
 
 
 def test_the_layers_that_are_measured() -> None:
-    few, many = measured._depths(
+    few, many = layer_times._depths(
         _config(train={"micro_batch": 4, "global_batch": 64}), _VALUES, _H100
     )
     cut = {"hidden_size": 64, "vocab_size": 1024, "pad_token_id": None}
@@ -109,22 +109,22 @@ def test_the_layers_that_are_measured() -> None:
         "num_attention_heads": 64,
         "head_dim": 128,
     }
-    few, many = measured._depths(_config(), wide, _H100)
+    few, many = layer_times._depths(_config(), wide, _H100)
     assert [(each.model.config or {})["num_hidden_layers"] for each in (few, many)] == [1, 2]
     with pytest.raises(ConfigError, match="cannot be measured here: 80 GiB are too few"):
-        measured._depths(_config(), {**wide, "intermediate_size": 400_000}, _H100)
+        layer_times._depths(_config(), {**wide, "intermediate_size": 400_000}, _H100)
     # A window in every second layer: layers of both kinds.
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 4, "sliding_window": 16}
-    few, many = measured._depths(_config(), {**_VALUES, **kinds}, _H100)
+    few, many = layer_times._depths(_config(), {**_VALUES, **kinds}, _H100)
     assert (many.model.config or {})["layer_types"] == kinds["layer_types"][:4]
 
 
 @pytest.mark.timing
 def test_real_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "_SPREAD", math.inf)
-    depths = [measured._cut(_config(), _VALUES, kept, 8) for kept in (1, 8)]
-    monkeypatch.setattr(measured, "_depths", lambda *asked: depths)
-    found = measured.slowness(_config(), _VALUES, _CPU, kind="cpu")
+    monkeypatch.setattr(layer_times, "_SPREAD", math.inf)
+    depths = [layer_times._cut(_config(), _VALUES, kept, 8) for kept in (1, 8)]
+    monkeypatch.setattr(layer_times, "_depths", lambda *asked: depths)
+    found = layer_times.slowness(_config(), _VALUES, _CPU, kind="cpu")
     assert math.isfinite(found) and found > 0
 
 
@@ -170,7 +170,7 @@ def test_times_are_scaled_by_what_was_measured(
     monkeypatch.setattr(
         torch.cuda, "get_device_name", lambda: f"NVIDIA {ACCELERATORS[gpu].sign} PCIe"
     )
-    monkeypatch.setattr(measured, "slowness", lambda *asked, **settings: 100.0)
+    monkeypatch.setattr(layer_times, "slowness", lambda *asked, **settings: 100.0)
     published, here = (
         json.loads(_plan(model, "--gpus", "8", "--gpu", gpu, "--json", *more).output)
         for more in ((), ("--measure",))

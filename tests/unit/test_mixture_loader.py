@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ranks.spawn import PRELOAD
 from threefold.config import loading
 from threefold.config.loading import validate
-from threefold.config.text import as_yaml, dump
+from threefold.config.yaml_text import as_yaml, dump
 from threefold.data.order.mixture import Mixture
 from threefold.data.order.order import Order
 from threefold.data.rows.concat import PackingReport

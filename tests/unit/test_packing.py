@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from threefold.data.rows.best_fit import PaddedRows, best_fit, best_fit_among
 from threefold.data.rows.concat import IGNORED, PADDING, ConcatRows, Rows
 from threefold.data.rows.known_rows import reasons_text, why_cut
 from threefold.data.rows.packing import Packing
-from threefold.data.rows.padded import PaddedRows, best_fit, best_fit_among
 from threefold.data.rows.pieces import cut_documents
 from threefold.data.store.store import StoreInfo, TokenStore
 from threefold.data.store.writer import StoreWriter

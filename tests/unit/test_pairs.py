@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from threefold.data.order.order import Order
+from threefold.data.rows.best_fit import PLACEMENTS, PaddedRows, best_fit_among
 from threefold.data.rows.concat import IGNORED, PADDING
 from threefold.data.rows.known_rows import why_cut
 from threefold.data.rows.packing import Packing
-from threefold.data.rows.padded import PLACEMENTS, PaddedRows, best_fit_among
 from threefold.data.sampling.loader import TokenLoader
 from threefold.data.store.store import StoreInfo, TokenStore
 from threefold.data.store.writer import StoreWriter

@@ -18,8 +18,8 @@ from threefold.data.chat.formats import Columns, Example, RowError, columns_of
 from threefold.data.chat.labeller import labeller_for
 from threefold.data.chat.preference import pair_of
 from threefold.data.store import parts as store_parts
+from threefold.data.store.open_source import open_store, open_text, rows_format
 from threefold.data.store.prepare import prepare
-from threefold.data.store.resolve import open_store, open_text, rows_format
 from threefold.data.store.store import TokenStore
 from threefold.data.text import rows as text_rows
 from threefold.data.text.source import Labels, Source

@@ -20,8 +20,8 @@ from filelock import FileLock
 
 from threefold.data.store import parts, prepare
 from threefold.data.store.blocks import Blocks
+from threefold.data.store.open_source import cached_store, open_text
 from threefold.data.store.prepare import PreparedStore, PrepareProgress, request_of
-from threefold.data.store.resolve import cached_store, open_text
 from threefold.data.store.store import TokenStore
 from threefold.data.text.source import Piece, ReadLog, Source
 from threefold.data.tokens import ByteTokenizer

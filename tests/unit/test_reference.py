@@ -20,9 +20,9 @@ from threefold.mesh.mesh import Mesh, init_mesh
 from threefold.model import load
 from threefold.model.build import build
 from threefold.model.model import Model
+from threefold.training.dpo_loss import pair_losses
+from threefold.training.dpo_reference import Kept, Lookup, ReferenceIdentity, _read
 from threefold.training.forward import token_loss_of
-from threefold.training.preferences import pair_losses
-from threefold.training.reference import Kept, Lookup, ReferenceIdentity, _read
 
 IDENTITY = ReferenceIdentity("rows-1", "weights-1", "float32")
 VALUES = np.array([-1.5, -2.25, -0.125, -30.0])

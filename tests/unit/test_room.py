@@ -12,7 +12,7 @@ from threefold.errors import ConfigError, DataError
 from threefold.mesh import local_ranks
 from threefold.mesh.topology import default_topology
 from threefold.run import start
-from threefold.run.room import ALWAYS, BYTES_PER_RANK, Room, room_here
+from threefold.run.local_rank_limit import ALWAYS, BYTES_PER_RANK, Room, room_here
 
 
 @pytest.mark.parametrize(

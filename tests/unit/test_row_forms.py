@@ -16,7 +16,7 @@ from threefold.data.chat.formats import RowError, columns_of, example_of
 from threefold.data.chat.labeller import labeller_for
 from threefold.data.chat.template import ChatTemplate
 from threefold.data.store import in_memory
-from threefold.data.store.resolve import open_text
+from threefold.data.store.open_source import open_text
 from threefold.data.text.source import Labelled, Labels, ReadLog, Source
 from threefold.data.tokens import ByteTokenizer
 from threefold.errors import DataError

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from threefold.data.store import parts, parts_proof, prepare, shared_parts
+from threefold.data.store.open_source import open_text
 from threefold.data.store.parts import EncodedPart, PartDone, PartMaker
 from threefold.data.store.prepare import PARTS, PreparedStore, request_of
-from threefold.data.store.resolve import open_text
 from threefold.data.store.shared_parts import SharedParts
 from threefold.data.text.source import Source
 from threefold.data.tokens import ByteTokenizer

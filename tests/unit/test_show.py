@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from threefold.commands.data import app
-from threefold.commands.documents import histogram, marked, packed_row
+from threefold.commands.show_rows import histogram, marked, packed_row
 from threefold.data.rows.known_rows import block_text
 from threefold.data.rows.packing import Packing
 from threefold.data.store.blocks import LOSS_MASK, Blocks, Change, FileBlocks
-from threefold.data.store.resolve import open_store, rows_format
+from threefold.data.store.open_source import open_store, rows_format
 from threefold.data.store.store import TokenStore
 from threefold.data.text.source import Labels, LossMask, Source
 from threefold.data.tokens import ByteTokenizer, byte_backend

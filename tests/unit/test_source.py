@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from threefold.data.rows.best_fit import PaddedRows
 from threefold.data.rows.concat import ConcatRows
 from threefold.data.rows.packing import Packing, open_rows
-from threefold.data.rows.padded import PaddedRows
+from threefold.data.store.open_source import open_store, open_text, store_prefix
 from threefold.data.store.prepare import prepare
-from threefold.data.store.resolve import open_store, open_text, store_prefix
 from threefold.data.text.source import Source
 from threefold.data.tokens import ByteTokenizer
 

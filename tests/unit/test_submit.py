@@ -17,7 +17,7 @@ import yaml
 from threefold.commands import submit
 from threefold.config.loading import load, validate
 from threefold.config.schema import Config, MeshConfig
-from threefold.config.text import as_document
+from threefold.config.yaml_text import as_document
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError, RunError
 from threefold.jobs import (
     job as jobs,

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threefold.data.store.resolve import open_text
+from threefold.data.store.open_source import open_text
 from threefold.data.text import hub, known_bytes
 from threefold.data.text import rows as text_rows
 from threefold.data.text.fields import TextField

@@ -18,7 +18,7 @@ from threefold.data.rows.packing import MixedRows, Packing
 from threefold.data.store.blocks import IDENTITY, OF_TOKENS, SUFFIX, Blocks, Change, with_suffix
 from threefold.data.store.hash_cache import Known, known
 from threefold.data.store.held_out import StoreSide
-from threefold.data.store.resolve import store_prefix
+from threefold.data.store.open_source import store_prefix
 from threefold.data.store.store import TokenStore
 from threefold.errors import RunError, ThreefoldError
 

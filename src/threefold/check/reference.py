@@ -27,8 +27,8 @@ from threefold.model import head, lora
 from threefold.model.load import layers_of, outline
 from threefold.optim.build import build_optimizer
 from threefold.optim.schedule import learning_rate
+from threefold.training.dpo_loss import pair_losses
 from threefold.training.loss import RouterLoss
-from threefold.training.preferences import pair_losses
 
 # [rows, sequence] each: `input_ids`, `labels`, `position_ids`, and where there are some `document_ids`, `padding`.
 Batch = dict[str, Tensor]

@@ -19,7 +19,7 @@ from threefold.build_id import build_id
 from threefold.checkpoint.layout import Checkpoint
 from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config, every_key
-from threefold.config.text import as_yaml, pasted, to_set
+from threefold.config.yaml_text import as_yaml, pasted, to_set
 from threefold.errors import CheckpointError, Problem
 from threefold.mesh.topology import Topology
 

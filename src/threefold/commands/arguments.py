@@ -72,7 +72,7 @@ def on_this_machine(to: Path | None) -> Path | None:
 def settled(config: Config) -> dict[str, str]:
     """section.key -> what an automatic key becomes in this place, and why."""
     from threefold.mesh import environment
-    from threefold.plan.automatic import automatic
+    from threefold.plan.shown_choices import automatic
 
     num_devices = None
     if config.mesh.device != "cpu":

@@ -17,7 +17,7 @@ import typer
 from threefold import jsonl
 from threefold.commands.arguments import CONTEXT, AsJson, load_config, split
 from threefold.commands.completion import runs_here
-from threefold.commands.endings import ending
+from threefold.commands.help_examples import ending
 from threefold.commands.run_argument import run_here
 from threefold.errors import ConfigError, ranks_text
 
@@ -118,7 +118,7 @@ def order(
 @app.command("overlap", context_settings=CONTEXT, **ending("data overlap"))
 def overlap(context: typer.Context, as_json: AsJson = False) -> None:
     """Find the documents of the evaluation, and spans of 64 tokens of them, that are trained on; all are named."""
-    from threefold.commands.documents import sides_of
+    from threefold.commands.show_rows import sides_of
     from threefold.progress_bars import Bars
     from threefold.run.assemble import overlaps_of
 
@@ -195,7 +195,7 @@ def audit(
     for line in lines:
         typer.echo(line)
     if rows:
-        from threefold.commands.documents import ledger_lines
+        from threefold.commands.show_rows import ledger_lines
 
         for line in ledger_lines(folder):
             typer.echo(line)
@@ -223,7 +223,7 @@ def show(
     Documents of a source are numbered as they are in it, before they are packed; rows of a run as in its audit. A token
     is trained on if it is the label of the token before it.
     """
-    from threefold.commands import documents
+    from threefold.commands import show_rows
     from threefold.commands.preparation import refuse_flags, source_of
 
     refuse_flags(context.args, "show")
@@ -237,13 +237,13 @@ def show(
             fix=f"leave out {run}",
         )
     if run is not None:
-        rows, named = documents.run_rows(run_here(run), row)
+        rows, named = show_rows.run_rows(run_here(run), row)
     else:
-        rows, named = documents.rows_of_source(*source_of(context.args, "show"), row)
+        rows, named = show_rows.rows_of_source(*source_of(context.args, "show"), row)
     if as_json:
-        lines = documents.json_lines(islice(rows, first))
+        lines = show_rows.json_lines(islice(rows, first))
     else:
-        lines = documents.text_lines(
+        lines = show_rows.text_lines(
             rows, named, show=first or _SHOWN, ids=ids, count=row is None
         )
     there = False
@@ -262,7 +262,7 @@ def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
     from threefold.report.verdict import proof_lines
 
     def rows_of(run: Path, segments: Sequence[Segment]) -> Rows:
-        from threefold.commands.documents import rows_of_run
+        from threefold.commands.show_rows import rows_of_run
 
         return rows_of_run(run, segments)[0]
 
@@ -293,7 +293,7 @@ def sample_lines(run: Path, sample: int, *, show: bool = False) -> Iterator[str]
     if not reads:
         yield f"row {sample}: not read yet"
     if show:
-        from threefold.commands.documents import texts_of_rows
+        from threefold.commands.show_rows import texts_of_rows
 
         yield from texts_of_rows(run, segments, [sample])
 
@@ -351,7 +351,7 @@ def step_lines(run: Path, step: int, *, show: bool = False) -> Iterator[str]:
         ranks = ranks_text(range(dp_rank * size, (dp_rank + 1) * size))
         yield f"  dp rank {dp_rank} ({ranks}): rows {', '.join(map(str, rows))}"
     if show:
-        from threefold.commands.documents import texts_of_rows
+        from threefold.commands.show_rows import texts_of_rows
 
         yield from texts_of_rows(run, segments, [int(row) for row in read.rows if row >= 0])
 

@@ -166,7 +166,7 @@ def _memory(
     from threefold.plan.accelerators import of_memory
     from threefold.plan.fit import estimate_of
     from threefold.plan.peak import peak
-    from threefold.run.room import room_here
+    from threefold.run.local_rank_limit import room_here
 
     model = config.model
     if model.config is None and not (Path(model.name_or_path or "") / "config.json").is_file():

@@ -19,7 +19,7 @@ def command(context: typer.Context) -> None:
     """
     from threefold.commands.arguments import split
     from threefold.config import loading
-    from threefold.config.document import with_meanings
+    from threefold.config.yaml_document import with_meanings
 
     named, overrides = split(context.args)
     path = named or "config.yaml"

@@ -17,7 +17,7 @@ import typer
 
 from threefold.commands.arguments import CONTEXT
 from threefold.commands.completion import WithKeys
-from threefold.commands.endings import ending
+from threefold.commands.help_examples import ending
 from threefold.config.dropped import DROPPED
 from threefold.errors import ConfigError, Problem, ThreefoldError
 

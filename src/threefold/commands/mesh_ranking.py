@@ -96,7 +96,7 @@ def _question(devices: Devices, arguments: list[str]) -> Question:
 
 def _measured(config: Config, values: dict[str, Any], device: Accelerator, name: str) -> float:
     """How many times as long as by published speeds layers take on this machine's device; loads torch."""
-    from threefold.run.measured import require_here, slowness
+    from threefold.run.layer_times import require_here, slowness
 
     require_here(device, name)
     return slowness(config, values, device)
@@ -104,7 +104,7 @@ def _measured(config: Config, values: dict[str, Any], device: Accelerator, name:
 
 def _as_config(question: Question, plan: Plan) -> str:
     """YAML that `threefold train` takes: the keys that were given, and those of the plan."""
-    from threefold.config.text import as_document
+    from threefold.config.yaml_text import as_document
 
     values, document = question.config.model_dump(mode="json"), dict[str, Any]()
     for key in sorted({*question.pinned, "model.dtype", "data.seq_len", "train.global_batch"}):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from threefold.mesh.topology import Topology
     from threefold.plan.accelerators import Accelerator
     from threefold.plan.operations import Flops
-    from threefold.run.traced import Traced
+    from threefold.run.plan_trace import Traced
 
 
 def command(
@@ -175,8 +175,8 @@ def _traced(config: Config, topology: Topology) -> tuple[str, int, Flops, Traced
 
     from threefold.model import load
     from threefold.model.flops import flops_of
+    from threefold.run.plan_trace import refused, trace
     from threefold.run.request import setup_problems
-    from threefold.run.traced import refused, trace
 
     torch.set_num_threads(1)  # nothing is computed
     transformers.utils.logging.set_verbosity_error()

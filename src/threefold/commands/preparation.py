@@ -11,15 +11,15 @@ from pathlib import Path
 import typer
 
 from threefold.commands.arguments import is_address, load_config, split
-from threefold.commands.documents import warn_of_no_end
+from threefold.commands.show_rows import warn_of_no_end
 from threefold.config.dropped import DROPPED
 from threefold.config.schema import DataConfig
 from threefold.data.chat.labeller import labeller_for
 from threefold.data.store import parts_proof
 from threefold.data.store import prepare as stores
 from threefold.data.store.blocks import SUFFIX, Blocks, with_suffix
+from threefold.data.store.open_source import files_of, open_text, refuse_without_effect
 from threefold.data.store.parts import PartMaker
-from threefold.data.store.resolve import files_of, open_text, refuse_without_effect
 from threefold.data.store.shared_parts import SharedParts
 from threefold.data.text.listing import FileList, summary, write_list
 from threefold.data.text.source import Source

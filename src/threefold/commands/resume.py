@@ -37,7 +37,7 @@ def command(
     With RUN/checkpoints/step-... the run goes back there, and its later checkpoints are set aside.
     """
     from threefold.config.paths import RUN_CONFIG, run_and_checkpoint
-    from threefold.config.text import as_yaml
+    from threefold.config.yaml_text import as_yaml
     from threefold.run.start import train_command
 
     folder, checkpoint = run_and_checkpoint(run)

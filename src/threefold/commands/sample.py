@@ -92,7 +92,7 @@ def _converse(
     """Prints an answer to each line of the input; the conversation grows with them."""
     import torch
 
-    from threefold.checkpoint.run_template import template_of
+    from threefold.checkpoint.chat_template import template_of
     from threefold.data.chat.formats import Message, RowError
     from threefold.data.chat.labeller import chat_template, encoder_of
     from threefold.export.generation import continued, load_own

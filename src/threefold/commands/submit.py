@@ -9,7 +9,7 @@ import typer
 
 from threefold import jsonl
 from threefold.commands.arguments import CONTEXT, AsJson, split
-from threefold.commands.endings import ending_of
+from threefold.commands.help_examples import ending_of
 from threefold.errors import ConfigError
 from threefold.jobs.clusters import CLUSTERS, Job, kind_of
 from threefold.jobs.settings import described, read
@@ -81,7 +81,7 @@ def _help_of(name: str) -> str:
     return "\n".join([summary, "", "\b", "Settings of the job:", *lines])
 
 
-# As in `commands.endings`.
+# As in `commands.help_examples`.
 ENDINGS = {
     f"submit {name}": (
         _KEYS,

@@ -51,7 +51,7 @@ def command(
         environment.accept_local_rank(local_rank)
     loaded = load_config(context.args)
     if print_config:
-        from threefold.config.document import with_values
+        from threefold.config.yaml_document import with_values
 
         return typer.echo(with_values(loaded, settled(loaded.config)))
     if sys.stderr.isatty() and not quiet and environment.current().rank == 0:

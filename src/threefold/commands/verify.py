@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from threefold.config.loading import LoadedConfig
     from threefold.config.schema import Config
     from threefold.mesh.topology import Topology
-    from threefold.verify.comparison import Verification, VerifyOptions
+    from threefold.verify.verdict import Verification, VerifyOptions
 
 
 def command(
@@ -64,7 +64,7 @@ def command(
             fix="leave out --json",
         )
     if against is not None:
-        from threefold.verify.comparison import compare_runs
+        from threefold.verify.verdict import compare_runs
 
         if bits:
             what, expected = (
@@ -81,7 +81,7 @@ def command(
         typer.echo("\n".join(lines))
         sys.exit(0 if holds else EXIT_FAILED)
     from threefold.commands.arguments import load_config
-    from threefold.verify.comparison import VerifyOptions
+    from threefold.verify.verdict import VerifyOptions
 
     verified = bits_command if bits else verify_command
     sys.exit(
@@ -99,16 +99,16 @@ def verify_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool 
 
     from threefold.jsonl import as_json
     from threefold.mesh import environment, local_ranks
-    from threefold.mesh.shares import refuse_impossible
+    from threefold.mesh.divisibility import refuse_impossible
     from threefold.mesh.topology import resolve
-    from threefold.verify.comparison import answer_of, diagnose, table
+    from threefold.verify.verdict import answer_of, diagnose, table
 
     info = environment.current()
     if info.launcher is not None:
         topology, _ = resolve(
             loaded.config.mesh, launched_world_size=info.world_size, num_devices=None
         )
-        from threefold.verify.mesh_side import verify_rank
+        from threefold.verify.rank import verify_rank
 
         return verify_rank(loaded.config, options, topology, None)
     from threefold.run.sources import file_lines
@@ -149,7 +149,7 @@ def bits_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool = 
         ConfigError: a run that does not promise it, a mesh that is impossible, or ranks of a launcher's.
     """
     from threefold.mesh import environment, local_ranks
-    from threefold.mesh.shares import refuse_impossible
+    from threefold.mesh.divisibility import refuse_impossible
     from threefold.run.start import PRELOAD, topology_here
     from threefold.verify.bits import compared, meshes_of, refuse_fast
 
@@ -181,7 +181,7 @@ def bits_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool = 
 
 def on_ranks(config: Config, options: VerifyOptions, topology: Topology) -> Verification | int:
     """The verification on local ranks, or the exit code of a failed attempt."""
-    from threefold.verify.comparison import Verification
+    from threefold.verify.verdict import Verification
 
     answer = _on_ranks(False, config, options, topology)
     return answer if isinstance(answer, int) else Verification.from_record(answer)
@@ -210,7 +210,7 @@ def _rank(
     bits: bool, config: Config, options: VerifyOptions, topology: Topology, answer: str
 ) -> int:
     from threefold.verify.bits import bits_rank
-    from threefold.verify.mesh_side import verify_rank
+    from threefold.verify.rank import verify_rank
 
     return (bits_rank if bits else verify_rank)(config, options, topology, answer)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from threefold.config.schema import Config, every_key
-from threefold.config.text import as_yaml
+from threefold.config.yaml_text import as_yaml
 
 
 class KeyHelp(NamedTuple):

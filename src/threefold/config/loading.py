@@ -30,7 +30,7 @@ from threefold.config.schema import (
     keys_of,
     value_at,
 )
-from threefold.config.text import as_yaml, parse, pasted, to_set
+from threefold.config.yaml_text import as_yaml, parse, pasted, to_set
 from threefold.errors import ConfigError, Problem
 
 MESH_VARIABLES = {"DP_SIZE": "mesh.dp", "CP_SIZE": "mesh.cp", "TP_SIZE": "mesh.tp"}

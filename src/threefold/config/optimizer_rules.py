@@ -9,7 +9,7 @@ from threefold.config.auto_lr import peak_rate
 from threefold.config.meant_values import meant_word
 from threefold.config.optimizer import OPTIMIZERS, OptimizerConfig
 from threefold.config.schema import Config
-from threefold.config.text import as_yaml, to_set
+from threefold.config.yaml_text import as_yaml, to_set
 from threefold.errors import Problem
 
 GROUPS_FIX = ("optimizer.groups", [{"match": "embed", "lr": 1e-4}])

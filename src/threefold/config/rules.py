@@ -1,4 +1,7 @@
-"""Contradictions between the values of a config, each of which is valid by itself."""
+"""Contradictions between the values of a config, each of which is valid by itself.
+
+What the sizes of a mesh must divide, the global batch first, is looked at in `mesh/divisibility.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from threefold.config.objective import DpoConfig
 from threefold.config.observation import TRACKERS, LogConfig
 from threefold.config.optimizer_rules import of_optimizer
 from threefold.config.schema import Config, DataConfig, LoraConfig
-from threefold.config.text import as_yaml, to_set
+from threefold.config.yaml_text import as_yaml, to_set
 from threefold.errors import Problem
 
 MIXTURE_FIX = (

@@ -196,7 +196,7 @@ class TensorBoard:
     def __init__(self, run: RunDescription) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        from threefold.config.text import as_yaml
+        from threefold.config.yaml_text import as_yaml
 
         self._writer: Any = SummaryWriter(
             str(run.folder / "tensorboard"), purge_step=run.first_step

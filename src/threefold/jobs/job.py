@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from threefold.config.schema import Config, MeshConfig
-from threefold.config.text import parse
+from threefold.config.yaml_text import parse
 from threefold.errors import ConfigError, Problem, RunError
 from threefold.mesh.topology import Topology, resolve
 

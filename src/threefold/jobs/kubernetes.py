@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from threefold.config.schema import Config
-from threefold.config.text import as_document, dump
+from threefold.config.yaml_text import as_document, dump
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, Problem
 from threefold.jobs.clusters import Job
 from threefold.jobs.job import Ranks, checked_name, handed_to, with_set

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.config.schema import Config
-from threefold.config.text import dump
+from threefold.config.yaml_text import dump
 from threefold.errors import ConfigError, Problem, RunError
 from threefold.jobs.clusters import Job
 from threefold.jobs.job import Ranks, checked_name, with_set

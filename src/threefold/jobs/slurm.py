@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from threefold.config.schema import Config, MeshConfig
-from threefold.config.text import dump
+from threefold.config.yaml_text import dump
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError, Problem
 from threefold.jobs.clusters import Job
 from threefold.jobs.job import Ranks, checked_name, handed_to, ranks_of

@@ -10,7 +10,7 @@ from typing import Any
 
 from threefold.config.optimizer import OPTIMIZERS
 from threefold.config.schema import Config, value_at
-from threefold.config.text import as_yaml
+from threefold.config.yaml_text import as_yaml
 from threefold.errors import Problem
 from threefold.mesh.topology import Topology
 

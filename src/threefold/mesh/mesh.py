@@ -89,7 +89,7 @@ class Mesh:
     )
     _closed: Event = field(default_factory=Event, repr=False, compare=False)
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return self.topology.world_size
 

@@ -27,7 +27,7 @@ from threefold.model import (
     load,
     lora,
     precision,
-    storage,
+    weight_loading,
 )
 from threefold.model.activation_offload import HostActivations
 from threefold.model.context_parallel import backend, kernels
@@ -64,7 +64,7 @@ def build(
     with given or load.weights_of(
         config.model, architecture, stored, seed=seed, mesh=mesh
     ) as read:
-        storage.fill(
+        weight_loading.fill(
             model,
             read,
             mesh=mesh,

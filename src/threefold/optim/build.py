@@ -19,7 +19,7 @@ from threefold.checkpoint.shards import Index
 from threefold.config.optimizer import OPTIMIZERS, OptimizerConfig
 from threefold.config.optimizer_rules import group_name
 from threefold.config.schema import Config
-from threefold.config.text import as_yaml
+from threefold.config.yaml_text import as_yaml
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology

@@ -1,8 +1,9 @@
 """Which class an optimizer's name stands for, and whether it can be trusted on a mesh and in a checkpoint.
 
-A name of ours is known. Any other is the path of a class of an installed package: it is tried here on a few numbers,
-in every process alike and before the first collective. Its update of a matrix must be that of the matrix's parts, or
-it is refused where ranks hold parts; and its state must be tensors, or a run could not be resumed.
+A name of ours is in the table of `config/optimizer.py`. Any other is the path of a class of an installed package: it is
+tried here on a few numbers, in every process alike and before the first collective. Its update of a matrix must be that
+of the matrix's parts, or it is refused where ranks hold parts; and its state must be tensors, or a run could not be
+resumed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from threefold.checkpoint.tensors import TYPE_NAMES
 from threefold.config.optimizer import OPTIMIZERS, OptimizerConfig
-from threefold.config.text import as_yaml, to_set
+from threefold.config.yaml_text import as_yaml, to_set
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.topology import Topology
 from threefold.optim.muon import Muon

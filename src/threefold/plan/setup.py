@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from threefold.config.optimizer import OPTIMIZERS
 from threefold.config.schema import Config
 from threefold.errors import ConfigError, Problem
-from threefold.mesh.shares import batch_problems, head_problems
+from threefold.mesh.divisibility import batch_problems, head_problems
 from threefold.mesh.topology import Topology
 from threefold.plan import choices
 from threefold.plan.accelerators import Accelerator

@@ -1,6 +1,6 @@
 """What a rank sends in a step, collective by collective: calls, and bytes of the tensors that an axis makes or shares.
 
-Of an all-gather or a reduce-scatter the whole tensor is counted, of others that of a rank: as `run.traced` counts.
+Of an all-gather or a reduce-scatter the whole tensor is counted, of others that of a rank: as `run.plan_trace` counts.
 Not counted are the scales of weights in 8 bits, one all-reduce of 4 bytes a weight before each forward.
 """
 

@@ -25,7 +25,7 @@ from threefold.config.paths import (
     RUN_FILE,
     is_of_program,
 )
-from threefold.config.text import parse
+from threefold.config.yaml_text import parse
 from threefold.errors import ThreefoldError
 from threefold.jsonl import Damage, Lines
 from threefold.records.files import (

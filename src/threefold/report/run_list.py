@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from threefold.config.paths import JOURNAL, METRICS, RUN_CONFIG, is_run
-from threefold.config.text import parse
+from threefold.config.yaml_text import parse
 from threefold.errors import ThreefoldError
 from threefold.jsonl import Lines
 from threefold.records.files import MOST_OF_CONFIG, content_of

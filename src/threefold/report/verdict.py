@@ -20,7 +20,7 @@ from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
 from threefold.checkpoint.lineage import Identity, Journal
 from threefold.config import loading
 from threefold.config.paths import RUN_FILE
-from threefold.config.text import parse
+from threefold.config.yaml_text import parse
 from threefold.data.order.mixture import Mixture
 from threefold.data.order.order import Place
 from threefold.data.rows.concat import Rows, counted
@@ -28,7 +28,7 @@ from threefold.data.rows.packing import Packing
 from threefold.errors import CheckpointError, ConfigError, RunError, ThreefoldError
 from threefold.mesh.environment import cache_folder
 from threefold.records.run import RunRecord
-from threefold.run import choice
+from threefold.run import resume_choice
 
 # Of the folder of a loop that has saved there without a run.
 _LOOP = {
@@ -122,12 +122,12 @@ def _check_lineage(
     ]
     if identity is None:
         if any(isinstance(line, SegmentLine) and line.link is not None for line in lines):
-            raise choice.unnamed(run)
+            raise resume_choice.unnamed(run)
         check_saved(lines, saved)
         return []
     if foreign := folder.foreign():
         raise RunError(
-            f"{choice.writer(foreign[0], identity)} wrote {foreign[0].path}",
+            f"{resume_choice.writer(foreign[0], identity)} wrote {foreign[0].path}",
             expected="checkpoints of the starts in run.json: what the run has read says nothing of others",
             fix=f"move it out of {folder.path}",
         )

@@ -21,10 +21,10 @@ from threefold.data.order.length_buckets import LengthsOf
 from threefold.data.order.mixture import Mixture
 from threefold.data.order.order import Order, Place, last_step
 from threefold.data.order.permutation import seed_of
+from threefold.data.rows.best_fit import PaddedRows
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.known_rows import blocks_of, parts_of
 from threefold.data.rows.packing import MixedRows, Packing, open_rows, reopen_rows, store_at
-from threefold.data.rows.padded import PaddedRows
 from threefold.data.sampling.loader import Batch, TokenLoader, evaluation_batches
 from threefold.data.store.overlap import Overlap, overlap
 from threefold.data.tokens import Tokenizer
@@ -38,10 +38,10 @@ from threefold.model.model import Model
 from threefold.optim.build import build_optimizer, own_optimizer
 from threefold.optim.ema import Ema
 from threefold.plan import choices
+from threefold.run.checkpointer import Checkpointer, rate_of
+from threefold.run.dpo import Pairs, pairs_of
 from threefold.run.folder import RunFolder
-from threefold.run.pairs import Pairs, pairs_of
 from threefold.run.request import Asked
-from threefold.run.resume import Checkpointer, rate_of
 from threefold.run.same_bytes import of_one_copy, record_of, refuse_other_bytes
 from threefold.run.sources import opened, sources_of
 from threefold.run.user_objects import Given

@@ -12,7 +12,7 @@ import numpy as np
 
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config.schema import DEFAULT_STEPS, EMBEDDED_DEFAULT, value_at
-from threefold.config.text import as_yaml
+from threefold.config.yaml_text import as_yaml
 from threefold.data.order.order import last_step
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.known_rows import parts_of, reasons_text, why_cut
@@ -24,8 +24,8 @@ from threefold.model.layer_kinds import common_number
 from threefold.optim import build as optimizers
 from threefold.optim.schedule import learning_rate
 from threefold.run.assemble import Built
+from threefold.run.dpo import FOLDER as REFERENCE
 from threefold.run.head import Entry, Head
-from threefold.run.pairs import FOLDER as REFERENCE
 from threefold.run.terminal import SAMPLE, Screen
 from threefold.run.user_objects import name_of
 from threefold.training.loop import Outcome

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from threefold.config.text import as_yaml
+from threefold.config.yaml_text import as_yaml
 from threefold.data.chat.formats import Message, RowError
 from threefold.data.chat.labeller import chat_template, encoder_of
 from threefold.data.rows.known_rows import parts_of

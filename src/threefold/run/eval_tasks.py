@@ -15,7 +15,7 @@ from typing import Any
 
 from threefold.config.paths import is_task_file
 from threefold.config.schema import Config
-from threefold.config.text import parse
+from threefold.config.yaml_text import parse
 from threefold.errors import ConfigError, Problem
 from threefold.export.tokenizer_files import tokenizer_of
 from threefold.jsonl import Metrics

@@ -24,9 +24,9 @@ from threefold.model.model import Model
 from threefold.plan import choices
 from threefold.progress_bars import Bars
 from threefold.run import assemble
+from threefold.run.dpo import evaluation_of, pairs_of
 from threefold.run.eval_tasks import EvalTasks
 from threefold.run.failure import report_failure
-from threefold.run.pairs import evaluation_of, pairs_of
 from threefold.run.process import compute_alike, facts_of, quieten_libraries
 from threefold.run.request import Asked, asked_of
 from threefold.run.terminal import evaluated, evaluated_tasks

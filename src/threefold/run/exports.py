@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from threefold.checkpoint.layout import CheckpointFolder
 from threefold.config.paths import EXPORT_FOLDER
 from threefold.export.model_folder import export
-from threefold.run.resume import Checkpointer
+from threefold.run.checkpointer import Checkpointer
 from threefold.training.progress import Progress
 
 _TICK_S = 5.0

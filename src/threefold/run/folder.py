@@ -23,7 +23,7 @@ from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, damaged
 from threefold.checkpoint.lineage import Author, Identity, Journal, Origin
 from threefold.checkpoint.lock import RunLock, Words
 from threefold.checkpoint.seal import Seal, sync, write_sealed
-from threefold.config import text as config_text
+from threefold.config import yaml_text as config_text
 from threefold.config.paths import (
     AUDIT,
     LOG_START,
@@ -36,7 +36,7 @@ from threefold.config.paths import (
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError
 from threefold.mesh import environment
-from threefold.run import choice
+from threefold.run import resume_choice
 
 if TYPE_CHECKING:
     from threefold.mesh.mesh import Mesh
@@ -197,7 +197,7 @@ class RunFolder:
             sync(folder)
         asked = config.checkpoint.resume
         named = (
-            str(choice.place_of(asked, self.path).resolve())
+            str(resume_choice.place_of(asked, self.path).resolve())
             if asked not in ("auto", "never")
             else None
         )
@@ -242,7 +242,7 @@ class RunFolder:
             self.checkpoints.mark_best(step, best)
         self.checkpoints.prune(keep, pinned)
         if self.resume is not None and (fetched := self.resume.path.parents[1]).name.startswith(
-            choice.FETCHED
+            resume_choice.FETCHED
         ):
             shutil.rmtree(
                 fetched, ignore_errors=True
@@ -274,10 +274,10 @@ def open_run(
     words = Words(program)
 
     def refuse(path: Path) -> None:
-        choice.of(config, path, words)
+        resume_choice.of(config, path, words)
 
     path = open_folder(config, lock, program=program, refuse=refuse)
-    return RunFolder(path, None, *choice.of(config, path, words), program=program)
+    return RunFolder(path, None, *resume_choice.of(config, path, words), program=program)
 
 
 def open_folder(
@@ -358,7 +358,7 @@ def _refuse_filled(path: Path, words: Words) -> None:
         for each in names
         if each.name not in _NOT_YET_A_RUN
         and each.suffix not in _OUTPUTS
-        and not each.name.startswith(choice.FETCHED)
+        and not each.name.startswith(resume_choice.FETCHED)
     ]
     if others:
         more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""

@@ -21,7 +21,7 @@ from threefold import progress_bars
 from threefold.audit.compare import Audit
 from threefold.check.admit import admit
 from threefold.check.full_size import admit_full_size
-from threefold.checkpoint import run_template
+from threefold.checkpoint import chat_template
 from threefold.config.loading import LoadedConfig
 from threefold.config.schema import Config
 from threefold.data.rows.known_rows import KnownRows
@@ -34,16 +34,16 @@ from threefold.model.data_parallel import device_of
 from threefold.model.flops import flops_of
 from threefold.plan.accelerators import peak_flops
 from threefold.plan.choices import GIVEN, dtype
-from threefold.run import assemble, memory
+from threefold.run import assemble, out_of_memory
 from threefold.run.assemble import Built
 from threefold.run.console import conclude, head_of, introduce
 from threefold.run.eval_samples import EvalSamples
 from threefold.run.eval_tasks import EvalTasks
 from threefold.run.exports import Exports
 from threefold.run.failure import report_failure
-from threefold.run.fits import Fitted, fitted
 from threefold.run.head import Head, printed
 from threefold.run.hooks import Hooks
+from threefold.run.memory_check import Fitted, fitted
 from threefold.run.process import compute_alike, facts_of, quieten_libraries, stay_near
 from threefold.run.request import asked_of
 from threefold.run.run import LINGER_S, REPORT_BEFORE, Run
@@ -55,10 +55,10 @@ from threefold.run.watch.stall import CLOSING
 from threefold.run.watch.watchdog import Watchdog
 from threefold.training.evaluation import EvalStep
 from threefold.training.forward import token_loss_of, warm_up_buckets
-from threefold.training.kept_rows import KeptRows, count_pairs
 from threefold.training.loop import Guards, Loop, Outcome, train_loop
-from threefold.training.profiled import Profiled
+from threefold.training.profiler import Profiled
 from threefold.training.progress import DeviceForward
+from threefold.training.row_losses import KeptRows, count_pairs
 from threefold.training.step import TrainStep
 
 log = logging.getLogger("threefold")
@@ -131,7 +131,7 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
     run.say, run.warn = console.print, console.warn
     with run:
         folder = dataclasses.replace(run.folder, accepts_changes=loaded.accept_changes)
-        with memory.explained(asked, mesh, folder.path):
+        with out_of_memory.explained(asked, mesh, folder.path):
             enter("data preparation")
             built = assemble.build_run(
                 asked, mesh, folder, loaded.given or Given(), say=console.print, enter=enter
@@ -210,7 +210,7 @@ def _accept(console: Screen, run: Run, built: Built, head: Head) -> None:
         if built.pairs is not None:
             built.pairs.keep(folder)
         if built.checkpointer.template is not None:
-            run_template.keep(built.checkpointer.template, folder)
+            chat_template.keep(built.checkpointer.template, folder)
         files.extend(file_lines(config, to=folder))
         return _facts_of_start(built, head, files)
 
@@ -231,7 +231,9 @@ def _facts_of_start(built: Built, head: Head, files: Sequence[str]) -> dict[str,
     if (lost := built.checkpointer.lost_bits) is not None:
         exact["lost_bits"] = lost
     changed = {change.key: [change.before, change.now] for change in built.checkpointer.changed}
-    kept = {run_template.KEY: run_template.digest_of(template)} if template is not None else {}
+    kept = (
+        {chat_template.KEY: chat_template.digest_of(template)} if template is not None else {}
+    )
     return {"changed": changed, **exact, **kept, "files": files, "head": head.to_values()}
 
 

@@ -14,8 +14,8 @@ from threefold.config.schema import Config
 from threefold.data.tokens import Tokenizer, difference
 from threefold.errors import ConfigError, DataError, Problem
 from threefold.integrations import trackers
+from threefold.mesh.divisibility import batch_problems
 from threefold.mesh.mesh import Mesh
-from threefold.mesh.shares import batch_problems
 from threefold.mesh.topology import Topology
 from threefold.model import data_parallel, float8, load, lora
 from threefold.model.context_parallel import flex

@@ -50,9 +50,9 @@ from threefold.mesh import environment
 from threefold.mesh.exchange import digest_of_rows
 from threefold.mesh.mesh import Mesh, active_mesh, init_mesh
 from threefold.optim.build import rates_of
+from threefold.run.checkpointer import undamaged
 from threefold.run.failure import note_error
 from threefold.run.folder import RunFolder, log_to_file, new_path, open_run, require_shared
-from threefold.run.resume import undamaged
 from threefold.run.watch.stall import CLOSING
 from threefold.run.watch.watchdog import Watchdog
 from threefold.training.lag import Lag, Slowest

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from threefold.config.paths import tokenizer_name
 from threefold.config.schema import Config, MixtureSource
-from threefold.data.store.resolve import files_of, refuse_without_effect, rows_format
+from threefold.data.store.open_source import files_of, refuse_without_effect, rows_format
 from threefold.data.text.listing import summary, write_list
 from threefold.data.text.source import PREFERENCE, Labels, Source
 from threefold.data.tokens import MODEL_KEY, Tokenizer, load_tokenizer

@@ -26,11 +26,11 @@ from threefold.errors import (
 )
 from threefold.jsonl import Lines, Metrics
 from threefold.mesh import environment, local_ranks
+from threefold.mesh.divisibility import refuse_impossible
 from threefold.mesh.local_ranks import ignore
-from threefold.mesh.shares import refuse_impossible
 from threefold.mesh.topology import Topology, resolve
 from threefold.run.folder import new_path
-from threefold.run.room import refuse_too_many, refuse_too_many_workers, room_here
+from threefold.run.local_rank_limit import refuse_too_many, refuse_too_many_workers, room_here
 from threefold.run.user_objects import (
     PLACES,
     Given,

@@ -41,7 +41,7 @@ from threefold.places.restore import (
 )
 from threefold.places.snapshot import RECORDS, STATE
 from threefold.places.url import parse
-from threefold.run import choice
+from threefold.run import resume_choice
 from threefold.run.folder import RunFolder, open_folder, require_shared
 
 # Of a run's folder: what a start elsewhere continues, or is compared with.
@@ -214,8 +214,8 @@ def _planned(
         mirror.sweep(held[0][0])
         if plan.restore is not None or prefix in ("", store):
             return plan
-    into = choice.place_of(asked, folder)
-    if into.exists() or choice.asked_before(folder, into, Identity.read(folder)):
+    into = resume_choice.place_of(asked, folder)
+    if into.exists() or resume_choice.asked_before(folder, into, Identity.read(folder)):
         return _Plan(str(folder), asked)
     candidates = checkpoints_of(_place(prefix), name)
     return _Plan(

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from threefold.config.optimizer import OptimizerConfig
 from threefold.config.schema import Config
-from threefold.config.text import as_yaml
+from threefold.config.yaml_text import as_yaml
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.environment import cache_folder
 

@@ -17,8 +17,8 @@ from threefold.config.schema import Config
 from threefold.data.sampling.loader import TokenLoader
 from threefold.errors import RunError
 from threefold.jsonl import Metrics, Tracker
+from threefold.mesh.divisibility import shared_length
 from threefold.mesh.mesh import Mesh
-from threefold.mesh.shares import shared_length
 from threefold.model.compiled import Recompiled
 from threefold.model.flops import KeysSeen
 from threefold.model.model import Model
@@ -28,11 +28,11 @@ from threefold.plan.operations import Flops
 from threefold.training.batches import cut, micro_batches, with_noise
 from threefold.training.evaluation import EvalStep
 from threefold.training.forward import Batch
-from threefold.training.kept_rows import KeptRows
 from threefold.training.lag import Lag, Slowest
 from threefold.training.nonfinite import Finite
 from threefold.training.numbers import StepResult, mean_aux_loss, mean_loss, mean_measures
 from threefold.training.progress import OwnTime, Progress, Stopwatch, peak_memory_bytes
+from threefold.training.row_losses import KeptRows
 from threefold.training.step import TrainStep
 from threefold.training.stop_request import HOOK, StopRequest
 

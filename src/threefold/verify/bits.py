@@ -35,8 +35,8 @@ from threefold.training.batches import micro_batches, with_noise
 from threefold.training.forward import token_loss_of
 from threefold.training.numbers import mean_loss
 from threefold.training.step import TrainStep
-from threefold.verify.comparison import VerifyOptions
-from threefold.verify.mesh_side import cut
+from threefold.verify.rank import cut
+from threefold.verify.verdict import VerifyOptions
 
 # Of one step: `loss`, `gradient norm`, and in `weights` the SHA-256 of each tensor after it, in the model's order, or
 # None of one that is not finite.

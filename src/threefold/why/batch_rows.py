@@ -11,7 +11,7 @@ from threefold.arrays import Float64
 from threefold.errors import ConfigError
 from threefold.why.contents import Contents
 from threefold.why.lookback import Lookback
-from threefold.why.outliers import scores_of_rows
+from threefold.why.scores import scores_of_rows
 
 # Steps on each side that a row's like are taken from.
 _NEAR = 60

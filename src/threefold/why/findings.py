@@ -25,7 +25,7 @@ from threefold.errors import ConfigError
 from threefold.records.state import ended_text
 from threefold.why.batch_rows import BatchRow, StepBatches
 from threefold.why.lookback import Lookback
-from threefold.why.outliers import rises, scores_of_rows, scores_of_steps
+from threefold.why.scores import rises, scores_of_rows, scores_of_steps
 from threefold.why.slow import slow_findings
 
 # In robust standard deviations: of steps, of logarithms of norms, of rows. Those that are named in a step anyway.

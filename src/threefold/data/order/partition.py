@@ -23,7 +23,7 @@ import numpy as np
 
 from threefold.arrays import Int64
 from threefold.errors import ConfigError
-from threefold.mesh.shares import check_global_batch as check_global_batch
+from threefold.mesh.divisibility import check_global_batch as check_global_batch
 
 Tail = Literal["drop", "pad", "exact", "carry"]
 TAILS: tuple[Tail, ...] = ("drop", "pad", "exact")

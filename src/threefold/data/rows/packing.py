@@ -1,7 +1,8 @@
 """From sources to rows that can be read: the path that the loader, the audit and the commands share.
 
-A source's token store (`store.resolve`) is cut into rows of equal length, by one of three packings (see `concat`). The
-rows of several sources have one numbering: first all rows of the first source, then of the second, and so on, as in
+A source's token store (`store.open_source`) is cut into rows of equal length, by one of three packings: `concat`, or
+complete documents, one to a row (`none`) or as many as fit (`best_fit`), both in `best_fit.py`. The rows of several
+sources have one numbering: first all rows of the first source, then of the second, and so on, as in
 `Mixture.rows_at`. So a reader of rows does not know that there are several sources.
 """
 
@@ -18,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from threefold.config.schema import DataConfig
+from threefold.data.rows.best_fit import PLACEMENTS, PaddedRows
 from threefold.data.rows.concat import ConcatRows, PackingReport, RowArrays, Rows, checked
 from threefold.data.rows.known_rows import PackedRows, parts_of, problem_of
-from threefold.data.rows.padded import PLACEMENTS, PaddedRows
 from threefold.data.store.blocks import OF_TOKENS, Blocks, with_suffix
 from threefold.data.store.hash_cache import known
 from threefold.data.store.held_out import StoreSide
-from threefold.data.store.resolve import open_store
+from threefold.data.store.open_source import open_store
 from threefold.data.store.store import TokenStore
 from threefold.data.text.source import Source
 from threefold.data.tokens import Tokenizer

@@ -25,9 +25,9 @@ from threefold.data.sampling.distribute import (
     distribute,
 )
 from threefold.errors import ConfigError
-from threefold.integrations.huggingface.data import Axis, on_device, tracked
 from threefold.integrations.huggingface.loaders import EvaluationLoader
 from threefold.integrations.huggingface.loss import sharers_of
+from threefold.integrations.huggingface.training_loader import Axis, on_device, tracked
 
 # The rest of the loader's settings is kept.
 _REPLACED = ("batch_size", "drop_last", "generator")

@@ -27,13 +27,13 @@ from threefold.audit.record import SegmentLine
 from threefold.data.order.order import Order, Place
 from threefold.errors import Problem
 from threefold.integrations.huggingface.counter import RowCounter, queue_of
-from threefold.integrations.huggingface.data import TrainLoader
 from threefold.integrations.huggingface.lengths import GroupedSampler
-from threefold.integrations.huggingface.state import (
+from threefold.integrations.huggingface.trainer_checkpoint import (
     all_ranks,
     in_trainer_words,
     refuse_other_copies,
 )
+from threefold.integrations.huggingface.training_loader import TrainLoader
 from threefold.jsonl import MetricsFile
 
 log = logging.get_logger(__name__)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from threefold.errors import ConfigError, Problem
-from threefold.integrations.huggingface import context
+from threefold.integrations.huggingface import context_parallel
 
 # The private methods of transformers' loop that ours overrides; all supported versions have the public ones.
 _HOOKS = (
@@ -92,7 +92,7 @@ def check_request(trainer: Any) -> None:
         _reading(args),
         _parallelism(trainer),
         _sharded(model, args),
-        context.problems(trainer),
+        context_parallel.problems(trainer),
     )
     if problems := list(itertools.chain.from_iterable(found)):
         raise ConfigError.of(problems)

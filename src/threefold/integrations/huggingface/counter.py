@@ -21,8 +21,8 @@ from transformers.utils import logging
 
 from threefold.arrays import Int64
 from threefold.errors import RunError, rows_text
-from threefold.integrations.huggingface.data import TrainLoader
-from threefold.integrations.huggingface.state import all_ranks
+from threefold.integrations.huggingface.trainer_checkpoint import all_ranks
+from threefold.integrations.huggingface.training_loader import TrainLoader
 
 log = logging.get_logger(__name__)
 

@@ -30,7 +30,8 @@ from threefold.data.sampling.distribute import (
     require_distributed,
 )
 from threefold.data.sampling.sampler import DistributedSampler
-from threefold.integrations.huggingface.data import (
+from threefold.integrations.huggingface.lengths import GroupedSampler
+from threefold.integrations.huggingface.training_loader import (
     Axis,
     Collate,
     NumberedRows,
@@ -39,7 +40,6 @@ from threefold.integrations.huggingface.data import (
     on_device,
     tracked,
 )
-from threefold.integrations.huggingface.lengths import GroupedSampler
 
 
 def training(

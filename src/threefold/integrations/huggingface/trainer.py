@@ -26,9 +26,13 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from threefold.data.sampling.distribute import require_distributed
-from threefold.integrations.huggingface import checks, context, loaders, state
+from threefold.integrations.huggingface import (
+    checks,
+    context_parallel,
+    loaders,
+    trainer_checkpoint,
+)
 from threefold.integrations.huggingface.audit import AuditCallback
-from threefold.integrations.huggingface.data import Axis, TrainLoader
 from threefold.integrations.huggingface.loss import (
     RunningMean,
     StepPart,
@@ -37,6 +41,7 @@ from threefold.integrations.huggingface.loss import (
     targets_in,
     weighing,
 )
+from threefold.integrations.huggingface.training_loader import Axis, TrainLoader
 
 log = logging.get_logger(__name__)
 # For a sharded model; transformers' own scheduler.pt is a pickle.
@@ -56,7 +61,7 @@ class Trainer(transformers.Trainer):
         checks.check_model(given.get("model"))
         self._train_loader: Any = None
         self._checkpoint: Path | None = None
-        self._resumed: state.Resumed | None = None
+        self._resumed: trainer_checkpoint.Resumed | None = None
         # The parts of each micro-batch of the step that is not trained yet, the one that is, and all of all ranks.
         self._micro_batches: deque[list[StepPart]] = deque()
         self._part: StepPart | None = None
@@ -67,17 +72,17 @@ class Trainer(transformers.Trainer):
             checks.is_of_trl(type(self)),
         )
         self._mean: RunningMean | None = None
-        with state.may_save_shards(given.get("model"), given.get("args")):
+        with trainer_checkpoint.may_save_shards(given.get("model"), given.get("args")):
             super().__init__(*args, **kwargs)
         checks.check_request(self)
-        self._ranks = state.all_ranks(self.axis.topology)
-        if (mesh := context.mesh_of_rows()) is not None:
-            context.cut_rows(self.model, mesh)
+        self._ranks = trainer_checkpoint.all_ranks(self.axis.topology)
+        if (mesh := context_parallel.mesh_of_rows()) is not None:
+            context_parallel.cut_rows(self.model, mesh)
         if not any(
             isinstance(callback, AuditCallback) for callback in self.callback_handler.callbacks
         ):
             self.add_callback(AuditCallback())
-        self.callback_handler.callbacks.insert(0, state.EpochByRows(self))
+        self.callback_handler.callbacks.insert(0, trainer_checkpoint.EpochByRows(self))
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built = super()._build_accelerator_args(**kwargs)
@@ -92,7 +97,7 @@ class Trainer(transformers.Trainer):
     @property
     def axis(self) -> Axis:
         """This process's place on the dp axis; tensor and context ranks share its rows."""
-        mesh = context.mesh_of_rows()
+        mesh = context_parallel.mesh_of_rows()
         sharers = self.get_tp_size() * (mesh.size("cp") if mesh is not None else 1)
         return Axis(self.args.process_index, self.args.world_size, sharers=sharers)
 
@@ -302,7 +307,9 @@ class Trainer(transformers.Trainer):
             DataError: the checkpoint has another order: another seed, or data of another size.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = str(state.newest_complete(Path(self.args.output_dir)))
+            resume_from_checkpoint = str(
+                trainer_checkpoint.newest_complete(Path(self.args.output_dir))
+            )
         self._checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         self._prepare_model_again()
         return super().train(resume_from_checkpoint or None, *args, **kwargs)
@@ -331,7 +338,7 @@ class Trainer(transformers.Trainer):
             return values
         if self._checkpoint is None or args.ignore_data_skip:
             return values
-        self._resumed = state.Resumed(
+        self._resumed = trainer_checkpoint.Resumed(
             self._checkpoint, dataloader, accumulation=args.gradient_accumulation_steps
         )
         epochs, per_epoch, *rest, max_steps = values
@@ -361,7 +368,7 @@ class Trainer(transformers.Trainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._ranks.agree("the end of training")
-        state.refuse_other_copies(
+        trainer_checkpoint.refuse_other_copies(
             self.args, self.model, self.optimizer, step=self.state.global_step
         )
         return super()._finalize_training(*args, **kwargs)
@@ -384,10 +391,10 @@ class Trainer(transformers.Trainer):
             if isinstance(callback, AuditCallback):
                 callback.check()
         loader, step = self._train_loader, self.state.global_step
-        state.refuse_other_copies(self.args, self.model, self.optimizer, step=step)
+        trainer_checkpoint.refuse_other_copies(self.args, self.model, self.optimizer, step=step)
         if isinstance(loader, TrainLoader) and self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{step}"
-            state.save_place(
+            trainer_checkpoint.save_place(
                 folder,
                 step=step,
                 loader=loader.state_dict(),
@@ -399,7 +406,7 @@ class Trainer(transformers.Trainer):
         if not self.is_distributed_loading_by_transformers:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        state.save_shards(
+        trainer_checkpoint.save_shards(
             Path(output_dir), self.model, self.optimizer, step=self.state.global_step
         )
         if self.args.should_save:
@@ -409,7 +416,7 @@ class Trainer(transformers.Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.is_distributed_loading_by_transformers:
-            state.load_shards(Path(resume_from_checkpoint), self.model, None)
+            trainer_checkpoint.load_shards(Path(resume_from_checkpoint), self.model, None)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -417,7 +424,7 @@ class Trainer(transformers.Trainer):
         if not self.is_distributed_loading_by_transformers or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        state.load_shards(Path(checkpoint), self.model, self.optimizer)
+        trainer_checkpoint.load_shards(Path(checkpoint), self.model, self.optimizer)
         self.lr_scheduler.load_state_dict(
             json.loads((Path(checkpoint) / _SCHEDULER).read_text())
         )
@@ -428,6 +435,8 @@ class Trainer(transformers.Trainer):
 
     def _load_best_model(self) -> None:
         if self.is_distributed_loading_by_transformers:
-            state.load_shards(Path(str(self.state.best_model_checkpoint)), self.model, None)
+            trainer_checkpoint.load_shards(
+                Path(str(self.state.best_model_checkpoint)), self.model, None
+            )
         else:
             super()._load_best_model()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from threefold.config.text import as_yaml
+from threefold.config.yaml_text import as_yaml
 from threefold.errors import ConfigError, DataError
 from threefold.mesh.launchers.info import is_number
 

@@ -29,7 +29,12 @@ from threefold.mesh.topology import Topology
 from threefold.model import noise
 from threefold.model.collectives import gather_sequence, heads_to_sequence, sequence_to_heads
 from threefold.model.context_parallel import backend, kernels, limits
-from threefold.model.context_parallel.attention import BatchMasks, CachedMasks, Mask, attend
+from threefold.model.context_parallel.local_attention import (
+    BatchMasks,
+    CachedMasks,
+    Mask,
+    attend,
+)
 from threefold.model.context_parallel.recurrence import DocumentRows, keep_documents_apart
 from threefold.model.context_parallel.rotary import follow_lengths, number_tokens, text_lengths
 from threefold.model.layer_kinds import common_number

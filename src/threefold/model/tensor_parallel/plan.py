@@ -24,8 +24,8 @@ from transformers.distributed.tensor_parallel import (
 )
 
 from threefold.errors import ConfigError, Problem
+from threefold.mesh.divisibility import head_problems
 from threefold.mesh.mesh import Mesh
-from threefold.mesh.shares import head_problems
 from threefold.model.head import kind_of
 from threefold.model.layer_kinds import common_number
 from threefold.model.load import layers_of

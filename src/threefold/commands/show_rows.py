@@ -80,7 +80,7 @@ def rows_of_source(
 def documents_of(source: Source, tokenizer: Tokenizer) -> tuple[bool, Iterator[Labelled]]:
     """Whether documents are pairs, and the documents of a source or store. Errors as when it is prepared."""
     from threefold.data.chat.labeller import labeller_for
-    from threefold.data.store.resolve import open_store, open_text, store_prefix
+    from threefold.data.store.open_source import open_store, open_text, store_prefix
     from threefold.mesh.environment import cache_folder
 
     if isinstance(source.name, str) and store_prefix(source.name) is not None:

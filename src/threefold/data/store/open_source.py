@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from threefold.config.text import as_yaml, pasted
+from threefold.config.yaml_text import as_yaml, pasted
 from threefold.data.chat.formats import FORMATS
 from threefold.data.chat.labeller import format_of, labeller_for
 from threefold.data.store.blocks import with_suffix

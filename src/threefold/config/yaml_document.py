@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from threefold.config.described import every_key_described
 from threefold.config.loading import LoadedConfig
 from threefold.config.schema import Config, every_key, value_at
-from threefold.config.text import as_yaml
+from threefold.config.yaml_text import as_yaml
 
 _WIDTH = 30  # of a key and its value, where the comment begins if they are shorter
 

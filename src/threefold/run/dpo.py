@@ -13,15 +13,14 @@ import numpy as np
 import torch
 
 from threefold.config.schema import Config
+from threefold.data.rows.best_fit import PaddedRows
 from threefold.data.rows.concat import Rows
 from threefold.data.rows.known_rows import parts_of
-from threefold.data.rows.padded import PaddedRows
 from threefold.mesh.environment import cache_folder
 from threefold.model.model import Model
 from threefold.plan import choices
-from threefold.training.evaluation import EvalStep
-from threefold.training.preferences import PairLoss, WithoutAdapters
-from threefold.training.reference import (
+from threefold.training.dpo_loss import PairLoss, WithoutAdapters
+from threefold.training.dpo_reference import (
     Kept,
     Lookup,
     ReferenceIdentity,
@@ -29,6 +28,7 @@ from threefold.training.reference import (
     kept_reference,
     most_documents,
 )
+from threefold.training.evaluation import EvalStep
 
 FOLDER = "reference"
 

@@ -20,8 +20,8 @@ from threefold.plan.decoder import Decoder
 from threefold.plan.fit import MORE_RANKS, estimate_of, largest_micro_batch, what_fits
 from threefold.plan.peak import Moment, host_bytes, peak
 from threefold.plan.setup import Setup
+from threefold.run.local_rank_limit import room_here
 from threefold.run.request import Asked
-from threefold.run.room import room_here
 
 # A run is refused where this part of the estimate is more than what is free.
 _CERTAIN = {"cpu": 0.7, "cuda": 0.9}

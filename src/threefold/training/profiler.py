@@ -15,7 +15,7 @@ import torch
 
 from threefold.config.paths import PROFILE_FOLDER
 from threefold.training.progress import Progress
-from threefold.training.trace import PHASE, summary_of
+from threefold.training.trace_summary import PHASE, summary_of
 
 
 class Profiled(Progress):

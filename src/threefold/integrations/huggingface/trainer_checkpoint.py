@@ -36,7 +36,7 @@ from threefold.checkpoint.saver import Save, Saver
 from threefold.checkpoint.shards import Index
 from threefold.checkpoint.state import damage_found, fit, holdings, own_parts, read_into
 from threefold.errors import CheckpointError, DataError, Problem, RunError
-from threefold.integrations.huggingface.data import TrainLoader
+from threefold.integrations.huggingface.training_loader import TrainLoader
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 

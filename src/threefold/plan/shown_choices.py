@@ -5,7 +5,7 @@ from __future__ import annotations
 from threefold.config.auto_lr import peak_rate
 from threefold.config.paths import tokenizer_name
 from threefold.config.schema import DEFAULT_STEPS, Config, value_at
-from threefold.config.text import as_yaml
+from threefold.config.yaml_text import as_yaml
 from threefold.mesh import topology
 from threefold.plan.choices import Device, resolve
 

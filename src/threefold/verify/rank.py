@@ -48,14 +48,14 @@ from threefold.optim.schedule import learning_rate
 from threefold.plan import choices
 from threefold.progress_bars import Bars
 from threefold.run import assemble, request
+from threefold.run.dpo import pairs_of
 from threefold.run.failure import report_failure
-from threefold.run.pairs import pairs_of
 from threefold.run.process import quieten_libraries
 from threefold.run.sources import file_lines, with_packing
 from threefold.training.batches import micro_batches
 from threefold.training.numbers import StepResult, mean_loss
 from threefold.training.step import TrainStep
-from threefold.verify.comparison import Verification, VerifyOptions, answer_of, table
+from threefold.verify.verdict import Verification, VerifyOptions, answer_of, table
 
 
 def verify_rank(

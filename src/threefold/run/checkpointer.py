@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PretrainedConfig
 
-from threefold.checkpoint import run_template
+from threefold.checkpoint import chat_template
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.copies import refuse_drift, state_held
 from threefold.checkpoint.layout import Checkpoint, newest_undamaged
@@ -170,7 +170,7 @@ class Checkpointer:
             "architecture": architecture_of(self.architecture),
             "config": with_absolute_paths(self.config).model_dump(mode="json"),
             "base": self._base,
-            run_template.KEY: run_template.digest_of(self.template),
+            chat_template.KEY: chat_template.digest_of(self.template),
             "admission": self.config.model.admission,
             "versions": versions(),
             "given": dict(self.given),
@@ -196,7 +196,7 @@ class Checkpointer:
             )
         if not self.folder.accepts_changes:
             refuse_other_given(manifest, self.given, checkpoint)
-        run_template.refuse_other(manifest, self.template, self.config, checkpoint)
+        chat_template.refuse_other(manifest, self.template, self.config, checkpoint)
         self.changed, exact = (
             changes(manifest, self.config),
             self.config.train.reduce == "exact",

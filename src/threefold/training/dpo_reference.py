@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor
 
 from threefold.arrays import Float64
 from threefold.checkpoint.seal import checksum_of, write_sealed
-from threefold.data.rows.padded import PaddedRows
+from threefold.data.rows.best_fit import PaddedRows
 from threefold.data.sampling.loader import evaluation_batches
 from threefold.errors import CheckpointError, RunError
 from threefold.model.data_parallel import reshard
 from threefold.model.model import Model
+from threefold.training.dpo_loss import of_documents
 from threefold.training.forward import Batch, token_loss_of
-from threefold.training.preferences import of_documents
 
 _KIND = "threefold reference 1"
 _TELL_EVERY_S = 10.0

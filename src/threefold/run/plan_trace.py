@@ -27,13 +27,13 @@ from threefold.errors import ConfigError, Problem
 from threefold.mesh.environment import LaunchInfo
 from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
-from threefold.model import storage
+from threefold.model import weight_loading
 from threefold.model.build import arranged
 from threefold.model.collectives import local_part
 from threefold.optim.build import build_optimizer
 from threefold.optim.ema import Ema
 from threefold.plan import choices
-from threefold.plan.live import LiveTensors
+from threefold.plan.live_tensors import LiveTensors
 from threefold.training.forward import token_loss_of
 from threefold.training.step import TrainStep
 
@@ -149,7 +149,7 @@ def _traced(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Trace
     seq_len, micro_batch = config.data.seq_len, choices.micro_batch(config, mesh.topology).value
     num_batches = choices.num_micro_batches(config, mesh.topology)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        storage.reserve(model.module, mesh, offloaded=config.mesh.cpu_offload)
+        weight_loading.reserve(model.module, mesh, offloaded=config.mesh.cpu_offload)
         model.module.train()
         optimizer = build_optimizer(model.module, config.optimizer, working=model.working)
         smoothing, z_loss = config.train.label_smoothing, config.train.z_loss

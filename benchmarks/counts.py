@@ -159,9 +159,8 @@ class LossKernels:
 
     def row_sums(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         self._counted.kernels += 1
-        self._counted.moved_bytes += (
-            2 * logits.nbytes
-        )  # a row that is read again may still be in a cache
+        # A row that is read again may still be in a cache.
+        self._counted.moved_bytes += 2 * logits.nbytes
         with torch.utils._python_dispatch._disable_current_modes():
             largest = logits.amax(1).float()
             return torch.stack(

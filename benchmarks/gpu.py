@@ -253,9 +253,8 @@ def run(
             late = True
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(
-                    process.pid, signal.SIGKILL
-                )  # with what it has started: that would keep the device
+                # With what it has started: that would keep the device.
+                os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
     result: dict[str, Any] = json.loads(to.read_text(encoding="utf-8")) if to.exists() else {}
     if not result:

@@ -309,9 +309,8 @@ def work(name: str, endpoint: str, turn: int) -> dict[str, float | str]:
 def fill(endpoint: str) -> int:
     """Writes what is read; a server that has just begun may not have room for it at once."""
     for _ in range(NUM_RACES):
-        with contextlib.suppress(
-            OSError
-        ):  # moto has no bucket that was not made; SeaweedFS refuses this, and makes it
+        # Moto has no bucket that was not made; SeaweedFS refuses this, and makes it.
+        with contextlib.suppress(OSError):
             urllib.request.urlopen(
                 urllib.request.Request(f"{endpoint}/{BUCKET}", method="PUT"), timeout=5
             )

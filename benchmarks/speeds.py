@@ -206,9 +206,8 @@ def estimate(
     )
     waited = between(lambda each: each.waited, products)
     tokens = row["micro_batch"] * row["seq_len"] / mesh["cp"]
-    if (
-        mesh["ep"] > 1
-    ):  # experts stay where they are, and tokens go to them: there and back, forward and backward
+    # Experts stay where they are, and tokens go to them: there and back, forward and backward.
+    if mesh["ep"] > 1:
         size = tokens * decoder.layers[0].chosen * decoder.hidden * 2
         one = fabric.seconds("all-to-all", size, ranks=mesh["ep"], stride=1)
         waited = programs["exchange"] * batches * len(decoder.layers) * (4 + 2 * products) * one

@@ -208,9 +208,8 @@ def main(host: str, folder: Path) -> None:
     store = StubStore()
     with serving(store, host) as endpoint:
         (folder / "endpoint.part").write_text(endpoint)
-        (folder / "endpoint.part").rename(
-            folder / "endpoint"
-        )  # who waits for it reads all of it
+        # Who waits for it reads all of it.
+        (folder / "endpoint.part").rename(folder / "endpoint")
         while not (folder / "end").exists():
             time.sleep(0.1)
     for key, data in store.objects.items():

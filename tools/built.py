@@ -124,9 +124,10 @@ def test_sdist(sdist: Path) -> bool:
     """Whether the unpacked sdist passes tests, by this Python, which has what they need."""
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(sdist) as tar:
+            # From 3.11.4 on.
             tar.extractall(
                 folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
-            )  # from 3.11.4 on
+            )
         unpacked = Path(folder) / sdist.name.removesuffix(".tar.gz")
         tests = [f"tests/unit/{name}" for name in SDIST_TESTS]
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]

@@ -27,12 +27,13 @@ def test_a_logged_step_is_on_the_screen_within_2_seconds(
     shown(page)
     page.get_by_text("All numbers, exactly").click()
     took = []
+    # The last one is a rewind.
     for step, loss in (
         (21, 3.25),
         (22, math.nan),
         (23, 3.125),
         (10, 2.0625),
-    ):  # the last one is a rewind
+    ):
         began = time.monotonic()
         write_lines(run / "metrics.jsonl", [step_line(step, loss=loss)], append=True)
         told = "NaN" if math.isnan(loss) else str(loss)
@@ -143,13 +144,11 @@ def test_a_live_part_that_is_made_anew_stays_as_its_reader_left_it(
     )
     shown(page)
     kept = "() => [...document.querySelectorAll('[data-part]')].flatMap((each) => each.first ? each.dataset.part : [])"
-    assert {"history", "numbers", "samples", "next"} <= set(
-        page.evaluate(kept)
-    )  # sent again as they were
+    # Sent again as they were.
+    assert {"history", "numbers", "samples", "next"} <= set(page.evaluate(kept))
     part = page.locator("[data-part=samples]")
-    write_lines(
-        run / "samples.jsonl", [{"step": 81, "prompt": "p", "text": "t"}], append=True
-    )  # it goes on
+    # It goes on.
+    write_lines(run / "samples.jsonl", [{"step": 81, "prompt": "p", "text": "t"}], append=True)
     page.wait_for_function(
         "() => document.querySelector('[data-part=samples]').textContent.includes('step 81')"
     )

@@ -236,9 +236,8 @@ def test_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(
-        "pathlib.Path.open", refuse
-    )  # the superuser of a test machine may read everything
+    # The superuser of a test machine may read everything.
+    monkeypatch.setattr("pathlib.Path.open", refuse)
     assert said(lambda: open_text(Source("a.txt")).fingerprint) == [
         (
             "a.txt cannot be read: Permission denied",
@@ -512,9 +511,8 @@ def test_folder_without_tokenizer(folder: Path) -> None:
 
 
 def test_tokenizer_without_end_token(tokenizer: Path) -> None:
-    (tokenizer / "tokenizer_config.json").write_text(
-        '{"eos_token": "</s>"}'
-    )  # no token of the vocabulary
+    # No token of the vocabulary.
+    (tokenizer / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     assert said(lambda: load_tokenizer("tok")) == [
         (
             "data.tokenizer = 'tok' names no end token",

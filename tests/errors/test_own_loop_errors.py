@@ -133,9 +133,8 @@ def test_batches_that_are_right_pass(model: Any) -> None:
     assert step({**BATCH, "attention_mask": MASK, "position_ids": None}) == plain
     assert step({**BATCH, "padding": MASK == 0, "indices": torch.arange(4)}) == plain
     same = torch.full((2, 8), 5)
-    assert math.isfinite(
-        step({"input_ids": same, "labels": same}).loss
-    )  # shifted or not: there is no difference
+    # Shifted or not: there is no difference.
+    assert math.isfinite(step({"input_ids": same, "labels": same}).loss)
     # The fix of the refusal of masks, as it is printed.
     batch = {
         **BATCH,

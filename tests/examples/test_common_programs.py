@@ -259,9 +259,8 @@ def two_agents(folder: Path, *arguments: str) -> str:
             )
             for node in (["--node-rank", "0"], ["--node-rank", "1"])
         ]
-        for agent in reversed(
-            agents
-        ):  # the first keeps the store and waits for the second, whether that fails or not
+        # The first keeps the store and waits for the second, whether that fails or not.
+        for agent in reversed(agents):
             code = agent.wait(240)
             assert code == 0, agent.err()[-4000:]
         return "".join(agent.out() for agent in agents)

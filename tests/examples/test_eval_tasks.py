@@ -75,9 +75,8 @@ def scored(sizes: dict[str, int], folder: str, requests: list[Any]) -> list[tupl
     import threefold
     from threefold.run import task_scores
 
-    task_scores._MOST_BYTES = (
-        4 * 264 * 48 * 3
-    )  # several batches, of which the last is shared unevenly
+    # Several batches, of which the last is shared unevenly.
+    task_scores._MOST_BYTES = 4 * 264 * 48 * 3
     mesh = threefold.init_mesh(**sizes, device="cpu")
     model = threefold.load_model(folder, mesh=mesh, seq_len=48, admission="off")
     found = task_scores.Scores(model, 48)(requests)

@@ -230,9 +230,8 @@ def test_model_of_ones_own_is_taken_from_its_program(tmp_path: Path, kind: str) 
     watched = run(
         tmp_path, *REFEREE, "--alone", alone, "--record", "record", "--", *TORCHRUN, *program
     )
-    assert watched.stdout.splitlines().count("trained") == 1, (
-        watched.stdout
-    )  # the second run ends at its first step
+    # The second run ends at its first step.
+    assert watched.stdout.splitlines().count("trained") == 1, watched.stdout
     judged = run(tmp_path, *REFEREE, "judge", "record", "--json")
     parts = {part["name"]: part for part in json.loads(judged.stdout)["parts"]}
     if kind == "twice":

@@ -34,9 +34,8 @@ PLANTED_RUNS = [
     pytest.param(10, marks=pytest.mark.long),
 ]
 HEALTHY_SEEDS = [
-    pytest.param(
-        (0, 3, 4, 7, 8), marks=pytest.mark.examples
-    ),  # each shape once, prose and code
+    # Each shape once, prose and code.
+    pytest.param((0, 3, 4, 7, 8), marks=pytest.mark.examples),
     pytest.param(tuple(range(20)), marks=pytest.mark.long),
 ]
 BYTES = 95

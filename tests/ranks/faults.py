@@ -41,9 +41,8 @@ def _train_planted() -> None:
     plant, dp, tp, *arguments = sys.argv[1:]
     _, overrides = split(arguments)
     overrides += [("mesh.dp", dp), ("mesh.tp", tp), ("mesh.device", "cpu")]
-    overrides += [
-        ("model.admission", "off")
-    ]  # plants count the run's own steps, which probes would take too
+    # Plants count the run's own steps, which probes would take too.
+    overrides += [("model.admission", "off")]
     loaded = loading.load("config.yaml", overrides, environ={})
     start._rank_entry = partial(_planted_rank, plant)
     sys.exit(start.train_command(loaded))

@@ -82,9 +82,8 @@ class Hang:
             _until(release)
         elif self.how == "gil":
             held = ctypes.PyDLL(None)
-            file = held.open(
-                str(release).encode(), os.O_RDONLY
-            )  # returns when it is opened for writing
+            # Returns when it is opened for writing.
+            file = held.open(str(release).encode(), os.O_RDONLY)
             held.close(file)
         elif self.how == "lock":
             lock = threading.Lock()

@@ -125,9 +125,8 @@ def _raises_on_one(sizes: dict[str, int]) -> list[Any]:
         (first, second, third) if alone else (first, second, second, third)
     ):
         fails[0] = number == 1 and not alone
-        batch["row"] = torch.arange(len(batch["labels"])).flip(
-            0
-        )  # in the last micro-batch, after gradients
+        # In the last micro-batch, after gradients.
+        batch["row"] = torch.arange(len(batch["labels"])).flip(0)
         try:
             numbers.append(step(batch).loss)
         except Exception as error:

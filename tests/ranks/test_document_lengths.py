@@ -168,9 +168,8 @@ def _results(
     config = validate(asked)
     built, results = build(config, load.read_config(config.model), mesh), {}
     assert (f"attention: {kernel}", "a test's") in built.choices or kernel == "sdpa"
-    trains = (
-        model != "gemma3"
-    )  # a CPU has no backward of flex_attention, which its windows take
+    # A CPU has no backward of flex_attention, which its windows take.
+    trains = model != "gemma3"
     for place, rows in enumerate(_batches()):
         with torch.set_grad_enabled(trains), built.computing(rows) as local:
             hidden = built.outputs(local, "hidden_states").values

@@ -54,9 +54,8 @@ def _steps(
         setattr(dist, name, watched(getattr(dist, name), what))
     curve = [each[:2] for each in run.advance(1)]
     batches = 8 // (sizes[0] * sizes[1])
-    assert len(sent) % batches == 0, (
-        sent
-    )  # nothing is gathered again for a micro-batch that is over
+    # Nothing is gathered again for a micro-batch that is over.
+    assert len(sent) % batches == 0, sent
     first = sent[: len(sent) // batches]
     curve += [each[:2] for each in run.advance(1)]
     named = run.model.module.named_parameters()

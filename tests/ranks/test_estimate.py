@@ -123,9 +123,8 @@ def both(cases: list[dict[str, Any]]) -> list[tuple[Any, float, Any]]:
 
 def _agree(found: list[tuple[Any, float, Any]], names: list[str]) -> None:
     for (traced, estimated, sent), name in zip(found, names, strict=True):
-        assert estimated == pytest.approx(traced.peak_bytes, rel=0.1), (
-            name
-        )  # what docs/plan.md promises
+        # What docs/plan.md promises.
+        assert estimated == pytest.approx(traced.peak_bytes, rel=0.1), name
         assert set(sent) == set(traced.sent), name
         for key, (calls, size) in traced.sent.items():
             assert sent[key][0] == calls and sent[key][1] == pytest.approx(size, rel=0.05), (

@@ -63,9 +63,8 @@ def test_stalled_rank_is_named_with_phase_and_stack(
     done = planted(folder, plant, "--log.dir", plant, *limits)
     assert done.returncode == 1
     late = rf"no progress for \d+ s: rank 2 of host \S+ \(process \d+\) is in {phase} of step {STEP}"
-    assert (
-        len(re.findall(rf"^{late}$", done.stderr, re.MULTILINE)) == 2
-    )  # once for the stall, once for the end
+    # Once for the stall, once for the end.
+    assert len(re.findall(rf"^{late}$", done.stderr, re.MULTILINE)) == 2
     waiting = re.findall(
         rf"^  ranks? ([\d, and]+) waits? in \w+ of step {STEP}$", done.stderr, re.MULTILINE
     )
@@ -105,9 +104,8 @@ def test_another_rank_names_rank_0_when_that_is_frozen(folder: Path) -> None:
         os.kill(ranks[0], signal.SIGSTOP)
         assert going.wait(60) == 1
         silent = r"^no progress for \d+ s: rank 0 of host \S+ \(process \d+\) has given no sign of life for \d+ s, in "
-        assert (
-            len(re.findall(silent, going.output(), re.MULTILINE)) == 2
-        )  # once for the stall, once for the end
+        # Once for the stall, once for the end.
+        assert len(re.findall(silent, going.output(), re.MULTILINE)) == 2
         # A slow start is told too, if it takes as long as a stall does here.
         waiting = re.findall(
             r"^  ranks? ([\d, andto]+) waits? in", going.output()[before:], re.MULTILINE
@@ -137,9 +135,8 @@ def test_rank_that_others_wait_for_in_every_step_is_the_slowest_and_told_once(
     assert done.returncode == 0, done.stderr
     found = [line for step, line in metrics(folder / "late").items() if step > 10]
     late = [line for line in found if line["slowest_rank"] == 2]
-    assert len(late) > 0.8 * len(
-        found
-    )  # in single ones another may have lacked a core for as long
+    # In single ones another may have lacked a core for as long.
+    assert len(late) > 0.8 * len(found)
     lost = [line["slowest_share"] * line["step_time_s"] for line in late]
     assert 0.6 < sum(lost) / len(lost) / 0.1 < 1.3, lost
     told = r"^rank 2 of host \S+ has been the slowest since step \d+: a step would take about \d+% less if it were as "
@@ -243,9 +240,8 @@ def test_rank_without_memory_says_what_would_fit_and_leaves_a_snapshot(folder: P
     assert said is not None, done.stderr
     assert path.read_text() == "what the allocator holds"
     assert "Traceback" not in done.stderr
-    assert {*metrics(folder / "full")} <= {
-        *range(1, STEP)
-    }  # rank 0 is ended before it writes the last ones
+    # Rank 0 is ended before it writes the last ones.
+    assert {*metrics(folder / "full")} <= {*range(1, STEP)}
     assert (
         "a GPU's memory is used up"
         in command(folder, "explain", "full/logs/rank-0002.log").stdout
@@ -527,9 +523,8 @@ def test_second_ctrl_c_leaves_at_once(folder: Path) -> None:
         wait_for(lambda: time.monotonic() - begun > _ONE_REQUEST_S + 0.5, "", within_s=10)
         assert going.running() and alive(ranks[0])
         going.signal_all(signal.SIGINT)
-        os.kill(
-            ranks[1], signal.SIGCONT
-        )  # after the signal: else the step could end, and the last save begin
+        # After the signal: else the step could end, and the last save begin.
+        os.kill(ranks[1], signal.SIGCONT)
         assert going.wait(20) == 130
         wait_for(
             lambda: not any(alive(process) for process in ranks.values()),

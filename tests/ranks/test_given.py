@@ -251,9 +251,8 @@ def test_rows_of_tokens_are_a_store_with_targets(tmp_path: Path) -> None:
     row = json.loads(shown.stdout.splitlines()[0])
     first = row["documents"].count(0)
     assert row["loss_mask"][:first] == [False] * 8 + [True] * (first - 8)
-    assert (
-        program(tmp_path, TOKENS % "rows").returncode == 0
-    )  # the same rows are the same source
+    # The same rows are the same source.
+    assert program(tmp_path, TOKENS % "rows").returncode == 0
     other = program(tmp_path, TOKENS % "rows[1:]")
     assert other.returncode == 1 and "the saved state has data" in other.stderr
 

@@ -278,9 +278,8 @@ def test_ranks_end_with_a_sentence_when_rank_0_takes_the_store_with_it(
         assert len(re.findall(stopped, said, re.MULTILINE)) == (
             2 if number == signal.SIGSTOP else 0
         ), said
-        if (
-            number == signal.SIGKILL
-        ):  # which rank notices first depends on whom it exchanges with
+        # Which rank notices first depends on whom it exchanges with.
+        if number == signal.SIGKILL:
             assert (
                 "rank 1 lost its connection to another rank" in said
                 or "its process is gone" in said

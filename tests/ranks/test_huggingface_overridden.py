@@ -22,10 +22,11 @@ from threefold.integrations.huggingface import Trainer
 
 pytestmark = pytest.mark.ranks
 
+# 21 rows leave 5 for the third step of an epoch: on 2 ranks one has a row less.
 ROWS, SEED = (
     21,
     3,
-)  # 21 rows leave 5 for the third step of an epoch: on 2 ranks one has a row less
+)
 
 
 class Questions(Dataset[dict[str, Tensor]]):

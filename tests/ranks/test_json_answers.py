@@ -150,9 +150,8 @@ def test_every_command_with_json_has_a_schema_and_a_case() -> None:
         ]
 
     assert sorted(set(visit(typer.main.get_command(main.app), ""))) == sorted(ANSWERS)
-    assert {name for name, *_ in CASES} | {"import"} == set(
-        ANSWERS
-    )  # which has a test of its own
+    # Which has a test of its own.
+    assert {name for name, *_ in CASES} | {"import"} == set(ANSWERS)
 
 
 def test_schemas_are_current() -> None:

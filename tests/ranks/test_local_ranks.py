@@ -324,9 +324,8 @@ def other_addresses() -> list[str]:
     found = ["127.0.0.2"]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(
-                ("192.0.2.1", 9)
-            )  # sends nothing: the kernel chooses the address to send from
+            # Sends nothing: the kernel chooses the address to send from.
+            probe.connect(("192.0.2.1", 9))
             found.append(probe.getsockname()[0])
         except OSError:
             pass
@@ -373,9 +372,8 @@ def test_killed_launcher_leaves_nothing(
     with started(folder, *LONG, "--log.dir", "gone", "--data.num_workers", "1") as going:
         wait_for(lambda: last_step(run) >= 3, lambda: f"step 3: {going.output()}")
         processes = list(tree(going.launcher))
-        assert (
-            len(processes) >= 5
-        )  # the launcher, its server, the tracker of shared memory, two ranks
+        # The launcher, its server, the tracker of shared memory, two ranks.
+        assert len(processes) >= 5
         os.kill(going.launcher, signal.SIGKILL)
         wait_for(
             lambda: not any(map(alive, processes)), "the end of all processes", within_s=15

@@ -505,10 +505,11 @@ def _with_lambda(sizes: dict[str, int], folder: str, until: int) -> list[tuple[f
     import threefold
 
     mesh, _, loader, _ = own_runs.parts(sizes)
+    # Biases of queries are split over tp, norms are not.
     config = {
         **own_runs.TINY_LLAMA,
         "model_type": "qwen2",
-    }  # biases of queries are split over tp, norms are not
+    }
     step = threefold.TrainStep(
         threefold.load_model(config=config, mesh=mesh, admission="off"), lr=1e-2
     )

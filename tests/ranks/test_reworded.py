@@ -53,9 +53,8 @@ def behaviour(folder: Path, first: Callable[[], None] | None = None) -> dict[str
     kinds = [
         finding["kind"] for finding in _json("why", str(folder / "b"), "--json")["findings"]
     ]
-    told["why"] = [
-        kind for kind in kinds if kind != "slow"
-    ]  # which steps took long is up to the machine
+    # Which steps took long is up to the machine.
+    told["why"] = [kind for kind in kinds if kind != "slow"]
     told["against"] = _exit("verify", "--against", str(folder / "a"), str(folder / "b"))
     told["explained"] = {
         name: _explained(path)
@@ -127,9 +126,8 @@ def test_other_words_change_no_behaviour(tmp_path: Path, plain: dict[str, Any]) 
         reword(patch)
         assert behaviour(tmp_path, _reword_for_good) == plain
     log = (tmp_path / "a" / "logs" / "rank-0000.log").read_text()
-    assert (
-        re.search(r"\bparameters\b", log) is None and "parameters" in log
-    )  # the words were others indeed
+    # The words were others indeed.
+    assert re.search(r"\bparameters\b", log) is None and "parameters" in log
     assert plain["proof of a"] and not plain["damaged proof"][0] and plain["a refusal"] == 2
     assert plain["explained"]["refusal"][1] == "threefold" and plain["page of b"]["steps"][
         2

@@ -40,12 +40,13 @@ RUN = (
     "--train.steps",
     "100000",
 )
+# On a machine with much to do, a start has pauses too.
 STALLS = (
     "--log.stall_s",
     "4",
     "--train.timeout_s",
     "10",
-)  # on a machine with much to do, a start has pauses too
+)
 
 GRACE = ("--checkpoint.grace_s", "5")
 

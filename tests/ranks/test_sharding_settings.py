@@ -117,11 +117,12 @@ def test_gradients_accumulate_in_shards(
     ranks = sizes[0] * sizes[1]
     given = {size: (sizes, str(folder / str(size)), size) for size in (2, 4)}
     found = {size: run_ranks(_accumulated, ranks, *each)[0] for size, each in given.items()}
+    # Of four layers, the embedding, and the norm with the head.
     units, steps, copies = (
         6,
         2,
         int(sizes[0] > 1),
-    )  # of four layers, the embedding, and the norm with the head
+    )
     (curve, held, counts, size), (whole, _, whole_counts, _) = found.values()
     require(
         compare_curves(

@@ -95,15 +95,15 @@ def test_trace_is_what_a_rank_holds_and_sends(
         # What ranks bring to a step they tell one another on the CPU, which is not in a trace.
         brought = [key for key in sent if key[1] == "allgather"]
         assert [sent.pop(key) for key in brought] == [(1, 48)] * (_ranks(sizes) > 1), case
-        assert found.peak_bytes == pytest.approx(peak, rel=0.1), (
-            case
-        )  # what docs/plan.md promises
+        # What docs/plan.md promises.
+        assert found.peak_bytes == pytest.approx(peak, rel=0.1), case
         assert found.parameters_bytes + found.optimizer_bytes < found.peak_bytes
         if sizes == {"dp": 2} and case[1] == "float32":
+            # DDP sends from within.
             assert found.sent["dp", "all-reduce"] == (
                 1,
                 found.gradients_bytes,
-            )  # DDP sends from within
+            )
         else:
             assert found.sent == sent, case
 

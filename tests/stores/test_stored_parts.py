@@ -133,9 +133,8 @@ def test_killed_tasks_and_copies_make_the_store_of_one_process(
         there = parts_at(place)
         assert len(there) >= num_parts, "a part that was there is lost"
         num_parts = len(there)
-        if (
-            code == 0 and kills < NUM_KILLS
-        ):  # that task is done: some of its parts are taken away
+        # That task is done: some of its parts are taken away.
+        if code == 0 and kills < NUM_KILLS:
             place.delete(there[:: chance.randint(1, 3)])
             num_parts = len(parts_at(place))
     words = (*WORDS, "--to", address, "--task", "1/3")

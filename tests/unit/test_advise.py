@@ -87,9 +87,8 @@ def test_published_memory_of_torchtitan() -> None:
     """
     tokens, vocabulary, layers = 2 * 8192, 128256, 32
     lines = _lines(Setup(Topology(1, 8), 8192, 2, recompute="selective", device=_H100), "loss")
-    lines["activations"] -= (
-        layers * tokens * 2 * (1024 + 4096 + 14336)
-    )  # key, attention's output, up
+    # Key, attention's output, up.
+    lines["activations"] -= layers * tokens * 2 * (1024 + 4096 + 14336)
     del lines["a chunk of logits"], lines["the head's gradient"]
     eager = sum(lines.values()) + tokens * vocabulary * (2 + 3 * 4)
     compiled = eager - layers * tokens * 2 * 4096

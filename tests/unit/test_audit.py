@@ -436,9 +436,8 @@ def record(
             for dp_rank in range(topology.dp):
                 window = AuditWindow(CountingRows(num_rows), first_step=step)
                 for indices in rows[:, dp_rank :: topology.dp]:
-                    window.add(
-                        indices, *CountingRows(num_rows).rows(indices).values()
-                    )  # of -1 too: left out
+                    # Of -1 too: left out.
+                    window.add(indices, *CountingRows(num_rows).rows(indices).values())
                 contents.append(window.contents)
             samples = predicted_samples(rows, first_step=step, dp_size=topology.dp)
             lines.append(StepsLine(number, step, last, *place, tuple(samples), tuple(contents)))

@@ -180,9 +180,8 @@ def test_record_that_ends_before_the_metrics_is_named(tmp_path: Path) -> None:
         file.log({"step": step, "loss": 1.0})
         file.close()
 
-    (run / "metrics.jsonl").write_text(
-        '{"step": 99, "loss": 1.0}\n'
-    )  # of another start, by a version without times
+    # Of another start, by a version without times.
+    (run / "metrics.jsonl").write_text('{"step": 99, "loss": 1.0}\n')
     for step in (12, 15):
         log(step)
         proved(run)

@@ -64,9 +64,8 @@ def _by_pairs(
     seen = []
     for row in range(ROWS):
         ids = torch.zeros(LENGTH, dtype=torch.long) if documents is None else documents[row]
-        begins = torch.tensor(
-            [ids.tolist().index(number) for number in ids]
-        )  # each number is one document here
+        # Each number is one document here.
+        begins = torch.tensor([ids.tolist().index(number) for number in ids])
         places, zero = torch.arange(LENGTH) - begins, torch.tensor(0)
         shown = function(torch.tensor(row), zero, places[queries][:, None], places[None])
         seen.append(shown & (ids[queries][:, None] == ids[None]))

@@ -454,9 +454,8 @@ def test_dump_loads_as_the_same_config(
             "mesh": dict(zip(("dp", "dp_shard", "cp", "tp"), sizes, strict=True)),
             "optimizer": {"lr": max(rates), "min_lr": min(rates), "betas": list(betas)},
             "train": {"seed": counts[1]},
-            "log": {
-                "dir": texts[2].translate({ord("$"): "S", ord("~"): "t"})
-            },  # refused, as a shell was to replace them
+            # Refused, as a shell was to replace them.
+            "log": {"dir": texts[2].translate({ord("$"): "S", ord("~"): "t"})},
         }
     )
     path = tmp_path_factory.getbasetemp() / "dumped.yaml"

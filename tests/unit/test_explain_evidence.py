@@ -70,9 +70,8 @@ def test_what_ranks_say_of_one_another_after_the_end_is_no_failure() -> None:
     lost = "[rank1]: RuntimeError: Connection closed by peer [10.0.0.2]:9 (gloo)\n"
     finished = f"{PROGRESS}Training finished\n"
     assert examine(Log.of(finished + lost)).status is Status.FINISHED
-    assert (
-        failure(f"{finished}{PROGRESS}{lost}").known.name == "peer-gone"
-    )  # it was another job's end
+    # It was another job's end.
+    assert failure(f"{finished}{PROGRESS}{lost}").known.name == "peer-gone"
 
 
 def test_trouble_that_progress_follows_was_made_good() -> None:

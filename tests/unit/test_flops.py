@@ -200,9 +200,8 @@ def test_attention_of_every_family_is_found(name: str) -> None:
     """One for each layer that has any, with a window where its config names one for that layer."""
     model = load.outline(config_of(name))
     found = flops_of(model)
-    assert (
-        found.trained > 0 and found.frozen < 0.1 * found.trained
-    )  # what a model keeps fixed itself
+    # What a model keeps fixed itself.
+    assert found.trained > 0 and found.frozen < 0.1 * found.trained
     kinds = getattr(model.config.get_text_config(), "layer_types", None)
     if kinds and set(kinds) <= {"full_attention", "sliding_attention"}:
         windowed = sum(

@@ -516,9 +516,8 @@ class Folders(RuleBasedStateMachine):
                 and target.resolve() != source.resolve()
             ):
                 shutil.rmtree(target)
-            if (
-                not os.path.lexists(target) and source.exists()
-            ):  # a link may lead to what a run has removed
+            # A link may lead to what a run has removed.
+            if not os.path.lexists(target) and source.exists():
                 if link:
                     os.symlink(source.absolute(), target)
                 else:

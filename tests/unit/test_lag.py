@@ -57,9 +57,8 @@ def test_slowest_rank_and_the_share_that_the_others_wait_for_it() -> None:
     )
     assert slowest([{"core": 2.0}, {"compute": 2.0}], 4.0) == (0, 0.0)
     assert slowest([{"core": 2.0}, {"compute": 3.0}], 0.0) == (1, 0.0)
-    assert (
-        slowest([{"core": 2.0, "throttled_s": 9.0}, {"compute": 3.0}], 1.0)[0] == 1
-    )  # a count is no time
+    # A count is no time.
+    assert slowest([{"core": 2.0, "throttled_s": 9.0}, {"compute": 3.0}], 1.0)[0] == 1
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])

@@ -415,9 +415,8 @@ def test_ending_comes_back_from_the_journal_and_a_damaged_one_is_left_out(
     lost = replace(ending, how="lost", ranks=(0,))
     for each in (lost, ending, replace(ending, ranks=(1,))):
         journal.end(each)
-    assert (
-        ending_of(journal.lines()) == ending
-    )  # the first that knows more than that a rank was lost
+    # The first that knows more than that a rank was lost.
+    assert ending_of(journal.lines()) == ending
     journal.end(replace(ending, how="signal", code=9))  # who has started the ranks knows most
     assert ending_of(journal.lines()) == replace(ending, how="signal", code=9)
     for damage in (

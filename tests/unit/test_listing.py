@@ -139,9 +139,8 @@ def test_later_kinds_do_not_change_a_folder_of_documents(tmp_path: Path) -> None
 
 def test_linked_folders_are_entered_once(tmp_path: Path) -> None:
     make(tmp_path, "corpus/b/1.txt", "other/2.txt", "other/deep/3.txt")
-    (tmp_path / "corpus" / "a").symlink_to(
-        tmp_path / "corpus" / "b"
-    )  # sorts first, but b is the folder itself
+    # Sorts first, but b is the folder itself.
+    (tmp_path / "corpus" / "a").symlink_to(tmp_path / "corpus" / "b")
     (tmp_path / "corpus" / "c").symlink_to(tmp_path / "other")
     (tmp_path / "corpus" / "d").symlink_to(tmp_path / "other" / "deep")
     (tmp_path / "other" / "loop").symlink_to(tmp_path)
@@ -279,9 +278,8 @@ def test_unreadable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             raise PermissionError(13, "Permission denied", path)
         return scan(path)
 
-    monkeypatch.setattr(
-        "os.scandir", closed
-    )  # the superuser of a test machine may read everything
+    # The superuser of a test machine may read everything.
+    monkeypatch.setattr("os.scandir", closed)
     files = list_folder(tmp_path, {})
     assert (files.read, reasons(files)) == (
         ("a.txt",),

@@ -174,9 +174,8 @@ def test_padding_is_what_belongs_to_no_document() -> None:
 
 def test_workers_change_neither_batches_nor_state() -> None:
     """Two workers prefetch; the state counts the batches that the loop took, and no workers go on from it."""
-    multiprocessing.set_forkserver_preload(
-        PRELOAD
-    )  # a worker that imports torch itself needs seconds
+    # A worker that imports torch itself needs seconds.
+    multiprocessing.set_forkserver_preload(PRELOAD)
     plain, prefetched = loader(22, batch=4), loader(22, batch=4, num_workers=2)
     ours, theirs = iter(plain), iter(prefetched)
     with closing(cast(Any, theirs)):  # ends the workers

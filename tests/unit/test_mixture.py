@@ -200,9 +200,8 @@ def test_no_position_is_below_zero() -> None:
         any
     ),
 )
-@example(
-    [434433256380.82214] * 3
-)  # three times their share, divided by their sum, is more than 1
+# Three times their share, divided by their sum, is more than 1.
+@example([434433256380.82214] * 3)
 @example([0.1] * 3)
 def test_the_alias_table_holds_the_very_weights(weights: list[float]) -> None:
     """Buckets are chosen equally often, so a row's probability can be summed up from the table."""

@@ -417,9 +417,8 @@ def test_token_is_learnt_once_if_its_bit_says_so(
     assert set(found) <= bits
     missing = bits - set(found)
     if packing == "concat":
-        missing -= set(
-            range(rows.num_rows * seq_len + 1, store.num_tokens)
-        )  # the tail that fills no row
+        # The tail that fills no row.
+        missing -= set(range(rows.num_rows * seq_len + 1, store.num_tokens))
         assert missing <= (firsts if document_mask else {0})
     else:
         # A document's first token follows nothing of it.

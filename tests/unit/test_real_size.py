@@ -75,9 +75,8 @@ def test_a_row_that_is_too_long_is_cut_and_a_layer_too_wide_is_reduced() -> None
         8192,
         "at a reduced width",
     )
-    assert (
-        _asked("llama", 8192, Topology(cp=2), share=0.1)[0].seq_len < 4096
-    )  # where many ranks share a core
+    # Where many ranks share a core.
+    assert _asked("llama", 8192, Topology(cp=2), share=0.1)[0].seq_len < 4096
     (reduced,) = _asked(
         "llama", 512, hidden_size=8192, intermediate_size=28_672, num_attention_heads=64
     )

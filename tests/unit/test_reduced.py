@@ -111,9 +111,8 @@ def test_transformers_runs_it_for_8_ranks(name: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_transformers_runs_every_architecture(name: str, ranks: int) -> None:
     parameters, seconds = run(reduced(config_of(name), ranks=ranks))
-    assert (
-        parameters < 6.5e6
-    )  # parts for images and sound have fixed widths, and heads are as wide as kernels want
+    # Parts for images and sound have fixed widths, and heads are as wide as kernels want.
+    assert parameters < 6.5e6
     assert seconds < 2
 
 

@@ -370,9 +370,8 @@ def test_noise_of_bfloat16_is_no_fault_and_hides_none(model: Any) -> None:
         n: g * (1 + 0.003 * torch.randn_like(g)) for n, g in zip(names, low, strict=True)
     }
     assert judged(model, gradients, {"bfloat16"}).status is PartStatus.PROVED
-    assert (
-        judged(model, gradients).status is PartStatus.REFUTED
-    )  # where float32 is computed in, it is one
+    # Where float32 is computed in, it is one.
+    assert judged(model, gradients).status is PartStatus.REFUTED
     gradients["lm_head.weight"] = gradients["lm_head.weight"] * 2
     part = judged(model, gradients, {"bfloat16"})
     assert part.status is PartStatus.REFUTED and part.what.endswith("lm_head.weight x2")

@@ -192,9 +192,8 @@ def test_damaged_lines_are_said_and_the_rest_is_shown(eventful: RunFacts) -> Non
         *(("metrics.jsonl", number) for number in (47, 48, 49, 50, 51)),
         ("samples.jsonl", 2),
     ]
-    assert (
-        summary(eventful.metrics.points("loss"))["count"] == 80 - 1
-    )  # that of step 46 is no number
+    # That of step 46 is no number.
+    assert summary(eventful.metrics.points("loss"))["count"] == 80 - 1
     assert summary(eventful.metrics.points("loss"))["not_finite"] == 1
 
 
@@ -442,10 +441,11 @@ def test_figures_of_tasks_are_curves_and_among_the_first_figures(tmp_path: Path)
     charts = {
         chart["title"]: chart["names"] for chart in points_of(runs, [None, None])["charts"]
     }
+    # Shares together, others by themselves.
     assert charts["Tasks"] == (
         "task_choose_acc",
         "task_choose_acc_norm",
-    )  # shares together, others by themselves
+    )
     assert charts["task_roll_perplexity"] == ("task_roll_perplexity",)
     for page in (report(runs[:1]), report(runs)):
         text = Parsed(page).text

@@ -123,9 +123,8 @@ def test_a_run_that_goes_says_how_long_it_has_left(tmp_path: Path) -> None:
     facts.state = "stopped"
     assert "<dt>left" not in figures(facts)
     facts.state = "running"
-    assert "<dt>left</dt><dd>about 1 min 0 s<progress" in figures(
-        facts
-    )  # 60 of 100 steps, a second each
+    # 60 of 100 steps, a second each.
+    assert "<dt>left</dt><dd>about 1 min 0 s<progress" in figures(facts)
     write_lines(
         run / "metrics.jsonl", [step_line(step) for step in range(41, 121)], append=True
     )

@@ -163,9 +163,8 @@ def test_any_number_of_replicas_goes_on_after_any_stop(
     (alone,) = samplers(n, 1, tail="exact", **made)
     alone.set_epoch(epoch)
     expected = list(alone)
-    if (
-        states[0]["epoch"] > epoch
-    ):  # the first ranks had exhausted the epoch, so the others read the next one
+    # The first ranks had exhausted the epoch, so the others read the next one.
+    if states[0]["epoch"] > epoch:
         assert order == "threefold" or weighted
         alone.set_epoch(epoch + 1)
         before, expected = [], list(alone)
@@ -363,9 +362,8 @@ def test_weighted_epochs_are_draws_with_replacement() -> None:
     assert [len(rank) for rank in ranks] == [2000] * 4
     counts = np.bincount(in_turns([iter(rank) for rank in ranks]), minlength=4)
     assert counts[0] == 0
-    assert (
-        np.abs(counts[1:] - [1000, 2000, 5000]).max() < 200
-    )  # 5 standard deviations of the largest are 217
+    # 5 standard deviations of the largest are 217.
+    assert np.abs(counts[1:] - [1000, 2000, 5000]).max() < 200
     (alone,) = samplers(4, 1, weights=weights, num_samples=8000, seed=1)
     first, second = list(alone), list(alone)
     assert np.array_equal(np.bincount(first, minlength=4), counts)

@@ -130,9 +130,8 @@ def test_killed_and_doubled_tasks_make_the_store_of_one_process(
         if living is not None:
             living.join(60)
             assert living.exitcode == 0
-        assert (
-            dying.exitcode == -signal.SIGKILL or living is not None
-        )  # which may have left nothing to do
+        # Which may have left nothing to do.
+        assert dying.exitcode == -signal.SIGKILL or living is not None
         kills += dying.exitcode == -signal.SIGKILL
     shared = shared_of(corpus, to)
     if missing := shared.missing():

@@ -246,9 +246,8 @@ def test_values_stay_on_their_line() -> None:
     ],
 )
 def test_time_limit_leaves_time_to_train_before_the_signal(time: str, fits: bool) -> None:
-    found = list(
-        slurm.problems(config(), ranks(), SlurmSettings(time=time))
-    )  # grace_s 110, a minute to leave, one to be early
+    # grace_s 110, a minute to leave, one to be early.
+    found = list(slurm.problems(config(), ranks(), SlurmSettings(time=time)))
     assert (
         not found
         if fits
@@ -572,12 +571,13 @@ def test_what_kubectl_reads_of_a_manifest_is_what_was_given() -> None:
         yaml = YAML(typ="safe", pure=True)
         yaml.version = version  # type: ignore[assignment]
         assert list(yaml.load_all(as_document(*documents))) == documents
+    # Go's reader differs a little from that of ruamel.yaml.
     for word in (
         "y",
         "on",
         "1_000",
         "12:30:45",
-    ):  # Go's reader differs a little from that of ruamel.yaml
+    ):
         assert as_document({"a": word}) == f'a: "{word}"\n'
     assert '"$$(HF_HOME)"' in as_document(*documents)
 

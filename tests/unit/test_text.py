@@ -320,10 +320,11 @@ def test_digests_are_remembered_while_files_stay_as_they_are(
     for name, text in (("1.txt", "one"), ("2.txt", "two")):
         (folder / name).write_text(text)
     base = fingerprint(None)
+    # Too new to be remembered.
     assert [fingerprint(), fingerprint()] == [base] * 2 and read == [
         "1.txt",
         "2.txt",
-    ]  # too new to be remembered
+    ]
     settle()
     assert [fingerprint(), read[:], fingerprint(), read[:]] == [
         base,

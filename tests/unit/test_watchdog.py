@@ -243,10 +243,11 @@ def test_what_is_noted_of_a_rank_is_told_once_and_none_is_lost() -> None:
     progress = Progress()
     own = OwnTime(progress)
     progress.blocked_s, progress.still_s = 2.0, 0.5
+    # Asked for again, it is the same.
     assert (own.parts()["blocked"], own.parts()["still"]) == (
         2.0,
         0.5,
-    )  # asked for again, it is the same
+    )
     progress.still_s += 0.25  # noted between what was told and the next window
     own = OwnTime(progress)
     progress.blocked_s += 1.0
@@ -275,9 +276,8 @@ def test_a_stop_that_is_over_is_noted_before_it_is_told(
     progress.note_by = time.monotonic() - 0.3
     monkeypatch.setattr("threefold.training.progress.time.sleep", partial(sleep, notes=False))
     begun = time.monotonic()
-    assert (
-        OwnTime(progress).parts()["still"] == 0.0 and len(slept) > 3
-    )  # nobody notes, and it goes on
+    # Nobody notes, and it goes on.
+    assert OwnTime(progress).parts()["still"] == 0.0 and len(slept) > 3
     assert time.monotonic() - begun < 5
 
 

@@ -82,9 +82,8 @@ for epoch in range(2):
             local = [each.to_local() if hasattr(each, "placements") else each for each in held]
             squares = {True: torch.zeros(()), False: torch.zeros(())}
             for each, part in zip(held, local, strict=True):
-                if (
-                    each is part or kind != "tp_norm_first" or rank == 0
-                ):  # else what rank 0 holds stands for all
+                # Else what rank 0 holds stands for all.
+                if each is part or kind != "tp_norm_first" or rank == 0:
                     squares[each is not part or kind == "tp_norm"] += part.square().sum()
             dist.all_reduce(squares[True])
             norm = (squares[True] + squares[False]).sqrt()

@@ -28,30 +28,34 @@ from threefold.mesh.mesh import Mesh
 # `train` and `mesh` is part of the key.
 _IRRELEVANT = {
     "model": {
+        # Weights are not probed here; the class is in the code's digest.
         *(
             "name_or_path",
             "revision",
             "init_missing",
-        ),  # weights are not probed here; the class is in the code's digest
+        ),
         *("config", "admission"),  # the architecture itself is in the key
     },
     "train": {
+        # The probes have their own rows and seeds.
         *(
             "steps",
             "epochs",
             "global_batch",
             "micro_batch",
             "seed",
-        ),  # the probes have their own rows and seeds
+        ),
+        # Of what follows the gradients probed.
         *(
             "grad_clip",
             "label_smoothing",
             "z_loss",
             "objective",
             "nonfinite",
-        ),  # of what follows the gradients probed
+        ),
         *("memory_check", "timeout_s"),  # of the process
     },
+    # The topology and the device are in the key.
     "mesh": {
         "dp",
         "dp_shard",
@@ -59,7 +63,7 @@ _IRRELEVANT = {
         "tp",
         "device",
         "timeout_s",
-    },  # the topology and the device are in the key
+    },
 }
 
 

@@ -125,9 +125,8 @@ class _Code:
             return [value.__name__]
         if not isinstance(value, FunctionType | MethodType):
             return []
-        records = (
-            set() if _package(value.__module__) == _OURS else self._of_modules
-        )  # what we register, we know
+        # What we register, we know.
+        records = set() if _package(value.__module__) == _OURS else self._of_modules
         origins = [
             function.__globals__.get("__name__") for function in _record(records, name, value)
         ]

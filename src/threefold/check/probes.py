@@ -337,9 +337,8 @@ def _compared(
     if expected is None:
         return replicas
     results = [
-        Difference(
-            "positions", 0.0, 0.0, detail=expected.positions
-        ),  # named where another probe fails
+        # Named where another probe fails.
+        Difference("positions", 0.0, 0.0, detail=expected.positions),
         expected.head,
         compare_number(LOSS, loss, expected.loss),
         compare_number(GRADIENT_NORM, norm, expected.grad_norm),

@@ -100,9 +100,8 @@ def real_sizes(
         try:
             cut = make()
             module = outline(cut, trust_remote_code=config.model.trust_remote_code)
-        except (
-            Exception
-        ):  # whatever a config's class refuses: its values may be tied to what is cut
+        except Exception:
+            # Whatever a config's class refuses: its values may be tied to what is cut.
             continue
         parameters = sum(parameter.numel() for parameter in module.parameters())
         if parameters > _MOST_PARAMETERS[kind]:
@@ -154,9 +153,8 @@ def _compare(
     }
     data = config.data.model_copy(update={"seq_len": asked.seq_len})
     train = config.train.model_copy(update={"loss_chunk_tokens": "auto"})
-    whole = config.model.model_copy(
-        update={"lora": LoraConfig()}
-    )  # adapters change nothing as they begin
+    # Adapters change nothing as they begin.
+    whole = config.model.model_copy(update={"lora": LoraConfig()})
     real = config.model_copy(update={"data": data, "train": train, "model": whole})
     model = build(real, asked.architecture, mesh, weights=weights)
     with torch.no_grad(), model.computing(batch) as local:

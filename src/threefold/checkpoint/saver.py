@@ -219,9 +219,8 @@ class Saver:
             target=self._run, args=(job, staged or live), name=name, daemon=True
         )
         self._running.start()
-        if (
-            staged is None
-        ):  # the next step changes what is written; how it ends, `check` tells all ranks alike
+        # The next step changes what is written; how it ends, `check` tells all ranks alike.
+        if staged is None:
             self._running.join()
 
     def before_update(self) -> None:

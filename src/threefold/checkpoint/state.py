@@ -327,9 +327,8 @@ def read_into(state: Mapping[str, Tensor], folder: Path, index: Index, mesh: Mes
         for held in holdings(state, mesh):
             values = held.values(state)
             read_box(folder, index.entries[held.name], held.box, values)
-            torch.autograd.graph.increment_version(
-                values
-            )  # it writes into memory, where torch counts nothing
+            # It writes into memory, where torch counts nothing.
+            torch.autograd.graph.increment_version(values)
 
 
 def read_weights(model: nn.Module, folder: Path, index: Index) -> None:

@@ -292,9 +292,8 @@ def _described(folder: Path, metadata: Any) -> _Native:
             Chunk(each.file, each.start, Box(each.box.offsets, sizes[each.box.offsets]))
             for each in chunks[name]
         ]
-        own = [
-            each for each in own if each.box.numel
-        ]  # a rank beyond the last shard has nothing
+        # A rank beyond the last shard has nothing.
+        own = [each for each in own if each.box.numel]
         entries[name] = entry = Entry(str(dtype), tuple(found["size"]), own)
         if (problem := entry.problem()) is not None:
             raise ValueError(f"{name}: {problem}")

@@ -39,9 +39,8 @@ class Universal:
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorFormat]:
-        tensors = {
-            name: self.read(name) for name in self.files
-        }  # of files that are mapped, not read
+        # Of files that are mapped, not read.
+        tensors = {name: self.read(name) for name in self.files}
         return {
             name: TensorFormat(TYPE_NAMES[each.dtype], tuple(each.shape))
             for name, each in tensors.items()

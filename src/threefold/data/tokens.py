@@ -162,9 +162,10 @@ def load_tokenizer(
         if file.is_file():
             loaded: Any = Backend.from_file(str(file))
         else:
+            # Loads torch: only for vocabularies of an older form.
             from transformers import (
                 AutoTokenizer,
-            )  # loads torch: only for vocabularies of an older form
+            )
 
             loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except (

@@ -34,10 +34,11 @@ def continued(model: Any, prompt: list[int], *, num_tokens: int, end_id: int) ->
     Raises:
         RunError: transformers cannot generate with this architecture, with its cache or without.
     """
+    # Some layers' caches have no length (models of state layers alone).
     for use_cache in (
         True,
         False,
-    ):  # some layers' caches have no length (models of state layers alone)
+    ):
         try:
             return _generated(
                 model, prompt, num_tokens=num_tokens, end_id=end_id, use_cache=use_cache

@@ -234,9 +234,8 @@ class _Export:
         model = model_with_adapters(self.checkpoint, self.config, self.architecture, self.index)
         lora.merge(model)
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", FutureWarning
-            )  # transformers' own warning, about an internal name
+            # Transformers' own warning, about an internal name.
+            warnings.simplefilter("ignore", FutureWarning)
             model.save_pretrained(self.to, max_shard_size=self.max_shard_bytes)
         _save_descriptions(
             self.checkpoint, model, self.config, self.architecture, self.to, self.with_tokenizer

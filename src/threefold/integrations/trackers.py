@@ -81,9 +81,8 @@ class RunDescription:
             return None
         standing: list[Metrics] = []
         for line in lines:
-            if (
-                "loss" in line
-            ):  # another pass over steps that were trained before stands for them
+            # Another pass over steps that were trained before stands for them.
+            if "loss" in line:
                 standing = [each for each in standing if each["step"] < line["step"]]
             standing.append(line)
         return [line for line in standing if line["step"] < self.first_step]

@@ -48,11 +48,12 @@ class Exchange:
     """The values that the ranks of one mesh send one another. All ranks ask for the same ones in the same order."""
 
     def __init__(self, rank: int, world_size: int, store: dist.Store | None) -> None:
+        # None in a single process.
         self._rank, self._world_size, self._store = (
             rank,
             world_size,
             store,
-        )  # None in a single process
+        )
         self._numbers: Counter[str] = Counter()
 
     def value_of(self, maker: int, name: str, make: Callable[[], Any]) -> Any:

@@ -69,9 +69,8 @@ def start_server(modules: Sequence[str]) -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         for ensure_running in (resource_tracker.ensure_running, forkserver.ensure_running):
-            signal.pthread_sigmask(
-                signal.SIG_BLOCK, PASSED_ON
-            )  # inherited; the first one lifts it
+            # Inherited; the first one lifts it.
+            signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
             ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

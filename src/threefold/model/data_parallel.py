@@ -136,9 +136,8 @@ def shard(
             del module.head
             settings["ignored_params"] |= {*head.parameters()}
         else:
-            unit.set_modules_to_backward_prefetch(
-                [unit]
-            )  # else the head of the micro-batch before is gathered again
+            # Else the head of the micro-batch before is gathered again.
+            unit.set_modules_to_backward_prefetch([unit])
         first.append(module)
     fully_shard(model, reshard_after_forward=False, **settings)
     return ExactSums([*first, model], model, mesh) if exact else None
@@ -204,9 +203,8 @@ def replicate(model: PreTrainedModel, mesh: Mesh) -> DistributedDataParallel:
         gradient_as_bucket_view=True,
         **{buffers: False},
     )
-    wrapped.trained = [
-        each for each in model.parameters() if each.requires_grad
-    ]  # whose gradients it waits for
+    # Whose gradients it waits for.
+    wrapped.trained = [each for each in model.parameters() if each.requires_grad]
     return wrapped
 
 

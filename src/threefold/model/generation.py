@@ -107,9 +107,8 @@ def _writing(model: Model, start: _Start) -> Iterator[None]:
             stack.enter_context(tensor.shared_input.whole())
         stack.enter_context(model.casting())
         stack.enter_context(model.weights_in_place())
-        stack.enter_context(
-            torch.compiler.set_stance("force_eager")
-        )  # each length would be compiled
+        # Each length would be compiled.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Before the hook in which FSDP2 gathers weights.
         stack.callback(
             module.register_forward_pre_hook(lambda *_: start.agree(), prepend=True).remove

@@ -180,9 +180,8 @@ def _by_chunks(
 
 def _with_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """total + left @ right in float32, in the place of `total`."""
-    if (
-        left.is_cuda and left.dtype != torch.float32
-    ):  # whose products can be float32 as they are summed
+    # Whose products can be float32 as they are summed.
+    if left.is_cuda and left.dtype != torch.float32:
         if total is None:
             return torch.mm(left, right, out_dtype=torch.float32)
         return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)

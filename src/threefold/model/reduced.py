@@ -147,11 +147,12 @@ def shallow(config: PretrainedConfig, *, ranks: int = 1, leading: int = 0) -> Pr
     for name, part in vars(config).items():
         if isinstance(part, PretrainedConfig):
             values[name] = shallow(part, ranks=ranks, leading=leading).to_dict()
+    # Which say by periods where their layers are.
     if config.model_type in (
         "jamba",
         "zamba",
         "zamba2",
-    ):  # which say by periods where their layers are
+    ):
         _OWN[config.model_type](values)
     return type(config).from_dict(values)
 
@@ -212,9 +213,8 @@ class _ReducedSizes:
         heads = first_of(self._real, _HEADS) or kv_heads or 4
         self._heads, self._kv_heads = self._head_pair(heads, kv_heads or heads)
         self._real_hidden = first_of(self._real, _HIDDEN) or 0
-        self._hidden = (
-            self._heads * _HEAD_DIM
-        )  # CUDA's kernels of flex attention take no smaller heads
+        # CUDA's kernels of flex attention take no smaller heads.
+        self._hidden = self._heads * _HEAD_DIM
         self._real_head = self._real_hidden // heads
         self._tokens: dict[int, int] = {}
 
@@ -488,10 +488,11 @@ def _zamba(values: Values) -> None:
 
 
 def _reformer(values: Values) -> None:
+    # Of a row, exactly.
     hidden, positions = (
         values["hidden_size"],
         values["max_position_embeddings"] // 2,
-    )  # of a row, exactly
+    )
     values.update(max_position_embeddings=positions, axial_pos_shape=[4, positions // 4])
     values.update(axial_pos_embds_dim=[hidden // 4, hidden - hidden // 4])
     values.update(local_attn_chunk_length=8, lsh_attn_chunk_length=8)

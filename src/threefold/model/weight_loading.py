@@ -69,9 +69,8 @@ def fill(
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     for name, module in model.named_modules():
-        if is_adapter(
-            f"{name}."
-        ):  # peft's, which a model's initialisation may take for layers of its own
+        # Peft's, which a model's initialisation may take for layers of its own.
+        if is_adapter(f"{name}."):
             module._is_hf_initialized = True  # type: ignore[assignment]
     _mark_unwritten(model, written)
     model.initialize_weights()

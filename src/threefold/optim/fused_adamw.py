@@ -44,9 +44,8 @@ class FusedAdamW(torch.optim.AdamW):
             kinds: dict[Any, list[nn.Parameter]] = {}
             for each in group["params"]:
                 if each.grad is not None:
-                    moments = type(
-                        self._state_of(each)["exp_avg"]
-                    )  # small ones are not in 8 bits
+                    # Small ones are not in 8 bits.
+                    moments = type(self._state_of(each)["exp_avg"])
                     kinds.setdefault(
                         (each.grad.dtype, self._working.copy_of(each) is None, moments), []
                     ).append(each)
@@ -92,9 +91,8 @@ class FusedAdamW(torch.optim.AdamW):
                     state[name] = theirs._new_buffer(parameter, name == "exp_avg")  # signed
             elif name not in state:
                 state[name] = torch.zeros_like(parameter, dtype=self._moments)
-            elif (
-                state[name].dtype != self._moments
-            ):  # torch's `load_state_dict` gives them the weight's
+            elif state[name].dtype != self._moments:
+                # Torch's `load_state_dict` gives them the weight's.
                 state[name] = state[name].to(self._moments)
         return state
 

@@ -55,9 +55,8 @@ def as_bfloat16(values):
     """To the nearest, ties to even, by the bits: Triton's interpreter, which tests run it in, cuts them off."""
     bits = values.to(tl.int32, bitcast=True)
     nearest = bits + 0x7FFF + ((bits >> 16) & 1)
-    nearest = tl.where(
-        values != values, 0x7FC00000, nearest
-    )  # a NaN's could run over into a number
+    # A NaN's could run over into a number.
+    nearest = tl.where(values != values, 0x7FC00000, nearest)
     return (nearest >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 

@@ -115,9 +115,8 @@ def _fetch_all(place: ObjectPlace, objects: Sequence[StoredObject], to: Path) ->
             ]:
                 done.result()
         finally:
-            fetches.shutdown(
-                wait=False, cancel_futures=True
-            )  # of the others, if one has failed
+            # Of the others, if one has failed.
+            fetches.shutdown(wait=False, cancel_futures=True)
     os.replace(partial, to)
 
 

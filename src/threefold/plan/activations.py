@@ -132,9 +132,8 @@ def _eager(decoder: Decoder, layer: Layer, setup: Setup) -> float:
 def _adapters(layer: Layer, setup: Setup, *, products: bool) -> float:
     """Of one token: results of the first of two products, and of both `products`; inputs where they are dropped."""
     found, element = 0.0, setup.element
-    mask = (
-        1 if setup.device is not None else element
-    )  # of what is dropped; on a CPU it is multiplied by
+    # Of what is dropped; on a CPU it is multiplied by.
+    mask = 1 if setup.device is not None else element
     for weight in layer.weights:
         if weight.name in layer.adapters:
             outputs, inputs = weight.local(setup.topology.tp)
@@ -148,14 +147,12 @@ def _attention(decoder: Decoder, layer: Layer, setup: Setup) -> float:
     queries, keys = _queries(layer, setup)
     seen = keys * (cp if cp > 1 and not setup.ulysses else 1)
     if setup.device is None and layer.window is not None and layer.window < setup.seq_len:
-        seen = max(
-            seen, queries
-        )  # of a CPU's attention with a mask, for which keys are repeated for each query
+        # Of a CPU's attention with a mask, for which keys are repeated for each query.
+        seen = max(seen, queries)
     found = element * (2 * queries + 2 * seen) + FLOAT * layer.heads / setup.topology.tp
     if cp > 1:
-        found += (
-            element * queries
-        )  # the result in the order of the row, and in that of this rank
+        # The result in the order of the row, and in that of this rank.
+        found += element * queries
     if any(weight.name == "q norm" for weight in layer.weights):
         found += (queries + keys) * norm_bytes(decoder.family, element, frozen=bool(layer.rank))
     return tokens * found + _masks(setup)

@@ -84,9 +84,8 @@ def _of_tensor(decoder: Decoder, setup: Setup, sent: _Sent) -> None:
         # Two gathers and two scattered sums forward, their opposites backward; computed again up to the last product.
         sent.add("tp", "all-gather", whole, batches * layers * (4 + 2 * again))
         sent.add("tp", "reduce-scatter", whole, batches * layers * (4 + again))
-        sent.add(
-            "tp", "reduce-scatter", whole, batches * 2
-        )  # the embedding, and the head's gradient
+        # The embedding, and the head's gradient.
+        sent.add("tp", "reduce-scatter", whole, batches * 2)
         sent.add("tp", "all-gather", whole, batches * 2)
     else:
         # The embeddings' values need no gradient where they are frozen, unless layers are computed again from them.
@@ -99,12 +98,10 @@ def _of_tensor(decoder: Decoder, setup: Setup, sent: _Sent) -> None:
     chunks = -(-tokens // setup.chunk(decoder))
     left = tokens - (chunks - 1) * setup.chunk(decoder)
     for size, calls in ((setup.chunk(decoder), chunks - 1), (left, 1)):
-        sent.add(
-            "tp", "all-reduce", FLOAT * size, batches * calls
-        )  # the largest logit of each token
-        sent.add(
-            "tp", "all-reduce", 2 * FLOAT * size, batches * calls
-        )  # its sum and its target
+        # The largest logit of each token.
+        sent.add("tp", "all-reduce", FLOAT * size, batches * calls)
+        # Its sum and its target.
+        sent.add("tp", "all-reduce", 2 * FLOAT * size, batches * calls)
     sent.add("tp", "all-reduce", 2 * FLOAT)  # the norm of the gradients
     if partial := _partial(decoder, setup):
         sent.add("tp", "all-reduce", FLOAT * partial)

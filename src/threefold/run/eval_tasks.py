@@ -66,10 +66,11 @@ class EvalTasks:
         self._scores.tick = self.progress.tick
         for task in self._tasks["tasks"].values():
             task.set_fewshot_seed(seed=_SHOTS_SEED)
+        # Its bars, of every rank.
         with (
             noise.kept(self._mesh.device),
             redirect_stderr(io.StringIO()),
-        ):  # its bars, of every rank
+        ):
             found = evaluate(
                 self._harness,
                 self._tasks,
@@ -93,13 +94,11 @@ def _loaded(names: Sequence[str]) -> Any:
     from lm_eval.tasks import TaskManager
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(
-        logging.CRITICAL
-    )  # what fails is reported once, with its reason
+    # What fails is reported once, with its reason.
+    datasets.logging.set_verbosity(logging.CRITICAL)
     logging.getLogger(_PACKAGE).setLevel(logging.ERROR)
-    manager = TaskManager(
-        include_defaults=not all(map(is_task_file, names))
-    )  # to list the harness' own takes its time
+    # To list the harness' own takes its time.
+    manager = TaskManager(include_defaults=not all(map(is_task_file, names)))
     known = set(manager.all_tasks)
     for name in names:
         if not is_task_file(name) and name not in known:

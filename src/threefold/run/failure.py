@@ -58,9 +58,8 @@ def report_failure(
         keep: a file for the error, which is then not printed if it is one for users.
     """
     if watch is not None:
-        with suppress(
-            Exception
-        ):  # rows may lie on a device that answers no more; the error is told all the same
+        # Rows may lie on a device that answers no more; the error is told all the same.
+        with suppress(Exception):
             note_error(error, rank, watch)
         watch.progress.enter("failure")
     expected = isinstance(error, ThreefoldError)
@@ -80,12 +79,10 @@ def report_failure(
         Path(keep).write_text(json.dumps(described_error(error if expected else other)))
     if first:
         environment.tell_failure(text)
-    if first and not (
-        expected and keep is not None
-    ):  # the program is told, by an error that it raises
-        print(
-            f"{text}\n", end="", file=sys.stderr, flush=True
-        )  # one write, which other ranks cannot split
+    # The program is told, by an error that it raises.
+    if first and not (expected and keep is not None):
+        # One write, which other ranks cannot split.
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)
     return error.exit_code if isinstance(error, ThreefoldError) else EXIT_FAILED
 
 
@@ -102,9 +99,8 @@ def _is_first_failure(
             store.wait([FAILURES], timedelta(seconds=_LINGER_S))  # that rank's own report
             return False
         return bool(store.add(FAILURES, 1) == 1)
-    except (
-        Exception
-    ):  # the store is gone with rank 0, which hosted it: it failed before, or was killed
+    except Exception:
+        # The store is gone with rank 0, which hosted it: it failed before, or was killed.
         return watch is not None and _outlives(watch)
 
 

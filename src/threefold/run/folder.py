@@ -232,9 +232,8 @@ class RunFolder:
         """
         for record in (self.metrics, self.path / AUDIT):
             if record.exists():
-                sync(
-                    record
-                )  # after a power cut, no checkpoint is there whose steps have no record
+                # After a power cut, no checkpoint is there whose steps have no record.
+                sync(record)
         saved = self.checkpoints.commit(
             step, manifest, {f"state/{name}": seal for name, seal in seals.items()}
         )
@@ -244,9 +243,8 @@ class RunFolder:
         if self.resume is not None and (fetched := self.resume.path.parents[1]).name.startswith(
             resume_choice.FETCHED
         ):
-            shutil.rmtree(
-                fetched, ignore_errors=True
-            )  # the run has a checkpoint of its own now
+            # The run has a checkpoint of its own now.
+            shutil.rmtree(fetched, ignore_errors=True)
         self.journal.note("save", step=step, start=manifest["start"])
         return saved
 

@@ -55,9 +55,8 @@ def compute_alike(config: Config) -> None:
         # Else each tensor is filled before it is written: a 20th of a step, for code that reads what nobody wrote.
         torch.utils.deterministic.fill_uninitialized_memory = False
     if config.train.reduce == "exact":
-        torch.set_num_threads(
-            1
-        )  # how many there are depends on the number of ranks, and products on how many
+        # How many there are depends on the number of ranks, and products on how many.
+        torch.set_num_threads(1)
 
 
 def stay_near(device: torch.device, system: Path = Path("/sys")) -> None:
@@ -69,9 +68,8 @@ def stay_near(device: torch.device, system: Path = Path("/sys")) -> None:
     found = torch.cuda.get_device_properties(device)
     address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     try:
-        node = (
-            (system / "bus/pci/devices" / address / "numa_node").read_text().strip()
-        )  # -1: not known
+        # -1: not known.
+        node = (system / "bus/pci/devices" / address / "numa_node").read_text().strip()
         lists = {
             path.parent.name: path.read_text().strip()
             for path in system.glob("devices/system/node/*/cpulist")

@@ -98,9 +98,8 @@ def run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
         except (SystemExit, KeyboardInterrupt):
             if mesh is not None and mesh.store is not None:
                 with contextlib.suppress(Exception):
-                    mesh.store.add(
-                        FAILURES, 1
-                    )  # the other ranks need not report that this one has left
+                    # The other ranks need not report that this one has left.
+                    mesh.store.add(FAILURES, 1)
             raise
         except BaseException as error:
             code = report_failure(error, mesh, info.rank, watch, keep=loaded.reason)
@@ -253,9 +252,8 @@ def _followed(run: Run, built: Built, console: Screen, extras: Extras, hooks: Ho
     if built.mesh.device.type == "cuda" and built.mesh.world_size > 1:
         watch.progress.device = DeviceForward(partial(torch.cuda.Event, enable_timing=True))
         stay_near(built.mesh.device)  # only now: data are prepared by all cores
-    if (
-        built.pairs is None and built.given.loss is None
-    ):  # the gradients of a custom loss are averaged outside of those buckets
+    # The gradients of a custom loss are averaged outside of those buckets.
+    if built.pairs is None and built.given.loss is None:
         watch.progress.enter("the warm-up")
         warm_up_buckets(
             built.model, built.mesh, rows=built.micro_batch, seq_len=built.config.data.seq_len

@@ -325,9 +325,8 @@ class Run:
         for name, each in stateful.items():
             each.load_state_dict(loaded.extra[name])
             groups = each.optimizer.param_groups if isinstance(each, LRScheduler) else []
-            if groups and len(each.base_lrs) != len(
-                groups
-            ):  # groups are by the mesh of their parameters too
+            # Groups are by the mesh of their parameters too.
+            if groups and len(each.base_lrs) != len(groups):
                 each.base_lrs = [group["initial_lr"] for group in groups]
         self.step = self._saved = loaded.step
         return loaded

@@ -232,9 +232,8 @@ def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = 
     refuse_other_rows(formats_of(loaded.config, here=True), loaded.config.train.objective)
     if loaded.given is not None:
         refuse_unsendable(loaded.given, topology.world_size)
-    if (
-        loaded.config.log.dir is None
-    ):  # restarted ranks must find the run, and so must this process
+    # Restarted ranks must find the run, and so must this process.
+    if loaded.config.log.dir is None:
         loaded = replace(loaded, config=_in_new_folder(loaded.config))
     from threefold.run.watch.pulse import Witness
 

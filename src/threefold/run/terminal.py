@@ -60,9 +60,8 @@ class Screen(Console):
             super().print(*objects, **options)
 
     def _show(self, text: str, level: int, **options: Any) -> None:
-        if self._logs and not text.startswith(
-            SAMPLE
-        ):  # a model's text could look like an error's
+        # A model's text could look like an error's.
+        if self._logs and not text.startswith(SAMPLE):
             log.log(level, "%s", text)
         if self.as_json:
             self._write({"kind": "text", "text": text}, options)

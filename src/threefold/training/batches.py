@@ -91,9 +91,8 @@ class Batches:
                 expected="int64 [rows, sequence]",
                 fix="'input_ids': tokens.long().reshape(rows, sequence)",
             )
-        look = (
-            self.taken <= 1 or ids.device.type == "cpu"
-        )  # reading a device's values would wait for it every step
+        # Reading a device's values would wait for it every step.
+        look = self.taken <= 1 or ids.device.type == "cpu"
         batch = {name: values for name, values in batch.items() if values is not None}
         self._refuse_mask(batch.pop("attention_mask", None), look)
         if (unknown := [name for name in batch if name not in _KNOWN]) and not self._own_loss:

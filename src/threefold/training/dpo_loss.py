@@ -106,9 +106,8 @@ def pair_losses(asked: DpoConfig, gained: Tensor, counts: Tensor) -> Tensor:
         return (mean[:, ::2] - mean[:, 1::2] - 1 / (2 * asked.beta)).square()
     margin = asked.beta * (gained[:, ::2] - gained[:, 1::2])
     if asked.loss == "hinge":
-        return F.relu(
-            1 - margin
-        )  # arXiv:2305.10425, as a loss of the rewards: arXiv:2309.06657
+        # arXiv:2305.10425, as a loss of the rewards: arXiv:2309.06657.
+        return F.relu(1 - margin)
     # arXiv:2305.18290, equation 7; with a share of swapped answers, as arXiv:2403.00409 describes it
     swapped = asked.label_smoothing
     return -(1 - swapped) * F.logsigmoid(margin) - swapped * F.logsigmoid(-margin)

@@ -48,9 +48,8 @@ def refuse_fast(config: Config) -> None:
     """ConfigError unless the config asks for what is compared here."""
     if config.train.reduce != "exact":
         asked = config.train.micro_batch
-        size = (
-            asked if isinstance(asked, int) else 1
-        )  # as `mesh.exact_limits` asks for it: any number would do
+        # As `mesh.exact_limits` asks for it: any number would do.
+        size = asked if isinstance(asked, int) else 1
         raise ConfigError(
             f"verify --bits with train.reduce = {config.train.reduce}",
             expected="a run that promises the same bits on any number of data ranks",

@@ -216,9 +216,8 @@ def cut(
         drawn = with_infinities(architecture_of(architecture))
         for path in load.unknown_keys(architecture.model_type, drawn):
             *owners, key = path.split(".")
-            del functools.reduce(dict.__getitem__, owners, drawn)[
-                key
-            ]  # a note in the model's config.json
+            # A note in the model's config.json.
+            del functools.reduce(dict.__getitem__, owners, drawn)[key]
         values["model"].update(name_or_path=None, revision=None, config=drawn)
         config = validate(values)
     return config, architecture

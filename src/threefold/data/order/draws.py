@@ -73,9 +73,8 @@ def _alias_table(weights: Float64) -> tuple[Float64, Int64]:
     expected = weights * (n / math.fsum(weights))
     light, heavy = np.flatnonzero(expected <= 1), np.flatnonzero(expected > 1)
     keep, alias = np.ones(n), np.arange(n)
-    if not (
-        len(light) and len(heavy)
-    ):  # equal weights, which rounding may take to one side of 1
+    # Equal weights, which rounding may take to one side of 1.
+    if not (len(light) and len(heavy)):
         return keep, alias
     missing = np.cumsum(1 - expected[light])
     surplus = np.cumsum(expected[heavy] - 1)

@@ -160,9 +160,8 @@ class PaddedRows:
             if self.store.has_loss_mask:
                 tokens[~self.store.trained_on(start, stop)] = IGNORED
             masked = self.document_mask or bool(self._pieces.continued[piece])
-            first = int(
-                masked or not used
-            )  # else its first token is a label, that of the place before it
+            # Else its first token is a label, that of the place before it.
+            first = int(masked or not used)
             labels[used - 1 + first : used - 1 + len(tokens)] = tokens[first:]
             used += length
             if used < self.seq_len:
@@ -189,9 +188,8 @@ class PaddedRows:
         of, ends = self._pieces, self.store.document_ends
         # Without a piece: of a pair that was dropped, nothing; else the document is one token, its first.
         stops = np.concatenate(([0], ends[:-1])) if self.store.has_pairs else ends.copy()
-        stops[self._documents] = (
-            of.starts + of.lengths + of.cut
-        )  # in their order, so the last piece's stays
+        # In their order, so the last piece's stays.
+        stops[self._documents] = of.starts + of.lengths + of.cut
         return np.bincount(self._documents, minlength=len(ends)), stops
 
     @property

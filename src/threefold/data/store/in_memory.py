@@ -149,9 +149,8 @@ def _store(rows: Any, name: str, folder: Path, tokenizer: Tokenizer) -> Path:
 
             writer.finish(info)
         place = folder / f"{content}-{tokenizer.fingerprint[:8]}"
-        with contextlib.suppress(
-            OSError
-        ):  # it is there: another process was first, or another run
+        # It is there: another process was first, or another run.
+        with contextlib.suppress(OSError):
             os.replace(partial, place)
     finally:
         for left in partial.glob("*") if partial.exists() else ():

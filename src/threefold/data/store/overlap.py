@@ -166,9 +166,8 @@ class _Wanted:
         self._table = np.zeros(1 << 22, np.bool_)
         self._table[self._spans >> _TABLE_SHIFT] = True
         self._names: list[str] = []
-        self._found = np.full(
-            (len(self._spans), 2), -1
-        )  # by number of the source, and document
+        # By number of the source, and document.
+        self._found = np.full((len(self._spans), 2), -1)
 
     def _counts(self, start: int, stop: int, begins: Int64) -> Bool:
         """Whether spans of the tokens [start, stop) are inside of one document, with a token that is trained on."""

@@ -80,9 +80,8 @@ class SharedParts:
                 archive = shutil.make_archive(
                     f"{maker.folder}-{part.number}", "tar", maker.folder
                 )
-                self._place.create(
-                    self._key(part), Path(archive).read_bytes()
-                )  # or another copy is there
+                # Or another copy is there.
+                self._place.create(self._key(part), Path(archive).read_bytes())
         return done
 
     def remove(self) -> None:

@@ -40,9 +40,8 @@ def opened(path: SourceFile, compression: str | None) -> Iterator[BinaryIO]:
         if compression is None:
             yield file
             return
-        if (
-            compression == "gzip"
-        ):  # Arrow takes zeros behind the end, of tapes and block devices, for damage
+        # Arrow takes zeros behind the end, of tapes and block devices, for damage.
+        if compression == "gzip":
             with gzip.GzipFile(fileobj=file) as unpacked:
                 yield cast("BinaryIO", io.BufferedReader(unpacked, 1 << 20))
             return

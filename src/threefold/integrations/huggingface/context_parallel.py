@@ -105,9 +105,8 @@ def _probe_of(
     model: Any, mesh: Mesh, context: ContextParallel
 ) -> Callable[[Mapping[str, Tensor]], None]:
     """What probes the model's own forward, at the size of a first micro-batch; every rank calls it."""
-    inner = (
-        model.get_base_model() if hasattr(model, "get_base_model") else model
-    )  # without peft's wrapper
+    # Without peft's wrapper.
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     own_forward = inner.forward
     head.install(inner, chunk="auto")
     probed_forward, inner.forward = inner.forward, own_forward

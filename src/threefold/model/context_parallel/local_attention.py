@@ -197,9 +197,8 @@ def attend(
     if isinstance(mask, BlockMask):  # which is a tuple itself
         return attend_blocks(query, key, value, mask, **kwargs), None
     if isinstance(mask, DocumentLengths):
-        assert (
-            not {"softcap", "s_aux"} & kwargs.keys()
-        )  # for no family that `kernels.unserved` lets pass
+        # For no family that `kernels.unserved` lets pass.
+        assert not {"softcap", "s_aux"} & kwargs.keys()
         return attend_lengths((query, key, value), mask, scaling=kwargs.get("scaling")), None
     if isinstance(mask, tuple):
         outputs = []
@@ -219,9 +218,8 @@ def attend(
             name: value for name, value in kwargs.items() if name not in ("softcap", "s_aux")
         }
         if mask is None and query.shape[2] == key.shape[2]:
-            kwargs.setdefault(
-                "is_causal", True
-            )  # not what a layer says of itself: bigbird_pegasus' says otherwise
+            # Not what a layer says of itself: bigbird_pegasus' says otherwise.
+            kwargs.setdefault("is_causal", True)
         elif (mask is None or not query.is_cuda) and kwargs.get("position_bias") is None:
             return _fused(module, query, key, value, mask, **kwargs), None
         return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
@@ -250,11 +248,12 @@ def _fused(
     if query.is_cuda and not (
         query.dtype != torch.float32 and key.shape[-1] == value.shape[-1] <= 256
     ):
+        # Whose kernel knows no groups.
         key, value, groups = (
             repeat_kv(key, groups),
             repeat_kv(value, groups),
             1,
-        )  # whose kernel knows no groups
+        )
     output = F.scaled_dot_product_attention(
         query,
         key,
@@ -269,9 +268,8 @@ def _fused(
 
 def lower_right(queries: int, keys: int) -> Tensor:
     """What tells torch's kernels on CUDA that the last query stands at the last key, with no mask in memory."""
-    bias = causal_lower_right(
-        1, 1
-    )  # which allocates a tensor of its sizes that no kernel reads
+    # Which allocates a tensor of its sizes that no kernel reads.
+    bias = causal_lower_right(1, 1)
     bias.seq_len_q, bias.seq_len_kv = queries, keys
     return bias
 

@@ -25,9 +25,8 @@ def text_lengths(positions: Tensor, documents: Tensor | None) -> Tensor:
     """For each token of complete rows [batch, sequence] the length of its document, or of its row without documents."""
     if documents is None:
         return (positions.amax(1, keepdim=True) + 1).expand_as(positions)
-    numbers = torch.zeros_like(
-        documents
-    )  # from 0 on in each row, whatever the documents' own are
+    # From 0 on in each row, whatever the documents' own are.
+    numbers = torch.zeros_like(documents)
     numbers[:, 1:] = (documents.diff(dim=1) != 0).cumsum(1)
     last = torch.zeros_like(positions).scatter_reduce(1, numbers, positions, "amax")
     return last.gather(1, numbers) + 1

@@ -199,9 +199,8 @@ class _Unit:
         for part, number in in_blocks(whole, numbers):
             number.copy_(part.double().mul_(scale).round_())
         if group is not None:
-            dist.all_reduce(
-                numbers, group=group
-            )  # of which gloo makes a reduce-scatter too, after a copy
+            # Of which gloo makes a reduce-scatter too, after a copy.
+            dist.all_reduce(numbers, group=group)
             numbers = numbers.view(group.size(), -1)[group.rank()].clone()
         if self.sums is None:
             # FSDP2 adds what follows to this, which `_finish` replaces.
@@ -226,9 +225,8 @@ def exact_norm(split: Sequence[Tensor], whole: Sequence[Tensor], mesh: Mesh) -> 
         split: of which tp ranks hold other parts.
         whole: of which they hold the same.
     """
-    every = [
-        each for each in (*split, *whole) if each.numel()
-    ]  # a shard may have none of a small parameter
+    # A shard may have none of a small parameter.
+    every = [each for each in (*split, *whole) if each.numel()]
     largest = (
         torch.zeros(()) if not every else torch.stack([_largest(each) for each in every]).max()
     )

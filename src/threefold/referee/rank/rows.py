@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# Relative: the package is loaded by its place, under another name.
 from .sealed import (
     Values,
     digest,
-)  # relative: the package is loaded by its place, under another name
+)
 
 Tensors = dict[str, Tensor]
 

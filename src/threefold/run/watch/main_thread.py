@@ -44,9 +44,8 @@ _IDLE_BELOW = 0.05
 _WAITS_FOR_OTHERS = {
     "x86_64": frozenset(("202", "449", "7", "271", "23", "270", "232", "281", "45", "47")),
     "aarch64": frozenset(("98", "449", "73", "72", "22", "207", "212")),
-}.get(
-    platform.machine(), frozenset(map(str, range(1024)))
-)  # not known: nothing is said to be blocked
+    # Not known: nothing is said to be blocked.
+}.get(platform.machine(), frozenset(map(str, range(1024))))
 # As faulthandler writes them.
 _THREAD, _CALL = (
     re.compile(r"(?:Thread|Current thread) 0x([0-9a-f]+) "),

@@ -140,9 +140,8 @@ class Watchdog:
         if self.store is None:
             return
         pause, key = 0.001, f"{_PREFIX}/left"
-        with contextlib.suppress(
-            RuntimeError
-        ):  # rank 0 kept the store, and has left because all others had
+        # Rank 0 kept the store, and has left because all others had.
+        with contextlib.suppress(RuntimeError):
             self.store.add(key, 1)
             while self.store.add(key, 0) < len(self._hosts):
                 time.sleep(pause)
@@ -348,9 +347,8 @@ class Watchdog:
         for report in reports:
             before, moved_at, alive_at = seen.get(report.rank, (report, now, now))
             if report.beat != before.beat:
-                back = (
-                    now - alive_at > self._silent_s
-                )  # it was frozen, and has hardly had the time to move
+                # It was frozen, and has hardly had the time to move.
+                back = now - alive_at > self._silent_s
                 moved = (report.number, report.ticks) != (before.number, before.ticks)
                 alive_at, moved_at = now, now if back or moved else moved_at
             if now - alive_at > self._silent_s and store.check(
@@ -368,18 +366,16 @@ class Watchdog:
         looked_at = time.monotonic()
         while not self._stopped.wait(self._every_s):
             before, looked_at = looked_at, time.monotonic()
-            if (
-                looked_at - before > self._silent_s
-            ):  # this process itself was stopped: it knows nothing of that time
+            # This process itself was stopped: it knows nothing of that time.
+            if looked_at - before > self._silent_s:
                 self._seen, self._reached_at, self._found = {}, looked_at, None
                 continue
             away_s = looked_at - self._reached_at
             try:
                 if away_s > self._stall_s:
                     self._cut_off(away_s)
-                elif (
-                    self._judge == self._rank and away_s <= self._silent_s
-                ):  # a store that is gone may not answer
+                elif self._judge == self._rank and away_s <= self._silent_s:
+                    # A store that is gone may not answer.
                     self._name_the_late(store)
             except RuntimeError as error:
                 log.warning("watchdog: %s", error)
@@ -403,16 +399,14 @@ class Watchdog:
             _print(found.text())
         if (found.still_s > self._timeout_s and found.ends) or self.overdue():
             if self.mesh is not None and self.mesh.store is not None:
-                self.mesh.store.clone().add(
-                    FAILURES, 1
-                )  # the other ranks need not report the errors that follow
+                # The other ranks need not report the errors that follow.
+                self.mesh.store.clone().add(FAILURES, 1)
             if store.add(f"{_PREFIX}/told/end", 1) == 1:
                 _print(text := str(self._end(found.headline(), found.what_to_look_at())))
                 self.note(found.ending(text))
             store.set(f"{_PREFIX}/end", b"1")
-            time.sleep(
-                _HEARD_WITHIN_BEATS * self._every_s
-            )  # rank 0 may host the store: let the others read this first
+            # Rank 0 may host the store: let the others read this first.
+            time.sleep(_HEARD_WITHIN_BEATS * self._every_s)
             os._exit(EXIT_FAILED)
 
     def _cut_off(self, away_s: float) -> None:
@@ -428,9 +422,8 @@ class Watchdog:
                 _print(text := str(self._end(what, at)))
                 (_, step, phase), host = self.progress.place, self._hosts[self._rank]
                 lost = Ending("lost", (self._rank,), host, 0, phase, step, error=text)
-                self._note(
-                    lost if silent is None else silent.ending(text)
-                )  # the store may not answer
+                # The store may not answer.
+                self._note(lost if silent is None else silent.ending(text))
             self.progress.enter("failure")
             os._exit(EXIT_FAILED)
 
@@ -465,6 +458,5 @@ class Watchdog:
 
 def _print(text: str) -> None:
     log.error("%s", text)
-    print(
-        f"{text}\n", end="", file=sys.stderr, flush=True
-    )  # one write, which other ranks cannot split
+    # One write, which other ranks cannot split.
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)

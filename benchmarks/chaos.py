@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from ranks.faults import Command, alive, last_step, rank_processes
 from ranks.runs import command, curve, prepare
-from threefold.checkpoint.layout import CheckpointFolder
+from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT
 
 KINDS = ("rank", "rank while saving", "launcher", "two signals")

@@ -148,8 +148,8 @@ def _built(values: dict[str, Any], **sizes: int) -> tuple[Any, Any, Any]:
 
 def _threefold(values: dict[str, Any], parent: Path) -> Callable[[], Times]:
     from threefold.checkpoint import state as run_state
-    from threefold.checkpoint.layout import CheckpointFolder
-    from threefold.checkpoint.saver import Save, Saver
+    from threefold.checkpoint.background_saver import Save, Saver
+    from threefold.checkpoint.checkpoint_folder import CheckpointFolder
     from threefold.checkpoint.shards import Index
 
     mesh, model, optimizer = _built(values, dp=RANKS)

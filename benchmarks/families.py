@@ -801,7 +801,7 @@ def _by_command(name: str, rows: str, folder: Path, mesh: Any, column: str) -> s
     import torch
     from transformers import AutoModelForCausalLM
 
-    from threefold.checkpoint.layout import find
+    from threefold.checkpoint.checkpoint_folder import find
     from threefold.export.model_folder import load_whole
 
     run, out = folder / f"run-{name}", folder / f"out-{name}"

@@ -166,7 +166,7 @@ def fitting(row: Row) -> Row:
     from threefold.model import load
     from threefold.plan.accelerators import of_memory
     from threefold.plan.fit import estimate_of
-    from threefold.plan.peak import host_bytes, peak
+    from threefold.plan.memory import host_bytes, peak
     from threefold.run.local_rank_limit import room_here
 
     if not torch.cuda.is_available():

@@ -12,7 +12,8 @@ from threefold.mesh.mesh import init_mesh
 from threefold.mesh.topology import Topology
 from threefold.model import load
 from threefold.model.context_parallel import limits
-from threefold.model.context_parallel.split import ContextParallel, heads_of, split_problems
+from threefold.model.context_parallel.attention import ContextParallel
+from threefold.model.context_parallel.split import heads_of, split_problems
 from threefold.plan.choices import cp_method
 from unit.test_architectures_alone import small
 

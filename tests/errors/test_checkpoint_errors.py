@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from threefold.checkpoint import saver
-from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
+from threefold.checkpoint import background_saver
+from threefold.checkpoint.checkpoint_folder import Checkpoint, CheckpointFolder
 from threefold.checkpoint.manifest import architecture_of, read_manifest, refuse_other
 from threefold.checkpoint.seal import checksum_of
 from threefold.checkpoint.shards import Box, Chunk, Entry, Index
@@ -195,7 +195,7 @@ def test_file_that_changes_while_it_is_read() -> None:
 
 def test_save_that_failed() -> None:
     failure = {"step": 7, "reason": "rank 3: No space left on device (while writing) on host"}
-    assert str(saver._failed(failure)) == problem(
+    assert str(background_saver._failed(failure)) == problem(
         "the checkpoint of step 7 could not be saved: rank 3: No space left on device (while writing) on host",
         "enough space, and a folder that every rank can write; earlier checkpoints are intact",
         "free space (`df -h RUN`) and start the run again: it resumes from the last checkpoint; or, to continue "

@@ -107,7 +107,7 @@ def test_settings_without_a_rank() -> None:
 
 
 def test_adapters_of_another_kind_are_not_resumed(tmp_path: Path) -> None:
-    from threefold.checkpoint.layout import CheckpointFolder
+    from threefold.checkpoint.checkpoint_folder import CheckpointFolder
     from threefold.checkpoint.manifest import architecture_of, refuse_other
 
     trained, asked = (

@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 import threefold
 from ranks import runs
 from ranks.reference import TINY_LLAMA
-from threefold.checkpoint.layout import CheckpointFolder
+from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 from threefold.checkpoint.lineage import Identity
 from threefold.errors import CheckpointError, ConfigError
 from threefold.export.model_folder import export

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoConfig, PretrainedConfig
 
 from architectures import config_of
-from threefold.checkpoint.layout import CheckpointFolder, find
+from threefold.checkpoint.checkpoint_folder import CheckpointFolder, find
 from threefold.checkpoint.lineage import Identity
 from threefold.commands.arguments import split
 from threefold.config import loading as config_loading

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ranks.runs import command, prepare
-from threefold.checkpoint.layout import find
+from threefold.checkpoint.checkpoint_folder import find
 from threefold.checkpoint.shards import Index
 from threefold.checkpoint.tensors import read_whole
 

@@ -271,6 +271,6 @@ _PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "compile": _in_compiler,
     "evaluation": _before("threefold.training.loop", "eval_metrics"),
     "save": _before("threefold.run.checkpointer:Checkpointer", "save"),
-    "writing": _before("threefold.checkpoint.saver:Saver", "_write"),
+    "writing": _before("threefold.checkpoint.background_saver:Saver", "_write"),
     "closing": _before("threefold.mesh.mesh:Mesh", "close"),
 }

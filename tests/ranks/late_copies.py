@@ -88,14 +88,14 @@ class Streams(TorchFunctionMode):
 @contextlib.contextmanager
 def late_copies() -> Iterator[Streams]:
     """torch.cuda has such streams inside, and nothing locks pages."""
-    from threefold.checkpoint import saver
+    from threefold.checkpoint import background_saver
 
     streams = Streams()
     fakes: list[tuple[Any, str, Any]] = [
         (torch.cuda, "Stream", streams.make),
         (torch.cuda, "stream", streams.on),
         (torch.cuda, "current_stream", lambda *device: streams.current),
-        (saver, "_lock_pages", lambda buffer: None),
+        (background_saver, "_lock_pages", lambda buffer: None),
     ]
     plain = [getattr(owner, name) for owner, name, _ in fakes]
     for owner, name, fake in fakes:

@@ -59,7 +59,7 @@ def shift_positions() -> None:
     from collections.abc import Iterator
     from contextlib import contextmanager
 
-    from threefold.model.context_parallel.split import ContextParallel
+    from threefold.model.context_parallel.attention import ContextParallel
 
     batch = ContextParallel.batch
 
@@ -75,7 +75,7 @@ def see_a_part_of_the_row() -> None:
     """Keys and values of other cp ranks are lost on the way."""
     import torch
 
-    from threefold.model.context_parallel import split
+    from threefold.model.context_parallel import attention
 
     def alone(key: Any, value: Any, group: Any) -> tuple[Any, ...]:
         whole = gather(key, value, group)
@@ -85,11 +85,11 @@ def see_a_part_of_the_row() -> None:
             key.shape[2],
         )
         own = torch.zeros(size * length, 1)
-        own[split.local_positions(size * length, cp_size=size, cp_rank=rank)] = 1
+        own[attention.local_positions(size * length, cp_size=size, cp_rank=rank)] = 1
         return tuple(each * own for each in whole)
 
-    gather = split.gather_sequence
-    split.gather_sequence = alone  # type: ignore[assignment]
+    gather = attention.gather_sequence
+    attention.gather_sequence = alone  # type: ignore[assignment]
 
 
 def sum_twice() -> None:
@@ -144,15 +144,15 @@ def untie_the_head() -> None:
 
 
 def leak_rows() -> None:
-    from threefold.model.context_parallel import split
+    from threefold.model.context_parallel import attention
 
-    attend = split.attend
+    attend = attention.attend
 
     def leaking(module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
         output, weights = attend(module, query, *args, **kwargs)
         return output + 0.05 * output.flip(0), weights
 
-    split.attend = leaking  # type: ignore[assignment]
+    attention.attend = leaking  # type: ignore[assignment]
 
 
 def scale_the_head() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from ranks.runs import command, prepare, stop_after, torchrun
 from ranks.spawn import run_ranks
-from threefold.checkpoint import layout
+from threefold.checkpoint import checkpoint_folder
 from threefold.data.rows.concat import ConcatRows
 from threefold.data.store.store import StoreInfo, TokenStore
 from threefold.data.store.writer import StoreWriter
@@ -291,7 +291,9 @@ def test_resume_from_a_checkpoint_that_is_one_step_off_is_refused(folder: Path) 
     values["data"]["position"] += 8
     manifest.write_text(json.dumps(values))
     # The marker is sealed again, so that the checkpoint looks whole and only the record can tell.
-    (manifest.parent / "COMPLETE").write_bytes(layout._marker(12, manifest.read_bytes()))
+    (manifest.parent / "COMPLETE").write_bytes(
+        checkpoint_folder._marker(12, manifest.read_bytes())
+    )
     refused = command(
         folder,
         "train",

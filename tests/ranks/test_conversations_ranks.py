@@ -397,7 +397,7 @@ def test_samples_in_the_template_are_those_of_the_checkpoint_and_replayed_once(
     )
     assert done.returncode == 0, done.stderr
     before = samples(folder / "replayed")
-    from threefold.checkpoint.layout import CheckpointFolder
+    from threefold.checkpoint.checkpoint_folder import CheckpointFolder
     from threefold.export.generation import generate_sample
 
     checkpoint = CheckpointFolder(folder / "replayed").newest()

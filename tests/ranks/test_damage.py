@@ -15,7 +15,11 @@ from ranks.keeping import Miniature, write_corpus
 from ranks.mutations import mutate
 from ranks.runs import command, curve, prepare
 from ranks.spawn import run_ranks
-from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, newest_undamaged
+from threefold.checkpoint.checkpoint_folder import (
+    Checkpoint,
+    CheckpointFolder,
+    newest_undamaged,
+)
 from threefold.checkpoint.seal import Seal, checksum_of
 from threefold.errors import CheckpointError
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from ranks.keeping import LLAMA, Miniature, Sizes, write_corpus
 from ranks.spawn import run_ranks
 from ranks.test_resume_meshes import MOE
-from threefold.checkpoint.layout import find
+from threefold.checkpoint.checkpoint_folder import find
 from threefold.checkpoint.manifest import read_manifest
 from threefold.checkpoint.shards import Index
 from threefold.checkpoint.tensors import read_whole

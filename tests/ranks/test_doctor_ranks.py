@@ -13,7 +13,14 @@ import pytest
 
 from ranks.runs import command, environment
 from ranks.spawn import run_ranks
-from threefold.doctor.links import Measured, StuckError, Timing, judge, paired_ranks, rounds
+from threefold.doctor.collectives import (
+    Measured,
+    StuckError,
+    Timing,
+    judge,
+    paired_ranks,
+    rounds,
+)
 from threefold.mesh.mesh import Mesh
 
 pytestmark = pytest.mark.ranks
@@ -69,7 +76,7 @@ def test_under_torchrun_rank_0_speaks_for_all(tmp_path: Path) -> None:
 def _measure_without(how: str) -> str | None:
     import torch.distributed as dist
 
-    from threefold.doctor import links
+    from threefold.doctor import collectives
     from threefold.mesh.mesh import init_mesh
 
     mesh = init_mesh(dp=2)
@@ -80,8 +87,8 @@ def _measure_without(how: str) -> str | None:
             mesh.store.wait(["test is over"])
         return None
     try:
-        links.measure(mesh, limit_s=1.0, hosts=["a", "a"])
-    except links.StuckError as error:
+        collectives.measure(mesh, limit_s=1.0, hosts=["a", "a"])
+    except collectives.StuckError as error:
         assert time.monotonic() - begun < 40
         mesh.store.set("test is over", "")
         return "\n".join(error.finding(1.0).lines())

@@ -103,7 +103,7 @@ def both(cases: list[dict[str, Any]]) -> list[tuple[Any, float, Any]]:
     from threefold.model import load
     from threefold.plan.adapters import adapted
     from threefold.plan.decoder import decoder_of
-    from threefold.plan.peak import peak
+    from threefold.plan.memory import peak
     from threefold.plan.setup import checked
     from threefold.plan.traffic import traffic
     from threefold.run.plan_trace import trace
@@ -325,7 +325,7 @@ def real(sizes: dict[str, int]) -> list[int]:
 def estimated(sizes: dict[str, int]) -> list[float]:
     from threefold.mesh.topology import resolve
     from threefold.plan.decoder import decoder_of
-    from threefold.plan.peak import peak
+    from threefold.plan.memory import peak
     from threefold.plan.setup import setup_of
 
     found = []

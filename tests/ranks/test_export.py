@@ -24,7 +24,7 @@ from ranks.runs import command
 from ranks.spawn import run_ranks
 from ranks.test_damage import _sealed_anew
 from ranks.test_resume_meshes import GPT2, MOE
-from threefold.checkpoint.layout import Checkpoint, find
+from threefold.checkpoint.checkpoint_folder import Checkpoint, find
 from threefold.errors import CheckpointError, ConfigError, RunError
 
 pytestmark = pytest.mark.ranks

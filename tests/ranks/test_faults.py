@@ -24,7 +24,7 @@ from ranks.keeping import write_corpus
 from ranks.plants import STEP
 from ranks.runs import command, curve, environment, metrics, prepare
 from ranks.spawn import run_ranks
-from threefold.checkpoint.layout import CheckpointFolder
+from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 from threefold.mesh.local_ranks import STOPS
 from threefold.training.stop_request import _ONE_REQUEST_S
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ranks.keeping import Miniature, write_corpus
-from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
+from threefold.checkpoint.checkpoint_folder import Checkpoint, CheckpointFolder
 from threefold.checkpoint.lineage import Author, Identity, Journal
 from threefold.checkpoint.manifest import changes, read_manifest
 from threefold.checkpoint.seal import Seal, checksum_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ranks.runs import command, curve, prepare
-from threefold.checkpoint.layout import CheckpointFolder
+from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 from threefold.checkpoint.lock import RunLock
 
 pytestmark = pytest.mark.ranks

@@ -14,7 +14,7 @@ import pytest
 from ranks import warm
 from ranks.faults import rank_processes
 from ranks.runs import command, environment, metrics, prepare, stop_after
-from threefold.checkpoint.layout import CheckpointFolder
+from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 from threefold.checkpoint.lineage import Identity, Journal
 from threefold.checkpoint.shards import Index
 from threefold.checkpoint.tensors import read_whole

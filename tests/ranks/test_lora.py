@@ -25,7 +25,7 @@ from threefold.check.compare import (
     compare_tensors,
     compare_trainings,
 )
-from threefold.checkpoint.layout import find
+from threefold.checkpoint.checkpoint_folder import find
 from threefold.errors import CheckpointError
 from threefold.export.model_folder import export
 

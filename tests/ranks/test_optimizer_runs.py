@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from ranks.reference import require
 from ranks.runs import command, curve, metrics, prepare
 from threefold.check.compare import compare_curves
-from threefold.checkpoint.layout import find
+from threefold.checkpoint.checkpoint_folder import find
 from threefold.checkpoint.state import index_of
 from threefold.checkpoint.tensors import read_whole
 

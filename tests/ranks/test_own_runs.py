@@ -20,7 +20,7 @@ from ranks import own_runs, runs
 from ranks.own_runs import by_hand, in_a_run, signal_in
 from ranks.spawn import run_ranks
 from threefold.audit import record
-from threefold.checkpoint.layout import CheckpointFolder
+from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 from threefold.checkpoint.lineage import Identity, Journal
 from threefold.data.sampling.distribute import distribute
 from threefold.errors import ThreefoldError

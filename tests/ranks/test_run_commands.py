@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ranks.runs import command, prepare
-from threefold.checkpoint.layout import CheckpointFolder
+from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 
 HELD = " ".join(f"word{number % 89}" for number in range(700))
 

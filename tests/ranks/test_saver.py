@@ -16,9 +16,9 @@ DP2: Sizes = (2, 1, 1, 1)
 
 def _fail_on(rank: int, own: int, *, after: int) -> None:
     """Lets the disk of one rank be full from the save after `after` saves on."""
-    from threefold.checkpoint import saver
+    from threefold.checkpoint import background_saver
 
-    plain, count = saver.write_parts, [0]
+    plain, count = background_saver.write_parts, [0]
 
     def full(folder: Path, stem: str, parts: Any) -> Any:
         count[0] += 1
@@ -28,7 +28,7 @@ def _fail_on(rank: int, own: int, *, after: int) -> None:
             raise OSError(28, os.strerror(28), str(path))
         return plain(folder, stem, parts)
 
-    saver.write_parts = full
+    background_saver.write_parts = full
 
 
 def _six_steps(run: Miniature) -> None:
@@ -101,7 +101,7 @@ def test_full_disk_is_printed_once_and_the_run_goes_on(tmp_path: Path, mode: str
 
 def _without_memory(folder: str, lacking: int, failing: int | None) -> Any:
     """Saves after every second step of six, on ranks of which one has no memory for the copy."""
-    from threefold.checkpoint.layout import find
+    from threefold.checkpoint.checkpoint_folder import find
     from threefold.errors import RunError
 
     run = Miniature(DP2, folder, background=True)
@@ -163,7 +163,7 @@ def test_pages_are_locked_at_their_exact_size_and_released(
 ) -> None:
     import torch
 
-    from threefold.checkpoint.saver import _lock_pages
+    from threefold.checkpoint.background_saver import _lock_pages
 
     runtime = _Runtime(0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
@@ -207,7 +207,7 @@ def _save_and_go_on(folder: str, mode: str) -> Any:
     """The weights when step 2 was done, and those that the checkpoint of step 2 gives, saved while steps 3 to 5 ran."""
     import torch
 
-    from threefold.checkpoint.layout import find
+    from threefold.checkpoint.checkpoint_folder import find
     from threefold.checkpoint.shards import Index
     from threefold.checkpoint.state import holdings, parts, read_whole, state_of
 
@@ -252,8 +252,8 @@ def _changed_by_the_save(folder: str, waits: bool) -> list[str]:
     import torch
 
     from ranks.late_copies import late_copies
-    from threefold.checkpoint.layout import find
-    from threefold.checkpoint.saver import Stage
+    from threefold.checkpoint.background_saver import Stage
+    from threefold.checkpoint.checkpoint_folder import find
     from threefold.checkpoint.shards import Index
     from threefold.checkpoint.state import read_whole, state_of
 
@@ -298,7 +298,7 @@ def test_what_a_forward_may_write_is_copied_before_it_and_memory_is_kept_until_t
     import torch
 
     from ranks.late_copies import late_copies
-    from threefold.checkpoint.saver import Stage
+    from threefold.checkpoint.background_saver import Stage
     from threefold.checkpoint.shards import Box
     from threefold.checkpoint.tensors import TensorPart
 
@@ -324,7 +324,7 @@ def test_a_loop_that_does_not_say_when_it_updates_may_write_at_once() -> None:
     import torch
 
     from ranks.late_copies import late_copies
-    from threefold.checkpoint.saver import Stage
+    from threefold.checkpoint.background_saver import Stage
     from threefold.checkpoint.shards import Box
     from threefold.checkpoint.tensors import TensorPart
 

@@ -60,7 +60,7 @@ def test_mixture_and_epochs_that_end_before_the_steps(folder: Path) -> None:
 PLANTED = {
     # tokens of the tail chunk are put where they do not stand
     "positions": (
-        "from threefold.model.context_parallel import split as c\n"
+        "from threefold.model.context_parallel import attention as c\n"
         "plain = c.local_positions\n"
         "c.local_positions = lambda n, *, cp_size, cp_rank: plain(n, cp_size=cp_size, cp_rank=cp_rank).roll(1)\n"
         "masks = c.BatchMasks\n"

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from ranks.runs import command, prepare
-from threefold.checkpoint.layout import CheckpointFolder
+from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 from threefold.checkpoint.shards import Index
 from threefold.checkpoint.tensors import read_whole
 

@@ -26,7 +26,7 @@ from ranks.own_runs import in_a_run
 from ranks.runs import command, curve, environment, prepare
 from ranks.spawn import run_ranks
 from stores.conftest import SECRET, Server, free_ports, weed_server
-from threefold.checkpoint.layout import Checkpoint, find
+from threefold.checkpoint.checkpoint_folder import Checkpoint, find
 from threefold.places import snapshot
 from threefold.places.faults import MissingObject
 from threefold.places.head import KEY, RunHead, _written, read_head

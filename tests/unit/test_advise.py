@@ -23,7 +23,7 @@ from threefold.plan.advise import THERE, Question, pareto, what_fits
 from threefold.plan.decoder import decoder_of
 from threefold.plan.duration import duration
 from threefold.plan.fabric import Fabric, fabric_of
-from threefold.plan.peak import OWN_SHARE, peak, timeline
+from threefold.plan.memory import OWN_SHARE, peak, timeline
 from threefold.plan.setup import Setup, setup_of
 
 _LLAMA: dict[str, Any] = {

@@ -17,8 +17,8 @@ from threefold.check.compare import LOSS, compare_number
 from threefold.check.reference import forward_backward, gradients_of
 from threefold.mesh.mesh import Mesh, init_mesh
 from threefold.model import load, weight_loading
-from threefold.model.context_parallel import backend, limits, recurrence
-from threefold.model.context_parallel.split import ContextParallel
+from threefold.model.context_parallel import attention_choice, limits, recurrence
+from threefold.model.context_parallel.attention import ContextParallel
 from threefold.model.head import install
 from threefold.model.reduced import reduced
 from threefold.training.loss import TokenLoss
@@ -259,14 +259,14 @@ def outline(name: str, **values: Any) -> Any:
 
 @pytest.mark.parametrize("name", [*OWN, *DERIVED])
 def test_own_attention_is_kept(name: str) -> None:
-    assert backend.own_attention(outline(name)) is not None
+    assert attention_choice.own_attention(outline(name)) is not None
 
 
 @pytest.mark.parametrize(
     "name", ["llama", "gemma2", "gpt2", "gpt_oss", "bert", "bart", "qwen3_next", "gemma3"]
 )
 def test_attention_that_is_asked_for_is_given(name: str) -> None:
-    assert backend.own_attention(outline(name)) is None
+    assert attention_choice.own_attention(outline(name)) is None
 
 
 @pytest.mark.parametrize("name", STATES)

@@ -18,7 +18,7 @@ from threefold.model.precision import DTYPES
 from threefold.plan import choices
 from threefold.plan.accelerators import ACCELERATORS
 from threefold.plan.decoder import Decoder, decoder_of
-from threefold.plan.peak import timeline
+from threefold.plan.memory import timeline
 from threefold.plan.setup import Setup, setup_of
 from threefold.plan.traffic import traffic
 from threefold.plan.units import kept_whole, units_of

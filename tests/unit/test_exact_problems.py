@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from threefold.checkpoint.layout import Checkpoint
+from threefold.checkpoint.checkpoint_folder import Checkpoint
 from threefold.checkpoint.manifest import ChangedKey, lost_bits, refuse_unconfirmed, with_axes
 from threefold.config.loading import validate
 from threefold.config.schema import Config

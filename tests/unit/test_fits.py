@@ -17,7 +17,7 @@ from threefold.plan.decoder import decoder_of
 from threefold.plan.efficiency import margin_of
 from threefold.plan.fabric import fabric_of
 from threefold.plan.fit import largest_micro_batch
-from threefold.plan.peak import host_bytes, peak
+from threefold.plan.memory import host_bytes, peak
 from threefold.plan.setup import Setup, setup_of
 from threefold.run.memory_check import Fitted, _what_fits, fitted_into, refuse_too_much_of_host
 from threefold.run.request import Asked

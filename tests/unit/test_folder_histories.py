@@ -32,8 +32,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from threefold.checkpoint import layout
-from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
+from threefold.checkpoint import checkpoint_folder
+from threefold.checkpoint.checkpoint_folder import Checkpoint, CheckpointFolder
 from threefold.checkpoint.lineage import Identity, Journal, Origin
 from threefold.checkpoint.seal import write_sealed
 from threefold.commands import report, resume
@@ -351,7 +351,9 @@ class Folders(RuleBasedStateMachine):
         self, path: Path, config: Config, happened: Any, *, saves: int, keep: int
     ) -> None:
         opened = open_run(config)
-        chosen, passed = layout.newest_undamaged(opened.candidates, lambda each: each.damage())
+        chosen, passed = checkpoint_folder.newest_undamaged(
+            opened.candidates, lambda each: each.damage()
+        )
         opened = opened.resuming(chosen, passed)
         if chosen is not None:
             assert (chosen.path / "state/weights").is_file(), (
@@ -429,7 +431,7 @@ class Folders(RuleBasedStateMachine):
         before = files(self.root)
         with suppress(ThreefoldError):
             model_folder._refuse_filled(Path(to))
-            found = layout.find(Path(PLACES[number % 3]))
+            found = checkpoint_folder.find(Path(PLACES[number % 3]))
             truth = self.truth(PLACES[number % 3])
             weights = weights_of(found.path)
             assert (
@@ -646,7 +648,9 @@ PLANTED: dict[str, tuple[Any, str, Any, str]] = {
     "what was left behind is gone back to": (resume_choice, "_refuse_left", lambda *_: None, "rewound"),
     "a run needs no run.json": (resume_choice, "is_run", lambda folder: False, "run"),
     "any folder is taken": (run_folder, "_refuse_filled", lambda path, words: None, ""),
-    "a save replaces what has its name": (layout, "seal_folder", _replacing(layout.seal_folder), "run"),
+    "a save replaces what has its name": (
+        checkpoint_folder, "seal_folder", _replacing(checkpoint_folder.seal_folder), "run",
+    ),
     "all checkpoints are the run's": (CheckpointFolder, "own", CheckpointFolder.all, "parted"),
     "an origin is what lies at its place": (Origin, "is_same", lambda self, other: True, "replaced"),
     "an origin is named as it was spelled": (
@@ -657,7 +661,7 @@ PLANTED: dict[str, tuple[Any, str, Any, str]] = {
     "resume takes any folder": (paths, "is_run", lambda folder: True, ""),
     "links are folders": (Path, "is_symlink", lambda self: False, "parted"),
     "damage is not looked for": (
-        layout, "newest_undamaged", lambda found, damage: (next(iter(found), None), []), "run",
+        checkpoint_folder, "newest_undamaged", lambda found, damage: (next(iter(found), None), []), "run",
     ),
     "a page replaces any file": (report, "_refuse_other", lambda target: None, "run"),
     "an export takes any folder": (model_folder, "_refuse_filled", lambda to: None, "run"),

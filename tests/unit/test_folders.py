@@ -14,7 +14,7 @@ from test_audit import ONE, record
 from typer.testing import CliRunner
 
 from report_runs import step_line, write_lines
-from threefold.checkpoint.layout import CheckpointFolder, find
+from threefold.checkpoint.checkpoint_folder import CheckpointFolder, find
 from threefold.commands import main
 from threefold.config import loading
 from threefold.errors import ThreefoldError

@@ -25,7 +25,7 @@ from threefold.integrations.huggingface import (
     checks,
     prepare_evaluation_loader,
 )
-from threefold.integrations.huggingface.loaders import BlockBatches, EvaluationLoader
+from threefold.integrations.huggingface.evaluation_loader import BlockBatches, EvaluationLoader
 from threefold.integrations.huggingface.loss import (
     RunningMean,
     nothing_of,

@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 
-from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, find, newest_undamaged
+from threefold.checkpoint.checkpoint_folder import (
+    Checkpoint,
+    CheckpointFolder,
+    find,
+    newest_undamaged,
+)
 from threefold.checkpoint.lineage import Identity
 from threefold.checkpoint.seal import write_sealed
 from threefold.errors import CheckpointError

@@ -27,7 +27,7 @@ from threefold.audit.record import read
 from threefold.check import admission_cache, probes
 from threefold.check.compare import Comparison, Difference, Training, compare_trainings
 from threefold.check.probes import Expected, Subject
-from threefold.checkpoint.layout import CheckpointFolder, seal_folder
+from threefold.checkpoint.checkpoint_folder import CheckpointFolder, seal_folder
 from threefold.checkpoint.seal import write_sealed
 from threefold.errors import ThreefoldError
 from threefold.mesh.mesh import Mesh, init_mesh
@@ -488,7 +488,7 @@ COVERED = {
     "audit/offences.py": "tests/unit/test_audit.py: what is wrong is named, not decided",
     "convert/convert.py": "tests/ranks/test_import.py: tied tensors that differ",
     "training/loss.py": "tests/unit/test_loss.py: a router's loss that is another one",
-    "report/curves.py": "tests/unit/test_report_curves.py: losses of rows that are others",
+    "report/thinned_curves.py": "tests/unit/test_report_curves.py: losses of rows that are others",
     "benchmarks/gpu_rows.py": "its gradients' bits: one that is not a number is equal to none",
     "referee/judge/laws.py": "tests/unit/test_referee_gradients.py: gradients that are others, and NaN",
     "model/tensor_parallel/symmetric.py": "tests/ranks/test_split_products.py: products one off, and no number",

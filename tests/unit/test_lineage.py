@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from threefold.checkpoint.layout import CheckpointFolder
+from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 from threefold.checkpoint.lineage import Ending, Identity, Journal
 from threefold.config import loading
 from threefold.config.schema import Config

@@ -23,11 +23,18 @@ from threefold.commands import main
 from threefold.errors import ConfigError
 from threefold.records.metrics import Metrics, Points
 from threefold.records.state import lock_holder
-from threefold.report.curves import curve_names, drawn, left_out, not_finite, summary, thinned
 from threefold.report.document import points_of, report
 from threefold.report.facts import RunFacts, gather
 from threefold.report.markup import data, shown
 from threefold.report.sections import judged
+from threefold.report.thinned_curves import (
+    curve_names,
+    drawn,
+    left_out,
+    not_finite,
+    summary,
+    thinned,
+)
 from threefold.run.head import Head
 
 main._load(["report"])

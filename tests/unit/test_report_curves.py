@@ -13,12 +13,12 @@ from test_why import STEPS, write
 
 from report_runs import at, head_of, make_run, step_line, write_lines
 from threefold.records.metrics import Points
-from threefold.report.curves import with_rows
 from threefold.report.document import points_of, report
 from threefold.report.facts import gather, resolved
 from threefold.report.headline import differing, figures
 from threefold.report.run_list import listed, runs_in
 from threefold.report.sections import judged
+from threefold.report.thinned_curves import with_rows
 
 
 def points(values: dict[int, float]) -> Points:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
+from threefold.checkpoint.checkpoint_folder import Checkpoint, CheckpointFolder
 from threefold.checkpoint.lineage import Identity
 from threefold.config import loading
 from threefold.config.paths import run_and_checkpoint

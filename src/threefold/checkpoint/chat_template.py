@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from threefold.checkpoint.layout import Checkpoint
+from threefold.checkpoint.checkpoint_folder import Checkpoint
 from threefold.checkpoint.seal import write_sealed
 from threefold.config.schema import Config
 from threefold.data.chat.labeller import template_file

@@ -16,7 +16,7 @@ import transformers
 from transformers import AutoConfig, PretrainedConfig
 
 from threefold.build_id import build_id
-from threefold.checkpoint.layout import Checkpoint
+from threefold.checkpoint.checkpoint_folder import Checkpoint
 from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config, every_key
 from threefold.config.yaml_text import as_yaml, pasted, to_set

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from threefold.checkpoint.layout import Checkpoint
+from threefold.checkpoint.checkpoint_folder import Checkpoint
 from threefold.checkpoint.optimizer_state import optimizer_state
 from threefold.checkpoint.shards import Box, Index, boxes_of
 from threefold.checkpoint.tensors import (

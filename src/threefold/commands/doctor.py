@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 # Of what --json prints: higher where a field has gone or changed its meaning.
 SCHEMA = 1
 _MESH_KEYS = ("mesh.dp", "mesh.dp_shard", "mesh.cp", "mesh.tp")
-_PRELOAD = ("torch", "torch.distributed.device_mesh", "transformers", "threefold.doctor.links")
+_PRELOAD = (
+    "torch",
+    "torch.distributed.device_mesh",
+    "transformers",
+    "threefold.doctor.collectives",
+)
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,7 @@ def _memory(
     from threefold.doctor.findings import ok, warning
     from threefold.plan.accelerators import of_memory
     from threefold.plan.fit import estimate_of
-    from threefold.plan.peak import peak
+    from threefold.plan.memory import peak
     from threefold.run.local_rank_limit import room_here
 
     model = config.model

@@ -39,7 +39,7 @@ def command(
     The newest checkpoint, or the one that is named, is evaluated exactly, every row once, on the run's mesh or on the
     one that is given, and in the tasks of lm-evaluation-harness that eval.tasks names. The run's folder stays as it is.
     """
-    from threefold.checkpoint.layout import find
+    from threefold.checkpoint.checkpoint_folder import find
     from threefold.commands.arguments import load_config
     from threefold.config.paths import run_and_checkpoint
     from threefold.mesh import environment, local_ranks
@@ -78,7 +78,7 @@ def _rank(
     ema: bool,
     as_json: bool,
 ) -> int:
-    from threefold.checkpoint.layout import Checkpoint
+    from threefold.checkpoint.checkpoint_folder import Checkpoint
     from threefold.run.evaluate import evaluate_rank
 
     return evaluate_rank(

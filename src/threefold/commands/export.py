@@ -66,7 +66,7 @@ def command(
     One process exports a run from any mesh, with memory for one file of weights and one layer. If the run trained
     adapters (model.lora.r), they are merged into the complete model, which needs memory for that model.
     """
-    from threefold.checkpoint.layout import find
+    from threefold.checkpoint.checkpoint_folder import find
     from threefold.commands.arguments import is_address, num_bytes
 
     place = run_here(run, state=True)

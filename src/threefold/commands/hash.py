@@ -58,7 +58,7 @@ def command(
 
 
 def _hashed(path: Path, *, ema: bool, trust_remote_code: bool) -> dict[str, Any]:
-    from threefold.checkpoint.layout import checkpoint_at, find
+    from threefold.checkpoint.checkpoint_folder import checkpoint_at, find
     from threefold.export.hashes import hash_of_checkpoint, hash_of_folder
 
     if checkpoint_at(path).complete or (path / "checkpoints").is_dir():

@@ -14,7 +14,7 @@ from threefold.commands.run_argument import run_here
 from threefold.errors import ConfigError
 
 if TYPE_CHECKING:
-    from threefold.checkpoint.layout import Checkpoint
+    from threefold.checkpoint.checkpoint_folder import Checkpoint
     from threefold.config.schema import Config
     from threefold.data.tokens import Tokenizer
 
@@ -41,7 +41,7 @@ def command(
 
     One process reads the newest checkpoint, or the one that is named, and samples with a fixed seed.
     """
-    from threefold.checkpoint.layout import damaged, find
+    from threefold.checkpoint.checkpoint_folder import damaged, find
     from threefold.commands.arguments import load_config
     from threefold.config.paths import run_and_checkpoint
     from threefold.run.process import quieten_libraries

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from threefold.checkpoint import state as run_state
-from threefold.checkpoint.layout import CheckpointFolder
+from threefold.checkpoint.background_saver import indexed
+from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 from threefold.checkpoint.lineage import Identity, Journal
 from threefold.checkpoint.manifest import architecture_of, versions
-from threefold.checkpoint.saver import indexed
 from threefold.checkpoint.shards import Box
 from threefold.checkpoint.tensors import TYPE_NAMES, write_boxes
 from threefold.config.paths import with_absolute_paths

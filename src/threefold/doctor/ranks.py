@@ -173,12 +173,12 @@ def _measured(
     mesh: Mesh, report: MachineReport, info: LaunchInfo, *, limit_s: float
 ) -> tuple[list[RankReport], dict[str, Any] | None, Finding | None]:
     """(the reports of the ranks that sent one, this rank's measurements, the operation that did not end)."""
-    from threefold.doctor import links
+    from threefold.doctor import collectives
 
     stuck = None
     try:
-        links.meet(mesh, limit_s=limit_s)
-    except links.StuckError as error:
+        collectives.meet(mesh, limit_s=limit_s)
+    except collectives.StuckError as error:
         stuck = error.finding(limit_s)
     host, device = info.host or report.facts["host"], _device_name(mesh)
     own = RankReport(
@@ -189,8 +189,10 @@ def _measured(
     if stuck is not None or len(reports) < mesh.world_size:
         return reports, None, stuck
     try:
-        measured = links.measure(mesh, limit_s=limit_s, hosts=[each.host for each in reports])
-    except links.StuckError as error:
+        measured = collectives.measure(
+            mesh, limit_s=limit_s, hosts=[each.host for each in reports]
+        )
+    except collectives.StuckError as error:
         return reports, None, error.finding(limit_s)
     return reports, asdict(measured), None
 
@@ -231,7 +233,7 @@ def _of_others(
 def _of_links(
     heard: dict[int, dict[str, Any]], reports: Sequence[RankReport], mesh: Mesh
 ) -> list[Finding]:
-    from threefold.doctor import links
+    from threefold.doctor import collectives
 
     stuck = [Finding(**each["stuck"]) for each in heard.values() if each["stuck"]]
     found = list({finding.what: finding for finding in stuck}.values())
@@ -243,14 +245,14 @@ def _of_links(
         )
         found.append(stop("ranks", what, expected="a result from every rank", fix=fix))
     measured = {
-        rank: links.Measured.of(each["measured"])
+        rank: collectives.Measured.of(each["measured"])
         for rank, each in heard.items()
         if each["measured"]
     }
     if found or not measured:  # if a test hung, the other ranks measured while they waited
         return found
     own_links = mesh.device.type == "cuda" or len({report.host for report in reports}) > 1
-    return links.judge(measured, own_links=own_links)
+    return collectives.judge(measured, own_links=own_links)
 
 
 def _device_name(mesh: Mesh) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from threefold.checkpoint.layout import Checkpoint
+from threefold.checkpoint.checkpoint_folder import Checkpoint
 from threefold.data.tokens import Tokenizer
 from threefold.errors import RunError
 from threefold.export.model_folder import load_whole

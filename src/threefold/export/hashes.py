@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from threefold.checkpoint import state as run_state
-from threefold.checkpoint.layout import Checkpoint, damaged
+from threefold.checkpoint.checkpoint_folder import Checkpoint, damaged
 from threefold.checkpoint.tensors import TYPE_NAMES, bytes_of
 from threefold.errors import CheckpointError
 from threefold.export.model_folder import described

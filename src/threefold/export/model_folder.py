@@ -25,7 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from threefold.check.compare import SAME_LOGITS, compare_tensors
 from threefold.checkpoint import state as run_state
-from threefold.checkpoint.layout import Checkpoint, damaged, find
+from threefold.checkpoint.checkpoint_folder import Checkpoint, damaged, find
 from threefold.checkpoint.manifest import (
     read_architecture,
     read_manifest,

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from threefold.checkpoint.chat_template import template_of
-from threefold.checkpoint.layout import Checkpoint
+from threefold.checkpoint.checkpoint_folder import Checkpoint
 from threefold.config.schema import Config
 from threefold.data.tokens import byte_backend
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from threefold.checkpoint.layout import Checkpoint
+from threefold.checkpoint.checkpoint_folder import Checkpoint
 from threefold.checkpoint.manifest import read_manifest, refuse_other_base
 from threefold.checkpoint.seal import sync
 from threefold.checkpoint.shards import Index

@@ -30,10 +30,11 @@ from threefold.model import (
     weight_loading,
 )
 from threefold.model.activation_offload import HostActivations
-from threefold.model.context_parallel import backend, kernels
-from threefold.model.context_parallel.split import ContextParallel, heads_of
+from threefold.model.context_parallel import attention_choice, kernels
+from threefold.model.context_parallel.attention import ContextParallel
+from threefold.model.context_parallel.split import heads_of
 from threefold.model.exact import limits
-from threefold.model.float_sums import FloatSums
+from threefold.model.gradient_sums import FloatSums
 from threefold.model.head_gradient import is_product
 from threefold.model.model import Model
 from threefold.model.tensor_parallel.plan import TensorParallelism, split_over_tp
@@ -82,7 +83,10 @@ def build(
 
 def resolved_on(mesh: Mesh, config: Config, architecture: PretrainedConfig) -> Resolved:
     """The automatic choices of a config for a model on a mesh."""
-    drops, unserved = backend.drops_weights(architecture), kernels.unserved(architecture)
+    drops, unserved = (
+        attention_choice.drops_weights(architecture),
+        kernels.unserved(architecture),
+    )
     device, heads = data_parallel.device_of(mesh), heads_of(architecture)
     return resolve(
         config, mesh.topology, device, heads=heads, drops_attention=drops, unserved=unserved

@@ -34,7 +34,7 @@ from threefold.config.schema import EMBEDDED_DEFAULT, ModelConfig
 from threefold.errors import ConfigError
 from threefold.mesh.mesh import Mesh
 from threefold.model import weight_check
-from threefold.model.context_parallel import backend
+from threefold.model.context_parallel import attention_choice
 from threefold.model.model_path import refuse_wrong_path, unreachable
 from threefold.model.weight_check import Stored, Weights, readers
 
@@ -177,7 +177,7 @@ def build_without_storage(
             trust_remote_code=trust_remote_code,
         )
     if attention != "eager":
-        backend.use(model, attention)
+        attention_choice.use(model, attention)
     return model
 
 

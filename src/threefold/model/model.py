@@ -27,10 +27,11 @@ from threefold.config.schema import Config
 from threefold.errors import ConfigError, RunError
 from threefold.mesh.mesh import Mesh
 from threefold.model.collectives import join, sum_over_all
+from threefold.model.context_parallel.attention import ContextParallel
 from threefold.model.context_parallel.rotary import places_in_documents
-from threefold.model.context_parallel.split import ContextParallel, gathered_positions
+from threefold.model.context_parallel.split import gathered_positions
 from threefold.model.data_parallel import replicate, reshard
-from threefold.model.float_sums import FloatSums, GradientSums
+from threefold.model.gradient_sums import FloatSums, GradientSums
 from threefold.model.head import Outputs, below_head
 from threefold.model.head_gradient import Loss
 from threefold.model.tensor_parallel.plan import TensorParallelism

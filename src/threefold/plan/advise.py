@@ -18,8 +18,8 @@ from threefold.plan.duration import Duration, duration
 from threefold.plan.efficiency import Margin, efficiency_of, margin_of
 from threefold.plan.fabric import Fabric
 from threefold.plan.fit import MODES, as_options, changed_keys, keys_of
+from threefold.plan.memory import Moment, host_bytes, peak
 from threefold.plan.operations import causal_keys
-from threefold.plan.peak import Moment, host_bytes, peak
 from threefold.plan.setup import Setup, refused, setup_of
 
 # Of a device's memory that is there: data sheets round up, and the driver keeps some.

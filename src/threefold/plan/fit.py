@@ -16,7 +16,7 @@ from threefold.mesh.topology import Topology
 from threefold.plan.accelerators import Accelerator
 from threefold.plan.adapters import adapted
 from threefold.plan.decoder import Decoder, decoder_of
-from threefold.plan.peak import peak
+from threefold.plan.memory import peak
 from threefold.plan.setup import Setup, checked
 
 # Of activation checkpointing, by how much each saves, and costs.

@@ -15,7 +15,11 @@ from typing import Any
 
 from threefold.build_id import build_id
 from threefold.records.metrics import seconds_of
-from threefold.report.curves import (
+from threefold.report.facts import RunFacts
+from threefold.report.headline import compared, differing, figures, tasks_of
+from threefold.report.markup import Html, data, join, shown, tag
+from threefold.report.sections import Judged, judged, sections
+from threefold.report.thinned_curves import (
     clocks,
     curve_names,
     drawn,
@@ -23,10 +27,6 @@ from threefold.report.curves import (
     read_tokens,
     with_rows,
 )
-from threefold.report.facts import RunFacts
-from threefold.report.headline import compared, differing, figures, tasks_of
-from threefold.report.markup import Html, data, join, shown, tag
-from threefold.report.sections import Judged, judged, sections
 
 # Title, unit and the names of each chart; what else is logged has a chart of its own.
 _CHARTS = (

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
+from threefold.checkpoint.checkpoint_folder import Checkpoint, CheckpointFolder
 from threefold.config.paths import (
     EXPORT_FOLDER,
     JOURNAL,

@@ -9,9 +9,9 @@ from itertools import pairwise
 from typing import Any
 
 from threefold.records.metrics import seconds_of
-from threefold.report.curves import curve_names, summary
 from threefold.report.facts import RunFacts
 from threefold.report.markup import Html, join, table, tag
+from threefold.report.thinned_curves import curve_names, summary
 
 _MOST_KEYS = 200
 # Logged steps whose pace is expected of those that are left.

@@ -16,12 +16,12 @@ from threefold.errors import ThreefoldError, ranks_text
 from threefold.mesh.topology import Topology
 from threefold.records.files import unsafe_files
 from threefold.records.state import shown_time
-from threefold.report.curves import curve_names, left_out, summary
 from threefold.report.facts import RunFacts, sizes_of
 from threefold.report.headline import measured, section
 from threefold.report.markup import Html, details, join, pasted, shown, table, tag
 from threefold.report.mesh_svg import drawn
 from threefold.report.reasons import Reasons
+from threefold.report.thinned_curves import curve_names, left_out, summary
 from threefold.report.verdict import proof_lines
 from threefold.why.batch_rows import BatchRow
 from threefold.why.findings import row_text

@@ -16,7 +16,7 @@ from threefold.audit.lookup import coverage_lines
 from threefold.audit.proof import SavedPlace, check_chain, check_logged, check_saved, prove
 from threefold.audit.record import Line, Segment, SegmentLine
 from threefold.audit.stores import ALL, SAMPLED, are_here, byte_lines
-from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
+from threefold.checkpoint.checkpoint_folder import Checkpoint, CheckpointFolder
 from threefold.checkpoint.lineage import Identity, Journal
 from threefold.config import loading
 from threefold.config.paths import RUN_FILE

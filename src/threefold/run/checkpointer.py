@@ -18,8 +18,9 @@ from transformers import PretrainedConfig
 
 from threefold.checkpoint import chat_template
 from threefold.checkpoint import state as run_state
+from threefold.checkpoint.background_saver import Save, Saver
+from threefold.checkpoint.checkpoint_folder import Checkpoint, newest_undamaged
 from threefold.checkpoint.copies import refuse_drift, state_held
-from threefold.checkpoint.layout import Checkpoint, newest_undamaged
 from threefold.checkpoint.manifest import (
     ChangedKey,
     architecture_of,
@@ -33,7 +34,6 @@ from threefold.checkpoint.manifest import (
     versions,
     with_axes,
 )
-from threefold.checkpoint.saver import Save, Saver
 from threefold.checkpoint.seal import Seal
 from threefold.checkpoint.shards import Index
 from threefold.checkpoint.tensors import TensorPart

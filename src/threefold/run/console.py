@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from threefold.checkpoint.layout import CheckpointFolder
+from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 from threefold.config.schema import DEFAULT_STEPS, EMBEDDED_DEFAULT, value_at
 from threefold.config.yaml_text import as_yaml
 from threefold.data.order.order import last_step

@@ -6,7 +6,7 @@ from functools import partial
 
 from threefold.check.admit import admit
 from threefold.checkpoint import state as run_state
-from threefold.checkpoint.layout import Checkpoint, damaged
+from threefold.checkpoint.checkpoint_folder import Checkpoint, damaged
 from threefold.checkpoint.manifest import read_manifest, refuse_other
 from threefold.checkpoint.tensors import read_whole
 from threefold.config.loading import LoadedConfig

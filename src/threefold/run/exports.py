@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from threefold.checkpoint.layout import CheckpointFolder
+from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 from threefold.config.paths import EXPORT_FOLDER
 from threefold.export.model_folder import export
 from threefold.run.checkpointer import Checkpointer

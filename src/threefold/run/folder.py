@@ -19,7 +19,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, damaged
+from threefold.checkpoint.checkpoint_folder import Checkpoint, CheckpointFolder, damaged
 from threefold.checkpoint.lineage import Author, Identity, Journal, Origin
 from threefold.checkpoint.lock import RunLock, Words
 from threefold.checkpoint.seal import Seal, sync, write_sealed

@@ -27,7 +27,7 @@ from threefold.plan.advise import THERE
 from threefold.plan.decoder import Decoder, decoder_of
 from threefold.plan.duration import duration
 from threefold.plan.fabric import Fabric
-from threefold.plan.peak import peak
+from threefold.plan.memory import peak
 from threefold.plan.setup import Setup, setup_of
 from threefold.run.assemble import optimizer_of
 from threefold.training.step import TrainStep

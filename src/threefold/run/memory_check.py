@@ -18,7 +18,7 @@ from threefold.mesh.mesh import Mesh
 from threefold.plan.accelerators import of_memory
 from threefold.plan.decoder import Decoder
 from threefold.plan.fit import MORE_RANKS, estimate_of, largest_micro_batch, what_fits
-from threefold.plan.peak import Moment, host_bytes, peak
+from threefold.plan.memory import Moment, host_bytes, peak
 from threefold.plan.setup import Setup
 from threefold.run.local_rank_limit import room_here
 from threefold.run.request import Asked

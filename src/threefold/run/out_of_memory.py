@@ -13,7 +13,7 @@ from threefold.errors import RunError
 from threefold.mesh.mesh import Mesh
 from threefold.plan.accelerators import of_memory
 from threefold.plan.fit import MORE_RANKS, estimate_of, what_fits
-from threefold.plan.peak import peak
+from threefold.plan.memory import peak
 from threefold.plan.setup import setup_of
 from threefold.run.request import Asked
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, find
+from threefold.checkpoint.checkpoint_folder import Checkpoint, CheckpointFolder, find
 from threefold.checkpoint.lineage import Identity, Journal, Origin
 from threefold.checkpoint.lock import Words
 from threefold.checkpoint.seal import checksum_of

@@ -64,7 +64,7 @@ from threefold.training.step import TrainStep
 from threefold.training.stop_request import StopRequest
 
 if TYPE_CHECKING:
-    from threefold.checkpoint.saver import Saver
+    from threefold.checkpoint.background_saver import Saver
     from threefold.run.stored import StoredRun
     from threefold.training.evaluation import EvalNumbers
     from threefold.training.saving import Held, Loaded

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from threefold.checkpoint.layout import Checkpoint, CheckpointFolder
+from threefold.checkpoint.checkpoint_folder import Checkpoint, CheckpointFolder
 from threefold.checkpoint.lineage import Identity
 from threefold.checkpoint.lock import RunLock, Words
 from threefold.checkpoint.seal import wrong_sizes

@@ -17,8 +17,14 @@ from typing import Any, Literal
 import torch
 
 from threefold.checkpoint import state as run_state
+from threefold.checkpoint.background_saver import Save, Saver
+from threefold.checkpoint.checkpoint_folder import (
+    Checkpoint,
+    CheckpointFolder,
+    checkpoint_at,
+    damaged,
+)
 from threefold.checkpoint.copies import refuse_drift, state_held
-from threefold.checkpoint.layout import Checkpoint, CheckpointFolder, checkpoint_at, damaged
 from threefold.checkpoint.lineage import Identity
 from threefold.checkpoint.lock import RunLock
 from threefold.checkpoint.manifest import (
@@ -28,7 +34,6 @@ from threefold.checkpoint.manifest import (
     refuse_other_base,
     versions,
 )
-from threefold.checkpoint.saver import Save, Saver
 from threefold.checkpoint.seal import Seal
 from threefold.checkpoint.shards import Index
 from threefold.checkpoint.tensors import TensorPart

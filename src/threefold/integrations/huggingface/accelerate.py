@@ -25,7 +25,7 @@ from threefold.data.sampling.distribute import (
     distribute,
 )
 from threefold.errors import ConfigError
-from threefold.integrations.huggingface.loaders import EvaluationLoader
+from threefold.integrations.huggingface.evaluation_loader import EvaluationLoader
 from threefold.integrations.huggingface.loss import sharers_of
 from threefold.integrations.huggingface.training_loader import Axis, on_device, tracked
 

@@ -28,12 +28,8 @@ from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh, active_mesh
 from threefold.model import head
 from threefold.model.context_parallel import limits
-from threefold.model.context_parallel.split import (
-    ContextParallel,
-    gathered_positions,
-    heads_of,
-    split_problems,
-)
+from threefold.model.context_parallel.attention import ContextParallel
+from threefold.model.context_parallel.split import gathered_positions, heads_of, split_problems
 from threefold.model.head import first_position
 from threefold.model.model import Model
 from threefold.plan import choices

@@ -1,10 +1,10 @@
 """transformers.Trainer with threefold's three promises: the same data, the same curve, the same state.
 
-A thin subclass: the loop is transformers'. Replaced are the loaders (`data`, `loaders`), the weight of each micro-batch
-in the loss (`loss`), the evaluation's mean, the place where a run resumes and, for models that transformers has loaded
-in shards, what is saved (`state`). What stays true: an epoch reads every sample once; loss and gradient are those of
-the mean over all targets of a step, on any number of ranks and micro-batches; a run resumes at the next sample, also
-with other ranks or another batch size.
+A thin subclass: the loop is transformers'. Replaced are the loaders (`training_loader`, `evaluation_loader`), what a
+micro-batch weighs in the loss (`loss`), the mean of an evaluation, the place where a run resumes and, for models that
+transformers has loaded in shards, what is saved (`trainer_checkpoint`). What stays true: an epoch reads every sample
+once; loss and gradient are those of the mean over all targets of a step, on any number of ranks and micro-batches; a
+run resumes at the next sample, also with other ranks or another batch size.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from threefold.integrations.huggingface import (
     trainer_checkpoint,
 )
 from threefold.integrations.huggingface.audit import AuditCallback
+from threefold.integrations.huggingface.evaluation_loader import EvaluationLoader
 from threefold.integrations.huggingface.loss import (
     RunningMean,
     StepPart,
@@ -281,7 +282,7 @@ class Trainer(transformers.Trainer):
         """
         self._ranks.agree("an evaluation")
         settings = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        exact = isinstance(dataloader, loaders.EvaluationLoader)
+        exact = isinstance(dataloader, EvaluationLoader)
         if not exact and has_length(dataloader):
             return super().evaluation_loop(dataloader, *settings)
         self._mean = RunningMean(self.args.device)

@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from threefold.checkpoint.background_saver import Save, Saver
+from threefold.checkpoint.checkpoint_folder import checkpoint_at, seal_folder
 from threefold.checkpoint.copies import refuse_drift, state_held
-from threefold.checkpoint.layout import checkpoint_at, seal_folder
-from threefold.checkpoint.saver import Save, Saver
 from threefold.checkpoint.shards import Index
 from threefold.checkpoint.state import damage_found, fit, holdings, own_parts, read_into
 from threefold.errors import CheckpointError, DataError, Problem, RunError

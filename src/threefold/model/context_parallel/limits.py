@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from threefold.errors import Problem
 from threefold.mesh.topology import Topology
-from threefold.model.context_parallel import backend
+from threefold.model.context_parallel import attention_choice
 from threefold.model.context_parallel.recurrence import carriers
 from threefold.model.context_parallel.rotary import shares_numbers
 
@@ -78,7 +78,7 @@ def cp_problems(model: Any, topology: Topology) -> list[Problem]:
                 _ALONE,
             )
         ]
-    if (why := backend.own_attention(model)) is not None:
+    if (why := attention_choice.own_attention(model)) is not None:
         expected = (
             "attention that is asked for by name: it is given the keys of the other cp ranks"
         )
@@ -102,7 +102,7 @@ def document_problems(model: Any) -> list[Problem]:
     if shares_numbers(model):
         expected = "positions that can begin again with each document"
         return [Problem(f"{begin} gives every row the same positions", expected, _WHOLE_ROWS)]
-    if (layer := backend.layer_with_joined_keys(model)) is not None:
+    if (layer := attention_choice.layer_with_joined_keys(model)) is not None:
         expected = "keys that each stand for one token: what stands for several would join two documents"
         return [
             Problem(
@@ -126,13 +126,19 @@ def _encodes(model: Any) -> bool:
 
 def _models(model: nn.Module) -> Iterator[PreTrainedModel]:
     return (
-        module for module in backend.text_modules(model) if isinstance(module, PreTrainedModel)
+        module
+        for module in attention_choice.text_modules(model)
+        if isinstance(module, PreTrainedModel)
     )
 
 
 def _words(model: nn.Module) -> set[str]:
     """The names that the code of a model's class mentions."""
-    return {word for method in backend.methods(type(model)) for word in _names(method.__code__)}
+    return {
+        word
+        for method in attention_choice.methods(type(model))
+        for word in _names(method.__code__)
+    }
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from threefold.model.context_parallel.backend import (
+from threefold.model.context_parallel.attention_choice import (
     arguments_of,
     asks_for_attention,
     text_modules,

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from threefold.errors import RunError
 from threefold.mesh.mesh import Mesh
 from threefold.model.collectives import local_part
-from threefold.model.float_sums import SplitGradients
+from threefold.model.gradient_sums import SplitGradients
 
 # Binary places by which a gradient may exceed the first micro-batch's largest before the step is done again.
 HEADROOM = 8

@@ -150,7 +150,7 @@ def _threefold(values: dict[str, Any], parent: Path) -> Callable[[], Times]:
     from threefold.checkpoint import state as run_state
     from threefold.checkpoint.background_saver import Save, Saver
     from threefold.checkpoint.checkpoint_folder import CheckpointFolder
-    from threefold.checkpoint.shards import Index
+    from threefold.checkpoint.tensor_index import Index
 
     mesh, model, optimizer = _built(values, dp=RANKS)
     other_mesh, other_model, other_optimizer = _built(values, dp=RANKS, dp_shard=RANKS)

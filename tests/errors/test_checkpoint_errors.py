@@ -15,8 +15,8 @@ from threefold.checkpoint import background_saver
 from threefold.checkpoint.checkpoint_folder import Checkpoint, CheckpointFolder
 from threefold.checkpoint.manifest import architecture_of, read_manifest, refuse_other
 from threefold.checkpoint.seal import checksum_of
-from threefold.checkpoint.shards import Box, Chunk, Entry, Index
 from threefold.checkpoint.state import fit
+from threefold.checkpoint.tensor_index import Box, Chunk, Entry, Index
 from threefold.checkpoint.tensors import read_box
 from threefold.config.loading import validate
 from threefold.errors import EXIT_FAILED, EXIT_WRONG_REQUEST, CheckpointError, ThreefoldError

@@ -9,7 +9,7 @@ import pytest
 
 from ranks.runs import command, prepare
 from threefold.checkpoint.checkpoint_folder import find
-from threefold.checkpoint.shards import Index
+from threefold.checkpoint.tensor_index import Index
 from threefold.checkpoint.tensors import read_whole
 
 KEYS = (

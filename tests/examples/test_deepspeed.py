@@ -13,7 +13,7 @@ import pytest
 from ranks.keeping import CORPUS, write_corpus
 from ranks.runs import command, environment
 from threefold.checkpoint.checkpoint_folder import find
-from threefold.checkpoint.shards import Index
+from threefold.checkpoint.tensor_index import Index
 from threefold.checkpoint.tensors import read_whole
 
 pytestmark = [

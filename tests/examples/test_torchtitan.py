@@ -87,7 +87,7 @@ LLAMA = (
 
 def _held(run: Path) -> dict[str, Any]:
     from threefold.checkpoint.checkpoint_folder import find
-    from threefold.checkpoint.shards import Index
+    from threefold.checkpoint.tensor_index import Index
     from threefold.checkpoint.tensors import read_whole
 
     state = find(run).state

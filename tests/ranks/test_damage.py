@@ -52,7 +52,7 @@ def _opened(run: Path) -> tuple[Checkpoint | None, list[tuple[Checkpoint, str]]]
 def _content(checkpoint: Checkpoint) -> tuple[Any, dict[str, Any]]:
     """All that a resume takes from a checkpoint."""
     from threefold.checkpoint.manifest import read_manifest
-    from threefold.checkpoint.shards import Index
+    from threefold.checkpoint.tensor_index import Index
     from threefold.checkpoint.tensors import read_whole
 
     index = Index.read(checkpoint.state)
@@ -258,7 +258,7 @@ def test_forged_field_is_refused(forged: Path, name: str) -> None:
     ids=str,
 )
 def test_forged_index_is_refused(forged: Path, entry: Any) -> None:
-    from threefold.checkpoint.shards import Index
+    from threefold.checkpoint.tensor_index import Index
 
     path = forged / "state" / "index.json"
     index = json.loads(path.read_text())
@@ -268,7 +268,7 @@ def test_forged_index_is_refused(forged: Path, entry: Any) -> None:
 
 
 def test_index_leads_to_no_file_outside(forged: Path) -> None:
-    from threefold.checkpoint.shards import Index
+    from threefold.checkpoint.tensor_index import Index
 
     path = forged / "state" / "index.json"
     path.write_text(

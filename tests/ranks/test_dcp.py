@@ -18,7 +18,7 @@ from ranks.spawn import run_ranks
 from ranks.test_resume_meshes import MOE
 from threefold.checkpoint.checkpoint_folder import find
 from threefold.checkpoint.manifest import read_manifest
-from threefold.checkpoint.shards import Index
+from threefold.checkpoint.tensor_index import Index
 from threefold.checkpoint.tensors import read_whole
 
 pytestmark = pytest.mark.ranks

@@ -189,7 +189,7 @@ _M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def _write_large(state: str) -> None:
-    from threefold.checkpoint.shards import FILE, Box, Entry, Index
+    from threefold.checkpoint.tensor_index import FILE, Box, Entry, Index
     from threefold.checkpoint.tensors import TensorPart, entries_of, write_parts
 
     shape = (TENSOR_BYTES // 4000, 1000)
@@ -211,7 +211,7 @@ def _write_large(state: str) -> None:
 
 
 def _export_large(state: str, to: str) -> int:
-    from threefold.checkpoint.shards import Index
+    from threefold.checkpoint.tensor_index import Index
     from threefold.export.weights import write_weights
 
     # malloc raises the size from which it returns memory at once with each large block that it frees: what it keeps

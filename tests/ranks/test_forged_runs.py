@@ -17,7 +17,7 @@ from threefold.checkpoint.checkpoint_folder import Checkpoint, CheckpointFolder
 from threefold.checkpoint.lineage import Author, Identity, Journal
 from threefold.checkpoint.manifest import changes, read_manifest
 from threefold.checkpoint.seal import Seal, checksum_of
-from threefold.checkpoint.shards import Index
+from threefold.checkpoint.tensor_index import Index
 from threefold.config.loading import load
 from threefold.errors import CheckpointError, DataError, ThreefoldError
 from threefold.export.model_folder import described

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ranks.keeping import LLAMA, write_corpus
 from ranks.runs import command
 from threefold.checkpoint.checkpoint_folder import find
-from threefold.checkpoint.shards import Index
+from threefold.checkpoint.tensor_index import Index
 from threefold.checkpoint.tensors import read_whole
 from threefold.convert.dcp_reader import _Inert, open_dcp
 from threefold.errors import CheckpointError

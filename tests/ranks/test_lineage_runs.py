@@ -16,7 +16,7 @@ from ranks.faults import rank_processes
 from ranks.runs import command, environment, metrics, prepare, stop_after
 from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 from threefold.checkpoint.lineage import Identity, Journal
-from threefold.checkpoint.shards import Index
+from threefold.checkpoint.tensor_index import Index
 from threefold.checkpoint.tensors import read_whole
 
 pytestmark = pytest.mark.ranks

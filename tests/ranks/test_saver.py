@@ -208,8 +208,8 @@ def _save_and_go_on(folder: str, mode: str) -> Any:
     import torch
 
     from threefold.checkpoint.checkpoint_folder import find
-    from threefold.checkpoint.shards import Index
     from threefold.checkpoint.state import holdings, parts, read_whole, state_of
+    from threefold.checkpoint.tensor_index import Index
 
     run = Miniature(DP2, folder, background=mode == "async")
     run.advance(2)
@@ -254,8 +254,8 @@ def _changed_by_the_save(folder: str, waits: bool) -> list[str]:
     from ranks.late_copies import late_copies
     from threefold.checkpoint.background_saver import Stage
     from threefold.checkpoint.checkpoint_folder import find
-    from threefold.checkpoint.shards import Index
     from threefold.checkpoint.state import read_whole, state_of
+    from threefold.checkpoint.tensor_index import Index
 
     run = Miniature(DP2, folder, optimizer={"ema": 0.5})
     run.advance(2)
@@ -299,7 +299,7 @@ def test_what_a_forward_may_write_is_copied_before_it_and_memory_is_kept_until_t
 
     from ranks.late_copies import late_copies
     from threefold.checkpoint.background_saver import Stage
-    from threefold.checkpoint.shards import Box
+    from threefold.checkpoint.tensor_index import Box
     from threefold.checkpoint.tensors import TensorPart
 
     parts = [
@@ -325,7 +325,7 @@ def test_a_loop_that_does_not_say_when_it_updates_may_write_at_once() -> None:
 
     from ranks.late_copies import late_copies
     from threefold.checkpoint.background_saver import Stage
-    from threefold.checkpoint.shards import Box
+    from threefold.checkpoint.tensor_index import Box
     from threefold.checkpoint.tensors import TensorPart
 
     weight = torch.zeros(3)

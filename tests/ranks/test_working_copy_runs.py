@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from ranks.runs import command, prepare
 from threefold.checkpoint.checkpoint_folder import CheckpointFolder
-from threefold.checkpoint.shards import Index
+from threefold.checkpoint.tensor_index import Index
 from threefold.checkpoint.tensors import read_whole
 
 pytestmark = pytest.mark.ranks

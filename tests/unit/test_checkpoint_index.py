@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from threefold.checkpoint.shards import Box, Chunk, Entry, Index, boxes_of
+from threefold.checkpoint.tensor_index import Box, Chunk, Entry, Index, boxes_of
 
 
 @st.composite

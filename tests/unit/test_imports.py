@@ -26,7 +26,7 @@ TORCH_FREE = [
     "threefold.checkpoint.lock",
     "threefold.run.sources",
     "threefold.commands.submit",
-    "threefold.checkpoint.shards",
+    "threefold.checkpoint.tensor_index",
     "threefold.checkpoint.seal",
     "threefold.checkpoint.checkpoint_folder",
     "threefold.commands.main",

@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from threefold.checkpoint import shards as index_of_tensors
+from threefold.checkpoint import tensor_index
 from threefold.checkpoint.seal import Seal, write_sealed
-from threefold.checkpoint.shards import Entry, Index
+from threefold.checkpoint.tensor_index import Entry, Index
 from threefold.checkpoint.tensors import TensorPart, entries_of, write_parts
 from threefold.errors import RunError, ThreefoldError, described_error, error_of, size_text
 from threefold.mesh.mesh import Mesh
@@ -371,8 +371,8 @@ def indexed(state: Path, seals: Mapping[str, Seal]) -> dict[str, Seal]:
     for name, entry in entries.items():
         if (problem := entry.problem()) is not None:
             raise RuntimeError(f"{name}: {problem}")
-    index = write_sealed(state / index_of_tensors.FILE, Index(entries).to_json().encode())
-    return {**seals, index_of_tensors.FILE: index}
+    index = write_sealed(state / tensor_index.FILE, Index(entries).to_json().encode())
+    return {**seals, tensor_index.FILE: index}
 
 
 class SaveError(RunError):

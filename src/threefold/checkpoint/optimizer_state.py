@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from threefold.checkpoint.shards import Index
+from threefold.checkpoint.tensor_index import Index
 from threefold.checkpoint.tensors import TYPE_NAMES
 from threefold.errors import CheckpointError, ConfigError
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from threefold.checkpoint.checkpoint_folder import Checkpoint
 from threefold.checkpoint.optimizer_state import optimizer_state
-from threefold.checkpoint.shards import Box, Index, boxes_of
+from threefold.checkpoint.tensor_index import Box, Index, boxes_of
 from threefold.checkpoint.tensors import (
     TYPE_NAMES,
     TensorPart,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from threefold.checkpoint.seal import Seal, SealedWriter
-from threefold.checkpoint.shards import ITEM_BYTES, Box, Chunk, Entry, Index
+from threefold.checkpoint.tensor_index import ITEM_BYTES, Box, Chunk, Entry, Index
 from threefold.errors import CheckpointError
 
 # Types by safetensors' names.

@@ -21,7 +21,7 @@ from threefold.checkpoint.background_saver import indexed
 from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 from threefold.checkpoint.lineage import Identity, Journal
 from threefold.checkpoint.manifest import architecture_of, versions
-from threefold.checkpoint.shards import Box
+from threefold.checkpoint.tensor_index import Box
 from threefold.checkpoint.tensors import TYPE_NAMES, write_boxes
 from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from threefold.checkpoint.shards import Box, Chunk, Entry, Index
+from threefold.checkpoint.tensor_index import Box, Chunk, Entry, Index
 from threefold.checkpoint.tensors import TYPE_NAMES, index_of_dcp, read_whole
 from threefold.errors import CheckpointError
 

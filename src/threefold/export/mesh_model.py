@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from threefold.check.compare import SAME_WEIGHT, compare_tensors
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.checkpoint_folder import find
-from threefold.checkpoint.shards import Index
+from threefold.checkpoint.tensor_index import Index
 from threefold.checkpoint.tensors import read_whole
 from threefold.errors import ConfigError, RunError
 from threefold.export.model_folder import MAX_SHARD_BYTES, Exported, export

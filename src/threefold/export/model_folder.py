@@ -31,7 +31,7 @@ from threefold.checkpoint.manifest import (
     read_manifest,
     refuse_layers_without_tensors,
 )
-from threefold.checkpoint.shards import Index
+from threefold.checkpoint.tensor_index import Index
 from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError, RunError

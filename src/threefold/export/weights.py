@@ -21,8 +21,8 @@ from transformers import PretrainedConfig
 from threefold.checkpoint.checkpoint_folder import Checkpoint
 from threefold.checkpoint.manifest import read_manifest, refuse_other_base
 from threefold.checkpoint.seal import sync
-from threefold.checkpoint.shards import Index
 from threefold.checkpoint.state import read_weights
+from threefold.checkpoint.tensor_index import Index
 from threefold.checkpoint.tensors import TYPE_NAMES, read_whole, write_tensors
 from threefold.config.schema import Config
 from threefold.model import load, lora

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from threefold.checkpoint.optimizer_state import makes_its_state, refuse_other_state
-from threefold.checkpoint.shards import Index
+from threefold.checkpoint.tensor_index import Index
 from threefold.config.optimizer import OPTIMIZERS, OptimizerConfig
 from threefold.config.optimizer_rules import group_name
 from threefold.config.schema import Config

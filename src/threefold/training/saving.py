@@ -35,7 +35,7 @@ from threefold.checkpoint.manifest import (
     versions,
 )
 from threefold.checkpoint.seal import Seal
-from threefold.checkpoint.shards import Index
+from threefold.checkpoint.tensor_index import Index
 from threefold.checkpoint.tensors import TensorPart
 from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config

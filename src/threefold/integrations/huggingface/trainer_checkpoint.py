@@ -33,8 +33,8 @@ from transformers.utils import logging
 from threefold.checkpoint.background_saver import Save, Saver
 from threefold.checkpoint.checkpoint_folder import checkpoint_at, seal_folder
 from threefold.checkpoint.copies import refuse_drift, state_held
-from threefold.checkpoint.shards import Index
 from threefold.checkpoint.state import damage_found, fit, holdings, own_parts, read_into
+from threefold.checkpoint.tensor_index import Index
 from threefold.errors import CheckpointError, DataError, Problem, RunError
 from threefold.integrations.huggingface.training_loader import TrainLoader
 from threefold.mesh.mesh import Mesh

@@ -200,8 +200,9 @@ def data(found: Diagnosis) -> dict[str, Any]:
     told: dict[str, Any] = {
         "schema": SCHEMA,
         "status": str(found.status),
-        # What happened for a reason that nobody knows is not started again.
-        "retry": str(Retry.NO),
+        "retry": str(
+            Retry.NO
+        ),  # what happened for a reason that nobody knows is not started again
         "telling": [_line(line) for line in found.telling],
         "notes": list(found.notes),
     }

@@ -36,8 +36,9 @@ from threefold.explain.tracebacks import Raised, ignored_lines, is_error, raised
 _CLOSING = frozenset({"own-stop", "peer-gone", "stopped", "store-lost"})
 # Launchers start any program: after lines of one that does not train, they say nothing of training.
 _LAUNCHERS = frozenset({"illegal-memory-access", "mpi-start", "slurm-refused", "unschedulable"})
-# Told by the whole log, not by the words of a line.
-_DERIVED = frozenset({"nan-loss", "silent-hang"})
+_DERIVED = frozenset(
+    {"nan-loss", "silent-hang"}
+)  # told by the whole log, not by the words of a line
 # What happens to a machine, a disk or a job brings errors of many kinds about, and none of them brings it about.
 _BRING_OTHERS = frozenset(
     {"gpu-fault", "oom-killed", "preempted", "time-limit", "pod-evicted", "node-failure"}

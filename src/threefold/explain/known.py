@@ -71,7 +71,6 @@ class Tier(IntEnum):
     CONSEQUENCE = 4
 
 
-# The lists of signs of a page.
 _KINDS = (
     "signs",
     "generic",
@@ -79,7 +78,7 @@ _KINDS = (
     "unsure",
     "generic weak",
     "generic unsure",
-)
+)  # the lists of signs of a page
 _KEYS = {"tier", "facts", "retry", "causes", "check", "ask", "unless", *_KINDS}
 _PROVED = {"weak": Tier.SYMPTOM, "unsure": Tier.HINT}
 _PAGE = re.compile(

@@ -139,8 +139,9 @@ class Log:
         """The line at `index`, without its prefix."""
         source = self.sources[bisect_right(self._begins, index) - 1]
         _, known = prefixes.read(self._prefixes[index], LineOrigin(source.rank, source.host))
-        # The rest of a progress bar's line.
-        last = self.raw[index].rstrip("\r").rpartition("\r")[2]
+        last = (
+            self.raw[index].rstrip("\r").rpartition("\r")[2]
+        )  # the rest of a progress bar's line
         text, (rank, host, role) = prefixes.read(last, known)
         rank = role if rank is None else rank
         if task := _TASK.search(text):

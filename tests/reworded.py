@@ -64,9 +64,5 @@ def reword(patch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(made, mesh_why=other_words(made.mesh_why), **pairs)
 
     patch.setattr(rank, "head_of", head)
-    stood = facts._Group.where_ranks_stood
-    patch.setattr(
-        facts._Group,
-        "where_ranks_stood",
-        lambda group: [other_words(fact) for fact in stood(group)],
-    )
+    stood = facts.where_ranks_stood
+    patch.setattr(facts, "where_ranks_stood", lambda works: other_words(stood(works)))

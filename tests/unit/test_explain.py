@@ -17,7 +17,7 @@ from threefold.errors import ConfigError
 from threefold.explain.explain import Explanation, explain
 from threefold.explain.known import PAGES, known_errors, read_page
 from threefold.explain.log import Log
-from threefold.explain.tracebacks import raised
+from threefold.explain.sources.tracebacks import raised
 
 ROOT = Path(__file__).parents[2]
 LOGS = ROOT / "tests/logs"
@@ -201,6 +201,17 @@ def test_memory_of_other_processes_is_named() -> None:
     found = explain(text)
     assert found is not None
     assert "40 GiB of this GPU belong to other processes: nvidia-smi lists them" in found.facts
+
+
+def test_gpu_without_any_free_memory_is_told_so() -> None:
+    text = (
+        "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.70 GiB. GPU 0 has a total capacty of "
+        "6.00 GiB of which 0 bytes is free. Of the allocated memory 2.93 GiB is allocated by PyTorch."
+    )
+    found = explain(text)
+    assert found is not None and list(found.facts) == [
+        "1.7 GiB were requested and 0 bytes are free: at least 1.7 GiB short"
+    ]
 
 
 def test_nccl_timeout_says_who_did_not_come() -> None:

@@ -26,8 +26,9 @@ from threefold.explain.explain import (
     examine,
     explain,
 )
-from threefold.explain.flight import first_differences, read_dump
+from threefold.explain.groups import first_differences
 from threefold.explain.log import Log, LogSource
+from threefold.explain.sources.dumps import read_dump
 
 LOGS = Path(__file__).parents[1] / "logs"
 OUT_OF_MEMORY = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 from logs import field
-from threefold.explain.known import anchor, known_errors
+from threefold.explain.known import known_errors
+from threefold.explain.sources.signs import anchor
 
 # What the judged half reached; see tests/logs/README.md for how it is kept apart, and how often it was run.
 RIGHT_AT_LEAST = 0.95

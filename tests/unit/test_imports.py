@@ -209,8 +209,8 @@ def test_a_run_loads_no_desk() -> None:
 
 # Foreign dumps and logs, a model's config.json, and a message between processes of one command.
 OTHER_JSON = {
-    "explain/flight.py",
     "explain/prefixes.py",
+    "explain/sources/dumps.py",
     "commands/model_config.py",
     "commands/verify.py",
 }

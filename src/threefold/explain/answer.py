@@ -13,7 +13,7 @@ from threefold.errors import rows_text
 from threefold.explain.evidence import JobEvidence
 from threefold.explain.explain import Confidence, Diagnosis, Explanation, Hit, Status, examine
 from threefold.explain.facts import Guess
-from threefold.explain.flight import Divergence
+from threefold.explain.groups import Divergence
 from threefold.explain.known import PAGES, KnownError, Retry, Tier, known_errors
 from threefold.explain.log import Log, LogLine, LogSource
 from threefold.records.state import ended_text

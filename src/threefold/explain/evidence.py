@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import os
-import re
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,16 +17,16 @@ import numpy as np
 from threefold.checkpoint.lineage import Ending
 from threefold.config.paths import AUDIT, JOURNAL, LOG_START, METRICS
 from threefold.errors import ConfigError
-from threefold.explain.flight import Divergence, Dump, first_differences, is_dump, read_dump
+from threefold.explain.groups import Divergence, first_differences
 from threefold.explain.log import LogSource
+from threefold.explain.prefixes import rank_of_file
+from threefold.explain.sources.dumps import Dump, is_dump, read_dump
 from threefold.jsonl import Lines
 from threefold.records.metrics import Metrics
 from threefold.records.run import RunRecord
 from threefold.records.state import last_end
 
-# Ours, and torchrun's --log-dir: attempt_0/3/stderr.log.
 _BEGIN = f" INFO {LOG_START}: {{"
-_RANK_OF_FILE = re.compile(r"rank[-_]?(\d+)\.\w+$|/(\d+)/(?:std(?:out|err)|error)\.\w+$")
 _LOGS = (".log", ".err", ".out", ".txt", ".gz")
 # Of a log only its beginning and its end are read: what failed stands there, and a small file can unpack to terabytes.
 _FIRST, _LAST, _PIECE = 2**25, 3 * 2**25, 2**20
@@ -144,12 +143,12 @@ def _source(file: Path, root: Path, *, several: bool) -> LogSource:
     if not several:
         return LogSource("", text, left_out=left_out)
     name = file.relative_to(root).as_posix() if root.is_dir() else file.as_posix()
-    rank = _RANK_OF_FILE.search(file.as_posix())
+    rank = rank_of_file(file.as_posix())
     if rank is None:
         return LogSource(name, text, left_out=left_out)
     # A resumed run appends; only its last start counts.
     begin = text.rfind("\n", 0, max(0, text.rfind(_BEGIN))) + 1
-    return LogSource(name, text[begin:], rank=int(rank[1] or rank[2]), left_out=left_out)
+    return LogSource(name, text[begin:], rank=rank, left_out=left_out)
 
 
 def _of_stop(stop: dict[str, Any]) -> str:

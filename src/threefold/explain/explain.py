@@ -9,7 +9,6 @@ A job that finished has not failed, and trouble that was made good is none (`eve
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -20,17 +19,23 @@ from threefold.checkpoint.lineage import Ending
 from threefold.explain.bearing import (
     ended,
     follows_a_program,
-    is_mild,
-    is_retry,
-    is_talk,
     said_to_hang,
     telling,
 )
-from threefold.explain.events import EventKind, Events
-from threefold.explain.facts import root_cause
+from threefold.explain.events import Events
 from threefold.explain.known import PAGES, KnownError, Sign, Tier, known_errors
 from threefold.explain.log import Log, LogLine
-from threefold.explain.tracebacks import Raised, ignored_lines, is_error, raised
+from threefold.explain.sources.c10d import is_retry
+from threefold.explain.sources.launcher import first_exit
+from threefold.explain.sources.signs import EventKind
+from threefold.explain.sources.tracebacks import (
+    Raised,
+    ignored_lines,
+    is_error,
+    messages,
+    raised,
+)
+from threefold.explain.sources.wording import is_mild, is_talk
 
 # What the ranks of a job that has finished say of one another, or of the launcher that ends them.
 _CLOSING = frozenset({"own-stop", "peer-gone", "stopped", "store-lost"})
@@ -42,12 +47,6 @@ _DERIVED = frozenset(
 # What happens to a machine, a disk or a job brings errors of many kinds about, and none of them brings it about.
 _BRING_OTHERS = frozenset(
     {"gpu-fault", "oom-killed", "preempted", "time-limit", "pod-evicted", "node-failure"}
-)
-_MOST_MESSAGES = 1000
-_CONTINUED = 2  # lines that may continue the message of an error
-_NEXT = re.compile(
-    r"[EWI]\d{4} |\[|Traceback|During|The above|\d{4}-|\w+:[\w.]+:|(?:ERROR|WARNING|INFO)"
-    r"|\S*(?:Error|Exception):|[=*-]{4}|$"
 )
 
 
@@ -225,12 +224,12 @@ def _hits(
     log = events.log
     ended = {error.line.index: error for error in errors}
     training, other = events.is_training, events.is_foreign
-    messages, ignored = _messages(log, errors), ignored_lines(log)
+    following, ignored = messages(log, errors), ignored_lines(log)
     for one in known:
         shown: dict[int, list[Sign]] = {}
         for sign in one.signs:
             if (training and not other) or not (sign.generic or (other and not training)):
-                for index in _places(log, sign, messages):
+                for index in _places(log, sign, following):
                     shown.setdefault(index, []).append(sign)
         # A line that ended a traceback says more than an earlier warning.
         places = sorted(shown.keys() - ignored, key=lambda index: (index not in ended, index))
@@ -243,7 +242,9 @@ def _hits(
         most = min(sign.most for index in places for sign in shown[index])
         if first not in ended and all(is_mild(line.text) for line in lines):
             # An error that came after, but for attempts to connect: the program went on past the warning.
-            overtaken = max(messages, default=-1) > places[-1] and not any(map(is_retry, lines))
+            overtaken = max(following, default=-1) > places[-1] and not any(
+                map(is_retry, lines)
+            )
             most = max(most, Tier.SYMPTOM if overtaken else Tier.HINT)
         generic = all(sign.generic for sign in shown[first])
         yield Hit(one, lines, ended.get(first), most, generic)
@@ -257,29 +258,6 @@ def _places(log: Log, sign: Sign, following: dict[int, str]) -> Iterator[int]:
     for index, message in following.items():
         if sign.anchor in message and sign.shows_in(message):
             yield index
-
-
-def _messages(log: Log, errors: Sequence[Raised]) -> dict[int, str]:
-    """The whole message of each error: the next lines, if it continues there, and the file that raised it."""
-    found = {}
-    files = {error.line.index: error.file for error in errors}
-    named = [log.line(places[0]) for places in log.shapes_containing("Error: ")][
-        :_MOST_MESSAGES
-    ]
-    for first in [
-        *(error.line for error in errors),
-        *(line for line in named if is_error(line)),
-    ]:
-        parts = [first.text]
-        for index in range(first.index + 1, min(first.index + 1 + _CONTINUED, len(log.raw))):
-            line = log.line(index)
-            if line.rank != first.rank or _NEXT.match(line.text):
-                break
-            parts.append(line.text.strip())
-        found[first.index] = " ".join(parts)[:2000] + (
-            f" < {files[first.index]}" if files.get(first.index) else ""
-        )
-    return found
 
 
 def _precedence(log: Log, hit: Hit) -> tuple[Any, ...]:
@@ -345,8 +323,8 @@ def _own_error(events: Events, errors: Sequence[Raised], hits: Sequence[Hit]) ->
         own = [
             error for error in own if error.own and events.is_training and not events.is_foreign
         ]
-    rank = re.search(r"\brank +: (\d+)", root_cause(log))
-    named = [error for error in own if rank is not None and error.line.rank == int(rank[1])]
+    first = first_exit(log)
+    named = [error for error in own if first is not None and error.line.rank == first.rank]
     return next(iter(named or own), None)
 
 

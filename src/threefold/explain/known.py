@@ -45,12 +45,9 @@ from pathlib import Path
 
 from threefold.explain import facts
 from threefold.explain.log import Log, LogLine
+from threefold.explain.sources.signs import anchor
 
 PAGES = Path(__file__).with_name("pages")
-# Parts of a regular expression that are no literal text: groups, classes, escapes, repeated characters.
-_NO_LITERAL = re.compile(
-    r"\((?:[^()\\]|\\.|\((?:[^()\\]|\\.)*\))*\)[?*+]?|\[(?:[^\]\\]|\\.)*\][?*+]?(?:\{[\d,]*\})?|\\[A-Za-z][?*+]?(?:\{[\d,]*\})?|.[?*+]|.\{[\d,]*\}|[.^$]"
-)
 
 
 class Retry(StrEnum):
@@ -137,17 +134,6 @@ class KnownError:
     cause: str
     steps: Sequence[str]
     facts: Callable[[Log, Sequence[LogLine]], list[str]]
-
-
-def anchor(sign: str) -> str:
-    """The longest literal part of a sign without digits at its ends, which a line must contain to have the sign."""
-    masked = _NO_LITERAL.sub(
-        "\0", re.sub(r"\\([^A-Za-z0-9])", lambda found: chr(0xE000 + ord(found[1])), sign)
-    )
-    if "|" in masked:
-        return ""
-    plain = re.sub("[\ue000-\uefff]", lambda found: chr(ord(found[0]) - 0xE000), masked)
-    return max(re.split(r"\0|\d+", plain), key=len)
 
 
 def read_page(path: Path) -> KnownError:

@@ -7,41 +7,28 @@ with the places where it stands. Whatever is looked for is looked for in these, 
 
 from __future__ import annotations
 
-import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 
 from threefold.explain import prefixes
-from threefold.explain.prefixes import LineOrigin, PrefixedLine
+from threefold.explain.prefixes import LineOrigin
 
-_TIME = re.compile(r"(20\d\d-\d\d-\d\d)[T _](\d\d:\d\d:\d\d)")
-_INSIDE = re.compile(r"\b[Rr]ank[ :=]*(\d+)\b")
-# `rank` within a process group that is not the default one counts differently.
-_SMALL_GROUP = re.compile(r"\bPG (?:ID |GUID )*0*[1-9]")
-_TASK = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<task>\d+)")
-_NCCL_HOST = re.compile(r"^(?:\[[^\]]*\] )?(?P<host>[A-Za-z][\w.-]*):\d+:\d+ \[\d+\] ")
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _WITHOUT_DIGITS = str.maketrans("", "", "0123456789")
-# A line with a time, a host, a rank or an error's name is no rest of the line before.
-_NEW_LINE = re.compile(
-    r"\S+:\d+:\d+ \[|\[|Traceback|\d{4}-\d\d-\d\d|\S+/\d+ \[|\w+: |\s*\d+%\|"
-)
 _LONGEST = 4000  # of a longer line its end is read
 _MOST_PLACES = 4096
 
 
 @dataclass(frozen=True)
 class LogSource:
-    """One file or stream: its text, the rank or host that its name tells, and what of it was not read."""
+    """One file or stream: its text, the rank that its name tells, and what of it was not read."""
 
     name: str
     text: str
     rank: int | None = None
-    host: str | None = None
     left_out: str = ""
 
 
@@ -69,17 +56,16 @@ class Log:
     def __init__(self, sources: Iterable[LogSource]) -> None:
         self.sources = list(sources)
         self.raw: list[str] = []
-        self._begins: list[int] = []
+        self._bounds = [0]  # of the sources
         # Of each line in `raw`: its number in its source, and what stood before it.
         self._numbers = array("q")
         self._prefixes: list[str] = []
         for source in self.sources:
-            text = _COLOURS.sub("", source.text).replace("\r\n", "\n")
-            lines = _unwrapped(prefixes.taken_off(text.split("\n")))
-            self._begins.append(len(self.raw))
+            lines = prefixes.lines_of(source.text)
             self.raw += [line.text[-_LONGEST:] for line in lines]
             self._prefixes += [line.prefix for line in lines]
             self._numbers.extend(line.number for line in lines)
+            self._bounds.append(len(self.raw))
 
     @classmethod
     def of(cls, text: str) -> Log:
@@ -137,77 +123,26 @@ class Log:
 
     def line(self, index: int) -> LogLine:
         """The line at `index`, without its prefix."""
-        source = self.sources[bisect_right(self._begins, index) - 1]
-        _, known = prefixes.read(self._prefixes[index], LineOrigin(source.rank, source.host))
-        last = (
-            self.raw[index].rstrip("\r").rpartition("\r")[2]
-        )  # the rest of a progress bar's line
-        text, (rank, host, role) = prefixes.read(last, known)
-        rank = role if rank is None else rank
-        if task := _TASK.search(text):
-            rank, host = int(task["task"]), task["host"]
-        elif nccl := _NCCL_HOST.match(text):
-            host = nccl["host"]
-        if rank is None:
-            rank = _rank_inside(text)
+        source = self.sources[bisect_right(self._bounds, index) - 1]
+        _, known = prefixes.read(self._prefixes[index], LineOrigin(source.rank))
+        text, rank, host = prefixes.written(self.raw[index], known)
         file = source.name if len(self.sources) > 1 else ""
-        return LogLine(self._numbers[index], text.rstrip(), rank, host, file, index)
+        return LogLine(self._numbers[index], text, rank, host, file, index)
 
     def is_of_rank(self, line: LogLine) -> bool:
         """Whether a rank wrote the line, and not only a task, as launchers count them of any program."""
         own = prefixes.read(self.raw[line.index], LineOrigin())[1]
-        of_task = (
-            prefixes.is_task(self._prefixes[line.index])
-            and own.rank is None
-            and own.role is None
-        )
-        return line.rank is not None and not of_task
+        of_task = prefixes.is_task(self._prefixes[line.index])
+        return line.rank is not None and not (of_task and own.rank is own.role is None)
 
     def time(self, index: int) -> str | None:
         """When the line was written, in seconds as text that sorts, if it or one of the 30 before it says."""
         for before in range(index, max(-1, index - 30), -1):
-            if found := _TIME.search((self._prefixes[before] + self.raw[before])[:80]):
-                return f"{found[1]} {found[2]}"
+            if time := prefixes.time_of(self._prefixes[before] + self.raw[before]):
+                return time
         return None
 
-    def source_begin(self, index: int) -> int:
-        """Index of the first line of the source that holds the line at `index`."""
-        return self._begins[bisect_right(self._begins, index) - 1]
-
-    def source_end(self, index: int) -> int:
-        """Index after the last line of the source that holds the line at `index`."""
-        place = bisect_right(self._begins, index)
-        return self._begins[place] if place < len(self._begins) else len(self.raw)
-
-
-def _rank_inside(text: str) -> int | None:
-    """The rank that a line names behind a bracket, if that is a rank of the job."""
-    inside = _INSIDE.search(text)
-    if inside is None or "[" not in text[: inside.start()] or _SMALL_GROUP.search(text):
-        return None
-    return int(inside[1])
-
-
-def _unwrapped(lines: list[PrefixedLine]) -> list[PrefixedLine]:
-    """The lines as they were before a terminal cut them at its width, if one did."""
-    if len(lines) > 20_000:
-        return lines
-    width = max((len(line.text) for line in lines), default=0)
-    full = [
-        (line.text, after.text)
-        for line, after in pairwise([*lines, PrefixedLine("", "", 0)])
-        if len(line.text) == width
-    ]
-    if not 70 <= width <= 400 or len(full) < 2:
-        return lines
-    if any(line[-1] in "-=*#_ │╮╯]}" or _NEW_LINE.match(after) for line, after in full):
-        return lines
-    joined: list[PrefixedLine] = []
-    cut = False
-    for line in lines:
-        if cut and line.text:
-            joined[-1] = joined[-1]._replace(text=joined[-1].text + line.text)
-        else:
-            joined.append(line)
-        cut = len(line.text) == width
-    return joined
+    def source(self, index: int) -> range:
+        """The indices of the source that holds the line at `index`."""
+        place = bisect_right(self._bounds, index)
+        return range(self._bounds[place - 1], self._bounds[place])

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 # torch's own handler and its C++ log, torchrun --tee, srun --label, Open MPI, Megatron, kubectl --prefix, Ray.
@@ -34,6 +35,19 @@ _WRITERS = (
     r"\[\d+,\d+\]<std(?:out|err)>: ?",
     r"\s{0,3}\d{1,5}: ?",
 )
+_TIME = re.compile(r"(20\d\d-\d\d-\d\d)[T _](\d\d:\d\d:\d\d)")
+_INSIDE = re.compile(r"\b[Rr]ank[ :=]*(\d+)\b")
+# `rank` within a process group that is not the default one counts differently.
+_SMALL_GROUP = re.compile(r"\bPG (?:ID |GUID )*0*[1-9]")
+_TASK_OF = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<task>\d+)")
+_NCCL_HOST = re.compile(r"^(?:\[[^\]]*\] )?(?P<host>[A-Za-z][\w.-]*):\d+:\d+ \[\d+\] ")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+# A line with a time, a host, a rank or an error's name is no rest of the line before.
+_NEW_LINE = re.compile(
+    r"\S+:\d+:\d+ \[|\[|Traceback|\d{4}-\d\d-\d\d|\S+/\d+ \[|\w+: |\s*\d+%\|"
+)
+# Ours, and torchrun's --log-dir: attempt_0/3/stderr.log.
+_OF_FILE = re.compile(r"rank[-_]?(\d+)\.\w+$|/(\d+)/(?:std(?:out|err)|error)\.\w+$")
 # srun and mpirun count the tasks of any program: these are not necessarily ranks of a training job.
 _TASK = re.compile(r"(?:^|\s)\d{1,5}:(?: |$)|\[\d+,\d+\]<")
 _ROUNDS = 4  # a container's runtime, a launcher and torch may each have put one
@@ -77,6 +91,38 @@ def read(text: str, known: LineOrigin) -> tuple[str, LineOrigin]:
     return text, LineOrigin(rank, host, role)
 
 
+def written(line: str, known: LineOrigin) -> tuple[str, int | None, str | None]:
+    """(the line without its prefixes, the rank and the host that they or its words name)."""
+    last = line.rstrip("\r").rpartition("\r")[2]  # the rest of a progress bar's line
+    text, (rank, host, role) = read(last, known)
+    rank = role if rank is None else rank
+    if task := _TASK_OF.search(text):
+        rank, host = int(task["task"]), task["host"]
+    elif nccl := _NCCL_HOST.match(text):
+        host = nccl["host"]
+    return text.rstrip(), _rank_inside(text) if rank is None else rank, host
+
+
+def rank_of_file(name: str) -> int | None:
+    """The rank that the name of a log tells."""
+    found = _OF_FILE.search(name)
+    return found and int(found[1] or found[2])
+
+
+def time_of(line: str) -> str | None:
+    """When a line was written, in seconds as text that sorts, if its beginning says so."""
+    found = _TIME.search(line[:80])
+    return found and f"{found[1]} {found[2]}"
+
+
+def _rank_inside(text: str) -> int | None:
+    """The rank that a line names behind a bracket, if that is a rank of the job."""
+    inside = _INSIDE.search(text)
+    if inside is None or "[" not in text[: inside.start()] or _SMALL_GROUP.search(text):
+        return None
+    return int(inside[1])
+
+
 def is_task(prefix: str) -> bool:
     """Whether the rank that the prefix tells is a task's of a launcher that starts any program."""
     return _TASK.search(prefix) is not None
@@ -103,6 +149,36 @@ def taken_off(lines: Sequence[str]) -> list[PrefixedLine]:
             for text in message.removesuffix("\n").split("\n")
         ]
     return found
+
+
+def lines_of(text: str) -> list[PrefixedLine]:
+    """The lines of a log as programs wrote them: without prefixes and colours, and as long as they were."""
+    return _unwrapped(taken_off(_COLOURS.sub("", text).replace("\r\n", "\n").split("\n")))
+
+
+def _unwrapped(lines: list[PrefixedLine]) -> list[PrefixedLine]:
+    """The lines as they were before a terminal cut them at its width, if one did."""
+    if len(lines) > 20_000:
+        return lines
+    width = max((len(line.text) for line in lines), default=0)
+    full = [
+        (line.text, after.text)
+        for line, after in pairwise([*lines, PrefixedLine("", "", 0)])
+        if len(line.text) == width
+    ]
+    if not 70 <= width <= 400 or len(full) < 2:
+        return lines
+    if any(line[-1] in "-=*#_ │╮╯]}" or _NEW_LINE.match(after) for line, after in full):
+        return lines
+    joined: list[PrefixedLine] = []
+    cut = False
+    for line in lines:
+        if cut and line.text:
+            joined[-1] = joined[-1]._replace(text=joined[-1].text + line.text)
+        else:
+            joined.append(line)
+        cut = len(line.text) == width
+    return joined
 
 
 def _split(lines: Sequence[str]) -> _Split | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from threefold.explain.log import Log, LogLine
 
@@ -23,6 +24,11 @@ _INSTALLED = re.compile(
 )
 _LONGEST = 400  # lines of one traceback
 _MOST = 500
+_CONTINUED = 2  # lines that may continue the message of an error
+_NEXT = re.compile(
+    r"[EWI]\d{4} |\[|Traceback|During|The above|\d{4}-|\w+:[\w.]+:|(?:ERROR|WARNING|INFO)"
+    r"|\S*(?:Error|Exception):|[=*-]{4}|$"
+)
 # Errors that only report another one.
 _REPORTING = (
     "ChildFailedError",
@@ -85,6 +91,25 @@ def raised(log: Log) -> list[Raised]:
     return found
 
 
+def messages(log: Log, errors: Sequence[Raised]) -> dict[int, str]:
+    """The whole message of each error: the next lines, if it continues there, and the file that raised it."""
+    files = {error.line.index: error.file for error in errors}
+    named = (log.line(places[0]) for places in log.shapes_containing("Error: "))
+    found = {}
+    for first in [
+        *(error.line for error in errors),
+        *filter(is_error, islice(named, 2 * _MOST)),
+    ]:
+        parts, begin = [first.text], first.index + 1
+        for line in map(log.line, range(begin, min(begin + _CONTINUED, len(log.raw)))):
+            if line.rank != first.rank or _NEXT.match(line.text):
+                break
+            parts.append(line.text.strip())
+        file = files.get(first.index)
+        found[first.index] = " ".join(parts)[:2000] + (f" < {file}" if file else "")
+    return found
+
+
 def ignored_lines(log: Log) -> set[int]:
     """Indices of the lines of tracebacks that Python says it ignored: in a finalizer, or while it wrote a log."""
     found: set[int] = set()
@@ -92,8 +117,8 @@ def ignored_lines(log: Log) -> set[int]:
         for begin in (
             index for places in log.shapes_containing(words) for index in places[:_MOST]
         ):
-            lines = range(begin + 1, min(begin + _LONGEST, log.source_end(begin)))
-            end = next((index for index in lines if _ERROR.match(log.line(index).text)), begin)
+            lines = range(begin + 1, min(begin + _LONGEST, log.source(begin).stop))
+            end = next((index for index in lines if is_error(log.line(index))), begin)
             found.update(range(begin, end + 1))
     return found
 

@@ -1,0 +1,32 @@
+"""torch's allocator: the memory of a GPU as it says it when that is used up. No torch."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_FORMS = (
+    rf"Tried to allocate {_SIZE}",
+    rf"{_SIZE}(?: is)? free",
+    rf"{_SIZE} is reserved by PyTorch but unallocated",
+    rf"total capac\w+ of {_SIZE}",
+    rf"this process has {_SIZE} memory in use",
+)
+
+
+class GpuMemory(NamedTuple):
+    """Bytes of a GPU, as far as a line tells them; `pieces` are reserved, but not in use."""
+
+    asked: int | None
+    free: int | None
+    pieces: int | None
+    total: int | None
+    own: int | None
+
+
+def gpu_memory(text: str) -> GpuMemory:
+    """What a line says of the memory of a GPU."""
+    sizes = (re.search(form, text) for form in _FORMS)
+    return GpuMemory._make(size and int(float(size[1]) * _UNITS[size[2]]) for size in sizes)

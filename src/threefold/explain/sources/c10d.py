@@ -1,0 +1,71 @@
+"""c10d and the watchdog of its NCCL: operations of process groups that timed out, attempts to connect. No torch."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from threefold.explain.log import Log, LogLine
+
+_RETRY = re.compile(r"\[W\S* .*socket\.cpp")
+_PARTS = ("SeqNum=", "last enqueued", "at work: ")
+_LATE = re.compile(r"SeqNum=(\d+), OpType=(\w+)")
+_GROUP = r"\bPG (?:ID )?(\d+)"  # PG ID 3 ..., PG GUID 3(...), or older: PG 3
+_WITHIN = r"\[PG [^\]]*Rank (\d+)\]"
+_AT = r"at work: (\d+)"
+_ENQUEUED = r"last enqueued (?:NCCL )?work: (-?\d+)"
+_LIMIT = r"Timeout\(ms\)=(\d+)"
+
+
+class Work(NamedTuple):
+    """What a line of a rank says of the operations of a process group.
+
+    Attributes:
+        within: the rank's number in that group.
+        late: number and kind of the operation that timed out.
+        enqueued: number of the last one that was enqueued.
+    """
+
+    rank: int
+    within: int | None
+    late: tuple[int, str] | None
+    enqueued: int | None
+
+
+def works(log: Log) -> dict[int, list[Work]]:
+    """What ranks say of the operations of each process group, in order.
+
+    A line that names no group is of the one that the same rank names elsewhere for the same operation, or of none.
+    """
+    seen = {line.index: line for part in _PARTS for line in log.containing(part)}
+    lines = [line for _, line in sorted(seen.items())]
+    named = {
+        (line.rank, at): _number(_GROUP, line)
+        for line in lines
+        if (at := _number(_AT, line)) is not None
+    }
+    found: dict[int, list[Work]] = {}
+    for line in lines:
+        operation, group = _LATE.search(line.text), _number(_GROUP, line)
+        late = operation and (int(operation[1]), operation[2])
+        if group is None and late:
+            group = named.get((line.rank, late[0]))
+        if line.rank is not None and group is not None:
+            work = Work(line.rank, _number(_WITHIN, line), late, _number(_ENQUEUED, line))
+            found.setdefault(group, []).append(work)
+    return found
+
+
+def limit_ms(line: LogLine) -> int | None:
+    """How long the operations of a group may take, if the line says so."""
+    return _number(_LIMIT, line)
+
+
+def is_retry(line: LogLine) -> bool:
+    """Whether torch says that it tries to connect, and will again."""
+    return _RETRY.search(line.text) is not None
+
+
+def _number(form: str, line: LogLine) -> int | None:
+    found = re.search(form, line.text)
+    return found and int(found[1])

@@ -1,0 +1,72 @@
+"""What the words of one line say, whoever wrote it: a warning, talk of an error, the end of a program. No torch."""
+
+from __future__ import annotations
+
+import re
+
+# The program itself says that it continues: warnings, information. NCCL warns of what ends it; a Pod's events too.
+is_mild = re.compile(
+    r"^(?!.*NCCL (?:WARN|INFO bootstrap.cc:\d+ -> ))"
+    r"(?!\s*(?:\w+\s+)?Warning\s+(?:[A-Z][a-z]+[A-Z]|Failed\s|Evicted\s))(?!.*retry(?:ing)? \(?(\d+)/\1\b)(?:"
+    r".{0,160}?\b(?:[A-Z]\w*Warning|WARN(?:ING)?|[Ww]arning|INFO|DEBUG)(?![a-z])|.{0,60}\[info\]|.*NCCL INFO"
+    r"|\[[WI]\d{0,4} |[WI]\d{4} |.{0,160}\[rank\d+\]:\s?[WI]\d{4} |.{0,60}[\d\]:] [WI] [a-z]\w+/|.{0,60}\[[WI]\d* )"
+    r"|^NET/OFI |failed call to cuInit|dso_loader\.cc|Unable to register cu\w+ factory"
+    r"|A module that was compiled using NumPy|_ARRAY_API not found|^wandb: ERROR "
+).search
+says_end = re.compile(
+    r"Traceback \(most|[A-Za-z]Error\b|\b(?:ERROR|FATAL|[Ee]rror:)|[Ff]atal\b|\b[Aa]bort(?:ed|ing)?\b|\b[Kk]illed\b"
+    r"|\bexit(?:ed)?(?: with)?(?: exit)? ?(?:code|status)|\bexitcode\b|core dumped|[Ss]egmentation"
+    r"|\b(?:terminat(?:ed|ing)|fail(?:s|ed|ure)?|crash(?:es|ed)?|cannot|can't|[Uu]nable|do(?:es)?(?:n't| not) work)\b"
+    r"|available\S*:? False|^False\b|\b(?:gpu|device)\w* ?count\W{1,4}0\b"
+).search
+# Tests that report on errors, commands that look for them, and prose, code and options that speak of them.
+_TALK = re.compile(
+    r"\.\.\. (?:ok|expected failure|skipped)|\b(?:PASSED|XFAIL)\b|^SKIPPED \[|^\s*(?:\$ |sudo |• |\* - )|\bgrep\b"
+    r"|\"(?:GET|POST|PUT|HEAD|DELETE|PATCH) \S+ HTTP/|\b[Ii]f you (?:see|get|hit|encounter|run into) "
+    r"|^#+ |^(?:\S+:\d+:)?[-+]?\s*(?:except|elif|raise|import)\b|^\s+--[\w-]+ "
+    r"|^\s*[-*] (?:\*\*|(?:Fix|Add|Handle|Catch|Avoid|Improve)\w*\b)"
+    r"|^\{\"(?:text|prompt|instruction|question|content|input|messages)\": "
+    # The line itself says that the program continues.
+    r"|\bRetrying (?:\(|in |after )|\b[Ww]ill (?:be )?retr(?:y|ied)\b|\bretry \d+/\d+|\bTrial \S+ (?:failed|errored)"
+    r"|\b(?:[Ss]kipp(?:ing|ed)|[Ii]gnoring|[Ff]alling back|[Cc]ontinuing)\b|thrown while requesting (?:HEAD|GET) "
+    r"|\bfrom scratch\b|\b[Ww]ill (?:use|proceed)\b|\b[Pp]roceeding\b|\bdid not (?:occur|happen)\b|you can ignore this"
+    r"|\bus(?:e|ing) (?:eager|sdpa|vanilla|xformers) "
+)
+_PROSE = re.compile(r'(?<!\bFile) (?<=[a-z] )"[^"]*$')  # words before a quotation
+_TROUBLE = re.compile(r"error|fail|exception|warn|kill", re.IGNORECASE)
+_QUOTED = re.compile(r"^Error .*\d")
+# Who quotes an error has met it.
+_MET = re.compile(
+    r"^(?!.*(?:\b[Ii]f\b|[Ff]ix|[Ss]olve|[Aa]void|[Pp]revent|no longer)).*"
+    r"\b(?:I|[Ww]e)(?:'m| am)? (?:get|got|getting|have|had|met|run|ran|encounter|see)"
+)
+# Lines before a launcher's that are its own, a shell's, or what somebody says: no output of what it started.
+is_of_launcher = re.compile(
+    r"^GPU core dump|nvidia-|NVRM|amdgpu"
+    r"|slurm|srun|sbatch|salloc|ssh|[Mm][Pp][Ii]|O[RM]TE|PRTE|OPAL|PMI|UCX|ucx|[Ww]arning|^\W*$"
+    r"|^\S*[$#>] |^\[?node|^[*=#+|-]|^\w+: +\S+$"
+    r"|\b(?:I|[Ww]e|[Mm]y|[Tt]his|these|following)\b"
+).search
+
+
+def is_talk(line: str, anchor: str) -> bool:
+    """Whether the line speaks of the error that `anchor` is part of, or says that the program continues after it."""
+    if _TALK.search(line):
+        return True
+    before, after = line[: line.find(anchor)], line[line.find(anchor) :]
+    said, _, begin = before.rpartition("`")
+    end, _, rest = after.partition("`")
+    if (
+        before.count("`") % 2 == 1
+        and "`" in after
+        and "Error" not in said
+        and "Assertion" not in said
+    ):
+        # A whole line, or an error with its numbers, is quoted from a log.
+        return (
+            any(map(str.isalnum, said + rest))
+            and not _QUOTED.search(begin + end)
+            and not _MET.search(said)
+        )
+    in_quotes = before.count('"') % 2 == 1 and '"' in after and _PROSE.search(before)
+    return bool(in_quotes) and not _TROUBLE.search(before.rpartition('"')[0])

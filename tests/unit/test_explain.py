@@ -174,6 +174,42 @@ def test_rank_of_a_host_that_its_launcher_names_first_is_told() -> None:
     assert list(found.facts) == ["local_rank 3 failed first, with exit code -11 (SIGSEGV)"]
 
 
+_TABLE = """torchrun train.py
+Failures:
+[1]:
+  host      : a
+  rank      : 2 (local_rank: 2)
+  exitcode  : 1 (pid: 9)
+Root Cause (first observed failure):
+[0]:
+  host      : a
+  rank      : 3 (local_rank: 3)
+  exitcode  : -9 (pid: 8)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "rank"),
+    [
+        # The entry of the table that the line is in, else the first failure.
+        (_TABLE.replace("-9", "1"), 2),
+        (_TABLE, 3),
+        ("torch.distributed.elastic.ChildFailedError:\n" + _TABLE.replace("-9", "1"), 3),
+        ("failed (exitcode: -9) local_rank: 1 (pid: 8) of binary: python\n" + _TABLE, 3),
+        ("[rank5]: failed (exitcode: -9) local_rank: 1 (pid: 8)\n" + _TABLE, 5),
+        # Which rank of the job it is, nobody says.
+        ("torch: failed (exitcode: -9) local_rank: 1 (pid: 8) of binary: python\n", None),
+        # What is no end of a process is of no rank because one failed first.
+        ("torch.OutOfMemoryError: CUDA out of memory.\n" + _TABLE, None),
+    ],
+)
+def test_rank_that_only_the_launcher_names_is_that_of_its_line(
+    text: str, rank: int | None
+) -> None:
+    found = explain(text)
+    assert found is not None and found.line.rank == rank, found.line
+
+
 def test_process_that_was_killed_explains_lost_connections() -> None:
     found = explained("produced", "killed-by-memory")
     assert list(found.facts) == [

@@ -348,6 +348,7 @@ def test_json_has_a_schema_number_and_all_that_the_text_says() -> None:
     )
     assert (told["schema"], told["status"], told["name"]) == (1, "failure", "killed")
     assert told["facts"] == ["rank 1 on localhost failed first, with exit code -9 (SIGKILL)"]
+    assert told["line"]["rank"] == 1  # only torchrun names it
     assert (told["retry"], told["several"], told["asked"]) == ("no", False, None)
     assert {
         "confidence",

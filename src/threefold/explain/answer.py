@@ -20,10 +20,6 @@ from threefold.records.state import ended_text
 
 SCHEMA = 1  # of --json: grows when a key changes its meaning or goes
 _SHOWN = 300
-_UNPROVED = {
-    "": "only a symptom, its cause is not in this log",
-    "own-error": "first error, its cause may be earlier",
-}
 # Also what turns the direction of text around: it makes a line read as another one.
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
@@ -144,11 +140,9 @@ def _text(found: Diagnosis) -> str:
     lines = [_shown(line) for line in found.telling]
     notes = [f"  {note}" for note in found.notes]
     if found.status is Status.UNKNOWN:
-        title, known = (
-            "unknown: threefold does not know any error in this log",
-            f"  the errors that it does know: {PAGES}",
-        )
+        title = "unknown: threefold does not know any error in this log"
         heading = ["  its most telling lines:"] if lines else []
+        known = f"  the errors that it does know: {PAGES}"
         return "\n".join([title, *heading, *(f"    {line}" for line in lines), *notes, known])
     what = (
         "the job finished"
@@ -164,11 +158,11 @@ def _explanation(found: Explanation) -> str:
     if found.frame:
         lines.append(f"  at {found.frame}")
     lines += [f"  {fact}" for fact in found.facts]
-    unproved = (
-        "the usual cause, which no line proves"
-        if found.hint
-        else _UNPROVED.get(known.name, _UNPROVED[""])
-    )
+    unproved = "only a symptom, its cause is not in this log"
+    if found.hint:
+        unproved = "the usual cause, which no line proves"
+    elif known.name == "own-error":
+        unproved = "first error, its cause may be earlier"
     cause = (
         "one of several causes"
         if known.several and found.confidence is not Confidence.SURE
@@ -211,7 +205,7 @@ def data(found: Diagnosis) -> dict[str, Any]:
     known = explanation.known
     return told | {
         "retry": str(known.retry),
-        "ending": None if explanation.ending is None else asdict(explanation.ending),
+        "ending": explanation.ending and asdict(explanation.ending),
         "name": known.name,
         "title": known.title,
         "confidence": str(explanation.confidence),

@@ -34,7 +34,7 @@ class Events:
 
     def _signs(self, kind: EventKind, most: int = 1) -> int:
         """How many of a kind's expressions the log has, up to `most`."""
-        return sum(1 for _ in islice(each_sign(self.log, kind), most))
+        return len([*islice(each_sign(self.log, kind), most)])
 
     @cached_property
     def is_training(self) -> bool:
@@ -44,8 +44,8 @@ class Events:
         learning = self._signs(EventKind.LEARN, 2)
         shared = (
             self._signs(EventKind.LAUNCH)
-            or learning == 2
-            or (learning == 1 and self._signs(EventKind.MACHINE))
+            or learning > 1
+            or (learning and self._signs(EventKind.MACHINE))
         )
         return bool(shared) and not self.is_foreign
 

@@ -80,9 +80,10 @@ def gather(paths: Sequence[Path]) -> JobEvidence:
             except ValueError as error:
                 unread.append(str(error))
             except OSError as error:
-                what = f"{file} cannot be read: {error.strerror}"
                 raise ConfigError(
-                    what, expected="a readable log", fix=f"look at: ls -l {file}"
+                    f"{file} cannot be read: {error.strerror}",
+                    expected="a readable log",
+                    fix=f"look at: ls -l {file}",
                 ) from error
     unread += [source.left_out for source in sources if source.left_out]
     if not (sources or dumps or notes or unread or ending):
@@ -124,13 +125,10 @@ def read_log(stream: IO[bytes] | BufferedIOBase, name: str) -> tuple[str, str]:
     begin = first[:_PIECE].decode(errors="replace")
     if begin.count("\ufffd") > _MOST_UNREADABLE * len(begin):
         raise ValueError(f"{name} is no text")
-    gap, note = b"", ""
-    if left_out:
-        gap, note = (
-            b"\n",
-            f"of {name}, {left_out >> 20} MiB in its middle were not read: lines are counted without",
-        )
-    return (first + gap + b"".join(last)).decode(errors="replace"), note
+    if not left_out:
+        return (first + b"".join(last)).decode(errors="replace"), ""
+    note = f"of {name}, {left_out >> 20} MiB in its middle were not read: lines are counted without"
+    return b"\n".join([first, b"".join(last)]).decode(errors="replace"), note
 
 
 def _source(file: Path, root: Path, *, several: bool) -> LogSource:
@@ -144,11 +142,9 @@ def _source(file: Path, root: Path, *, several: bool) -> LogSource:
         return LogSource("", text, left_out=left_out)
     name = file.relative_to(root).as_posix() if root.is_dir() else file.as_posix()
     rank = rank_of_file(file.as_posix())
-    if rank is None:
-        return LogSource(name, text, left_out=left_out)
-    # A resumed run appends; only its last start counts.
-    begin = text.rfind("\n", 0, max(0, text.rfind(_BEGIN))) + 1
-    return LogSource(name, text[begin:], rank=rank, left_out=left_out)
+    if rank is not None:  # a resumed run appends; only its last start counts
+        text = text[text.rfind("\n", 0, max(0, text.rfind(_BEGIN))) + 1 :]
+    return LogSource(name, text, rank, left_out)
 
 
 def _of_stop(stop: dict[str, Any]) -> str:

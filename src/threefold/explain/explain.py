@@ -23,10 +23,11 @@ from threefold.explain.bearing import (
     telling,
 )
 from threefold.explain.events import Events
+from threefold.explain.facts import first_failure
 from threefold.explain.known import PAGES, KnownError, Sign, Tier, known_errors
 from threefold.explain.log import Log, LogLine
 from threefold.explain.sources.c10d import is_retry
-from threefold.explain.sources.launcher import first_exit
+from threefold.explain.sources.launcher import first_exit, rank_of_exit
 from threefold.explain.sources.signs import EventKind
 from threefold.explain.sources.tracebacks import (
     Raised,
@@ -142,7 +143,7 @@ def examine(log: Log, *, pages: Path = PAGES) -> Diagnosis:
     hits += _derived(events, known, hits, errors)
     left, own = _not_made_good(events, hits, errors)
     if not errors and all(
-        hit.tier > Tier.WIDE and all(map(is_retry, hit.lines)) for hit in left
+        hit.tier > Tier.WIDE and all(is_retry(line.text) for line in hit.lines) for hit in left
     ):
         left = []  # torch warns of attempts to connect that succeed later
     claims = [line.text for hit in left if hit.known.name not in _DERIVED for line in hit.lines]
@@ -183,11 +184,14 @@ def _explanation(
 
 def _explained(log: Log, hits: Sequence[Hit], errors: Sequence[Raised]) -> Explanation:
     first, *others = hits
+    line = first.line
+    if line.rank is None and first.known.facts is first_failure:
+        line = replace(line, rank=rank_of_exit(log, line))  # only the launcher names it
     frame = first.raised.frame if first.raised is not None else None
     facts = first.known.facts(log, first.lines)
     confidence = _confidence(first, others, _unknown(errors, hits))
     hint = confidence is Confidence.SYMPTOM and first.tier <= Tier.HINT
-    return Explanation(first.known, first.line, confidence, frame, facts, others, hint)
+    return Explanation(first.known, line, confidence, frame, facts, others, hint)
 
 
 def _confidence(first: Hit, others: Sequence[Hit], unknown: Sequence[Raised]) -> Confidence:
@@ -243,7 +247,7 @@ def _hits(
         if first not in ended and all(is_mild(line.text) for line in lines):
             # An error that came after, but for attempts to connect: the program went on past the warning.
             overtaken = max(following, default=-1) > places[-1] and not any(
-                map(is_retry, lines)
+                is_retry(line.text) for line in lines
             )
             most = max(most, Tier.SYMPTOM if overtaken else Tier.HINT)
         generic = all(sign.generic for sign in shown[first])
@@ -323,8 +327,8 @@ def _own_error(events: Events, errors: Sequence[Raised], hits: Sequence[Hit]) ->
         own = [
             error for error in own if error.own and events.is_training and not events.is_foreign
         ]
-    first = first_exit(log)
-    named = [error for error in own if first is not None and error.line.rank == first.rank]
+    first = first_exit(log).rank
+    named = [error for error in own if error.line.rank == first is not None]
     return next(iter(named or own), None)
 
 

@@ -27,13 +27,11 @@ def gpu_memory(log: Log, lines: Sequence[LogLine]) -> list[str]:
     found = [
         f"{size_text(asked)} were requested and {size_text(free)} are free: at least {short} short"
     ]
-    if pieces is not None and pieces + free >= asked:
+    if pieces is not None:
         found.append(
             f"{size_text(pieces)} are reserved but unallocated, which would be enough: start with step 1"
-        )
-    elif pieces is not None:
-        found.append(
-            f"only {size_text(pieces)} are reserved but unallocated, so step 1 will not be enough"
+            if pieces + free >= asked
+            else f"only {size_text(pieces)} are reserved but unallocated, so step 1 will not be enough"
         )
     if total is not None and own is not None and total - own - free > 2**30:
         found.append(
@@ -66,13 +64,13 @@ def lost_peer(log: Log, lines: Sequence[LogLine]) -> list[str]:
 
 def first_failure(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """The process that failed first according to the launcher, and its exit code."""
-    first = launcher.first_exit(log)
-    if first is None or first.code is None:
+    host, rank, local_rank, code = launcher.first_exit(log)
+    if code is None or rank is local_rank is None:
         return ranks(log, lines)
-    who = f"local_rank {first.local_rank}" if first.rank is None else f"rank {first.rank}"
-    where = f" on {first.host}" if first.host else ""
-    by = f" ({signal_name(-first.code)})" if first.code < 0 else ""
-    return [f"{who}{where} failed first, with exit code {first.code}{by}"]
+    who = f"local_rank {local_rank}" if rank is None else f"rank {rank}"
+    where = f" on {host}" if host else ""
+    by = f" ({signal_name(-code)})" if code < 0 else ""
+    return [f"{who}{where} failed first, with exit code {code}{by}"]
 
 
 def ranks(log: Log, lines: Sequence[LogLine]) -> list[str]:

@@ -67,10 +67,7 @@ def _first(
         if len(groups) == 1 and not any(part in kind for part in _UNEQUAL):
             groups = ranks_by({rank: f"{one.kind} of {one.size}" for rank, one in here.items()})
         if len(groups) > 1:
-            ways = "; ".join(
-                f"{ranks_text(own)} in {way}"
-                for way, own in sorted(groups.items(), key=lambda it: -len(it[1]))
-            )
+            ways = _ways(sorted(groups.items(), key=lambda it: -len(it[1])))
             fewest = min(groups.values(), key=len)
             return Divergence("different", fewest, f"{what}: {ways}{_at(here, fewest)}")
         if absent:
@@ -100,6 +97,10 @@ def ranks_by(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
     return found
 
 
+def _ways(groups: Sequence[tuple[str, list[int]]]) -> str:
+    return "; ".join(f"{ranks_text(own)} in {way}" for way, own in groups)
+
+
 def _at(operations: Mapping[int, Operation], which: Sequence[int | None]) -> str:
     place = next(
         (operations[one].place for one in which if one is not None and one in operations), None
@@ -117,9 +118,7 @@ def where_ranks_stood(works: Sequence[Work]) -> str:
     # Ranks that have the same number in the group as in the job: up to these, the group has all ranks.
     numbered = (one.rank for one in works if one.within == one.rank)
     if len(by_kind) > 1:
-        ways = "; ".join(
-            f"{ranks_text(own)} in {kind}" for kind, own in sorted(by_kind.items())
-        )
+        ways = _ways(sorted(by_kind.items()))
         return f"the ranks took different paths: {ways}: uneven batches, or an `if rank == 0` around a collective"
     if len(by_number) > 1:
         (behind, slow), (ahead, _) = by_number[0], by_number[-1]

@@ -15,7 +15,6 @@ from functools import cached_property
 from itertools import accumulate, chain
 
 from threefold.explain import prefixes
-from threefold.explain.prefixes import LineOrigin
 
 _WITHOUT_DIGITS = str.maketrans("", "", "0123456789")
 _LONGEST = 4000  # of a longer line its end is read
@@ -124,23 +123,22 @@ class Log:
     def line(self, index: int) -> LogLine:
         """The line at `index`, without its prefix."""
         source = self.sources[bisect_right(self._bounds, index) - 1]
-        _, known = prefixes.read(self._prefixes[index], LineOrigin(source.rank))
-        text, rank, host = prefixes.written(self.raw[index], known)
+        _, rank, host = prefixes.read(self._prefixes[index], source.rank)
+        text, rank, host = prefixes.written(self.raw[index], rank, host)
         file = source.name if len(self.sources) > 1 else ""
         return LogLine(self._numbers[index], text, rank, host, file, index)
 
     def is_of_rank(self, line: LogLine) -> bool:
         """Whether a rank wrote the line, and not only a task, as launchers count them of any program."""
-        own = prefixes.read(self.raw[line.index], LineOrigin())[1]
         of_task = prefixes.is_task(self._prefixes[line.index])
-        return line.rank is not None and not (of_task and own.rank is own.role is None)
+        named = prefixes.read(self.raw[line.index])[1] is not None
+        return line.rank is not None and (named or not of_task)
 
     def time(self, index: int) -> str | None:
         """When the line was written, in seconds as text that sorts, if it or one of the 30 before it says."""
-        for before in range(index, max(-1, index - 30), -1):
-            if time := prefixes.time_of(self._prefixes[before] + self.raw[before]):
-                return time
-        return None
+        places = range(index, max(-1, index - 30), -1)
+        begins = (self._prefixes[place] + self.raw[place] for place in places)
+        return next(filter(None, map(prefixes.time_of, begins)), None)
 
     def source(self, index: int) -> range:
         """The indices of the source that holds the line at `index`."""

@@ -36,9 +36,10 @@ _WRITERS = (
     r"\s{0,3}\d{1,5}: ?",
 )
 _TIME = re.compile(r"(20\d\d-\d\d-\d\d)[T _](\d\d:\d\d:\d\d)")
-_INSIDE = re.compile(r"\b[Rr]ank[ :=]*(\d+)\b")
-# `rank` within a process group that is not the default one counts differently.
-_SMALL_GROUP = re.compile(r"\bPG (?:ID |GUID )*0*[1-9]")
+# The rank that a line names behind a bracket; within a process group that is not the default one it counts differently.
+_INSIDE = re.compile(
+    r"^(?!.*\bPG (?:ID |GUID )*0*[1-9])(?:(?![Rr]ank[ :=]*\d)[^\[])*\[.*?\b[Rr]ank[ :=]*(\d+)\b"
+)
 _TASK_OF = re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<task>\d+)")
 _NCCL_HOST = re.compile(r"^(?:\[[^\]]*\] )?(?P<host>[A-Za-z][\w.-]*):\d+:\d+ \[\d+\] ")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -47,9 +48,11 @@ _NEW_LINE = re.compile(
     r"\S+:\d+:\d+ \[|\[|Traceback|\d{4}-\d\d-\d\d|\S+/\d+ \[|\w+: |\s*\d+%\|"
 )
 # Ours, and torchrun's --log-dir: attempt_0/3/stderr.log.
-_OF_FILE = re.compile(r"rank[-_]?(\d+)\.\w+$|/(\d+)/(?:std(?:out|err)|error)\.\w+$")
-# srun and mpirun count the tasks of any program: these are not necessarily ranks of a training job.
-_TASK = re.compile(r"(?:^|\s)\d{1,5}:(?: |$)|\[\d+,\d+\]<")
+_OF_FILE = re.compile(
+    r"(?:rank[-_]?(?=\d+\.\w+$)|/(?=\d+/(?:std(?:out|err)|error)\.\w+$))(\d+)"
+)
+# Whether the rank of a prefix is a task's: srun and mpirun count those of any program, not only of a training job.
+is_task = re.compile(r"(?:^|\s)\d{1,5}:(?: |$)|\[\d+,\d+\]<").search
 _ROUNDS = 4  # a container's runtime, a launcher and torch may each have put one
 _SAMPLE, _SHARE = 400, 0.9
 _Split = Callable[[str], tuple[str, str] | None]
@@ -58,74 +61,52 @@ _TIME_KEYS = ("time", "ts", "timestamp", "@timestamp")
 _LONGEST_JSON = 2**16
 
 
-class LineOrigin(NamedTuple):
-    """Which rank on which host wrote a line, as far as its prefixes tell.
-
-    Attributes:
-        role: the rank that torchrun --tee names, if nothing else does.
-    """
-
-    rank: int | None = None
-    host: str | None = None
-    role: int | None = None
-
-
-def read(text: str, known: LineOrigin) -> tuple[str, LineOrigin]:
-    """(the line without its prefixes, what they tell beyond what is `known`)."""
-    if (journal := re.match(_JOURNAL, text)) is not None and journal.end() == len(text):
-        return "", known._replace(host=journal["host"])
+def read(
+    text: str, rank: int | None = None, host: str | None = None
+) -> tuple[str, int | None, str | None]:
+    """(the line without its prefixes, the rank and the host: what they tell, or else what is known)."""
+    if journal := re.fullmatch(_JOURNAL, text):
+        return "", rank, journal["host"]
     text = _STAMP.sub("", text)
-    rank, host, role = known
     for _ in range(_ROUNDS):
         prefix = _OF_LINE.match(text)
         if prefix is None:
             break
         named = prefix.lastgroup
-        if named == "role":
-            role = int(prefix[named])
-        elif named in ("pod", "ip"):
+        if named in ("pod", "ip"):
             host = prefix[named]
-        elif named is not None:
+        # What torchrun --tee names counts if nothing else does.
+        elif named is not None and (named != "role" or rank is None):
             rank = int(prefix[named])
         text = text[prefix.end() :]
-    return text, LineOrigin(rank, host, role)
+    return text, rank, host
 
 
-def written(line: str, known: LineOrigin) -> tuple[str, int | None, str | None]:
-    """(the line without its prefixes, the rank and the host that they or its words name)."""
+def written(
+    line: str, rank: int | None, host: str | None
+) -> tuple[str, int | None, str | None]:
+    """(the line without its prefixes, the rank and the host that they, its words or what is known name)."""
     last = line.rstrip("\r").rpartition("\r")[2]  # the rest of a progress bar's line
-    text, (rank, host, role) = read(last, known)
-    rank = role if rank is None else rank
+    text, rank, host = read(last, rank, host)
     if task := _TASK_OF.search(text):
         rank, host = int(task["task"]), task["host"]
     elif nccl := _NCCL_HOST.match(text):
         host = nccl["host"]
-    return text.rstrip(), _rank_inside(text) if rank is None else rank, host
+    if rank is None and "ank" in text and (inside := _INSIDE.match(text)):
+        rank = int(inside[1])
+    return text.rstrip(), rank, host
 
 
 def rank_of_file(name: str) -> int | None:
     """The rank that the name of a log tells."""
     found = _OF_FILE.search(name)
-    return found and int(found[1] or found[2])
+    return found and int(found[1])
 
 
 def time_of(line: str) -> str | None:
     """When a line was written, in seconds as text that sorts, if its beginning says so."""
     found = _TIME.search(line[:80])
     return found and f"{found[1]} {found[2]}"
-
-
-def _rank_inside(text: str) -> int | None:
-    """The rank that a line names behind a bracket, if that is a rank of the job."""
-    inside = _INSIDE.search(text)
-    if inside is None or "[" not in text[: inside.start()] or _SMALL_GROUP.search(text):
-        return None
-    return int(inside[1])
-
-
-def is_task(prefix: str) -> bool:
-    """Whether the rank that the prefix tells is a task's of a launcher that starts any program."""
-    return _TASK.search(prefix) is not None
 
 
 class PrefixedLine(NamedTuple):
@@ -209,11 +190,11 @@ def _message(line: str) -> tuple[str, str] | None:
         values = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    message = next((values[key] for key in _MESSAGES if isinstance(values.get(key), str)), None)
+    message, time = (
+        next((values[key] for key in keys if isinstance(values.get(key), str)), None)
+        for keys in (_MESSAGES, _TIME_KEYS)
+    )
     if message is None:
         return None
-    time = next(
-        (f"{values[key]} " for key in _TIME_KEYS if isinstance(values.get(key), str)), ""
-    )
     rank = f"[rank{values['rank']}]: " if type(values.get("rank")) is int else ""
-    return time + rank, message
+    return (f"{time} " if time else "") + rank, message

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from itertools import chain
 from typing import NamedTuple
 
 from threefold.explain.log import Log, LogLine
 
-_RETRY = re.compile(r"\[W\S* .*socket\.cpp")
+# Whether a line says that torch tries to connect, and will again.
+is_retry = re.compile(r"\[W\S* .*socket\.cpp").search
 _PARTS = ("SeqNum=", "last enqueued", "at work: ")
 _LATE = re.compile(r"SeqNum=(\d+), OpType=(\w+)")
 _GROUP = r"\bPG (?:ID )?(\d+)"  # PG ID 3 ..., PG GUID 3(...), or older: PG 3
@@ -37,8 +39,7 @@ def works(log: Log) -> dict[int, list[Work]]:
 
     A line that names no group is of the one that the same rank names elsewhere for the same operation, or of none.
     """
-    seen = {line.index: line for part in _PARTS for line in log.containing(part)}
-    lines = [line for _, line in sorted(seen.items())]
+    lines = [log.line(index) for index in sorted({*chain(*map(log.indices, _PARTS))})]
     named = {
         (line.rank, at): _number(_GROUP, line)
         for line in lines
@@ -59,11 +60,6 @@ def works(log: Log) -> dict[int, list[Work]]:
 def limit_ms(line: LogLine) -> int | None:
     """How long the operations of a group may take, if the line says so."""
     return _number(_LIMIT, line)
-
-
-def is_retry(line: LogLine) -> bool:
-    """Whether torch says that it tries to connect, and will again."""
-    return _RETRY.search(line.text) is not None
 
 
 def _number(form: str, line: LogLine) -> int | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _NAME = re.compile(
-    r"(?:nccl_trace|fr_trace|flight|comm_lib_trace|trace)\w*?[_-]?rank[_-]?(\d+)|(?:nccl_trace|fr_trace)\w*?(\d+)$"
+    r"(?:(?:nccl_trace|fr_trace|flight|comm_lib_trace|trace)\w*?[_-]?rank[_-]?|(?:nccl_trace|fr_trace)\w*?(?=\d+$))(\d+)"
 )
 _MOST_BYTES = 512 * 2**20
 
@@ -72,7 +72,7 @@ def read_dump(path: Path) -> Dump:
     if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
         raise ValueError(f"{path} is no Flight Recorder dump: it has no entries")
     named = _NAME.search(path.stem)
-    rank = int(named[1] or named[2] if named else found.get("rank", 0))
+    rank = int(named[1] if named else found.get("rank", 0))
     members = {
         str(group): _members(told) for group, told in _mapping(found.get("pg_config")).items()
     }
@@ -106,9 +106,8 @@ def _place(frame: Any) -> str | None:
 
 def _members(told: Any) -> tuple[str, list[int]]:
     told = _mapping(told)
-    return str(told.get("desc", "")), [
-        int(rank) for rank in re.findall(r"\d+", str(told.get("ranks", "")))
-    ]
+    ranks = re.findall(r"\d+", str(told.get("ranks", "")))
+    return str(told.get("desc", "")), [*map(int, ranks)]
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:

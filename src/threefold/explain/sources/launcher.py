@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from threefold.explain.log import Log
+from threefold.explain.log import Log, LogLine
 
-_WHO = re.compile(r"\b(?:rank *: (\d+)|local_rank *: (\d+))")
 _HOST = re.compile(r"\bhost +: (\S+)")
-_CODE = re.compile(r"exitcode *: (-?\d+)")
-_OF_TABLE = re.compile(r"\s*rank +: (\d+)")
-_TOLD = 10  # lines from the heading of a failure on
+_RANK = re.compile(r"\brank *: (\d+)")
+_NUMBERS = (_RANK, re.compile(r"\blocal_rank *: (\d+)"), re.compile(r"exitcode *: (-?\d+)"))
+_TOLD = 10  # lines from the heading of the first failure on
 
 
 class Exit(NamedTuple):
-    """How a process ended: a rank of the job, or only a `local_rank` of one host."""
+    """How a process ended, as far as lines tell: a rank of the job, or only a `local_rank` of one host."""
 
+    host: str | None
     rank: int | None
     local_rank: int | None
-    host: str | None
     code: int | None
 
 
-def first_exit(log: Log) -> Exit | None:
+def first_exit(log: Log) -> Exit:
     """What torchrun says of the first failure, of the job or else a host."""
+    if (root := next(log.indices("Root Cause (first"), None)) is not None:
+        return _exit(log.raw[root : root + _TOLD])
     begin = next(log.indices("failed (exitcode: "), len(log.raw))
-    begin = next(log.indices("Root Cause (first"), begin)
-    text = "\n".join(log.raw[begin : begin + _TOLD])
-    who, host, code = (form.search(text) for form in (_WHO, _HOST, _CODE))
-    if who is None:
-        return None
-    rank, local = (int(number) if number else None for number in who.groups())
-    return Exit(rank, local, host and host[1], code and int(code[1]))
+    return _exit(log.raw[begin : begin + 1])
+
+
+def rank_of_exit(log: Log, line: LogLine) -> int | None:
+    """The rank whose end a line of torchrun tells: that of its entry in the table, or else of the first failure."""
+    own = _exit(log.raw[line.index - 1 : line.index + 1]).rank
+    return first_exit(log).rank if own is None else own
 
 
 def failed_ranks(log: Log) -> set[int]:
     """The ranks in torchrun's table of failures."""
-    found = (_OF_TABLE.match(line.text) for line in log.containing("rank "))
-    return {int(rank[1]) for rank in found if rank}
+    ranks = (_RANK.match(line.text.lstrip()) for line in log.containing("rank "))
+    return {int(rank[1]) for rank in ranks if rank}
+
+
+def _exit(lines: Sequence[str]) -> Exit:
+    text = "\n".join(lines)
+    host, *numbers = (form.search(text) for form in (_HOST, *_NUMBERS))
+    return Exit(host and host[1], *(number and int(number[1]) for number in numbers))

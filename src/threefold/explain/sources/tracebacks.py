@@ -86,7 +86,7 @@ def raised(log: Log) -> list[Raised]:
             place = f"{own['file']}:{own['line']} in {own['function']}" if own else None
             file = innermost["file"] if innermost else ""
             reports = error["kind"].rpartition(".")[2] in _REPORTING
-            by_program = own is not None and own is innermost
+            by_program = own is innermost is not None
             found.append(Raised(line, reports, place, by_program, file))
     return found
 

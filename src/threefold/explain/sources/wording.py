@@ -53,11 +53,12 @@ def is_talk(line: str, anchor: str) -> bool:
     """Whether the line speaks of the error that `anchor` is part of, or says that the program continues after it."""
     if _TALK.search(line):
         return True
-    before, after = line[: line.find(anchor)], line[line.find(anchor) :]
+    before, _, after = line.partition(anchor)
+    after = anchor + after
     said, _, begin = before.rpartition("`")
     end, _, rest = after.partition("`")
     if (
-        before.count("`") % 2 == 1
+        before.count("`") % 2
         and "`" in after
         and "Error" not in said
         and "Assertion" not in said
@@ -68,5 +69,5 @@ def is_talk(line: str, anchor: str) -> bool:
             and not _QUOTED.search(begin + end)
             and not _MET.search(said)
         )
-    in_quotes = before.count('"') % 2 == 1 and '"' in after and _PROSE.search(before)
+    in_quotes = before.count('"') % 2 and '"' in after and _PROSE.search(before)
     return bool(in_quotes) and not _TROUBLE.search(before.rpartition('"')[0])

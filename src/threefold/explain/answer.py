@@ -20,6 +20,7 @@ from threefold.records.state import ended_text
 
 SCHEMA = 1  # of --json: grows when a key changes its meaning or goes
 _SHOWN = 300
+_OF_PAGE = ("name", "title", "cause", "steps", "several", "check")
 # Also what turns the direction of text around: it makes a line read as another one.
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
@@ -40,12 +41,6 @@ _OF_ENDING = {
     "numbers": "nan-loss",
     "exception": "own-error",
 }
-# What a difference between dumps means.
-_OF_DIFFERENCE = {
-    "different": "collective-mismatch",
-    "absent": "nccl-timeout",
-    "unfinished": "nccl-timeout",
-}
 
 
 def answer(evidence: JobEvidence) -> Diagnosis:
@@ -53,13 +48,13 @@ def answer(evidence: JobEvidence) -> Diagnosis:
     found = examine(Log(evidence.sources)) if evidence.sources else Diagnosis(Status.UNKNOWN)
     explanation = found.explanation
     differences = list(evidence.differences)
-    unexplained = explanation is None or explanation.known.tier is Tier.CONSEQUENCE
-    if (ending := evidence.ending) is not None and (unexplained or ending.how != "vanished"):
+    unexplained = not explanation or explanation.known.tier is Tier.CONSEQUENCE
+    if (ending := evidence.ending) and (unexplained or ending.how != "vanished"):
         explanation = _of_ending(ending, evidence.sources, explanation)
         found = Diagnosis(Status.FAILURE, explanation)
     elif evidence.ended:
         found, explanation = Diagnosis(Status.FINISHED), None
-    elif differences and (explanation is None or explanation.known.tier > Tier.WIDE):
+    elif differences and (not explanation or explanation.known.tier > Tier.WIDE):
         explanation = _of_dumps(differences.pop(0), explanation)
         found = Diagnosis(Status.FAILURE, explanation)
     extra = [
@@ -67,7 +62,7 @@ def answer(evidence: JobEvidence) -> Diagnosis:
         *evidence.notes,
         *(f"not read: {name}" for name in evidence.unread),
     ]
-    if explanation is None:
+    if not explanation:
         return replace(found, notes=extra)
     facts = [
         fact
@@ -101,7 +96,7 @@ def _of_ending(
     # What others raise has its words in the log of that rank.
     logs = [source for source in sources if source.rank == rank]
     own = examine(Log(logs)).explanation if page == "own-error" and logs else None
-    if own is None or own.known.tier is Tier.CONSEQUENCE:
+    if not own or own.known.tier is Tier.CONSEQUENCE:
         return found
     return replace(
         own,
@@ -114,16 +109,17 @@ def _of_ending(
 
 def _beside(known: KnownError, told: Explanation | None) -> list[Hit]:
     """What else the logs show."""
-    others = [] if told is None else [Hit(told.known, [told.line]), *told.others]
+    others = [Hit(told.known, [told.line]), *told.others] if told else []
     return [hit for hit in others if hit.known.name != known.name]
 
 
 def _of_dumps(first: Divergence, told: Explanation | None) -> Explanation:
     """Dumps say which operation and which ranks; a timeout in the log is what follows from it."""
-    known = known_errors()[_OF_DIFFERENCE[first.kind]]
+    differs = first.kind == "different"
+    known = known_errors()["collective-mismatch" if differs else "nccl-timeout"]
     rank = first.ranks[0] if first.ranks else None
     line = LogLine(1, first.text, rank, None, "Flight Recorder dumps")
-    confidence = Confidence.SURE if first.kind == "different" else Confidence.LIKELY
+    confidence = Confidence.SURE if differs else Confidence.LIKELY
     return Explanation(
         known, line, confidence, None, told.facts if told else (), _beside(known, told)
     )
@@ -135,7 +131,7 @@ def text(found: Diagnosis) -> str:
 
 
 def _text(found: Diagnosis) -> str:
-    if found.explanation is not None:
+    if found.explanation:
         return _explanation(found.explanation)
     lines = [_shown(line) for line in found.telling]
     notes = [f"  {note}" for note in found.notes]
@@ -198,24 +194,19 @@ def data(found: Diagnosis) -> dict[str, Any]:
             Retry.NO
         ),  # what happened for a reason that nobody knows is not started again
         "telling": [_line(line) for line in found.telling],
-        "notes": list(found.notes),
+        "notes": found.notes,
     }
-    if (explanation := found.explanation) is None:
+    if not (explanation := found.explanation):
         return told
     known = explanation.known
     return told | {
         "retry": str(known.retry),
         "ending": explanation.ending and asdict(explanation.ending),
-        "name": known.name,
-        "title": known.title,
+        **{key: getattr(known, key) for key in _OF_PAGE},
         "confidence": str(explanation.confidence),
         "line": _line(explanation.line),
         "frame": explanation.frame,
-        "facts": list(explanation.facts),
-        "cause": known.cause,
-        "steps": list(known.steps),
-        "several": known.several,
-        "check": known.check,
+        "facts": explanation.facts,
         "asked": explanation.asked,
         "page": f"{PAGES / known.name}.md",
         "others": [

@@ -13,7 +13,7 @@ _LIMIT_S = 60
 
 def asked(explanation: Explanation) -> Explanation:
     """The explanation with what its page's command says here: likely becomes sure. The command only reads."""
-    if (question := explanation.known.question) is None:
+    if not (question := explanation.known.question):
         return replace(explanation, asked="no command settles this by itself")
     program, *arguments = question.command
     # -P: no module of the folder that explain is called in, which may be another's.

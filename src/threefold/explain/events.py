@@ -57,10 +57,12 @@ class Events:
     def made_good(self, index: int) -> bool:
         """Whether the job went on, found another way or finished after the line at `index`; told by its own file."""
         end = self.log.source(index).stop
-        good = self._between(EventKind.FINISHED, index, end) + self._between(
-            EventKind.MENDED, index, end
+        enough = (
+            (EventKind.FINISHED, 1),
+            (EventKind.MENDED, 1),
+            (EventKind.PROGRESS, _GOES_ON),
         )
-        return good > 0 or self._between(EventKind.PROGRESS, index, end) >= _GOES_ON
+        return any(self._between(kind, index, end) >= least for kind, least in enough)
 
     def over(self, index: int) -> bool:
         """Whether the job had finished for good before the line at `index`; told by lines of the same file."""

@@ -128,7 +128,7 @@ def read_log(stream: IO[bytes] | BufferedIOBase, name: str) -> tuple[str, str]:
     if not left_out:
         return (first + b"".join(last)).decode(errors="replace"), ""
     note = f"of {name}, {left_out >> 20} MiB in its middle were not read: lines are counted without"
-    return b"\n".join([first, b"".join(last)]).decode(errors="replace"), note
+    return (first + b"\n" + b"".join(last)).decode(errors="replace"), note
 
 
 def _source(file: Path, root: Path, *, several: bool) -> LogSource:

@@ -39,16 +39,19 @@ from threefold.explain.sources.tracebacks import (
 from threefold.explain.sources.wording import is_mild, is_talk
 
 # What the ranks of a job that has finished say of one another, or of the launcher that ends them.
-_CLOSING = frozenset({"own-stop", "peer-gone", "stopped", "store-lost"})
+_CLOSING = {"own-stop", "peer-gone", "stopped", "store-lost"}
 # Launchers start any program: after lines of one that does not train, they say nothing of training.
-_LAUNCHERS = frozenset({"illegal-memory-access", "mpi-start", "slurm-refused", "unschedulable"})
-_DERIVED = frozenset(
-    {"nan-loss", "silent-hang"}
-)  # told by the whole log, not by the words of a line
+_LAUNCHERS = {"illegal-memory-access", "mpi-start", "slurm-refused", "unschedulable"}
+_DERIVED = {"nan-loss", "silent-hang"}  # told by the whole log, not by the words of a line
 # What happens to a machine, a disk or a job brings errors of many kinds about, and none of them brings it about.
-_BRING_OTHERS = frozenset(
-    {"gpu-fault", "oom-killed", "preempted", "time-limit", "pod-evicted", "node-failure"}
-)
+_BRING_OTHERS = {
+    "gpu-fault",
+    "oom-killed",
+    "preempted",
+    "time-limit",
+    "pod-evicted",
+    "node-failure",
+}
 
 
 class Status(StrEnum):
@@ -173,7 +176,7 @@ def _explanation(
             return Explanation(
                 known["threefold"], log.line(fix.index - 2), Confidence.SURE, None, facts, hits
             )
-    if (mine := _own_error(events, errors, hits)) is not None:
+    if mine := _own_error(events, errors, hits):
         facts = [f"it ended rank {mine.line.rank}"] if mine.line.rank is not None else []
         # Even a name that is missing follows from an import that failed, an unbound one from a loop without rows.
         return Explanation(
@@ -187,7 +190,7 @@ def _explained(log: Log, hits: Sequence[Hit], errors: Sequence[Raised]) -> Expla
     line = first.line
     if line.rank is None and first.known.facts is first_failure:
         line = replace(line, rank=rank_of_exit(log, line))  # only the launcher names it
-    frame = first.raised.frame if first.raised is not None else None
+    frame = first.raised.frame if first.raised else None
     facts = first.known.facts(log, first.lines)
     confidence = _confidence(first, others, _unknown(errors, hits))
     hint = confidence is Confidence.SYMPTOM and first.tier <= Tier.HINT
@@ -201,24 +204,13 @@ def _confidence(first: Hit, others: Sequence[Hit], unknown: Sequence[Raised]) ->
     )
     # A line that other programs write too does not explain an error that it does not stand in.
     worst = Tier.SYMPTOM if first.generic else Tier.HINT
-    otherwise = bool(unknown) or any(
-        hit.raised is not None and Tier.CAUSE < hit.tier <= worst for hit in others
-    )
-    doubts = rivals or (first.raised is None and otherwise)
-    vague = (
-        first.tier is Tier.WIDE
-        and first.generic
-        and first.raised is None
-        and not is_error(first.line)
-    )
+    otherwise = unknown or any(hit.raised and Tier.CAUSE < hit.tier <= worst for hit in others)
+    doubts = rivals or (otherwise and not first.raised)
+    bare = first.generic and not first.raised
+    vague = bare and first.tier is Tier.WIDE and not is_error(first.line)
     if vague or first.tier > Tier.WIDE or (doubts and first.known.name not in _BRING_OTHERS):
         return Confidence.SYMPTOM
-    unclear = (
-        first.known.several
-        or first.tier is Tier.WIDE
-        or doubts
-        or (first.generic and first.raised is None)
-    )
+    unclear = first.known.several or first.tier is Tier.WIDE or doubts or bare
     return Confidence.LIKELY if unclear else Confidence.SURE
 
 
@@ -232,7 +224,7 @@ def _hits(
     for one in known:
         shown: dict[int, list[Sign]] = {}
         for sign in one.signs:
-            if (training and not other) or not (sign.generic or (other and not training)):
+            if training > other or (training == other and not sign.generic):
                 for index in _places(log, sign, following):
                     shown.setdefault(index, []).append(sign)
         # A line that ended a traceback says more than an earlier warning.

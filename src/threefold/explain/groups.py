@@ -14,8 +14,6 @@ from threefold.explain.sources.c10d import Work
 from threefold.explain.sources.dumps import Dump, Operation
 
 _Value = TypeVar("_Value", int, str)
-# Kinds whose sizes may differ between ranks.
-_UNEQUAL = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv", "barrier")
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,8 @@ def _first(
         absent = sorted(set(ranks) - set(here))
         what, kind = f"{name}, operation {number}", next(iter(here.values())).kind
         groups = ranks_by({rank: one.kind for rank, one in here.items()})
-        if len(groups) == 1 and not any(part in kind for part in _UNEQUAL):
-            groups = ranks_by({rank: f"{one.kind} of {one.size}" for rank, one in here.items()})
+        if len(groups) == 1:
+            groups = ranks_by({rank: one.call for rank, one in here.items()})
         if len(groups) > 1:
             ways = _ways(sorted(groups.items(), key=lambda it: -len(it[1])))
             fewest = min(groups.values(), key=len)
@@ -76,16 +74,14 @@ def _first(
                 f"the last of rank {rank} was {one}{_at(ranks[rank], [one])}"
                 for rank, one in last.items()
             )
-            waits = f"{ranks_text(sorted(here))} in {kind}"
-            text = f"{what}: not started by {ranks_text(absent)} ({did}); {waits}"
-            return Divergence("absent", absent, text)
+            did = f"{what}: not started by {ranks_text(absent)} ({did})"
+            return Divergence("absent", absent, f"{did}; {ranks_text(sorted(here))} in {kind}")
         states = ranks_by({rank: one.state for rank, one in here.items()})
         if set(states) != {"completed"}:
             behind = [] if set(states) == {"scheduled"} else states.get("scheduled", [])
             came = "" if behind else ": all ranks came"
             did = "; ".join(f"{state} on {ranks_text(own)}" for state, own in states.items())
-            text = f"{what}, {kind}: {did}{came}"
-            return Divergence("unfinished", behind, text)
+            return Divergence("unfinished", behind, f"{what}, {kind}: {did}{came}")
     return None
 
 

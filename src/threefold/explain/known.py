@@ -142,7 +142,7 @@ def read_page(path: Path) -> KnownError:
     keys = _KEY.findall(page["keys"]) if page else []
     values = {key: value for key, value, _ in keys}
     lists = {key: re.findall(r"^ {6}(.+)", lines, re.MULTILINE) for key, _, lines in keys}
-    if page is None or not values.keys() <= _KEYS or _KEY.sub("", page["keys"]):
+    if not page or not values.keys() <= _KEYS or _KEY.sub("", page["keys"]):
         raise ValueError(
             f"{path} is not written as threefold/explain/known.py describes a page"
         )

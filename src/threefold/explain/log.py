@@ -130,9 +130,9 @@ class Log:
 
     def is_of_rank(self, line: LogLine) -> bool:
         """Whether a rank wrote the line, and not only a task, as launchers count them of any program."""
-        of_task = prefixes.is_task(self._prefixes[line.index])
-        named = prefixes.read(self.raw[line.index])[1] is not None
-        return line.rank is not None and (named or not of_task)
+        unnamed = prefixes.read(self.raw[line.index])[1] is None
+        of_task = unnamed and prefixes.is_task(self._prefixes[line.index])
+        return line.rank is not None and not of_task
 
     def time(self, index: int) -> str | None:
         """When the line was written, in seconds as text that sorts, if it or one of the 30 before it says."""

@@ -56,35 +56,32 @@ is_task = re.compile(r"(?:^|\s)\d{1,5}:(?: |$)|\[\d+,\d+\]<").search
 _ROUNDS = 4  # a container's runtime, a launcher and torch may each have put one
 _SAMPLE, _SHARE = 400, 0.9
 _Split = Callable[[str], tuple[str, str] | None]
+_Written = tuple[str, int | None, str | None]
 _MESSAGES = ("log", "message", "msg")
 _TIME_KEYS = ("time", "ts", "timestamp", "@timestamp")
 _LONGEST_JSON = 2**16
 
 
-def read(
-    text: str, rank: int | None = None, host: str | None = None
-) -> tuple[str, int | None, str | None]:
+def read(text: str, rank: int | None = None, host: str | None = None) -> _Written:
     """(the line without its prefixes, the rank and the host: what they tell, or else what is known)."""
     if journal := re.fullmatch(_JOURNAL, text):
         return "", rank, journal["host"]
     text = _STAMP.sub("", text)
     for _ in range(_ROUNDS):
         prefix = _OF_LINE.match(text)
-        if prefix is None:
+        if not prefix:
             break
         named = prefix.lastgroup
         if named in ("pod", "ip"):
             host = prefix[named]
         # What torchrun --tee names counts if nothing else does.
-        elif named is not None and (named != "role" or rank is None):
+        elif named and (named != "role" or rank is None):
             rank = int(prefix[named])
         text = text[prefix.end() :]
     return text, rank, host
 
 
-def written(
-    line: str, rank: int | None, host: str | None
-) -> tuple[str, int | None, str | None]:
+def written(line: str, rank: int | None, host: str | None) -> _Written:
     """(the line without its prefixes, the rank and the host that they, its words or what is known name)."""
     last = line.rstrip("\r").rpartition("\r")[2]  # the rest of a progress bar's line
     text, rank, host = read(last, rank, host)
@@ -121,7 +118,7 @@ def taken_off(lines: Sequence[str]) -> list[PrefixedLine]:
     """The lines without what (nearly) all of them begin with."""
     found = [PrefixedLine(line, "", number) for number, line in enumerate(lines, 1)]
     for _ in range(_ROUNDS):
-        if (split := _split([line.text for line in found])) is None:
+        if not (split := _split([line.text for line in found])):
             break
         found = [
             PrefixedLine(text, line.prefix + prefix, line.number)
@@ -169,7 +166,7 @@ def _split(lines: Sequence[str]) -> _Split | None:
     writers = [partial(_begin, re.compile(form)) for form in _WRITERS]
     splits: list[_Split] = [_message, *times, *writers]
     for split in splits:
-        begins = [parts[0].strip() for line in written if (parts := split(line)) is not None]
+        begins = [parts[0].strip() for line in written if (parts := split(line))]
         # Numbered lines, or a table's first column, are no names of a few writers.
         few = split not in writers or len(set(begins)) <= max(1, len(begins) // 2)
         if written and len(begins) >= _SHARE * len(written) and few:

@@ -1,12 +1,10 @@
 """torch's allocator: the memory of a GPU as it says it when that is used up. No torch."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 
 _SIZE = r"([\d.]+) (bytes|[KMGT]iB)"
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")  # each 1,024 times the one before
 _FORMS = (
     rf"Tried to allocate {_SIZE}",
     rf"{_SIZE}(?: is)? free",
@@ -29,4 +27,6 @@ class GpuMemory(NamedTuple):
 def gpu_memory(text: str) -> GpuMemory:
     """What a line says of the memory of a GPU."""
     sizes = (re.search(form, text) for form in _FORMS)
-    return GpuMemory._make(size and int(float(size[1]) * _UNITS[size[2]]) for size in sizes)
+    return GpuMemory._make(
+        size and int(float(size[1]) * 1024 ** _UNITS.index(size[2])) for size in sizes
+    )

@@ -1,7 +1,5 @@
 """c10d and the watchdog of its NCCL: operations of process groups that timed out, attempts to connect. No torch."""
 
-from __future__ import annotations
-
 import re
 from itertools import chain
 from typing import NamedTuple

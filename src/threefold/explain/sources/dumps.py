@@ -5,8 +5,6 @@ dumps with pickle, and a pickle can run any code when it is read. Here only plai
 built (`_Plain`), which is all that a dump holds; a file that asks for anything else is refused. JSON is read too.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import pickle
@@ -19,15 +17,17 @@ from typing import Any, NoReturn
 _NAME = re.compile(
     r"(?:(?:nccl_trace|fr_trace|flight|comm_lib_trace|trace)\w*?[_-]?rank[_-]?|(?:nccl_trace|fr_trace)\w*?(?=\d+$))(\d+)"
 )
-_MOST_BYTES = 512 * 2**20
+_UNEQUAL = re.compile("all_to_all|alltoall|gather|scatter|send|recv|barrier")
+_MOST_BYTES = 2**29
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One collective of one rank: `size` is that of its inputs, `place` the program's own innermost frame."""
+    """One collective of one rank: `call` is its kind, and the sizes of its inputs unless they may differ between ranks;
+    `place` the program's own innermost frame."""
 
     kind: str
-    size: str
+    call: str
     state: str
     place: str | None
 
@@ -50,10 +50,8 @@ class _Plain(pickle.Unpickler):
 
 def is_dump(path: Path) -> bool:
     """Whether the file is named as torch names dumps: nccl_trace_rank_3, with or without an ending."""
-    return (
-        _NAME.search(path.stem if path.suffix in (".json", ".pickle", ".pkl") else path.name)
-        is not None
-    )
+    name = path.stem if path.suffix in (".json", ".pickle", ".pkl") else path.name
+    return bool(_NAME.search(name))
 
 
 def read_dump(path: Path) -> Dump:
@@ -90,9 +88,8 @@ def _operation(entry: Mapping[str, Any]) -> Operation:
     state = "completed" if entry.get("retired") else str(entry.get("state", "?"))
     frames = entry.get("frames")
     places = map(_place, frames if isinstance(frames, list) else [])
-    return Operation(
-        kind, str(entry.get("input_sizes", "")), state, next(filter(None, places), None)
-    )
+    call = kind if _UNEQUAL.search(kind) else f"{kind} of {entry.get('input_sizes', '')}"
+    return Operation(kind, call, state, next(filter(None, places), None))
 
 
 def _place(frame: Any) -> str | None:

@@ -1,7 +1,5 @@
 """torchrun: which of the processes that it started ended, on which host, with which code. No torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The kinds of lines that tell of a job, each known by its expressions. No torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from enum import Enum

@@ -1,7 +1,5 @@
 """The errors that ended Python's tracebacks in a log, each with the innermost frame of the program's own. No torch."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -131,9 +129,9 @@ def is_error(line: LogLine) -> bool:
 def _near_tracebacks(log: Log) -> Iterator[LogLine]:
     """The lines from each traceback's beginning on, in order, each once."""
     begins = sorted(log.indices(_TRACEBACK))
-    if len(begins) > 2 * _MOST:
-        begins = begins[:_MOST] + begins[-_MOST:]
     near = {
-        index for begin in begins for index in range(begin, min(begin + _LONGEST, len(log.raw)))
+        index
+        for begin in begins[:_MOST] + begins[-_MOST:]
+        for index in range(begin, min(begin + _LONGEST, len(log.raw)))
     }
     return map(log.line, sorted(near))

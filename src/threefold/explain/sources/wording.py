@@ -1,7 +1,5 @@
 """What the words of one line say, whoever wrote it: a warning, talk of an error, the end of a program. No torch."""
 
-from __future__ import annotations
-
 import re
 
 # The program itself says that it continues: warnings, information. NCCL warns of what ends it; a Pod's events too.

@@ -190,9 +190,8 @@ def data(found: Diagnosis) -> dict[str, Any]:
     told: dict[str, Any] = {
         "schema": SCHEMA,
         "status": str(found.status),
-        "retry": str(
-            Retry.NO
-        ),  # what happened for a reason that nobody knows is not started again
+        # What happened for a reason that nobody knows is not started again.
+        "retry": str(Retry.NO),
         "telling": [_line(line) for line in found.telling],
         "notes": found.notes,
     }

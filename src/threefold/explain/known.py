@@ -68,6 +68,7 @@ class Tier(IntEnum):
     CONSEQUENCE = 4
 
 
+# The lists of signs of a page.
 _KINDS = (
     "signs",
     "generic",
@@ -75,7 +76,7 @@ _KINDS = (
     "unsure",
     "generic weak",
     "generic unsure",
-)  # the lists of signs of a page
+)
 _KEYS = {"tier", "facts", "retry", "causes", "check", "ask", "unless", *_KINDS}
 _PROVED = {"weak": Tier.SYMPTOM, "unsure": Tier.HINT}
 _PAGE = re.compile(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate
 
 from threefold.plan.activations import FLOAT, Activations, activations_of, norm_bytes
 from threefold.plan.decoder import Decoder
@@ -27,7 +27,7 @@ class Moment:
     name: str
     lines: Mapping[str, float]
 
-    @cached_property
+    @property
     def total(self) -> float:
         return sum(self.lines.values())
 
@@ -75,6 +75,9 @@ class _Step:
         }
         self._layers: list[Activations] = [kinds[layer] for layer in decoder.layers]
         self._whole = kept_whole(decoder, setup)
+        # Of the units gathered, and of all below each: asked at every moment.
+        self._gathers = [each.gathered(setup) for each in self._units.units]
+        self._below = list(accumulate(self._gathers, initial=0))
         # Of a unit that is reduced with exact sums: the integers that it is rounded to.
         self._rounded = 8 if setup.exact else 0
         self._gradients = (
@@ -150,12 +153,12 @@ class _Step:
         """
         if not self._sharded:
             return 0.0
-        units = [each.gathered(self._setup) for each in self._units.units]
+        units = self._gathers
         found = self._rest + (
             units[computing] if computing is not None and computing < len(units) else 0
         )
         if self._whole:
-            return found + sum(units[:below])
+            return found + self._below[below]
         return found + (units[below - 1] if below and self._setup.shards > 1 else 0)
 
     def _loss(self, kept: float, before: float, left: float) -> Moment:
@@ -199,17 +202,14 @@ class _Step:
     def _backward(self, kept: float, before: float, left: float) -> Iterator[Moment]:
         setup, units = self._setup, self._units.units
         element, gradients, reducing = setup.element, before, left
+        of_gradients = setup.gradient_element * (not setup.cpu_offload)
         places = [number for number, unit in enumerate(units) for _ in range(unit.layers)]
         places += [len(units)] * (len(self._layers) - len(places))
         hidden = setup.tokens * self._decoder.hidden * element
         head: float = self._head
         if self._end:
             end, head = self._units.head, 0.0
-            gradients += (
-                0.0
-                if before
-                else setup.gradient_element * end.trained_shard * (not setup.cpu_offload)
-            )
+            gradients += 0.0 if before else of_gradients * end.trained_shard
             reducing = FLOAT * end.trained_padded if end.trained else left
             yield self._moment(
                 "reduction of the head",
@@ -233,8 +233,7 @@ class _Step:
             kept -= own.kept
             if number < len(units) and (not layer or places[layer - 1] != number):
                 unit = units[number]
-                more = setup.gradient_element * unit.trained_shard * (not setup.cpu_offload)
-                gradients += 0.0 if before else more
+                gradients += 0.0 if before else of_gradients * unit.trained_shard
                 if self._sharded:
                     reducing = FLOAT * unit.trained_padded
                     yield self._moment(

@@ -229,7 +229,7 @@ class Lags:
         late = self._after_block()
         streak = self._streaks.get(late)
         self._begin_block(step, len(ranks))
-        if streak is None or late in self._named:
+        if streak is None or late in self._named or streak.score < _ENOUGH / 2:
             return None
         own, others = (
             {name: total / streak.elapsed_s for name, total in of.items()}

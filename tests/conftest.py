@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import shutil
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer.main
+import typer.testing
 from hypothesis import settings
 
 from journal import Journal
@@ -27,6 +30,12 @@ settings.register_profile(
     "threefold", deadline=None, derandomize="THREEFOLD_CI_TOKEN" in os.environ
 )
 settings.load_profile("threefold")
+
+# What an app's command is built from stays the same: a tenth of a second of each test that calls it.
+_command = functools.cache(lambda app, *_: typer.main.get_command(app))
+typer.testing._get_command = lambda app: _command(
+    app, len(app.registered_commands), len(app.registered_groups)
+)
 
 # Files of whole runs begin, so that none of them is left alone at the end; the order of a file's tests stays.
 FIRST = ("ranks", "errors", "gpu", "examples", "launchers", "unit")

@@ -676,6 +676,7 @@ LONG = (
     "what was left behind stands",
     "what was left behind is gone back to",
     "all checkpoints are the run's",
+    "a run needs no run.json",
 )
 
 

@@ -74,8 +74,11 @@ PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 WITH = $(shell grep -rlE 'mark\.$(1)\b' tests --include='test_*.py' | sort)
 ELSEWHERE := slow or launchers or examples or browser or stores or long
 
+# Of all tests, what `make check` asks is not asked a second time, and what is all elsewhere not imported.
+ASIDE := $(if $(filter tests,$(TESTS)),$(addprefix --ignore=tests/,unit/test_imports.py browser stores))
+
 test: $(VENV)/.dev
-	$(PYTEST) -m "not (ranks or $(ELSEWHERE))" $(TESTS)
+	$(PYTEST) -m "not (ranks or $(ELSEWHERE))" $(ASIDE) $(TESTS)
 
 # Whole runs and meshes that take longer: some ten seconds a file, or more.
 test-ranks: $(VENV)/.dev

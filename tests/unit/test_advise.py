@@ -329,7 +329,7 @@ def test_given_keys_are_in_the_config_that_is_written(config: Path, tmp_path: Pa
     assert emitted.optimizer.betas == (0.9, 0.99) and emitted.model.config == _8B
 
 
-@pytest.mark.parametrize("gpus", [64, 16384])
+@pytest.mark.parametrize("gpus", [64, pytest.param(16384, marks=pytest.mark.long)])
 def test_a_plan_loads_no_torch(config: Path, gpus: int) -> None:
     code = (
         "import sys; from threefold.__main__ import main\n"

@@ -273,6 +273,22 @@ def test_rows_of_similar_lengths_on_any_ranks_and_after_a_stop(tmp_path: Path) -
     assert sorted(row for rank in resumed for row in rank[1]) == sorted(rows[61 + 24 :])
 
 
+def test_an_epoch_that_left_rows_out_is_over_when_its_last_step_is_resumed(
+    tmp_path: Path,
+) -> None:
+    """What it has read does not count in the next one, nor in one that begins again."""
+    more = {"dataloader_drop_last": True, "save_strategy": "steps"}
+    curve, rows = grouped(str(tmp_path / "whole"), 8, more)
+    grouped(str(tmp_path), 8, {**more, "stop_after": 7})
+    # Of 61 rows 56 are in the 7 steps of an epoch.
+    resumed = on_ranks(grouped, 2, str(tmp_path), 4, {**more, "resume": True})
+    assert_same_curve(resumed[0][0], curve)
+    assert sorted(row for rank in resumed for row in rank[1]) == sorted(rows[56:])
+    grouped(str(tmp_path / "inside"), 8, {**more, "stop_after": 3})
+    anew = {**more, "resume": True, "ignore_data_skip": True}
+    assert grouped(str(tmp_path / "inside"), 8, anew)[1][:56] == rows[:56]
+
+
 def test_grouped_order_is_every_row_once_and_known_by_the_lengths() -> None:
     for size in (1, 2, 3, 7, 64, 9000):
         lengths = [1 + row * 7919 % 100 for row in range(size)]

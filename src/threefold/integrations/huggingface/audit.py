@@ -59,7 +59,7 @@ class AuditCallback(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if isinstance(self._audit, RowCounter):
-            self._audit.epoch_begins(int(state.epoch or 0))
+            self._audit.epoch_begins(state.epoch or 0)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._audit is not None:

@@ -47,13 +47,13 @@ class RowCounter:
         self._epoch = self._largest_step = 0
         self._used: list[int] = []
         self._steps: list[list[int]] = []
-        if self._step:
+        if self._step and not args.ignore_data_skip:
             self._load(Path(args.output_dir) / f"checkpoint-{self._step}")
 
-    def epoch_begins(self, epoch: int) -> None:
-        """Forgets the rows of the last epoch; an epoch that a resume continues keeps what was saved."""
-        self._epoch = epoch
-        if not self._fresh or self._seen.all():
+    def epoch_begins(self, epoch: float) -> None:
+        """Forgets the rows of the last epoch; an epoch that a resume continues, 1.5 say, keeps what was saved."""
+        self._epoch = int(epoch)
+        if not self._fresh or epoch == self._epoch:
             self._seen[:] = False
             self._complete_since_head = True
         self._fresh = False

@@ -441,7 +441,10 @@ def test_loss_that_is_no_cross_entropy_is_seen() -> None:
 
 
 def trained(
-    *, clip: float | None = None, change: Callable[[dict[str, Tensor]], None] | None = None
+    *,
+    clip: float | None = None,
+    change: Callable[[dict[str, Tensor]], None] | None = None,
+    lr: float = 1e-2,
 ) -> list[CheckedStep]:
     """Three steps of AdamW on two parameters, as they would be recorded."""
     torch.manual_seed(0)
@@ -449,8 +452,8 @@ def trained(
         "a": torch.nn.Parameter(torch.randn(8, 8)),
         "b": torch.nn.Parameter(torch.randn(8)),
     }
-    optimizer = torch.optim.AdamW(weights.values(), lr=1e-2, weight_decay=0.1)
-    settings = {"lr": 1e-2, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
+    optimizer = torch.optim.AdamW(weights.values(), lr=lr, weight_decay=0.1)
+    settings = {"lr": lr, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
     steps = []
     for number in (1, 2, 3):
         gradients = {name: torch.randn_like(value) for name, value in weights.items()}
@@ -517,6 +520,24 @@ def test_updates_that_are_others_are_refuted() -> None:
         "1 parameters that are trained are in no group of the optimizer: b"
         in judge_updates(steps).what
     )
+
+
+@pytest.mark.parametrize("share", [-1e-2, 1e-2])
+def test_a_decay_that_is_done_twice_or_undone_is_refuted(share: float) -> None:
+    """Of weights of 0.02, as of most models, a decay of 0.01 is 1/5000 of an update."""
+
+    def small(weights: dict[str, Tensor]) -> None:
+        for value in weights.values():
+            value.mul_(1 + share * 0.02 * 1e-2)
+
+    part = judge_updates(trained(change=small))
+    assert part.status is PartStatus.REFUTED and "a another way, b another way" in part.what
+
+
+def test_a_weight_whose_update_is_mostly_rounding_is_judged_beside_that() -> None:
+    assert "no weight moves by more than its rounding" in judge_updates(trained(lr=1e-6)).what
+    part = judge_updates(trained(lr=1e-6, change=lambda weights: weights["b"].sub_(3e-6)))
+    assert part.status is PartStatus.REFUTED and "1 of 2 parameters" in part.what
 
 
 def test_updates_that_do_not_show_are_not_judged() -> None:

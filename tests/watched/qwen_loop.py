@@ -145,6 +145,9 @@ for epoch in range(2):
         if kind == "after_clip":
             own.model.norm.weight.grad.mul_(-1)
         optimizer.step()
+        if kind == "decay_twice":
+            for parameter in own.parameters():
+                parameter.data.mul_(1 - 1e-3 * 0.01)
 if kind in ("export", "lost_shard"):
     if rank == 0:
         own.save_pretrained("model", max_shard_size=20_000)

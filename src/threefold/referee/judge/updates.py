@@ -33,8 +33,10 @@ _CLIP_EPSILON = 1e-6
 _FACTOR = 0.01
 # Of a norm: float32 sums it; in bfloat16 the norm itself is rounded.
 _FACTOR_OF_FLOAT32 = 1e-4
-# Of an update: float32 weights round it.
-_LEFT = 0.02
+# Of an update, beside what float32 weights lose to rounding: a decay that is done twice is a few times as much.
+_LEFT, _ROUNDING = 1e-4, 2**-23
+# Of an update: so little is lost, or is beside a multiple of it.
+_SMALL = 0.02
 
 
 @judges(NORM)
@@ -112,7 +114,9 @@ def _check_update(
         group.update(described["settings"])
     scale = 1.0
     if step.clip:
-        scale = min(1.0, step.clip["most"] / (_norm(step.gradients) + _CLIP_EPSILON))
+        # By the norm that the program has found, right or wrong.
+        norm = step.clip["norm"] or _norm(step.gradients)
+        scale = min(1.0, step.clip["most"] / (norm + _CLIP_EPSILON))
     for name, parameter in weights.items():
         # From the recorded weights on each time, so that rounding does not grow.
         parameter.data.copy_(step.weights[name])
@@ -125,18 +129,12 @@ def _check_update(
         before = step.weights[name]
         expected = weights[name].detach() - before
         moved = after.weights[name] - before
-        factor, left = factor_of(expected, moved)
-        # What an update loses to the rounding of its weight.
-        rounding = 2**-23 * float(before.norm()) / max(float(expected.norm()), 1e-30)
-        if not expected.any():
-            if moved.any():
-                odd[name] = " another way"
-        elif not rounding > _LEFT:
-            num_compared += 1
-            if factor and not left <= _LEFT + rounding:
-                odd[name] = " another way"
-            elif not abs(factor - 1) <= _FACTOR + rounding:
-                odd[name] = f" x{factor:.4g}"
+        lost, size = _ROUNDING * float(before.norm()), float(expected.norm())
+        num_compared += lost <= _SMALL * size
+        if not float((moved - expected).norm()) <= _LEFT * size + lost:
+            factor, left = factor_of(expected, moved)
+            is_multiple = left <= min(_SMALL, abs(factor - 1)) or not moved.any()
+            odd[name] = f" x{factor:.4g}" if is_multiple else " another way"
     if not odd:
         return num_compared
     kind = step.optimizer["class"]

@@ -498,8 +498,10 @@ def test_run_over_a_list_continues_where_it_is_told(tmp_path: Path) -> None:
     )
 
 
-def _with_lambda(sizes: dict[str, int], folder: str, until: int) -> list[tuple[float, float]]:
-    """The losses and rates of a run with a model whose parameters are in other groups on another mesh."""
+def _with_schedule(
+    sizes: dict[str, int], folder: str, until: int, cycle: bool
+) -> list[tuple[float, ...]]:
+    """The losses, rates and betas of a run with a model whose parameters are in other groups on another mesh."""
     import torch
 
     import threefold
@@ -513,23 +515,34 @@ def _with_lambda(sizes: dict[str, int], folder: str, until: int) -> list[tuple[f
     step = threefold.TrainStep(
         threefold.load_model(config=config, mesh=mesh, admission="off"), lr=1e-2
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(step.optimizer, lambda step: 1 / (1 + step))
+    schedules = torch.optim.lr_scheduler
+    schedule: Any = (
+        schedules.OneCycleLR(step.optimizer, max_lr=1e-2, total_steps=8)
+        if cycle
+        else schedules.LambdaLR(step.optimizer, lambda step: 1 / (1 + step))
+    )
     numbers = []
     with threefold.Run(folder, mesh=mesh) as run:
         run.load(step, loader, schedule=schedule)
         for batch in run.steps(loader, until=until):
-            numbers.append(
-                (step(batch).loss, *{group["lr"] for group in step.optimizer.param_groups})
-            )
+            settings = {(each["lr"], *each["betas"]) for each in step.optimizer.param_groups}
+            numbers.append((step(batch).loss, *settings.pop()))
+            assert not settings
             schedule.step()
     mesh.close()
     return numbers
 
 
-def test_scheduler_of_torch_goes_on_where_there_are_other_groups(tmp_path: Path) -> None:
-    whole = run_ranks(_with_lambda, 1, {}, str(tmp_path / "whole"), 4)[0]
-    run_ranks(_with_lambda, 1, {}, str(tmp_path / "run"), 2)
-    rest = run_ranks(_with_lambda, 2, {"tp": 2}, str(tmp_path / "run"), 4)[0]
+@pytest.mark.parametrize("cycle", [False, True])
+def test_scheduler_of_torch_goes_on_where_there_are_other_groups(
+    cycle: bool, tmp_path: Path
+) -> None:
+    """OneCycleLR sets betas too."""
+    whole = run_ranks(_with_schedule, 1, {}, str(tmp_path / "whole"), 4, cycle)[0]
+    run_ranks(_with_schedule, 1, {}, str(tmp_path / "run"), 2, cycle)
+    shutil.copytree(tmp_path / "run", tmp_path / "same")
+    assert run_ranks(_with_schedule, 1, {}, str(tmp_path / "same"), 4, cycle)[0] == whole[2:]
+    rest = run_ranks(_with_schedule, 2, {"tp": 2}, str(tmp_path / "run"), 4, cycle)[0]
     assert rest == [pytest.approx(each, abs=1e-5) for each in whole[2:]]
 
 

@@ -482,16 +482,20 @@ def set_rates(
     inner = optimizer_of(optimizer)
     if inner is None or saved is None:
         return
-    if isinstance(optimizer, TrainStep) and optimizer.lr is not None:
-        # Groups of ours are by the mesh of their parameters, and have one rate.
-        optimizer.lr = saved["lr"] if saved["lr"] is not None else optimizer.lr
-        return
     by_names = {tuple(group["params"]): group for group in saved["groups"]}
     found = [
         by_names.get(tuple(names)) or _of_parameters(names, group, saved["groups"])
         for names, group in zip(_names_of(inner, model), inner.param_groups, strict=True)
     ]
     named = "lr_share" in inner.param_groups[0]
+    not_kept = {"params"}
+    if isinstance(optimizer, TrainStep) and (rate := optimizer.lr) is not None:
+        not_kept.add("weight_decay")  # which the program gives to the step
+        if (
+            None in found
+        ):  # it is another one, and the mesh too, by which groups of ours are made
+            optimizer.lr = rate if saved["lr"] is None else saved["lr"]
+            return
     if None in found or (len(found) != len(by_names) and not named):
         number = found.index(None) if None in found else len(found)
         raise CheckpointError(
@@ -502,7 +506,7 @@ def set_rates(
         )
     for group, values in zip(inner.param_groups, found, strict=True):
         assert values is not None
-        kept = {name: each for name, each in values.items() if name != "params"}
+        kept = {name: each for name, each in values.items() if name not in not_kept}
         group.update(
             {
                 name: tuple(each) if isinstance(each, list) else each

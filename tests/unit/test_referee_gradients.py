@@ -390,6 +390,21 @@ def test_weights_that_are_no_longer_tied_are_refuted() -> None:
     assert part.what.startswith("lm_head.weight is a weight of its own in the program")
 
 
+def test_gradient_where_there_is_none_is_refuted(model: Any) -> None:
+    """Queries of zero leave keys without a gradient, as the second matrix of a new adapter does its first one."""
+    model = copy.deepcopy(model)
+    model.model.layers[0].self_attn.q_proj.weight.data.zero_()
+    gradients = combined(model, mean)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert not gradients[name].any()
+    assert "zero but for rounding, and not compared" in judged(model, gradients).what
+    gradients[name] += 0.1
+    part = judged(model, gradients)
+    assert (
+        part.status is PartStatus.REFUTED and f"no multiple of their own: {name}" in part.what
+    )
+
+
 def test_what_is_not_finite_or_too_large_is_not_judged(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

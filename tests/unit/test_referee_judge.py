@@ -66,6 +66,7 @@ def record(
     batch: int = BATCH,
     calls_a_step: int = 1,
     unread_batches: int = 0,
+    drop_last: bool = False,
     sized: bool = True,
     trial: int | None = None,
     trials: int = 0,
@@ -124,7 +125,7 @@ def record(
                     ]
                 file.write("step", {"step": step, "optimizer": 0, "calls": calls})
         for epoch, order in enumerate(orders):
-            batches = {"class": "BatchSampler", "package": "torch", "drop_last": False}
+            batches = {"class": "BatchSampler", "package": "torch", "drop_last": drop_last}
             if sized:
                 batches["batch_size"] = batch
             known = {"rows": NUM_ROWS, "samplers": [batches, samplers(rank, epoch)]}
@@ -384,6 +385,16 @@ def test_batches_that_do_not_reach_the_model_are_not_judged(tmp_path: Path) -> N
     orders = [[rows[:10] for rows in epoch] for epoch in dealt()]
     verdict = record(tmp_path, orders, unread_batches=2)
     assert "the model is called with 10 rows of 4 batches of 5" in text(
+        verdict, "rows of an epoch"
+    )
+    assert verdict.exit_code == 3
+
+
+def test_row_that_a_full_batch_has_lost_is_not_said_to_be_dropped(tmp_path: Path) -> None:
+    orders = dealt()
+    orders[1][1].pop()
+    verdict = record(tmp_path, orders, drop_last=True)
+    assert "the model is called with 19 rows of 4 batches of 5" in text(
         verdict, "rows of an epoch"
     )
     assert verdict.exit_code == 3

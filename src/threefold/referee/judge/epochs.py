@@ -174,10 +174,10 @@ def _foreign_rows(epoch: Epoch) -> str | None:
         size = each.setting("batch_size")
         if each.setting("split_batches"):
             size //= each.setting("num_processes")
+        full = each.batches * size
+        least = full if each.setting("drop_last") else full - size + 1
         # A pass that was broken off may have handed out batches that were not trained on.
-        if len(rows) > each.batches * size or (
-            each.ended and len(rows) <= (each.batches - 1) * size
-        ):
+        if len(rows) > full or (each.ended and len(rows) < least):
             return (
                 f"the model is called with {len(rows)} rows of {each.batches} batches of {size}"
             )

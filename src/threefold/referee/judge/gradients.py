@@ -290,11 +290,15 @@ def _compared(
     losses = list(zip(units, fit.law.weights.tolist(), strict=True))
     expected = dict(zip(noise, model.gradients(losses, list(noise)), strict=True))
     largest = max(float(value.norm()) for value in expected.values())
-    # A gradient that is zero but for rounding, as that of a key's bias, tells nothing.
+    # A gradient that is zero but for rounding, there and here, as that of a key's bias, tells nothing.
     told = [
         name
         for name in noise
-        if float(expected[name].norm()) >= 1e-6 * largest and noise[name] <= _TOO_NOISY
+        if noise[name] <= _TOO_NOISY
+        and (
+            float(expected[name].norm()) >= 1e-6 * largest
+            or float(step.gradients[name].norm()) > noise[name] * abs(fit.factor) * largest
+        )
     ]
     if not told:
         raise Unjudgeable(f"in step {step.number} each gradient is as small as its rounding")

@@ -6,6 +6,7 @@ is a sum of the units' own gradients, each the gradient of the sum over its targ
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -123,12 +124,12 @@ def fit_law(law: Law, samples: Samples) -> LawFit:
 
 
 def factor_of(expected: Tensor, recorded: Tensor) -> tuple[float, float]:
-    """`recorded` as a multiple of `expected`, and the share of it that is left."""
+    """`recorded` as a multiple of `expected`, infinite of nothing, and the share of it that is left."""
     expected, recorded = expected.double().flatten(), recorded.double().flatten()
     squared = float(expected @ expected)
     norm = float(recorded.norm())
     if not (squared and norm):
-        return 0.0, float(bool(squared or norm))
+        return math.inf if norm else 0.0, float(bool(squared or norm))
     factor = float(expected @ recorded) / squared
     return factor, float((recorded - factor * expected).norm()) / norm
 

@@ -174,10 +174,9 @@ def _foreign_rows(epoch: Epoch) -> str | None:
         size = each.setting("batch_size")
         if each.setting("split_batches"):
             size //= each.setting("num_processes")
-        full = each.batches * size
-        least = full if each.setting("drop_last") else full - size + 1
+        lost = each.batches * size - len(rows)
         # A pass that was broken off may have handed out batches that were not trained on.
-        if len(rows) > full or (each.ended and len(rows) < least):
+        if lost < 0 or (each.ended and lost >= (1 if each.setting("drop_last") else size)):
             return (
                 f"the model is called with {len(rows)} rows of {each.batches} batches of {size}"
             )

@@ -296,8 +296,8 @@ def _compared(
         for name in noise
         if noise[name] <= _TOO_NOISY
         and (
-            float(expected[name].norm()) >= 1e-6 * largest
-            or float(step.gradients[name].norm()) > noise[name] * abs(fit.factor) * largest
+            expected[name].norm() >= 1e-6 * largest
+            or step.gradients[name].norm() > noise[name] * abs(fit.factor) * largest
         )
     ]
     if not told:

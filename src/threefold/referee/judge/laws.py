@@ -6,7 +6,6 @@ is a sum of the units' own gradients, each the gradient of the sum over its targ
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -129,7 +128,7 @@ def factor_of(expected: Tensor, recorded: Tensor) -> tuple[float, float]:
     squared = float(expected @ expected)
     norm = float(recorded.norm())
     if not (squared and norm):
-        return math.inf if norm else 0.0, float(bool(squared or norm))
+        return torch.inf if norm else 0.0, float(bool(squared or norm))
     factor = float(expected @ recorded) / squared
     return factor, float((recorded - factor * expected).norm()) / norm
 

@@ -34,7 +34,8 @@ _FACTOR = 0.01
 # Of a norm: float32 sums it; in bfloat16 the norm itself is rounded.
 _FACTOR_OF_FLOAT32 = 1e-4
 # Of an update, beside what float32 weights lose to rounding: a decay that is done twice is a few times as much.
-_LEFT, _ROUNDING = 1e-4, 2**-23
+_LEFT = 1e-4
+_ROUNDING = 1.2e-7
 # Of an update: so little is lost, or is beside a multiple of it.
 _SMALL = 0.02
 
@@ -115,8 +116,8 @@ def _check_update(
     scale = 1.0
     if step.clip:
         # By the norm that the program has found, right or wrong.
-        norm = step.clip["norm"] or _norm(step.gradients)
-        scale = min(1.0, step.clip["most"] / (norm + _CLIP_EPSILON))
+        norm = (step.clip["norm"] or _norm(step.gradients)) + _CLIP_EPSILON
+        scale = min(1.0, step.clip["most"] / norm)
     for name, parameter in weights.items():
         # From the recorded weights on each time, so that rounding does not grow.
         parameter.data.copy_(step.weights[name])
@@ -131,7 +132,7 @@ def _check_update(
         moved = after.weights[name] - before
         lost, size = _ROUNDING * float(before.norm()), float(expected.norm())
         num_compared += lost <= _SMALL * size
-        if not float((moved - expected).norm()) <= _LEFT * size + lost:
+        if not (moved - expected).norm() <= _LEFT * size + lost:
             factor, left = factor_of(expected, moved)
             is_multiple = left <= min(_SMALL, abs(factor - 1)) or not moved.any()
             odd[name] = f" x{factor:.4g}" if is_multiple else " another way"

@@ -491,9 +491,8 @@ def set_rates(
     not_kept = {"params"}
     if isinstance(optimizer, TrainStep) and (rate := optimizer.lr) is not None:
         not_kept.add("weight_decay")  # which the program gives to the step
-        if (
-            None in found
-        ):  # it is another one, and the mesh too, by which groups of ours are made
+        # It is another one, and the mesh too, by which groups of ours are made.
+        if None in found:
             optimizer.lr = rate if saved["lr"] is None else saved["lr"]
             return
     if None in found or (len(found) != len(by_names) and not named):

@@ -2,6 +2,7 @@
 
 A step is: the forward, at whose end all layers' activations are kept; the loss, chunk by chunk; the backward of each
 layer, in which its activations go and its gradients come; the reduction of what is outside of the layers; the update.
+What an optimizer keeps of a weight is in the table of `config/optimizer.py`.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Gradients:
     def complete(
         self, *, scale: Tensor | None = None, observe: Callable[[], None] | None = None
     ) -> Tensor:
-        """Completes the gradients over tp; returns their norm.
+        """Completes the gradients over tp; returns their norm (`model/gradient_sums.py`, `model/exact/sums.py`).
 
         Args:
             scale: of all gradients, before anything else.

@@ -1,5 +1,6 @@
 """The mesh compared with one process, as lines; and two finished runs compared the same way.
 
+`rank.py` makes the steps, `check/compare.py` has the bounds.
 A few steps run on the mesh and in one process, in float32, on the same rows; losses, gradient norms, the first step's
 gradients and the layers' outputs are compared.
 """

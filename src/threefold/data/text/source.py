@@ -1,4 +1,4 @@
-"""Documents from sources: what `data.source` names, as pieces that are read one by one.
+"""Documents from sources: what `data.source` names (`store/open_source.py`), as pieces that are read one by one.
 
 A source has its `fingerprint` and its `pieces` before any document is decoded. A piece is an entire file, some lines of
 a .jsonl, some row groups of a .parquet or some rows of a Hub dataset; pieces are in the documents' order and the same

@@ -15,7 +15,7 @@ _THREE_AXES = {
         "rope_type": "default",
         "rope_theta": 10000.0,
         "mrope_section": [24, 20, 20],
-    },
+    }
 }
 _INDEXER = {
     "indexer_n_heads": 4,

@@ -361,10 +361,7 @@ def _kill_strays(token: str) -> list[str]:
     """Kills every process that carries a stage's token in its environment; returns how their commands begin."""
     mark, commands = f"{TOKEN}={token}".encode(), dict[str, str]()
     # A process that becomes another program has no environment for a moment.
-    for pause_s in (
-        0.0,
-        0.2,
-    ):
+    for pause_s in (0.0, 0.2):
         time.sleep(pause_s)
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):

@@ -39,7 +39,7 @@ MERMAID_FILES = {
     "mermaid.min.js": (
         "package/dist/mermaid.min.js",
         "a43bc1afd446f9c4cc66ac5dd45d02e8d65e26fc5344ec0ef787f88d6ddb6f9e",
-    ),
+    )
 }
 
 

@@ -28,12 +28,7 @@ def test_a_logged_step_is_on_the_screen_within_2_seconds(
     page.get_by_text("All numbers, exactly").click()
     took = []
     # The last one is a rewind.
-    for step, loss in (
-        (21, 3.25),
-        (22, math.nan),
-        (23, 3.125),
-        (10, 2.0625),
-    ):
+    for step, loss in ((21, 3.25), (22, math.nan), (23, 3.125), (10, 2.0625)):
         began = time.monotonic()
         write_lines(run / "metrics.jsonl", [step_line(step, loss=loss)], append=True)
         told = "NaN" if math.isnan(loss) else str(loss)

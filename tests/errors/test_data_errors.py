@@ -837,7 +837,7 @@ def test_packing_setting_without_effect_is_named(store: Path) -> None:
             "data.truncate = true has no effect with data.packing = concat",
             "data.packing best_fit or none: concat truncates no document",
             "remove data.truncate, or --data.packing best_fit",
-        ),
+        )
     ]
 
 

@@ -86,7 +86,7 @@ REFUSALS: dict[str, list[tuple[tuple[str, ...], str]]] = {
         )
     ],
     "Models that see both sides of a token": [
-        (("--mesh.dp", "1", *model("bert")), "the model 'bert' is not causal: "),
+        (("--mesh.dp", "1", *model("bert")), "the model 'bert' is not causal: ")
     ],
     "More local ranks than the machine has room for": [
         (

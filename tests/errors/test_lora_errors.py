@@ -63,11 +63,7 @@ def test_architecture_without_projections_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "target", "name"),
-    [
-        (LLAMA, "embed_tokens", "llama"),
-        (LLAMA, "lm_head", "llama"),
-    ],
+    ("model", "target", "name"), [(LLAMA, "embed_tokens", "llama"), (LLAMA, "lm_head", "llama")]
 )
 def test_layer_that_is_no_linear_layer(model: dict[str, Any], target: str, name: str) -> None:
     assert _said(model, target_modules=(target,)) == [

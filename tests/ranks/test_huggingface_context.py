@@ -27,11 +27,7 @@ from threefold.errors import ConfigError
 pytestmark = pytest.mark.ranks
 
 # 14 places do not divide among two ranks with head and tail: rows are filled up.
-ROWS, LENGTH, EPOCHS = (
-    19,
-    14,
-    2,
-)
+ROWS, LENGTH, EPOCHS = (19, 14, 2)
 
 
 class Padded(Dataset[dict[str, Tensor]]):

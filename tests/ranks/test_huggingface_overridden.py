@@ -23,10 +23,7 @@ from threefold.integrations.huggingface import Trainer
 pytestmark = pytest.mark.ranks
 
 # 21 rows leave 5 for the third step of an epoch: on 2 ranks one has a row less.
-ROWS, SEED = (
-    21,
-    3,
-)
+ROWS, SEED = (21, 3)
 
 
 class Questions(Dataset[dict[str, Tensor]]):

@@ -508,10 +508,7 @@ def _with_schedule(
 
     mesh, _, loader, _ = own_runs.parts(sizes)
     # Biases of queries are split over tp, norms are not.
-    config = {
-        **own_runs.TINY_LLAMA,
-        "model_type": "qwen2",
-    }
+    config = {**own_runs.TINY_LLAMA, "model_type": "qwen2"}
     step = threefold.TrainStep(
         threefold.load_model(config=config, mesh=mesh, admission="off"), lr=1e-2
     )

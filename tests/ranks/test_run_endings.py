@@ -41,12 +41,7 @@ RUN = (
     "100000",
 )
 # On a machine with much to do, a start has pauses too.
-STALLS = (
-    "--log.stall_s",
-    "4",
-    "--train.timeout_s",
-    "10",
-)
+STALLS = ("--log.stall_s", "4", "--train.timeout_s", "10")
 
 GRACE = ("--checkpoint.grace_s", "5")
 

@@ -118,11 +118,7 @@ def test_gradients_accumulate_in_shards(
     given = {size: (sizes, str(folder / str(size)), size) for size in (2, 4)}
     found = {size: run_ranks(_accumulated, ranks, *each)[0] for size, each in given.items()}
     # Of four layers, the embedding, and the norm with the head.
-    units, steps, copies = (
-        6,
-        2,
-        int(sizes[0] > 1),
-    )
+    units, steps, copies = (6, 2, int(sizes[0] > 1))
     (curve, held, counts, size), (whole, _, whole_counts, _) = found.values()
     require(
         compare_curves(

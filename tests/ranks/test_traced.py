@@ -100,10 +100,7 @@ def test_trace_is_what_a_rank_holds_and_sends(
         assert found.parameters_bytes + found.optimizer_bytes < found.peak_bytes
         if sizes == {"dp": 2} and case[1] == "float32":
             # DDP sends from within.
-            assert found.sent["dp", "all-reduce"] == (
-                1,
-                found.gradients_bytes,
-            )
+            assert found.sent["dp", "all-reduce"] == (1, found.gradients_bytes)
         else:
             assert found.sent == sent, case
 

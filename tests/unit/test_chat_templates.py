@@ -527,12 +527,7 @@ def compared(name: str, messages: Any, tools: Any = None, modes: Any = MODES) ->
             continue
         if said is None:
             said = seen(known, messages, tools)
-        same(
-            f"{name}, {train_on}",
-            tokens,
-            found,
-            expected(known, tokens, said, train_on),
-        )
+        same(f"{name}, {train_on}", tokens, found, expected(known, tokens, said, train_on))
     return "; ".join(sorted(refused)) or "equal"
 
 

@@ -78,11 +78,7 @@ def test_others_report_where_one_fails(tmp_path: Path) -> None:
         line.split()[:2]
         for line in table.splitlines()
         if line.startswith(("first", "second", "third"))
-    ] == [
-        ["first", "failed"],
-        ["second", "passed"],
-        ["third", "failed"],
-    ]
+    ] == [["first", "failed"], ["second", "passed"], ["third", "failed"]]
 
 
 def test_end_of_what_passes_has_pytests_closing_line(tmp_path: Path) -> None:

@@ -10,18 +10,9 @@ from pathlib import Path
 import pytest
 
 from ranks.runs import command
-from threefold.doctor import (
-    gpu,
-    machine,
-    nvidia,
-    ranks,
-)
-from threefold.doctor import (
-    network as checks_network,
-)
-from threefold.doctor import (
-    packages as checks_packages,
-)
+from threefold.doctor import gpu, machine, nvidia, ranks
+from threefold.doctor import network as checks_network
+from threefold.doctor import packages as checks_packages
 from threefold.doctor.findings import Finding, note, ok, stop, summary, warning, would_stop
 from threefold.doctor.gpu import Gpu, Torch
 from threefold.doctor.machine import Machine

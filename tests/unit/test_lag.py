@@ -51,10 +51,7 @@ def noisy(seed: int, *, spread: float, late: Mapping[int, float] = {}) -> Series
 def test_slowest_rank_and_the_share_that_the_others_wait_for_it() -> None:
     assert slowest(
         [{"core": 1.0}, {"data": 0.5, "still": 0.5}, {"compute": 4.0}, {"core": 1.0}], 5.0
-    ) == (
-        2,
-        pytest.approx(0.6),
-    )
+    ) == (2, pytest.approx(0.6))
     assert slowest([{"core": 2.0}, {"compute": 2.0}], 4.0) == (0, 0.0)
     assert slowest([{"core": 2.0}, {"compute": 3.0}], 0.0) == (1, 0.0)
     # A count is no time.

@@ -296,7 +296,7 @@ def test_evaluation_reads_every_row_once_in_equal_batches(
                 rows_per_rank=rows_per_rank,
                 dp_rank=rank,
                 dp_size=dp_size,
-            ),
+            )
         )
         for rank in range(dp_size)
     ]

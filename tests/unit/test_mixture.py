@@ -198,7 +198,7 @@ def test_no_position_is_below_zero() -> None:
 @given(
     st.lists(st.one_of(st.just(0.0), st.floats(1e-12, 1e12)), min_size=1, max_size=200).filter(
         any
-    ),
+    )
 )
 # Three times their share, divided by their sum, is more than 1.
 @example([434433256380.82214] * 3)

@@ -538,12 +538,7 @@ def test_show_marks_both_sides() -> None:
     assert first["documents"] == [0] * 7 + [1] * 6
     assert [
         id for id, learnt in zip(first["ids"], first["loss_mask"], strict=True) if learnt
-    ] == [
-        *b"good",
-        END,
-        *b"bad",
-        END,
-    ]
+    ] == [*b"good", END, *b"bad", END]
     prepared = data("prepare", "--data.source", "p.jsonl", *options, "--to", "store")
     assert "2 pairs (bytes)" in prepared
     assert prepared.endswith(

@@ -449,10 +449,7 @@ def test_figures_of_tasks_are_curves_and_among_the_first_figures(tmp_path: Path)
         chart["title"]: chart["names"] for chart in points_of(runs, [None, None])["charts"]
     }
     # Shares together, others by themselves.
-    assert charts["Tasks"] == (
-        "task_choose_acc",
-        "task_choose_acc_norm",
-    )
+    assert charts["Tasks"] == ("task_choose_acc", "task_choose_acc_norm")
     assert charts["task_roll_perplexity"] == ("task_roll_perplexity",)
     for page in (report(runs[:1]), report(runs)):
         text = Parsed(page).text

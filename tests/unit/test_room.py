@@ -153,10 +153,7 @@ def test_heads_of_a_folder(started: list[int], tmp_path: Any) -> None:
 
 def test_default_mesh_is_checked_before_its_ranks(started: list[int]) -> None:
     # On a machine with devices it depends on their number.
-    for mesh, servers in (
-        ({}, []),
-        ({"device": "auto"}, [0]),
-    ):
+    for mesh, servers in (({}, []), ({"device": "auto"}, [0])):
         assert refused(mesh=mesh, train={"global_batch": 3})[0].startswith(
             "train.global_batch = 3 cannot be divided"
         )

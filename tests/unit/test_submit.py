@@ -19,14 +19,8 @@ from threefold.config.loading import load, validate
 from threefold.config.schema import Config, MeshConfig
 from threefold.config.yaml_text import as_document
 from threefold.errors import EXIT_STOPPED_WITH_CHECKPOINT, ConfigError, RunError
-from threefold.jobs import (
-    job as jobs,
-)
-from threefold.jobs import (
-    kubernetes,
-    sagemaker,
-    slurm,
-)
+from threefold.jobs import job as jobs
+from threefold.jobs import kubernetes, sagemaker, slurm
 from threefold.jobs.clusters import CLUSTERS, Job, kind_of
 from threefold.jobs.entry import command, fetch_secrets
 from threefold.jobs.kubernetes import KubernetesSettings
@@ -572,12 +566,7 @@ def test_what_kubectl_reads_of_a_manifest_is_what_was_given() -> None:
         yaml.version = version  # type: ignore[assignment]
         assert list(yaml.load_all(as_document(*documents))) == documents
     # Go's reader differs a little from that of ruamel.yaml.
-    for word in (
-        "y",
-        "on",
-        "1_000",
-        "12:30:45",
-    ):
+    for word in ("y", "on", "1_000", "12:30:45"):
         assert as_document({"a": word}) == f'a: "{word}"\n'
     assert '"$$(HF_HOME)"' in as_document(*documents)
 

@@ -321,10 +321,7 @@ def test_digests_are_remembered_while_files_stay_as_they_are(
         (folder / name).write_text(text)
     base = fingerprint(None)
     # Too new to be remembered.
-    assert [fingerprint(), fingerprint()] == [base] * 2 and read == [
-        "1.txt",
-        "2.txt",
-    ]
+    assert [fingerprint(), fingerprint()] == [base] * 2 and read == ["1.txt", "2.txt"]
     settle()
     assert [fingerprint(), read[:], fingerprint(), read[:]] == [
         base,

@@ -258,11 +258,7 @@ def test_tracker_is_opened_with_what_it_needs(
         run.id_of("wandb", lambda: "a"),
         run.id_of("wandb", lambda: "b"),
         run.id_of("trackio", lambda: "c"),
-    ] == [
-        "a",
-        "a",
-        "c",
-    ]
+    ] == ["a", "a", "c"]
     assert open_trackers((), run, print) == []
 
 

@@ -244,10 +244,7 @@ def test_what_is_noted_of_a_rank_is_told_once_and_none_is_lost() -> None:
     own = OwnTime(progress)
     progress.blocked_s, progress.still_s = 2.0, 0.5
     # Asked for again, it is the same.
-    assert (own.parts()["blocked"], own.parts()["still"]) == (
-        2.0,
-        0.5,
-    )
+    assert (own.parts()["blocked"], own.parts()["still"]) == (2.0, 0.5)
     progress.still_s += 0.25  # noted between what was told and the next window
     own = OwnTime(progress)
     progress.blocked_s += 1.0

@@ -29,41 +29,18 @@ from threefold.mesh.mesh import Mesh
 _IRRELEVANT = {
     "model": {
         # Weights are not probed here; the class is in the code's digest.
-        *(
-            "name_or_path",
-            "revision",
-            "init_missing",
-        ),
+        *("name_or_path", "revision", "init_missing"),
         *("config", "admission"),  # the architecture itself is in the key
     },
     "train": {
         # The probes have their own rows and seeds.
-        *(
-            "steps",
-            "epochs",
-            "global_batch",
-            "micro_batch",
-            "seed",
-        ),
+        *("steps", "epochs", "global_batch", "micro_batch", "seed"),
         # Of what follows the gradients probed.
-        *(
-            "grad_clip",
-            "label_smoothing",
-            "z_loss",
-            "objective",
-            "nonfinite",
-        ),
+        *("grad_clip", "label_smoothing", "z_loss", "objective", "nonfinite"),
         *("memory_check", "timeout_s"),  # of the process
     },
     # The topology and the device are in the key.
-    "mesh": {
-        "dp",
-        "dp_shard",
-        "cp",
-        "tp",
-        "device",
-        "timeout_s",
-    },
+    "mesh": {"dp", "dp_shard", "cp", "tp", "device", "timeout_s"},
 }
 
 

@@ -163,9 +163,7 @@ def load_tokenizer(
             loaded: Any = Backend.from_file(str(file))
         else:
             # Loads torch: only for vocabularies of an older form.
-            from transformers import (
-                AutoTokenizer,
-            )
+            from transformers import AutoTokenizer
 
             loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except (

@@ -69,14 +69,7 @@ class Tier(IntEnum):
 
 
 # The lists of signs of a page.
-_KINDS = (
-    "signs",
-    "generic",
-    "weak",
-    "unsure",
-    "generic weak",
-    "generic unsure",
-)
+_KINDS = ("signs", "generic", "weak", "unsure", "generic weak", "generic unsure")
 _KEYS = {"tier", "facts", "retry", "causes", "check", "ask", "unless", *_KINDS}
 _PROVED = {"weak": Tier.SYMPTOM, "unsure": Tier.HINT}
 _PAGE = re.compile(

@@ -35,10 +35,7 @@ def continued(model: Any, prompt: list[int], *, num_tokens: int, end_id: int) ->
         RunError: transformers cannot generate with this architecture, with its cache or without.
     """
     # Some layers' caches have no length (models of state layers alone).
-    for use_cache in (
-        True,
-        False,
-    ):
+    for use_cache in (True, False):
         try:
             return _generated(
                 model, prompt, num_tokens=num_tokens, end_id=end_id, use_cache=use_cache

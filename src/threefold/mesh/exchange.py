@@ -49,11 +49,7 @@ class Exchange:
 
     def __init__(self, rank: int, world_size: int, store: dist.Store | None) -> None:
         # None in a single process.
-        self._rank, self._world_size, self._store = (
-            rank,
-            world_size,
-            store,
-        )
+        self._rank, self._world_size, self._store = (rank, world_size, store)
         self._numbers: Counter[str] = Counter()
 
     def value_of(self, maker: int, name: str, make: Callable[[], Any]) -> Any:

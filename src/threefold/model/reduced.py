@@ -148,11 +148,7 @@ def shallow(config: PretrainedConfig, *, ranks: int = 1, leading: int = 0) -> Pr
         if isinstance(part, PretrainedConfig):
             values[name] = shallow(part, ranks=ranks, leading=leading).to_dict()
     # Which say by periods where their layers are.
-    if config.model_type in (
-        "jamba",
-        "zamba",
-        "zamba2",
-    ):
+    if config.model_type in ("jamba", "zamba", "zamba2"):
         _OWN[config.model_type](values)
     return type(config).from_dict(values)
 
@@ -489,10 +485,7 @@ def _zamba(values: Values) -> None:
 
 def _reformer(values: Values) -> None:
     # Of a row, exactly.
-    hidden, positions = (
-        values["hidden_size"],
-        values["max_position_embeddings"] // 2,
-    )
+    hidden, positions = (values["hidden_size"], values["max_position_embeddings"] // 2)
     values.update(max_position_embeddings=positions, axial_pos_shape=[4, positions // 4])
     values.update(axial_pos_embds_dim=[hidden // 4, hidden - hidden // 4])
     values.update(local_attn_chunk_length=8, lsh_attn_chunk_length=8)

@@ -100,11 +100,7 @@ def _settings(url: StoreUrl, environ: Mapping[str, str]) -> dict[str, Any]:
 def _endpoint(environ: Mapping[str, str], of_profile: str | None) -> str:
     """The address of another server than Amazon's; empty if none is given. The library panics at what is no address."""
     # The library reads the last by itself.
-    names = (
-        "AWS_ENDPOINT_URL_S3",
-        "AWS_ENDPOINT_URL",
-        "AWS_ENDPOINT",
-    )
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     for name, given in (
         *((name, environ.get(name)) for name in names),
         ("endpoint_url", of_profile),

@@ -104,9 +104,7 @@ def _checkpoints(run: Path) -> Iterator[tuple[Checkpoint, dict[str, Any]]]:
 
 
 def _check_lineage(
-    run: Path,
-    lines: Sequence[Line],
-    checkpoints: Sequence[tuple[Checkpoint, dict[str, Any]]],
+    run: Path, lines: Sequence[Line], checkpoints: Sequence[tuple[Checkpoint, dict[str, Any]]]
 ) -> list[str]:
     """What is known of who wrote the record and the checkpoints, as lines; RunError for what is of no start of the run.
 

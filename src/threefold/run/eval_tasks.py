@@ -67,10 +67,7 @@ class EvalTasks:
         for task in self._tasks["tasks"].values():
             task.set_fewshot_seed(seed=_SHOTS_SEED)
         # Its bars, of every rank.
-        with (
-            noise.kept(self._mesh.device),
-            redirect_stderr(io.StringIO()),
-        ):
+        with noise.kept(self._mesh.device), redirect_stderr(io.StringIO()):
             found = evaluate(
                 self._harness,
                 self._tasks,

@@ -22,10 +22,7 @@ from threefold.data.sampling.distribute import (
 from threefold.data.sampling.sampler import DistributedSampler
 from threefold.integrations.huggingface.evaluation_loader import EvaluationLoader
 from threefold.integrations.huggingface.lengths import GroupedSampler
-from threefold.integrations.huggingface.training_loader import (
-    Collate,
-    TrainLoader,
-)
+from threefold.integrations.huggingface.training_loader import Collate, TrainLoader
 
 
 def training(

@@ -15,11 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from threefold.errors import ConfigError, RunError, ThreefoldError
 from threefold.mesh.mesh import Mesh
@@ -127,12 +123,7 @@ class ContextParallel:
             device, non_blocking=True
         )
         # Of a loss that calls its own model.
-        outer = (
-            self._masks,
-            self._lengths,
-            self._documents,
-            self._positions,
-        )
+        outer = (self._masks, self._lengths, self._documents, self._positions)
         keys = torch.arange(sequence, device=device)
         by_heads = self._method == "ulysses"
         chunks = (

@@ -249,11 +249,7 @@ def _fused(
         query.dtype != torch.float32 and key.shape[-1] == value.shape[-1] <= 256
     ):
         # Whose kernel knows no groups.
-        key, value, groups = (
-            repeat_kv(key, groups),
-            repeat_kv(value, groups),
-            1,
-        )
+        key, value, groups = (repeat_kv(key, groups), repeat_kv(value, groups), 1)
     output = F.scaled_dot_product_attention(
         query,
         key,

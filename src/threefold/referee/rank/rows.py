@@ -17,10 +17,7 @@ import torch
 from torch import Tensor
 
 # Relative: the package is loaded by its place, under another name.
-from .sealed import (
-    Values,
-    digest,
-)
+from .sealed import Values, digest
 
 Tensors = dict[str, Tensor]
 

@@ -412,9 +412,8 @@ def _attention(query: Any, key: Any, value: Any) -> dict[str, dict[str, Any]]:
                 entry["same_bits"] = all(
                     torch.equal(first, _gradient(query, attend)) for _ in range(5)
                 )
-        except (
-            RuntimeError
-        ) as error:  # this kernel is not there for this device, or has no memory
+        except RuntimeError as error:
+            # This kernel is not there for this device, or has no memory.
             entry["error"] = str(error)
     return entries
 

@@ -18,9 +18,8 @@ def build_id() -> str:
 
 def version() -> str:
     """The release."""
-    known: str = sys.modules[
-        "threefold"
-    ].__version__  # an import would be of all that the package hands out
+    # An import would be of all that the package hands out.
+    known: str = sys.modules["threefold"].__version__
     return known
 
 

@@ -78,9 +78,8 @@ def test_a_page_can_be_used_with_a_keyboard(name: str, address_of: Any, visit: A
     page.keyboard.press("Home")
     assert "at step 1 " in f"{read.inner_text()} "
     page.keyboard.press("ArrowRight")
-    assert (
-        "at step 2" if name == "tiny" else "at step"
-    ) in read.inner_text()  # of a long run some steps are points
+    # Of a long run some steps are points.
+    assert ("at step 2" if name == "tiny" else "at step") in read.inner_text()
     assert not read.inner_text().endswith("at step 1")
     page.keyboard.press("End")
     assert f"at step {SIZES[name]:,}" in read.inner_text()

@@ -564,9 +564,8 @@ def test_folder_that_holds_a_run() -> None:
 
 
 def test_folder_that_cannot_be_written() -> None:
-    Path(
-        "run"
-    ).touch()  # the superuser of a test machine may write everywhere, but not below a file
+    # The superuser of a test machine may write everywhere, but not below a file.
+    Path("run").touch()
     assert text(opening()) == problem(
         "log.dir = run cannot be written: Not a directory",
         "a folder that this user can write, with room for checkpoints",

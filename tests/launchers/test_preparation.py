@@ -183,9 +183,8 @@ def test_tasks_of_ray_make_the_store_of_one_process(folder: Path) -> None:
         "--engine",
         "ray",
     ]
-    with tempfile.TemporaryDirectory(
-        prefix="ray-", dir="/tmp"
-    ) as short:  # Ray's sockets need a short path
+    # Ray's sockets need a short path.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as short:
         quiet = {
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TMPDIR": short,

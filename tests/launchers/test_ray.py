@@ -46,9 +46,8 @@ def test_job_trains_as_ranks_do(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(dump(config, nulls=False))
     # Ray is in the launchers' venv; torch and threefold are here.
     here = os.pathsep.join([str(ROOT / "src"), sysconfig.get_path("purelib")])
-    with tempfile.TemporaryDirectory(
-        prefix="ray-", dir="/tmp"
-    ) as short:  # Ray's sockets need a short path
+    # Ray's sockets need a short path.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as short:
         quiet = {
             "RAY_USAGE_STATS_ENABLED": "0",
             "OMP_NUM_THREADS": "1",

@@ -152,9 +152,8 @@ def test_a_run_on_pairs_is_evaluated_resumed_and_proved(folder: Path) -> None:
         damaged.returncode == 2 and f"run/reference/{kept.name} has changed" in damaged.stderr
     ), damaged.stderr
     kept.unlink()
-    (
-        folder / "cache/threefold/references"
-    ).touch()  # a cache that cannot be written: the run keeps its own
+    # A cache that cannot be written: the run keeps its own.
+    (folder / "cache/threefold/references").touch()
     mended = command(folder, "resume", "run", "--train.steps", "10")
     assert mended.returncode == 0 and "reference: computed once" in mended.stdout, (
         mended.stdout + mended.stderr

@@ -148,9 +148,8 @@ def pairs_forward_backward(
             own = _log_probability(
                 _compute(model, document, outputs).logits[0], document.labels
             )
-            if (
-                counted := (document.labels != IGNORED).sum()
-            ) > 0:  # not padding, nor a row that fills up a batch
+            # Not padding, nor a row that fills up a batch.
+            if (counted := (document.labels != IGNORED).sum()) > 0:
                 gained.append(own - base)
                 counts.append(counted)
         if gained:

@@ -69,9 +69,8 @@ def _from_hub(model: str, revision: str | None) -> Path:
 
     try:
         return Path(hf_hub_download(model, "config.json", revision=revision))
-    except (
-        Exception
-    ) as error:  # of several families: no such model, no network, a name that is none
+    except Exception as error:
+        # Of several families: no such model, no network, a name that is none.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         expected = "a Hub id, a folder with a config.json, or a config.json"
         what = f"{model} has no config.json that can be read: {reason}"

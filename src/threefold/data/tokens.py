@@ -166,9 +166,8 @@ def load_tokenizer(
             from transformers import AutoTokenizer
 
             loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # a missing package, a damaged file, an unknown class: all the same to the user
+    except Exception as error:
+        # A missing package, a damaged file, an unknown class: all the same to the user.
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(
             f"{key} = {name!r} cannot be read: {first}",

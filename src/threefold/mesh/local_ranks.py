@@ -183,9 +183,8 @@ class _Ranks:
                 and stopped is None
                 and (failed := self._first_failed()) is not None
             ):
-                if (
-                    failed.exitcode or 0
-                ) < 0 or failed.exitcode == _SERVER_GONE:  # it could not report that itself
+                # It could not report that itself.
+                if (failed.exitcode or 0) < 0 or failed.exitcode == _SERVER_GONE:
                     print(
                         f"{_how_ended(failed, failed.exitcode or 0)}\n",
                         end="",
@@ -204,9 +203,8 @@ class _Ranks:
         codes = [process.exitcode for process in self._all]
         self._tell(failed or self._first_failed(), stopped, ended)
         if stopped is not None:
-            if (
-                left := 128 + signal.SIGINT
-            ) in codes:  # a second Ctrl-C: the others then lose their connections
+            # A second Ctrl-C: the others then lose their connections.
+            if (left := 128 + signal.SIGINT) in codes:
                 return left, False
             first = codes[0]
             return first if first is not None and first >= 0 else 128 + stopped, False

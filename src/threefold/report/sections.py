@@ -46,9 +46,8 @@ class Verdict(NamedTuple):
 def verdict_of(run: Path) -> Verdict:
     """What `threefold data audit` says of a run."""
     lines: list[str] = []
-    if (
-        unsafe := next(unsafe_files(run), None)
-    ) is not None:  # the audit would wait for it, or show what it holds
+    # The audit would wait for it, or show what it holds.
+    if (unsafe := next(unsafe_files(run), None)) is not None:
         return Verdict(False, f"not proved: {': '.join(unsafe)}", [])
     try:
         lines += proof_lines(run)

@@ -75,9 +75,8 @@ class Checkpointer:
 
     def __post_init__(self) -> None:
         self._best: float | None = self.mesh.share("best", self._best_before)
-        self.changed: list[
-            ChangedKey
-        ] = []  # keys that are not as they were when the checkpoint was saved
+        # Keys that are not as they were when the checkpoint was saved.
+        self.changed: list[ChangedKey] = []
         self.lost_bits: list[str] | None = (
             None  # why an exact run continues with other bits; None: it does not resume
         )

@@ -309,9 +309,8 @@ class DistributedSampler(Sampler[int]):
             block = positions[done : done + size]
             wanted = np.arange(block.start, block.stop, block.step, dtype=np.int64)
             past_end = block[-1] >= self.epoch_size
-            indices = indices_at(
-                wanted % self.epoch_size if past_end else wanted
-            ).tolist()  # padded: the head again
+            # Padded: the head again.
+            indices = indices_at(wanted % self.epoch_size if past_end else wanted).tolist()
             mark = self._stand_in if past_end else self._alone
             if some_rank_lacks_one and mark is not None and done + len(block) == len(positions):
                 indices[-1] = mark(indices[-1])

@@ -26,7 +26,8 @@ def begun() -> dict[str, int]:
             RuntimeError,
             ValueError,
             KeyError,
-        ) as error:  # it is being made, or ends, or counts nothing
+        ) as error:
+            # It is being made, or ends, or counts nothing.
             log.info("watchdog: %s", error)
     return found
 

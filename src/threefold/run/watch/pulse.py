@@ -78,7 +78,8 @@ class Pulse:
             OSError,
             RuntimeError,
             ValueError,
-        ) as error:  # no such memory, or no such signal, in this container
+        ) as error:
+            # No such memory, or no such signal, in this container.
             log.warning("watchdog: no pulse: %s", error)
             return None
 

@@ -160,9 +160,8 @@ def _train_hanging() -> None:
     from threefold.run import start
 
     hangs, *arguments = sys.argv[1:]
-    local_ranks._END_WITHIN_S = (
-        2.0  # a rank that holds Python's lock does not end when it is asked
-    )
+    # A rank that holds Python's lock does not end when it is asked.
+    local_ranks._END_WITHIN_S = 2.0
     _, overrides = split(arguments)
     loaded = loading.load("config.yaml", [*overrides, ("mesh.device", "cpu")], environ={})
     start._rank_entry = partial(_hanging_rank, [Hang(**hang) for hang in json.loads(hangs)])

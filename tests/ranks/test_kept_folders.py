@@ -15,9 +15,8 @@ from threefold.checkpoint.lock import RunLock
 
 pytestmark = pytest.mark.ranks
 
-LARGEST_FILE = (
-    250_000  # bytes; the state of this model has more, all other files of a run have less
-)
+# Bytes; the state of this model has more, all other files of a run have less.
+LARGEST_FILE = 250_000
 TO_STEP_4 = (
     "--mesh.dp",
     "1",

@@ -116,9 +116,8 @@ def small(name: str) -> PretrainedConfig:
         )
         return config
     if hasattr(text := config.get_text_config(), "index_n_heads"):
-        text.index_n_heads = (
-            16  # with few, many scores are 0, and which of them are picked is left to chance
-        )
+        # With few, many scores are 0, and which of them are picked is left to chance.
+        text.index_n_heads = 16
     return config
 
 

@@ -250,9 +250,8 @@ def difference(tokenizer: Tokenizer, own: Tokenizer) -> str | None:
     """How the ids of a tokenizer differ from those that a model was trained with; None if they mean the same."""
     vocabulary, expected = _vocabulary(tokenizer), _vocabulary(own)
     if isinstance(tokenizer, ByteTokenizer) or isinstance(own, ByteTokenizer):
-        vocabulary[tokenizer.end_id] = expected[own.end_id] = (
-            "the end token"  # `bytes` has no text for its own
-        )
+        # `bytes` has no text for its own.
+        vocabulary[tokenizer.end_id] = expected[own.end_id] = "the end token"
     if (count := len(vocabulary)) != len(expected):
         return f"it has {count:,} tokens, the model's own {len(expected):,}"
     if others := sorted(id for id, token in vocabulary.items() if expected.get(id) != token):

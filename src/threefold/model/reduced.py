@@ -24,9 +24,8 @@ from threefold.model.layer_kinds import (
 )
 
 VOCABULARY = 131  # odd, so that no mesh divides it
-WINDOW = (
-    7  # of sliding windows and chunks: shorter than a row, and no multiple of a rank's part
-)
+# Of sliding windows and chunks: shorter than a row, and no multiple of a rank's part.
+WINDOW = 7
 _HEAD_DIM = 16
 
 _HIDDEN = {"hidden_size", "n_embd", "d_model", "emb_dim", "embedding_dim", "dim_model"}

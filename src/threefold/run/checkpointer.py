@@ -77,9 +77,8 @@ class Checkpointer:
         self._best: float | None = self.mesh.share("best", self._best_before)
         # Keys that are not as they were when the checkpoint was saved.
         self.changed: list[ChangedKey] = []
-        self.lost_bits: list[str] | None = (
-            None  # why an exact run continues with other bits; None: it does not resume
-        )
+        # Why an exact run continues with other bits; None: it does not resume.
+        self.lost_bits: list[str] | None = None
         self.saved: Checkpoint | None = None  # the last one, on the rank that completes it
         self.saver: Saver  # made by `start`
         self.stored: StoredRun | None = None  # the run's copy in a store

@@ -101,9 +101,8 @@ def _as_compared(config: Config, topology: Topology) -> Config:
     ep = config.mesh.ep if config.mesh.ep == topology.tp else 1
     values["mesh"].update(cpu_offload=False, ep=ep)
     values["train"].update(float8="none")
-    values["train"]["epochs"] = (
-        None  # an order without an end: the steps to compare may be more than an epoch's
-    )
+    # An order without an end: the steps to compare may be more than an epoch's.
+    values["train"]["epochs"] = None
     return validate(values)
 
 

@@ -109,9 +109,8 @@ class BatchMasks:
                 batch=batch_size,
             )
         if plain:
-            kwargs["attention_mask"] = (
-                None  # ones, and looking at them would wait for the device
-            )
+            # Ones, and looking at them would wait for the device.
+            kwargs["attention_mask"] = None
             kwargs["allow_is_bidirectional_skip"] = False  # no mask at all means causal
             # Hidden states may be a part of the sequence here; attention sees all of it.
             kwargs["q_length"] = kwargs["kv_length"] = len(self.keys)

@@ -47,6 +47,9 @@ class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> NoReturn:
         raise pickle.UnpicklingError(f"a dump holds plain values only, not {module}.{name}")
 
+    def persistent_load(self, pid: Any, /) -> NoReturn:
+        raise pickle.UnpicklingError("a dump holds plain values only")
+
 
 def is_dump(path: Path) -> bool:
     """Whether the file is named as torch names dumps: nccl_trace_rank_3, with or without an ending."""

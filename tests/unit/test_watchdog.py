@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from threefold.run.watch import main_thread
 from threefold.run.watch.main_thread import MainThread
 from threefold.run.watch.pulse import Peer, Pulse
 from threefold.run.watch.stall import Report, Seen, Stall, find
@@ -468,3 +469,10 @@ def test_what_its_host_sees_of_the_lowest_rank_is_there_before_the_judge_finds_i
     (report,) = map(Report.from_json, told.values())
     assert (report.rank, report.state, report.phase, report.beat) == (0, "held", "forward", 3)
     assert not watchdog.speaks_for_its_host()  # it may come back
+
+
+def test_files_that_frames_are_known_by_are_there() -> None:
+    """A file with another name would be passed over without a word: its thread would not be known by its frames."""
+    source = Path(main_thread.__file__).parents[2]
+    known = (*main_thread._STORES, main_thread._LOOP, main_thread._RANK, main_thread._SAVER)
+    assert [name for name in known if not (source / name).is_file()] == []

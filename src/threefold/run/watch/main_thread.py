@@ -29,7 +29,7 @@ _INNERMOST = 3
 _BACKWARD = "_engine_run_backward"
 # A rank's own code; what is outside of it started the rank.
 _LOOP, _RANK = os.path.join("training", "loop.py"), os.path.join("run", "rank.py")
-_SAVER = os.path.join("checkpoint", "saver.py")
+_SAVER = os.path.join("checkpoint", "background_saver.py")
 # What is compiled passes through these; code that only runs beside it passes through others of their packages.
 _COMPILERS = (
     os.path.join("_dynamo", "convert_frame.py"),

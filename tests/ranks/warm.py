@@ -63,7 +63,24 @@ class _Place:
 def _in_place(place: _Place, target: Callable[..., Any], args: Sequence[Any]) -> Any:
     place.enter()
     _attach_referee()
+    _let_gloo_finish()
     return target(*args)
+
+
+def _let_gloo_finish() -> None:
+    """Before a program leaves its process group, gloo's thread gets Python's lock, with which it drops its last work.
+
+    DistributedDataParallel frees the group under that lock, and waits for the thread: in a short program for ever.
+    """
+    import torch.distributed as dist
+
+    destroy = dist.destroy_process_group
+
+    def after_a_moment(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.1)
+        destroy(*args, **kwargs)
+
+    dist.destroy_process_group = after_a_moment
 
 
 def _attach_referee() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,8 @@ from threefold.mesh.topology import AXES, Topology, default_topology, resolve
 # Counts the ranks that failed; the first one reports why.
 FAILURES = "threefold/failures"
 _PARAMETER_AXES = ("dp_replicate", "fsdp", "tp")
+# Of a process that is at its end: gloo's threads have it to themselves.
+_GLOO_ENDS_S = 0.02
 # torch's backend without a network, for the group of a single process.
 _ALONE = "fake"
 _GROUPS = {
@@ -298,6 +301,8 @@ class Mesh:
         if dist.is_initialized() and (
             self.parameter_mesh is not None or dist.get_backend() == _ALONE
         ):
+            # gloo's thread drops its last work with Python's lock; DDP frees the group with it, waiting for the thread.
+            time.sleep(_GLOO_ENDS_S)
             dist.destroy_process_group()
 
 

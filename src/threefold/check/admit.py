@@ -174,26 +174,16 @@ def _subject(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Subj
     small = reduced(
         architecture, ranks=ranks, seq_len=seq_len, real_seq_len=run_length, leading=leading
     )
-    as_probed = config.model_copy(
-        update={
-            "model": config.model.model_copy(
-                update={"dtype": "float32", "lora": _adapters(config, small)}
-            ),
-            "data": config.data.model_copy(update={"seq_len": seq_len}),
-            # Chunks of the head that do not divide the tokens.
-            "train": config.train.model_copy(
-                update={"compile": False, "float8": "none", "loss_chunk_tokens": 7}
-            ),
-            "mesh": config.mesh.model_copy(
-                update={
-                    "cpu_offload": False,
-                    "cp_method": method,
-                    "sequence_parallel": config.mesh.sequence_parallel
-                    if shared_evenly
-                    else False,
-                }
-            ),
-        }
+    as_probed = config.changed(
+        model={"dtype": "float32", "lora": _adapters(config, small)},
+        data={"seq_len": seq_len},
+        # Chunks of the head that do not divide the tokens.
+        train={"compile": False, "float8": "none", "loss_chunk_tokens": 7},
+        mesh={
+            "cpu_offload": False,
+            "cp_method": method,
+            "sequence_parallel": asked.sequence_parallel if shared_evenly else False,
+        },
     )
     real = real_sizes(config, architecture, topology, ranks=ranks, leading=leading, share=share)
     narrow, longer = (
@@ -210,12 +200,7 @@ def _narrow(config: Config, as_probed: Config, *, device: str) -> Config | None:
     if config.model.dtype != "bfloat16":
         return None
     compiled = config.train.compile if device == "cuda" else False
-    return as_probed.model_copy(
-        update={
-            "model": as_probed.model.model_copy(update={"dtype": "bfloat16"}),
-            "train": as_probed.train.model_copy(update={"compile": compiled}),
-        }
-    )
+    return as_probed.changed(model={"dtype": "bfloat16"}, train={"compile": compiled})
 
 
 def _adapters(config: Config, small: PretrainedConfig) -> LoraConfig:
@@ -332,11 +317,7 @@ def _alone(
             (plain, "--model.attention sdpa --train.compile false"),
             ({"model": {"dtype": "float32"}}, "--model.dtype float32"),
         ):
-            sections = {
-                name: getattr(config, name).model_copy(update=values)
-                for name, values in changes.items()
-            }
-            if _holds(config.model_copy(update=sections), architecture, one):
+            if _holds(config.changed(**changes), architecture, one):
                 return "in bfloat16, on any mesh", fix
     for change, where, fix in (
         ({"document_mask": False}, "with documents kept apart", "--data.document_mask false"),
@@ -347,7 +328,7 @@ def _alone(
             "--data.document_mask false --data.packing concat",
         ),
     ):
-        without = config.model_copy(update={"data": config.data.model_copy(update=change)})
+        without = config.changed(data=change)
         if Mode.of(without.data) != Mode.of(config.data) and _holds(without, architecture, one):
             return f"{where}, on any mesh", fix
     decoder = copy.deepcopy(architecture)
@@ -364,9 +345,8 @@ def _alone(
 
 def _holds(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> bool:
     ep = config.mesh.ep if config.mesh.ep == mesh.topology.tp else 1
-    asked = config.model_copy(update={"mesh": config.mesh.model_copy(update={"ep": ep})})
     try:
-        return _tried(_subject(asked, architecture, mesh), mesh).holds
+        return _tried(_subject(config.changed(mesh={"ep": ep}), architecture, mesh), mesh).holds
     except ThreefoldError:
         return False
 

@@ -151,11 +151,12 @@ def _compare(
     weights = {
         name: partial(Tensor.detach, tensor) for name, tensor in alone.state_dict().items()
     }
-    data = config.data.model_copy(update={"seq_len": asked.seq_len})
-    train = config.train.model_copy(update={"loss_chunk_tokens": "auto"})
-    # Adapters change nothing as they begin.
-    whole = config.model.model_copy(update={"lora": LoraConfig()})
-    real = config.model_copy(update={"data": data, "train": train, "model": whole})
+    real = config.changed(
+        data={"seq_len": asked.seq_len},
+        train={"loss_chunk_tokens": "auto"},
+        # Adapters change nothing as they begin.
+        model={"lora": LoraConfig()},
+    )
     model = build(real, asked.architecture, mesh, weights=weights)
     with torch.no_grad(), model.computing(batch) as local:
         own = model.outputs(

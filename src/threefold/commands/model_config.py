@@ -34,9 +34,7 @@ def with_default_model(config: Config) -> Config:
     if config.model.name_or_path is not None or config.model.config is not None:
         return config
     values = {**EMBEDDED_DEFAULT, "vocab_size": ByteTokenizer.vocab_size}
-    return config.model_copy(
-        update={"model": config.model.model_copy(update={"config": values})}
-    )
+    return config.changed(model={"config": values})
 
 
 def values_of(model: ModelConfig) -> dict[str, Any]:

@@ -24,6 +24,4 @@ def peak_rate(config: Config) -> tuple[float, str]:
 
 def with_rate(config: Config, lr: float) -> Config:
     """Returns the config with `lr` as its peak learning rate."""
-    return config.model_copy(
-        update={"optimizer": config.optimizer.model_copy(update={"lr": lr})}
-    )
+    return config.changed(optimizer={"lr": lr})

@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from threefold.config.schema import Config
 from threefold.config.section import Sources
@@ -146,26 +145,20 @@ def with_absolute_paths(config: Config) -> Config:
         name: source.model_copy(update={"source": _absolutes(source.source)})
         for name, source in data.mixture.items()
     }
-    updates: dict[str, dict[str, Any]] = {
-        "model": {"name_or_path": _absolute(config.model.name_or_path)},
-        "data": {
+    return config.changed(
+        model={"name_or_path": _absolute(config.model.name_or_path)},
+        data={
             "source": _absolutes(data.source),
             "tokenizer": _absolute(data.tokenizer),
             "chat_template": _absolute(data.chat_template),
             "mixture": mixture,
         },
-        "eval": {
+        eval={
             "source": _absolutes(config.eval.source),
             "tasks": tuple(
                 _absolute(each) if is_task_file(each) else each for each in config.eval.tasks
             ),
         },
-    }
-    return config.model_copy(
-        update={
-            section: getattr(config, section).model_copy(update=values)
-            for section, values in updates.items()
-        }
     )
 
 

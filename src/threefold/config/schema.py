@@ -364,6 +364,14 @@ class Config(Section):
         """Whether steps run beside a save, which then writes a copy: not where only the last state is saved."""
         return bool(self.checkpoint.every or (self.evaluates and self.eval.every))
 
+    def changed(self, **sections: Mapping[str, Any]) -> Config:
+        """A copy with other values in some sections: `config.changed(train={"seed": 1})`; they are not checked."""
+        copies = {
+            name: getattr(self, name).model_copy(update=values)
+            for name, values in sections.items()
+        }
+        return self.model_copy(update=copies)
+
 
 def every_key() -> list[str]:
     """Every `section.key`, and `section.key.key` for a section inside a section, in the order of the schema."""

@@ -56,8 +56,7 @@ def import_run(source: Path, to: Path, config: Config) -> Imported:
         CheckpointError: it is not a checkpoint of this model with AdamW's moments. ConfigError: `to` is not empty.
     """
     refuse_filled(to)
-    config = config.model_copy(update={"log": config.log.model_copy(update={"dir": str(to)})})
-    return _made(source, to, config, weights_alone=False)
+    return _made(source, to, config.changed(log={"dir": str(to)}), weights_alone=False)
 
 
 def import_model(source: Path, to: Path, config: Config) -> tuple[Imported, Exported]:

@@ -132,6 +132,4 @@ def convert(model: PreTrainedModel, recipe: str, *, emulate: bool = False) -> tu
 
 def without(config: Config) -> Config:
     """The config for what is no training on CUDA: evaluations, probes, comparisons."""
-    return config.model_copy(
-        update={"train": config.train.model_copy(update={"float8": "none"})}
-    )
+    return config.changed(train={"float8": "none"})

@@ -216,15 +216,8 @@ class Question:
         return _divisors(of)
 
     def _of(self, topology: Topology) -> Config:
-        mesh = self.config.mesh.model_copy(
-            update={
-                "dp": topology.dp,
-                "dp_shard": topology.dp_shard,
-                "cp": topology.cp,
-                "tp": topology.tp,
-            }
-        )
-        return self.config.model_copy(update={"mesh": mesh})
+        sizes = {name: getattr(topology, name) for name in ("dp", "dp_shard", "cp", "tp")}
+        return self.config.changed(mesh=sizes)
 
     def _on(self, topology: Topology) -> list[Plan]:
         config, train = self._of(topology), self.config.train

@@ -140,10 +140,7 @@ def dtype(config: Config, device: Device) -> Decision[str]:
 
 def with_dtype(config: Config, device: Device) -> Config:
     """The config with the type in which it computes on a device."""
-    chosen = dtype(config, device).value
-    return config.model_copy(
-        update={"model": config.model.model_copy(update={"dtype": chosen})}
-    )
+    return config.changed(model={"dtype": dtype(config, device).value})
 
 
 def micro_batch(config: Config, topology: Topology) -> Decision[int]:

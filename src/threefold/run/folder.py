@@ -189,10 +189,7 @@ class RunFolder:
         if not self.program:
             # A path to resume from was asked for once: the run that is there now is resumed.
             resume = {} if config.checkpoint.resume == "never" else {"resume": "auto"}
-            kept = config.model_copy(
-                update={"checkpoint": config.checkpoint.model_copy(update=resume)}
-            )
-            keep_config(self.path, kept)
+            keep_config(self.path, config.changed(checkpoint=resume))
         for folder in (self.path, self.path.resolve().parent):
             sync(folder)
         asked = config.checkpoint.resume

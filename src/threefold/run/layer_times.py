@@ -124,20 +124,14 @@ def _cut(config: Config, values: dict[str, Any], kept: int, depth: int) -> Confi
     cut["vocab_size"] = min(_VOCABULARY, int(values["vocab_size"]))
     asked = config.train.micro_batch
     rows = asked if isinstance(asked, int) else 1
-    sections: dict[str, dict[str, Any]] = {
-        "model": {"name_or_path": None, "config": cut},
-        "mesh": {"dp": 1, "dp_shard": 1, "cp": 1, "tp": 1, "cpu_offload": False},
-        "train": {
+    return config.changed(
+        model={"name_or_path": None, "config": cut},
+        mesh={"dp": 1, "dp_shard": 1, "cp": 1, "tp": 1, "cpu_offload": False},
+        train={
             "global_batch": rows,
             "micro_batch": rows,
             "activation_checkpointing": "none",
         },
-    }
-    return config.model_copy(
-        update={
-            name: getattr(config, name).model_copy(update=keys)
-            for name, keys in sections.items()
-        }
     )
 
 

@@ -150,13 +150,12 @@ def _admitted(
     Args:
         problems: why its documents cannot be kept apart.
     """
-    data = asked.data.model_copy(update={"packing": "none", "document_mask": True})
+    asked = asked.changed(data={"packing": "none", "document_mask": True})
     try:
         if problems:
             raise ConfigError.of(problems)
-        admit(asked.model_copy(update={"data": data}), architecture, mesh)
+        admit(asked, architecture, mesh)
     except ConfigError as error:
-        data = data.model_copy(update={"document_mask": False})
-        admit(asked.model_copy(update={"data": data}), architecture, mesh)
+        admit(asked.changed(data={"document_mask": False}), architecture, mesh)
         return error
     return None

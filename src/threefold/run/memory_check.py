@@ -87,8 +87,7 @@ def fitted_into(asked: Asked, decoder: Decoder, setup: Setup, free: int) -> Fitt
         raise _too_large(moment, _what_fits(config, decoder, setup, free), free)
     said = []
     if automatic and setup.num_batches > 1:
-        train = config.train.model_copy(update={"micro_batch": setup.micro_batch})
-        asked = replace(asked, config=config.model_copy(update={"train": train}))
+        asked = replace(asked, config=config.changed(train={"micro_batch": setup.micro_batch}))
         why = f"the most that fits into {_gib(free)} a rank, by the estimate: {_gib(moment.total)}"
         said.append(
             (f"micro-batch: {setup.micro_batch} rows, {setup.num_batches} of them a step", why)
@@ -138,11 +137,9 @@ def _what_fits(config: Config, decoder: Decoder, setup: Setup, free: int) -> str
         return what_fits(decoder, setup, free)
     from threefold.plan import advise, fabric
 
-    mesh = config.mesh.model_copy(update=dict.fromkeys(("dp", "dp_shard", "cp", "tp")))
+    config = config.changed(mesh=dict.fromkeys(("dp", "dp_shard", "cp", "tp")))
     hosts = fabric.fabric_of(device, in_host=min(8, gpus))
-    question = advise.Question(
-        decoder, config.model_copy(update={"mesh": mesh}), frozenset(), gpus, hosts, device
-    )
+    question = advise.Question(decoder, config, frozenset(), gpus, hosts, device)
     plans = [plan for plan in question.plans() if plan.memory_bytes <= free]
     return advise.what_fits(question.plan(setup), plans) or MORE_RANKS
 

@@ -139,7 +139,7 @@ def with_packing(config: Config, mesh: Mesh) -> Config:
         "packing": data.packing or ("best_fit" if labelled else "concat"),
         "document_mask": labelled if data.document_mask is None else data.document_mask,
     }
-    return config.model_copy(update={"data": data.model_copy(update=update)})
+    return config.changed(data=update)
 
 
 def formats_of(config: Config, *, here: bool = False) -> dict[str, str]:

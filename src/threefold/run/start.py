@@ -148,9 +148,7 @@ def train(
 
 
 def _in_new_folder(config: Config) -> Config:
-    return config.model_copy(
-        update={"log": config.log.model_copy(update={"dir": str(new_path())})}
-    )
+    return config.changed(log={"dir": str(new_path())})
 
 
 def _loaded(

@@ -175,10 +175,8 @@ def open_stored(
         for each, folder in held:
             give_back(each, folder)
         raise
-    log = config.log.model_copy(update={"dir": plan["folder"]})
-    asked = config.checkpoint.model_copy(update={"resume": plan["resume"]})
-    config = config.model_copy(update={"log": log, "checkpoint": asked})
-    if asked.store is None:
+    config = config.changed(log={"dir": plan["folder"]}, checkpoint={"resume": plan["resume"]})
+    if config.checkpoint.store is None:
         return config, None
     return config, StoredRun(mesh, Path(plan["folder"]), config, held[0][0] if held else None)
 

@@ -242,18 +242,13 @@ def with_rows(config: Config, handed: Mapping[str, Any]) -> Config:
     if problems:
         raise ConfigError.of(problems)
     if "tokenizer" in handed:
-        config = _with(config, "data", tokenizer=str(_written_tokenizer(handed["tokenizer"])))
+        path = str(_written_tokenizer(handed["tokenizer"]))
+        config = config.changed(data={"tokenizer": path})
     for name, section in (("dataset", "data"), ("eval_dataset", "eval")):
         if name in handed:
-            config = _with(
-                config, section, source=str(_written_rows(handed[name], name, config))
-            )
+            path = str(_written_rows(handed[name], name, config))
+            config = config.changed(**{section: {"source": path}})
     return config
-
-
-def _with(config: Config, section: str, **values: Any) -> Config:
-    before = getattr(config, section)
-    return config.model_copy(update={section: before.model_copy(update=values)})
 
 
 def _written_rows(rows: Any, name: str, config: Config) -> Path:

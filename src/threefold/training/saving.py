@@ -427,10 +427,7 @@ def _refuse_other_model(
 ) -> None:
     if model.asked is None or model.architecture is None:
         return  # the tensors of a custom module are compared by name, shape and type
-    seed = manifest["seed"]
-    config = model.asked.model_copy(
-        update={"train": model.asked.train.model_copy(update={"seed": seed})}
-    )
+    config = model.asked.changed(train={"seed": manifest["seed"]})
     try:
         refuse_other(manifest, config, model.architecture, checkpoint)
     except CheckpointError as error:

@@ -150,10 +150,8 @@ class AuditWindow:
         for field, name in enumerate(batch):
             if not np.array_equal(batch[name], source[name]):
                 place, column = np.argwhere(batch[name] != source[name])[0].tolist()
-                found, expected = (
-                    int(batch[name][place, column]),
-                    int(source[name][place, column]),
-                )
+                found = int(batch[name][place, column])
+                expected = int(source[name][place, column])
                 return TokenDifference(
                     step, int(indices[place]), column, field, found, expected
                 )
@@ -170,10 +168,8 @@ class AuditWindow:
 
     def message(self) -> Message:
         """This rank's report to the others."""
-        differing_step, changed = (
-            self.difference.step if self.difference else 0,
-            int(self.changed is not None),
-        )
+        differing_step = self.difference.step if self.difference else 0
+        changed = int(self.changed is not None)
         sent = self.last_step, self.samples, self.contents, self._source, differing_step
         return Message(*sent, self.checked, changed)
 

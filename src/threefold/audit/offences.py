@@ -132,11 +132,9 @@ def _order_problem(
 ) -> Problem:
     """The problem of ranks that `_elsewhere` gives the same reason for."""
     (kind, place, other), topology, first = reason, evidence.topology, ranks[0]
-    step, other_step, dp_rank = (
-        evidence.first_step + place,
-        evidence.first_step + other,
-        topology.dp_rank(first),
-    )
+    step = evidence.first_step + place
+    other_step = evidence.first_step + other
+    dp_rank = topology.dp_rank(first)
     own = predicted[place, dp_rank :: topology.dp]
     instead = f"{rows_text(evidence.read(first)[place])} instead of {rows_text(own)}"
     if len({topology.dp_rank(rank) for rank in ranks}) > 1:
@@ -144,10 +142,8 @@ def _order_problem(
     who, when = ranks_text(ranks), f"in step {step}"
     if evidence.resumed and step == evidence.first_step:
         when += " (the first after the resume)"
-    next_batch, fix = (
-        f"step {step} reads the batch after that of step {step - 1}",
-        _again(resume),
-    )
+    next_batch = f"step {step} reads the batch after that of step {step - 1}"
+    fix = _again(resume)
     if kind == "dp rank":
         _, _, cp, tp = topology.coordinates(first)
         what = f"{who} (dp rank {dp_rank}, cp rank {cp}, tp rank {tp}) read the samples of dp rank {other} {when}"
@@ -155,10 +151,8 @@ def _order_problem(
         expected += "its own"
         fix = f"give its loader dp_rank=mesh.dp_rank and dp_size=mesh.dp_size, then: {resume}"
     elif kind == "earlier":
-        what, expected = (
-            f"{who} read the batch of step {other_step} again {when}",
-            f"each batch once: {next_batch}",
-        )
+        what = f"{who} read the batch of step {other_step} again {when}"
+        expected = f"each batch once: {next_batch}"
     elif kind == "later":
         left_out = (
             f"step {step}" if other_step == step + 1 else f"steps {step} to {other_step - 1}"

@@ -149,10 +149,8 @@ def check_logged(segments: Sequence[Segment], logged: int) -> None:
 
     A run that was killed has logged steps after its last audit, but fewer than there are between two.
     """
-    start, recorded = (
-        segments[-1].start,
-        max((line.last for segment in segments for line in segment.steps), default=0),
-    )
+    start = segments[-1].start
+    recorded = max((line.last for segment in segments for line in segment.steps), default=0)
     due = (logged - 1) // start.every * start.every if start.every else 0
     if due > max(recorded, start.first_step - 1):
         raise RunError(

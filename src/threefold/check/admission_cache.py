@@ -29,15 +29,29 @@ from threefold.mesh.mesh import Mesh
 _IRRELEVANT = {
     "model": {
         # Weights are not probed here; the class is in the code's digest.
-        *("name_or_path", "revision", "init_missing"),
-        *("config", "admission"),  # the architecture itself is in the key
+        "name_or_path",
+        "revision",
+        "init_missing",
+        # The architecture itself is in the key.
+        "config",
+        "admission",
     },
     "train": {
         # The probes have their own rows and seeds.
-        *("steps", "epochs", "global_batch", "micro_batch", "seed"),
+        "steps",
+        "epochs",
+        "global_batch",
+        "micro_batch",
+        "seed",
         # Of what follows the gradients probed.
-        *("grad_clip", "label_smoothing", "z_loss", "objective", "nonfinite"),
-        *("memory_check", "timeout_s"),  # of the process
+        "grad_clip",
+        "label_smoothing",
+        "z_loss",
+        "objective",
+        "nonfinite",
+        # Of the process.
+        "memory_check",
+        "timeout_s",
     },
     # The topology and the device are in the key.
     "mesh": {"dp", "dp_shard", "cp", "tp", "device", "timeout_s"},
@@ -53,14 +67,15 @@ def key_of(subject: Subject, mesh: Mesh, code: str) -> str:
         else platform.machine()
     )
     parts: list[Any] = [
-        *(
-            build_id(),
-            torch.__version__,
-            transformers.__version__,
-            platform.python_version(),
-            code,
-        ),
-        *(mesh.device.type, device, mesh.topology.sizes, vars(subject.mode)),
+        build_id(),
+        torch.__version__,
+        transformers.__version__,
+        platform.python_version(),
+        code,
+        mesh.device.type,
+        device,
+        mesh.topology.sizes,
+        vars(subject.mode),
         subject.narrow and subject.narrow.train.compile,
         *(
             getattr(config, name).model_dump(mode="json", exclude=left)

@@ -186,10 +186,8 @@ def _subject(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Subj
         },
     )
     real = real_sizes(config, architecture, topology, ranks=ranks, leading=leading, share=share)
-    narrow, longer = (
-        _narrow(config, as_probed, device=device),
-        longer_row(topology, device=device),
-    )
+    narrow = _narrow(config, as_probed, device=device)
+    longer = longer_row(topology, device=device)
     return Subject(
         as_probed, small, Mode.of(config.data), narrow=narrow, longer=longer, real=real
     )

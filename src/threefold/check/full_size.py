@@ -183,13 +183,11 @@ class _Probe:
         self, model: Model, rows: int, seq_len: int, documents: bool, seed: int = 0
     ) -> None:
         assert model.asked is not None and model.architecture is not None
-        self._model, self._rows, self._seq_len, self._documents, self._seed = (
-            model,
-            rows,
-            seq_len,
-            documents,
-            seed,
-        )
+        self._model = model
+        self._rows = rows
+        self._seq_len = seq_len
+        self._documents = documents
+        self._seed = seed
         mesh, asked = model.mesh, model.asked
         self.slots, self.seconds = rows * mesh.dp_size, 0.0
         self.failures: dict[tuple[str, int], tuple[str, float]] = {}
@@ -201,10 +199,8 @@ class _Probe:
 
     def rows_apart(self) -> None:
         """A pair of forwards in which every second row is another one, and the rows between must stay as they are."""
-        same, other = (
-            _Change("composition", self._seq_len, self._seq_len),
-            _Change("causality", 0, self._seq_len),
-        )
+        same = _Change("composition", self._seq_len, self._seq_len)
+        other = _Change("causality", 0, self._seq_len)
         if self._rows > 1:
             self._pair("rows", [(same, other)[row % 2] for row in range(self._rows)])
 

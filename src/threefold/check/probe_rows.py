@@ -46,10 +46,8 @@ def row_length(topology: Topology, *, device: str = "cpu") -> int:
     On CUDA each cp rank has 256: with fewer than 128 queries flex attention takes a kernel that no training takes, and
     a mask is one block of 128.
     """
-    unit, shortest = (
-        _unit(topology),
-        _SHORTEST_CUDA * topology.cp if device == "cuda" else _SHORTEST,
-    )
+    unit = _unit(topology)
+    shortest = _SHORTEST_CUDA * topology.cp if device == "cuda" else _SHORTEST
     return -(-shortest // unit) * unit
 
 

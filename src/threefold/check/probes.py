@@ -329,11 +329,9 @@ def _compared(
         compare_copies=False,
     )
     result = step.run(_halves(own), lr=0.0)
-    loss, aux_loss, norm = (
-        mean_loss(result, mesh),
-        mean_aux_loss(result, mesh),
-        result.grad_norm.item(),
-    )
+    loss = mean_loss(result, mesh)
+    aux_loss = mean_aux_loss(result, mesh)
+    norm = result.grad_norm.item()
     if expected is None:
         return replicas
     results = [

@@ -403,10 +403,8 @@ def use_of_positions(model: PreTrainedModel, ids: Tensor) -> str:
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "takes no position_ids"
     half = ids.shape[1] // 2
-    plain, anew = (
-        torch.arange(2 * half, device=ids.device)[None],
-        torch.arange(half, device=ids.device).repeat(2)[None],
-    )
+    plain = torch.arange(2 * half, device=ids.device)[None]
+    anew = torch.arange(half, device=ids.device).repeat(2)[None]
     logits = [
         model(input_ids=ids[:, : 2 * half], position_ids=each, use_cache=False).logits
         for each in (plain, anew)

@@ -61,10 +61,8 @@ def is_address(text: str) -> bool:
 def on_this_machine(to: Path | None) -> Path | None:
     """A path to write to, unless it is a store's address."""
     if to is not None and is_address(str(to)):
-        what, expected = (
-            f"--to {to} is an address of a store",
-            "a path of this machine: exports alone are sent to a store",
-        )
+        what = f"--to {to} is an address of a store"
+        expected = "a path of this machine: exports alone are sent to a store"
         raise ConfigError(what, expected=expected, fix=f"--to {to.name or 'DIR'}")
     return to
 

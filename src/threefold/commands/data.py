@@ -124,10 +124,8 @@ def overlap(context: typer.Context, as_json: AsJson = False) -> None:
 
     config = load_config(context.args).config
     if not config.evaluates:
-        what, fix = (
-            "nothing is held out to evaluate on",
-            "--eval.source FILE_OR_FOLDER   (or --data.eval_share 0.01)",
-        )
+        what = "nothing is held out to evaluate on"
+        fix = "--eval.source FILE_OR_FOLDER   (or --data.eval_share 0.01)"
         raise ConfigError(what, expected="an evaluation to look for in the training", fix=fix)
     with Bars().show("reading the training") as bar:
         found = overlaps_of(

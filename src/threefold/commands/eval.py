@@ -49,10 +49,8 @@ def command(
     folder, _ = run_and_checkpoint(place)
     loaded = load_config([str(folder / "config.yaml"), *context.args])
     if not (loaded.config.evaluates or loaded.config.eval.tasks):
-        what, fix = (
-            f"the run in {folder} has held nothing out",
-            "--eval.source FILE_OR_FOLDER   (or --eval.tasks '[NAME]')",
-        )
+        what = f"the run in {folder} has held nothing out"
+        fix = "--eval.source FILE_OR_FOLDER   (or --eval.tasks '[NAME]')"
         raise ConfigError(what, expected="held-out data or tasks to evaluate on", fix=fix)
     checkpoint, info = find(place), environment.current()
     if info.launcher is not None:

@@ -29,10 +29,8 @@ def command(context: typer.Context) -> None:
         with open(path, "x", encoding="utf-8") as file:
             file.write(f"# {run}\n# Remove the # before a key to set it.\n\n{text}")
     except OSError as error:
-        what, expected = (
-            f"{path}: {error.strerror}",
-            "the name of a new file, in a folder that exists",
-        )
+        what = f"{path}: {error.strerror}"
+        expected = "the name of a new file, in a folder that exists"
         unused = next(
             name for number in count(1) if not os.path.lexists(name := f"config-{number}.yaml")
         )

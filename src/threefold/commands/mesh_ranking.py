@@ -81,10 +81,8 @@ def _question(devices: Devices, arguments: list[str]) -> Question:
             f"--gpus {count} cannot be divided over --nodes {nodes}", expected=expected, fix=fix
         )
     loaded = load_config(arguments)
-    config, pinned = (
-        with_dtype(with_default_model(loaded.config), Device("cuda")),
-        frozenset(loaded.origins),
-    )
+    config = with_dtype(with_default_model(loaded.config), Device("cuda"))
+    pinned = frozenset(loaded.origins)
     values = values_of(config.model)
     decoder = adapted(decoder_of(values), config.model.lora)
     fabric = fabric_of(

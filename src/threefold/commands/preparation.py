@@ -185,10 +185,8 @@ def refuse_flags(arguments: Sequence[str], command: str) -> None:
 def source_of(arguments: Sequence[str], command: str) -> tuple[Source, Tokenizer]:
     """The source and the tokenizer of a config; a ConfigError unless both are given."""
     loaded = load_config(arguments)
-    config, example = (
-        loaded.config,
-        f"threefold data {command} --data.source chat.jsonl --data.tokenizer bytes",
-    )
+    config = loaded.config
+    example = f"threefold data {command} --data.source chat.jsonl --data.tokenizer bytes"
     if config.data.mixture is not None:
         what = (
             f"data.mixture = {', '.join(config.data.mixture)} with `threefold data {command}`"

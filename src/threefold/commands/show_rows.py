@@ -293,10 +293,8 @@ def ledger_lines(run: Path) -> Iterator[str]:
     for part in parts:
         ends = part.rows.store.document_ends
         starts = np.concatenate(([0], ends[:-1]))
-        trained_on, kept = (
-            part.rows.store.count_trained_on(starts, ends),
-            part.rows.targets_of_documents(),
-        )
+        trained_on = part.rows.store.count_trained_on(starts, ends)
+        kept = part.rows.targets_of_documents()
         numbers, why = part.rows.store.document_numbers.tolist(), why_cut(part.rows)
         in_how_many, _ = part.rows.spans_of_documents()
         for at, number in enumerate(numbers):

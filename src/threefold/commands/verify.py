@@ -67,10 +67,8 @@ def command(
         from threefold.verify.verdict import compare_runs
 
         if bits:
-            what, expected = (
-                "verify --bits with --against",
-                "one of them: metrics of finished runs have no weights",
-            )
+            what = "verify --bits with --against"
+            expected = "one of them: metrics of finished runs have no weights"
             raise ConfigError(
                 what,
                 expected=expected,
@@ -154,10 +152,8 @@ def bits_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool = 
     from threefold.verify.bits import compared, meshes_of, refuse_fast
 
     if (launcher := environment.current().launcher) is not None:
-        what, expected = (
-            f"verify --bits under {launcher}",
-            "one process, which starts the ranks of each mesh",
-        )
+        what = f"verify --bits under {launcher}"
+        expected = "one process, which starts the ranks of each mesh"
         raise ConfigError(what, expected=expected, fix="threefold verify CONFIG --bits")
     config = loaded.config
     refuse_fast(config)

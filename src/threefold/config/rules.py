@@ -274,10 +274,8 @@ def _of_trackers(log: LogConfig) -> Iterator[Problem]:
         *log.trackers
     }:
         what = f"log.project = {as_yaml(log.project)} has no effect without a tracker that has projects"
-        expected, remark = (
-            "wandb, trackio or mlflow among log.trackers",
-            "   (or leave log.project out)",
-        )
+        expected = "wandb, trackio or mlflow among log.trackers"
+        remark = "   (or leave log.project out)"
         yield to_set(what, expected, "log.trackers", ["wandb"], remark=remark)
 
 

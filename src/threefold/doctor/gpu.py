@@ -108,10 +108,8 @@ def look(environ: Mapping[str, str], tools: nvidia.Nvidia) -> Torch:
 def judge(seen: Torch) -> list[Finding]:
     """What would keep a run from using torch or the GPUs."""
     if seen.version is None:
-        why, fix = (
-            f"cannot be imported: {seen.error.strip()}",
-            f"install it as described on {_START}",
-        )
+        why = f"cannot be imported: {seen.error.strip()}"
+        fix = f"install it as described on {_START}"
         return [stop("torch", why, expected="torch 2.11 or newer", fix=fix)]
     fits = _version(seen.version) >= _LEAST_TORCH
     found = [
@@ -141,19 +139,15 @@ def judge(seen: Torch) -> list[Finding]:
 
 def read_summary(text: str) -> tuple[str | None, Version | None]:
     """Driver and the newest CUDA that it supports, from the output of nvidia-smi."""
-    driver, cuda = (
-        re.search(r"Driver Version: ([\d.]+)", text),
-        re.search(r"CUDA Version: ([\d.]+)", text),
-    )
+    driver = re.search(r"Driver Version: ([\d.]+)", text)
+    cuda = re.search(r"CUDA Version: ([\d.]+)", text)
     return (driver[1] if driver else None), (_version(cuda[1]) if cuda else None)
 
 
 def _builds(seen: Torch) -> Iterator[Finding]:
     if seen.rocm is not None:
-        what, fix = (
-            f"torch {seen.version} is a build for ROCm {seen.rocm}",
-            "--mesh.device cpu, or a machine with NVIDIA GPUs",
-        )
+        what = f"torch {seen.version} is a build for ROCm {seen.rocm}"
+        fix = "--mesh.device cpu, or a machine with NVIDIA GPUs"
         yield warning(
             "ROCm", what, expected="NVIDIA GPUs or CPUs: ROCm has not been tried", fix=fix
         )
@@ -166,10 +160,8 @@ def _builds(seen: Torch) -> Iterator[Finding]:
     else:
         for name, least in (("CUDA", (11, 8)), ("cuDNN", (8, 6)), ("NCCL", (2, 14))):
             version: Version | None = getattr(seen, name.lower())
-            fits, what = (
-                version is not None and version >= least,
-                f"torch {seen.version} has none",
-            )
+            fits = version is not None and version >= least
+            what = f"torch {seen.version} has none"
             if version is not None:
                 what = (
                     _dotted(version) if fits else f"{_dotted(version)} in torch {seen.version}"
@@ -209,10 +201,8 @@ def _visible(seen: Torch) -> Iterator[Finding]:
         else [name for name in seen.visible.split(",") if name.strip() not in ("", "-1")]
     )
     if "802" in seen.trouble and not count:
-        what, expected = (
-            "CUDA waits for the fabric of the NVSwitches (error 802)",
-            "a fabric that is ready",
-        )
+        what = "CUDA waits for the fabric of the NVSwitches (error 802)"
+        expected = "a fabric that is ready"
         fix = "sudo systemctl restart nvidia-fabricmanager, of the very version of the driver"
         yield stop("fabric", what, expected=expected, fix=fix)
     elif seen.trouble and not count and chosen != []:
@@ -263,10 +253,8 @@ def _gpu(number: int, gpu: Gpu, architectures: Sequence[str]) -> Finding:
             expected="a build of torch for this generation of GPUs",
             fix=fix,
         )
-    free, alone = (
-        gpu.free >= _FREE_SHARE * gpu.memory,
-        "a GPU for this run alone: other processes use its memory",
-    )
+    free = gpu.free >= _FREE_SHARE * gpu.memory
+    alone = "a GPU for this run alone: other processes use its memory"
     fix = "nvidia-smi lists them; CUDA_VISIBLE_DEVICES can leave this GPU out"
     return judged(f"GPU {number}", text, free, otherwise="warning", expected=alone, fix=fix)
 

@@ -76,10 +76,8 @@ def _judged(machine: Machine) -> Iterator[Finding]:
     memory = f", {size_text(machine.memory)} of memory" if machine.memory is not None else ""
     yield note("machine", f"{machine.host}: {machine.system}, {machine.cores} cores{memory}")
     if machine.shared_memory is not None:
-        what, fits = (
-            f"{size_text(machine.shared_memory)} free in /dev/shm",
-            machine.shared_memory >= _LEAST_SHM,
-        )
+        what = f"{size_text(machine.shared_memory)} free in /dev/shm"
+        fits = machine.shared_memory >= _LEAST_SHM
         uses = "loader workers and NCCL pass data through it, and a process that finds it full dies of a bus error"
         fix = "docker run --shm-size=8g, or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm"
         expected = f"{size_text(_LEAST_SHM)}: {uses}"
@@ -97,10 +95,8 @@ def _judged(machine: Machine) -> Iterator[Finding]:
         level: Level = "warning"
         expected = f"{size_text(_LITTLE_DISK)}: a checkpoint with AdamW's state takes 12 bytes per parameter"
         if free < _LEAST_DISK:
-            level, expected = (
-                "stop",
-                f"at least {size_text(_LEAST_DISK)}: nothing could be saved",
-            )
+            level = "stop"
+            expected = f"at least {size_text(_LEAST_DISK)}: nothing could be saved"
         what, fits = f"{size_text(free)} free for {name}", free >= _LITTLE_DISK
         fix = "free some space, or use another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches"
         yield judged("disk", what, fits, otherwise=level, expected=expected, fix=fix)

@@ -103,14 +103,10 @@ def look() -> Nvidia:
     if smi.code is None:
         return Nvidia(smi)
     listed = ask("nvidia-smi", "-L", ends=ends)
-    matrix, report = (
-        ask("nvidia-smi", "topo", "-m", ends=ends),
-        ask("nvidia-smi", "-q", "-x", ends=ends),
-    )
-    errors, states = (
-        ask("nvidia-smi", "nvlink", "-e", ends=ends),
-        ask("nvidia-smi", "nvlink", "-s", ends=ends),
-    )
+    matrix = ask("nvidia-smi", "topo", "-m", ends=ends)
+    report = ask("nvidia-smi", "-q", "-x", ends=ends)
+    errors = ask("nvidia-smi", "nvlink", "-e", ends=ends)
+    states = ask("nvidia-smi", "nvlink", "-s", ends=ends)
     return Nvidia(
         smi,
         listed,
@@ -235,10 +231,8 @@ def read_link_errors(text: str) -> dict[int, int]:
 
 def read_inactive_links(text: str) -> dict[int, int]:
     """Links that are inactive, from `nvidia-smi nvlink -s`, of GPUs some of whose links are active."""
-    inactive, active = (
-        _by_gpu(text, lambda line: "<inactive>" in line),
-        _by_gpu(text, lambda line: "GB/s" in line),
-    )
+    inactive = _by_gpu(text, lambda line: "<inactive>" in line)
+    active = _by_gpu(text, lambda line: "GB/s" in line)
     return {gpu: count for gpu, count in inactive.items() if gpu in active}
 
 
@@ -323,17 +317,13 @@ def _memory(seen: Nvidia) -> Iterator[Finding]:
             fix = f"reset it (sudo nvidia-smi -r -i {number}) or reboot; if they come back, {_DISMISSED}"
             yield stop(name, what, expected="none: a process that meets one dies", fix=fix)
         elif gpu.remap_pending:
-            what, expected = (
-                f"{at}: rows that failed wait to be replaced",
-                "none, before a long run",
-            )
+            what = f"{at}: rows that failed wait to be replaced"
+            expected = "none, before a long run"
             fix = f"reset it while nothing uses it: sudo nvidia-smi -r -i {number}"
             yield warning(name, what, expected=expected, fix=fix)
         elif gpu.recovery not in ("None", "N/A"):
-            what, fix = (
-                f"{at}: its driver asks for {gpu.recovery!r}",
-                f"do so while nothing uses it: nvidia-smi -r -i {number}",
-            )
+            what = f"{at}: its driver asks for {gpu.recovery!r}"
+            fix = f"do so while nothing uses it: nvidia-smi -r -i {number}"
             yield stop(f"GPU {number}", what, expected="a GPU that needs no recovery", fix=fix)
         if gpu.mig:
             yield note(
@@ -372,10 +362,8 @@ def _speed(seen: Nvidia) -> Iterator[Finding]:
             "NVLink", what, expected="none: each costs time, and many end in Xid 74", fix=fix
         )
     for number, count in seen.inactive_links.items():
-        what, fix = (
-            f"GPU {number}: {count} links are inactive",
-            f"nvidia-smi nvlink -s; {_DISMISSED}",
-        )
+        what = f"GPU {number}: {count} links are inactive"
+        fix = f"nvidia-smi nvlink -s; {_DISMISSED}"
         yield warning(
             "NVLink", what, expected="all links active, as on its neighbours", fix=fix
         )

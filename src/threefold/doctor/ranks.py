@@ -239,10 +239,8 @@ def _of_links(
     found = list({finding.what: finding for finding in stuck}.values())
     missing = sorted(set(range(mesh.world_size)) - set(heard))
     if missing:
-        what, fix = (
-            f"no result came from {ranks_text(missing)}",
-            "look at the output of that rank and of its host",
-        )
+        what = f"no result came from {ranks_text(missing)}"
+        fix = "look at the output of that rank and of its host"
         found.append(stop("ranks", what, expected="a result from every rank", fix=fix))
     measured = {
         rank: collectives.Measured.of(each["measured"])
@@ -305,10 +303,8 @@ def judge(reports: Sequence[RankReport], topology: Topology) -> list[Finding]:
     close = f"within {max(skew_s, 0.001):.3f} s"
     far = f"{last.host} (rank {last.rank}) is {skew_s:.1f} s ahead of {first.host} (rank {first.rank})"
     fits, fix = skew_s <= _MOST_SKEW_S, "start chrony or systemd-timesyncd on both"
-    expected, what = (
-        f"within {_MOST_SKEW_S:g} s: logs of several machines are compared",
-        close if fits else far,
-    )
+    expected = f"within {_MOST_SKEW_S:g} s: logs of several machines are compared"
+    what = close if fits else far
     found.append(
         judged(
             "clocks of the ranks", what, fits, otherwise="warning", expected=expected, fix=fix

@@ -179,7 +179,10 @@ def send(job: Job, options: KubernetesSettings) -> str:
     return "\n".join(
         handed_to(
             # What is there under a digest is the same; a job that is there is another one.
-            *("kubectl", "create" if number == len(documents) else "apply", "-f", "-"),
+            "kubectl",
+            "create" if number == len(documents) else "apply",
+            "-f",
+            "-",
             text=as_document(document),
             missing=(
                 "kubectl, which knows the cluster and who you are",

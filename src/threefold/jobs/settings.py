@@ -46,8 +46,10 @@ def setting(
         "option": option,
         "form": form,
         "example": example,
+        "least": least,
+        "most": most,
+        "secret_fix": secret_fix,
     }
-    metadata |= {"least": least, "most": most, "secret_fix": secret_fix}
     if default is ...:
         return dataclasses.field(metadata=metadata)
     if default in ((), {}):

@@ -115,10 +115,8 @@ def problems(config: Config, ranks: Ranks, options: SlurmSettings) -> Iterator[P
 def missing_setup(options: SlurmSettings) -> Iterator[Problem]:
     """Yields that --setup names no file on this host."""
     if options.setup is not None and not Path(options.setup).is_file():
-        what, expected = (
-            f"--setup {options.setup} is no file here",
-            "a shell file that the job sources first",
-        )
+        what = f"--setup {options.setup} is no file here"
+        expected = "a shell file that the job sources first"
         yield Problem(
             what,
             expected,
@@ -320,10 +318,8 @@ def send_preparation(text: str, options: SlurmSettings, tasks: Sequence[int]) ->
     if tasks:
         array = f"--array={','.join(map(str, tasks))}"
         number = _sent(text, options, by_hand, "--parsable", array).partition(";")[0]
-        after, said = (
-            [f"--dependency=afterany:{number}"],
-            f"job {number} makes parts in {len(tasks)} tasks; ",
-        )
+        after = [f"--dependency=afterany:{number}"]
+        said = f"job {number} makes parts in {len(tasks)} tasks; "
     number = _sent(text, options, by_hand, "--parsable", *after).partition(";")[0]
     return f"{said}job {number} joins and proves them: {options.name}-{number}.out"
 

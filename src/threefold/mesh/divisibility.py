@@ -54,11 +54,9 @@ def batch_problems(config: Config, topology: Topology) -> list[Problem]:
                 f"--train.micro_batch {divisor}   (or auto)",
             )
         )
-    seq_len, unit, split = (
-        config.data.seq_len,
-        2 * cp if cp > 1 else 1,
-        config.mesh.sequence_parallel in (True, "async"),
-    )
+    seq_len = config.data.seq_len
+    unit = 2 * cp if cp > 1 else 1
+    split = config.mesh.sequence_parallel in (True, "async")
     if split and seq_len % (cp * tp):
         unit = math.lcm(cp * tp, unit)
         what = f"data.seq_len = {seq_len} cannot be shared by {cp} cp x {tp} tp ranks"

@@ -136,16 +136,12 @@ def token() -> bytes | None:
     Raises:
         ConfigError: it is short, or in a file that cannot be read, or that others can read.
     """
-    name, fix = (
-        "THREEFOLD_TOKEN",
-        "export THREEFOLD_TOKEN=$(openssl rand -hex 32)   (the same on every host)",
-    )
+    name = "THREEFOLD_TOKEN"
+    fix = "export THREEFOLD_TOKEN=$(openssl rand -hex 32)   (the same on every host)"
     found = os.environ.get(name)
     if found is None and (path := os.environ.get("THREEFOLD_TOKEN_FILE")) is not None:
-        name, fix = (
-            f"THREEFOLD_TOKEN_FILE = {path}",
-            f"(umask 077; openssl rand -hex 32 > {path})",
-        )
+        name = f"THREEFOLD_TOKEN_FILE = {path}"
+        fix = f"(umask 077; openssl rand -hex 32 > {path})"
         try:
             if Path(path).stat().st_mode & 0o077:
                 expected = (

@@ -462,10 +462,8 @@ def pick_device(device: str, local_rank: int) -> torch.device:
     """
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    visible, named = (
-        torch.cuda.device_count(),
-        environment.variables().get("CUDA_VISIBLE_DEVICES"),
-    )
+    visible = torch.cuda.device_count()
+    named = environment.variables().get("CUDA_VISIBLE_DEVICES")
     if visible == 1 and named == str(local_rank):
         return torch.device("cuda", 0)  # a wrapper script around the rank has chosen
     if local_rank >= visible:

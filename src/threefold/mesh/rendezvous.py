@@ -196,11 +196,9 @@ def _serve(info: LaunchInfo, deadline: float, token: bytes | None) -> Any:
         inner = rendezvous_auth.listen_on_loopback()
         rendezvous_auth.open_server_proxy(listening, (LOOPBACK, inner.getsockname()[1]), token)
         listening, address = inner, LOOPBACK
-    place, limit, number = (
-        (address, listening.getsockname()[1]),
-        timedelta(seconds=30),
-        listening.detach(),
-    )
+    place = (address, listening.getsockname()[1])
+    limit = timedelta(seconds=30)
+    number = listening.detach()
     store = dist.TCPStore(
         *place, info.world_size, True, limit, wait_for_workers=False, master_listen_fd=number
     )

@@ -83,10 +83,8 @@ def build(
 
 def resolved_on(mesh: Mesh, config: Config, architecture: PretrainedConfig) -> Resolved:
     """The automatic choices of a config for a model on a mesh."""
-    drops, unserved = (
-        attention_choice.drops_weights(architecture),
-        kernels.unserved(architecture),
-    )
+    drops = attention_choice.drops_weights(architecture)
+    unserved = kernels.unserved(architecture)
     device, heads = data_parallel.device_of(mesh), heads_of(architecture)
     return resolve(
         config, mesh.topology, device, heads=heads, drops_attention=drops, unserved=unserved

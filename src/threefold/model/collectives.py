@@ -93,10 +93,8 @@ def start_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
 
 def start_scattered_sum(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     """Begins to sum the group's [batch, sequence, ..]; what it returns waits for this rank's part of the sequence."""
-    rows, own = (
-        x.contiguous(),
-        x.new_empty((x.shape[0], x.shape[1] // group.size(), *x.shape[2:])),
-    )
+    rows = x.contiguous()
+    own = x.new_empty((x.shape[0], x.shape[1] // group.size(), *x.shape[2:]))
     if _row_by_row(own):
         work = group.reduce_scatter_tensor_coalesced(list(own.unbind()), list(rows.unbind()))
     else:

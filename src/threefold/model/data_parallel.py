@@ -150,11 +150,9 @@ def _ends(model: Any, layers: list[nn.Module]) -> list[tuple[nn.Module, nn.Modul
     """
     if kind_of(model)[0] is None:
         return []
-    embedding, head, inner = (
-        model.get_input_embeddings(),
-        model.get_output_embeddings(),
-        below_head(model),
-    )
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    inner = below_head(model)
     parts = [each for each in inner.children() if any(True for _ in each.parameters())]  # type: ignore[union-attr]
     holders = [
         place for place, each in enumerate(parts) if not {*layers}.isdisjoint(each.modules())

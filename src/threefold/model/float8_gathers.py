@@ -55,10 +55,8 @@ def gather_in_8_bits(
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.group("fsdp"))
         # Rounding keeps order: the largest number, rounded, is the largest of those rounded.
         for part, own in zip(parts, amax_to_scale(largest.bfloat16(), _WEIGHTS), strict=True):
-            part.fsdp_pre_all_gather, part.fsdp_post_all_gather = (
-                partial(_rounded, own),
-                _gathered,
-            )
+            part.fsdp_pre_all_gather = partial(_rounded, own)
+            part.fsdp_post_all_gather = _gathered
 
     model.register_forward_pre_hook(scale, prepend=True)
     return (

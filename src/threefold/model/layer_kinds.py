@@ -18,15 +18,16 @@ from transformers import PretrainedConfig
 Values: TypeAlias = dict[str, Any]
 
 DEPTH = {
-    *(
-        "num_hidden_layers",
-        "n_layer",
-        "n_layers",
-        "num_layers",
-        "decoder_layers",
-        "encoder_layers",
-    ),
-    *("num_decoder_layers", "num_encoder_layers", "num_blocks", "num_layers_per_stack"),
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "encoder_layers",
+    "num_decoder_layers",
+    "num_encoder_layers",
+    "num_blocks",
+    "num_layers_per_stack",
 }
 # What configs and models call their experts, and those of them that a token meets.
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

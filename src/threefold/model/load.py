@@ -193,12 +193,12 @@ def outline(
         ConfigError: its class cannot be built from this config.
     """
     try:
-        settings: dict[str, Any] = {
-            "attention": "eager",
-            "trust_remote_code": trust_remote_code,
-            "dtype": dtype,
-        }
-        return build_without_storage(copy.deepcopy(config), **settings)
+        return build_without_storage(
+            copy.deepcopy(config),
+            attention="eager",
+            trust_remote_code=trust_remote_code,
+            dtype=dtype,
+        )
     except Exception as error:  # whatever a model's code may raise
         if not trust_remote_code and type(config) not in AutoModelForCausalLM._model_mapping:
             raise ConfigError(

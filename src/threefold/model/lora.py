@@ -44,10 +44,8 @@ def problems(
 ) -> list[Problem]:
     """Why adapters of this model, which `build` makes without storage, cannot be trained; empty if they can."""
     if importlib.util.find_spec("peft") is None:
-        what, expected = (
-            f"model.lora.r = {asked.r}, but peft is not installed",
-            "the package that defines the adapters",
-        )
+        what = f"model.lora.r = {asked.r}, but peft is not installed"
+        expected = "the package that defines the adapters"
         return [Problem(what, expected, "pip install 'threefold[lora]'")]
     model = build()
     if not (linear := _linear_layers(model)):

@@ -29,16 +29,25 @@ from threefold.optim.muon import Muon
 # A program may make these itself, and use them on any mesh: tests compare them with one process.
 _COMPARED = (torch.optim.AdamW, torch.optim.SGD, Muon)
 # Keys of their own, and what the run settles.
-_SETTLED: tuple[str, ...] = ("params", "lr", "betas", "eps", "weight_decay", "mesh", "dtype")
-_SETTLED += ("fused", "foreach", "capturable", "differentiable")
+_SETTLED = (
+    "params",
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "mesh",
+    "dtype",
+    "fused",
+    "foreach",
+    "capturable",
+    "differentiable",
+)
 # One kernel for many tensors, which DTensor knows; the others have an operation for many tensors at a time.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
-_OF_MANY: tuple[type[torch.optim.Optimizer], ...] = (
+_OF_MANY = (
     torch.optim.SGD,
     torch.optim.Adagrad,
     torch.optim.RMSprop,
-)
-_OF_MANY += (
     torch.optim.NAdam,
     torch.optim.RAdam,
     torch.optim.Adamax,

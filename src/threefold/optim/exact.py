@@ -33,10 +33,8 @@ class ExactAdamW(torch.optim.AdamW):
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
             state["step"] += 1
             (beta, beta_square), number = group["betas"], int(state["step"])
-            rate, root_scale = (
-                -group["lr"] / (1 - beta**number),
-                1 / math.sqrt(1 - beta_square**number),
-            )
+            rate = -group["lr"] / (1 - beta**number)
+            root_scale = 1 / math.sqrt(1 - beta_square**number)
             moments = (local_part(state["exp_avg"]), local_part(state["exp_avg_sq"]))
             for parts in in_blocks(local_part(parameter), gradient, *moments):
                 update(*parts, rate=rate, root_scale=root_scale, group=group)

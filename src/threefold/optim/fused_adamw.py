@@ -63,10 +63,8 @@ class FusedAdamW(torch.optim.AdamW):
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, [1 - skip] * len(steps))
         (beta, beta_square), number = group["betas"], torch.stack(steps).double()
-        rates, root_scales = (
-            -group["lr"] / (1 - beta**number),
-            1 / (1 - beta_square**number).sqrt(),
-        )
+        rates = -group["lr"] / (1 - beta**number)
+        root_scales = 1 / (1 - beta_square**number).sqrt()
         factors = Factors(rates.float(), root_scales.float(), clip, skip)
         of_each = [
             Tensors(

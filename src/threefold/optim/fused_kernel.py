@@ -70,10 +70,8 @@ def _load_moment(table, row, count, begin, left, MOMENTS: tl.constexpr, BLOCK: t
     values = _load(_start(table, row, begin, MOMENTS), left, BLOCK)
     if tl.uint8 == MOMENTS:
         numbers = _start(table, row + 5 * count, 0, tl.float32) + values.to(tl.int32)
-        scales, places = (
-            _start(table, row + 3 * count, begin // _SCALED, tl.float32),
-            tl.arange(0, BLOCK),
-        )
+        scales = _start(table, row + 3 * count, begin // _SCALED, tl.float32)
+        places = tl.arange(0, BLOCK)
         values = tl.load(numbers) * tl.load(scales + places // _SCALED, mask=places < left)
     return values
 
@@ -173,14 +171,22 @@ def update_by_kernel(
         table = table.pin_memory().to(device, non_blocking=True)
     (beta, beta_square), decay = group["betas"], 1 - group["lr"] * group["weight_decay"]
     _update[(len(owners),)](
-        *(table, sizes, firsts, owners, len(of_each), *factors),
-        *(decay, beta, 1 - beta, beta_square, 1 - beta_square, group["eps"]),
-        *(
-            _TYPES[first.gradient.dtype],
-            _TYPES[stored[0][2].dtype],
-            first.copy is not None,
-            _BLOCK,
-        ),
+        table,
+        sizes,
+        firsts,
+        owners,
+        len(of_each),
+        *factors,
+        decay,
+        beta,
+        1 - beta,
+        beta_square,
+        1 - beta_square,
+        group["eps"],
+        _TYPES[first.gradient.dtype],
+        _TYPES[stored[0][2].dtype],
+        first.copy is not None,
+        _BLOCK,
         num_warps=_WARPS,
         enable_fp_fusion=False,
     )

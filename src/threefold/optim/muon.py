@@ -78,12 +78,14 @@ class Muon(torch.optim.AdamW):
         # Torch's own says what is wrong with them, in its constructor or in its step.
         matrix = nn.Parameter(torch.zeros(1, 1))
         matrix.grad = torch.zeros(1, 1)
-        settings: dict[str, Any] = {
-            "ns_coefficients": tuple(ns_coefficients),
-            "ns_steps": ns_steps,
-        }
-        settings |= {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
-        torch.optim.Muon([matrix], **settings).step()
+        torch.optim.Muon(
+            [matrix],
+            ns_coefficients=tuple(ns_coefficients),
+            ns_steps=ns_steps,
+            momentum=momentum,
+            nesterov=nesterov,
+            adjust_lr_fn=adjust_lr_fn,
+        ).step()
         a, b, c = ns_coefficients
         self._iteration = (float(a), float(b), float(c)), ns_steps
         super().__init__(

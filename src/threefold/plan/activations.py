@@ -99,12 +99,10 @@ def _queries(layer: Layer, setup: Setup) -> tuple[float, float]:
 
 def _eager(decoder: Decoder, layer: Layer, setup: Setup) -> float:
     """Of a layer whose operators run one by one."""
-    tokens, element, family, hidden = (
-        setup.tokens,
-        setup.element,
-        decoder.family,
-        decoder.hidden,
-    )
+    tokens = setup.tokens
+    element = setup.element
+    family = decoder.family
+    hidden = decoder.hidden
     norms = (
         family.num_norms
         * setup.stream

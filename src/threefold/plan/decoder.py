@@ -238,11 +238,9 @@ class _Sizes:
 
 def _layer(sizes: _Sizes, place: int) -> Layer:
     family, hidden = sizes.family, sizes.number("hidden_size")
-    heads, kv_heads, head_dim = (
-        sizes.number("num_attention_heads"),
-        sizes.kv_heads,
-        sizes.head_dim,
-    )
+    heads = sizes.number("num_attention_heads")
+    kv_heads = sizes.kv_heads
+    head_dim = sizes.head_dim
     weights = [*_attention(sizes, hidden, heads * head_dim, kv_heads * head_dim)]
     for number in range(family.num_norms):
         weights += _norm(f"norm {number}", hidden, family.norm)
@@ -260,10 +258,8 @@ def _layer(sizes: _Sizes, place: int) -> Layer:
         next((key for key in _EXPERTS if sizes.values.get(key)), family.experts)
     )
     chosen = sizes.number("num_experts_per_tok")
-    width, shared = (
-        sizes.number(family.expert_width),
-        int(sizes.values.get("shared_expert_intermediate_size") or 0),
-    )
+    width = sizes.number(family.expert_width)
+    shared = int(sizes.values.get("shared_expert_intermediate_size") or 0)
     weights += _experts(sizes, hidden, width, experts, chosen / experts)
     if shared:
         weights += _mlp(sizes, hidden, shared, name="shared ")
@@ -353,10 +349,8 @@ def _norm(name: str, width: int, kind: str) -> Sequence[Weight]:
 def _is_sparse(sizes: _Sizes, place: int) -> bool:
     if not sizes.family.experts:
         return False
-    step, dense = (
-        sizes.values.get("decoder_sparse_step") or 1,
-        sizes.values.get("mlp_only_layers") or (),
-    )
+    step = sizes.values.get("decoder_sparse_step") or 1
+    dense = sizes.values.get("mlp_only_layers") or ()
     return place not in dense and (place + 1) % step == 0
 
 

@@ -74,11 +74,9 @@ def formula(flops: Flops, seq_len: int) -> list[str]:
                 f"  {factor * count / 1e9:10,.2f} GFLOP = {factor} x {count:,.0f} {name}"
             )
     for attention, layers in sorted(flops.attention.items(), key=str):
-        heads, width, seen = (
-            attention.heads,
-            attention.query_width + attention.value_width,
-            keys(attention.window),
-        )
+        heads = attention.heads
+        width = attention.query_width + attention.value_width
+        seen = keys(attention.window)
         window = "" if attention.window is None else f" (window {attention.window})"
         lines.append(
             f"  {6 * layers * heads * width * seen / 1e9:10,.2f} GFLOP = 6 x {layers} layers x {heads} heads x "

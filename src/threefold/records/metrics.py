@@ -188,10 +188,8 @@ class Metrics:
     def _split(self, name: str) -> tuple[Points, dict[int, Points]]:
         if name not in self._stands:
             series = self._series.get(name) or _Series()
-            steps, values = (
-                np.array(series.steps, np.int64),
-                np.array(series.values, np.float64),
-            )
+            steps = np.array(series.steps, np.int64)
+            values = np.array(series.values, np.float64)
             passes = np.array(series.passes, np.int64)
             stands = steps < self._limits()[passes]
             gone = {

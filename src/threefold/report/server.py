@@ -31,11 +31,9 @@ from threefold.report.run_list import listed, runs_in
 PORT, _MORE_PORTS = 8733, 20
 _MOST_COMPARED = 20
 _HOSTS = ("127.0.0.1", "localhost", "::1")
-_HTML, _TEXT, _JSON = (
-    "text/html; charset=utf-8",
-    "text/plain; charset=utf-8",
-    "application/json",
-)
+_HTML = "text/html; charset=utf-8"
+_TEXT = "text/plain; charset=utf-8"
+_JSON = "application/json"
 _HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -215,10 +213,8 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60
 
     def do_GET(self) -> None:
-        hosts, cookies = (
-            self.headers.get_all("host") or [],
-            "; ".join(self.headers.get_all("cookie") or []),
-        )
+        hosts = self.headers.get_all("host") or []
+        cookies = "; ".join(self.headers.get_all("cookie") or [])
         self._send(self.server.view.answer(self.path, hosts=hosts, cookies=cookies))
 
     def _refuse(self) -> None:

@@ -24,8 +24,10 @@ _NOT_CURVES = {
     "slowest_rank",
     "lagging_rank",
     "estimated_memory_bytes",
+    "eval_tokens",
+    "eval_count",
+    "eval_pairs",
 }
-_NOT_CURVES |= {"eval_tokens", "eval_count", "eval_pairs"}
 _MOST_CURVES, _MOST_STEP = 48, 1 << 53
 _KEPT_OF_A_BUCKET = 5
 _MOST_REPLACED = 20

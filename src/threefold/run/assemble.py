@@ -272,10 +272,8 @@ def num_steps_of(config: Config, folder: RunFolder, loader: TokenLoader) -> int:
     """The last step's number; with train.epochs from the rows that are left after the steps done."""
     if config.train.epochs is None:
         return config.train.steps or DEFAULT_STEPS
-    done, ahead = (
-        folder.done,
-        [each for each in config.data.skip if each not in loader.left_out],
-    )
+    done = folder.done
+    ahead = [each for each in config.data.skip if each not in loader.left_out]
     return last_step(loader.order, loader.cursor().place, done=done, skip=ahead)
 
 

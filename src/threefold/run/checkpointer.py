@@ -129,11 +129,9 @@ class Checkpointer:
             self.ema.state() if self.ema is not None else {}
         )
         refuse_drift(copies, self.mesh, when=f"after step {step}, which is not saved")
-        keep, checkpoints, manifest = (
-            self.config.checkpoint.keep,
-            self.folder.checkpoints,
-            self._manifest(),
-        )
+        keep = self.config.checkpoint.keep
+        checkpoints = self.folder.checkpoints
+        manifest = self._manifest()
 
         def commit(seals: Mapping[str, Seal]) -> None:
             pinned = stored.mirror.pinned() if stored is not None else ()
@@ -195,10 +193,8 @@ class Checkpointer:
         if not self.folder.accepts_changes:
             refuse_other_given(manifest, self.given, checkpoint)
         chat_template.refuse_other(manifest, self.template, self.config, checkpoint)
-        self.changed, exact = (
-            changes(manifest, self.config),
-            self.config.train.reduce == "exact",
-        )
+        self.changed = changes(manifest, self.config)
+        exact = self.config.train.reduce == "exact"
         if exact:
             self.changed = with_axes(self.changed, manifest, self.mesh.topology)
             self.lost_bits = lost_bits(manifest, self.changed, versions())

@@ -91,10 +91,8 @@ def prompts_of(run: Built) -> list[Prompt]:
             own = for_texts(run.tokenizer, bos=labels.bos, control_tokens=labels.control_tokens)
             ids, end_id = own.encode_batch([prompt])[0].tolist(), run.tokenizer.end_id
         else:
-            encoder, said = (
-                encoder_of(run.tokenizer, labels, "last", template),
-                [_question(prompt)],
-            )
+            encoder = encoder_of(run.tokenizer, labels, "last", template)
+            said = [_question(prompt)]
             try:
                 ids, end_id = encoder.prompt(said), encoder.end_of_turn(said)
             except RowError as error:

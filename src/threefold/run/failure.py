@@ -120,11 +120,9 @@ def note_error(error: BaseException, rank: int, watch: Watchdog) -> None:
 
     Of a peer that is gone, the process that starts the ranks knows more, if it is one of ours.
     """
-    place, lost, ours = (
-        watch.progress.place,
-        lost_peer(error),
-        error if isinstance(error, ThreefoldError) else None,
-    )
+    place = watch.progress.place
+    lost = lost_peer(error)
+    ours = error if isinstance(error, ThreefoldError) else None
     refused = ours is not None and ours.exit_code == EXIT_WRONG_REQUEST and not place.step
     if refused or isinstance(error, OtherRankError) or (lost is not None and watch.pulse):
         return

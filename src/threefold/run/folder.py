@@ -198,10 +198,8 @@ class RunFolder:
             if asked not in ("auto", "never")
             else None
         )
-        author, start = (
-            dataclasses.asdict(identity.author),
-            dataclasses.asdict(identity.starts[-1]),
-        )
+        author = dataclasses.asdict(identity.author)
+        start = dataclasses.asdict(identity.starts[-1])
         self.journal.append(
             "start", **author, **start, asked=named, job=environment.job(), **(facts or {})
         )
@@ -290,10 +288,8 @@ def open_folder(
     Raises:
         ConfigError: as `open_run`, except for what is to be resumed there.
     """
-    path, words = (
-        Path(config.log.dir) if config.log.dir is not None else new_path(),
-        Words(program),
-    )
+    path = Path(config.log.dir) if config.log.dir is not None else new_path()
+    words = Words(program)
     try:
         with suppress(FileNotFoundError):
             path.stat()
@@ -323,10 +319,8 @@ def refuse_other_kind(path: Path, words: Words) -> None:
         return
     whose, fix = "threefold train", f"threefold resume {shlex.quote(str(path))}"
     if identity.program:
-        whose, fix = (
-            "a program with a loop of its own (threefold.Run)",
-            "run that program again, which resumes it",
-        )
+        whose = "a program with a loop of its own (threefold.Run)"
+        fix = "run that program again, which resumes it"
     raise ConfigError(
         f"{words.at(path)} holds a run of {whose}",
         expected="what began the run, to continue it: its checkpoints fit nothing else",

@@ -82,15 +82,13 @@ def load_model(
         "name_or_path": name_or_path,
         "config": dict(config) if config is not None else None,
         "dtype": dtype,
-    }
-    model |= {
         "revision": revision,
         "trust_remote_code": trust_remote_code,
         "admission": admission,
     }
     asked = validate(
         {
-            "model": {**model, **({"lora": dict(lora)} if lora is not None else {})},
+            "model": model | ({"lora": dict(lora)} if lora is not None else {}),
             "train": {
                 "seed": seed,
                 "activation_checkpointing": activation_checkpointing,

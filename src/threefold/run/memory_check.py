@@ -64,10 +64,8 @@ def refuse_too_much_of_host(decoder: Decoder, setup: Setup, free: int | None) ->
     needed = host_bytes(decoder, setup)
     if free is None or _CERTAIN["cuda"] * needed <= free:
         return
-    key, fix = (
-        "train.activation_checkpointing = offload",
-        "--train.activation_checkpointing full",
-    )
+    key = "train.activation_checkpointing = offload"
+    fix = "--train.activation_checkpointing full"
     if setup.cpu_offload:
         key, fix = "mesh.cpu_offload = true", "--mesh.cpu_offload false"
     raise ConfigError(

@@ -70,10 +70,8 @@ def _refuse_other_key(name: str, key: str, value: Any) -> None:
     ]
     if key in allowed:
         return
-    expected, near = (
-        f"keys among {', '.join(allowed)}",
-        difflib.get_close_matches(key, allowed, n=1, cutoff=0.85),
-    )
+    expected = f"keys among {', '.join(allowed)}"
+    near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.85)
     fix = (
         f"did you mean {near[0]}?"
         if near

@@ -48,11 +48,9 @@ def of(config: Config, path: Path, words: Words = _COMMAND) -> Choice:
             checkpoint of another timeline, or a run's files without run.json.
         CheckpointError: a checkpoint given by path does not exist.
     """
-    checkpoints, identity, asked = (
-        CheckpointFolder(path),
-        Identity.read(path),
-        config.checkpoint.resume,
-    )
+    checkpoints = CheckpointFolder(path)
+    identity = Identity.read(path)
+    asked = config.checkpoint.resume
     if identity is None and is_run(path):
         raise unnamed(path, words)
     if foreign := checkpoints.foreign():

@@ -77,15 +77,16 @@ REPORT_BEFORE = 0.9
 LINGER_S = 60.0
 # What a program may ask of its run; the rest of a config is its own code.
 _KEYS = (
-    *(
-        "log.trackers",
-        "log.project",
-        "log.stall_s",
-        "audit.every",
-        "train.nonfinite",
-        "train.timeout_s",
-    ),
-    *("checkpoint.keep", "checkpoint.on_error", "checkpoint.resume", "checkpoint.store"),
+    "log.trackers",
+    "log.project",
+    "log.stall_s",
+    "audit.every",
+    "train.nonfinite",
+    "train.timeout_s",
+    "checkpoint.keep",
+    "checkpoint.on_error",
+    "checkpoint.resume",
+    "checkpoint.store",
 )
 
 
@@ -406,10 +407,8 @@ class Run:
             self.guards.progress.enter("save")
             states = {name: each.state_dict() for name, each in self._stateful.items()}
             asked = self.config.checkpoint
-            ends, checkpoints = (
-                saving.Ends(partial(self._commit, self.step)),
-                self.folder.checkpoints,
-            )
+            ends = saving.Ends(partial(self._commit, self.step))
+            checkpoints = self.folder.checkpoints
             if (stored := self.stored) is not None:
                 done = partial(stored.send, checkpoints.at(self.step), best=False)
                 ends = dataclasses.replace(ends, refusal=stored.mirror.refusal, done=done)

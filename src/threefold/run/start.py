@@ -195,10 +195,8 @@ def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = 
     if info.launcher is not None:
         _refuse_unrestartable(loaded.config, info, max_restarts)
         if force:
-            what, expected = (
-                "--force, but a launcher started this rank",
-                "an option for ranks that are started here",
-            )
+            what = "--force, but a launcher started this rank"
+            expected = "an option for ranks that are started here"
             raise ConfigError(what, expected=expected, fix="leave --force out")
         if info.launcher == "torchrun":
             local_ranks.die_with_parent()

@@ -75,7 +75,9 @@ class StoredRun:
             f"threefold/stored/{mesh.share('stored', lambda: uuid.uuid4().hex)}", store
         )
         self.mirror = Mirror(
-            *(mesh, values, _place(str(asked.store))),
+            mesh,
+            values,
+            _place(str(asked.store)),
             keep=asked.keep,
             continue_on_error=asked.on_error == "continue",
             held=held,
@@ -195,11 +197,9 @@ def _planned(
     words: Words,
     say: Callable[[str], None],
 ) -> _Plan:
-    folder, asked, store = (
-        open_folder(config, lock, program=words.program),
-        config.checkpoint.resume,
-        None,
-    )
+    folder = open_folder(config, lock, program=words.program)
+    asked = config.checkpoint.resume
+    store = None
     forget_interrupted(folder, begun=(folder / RUN_FILE).exists())
     prefix, name = parted(asked) if "://" in asked else ("", None)
     if config.checkpoint.store is not None:

@@ -132,10 +132,8 @@ def _exact_problems(given: Given, config: Config) -> Iterator[Problem]:
 
 def _optimizer_problems(make: Any, config: OptimizerConfig) -> Iterator[Problem]:
     if not callable(make) or not hasattr(make, "__qualname__"):
-        what, expected = (
-            f"optimizer is a {type(make).__name__}",
-            "a function of the model that makes one on the ranks",
-        )
+        what = f"optimizer is a {type(make).__name__}"
+        expected = "a function of the model that makes one on the ranks"
         yield Problem(
             what,
             expected,

@@ -67,12 +67,10 @@ class PairLoss:
         self, model: Model, asked: DpoConfig, reference: Reference, *, num_documents: int
     ) -> None:
         """Args: `num_documents`: of the row that has most."""
-        self._model, self._asked, self._reference, self._num_documents = (
-            model,
-            asked,
-            reference,
-            num_documents,
-        )
+        self._model = model
+        self._asked = asked
+        self._reference = reference
+        self._num_documents = num_documents
 
     def __call__(
         self, log_probabilities: Tensor, batch: Batch

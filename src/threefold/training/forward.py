@@ -133,11 +133,9 @@ def _sums(
         if failures is None or mesh.world_size == 1:
             raise
         failures.append(error)
-        total, count, told = (
-            torch.zeros(()),
-            0,
-            [torch.zeros(len(names), dtype=torch.float64, device=mesh.device)],
-        )
+        total = torch.zeros(())
+        count = 0
+        told = [torch.zeros(len(names), dtype=torch.float64, device=mesh.device)]
     finally:
         mesh.losses.pop()
     # Every rank goes backward through the whole model, whatever its part of the loss depends on: there are collectives.

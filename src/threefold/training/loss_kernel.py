@@ -101,8 +101,17 @@ def gradients(
     found = torch.empty_like(logits, dtype=dtype)
     if tokens:
         _gradients[(tokens, triton.cdiv(width, _BLOCK))](
-            *(logits, found, largest, logs, targets, width, 2 * z_loss, spread, at_target),
-            *(dtype == torch.bfloat16, _BLOCK),
+            logits,
+            found,
+            largest,
+            logs,
+            targets,
+            width,
+            2 * z_loss,
+            spread,
+            at_target,
+            dtype == torch.bfloat16,
+            _BLOCK,
             num_warps=_WARPS,
         )
     return found

@@ -61,10 +61,8 @@ def summary_of(events: Iterable[Event]) -> Summary:
     steps = sum(each["name"] == f"{PHASE}optimizer" for each in phases)
     if not steps:
         raise ValueError("the trace has no whole step")
-    begin, end = (
-        min(each["ts"] for each in phases),
-        max(each["ts"] + each["dur"] for each in phases),
-    )
+    begin = min(each["ts"] for each in phases)
+    end = max(each["ts"] + each["dur"] for each in phases)
     kernels = [
         event
         for event in complete

@@ -97,10 +97,8 @@ def steps_on(mesh: Mesh, config: Config, options: VerifyOptions) -> list[Step]:
         config, tokenizer, mesh, vocab_size=architecture.get_text_config().vocab_size
     )
     model, train = build(config, architecture, mesh), config.train
-    optimizer, ema = (
-        assemble.optimizer_of(config, model, mesh),
-        assemble.average_of(config, model),
-    )
+    optimizer = assemble.optimizer_of(config, model, mesh)
+    ema = assemble.average_of(config, model)
     loss = token_loss_of(
         model, mesh, label_smoothing=train.label_smoothing, z_loss=train.z_loss
     )

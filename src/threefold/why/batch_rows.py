@@ -133,10 +133,8 @@ class StepBatches:
         like: Float64,
         scores: Float64,
     ) -> list[BatchRow]:
-        names, broken = (
-            self.run.sources[0],
-            {place for number, place in self.run.table.broken if number == step},
-        )
+        names = self.run.sources[0]
+        broken = {place for number, place in self.run.table.broken if number == step}
         found = []
         for place, row in enumerate(rows):
             if row is not None and row < 0:

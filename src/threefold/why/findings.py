@@ -341,10 +341,8 @@ def _drifts(run: Lookback) -> Iterator[Anomaly]:
         if not np.isfinite(means[source]).all():
             continue
         low = int(means[source].argmin())
-        risen, error = (
-            means[source, -1] - means[source, low],
-            np.hypot(errors[source, -1], errors[source, low]),
-        )
+        risen = means[source, -1] - means[source, low]
+        error = np.hypot(errors[source, -1], errors[source, low])
         others = np.delete(means, source, 0)
         fell = float(np.nanmean(others[:, -1] - others[:, low]))
         score = risen / max(error, 1e-12)

@@ -129,10 +129,8 @@ class Table:
         steps = np.array(run.kept.steps, np.int64)
         found = [losses for step in steps.tolist() if (losses := run.kept.of(step)) is not None]
         width = max((len(each.sums) for each in found), default=0)
-        means, counts = (
-            np.full((len(steps), width), np.nan),
-            np.zeros((len(steps), width), np.int64),
-        )
+        means = np.full((len(steps), width), np.nan)
+        counts = np.zeros((len(steps), width), np.int64)
         sources = run.sources_of(steps.tolist(), width)
         for number, losses in enumerate(found):
             means[number, : len(losses.sums)], counts[number, : len(losses.sums)] = (

@@ -80,10 +80,8 @@ def scores_of_rows(means: Float64, counts: Int64, sources: Int64) -> tuple[Float
     here = _OF_MAD * _median(np.abs(_rows_around(rest, _NEAR)), 1)[:, None]
     scores, like = np.zeros(means.shape), np.broadcast_to(base, means.shape).copy()
     for start in range(0, len(means), _BLOCK):
-        own, around = (
-            slice(start, start + _BLOCK),
-            slice(max(0, start - _BLOCK), start + 2 * _BLOCK),
-        )
+        own = slice(start, start + _BLOCK)
+        around = slice(max(0, start - _BLOCK), start + 2 * _BLOCK)
         near = rest[around]
         for source in np.unique(sources[own]):
             theirs = near[(sources[around] == source) & np.isfinite(near)]

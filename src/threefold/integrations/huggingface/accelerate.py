@@ -146,10 +146,8 @@ class PreparedEvaluationLoader(EvaluationLoader):
         self.remainder = 0
         for step, (numbers, batch, *_) in enumerate(self._tracked()):
             self.rows = int((numbers >= 0).sum())
-            real, places = (
-                self._blocks.real(step),
-                self._blocks.block(step) * self._axis.dp_size,
-            )
+            real = self._blocks.real(step)
+            places = self._blocks.block(step) * self._axis.dp_size
             self.remainder = real if real < places else 0
             kept = _ignored_after(self.rows, batch) if self.rows < len(numbers) else batch
             yield on_device(kept, self._accelerator)

@@ -67,11 +67,9 @@ def adopted(trainer: Any, loader: Any) -> Any:
             batches.sampler, len(plain.dataset)
         ):
             return loader
-        draw, batch_size, drop = (
-            draw_of(batches.sampler, len(plain.dataset)),
-            batches.batch_size,
-            batches.drop_last,
-        )
+        draw = draw_of(batches.sampler, len(plain.dataset))
+        batch_size = batches.batch_size
+        drop = batches.drop_last
     else:
         return loader
     order = _order(trainer, plain.dataset, draw=draw, batch_size=batch_size or 1, drop=drop)

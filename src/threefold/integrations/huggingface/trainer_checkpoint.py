@@ -285,10 +285,8 @@ def _at_next_epoch(
     own, made_from = loader.state_dict(), saved.get("fingerprint")
     if not isinstance(made_from, Mapping) or made_from == own["fingerprint"]:
         return None
-    size, position = (
-        made_from.get("num_samples", made_from.get("num_rows")),
-        saved.get("position"),
-    )
+    size = made_from.get("num_samples", made_from.get("num_rows"))
+    position = saved.get("position")
     if (
         not isinstance(size, int)
         or not isinstance(position, int)

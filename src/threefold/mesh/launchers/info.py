@@ -98,10 +98,8 @@ class Variables:
         """
         port = self.number("MASTER_PORT")
         if port is not None and not 0 < port < 2**16:
-            what, fix = (
-                f"MASTER_PORT = {port} is not a port",
-                f"export MASTER_PORT={DEFAULT_PORT}",
-            )
+            what = f"MASTER_PORT = {port} is not a port"
+            fix = f"export MASTER_PORT={DEFAULT_PORT}"
             raise ConfigError(what, expected="a number from 1 to 65535", fix=fix)
         return port
 

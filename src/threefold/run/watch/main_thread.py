@@ -47,10 +47,8 @@ _WAITS_FOR_OTHERS = {
     # Not known: nothing is said to be blocked.
 }.get(platform.machine(), frozenset(map(str, range(1024))))
 # As faulthandler writes them.
-_THREAD, _CALL = (
-    re.compile(r"(?:Thread|Current thread) 0x([0-9a-f]+) "),
-    re.compile(r'  File "(.*)", line (\d+) in (.*)'),
-)
+_THREAD = re.compile(r"(?:Thread|Current thread) 0x([0-9a-f]+) ")
+_CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 class Call(NamedTuple):

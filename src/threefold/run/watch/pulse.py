@@ -261,10 +261,8 @@ class Witness:
 
     def ended(self, rank: int, code: int, error: str) -> None:
         """A start is over, because a rank (-1: all) has ended with an exit code, or a signal (below 0)."""
-        how, places = (
-            "exit" if code > 0 else "signal",
-            [_place(os.pread(file, _SIZE, 0)) for file in self._files],
-        )
+        how = "exit" if code > 0 else "signal"
+        places = [_place(os.pread(file, _SIZE, 0)) for file in self._files]
         if code - 128 in STOPS:  # the others wait for the one that is behind
             how, code = "asked", code - 128
             rank = min(range(len(places)), key=lambda each: places[each].number, default=rank)

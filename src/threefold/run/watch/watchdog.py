@@ -437,10 +437,8 @@ class Watchdog:
         return stall.Stall((Seen(report, quiet_s, quiet_s),), (), (), (0,), away_s)
 
     def _without_store(self, away_s: float) -> str:
-        here, gone = (
-            self._at(self.progress.place),
-            "the process that keeps it, rank 0's or the launcher's, is gone",
-        )
+        here = self._at(self.progress.place)
+        gone = "the process that keeps it, rank 0's or the launcher's, is gone"
         where = f"rank {here.rank} of host {here.host}, {here.place()}"
         return f"{where}, has not reached the run's store for {away_s:.0f} s: this host is cut off, or {gone}"
 

@@ -303,8 +303,7 @@ def _mean_loss(model: Model, mesh: Mesh, token_loss: TokenLoss, batch: Batch) ->
     """Mean cross entropy over the targets of all ranks, which have equally many."""
     with forward_sums(model, batch, mesh, token_loss) as sums:
         total = sums.cross_entropy.double()
-    if (group := mesh.group("loss")) is not None:
-        dist.all_reduce(total, group=group)
+    mesh.all_reduce("loss", total)
     targets = int((batch["labels"] != IGNORED).sum()) * mesh.dp_size
     return (total / targets).item()
 

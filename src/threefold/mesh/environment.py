@@ -121,11 +121,15 @@ def stay_on_loopback(*, asked: bool = False) -> None:
                 replaced.update({variable: own} if own != value else {})
 
 
-def network_here() -> str | None:
-    """Names the network stack that this process shares with others of its machine; None if that cannot be known."""
+def namespace_here(kind: str) -> str | None:
+    """Names what this process shares with others of its machine; None if that cannot be known.
+
+    Args:
+        kind: `net`, the network stack; `pid`, the processes that it sees: of its host, and of its container.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+        return f"{boot}/{os.stat(f'/proc/self/ns/{kind}').st_ino}"
     except OSError:
         return None
 

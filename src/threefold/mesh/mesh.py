@@ -129,6 +129,13 @@ class Mesh:
             else self.groups[name]
         )
 
+    def all_reduce(
+        self, name: str, values: torch.Tensor, op: dist.RedOpType = dist.ReduceOp.SUM
+    ) -> None:
+        """Combines values over an axis, in place: `group(name)`, where it has several ranks."""
+        if (group := self.group(name)) is not None:
+            dist.all_reduce(values, op, group=group)
+
     @property
     def meets_others(self) -> bool:
         """Whether there are other ranks to meet; none where a step is traced with a group that sends nothing.

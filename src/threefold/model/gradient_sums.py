@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from threefold.mesh.mesh import Mesh
@@ -63,16 +62,15 @@ class FloatSums:
             [_square_sum(gradients[over_tp, True], device) for over_tp in (True, False)]
         )
         # Replicas have equal gradients; only ranks that share one copy hold different parts.
-        if (fsdp := self._mesh.group("fsdp")) is not None:
-            dist.all_reduce(squares, group=fsdp)
+        self._mesh.all_reduce("fsdp", squares)
         squares = squares + torch.stack(
             [_square_sum(gradients[over_tp, False], device) for over_tp in (True, False)]
         )
-        if (tp := self._mesh.group("tp")) is None:
+        if self._mesh.group("tp") is None:
             return squares.sum().sqrt()
         # The second is 0, or NaN if `whole` is not finite on one tp rank alone: all must know.
         parts = torch.stack([squares[0], squares[1] - squares[1]])
-        dist.all_reduce(parts, group=tp)
+        self._mesh.all_reduce("tp", parts)
         return (parts.sum() + squares[1]).sqrt()
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -128,8 +127,8 @@ class Adafactor(torch.optim.Adafactor):
     def _total(self, own: list[Tensor]) -> Any:
         """The sums over all ranks of tensors, one after the other."""
         together = torch.cat(own)
-        if self._mesh is not None and self._mesh.world_size > 1:
-            dist.all_reduce(together, group=self._mesh.group("world"))
+        if self._mesh is not None:
+            self._mesh.all_reduce("world", together)
         return iter(together.split([each.numel() for each in own]))
 
     def _precondition(self, part: _Part, totals: list[Tensor]) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from threefold.errors import ConfigError
@@ -64,8 +63,7 @@ class Scores:
                 self.tick()
         finally:
             model.train(trained)
-        if (group := mesh.group("dp")) is not None:
-            dist.all_reduce(found, group=group)
+        mesh.all_reduce("dp", found)
         return [(value, greedy > 0.5) for value, greedy in found.tolist()]
 
     def _length(self, request: Request) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from threefold.checkpoint.copies import refuse_drift, state_held
@@ -94,8 +93,7 @@ class EvalStep:
         for batch, counts in self._with_stand_ins(reader, batches, failures):
             found = self._of(batch, failures)
             totals += found if counts else 0 * totals
-        if (group := mesh.group("loss")) is not None:
-            dist.all_reduce(totals, group=group)
+        mesh.all_reduce("loss", totals)
         reshard(model.forward)
         model.train(trained)
         sums: list[float] = totals.tolist()

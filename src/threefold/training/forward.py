@@ -289,13 +289,13 @@ def refuse_unequal(
             every rank. What it raised on this one.
     """
     count, failed = ended
-    if (group := mesh.group("tp")) is not None:
+    if mesh.group("tp") is not None:
         both = torch.cat([totals, -totals])
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+        mesh.all_reduce("tp", both, dist.ReduceOp.MAX)
         highest, lowest = both[:2], -both[2:]
         apart = ((highest - lowest) > _SAME * highest.abs().maximum(lowest.abs())).any()
         anywhere = torch.stack([apart.double(), failed])
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=mesh.group("world"))
+        mesh.all_reduce("world", anywhere, dist.ReduceOp.MAX)
         if (failed := anywhere[1]) == 0 and anywhere[0].item():
             found = f"{lowest[0].item():.8g} to {highest[0].item():.8g}"
             raise RunError(

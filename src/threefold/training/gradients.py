@@ -34,7 +34,7 @@ class Gradients:
 
     def average(self) -> None:
         """Averages over the dp ranks, each of which holds the whole model; where one has no gradient it counts as 0."""
-        if (group := self._mesh.group("dp")) is None:
+        if self._mesh.group("dp") is None:
             return
         parameters = [
             parameter
@@ -45,7 +45,7 @@ class Gradients:
             [parameter.grad is not None for parameter in parameters], device=self._mesh.device
         )
         anywhere = present.int()
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group)
+        self._mesh.all_reduce("dp", anywhere, dist.ReduceOp.MAX)
         pending: list[Tensor] = []
         for parameter, any_rank in zip(parameters, anywhere.tolist(), strict=True):
             if any_rank:
@@ -55,16 +55,17 @@ class Gradients:
                 if pending and (
                     pending[0].dtype != parameter.grad.dtype or size > _TOGETHER_BYTES
                 ):
-                    self._average(pending, group)
+                    self._average(pending, "dp")
                     pending = []
                 pending.append(parameter.grad)
         if pending:
-            self._average(pending, group)
+            self._average(pending, "dp")
 
-    def _average(self, gradients: list[Tensor], group: dist.ProcessGroup) -> None:
+    def _average(self, gradients: list[Tensor], axis: str) -> None:
         together = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(together, group=group)
-        parts = together.div_(group.size()).split([gradient.numel() for gradient in gradients])
+        self._mesh.all_reduce(axis, together)
+        sizes = [gradient.numel() for gradient in gradients]
+        parts = together.div_(self._mesh.size(axis)).split(sizes)
         torch._foreach_copy_(
             gradients, [p.view_as(own) for p, own in zip(parts, gradients, strict=True)]
         )
@@ -81,7 +82,7 @@ class Gradients:
         parameters = dict(self._model.module.named_parameters())
         if (
             isinstance(self._model.forward, FSDPModule)
-            and (group := self._mesh.group("loss")) is not None
+            and self._mesh.group("loss") is not None
         ):
             # What ranks hold whole beside their shards (`model.precision`).
             kept = [
@@ -90,7 +91,7 @@ class Gradients:
                 if each.grad is not None and not is_sharded(each)
             ]
             if kept:
-                self._average([local_part(gradient) for gradient in kept], group)
+                self._average([local_part(gradient) for gradient in kept], "loss")
         if scale is not None:
             self._widen()
             every = [
@@ -137,13 +138,12 @@ class Gradients:
 
     def _sum_partial(self, gradients: Sequence[Tensor | None]) -> None:
         """Sums over tp the gradients that each rank knows only in part; once a step, in one collective."""
-        tp = self._mesh.group("tp")
         own = [local_part(gradient) for gradient in gradients if gradient is not None]
-        if tp is None or not own:
+        if self._mesh.group("tp") is None or not own:
             return
         # With exact sums: two ranks add the same numbers in either order (`mesh.exact_limits`).
         together = torch.cat([gradient.flatten() for gradient in own]).to(self._mesh.device)
-        dist.all_reduce(together, group=tp)
+        self._mesh.all_reduce("tp", together)
         parts = together.split([gradient.numel() for gradient in own])
         torch._foreach_copy_(
             own, [part.view_as(gradient) for part, gradient in zip(parts, own, strict=True)]

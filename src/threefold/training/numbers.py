@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from threefold.errors import DataError
@@ -75,6 +74,5 @@ def mean_aux_loss(result: StepResult, mesh: Mesh) -> float | None:
 
 def over_ranks(part: Tensor, mesh: Mesh) -> Tensor:
     total = part.double()  # itself, if it is already
-    if (group := mesh.group("loss")) is not None:
-        dist.all_reduce(total, group=group)
+    mesh.all_reduce("loss", total)
     return total

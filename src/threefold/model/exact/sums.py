@@ -103,14 +103,14 @@ class ExactSums:
 
     def agreed(self, largest: Tensor) -> Tensor:
         """The exponent of a unit's largest gradient in the global batch's first micro-batch."""
-        if (group := self._mesh.group("world")) is not None:
+        if self._mesh.group("world") is not None:
             first = self._mesh.dp_rank == 0
             largest = (
                 largest.nan_to_num(nan=math.inf, posinf=math.inf)
                 if first
                 else torch.zeros_like(largest)
             )
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+            self._mesh.all_reduce("world", largest, dist.ReduceOp.MAX)
         return torch.where(largest > 0, _exponent(largest), _NOTHING)
 
     @property
@@ -125,8 +125,7 @@ class ExactSums:
         largest = torch.stack([unit.largest for unit in units]).nan_to_num(
             nan=math.inf, posinf=math.inf
         )
-        if (group := self._mesh.group("world")) is not None:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        self._mesh.all_reduce("world", largest, dist.ReduceOp.MAX)
         exponents = torch.stack([unit.exponent for unit in units])
         too_large = (
             (largest > 0) & largest.isfinite() & (_exponent(largest) > exponents + HEADROOM)
@@ -134,12 +133,10 @@ class ExactSums:
         return largest, bool(too_large.any()) and bool(largest.isfinite().all())
 
     def _finish(self, largest: Tensor) -> None:
-        copies = self._mesh.group("dp_replicate")
         for unit, own in zip(self._units, largest, strict=True):
             if unit.sums is None or unit.gradient is None:
                 continue
-            if copies is not None:
-                dist.all_reduce(unit.sums, group=copies)
+            self._mesh.all_reduce("dp_replicate", unit.sums)
             scale = _power_of_two(unit.exponent - self._places)
             # Not a number if one of them was none: then nothing is updated.
             nothing = torch.where(own.isfinite(), 0.0, math.nan)
@@ -231,15 +228,12 @@ def exact_norm(split: Sequence[Tensor], whole: Sequence[Tensor], mesh: Mesh) -> 
         torch.zeros(()) if not every else torch.stack([_largest(each) for each in every]).max()
     )
     largest = largest.nan_to_num(nan=math.inf, posinf=math.inf)
-    if (world := mesh.group("world")) is not None:
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=world)
+    mesh.all_reduce("world", largest, dist.ReduceOp.MAX)
     exponent = _exponent(largest)
     sums = torch.stack([_square_sums(own, _power_of_two(-exponent)) for own in (split, whole)])
-    if (group := mesh.group("fsdp")) is not None:
-        dist.all_reduce(sums, group=group)
+    mesh.all_reduce("fsdp", sums)
     of_split, of_whole = sums
-    if (tp := mesh.group("tp")) is not None:
-        dist.all_reduce(of_split, group=tp)
+    mesh.all_reduce("tp", of_split)
     upper, lower = ((of_split + of_whole).double() / 2.0**_SQUARE_PLACES).unbind()
     norm = (upper + lower / 2.0**_SQUARE_PLACES).sqrt() * _power_of_two(exponent)
     return torch.where(largest.isfinite(), norm, math.nan).float()

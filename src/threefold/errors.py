@@ -137,6 +137,11 @@ def _family(cls: type[ThreefoldError]) -> Iterator[type[ThreefoldError]]:
         yield from _family(derived)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says first, or its class, if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def ranks_text(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 0 to 3`, `ranks 0, 2 and 5`."""
     found = sorted(ranks)

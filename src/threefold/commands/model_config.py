@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     from threefold.config.schema import Config, ModelConfig
@@ -69,7 +69,6 @@ def _from_hub(model: str, revision: str | None) -> Path:
         return Path(hf_hub_download(model, "config.json", revision=revision))
     except Exception as error:
         # Of several families: no such model, no network, a name that is none.
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         expected = "a Hub id, a folder with a config.json, or a config.json"
-        what = f"{model} has no config.json that can be read: {reason}"
+        what = f"{model} has no config.json that can be read: {first_line(error)}"
         raise ConfigError(what, expected=expected, fix="check it") from error

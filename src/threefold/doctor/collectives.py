@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from threefold.doctor.findings import Finding, judged, ok, stop
-from threefold.errors import ranks_text, size_text
+from threefold.errors import first_line, ranks_text, size_text
 from threefold.mesh.mesh import Mesh
 
 _KEY = "threefold/doctor"
@@ -277,7 +277,7 @@ def _begun(
             ):
                 raise stuck("no answer")
         except RuntimeError as error:
-            raise stuck(str(error).strip().splitlines()[0]) from error
+            raise stuck(first_line(error)) from error
         if mesh.device.type == "cuda":
             torch.cuda.synchronize(mesh.device)
         return time.perf_counter() - started

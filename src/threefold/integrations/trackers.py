@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.config.paths import METRICS
-from threefold.errors import Problem
+from threefold.errors import Problem, first_line
 from threefold.jsonl import Lines, Metrics, Tracker
 
 log = logging.getLogger("threefold")
@@ -179,9 +179,8 @@ class Guarded:
         except (Exception, SystemExit) as error:  # a library's exit must not end training
             log.warning("tracker %s %s", self._name, what, exc_info=True)
             if not self._wait_s:
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 self._say(
-                    f"tracker {self._name} {what}: {reason} (training continues{again}; see the rank's log)"
+                    f"tracker {self._name} {what}: {first_line(error)} (training continues{again}; see the rank's log)"
                 )
             # A try may take many seconds, in which the other ranks wait.
             self._wait_s = min(max(_TRY_AGAIN_S, 2 * self._wait_s), _AT_MOST_S)

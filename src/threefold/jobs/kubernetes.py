@@ -132,26 +132,23 @@ def manifests(
 
     Names hold a digest of what they name: a job that is submitted later never changes the config of one that runs.
     """
+    job = Job(config, ranks, {})
     if options.name is None:
         drawn = replace(options, name="threefold")
-        options = replace(
-            options, name=f"threefold-{_digest(_documents(config, ranks, drawn))}"
-        )
+        options = replace(options, name=f"threefold-{_digest(_documents(job, drawn))}")
     assert options.name is not None
     checked_name(options.name, longest=41, lower=True)
-    return _documents(config, ranks, options)
+    return _documents(job, options)
 
 
-def _documents(
-    config: Config, ranks: Ranks, options: KubernetesSettings
-) -> list[dict[str, Any]]:
+def _documents(job: Job, options: KubernetesSettings) -> list[dict[str, Any]]:
     builders = {"pytorchjob": _pytorch_job, "trainjob": _train_job, "jobset": _job_set}
-    data = _config_data(config)
     config_map = {
-        **_resource(options, "v1", "ConfigMap", name=_config_name(config, options)),
-        "data": data,
+        **_resource(options, "v1", "ConfigMap", name=_config_name(job.config, options)),
+        "data": _config_data(job.config),
+        "immutable": True,
     }
-    return [{**config_map, "immutable": True}, *builders[options.kind](config, ranks, options)]
+    return [config_map, *builders[options.kind](job, options)]
 
 
 def _config_data(config: Config) -> dict[str, str]:
@@ -208,14 +205,14 @@ def _resource(
     return {"apiVersion": version, "kind": kind, "metadata": metadata}
 
 
-def _environment(config: Config, options: KubernetesSettings) -> list[dict[str, Any]]:
+def _environment(job: Job, options: KubernetesSettings) -> list[dict[str, Any]]:
     # The cluster would put the value of another variable in place of $(NAME).
     given = {name: value.replace("$(", "$$(") for name, value in options.variables.items()}
+    # torchrun reads this: how long its ranks may take to save after a stop signal.
+    given["PET_SHUTDOWN_TIMEOUT"] = str(job.config.checkpoint.grace_s)
     found: list[dict[str, Any]] = [
         {"name": name, "value": value} for name, value in given.items()
     ]
-    # torchrun reads this: how long its ranks may take to save after a stop signal.
-    found.append({"name": "PET_SHUTDOWN_TIMEOUT", "value": str(config.checkpoint.grace_s)})
     for name, secret in options.secrets.items():
         secret_name, _, key = secret.partition("/")
         found.append(
@@ -224,10 +221,10 @@ def _environment(config: Config, options: KubernetesSettings) -> list[dict[str, 
     return found
 
 
-def _resources(config: Config, ranks: Ranks, options: KubernetesSettings) -> dict[str, Any]:
+def _resources(job: Job, options: KubernetesSettings) -> dict[str, Any]:
     gpus = options.gpus_per_node
     if gpus is None:
-        gpus = 0 if config.mesh.device == "cpu" else ranks.per_host
+        gpus = 0 if job.config.mesh.device == "cpu" else job.ranks.per_host
     limits: dict[str, Any] = {**({_GPU: str(gpus)} if gpus else {}), **options.resources}
     requests = {
         key: value
@@ -237,11 +234,9 @@ def _resources(config: Config, ranks: Ranks, options: KubernetesSettings) -> dic
     return {key: value for key, value in (("limits", limits), ("requests", requests)) if value}
 
 
-def _pod(
-    config: Config, options: KubernetesSettings, container: dict[str, Any]
-) -> dict[str, Any]:
+def _pod(job: Job, options: KubernetesSettings, container: dict[str, Any]) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = [
-        {"name": "config", "configMap": {"name": _config_name(config, options)}},
+        {"name": "config", "configMap": {"name": _config_name(job.config, options)}},
         # The default of 64 MiB is too small for loader processes and NCCL.
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm}},
     ]
@@ -257,48 +252,37 @@ def _pod(
     if any(map(_RDMA.search, options.resources)):
         container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}
     pod = {
-        "terminationGracePeriodSeconds": config.checkpoint.grace_s + _LEAVE_S,
+        "terminationGracePeriodSeconds": job.config.checkpoint.grace_s + _LEAVE_S,
         "containers": [{**container, "volumeMounts": mounts}],
         "volumes": volumes,
     }
     return with_set(pod, options.more)
 
 
-def _container(
-    config: Config, ranks: Ranks, options: KubernetesSettings, *, name: str
-) -> dict[str, Any]:
-    environment, resources = _environment(config, options), _resources(config, ranks, options)
+def _container(job: Job, options: KubernetesSettings, *, name: str) -> dict[str, Any]:
+    environment, resources = _environment(job, options), _resources(job, options)
     return {"name": name, "image": options.image, "env": environment, "resources": resources}
 
 
 def _torchrun_pod(
-    config: Config,
-    ranks: Ranks,
-    options: KubernetesSettings,
-    *,
-    container: str,
-    place: list[str],
+    job: Job, options: KubernetesSettings, *, container: str, place: list[str]
 ) -> dict[str, Any]:
     """A pod that starts its ranks itself; `place` says which of several pods it is."""
+    ranks = job.ranks
     sizes = [f"--nnodes={ranks.num_hosts}", f"--nproc-per-node={ranks.per_host}"]
     command = ["torchrun", *sizes, *(place if ranks.num_hosts > 1 else []), *_TRAIN]
-    return _pod(
-        config,
-        options,
-        {**_container(config, ranks, options, name=container), "command": command},
-    )
+    return _pod(job, options, {**_container(job, options, name=container), "command": command})
 
 
-def _pytorch_job(
-    config: Config, ranks: Ranks, options: KubernetesSettings
-) -> list[dict[str, Any]]:
+def _pytorch_job(job: Job, options: KubernetesSettings) -> list[dict[str, Any]]:
+    ranks = job.ranks
     # The operator sets these in every pod; there, RANK is the pod's number.
     place = [
         "--node-rank=$(RANK)",
         "--master-addr=$(MASTER_ADDR)",
         "--master-port=$(MASTER_PORT)",
     ]
-    pod = _torchrun_pod(config, ranks, options, container="pytorch", place=place)
+    pod = _torchrun_pod(job, options, container="pytorch", place=place)
     replicas = {"Master": 1, **({"Worker": ranks.num_hosts - 1} if ranks.num_hosts > 1 else {})}
     policy: dict[str, Any] = {"backoffLimit": options.restarts}
     if options.volcano_queue is not None:
@@ -325,11 +309,9 @@ def _pytorch_job(
     ]
 
 
-def _train_job(
-    config: Config, ranks: Ranks, options: KubernetesSettings
-) -> list[dict[str, Any]]:
+def _train_job(job: Job, options: KubernetesSettings) -> list[dict[str, Any]]:
     """A runtime of the job's own, and the job; Trainer gives torchrun its rank and rendezvous by PET_ variables."""
-    pod = _pod(config, options, _container(config, ranks, options, name="node"))
+    pod = _pod(job, options, _container(job, options, name="node"))
     spec = _jobs(pod, options)
     # By this label Trainer knows the job whose container gets the command.
     spec["replicatedJobs"][0]["template"]["metadata"] = {
@@ -342,7 +324,7 @@ def _train_job(
         {
             **runtime,
             "spec": {
-                "mlPolicy": {"numNodes": ranks.num_hosts, "torch": {}},
+                "mlPolicy": {"numNodes": job.ranks.num_hosts, "torch": {}},
                 "template": {"spec": spec},
             },
         },
@@ -352,8 +334,8 @@ def _train_job(
                 "runtimeRef": {"apiGroup": _TRAINER, "kind": "TrainingRuntime", "name": name},
                 "trainer": {
                     "command": ["torchrun", *_TRAIN],
-                    "numNodes": ranks.num_hosts,
-                    "numProcPerNode": ranks.per_host,
+                    "numNodes": job.ranks.num_hosts,
+                    "numProcPerNode": job.ranks.per_host,
                 },
             },
         },
@@ -389,14 +371,14 @@ def _jobs(pod: dict[str, Any], options: KubernetesSettings, **sizes: Any) -> dic
     }
 
 
-def _job_set(config: Config, ranks: Ranks, options: KubernetesSettings) -> list[dict[str, Any]]:
+def _job_set(job: Job, options: KubernetesSettings) -> list[dict[str, Any]]:
     master = f"{options.name}-node-0-0.{options.name}"
     place = [
         "--node-rank=$(JOB_COMPLETION_INDEX)",
         f"--master-addr={master}",
         f"--master-port={_PORT}",
     ]
-    pod = _torchrun_pod(config, ranks, options, container="node", place=place)
-    count = ranks.num_hosts
+    pod = _torchrun_pod(job, options, container="node", place=place)
+    count = job.ranks.num_hosts
     spec = _jobs(pod, options, parallelism=count, completions=count, completionMode="Indexed")
     return [{**_resource(options, "jobset.x-k8s.io/v1alpha2", "JobSet"), "spec": spec}]

@@ -129,7 +129,7 @@ def namespace_here(kind: str) -> str | None:
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat(f'/proc/self/ns/{kind}').st_ino}"
+        return f"{boot}/{Path('/proc/self/ns', kind).stat().st_ino}"
     except OSError:
         return None
 

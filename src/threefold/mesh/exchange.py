@@ -21,7 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from threefold.errors import DataError, RunError, ThreefoldError, described_error, error_of
+from threefold.errors import (
+    DataError,
+    RunError,
+    ThreefoldError,
+    described_error,
+    error_of,
+    first_line,
+)
 from threefold.mesh import environment
 
 _LONGEST_PREPARATION = timedelta(days=2)
@@ -150,9 +157,8 @@ def lost_peer(error: BaseException) -> LostPeerError | None:
         sign in str(error) for sign in _PEER_GONE
     ):
         return None
-    reason = str(error).strip().splitlines()[0]
     return LostPeerError(
-        f"rank {environment.current().rank} lost its connection to another rank: {reason}",
+        f"rank {environment.current().rank} lost its connection to another rank: {first_line(error)}",
         expected="all ranks to run until the end; rank 0 keeps the store in which they meet",
         fix="see what the other ranks have printed, rank 0 first; if none has reported an error, one was killed: look "
         "for `Out of memory` in the kernel's log (dmesg) of its host; the same command resumes from the newest "

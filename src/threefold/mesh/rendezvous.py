@@ -27,7 +27,7 @@ import torch.distributed as dist
 from threefold.errors import Problem
 from threefold.mesh import rendezvous_auth
 from threefold.mesh import rendezvous_errors as errors
-from threefold.mesh.environment import LOOPBACK, network_here, stay_on_loopback
+from threefold.mesh.environment import LOOPBACK, namespace_here, stay_on_loopback
 from threefold.mesh.exchange import leave_together
 from threefold.mesh.launchers.info import LaunchInfo
 
@@ -144,7 +144,7 @@ def rendezvous(
     said = {
         "host": info.host,
         "process": os.getpid(),
-        "network": network_here(),
+        "network": namespace_here("net"),
         "facts": facts,
     }
     try:

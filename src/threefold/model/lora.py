@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from threefold.config.schema import LoraConfig
-from threefold.errors import Problem
+from threefold.errors import Problem, first_line
 from threefold.mesh.mesh import Mesh
 from threefold.model.collectives import local_part
 from threefold.model.tensor_parallel.layers import SharedInput, row_forward
@@ -58,8 +58,7 @@ def problems(
     try:
         insert(model, asked)
     except ValueError as error:
-        reason = str(error).strip().splitlines()[0]
-        what = f"model.lora.target_modules = {listed} is refused by peft for {name!r}: {reason}"
+        what = f"model.lora.target_modules = {listed} is refused by peft for {name!r}: {first_line(error)}"
         expected = f"names of its linear layers: {', '.join(sorted({each.rpartition('.')[2] for each in linear}))}"
         return [Problem(what, expected, fix)]
     ends = {id(model.get_output_embeddings()), id(model.get_input_embeddings())}

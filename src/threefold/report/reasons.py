@@ -10,7 +10,7 @@ from typing import Any
 
 from threefold.audit.lookup import ordered_step
 from threefold.audit.row_losses import FOLDER
-from threefold.errors import ThreefoldError
+from threefold.errors import ThreefoldError, first_line
 from threefold.records.files import unsafe_files
 from threefold.records.metrics import Points
 from threefold.why.batch_rows import StepBatches
@@ -47,7 +47,7 @@ class Reasons:
             missing = self._batches.contents.missing
             self.note = f"rows without documents and text: {missing}" if missing else None
         except _ERRORS as error:
-            self.note = f"what made its spikes is not known: {str(error).splitlines()[0] if str(error) else error!r}"
+            self.note = f"what made its spikes is not known: {first_line(error)}"
 
     @property
     def losses(self) -> Points | None:

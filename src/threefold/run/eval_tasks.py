@@ -16,7 +16,7 @@ from typing import Any
 from threefold.config.paths import is_task_file
 from threefold.config.schema import Config
 from threefold.config.yaml_text import parse
-from threefold.errors import ConfigError, Problem
+from threefold.errors import ConfigError, Problem, first_line
 from threefold.export.tokenizer_files import tokenizer_of
 from threefold.jsonl import Metrics
 from threefold.model import noise
@@ -109,10 +109,11 @@ def _loaded(names: Sequence[str]) -> Any:
     try:
         loaded = manager.load(asked)
     except Exception as error:  # of datasets, of the Hub, of the harness: of many families
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         expected = "tasks whose data this machine has, or can load"
         raise ConfigError(
-            f"eval.tasks cannot be loaded: {reason}", expected=expected, fix="see the reason"
+            f"eval.tasks cannot be loaded: {first_line(error)}",
+            expected=expected,
+            fix="see the reason",
         ) from error
     for name, task in loaded["tasks"].items():
         if (kind := task.get_config("output_type")) not in _SCORED:

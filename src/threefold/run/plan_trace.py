@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from threefold.config.schema import Config
-from threefold.errors import ConfigError, Problem
+from threefold.errors import ConfigError, Problem, first_line
 from threefold.mesh.environment import LaunchInfo
 from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
@@ -129,7 +129,7 @@ def trace(config: Config, architecture: PretrainedConfig, topology: Topology) ->
         name = config.model.name_or_path or (config.model.config or {}).get(
             "model_type", "the model"
         )
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
         expected = "operators that tell their results' shapes without values, in the types that are asked for"
         fix = (
             "--model.dtype bfloat16"

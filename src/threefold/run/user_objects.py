@@ -21,7 +21,7 @@ from typing import Any, Literal
 from threefold.config.optimizer import OptimizerConfig
 from threefold.config.schema import Config
 from threefold.config.yaml_text import as_yaml
-from threefold.errors import ConfigError, Problem
+from threefold.errors import ConfigError, Problem, first_line
 from threefold.mesh.environment import cache_folder
 
 HOOKS = ("on_step", "on_eval", "on_save", "on_stop")
@@ -199,7 +199,7 @@ def _unsendable(value: Any) -> str | None:
     try:
         Pickler(io.BytesIO()).dump(value)
     except Exception as error:  # an object's own methods may fail in any way
-        return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        return first_line(error)[:200]
     return None
 
 

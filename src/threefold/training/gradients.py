@@ -80,10 +80,7 @@ class Gradients:
             observe: called when they are complete.
         """
         parameters = dict(self._model.module.named_parameters())
-        if (
-            isinstance(self._model.forward, FSDPModule)
-            and self._mesh.group("loss") is not None
-        ):
+        if isinstance(self._model.forward, FSDPModule) and self._mesh.group("loss") is not None:
             # What ranks hold whole beside their shards (`model.precision`).
             kept = [
                 each.grad

@@ -21,7 +21,7 @@ from threefold.data.store.hash_cache import known
 from threefold.data.store.store import TokenStore
 from threefold.data.text.listing import FILE, TEXTS
 from threefold.data.tokens import Tokenizer, load_tokenizer
-from threefold.errors import ThreefoldError
+from threefold.errors import ThreefoldError, first_line
 from threefold.jsonl import Lines
 from threefold.mesh.environment import cache_folder
 from threefold.records.files import MOST_BYTES
@@ -50,7 +50,7 @@ class Contents:
         try:
             self._parts = self._opened()
         except (ThreefoldError, OSError, ValueError, KeyError) as error:
-            self._parts, self.missing = [], str(error).splitlines()[0]
+            self._parts, self.missing = [], first_line(error)
 
     def _opened(self) -> list[SourceRows]:
         if not self._segments or not (start := self._segments[-1].start).stores:
@@ -161,7 +161,7 @@ class Contents:
         try:
             text = self._tokenizer.decode(np.concatenate(parts).tolist())
         except (ThreefoldError, OSError, ImportError) as error:
-            self.missing, self._has_texts = str(error).splitlines()[0], False
+            self.missing, self._has_texts = first_line(error), False
             return None
         return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
 

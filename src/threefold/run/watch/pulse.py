@@ -99,7 +99,7 @@ class Pulse:
         process = os.getpid()
         started = state_of(f"/proc/{process}")[1]
         return {
-            "here": _here(),
+            "here": environment.namespace_here("pid"),
             "process": process,
             "since": started,
             "file": self._file,
@@ -130,7 +130,8 @@ class Peer:
     @classmethod
     def at(cls, address: dict[str, Any] | None) -> Peer | None:
         """The rank at an address, unless that is of another host, or its memory cannot be read."""
-        if address is None or address["here"] is None or address["here"] != _here():
+        here = environment.namespace_here("pid")
+        if address is None or here is None or address["here"] != here:
             return None
         try:
             return cls(address)
@@ -193,14 +194,7 @@ class Peer:
 
     def _listens(self) -> bool:
         """Whether the process has a handler for the signal: it would end one that has none."""
-        try:
-            caught = re.search(
-                r"^SigCgt:\s*([0-9a-f]+)$",
-                Path(self._folder, "status").read_text(),
-                re.MULTILINE,
-            )
-        except OSError:
-            return False
+        caught = line_of(Path(self._folder, "status"), r"^SigCgt:\s*([0-9a-f]+)$")
         return (
             caught is not None
             and _ASKS is not None
@@ -226,15 +220,6 @@ def place_of(process: int, log_file: Path) -> Phase | None:
     except (OSError, struct.error):
         return None
     return place
-
-
-def _here() -> str | None:
-    """Names the processes that this one can see: of its host, and of its container."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return None
 
 
 def memory_kills() -> int:

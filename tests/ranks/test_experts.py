@@ -74,7 +74,7 @@ def test_whole_experts_are_resumed_as_parts_of_all(tmp_path: Any) -> None:
 
 def _said(model: dict[str, Any], ep: int, tp: int) -> str:
     architecture = load.read_config(validate({"model": {"config": model}}).model)
-    found = expert_problems(architecture, ep, tp)
+    found = list(expert_problems(architecture, ep, tp))
     return str(ConfigError.of(found)) if found else ""
 
 

@@ -135,7 +135,7 @@ def _said(device: str, train: Any = None, **settings: Any) -> str:
     config = Config.model_validate(
         {"mesh": settings, "train": {"global_batch": 8, **(train or {})}}
     )
-    found = data_parallel.problems(config, device=device)
+    found = list(data_parallel.problems(config, device=device))
     return str(ConfigError.of(found)) if found else ""
 
 

@@ -129,7 +129,7 @@ def test_what_does_not_go_with_it(values: dict[str, Any], expected: str) -> None
 def problems_of(
     config: Config, model: Any, topology: Topology | None = None, device: str = "cuda"
 ) -> str:
-    found = float8.problems(config, model, topology or Topology(), device=device)
+    found = list(float8.problems(config, model, topology or Topology(), device=device))
     return str(ConfigError.of(found)) if found else ""
 
 

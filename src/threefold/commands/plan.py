@@ -182,8 +182,8 @@ def _traced(config: Config, topology: Topology) -> tuple[str, int, Flops, Traced
     transformers.utils.logging.set_verbosity_error()
     architecture = load.read_config(config.model)
     # First what cannot be traced: some of it asks the device, and there need not be one.
-    if problems := refused(config) or setup_problems(
-        config, architecture, topology, device="cuda"
+    if problems := list(refused(config)) or list(
+        setup_problems(config, architecture, topology, device="cuda")
     ):
         raise ConfigError.of(problems)
     outline: Any = load.outline(architecture, trust_remote_code=config.model.trust_remote_code)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ def refuse_impossible(config: Config, topology: Topology) -> None:
     Raises:
         ConfigError: all that is wrong, at once.
     """
-    problems = batch_problems(config, topology)
+    problems = list(batch_problems(config, topology))
     sizes = _sizes_of(config.model)
     text = sizes.get("text_config", sizes)
     counts = [text.get(key) for key in ("num_attention_heads", "num_key_value_heads")]
@@ -35,24 +35,21 @@ def refuse_impossible(config: Config, topology: Topology) -> None:
         raise ConfigError.of(problems)
 
 
-def batch_problems(config: Config, topology: Topology) -> list[Problem]:
+def batch_problems(config: Config, topology: Topology) -> Iterator[Problem]:
     """Why the dp ranks cannot share the global batch, or the cp and tp ranks a row; empty if they can."""
-    problems: list[Problem] = []
     cp, tp, size = topology.cp, topology.tp, config.train.micro_batch
     rows, left = divmod(config.train.global_batch, topology.dp)
     try:
         check_global_batch(config.train.global_batch, dp_size=topology.dp)
     except ConfigError as error:
-        problems += error.problems
+        yield from error.problems
     if not left and size != "auto" and rows % size:
         divisor = max(each for each in range(1, rows + 1) if rows % each == 0 and each <= size)
         what = f"train.micro_batch = {size} does not divide the {rows} rows of a dp rank"
-        problems.append(
-            Problem(
-                what,
-                "micro-batches of equal size",
-                f"--train.micro_batch {divisor}   (or auto)",
-            )
+        yield Problem(
+            what,
+            "micro-batches of equal size",
+            f"--train.micro_batch {divisor}   (or auto)",
         )
     seq_len = config.data.seq_len
     unit = 2 * cp if cp > 1 else 1
@@ -66,12 +63,12 @@ def batch_problems(config: Config, topology: Topology) -> list[Problem]:
         fix = (
             f"--data.seq_len {-(-seq_len // unit) * unit}   (or --mesh.sequence_parallel false)"
         )
-        problems.append(Problem(what, expected, fix))
+        yield Problem(what, expected, fix)
     elif seq_len % unit:
         what = f"data.seq_len = {seq_len} cannot be split over {cp} cp ranks"
         expected = f"a multiple of 2 x mesh.cp ({unit}): each rank takes a chunk of the head and one of the tail"
-        problems.append(Problem(what, expected, f"--data.seq_len {-(-seq_len // unit) * unit}"))
-    return problems + exact_problems(config, topology)
+        yield Problem(what, expected, f"--data.seq_len {-(-seq_len // unit) * unit}")
+    yield from exact_problems(config, topology)
 
 
 def shared_length(tokens: int, topology: Topology) -> int:

@@ -35,17 +35,16 @@ from threefold.model.load import layers_of
 from threefold.plan import choices
 
 
-def problems(config: Config, *, device: str) -> list[Problem]:
+def problems(config: Config, *, device: str) -> Iterator[Problem]:
     """Settings of memory that have no effect on this device; empty if there are none."""
-    found, train = [], config.train
+    train = config.train
     memory = "an accelerator with memory of its own"
     if config.mesh.cpu_offload and device == "cpu":
         what = "mesh.cpu_offload = true has no effect on a CPU"
-        found.append(Problem(what, memory, "leave mesh.cpu_offload out"))
+        yield Problem(what, memory, "leave mesh.cpu_offload out")
     if train.activation_checkpointing == "offload" and device == "cpu":
         what = "train.activation_checkpointing = offload has no effect on a CPU"
-        found.append(Problem(what, memory, "--train.activation_checkpointing full"))
-    return found
+        yield Problem(what, memory, "--train.activation_checkpointing full")
 
 
 def gathering(

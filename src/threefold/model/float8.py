@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,44 +46,39 @@ def layers_to_convert(model: PreTrainedModel, recipe: str) -> dict[str, nn.Linea
 
 def problems(
     config: Config, outline: PreTrainedModel, topology: Topology, *, device: str
-) -> list[Problem]:
+) -> Iterator[Problem]:
     """Why the products cannot be made so although train.float8 asks for it; empty if they can."""
     recipe = config.train.float8
     asked, leave_out = f"train.float8 = {recipe}", "leave train.float8 out"
-    found = []
     if importlib.util.find_spec("torchao") is None:
         fix = f"pip install 'threefold[torchao]', or {leave_out}"
-        found.append(
-            Problem(
-                f"{asked}, but torchao is not installed",
-                "the package that has these products",
-                fix,
-            )
+        yield Problem(
+            f"{asked}, but torchao is not installed",
+            "the package that has these products",
+            fix,
         )
     if (lacking := _lacking(device)) is not None:
         expected = "a CUDA device of capability 8.9 or newer (Ada, Hopper, Blackwell)"
-        found.append(Problem(f"{asked} on {lacking}", expected, leave_out))
+        yield Problem(f"{asked} on {lacking}", expected, leave_out)
     elif not (layers := choices.compiled(config, choices.Device.here(device))).value:
         expected = (
             "compiled layers: casts in kernels of their own take longer than the products save"
         )
         what = f"{asked}, but layers are not compiled: {layers.why}"
-        found.append(Problem(what, expected, f"pip install triton, or {leave_out}"))
+        yield Problem(what, expected, f"pip install triton, or {leave_out}")
     if topology.tp > 1:
         expected = "whole layers: each tp rank would scale its part of a weight by itself"
-        found.append(
-            Problem(
-                f"{asked} with mesh.tp = {topology.tp}",
-                expected,
-                f"--mesh.tp 1   (or {leave_out})",
-            )
+        yield Problem(
+            f"{asked} with mesh.tp = {topology.tp}",
+            expected,
+            f"--mesh.tp 1   (or {leave_out})",
         )
     if not layers_to_convert(outline, recipe):
         what = f"{asked}, but no layer of {outline.config.model_type!r} is of a size that gains by it"
         expected = "linear layers of more than 1024 outputs (or 4096 inputs), multiples of 16"
         if recipe == "rowwise":
             expected = "linear layers of more than 2048 outputs and 2048 inputs (or 4096 and 1024), multiples of 16"
-        found.append(Problem(what, expected, leave_out))
+        yield Problem(what, expected, leave_out)
     places = config.data.seq_len // topology.cp
     if places % FLOAT8_MULTIPLE:
         what = f"{asked} with {places} tokens of a row on a rank"
@@ -92,8 +88,7 @@ def problems(
             * topology.cp
         )
         expected = f"a multiple of {FLOAT8_MULTIPLE}, over which a weight's gradient is summed"
-        found.append(Problem(what, expected, f"--data.seq_len {rounded}   (or {leave_out})"))
-    return found
+        yield Problem(what, expected, f"--data.seq_len {rounded}   (or {leave_out})")
 
 
 def _lacking(device: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def on_mesh(module: nn.Module, mesh: Mesh, *, dtype: str) -> Model:
     seen = [[name, [*values.shape], str(values.dtype)] for name, values in named]
 
     def judge(parts: list[Any]) -> str:
-        if problems := _problems(module, mesh):
+        if problems := list(_problems(module, mesh)):
             raise ConfigError.of(problems)
         if other := next((rank for rank, part in enumerate(parts) if part != parts[0]), None):
             raise ConfigError(
@@ -52,41 +53,36 @@ def on_mesh(module: nn.Module, mesh: Mesh, *, dtype: str) -> Model:
     )
 
 
-def _problems(module: nn.Module, mesh: Mesh) -> list[Problem]:
+def _problems(module: nn.Module, mesh: Mesh) -> Iterator[Problem]:
     kind = type(module).__name__
-    found = [
-        Problem(
-            f"mesh.{axis} = {mesh.size(axis)}, but a {kind} is a module of your own",
-            "data ranks alone: how its layers or its rows could be split is not known",
-            f"threefold.init_mesh(dp={mesh.world_size}, {axis}=1)   (dp_shard={mesh.world_size} shards its parameters)",
-        )
-        for axis in ("tp", "cp")
-        if mesh.size(axis) > 1
-    ]
+    for axis in ("tp", "cp"):
+        if mesh.size(axis) > 1:
+            what = f"mesh.{axis} = {mesh.size(axis)}, but a {kind} is a module of your own"
+            expected = (
+                "data ranks alone: how its layers or its rows could be split is not known"
+            )
+            ranks = mesh.world_size
+            fix = f"threefold.init_mesh(dp={ranks}, {axis}=1)   (dp_shard={ranks} shards its parameters)"
+            yield Problem(what, expected, fix)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         what = f"a {kind} has no parameter that is trained"
-        found.append(
-            Problem(what, "at least one with requires_grad", "parameter.requires_grad_(True)")
-        )
+        yield Problem(what, "at least one with requires_grad", "parameter.requires_grad_(True)")
     other = next(
         (name for name, each in module.named_parameters() if each.dtype != torch.float32), None
     )
     if other is not None:
         what = f"the parameter {other} of a {kind} is {str(module.get_parameter(other).dtype).removeprefix('torch.')}"
         fix = "module.float(), and load_model(module, dtype='bfloat16')"
-        found.append(Problem(what, "float32 weights; dtype= says in what they compute", fix))
+        yield Problem(what, "float32 weights; dtype= says in what they compute", fix)
     norm = mixes_rows(module, but=nn.SyncBatchNorm)
     if norm is not None and mesh.dp_size > 1:
         what = f"{norm} normalises over the rows of a rank, of which {mesh.dp_size} dp ranks have each their own"
         fix = "nn.GroupNorm in its place; or its statistics frozen: module.eval() for it and requires_grad_(False)"
         if mesh.device.type == "cuda":
             fix = f"module = nn.SyncBatchNorm.convert_sync_batchnorm(module)   (or {fix})"
-        found.append(
-            Problem(
-                what, "rows that do not see one another: the mesh would change the curve", fix
-            )
+        yield Problem(
+            what, "rows that do not see one another: the mesh would change the curve", fix
         )
-    return found
 
 
 def mixes_rows(module: nn.Module, *, but: type[nn.Module] | tuple[()] = ()) -> str | None:

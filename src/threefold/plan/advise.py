@@ -158,7 +158,7 @@ class Question:
         problems: list[Any] = []
         legal: list[Plan] = []
         for topology in self.topologies():
-            refusals = refused(self._of(topology), self.decoder, topology)
+            refusals = list(refused(self._of(topology), self.decoder, topology))
             problems += refusals
             if not refusals:
                 legal += self._on(topology)

@@ -5,6 +5,7 @@ Automatic choices are those of `choices`, for a device that need not be there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from threefold.config.optimizer import OPTIMIZERS
@@ -147,19 +148,18 @@ def setup_of(
     )
 
 
-def refused(config: Config, decoder: Decoder, topology: Topology) -> list[Problem]:
+def refused(config: Config, decoder: Decoder, topology: Topology) -> Iterator[Problem]:
     """What the mesh cannot divide, and what an estimate would get wrong; empty if all can be estimated."""
-    problems = [*decoder.unsure, *batch_problems(config, topology)]
-    problems += head_problems(topology.tp, *decoder.heads, name=decoder.model_type)
+    yield from decoder.unsure
+    yield from batch_problems(config, topology)
+    yield from head_problems(topology.tp, *decoder.heads, name=decoder.model_type)
     if topology.tp > 1 and not decoder.family.plan:
         what = f"mesh.tp = {topology.tp} of {decoder.model_type!r} cannot be estimated"
         expected = "a family that tp splits as Llama, or one tp rank"
-        problems.append(
-            Problem(
-                what,
-                expected,
-                "--mesh.tp 1   (or without --gpus: traced, of the model's own code)",
-            )
+        yield Problem(
+            what,
+            expected,
+            "--mesh.tp 1   (or without --gpus: traced, of the model's own code)",
         )
     expected = (
         "a step of next tokens on rows without masks, by an optimizer whose state is known"
@@ -170,33 +170,30 @@ def refused(config: Config, decoder: Decoder, topology: Topology) -> list[Proble
         ("mesh.ep", config.mesh.ep, 1),
     ):
         if value != plain:
-            problems.append(
-                Problem(
-                    f"{key} = {str(value).lower()} cannot be estimated",
-                    expected,
-                    f"leave {key} out",
-                )
+            yield Problem(
+                f"{key} = {str(value).lower()} cannot be estimated",
+                expected,
+                f"leave {key} out",
             )
     if config.mesh.sequence_parallel == "async":
         what = "mesh.sequence_parallel = async cannot be estimated"
-        problems.append(Problem(what, expected, "--mesh.sequence_parallel true"))
+        yield Problem(what, expected, "--mesh.sequence_parallel true")
     named = OPTIMIZERS.get(config.optimizer.name)
     if named is None or named.moment_bytes is None or config.optimizer.options:
         what = f"optimizer.name = {config.optimizer.name} cannot be estimated"
         if config.optimizer.options:
             what = "optimizer.options cannot be estimated"
-        problems.append(Problem(what, expected, "--optimizer.name adamw"))
+        yield Problem(what, expected, "--optimizer.name adamw")
     if decoder.positions is not None and config.data.seq_len > decoder.positions:
         what = f"data.seq_len = {config.data.seq_len}, but the model supports at most {decoder.positions} positions"
         expected = "rows that are no longer than the model's max_position_embeddings"
-        problems.append(Problem(what, expected, f"--data.seq_len {decoder.positions}"))
-    return problems
+        yield Problem(what, expected, f"--data.seq_len {decoder.positions}")
 
 
 def checked(
     config: Config, decoder: Decoder, topology: Topology, device: Accelerator | None
 ) -> Setup:
     """As `setup_of`; ConfigError if it cannot be estimated."""
-    if problems := refused(config, decoder, topology):
+    if problems := list(refused(config, decoder, topology)):
         raise ConfigError.of(problems)
     return setup_of(config, decoder, topology, device)

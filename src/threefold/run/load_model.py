@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -121,11 +122,9 @@ def _problems(asked: Config, architecture: PretrainedConfig, mesh: Mesh) -> list
     problems += limits.direction_problems(outline, pretrained=name is not None)
     problems += data_parallel.problems(asked, device=mesh.device.type)
     if asked.model.lora.r and not problems:
-        problems += adapters.problems(
-            asked.model.lora,
-            lambda: load.outline(architecture, trust_remote_code=trusted),
-            name=name or str(architecture.model_type),
-        )
+        build = partial(load.outline, architecture, trust_remote_code=trusted)
+        named = name or str(architecture.model_type)
+        problems += adapters.problems(asked.model.lora, build, name=named)
     return problems
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -67,22 +67,19 @@ class Traced:
     sent: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
 
 
-def refused(config: Config) -> list[Problem]:
+def refused(config: Config) -> Iterator[Problem]:
     """What cannot be traced: it would be told wrongly; empty if all can."""
     expected = "what is on the device at the peak: the trace has one memory"
-    found = []
     if config.mesh.cpu_offload:
-        found.append(
-            Problem(
-                "mesh.cpu_offload = true cannot be traced",
-                expected,
-                "leave mesh.cpu_offload out",
-            )
+        yield Problem(
+            "mesh.cpu_offload = true cannot be traced",
+            expected,
+            "leave mesh.cpu_offload out",
         )
     if config.train.activation_checkpointing == "offload":
         what = "train.activation_checkpointing = offload cannot be traced"
         fix = "--train.activation_checkpointing full   (which holds a layer's input more for each layer)"
-        found.append(Problem(what, expected, fix))
+        yield Problem(what, expected, fix)
     eager = "what is computed as it is written: weights and their averages, layers and products as they are"
     for key, value, plain in (
         ("train.objective", config.train.objective, "next_token"),
@@ -92,10 +89,7 @@ def refused(config: Config) -> list[Problem]:
     ):
         if value not in (plain, "auto"):
             shown = str(value).lower()
-            found.append(
-                Problem(f"{key} = {shown} cannot be traced", eager, f"leave {key} out")
-            )
-    return found
+            yield Problem(f"{key} = {shown} cannot be traced", eager, f"leave {key} out")
 
 
 def trace(config: Config, architecture: PretrainedConfig, topology: Topology) -> Traced:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -105,7 +105,7 @@ def check(
     Raises:
         ConfigError: all that is wrong, at once.
     """
-    problems = setup_problems(config, architecture, topology, device=device)
+    problems = list(setup_problems(config, architecture, topology, device=device))
     problems += (foreign := tokenizer_problems(config, tokenizer))
     known = getattr(architecture.get_text_config(), "vocab_size", None)
     if not foreign and known is not None and known < tokenizer.vocab_size:
@@ -122,57 +122,47 @@ def check(
 
 def setup_problems(
     config: Config, architecture: PretrainedConfig, topology: Topology, *, device: str
-) -> list[Problem]:
+) -> Iterator[Problem]:
     """What is wrong with the model on this mesh, without a tokenizer; empty if nothing is."""
-    problems = batch_problems(config, topology)
+    yield from batch_problems(config, topology)
     outline = load.outline(architecture, trust_remote_code=config.model.trust_remote_code)
-    problems += plan_problems(architecture, topology.tp, plan=outline.tp_plan)
-    problems += expert_problems(architecture, config.mesh.ep, topology.tp)
-    problems += split_problems(config.mesh.cp_method, architecture, topology, outline)
-    problems += cp_limits.direction_problems(
-        outline, pretrained=config.model.name_or_path is not None
-    )
-    problems += cp_limits.document_problems(outline) if config.data.document_mask else []
-    problems += architecture_problems(architecture)
-    problems += data_parallel.problems(config, device=device)
-    problems += optimizer_problems(config, outline, topology)
-    problems += exact_limits.problems(config, architecture, outline, device=device)
-    if config.log.trackers:
-        problems += trackers.problems(config.log.trackers)
-    problems += eval_tasks.problems(config.eval.tasks)
+    yield from plan_problems(architecture, topology.tp, plan=outline.tp_plan)
+    yield from expert_problems(architecture, config.mesh.ep, topology.tp)
+    yield from split_problems(config.mesh.cp_method, architecture, topology, outline)
+    pretrained = config.model.name_or_path is not None
+    yield from cp_limits.direction_problems(outline, pretrained=pretrained)
+    if config.data.document_mask:
+        yield from cp_limits.document_problems(outline)
+    yield from architecture_problems(architecture)
+    yield from data_parallel.problems(config, device=device)
+    yield from optimizer_problems(config, outline, topology)
+    yield from exact_limits.problems(config, architecture, outline, device=device)
+    yield from trackers.problems(config.log.trackers)
+    yield from eval_tasks.problems(config.eval.tasks)
     if (attention := config.model.attention) in ("flex", "varlen"):
-        problems += flex.problems(architecture, attention, device=device)
+        yield from flex.problems(architecture, attention, device=device)
     if (
         config.train.fused_loss is True
         and not choices.fused_loss("auto", choices.Device.here(device)).value
     ):
         what = f"train.fused_loss = true on a {device}{'' if device == 'cpu' else ', but triton is not installed'}"
-        problems.append(
-            Problem(
-                what, "a CUDA device with triton, for its kernels", "--train.fused_loss auto"
-            )
+        yield Problem(
+            what, "a CUDA device with triton, for its kernels", "--train.fused_loss auto"
         )
     if config.train.float8 != "none":
-        problems += float8.problems(config, outline, topology, device=device)
+        yield from float8.problems(config, outline, topology, device=device)
     if config.model.lora.r:
-        build = partial(
-            load.build_without_storage,
-            attention="eager",
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        name = architecture.model_type
-        problems += lora.problems(
-            config.model.lora, lambda: build(copy.deepcopy(architecture)), name=name
-        )
+        trusted = config.model.trust_remote_code
+        build = partial(load.outline, architecture, trust_remote_code=trusted)
+        yield from lora.problems(config.model.lora, build, name=architecture.model_type)
     text = architecture.get_text_config()
     if getattr(text, "output_router_logits", False):
-        problems += router_problems(outline)
+        yield from router_problems(outline)
     longest = longest_row(architecture, outline)
     if 0 < longest < config.data.seq_len:
         what = f"data.seq_len = {config.data.seq_len}, but the model supports at most {longest} positions"
         expected = "rows that are no longer than the model's max_position_embeddings"
-        problems.append(Problem(what, expected, f"--data.seq_len {longest}"))
-    return problems
+        yield Problem(what, expected, f"--data.seq_len {longest}")
 
 
 def longest_row(architecture: PretrainedConfig, outline: nn.Module) -> int:

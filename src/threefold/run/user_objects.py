@@ -59,86 +59,62 @@ def name_of(value: Any) -> str:
 
 def check(given: Given, config: Config) -> None:
     """Refuses objects that cannot be used, and keys that then have no effect; all at once, before any process."""
-    problems = [problem for each in given.callbacks for problem in _callback_problems(each)]
-    if given.loss is not None and not callable(given.loss):
-        what = f"loss = {given.loss!r}"
-        problems.append(
-            Problem(
-                what,
-                "a function of outputs and batch that returns a sum and a count",
-                "loss=None",
-            )
-        )
-    if given.loss_on not in ("logits", "hidden_states"):
-        problems.append(
-            Problem(f"loss_on = {given.loss_on!r}", "logits or hidden_states", "leave it out")
-        )
-    elif given.loss is None and given.loss_on != "logits":
-        problems.append(
-            Problem(
-                f"loss_on = {given.loss_on!r} without a loss",
-                "loss_on with a loss",
-                "leave it out",
-            )
-        )
-    if given.loss is not None:
-        for key, value in (
-            ("label_smoothing", config.train.label_smoothing),
-            ("z_loss", config.train.z_loss),
-        ):
-            if value:
-                what = f"train.{key} = {value} has no effect with a loss of your own"
-                problems.append(Problem(what, "what that loss itself adds", f"--train.{key} 0"))
-        if config.train.objective != "next_token":
-            what = f"train.objective = {config.train.objective} and a loss of your own"
-            problems.append(
-                Problem(what, "one of them", "loss=None, or --train.objective next_token")
-            )
-        if config.train.fused_loss is True:
-            what = "train.fused_loss = true has no effect with a loss of your own"
-            problems.append(
-                Problem(
-                    what,
-                    "the kernels compute the cross entropy alone",
-                    "--train.fused_loss auto",
-                )
-            )
-        if config.audit.rows is True:
-            what = "audit.rows = true with a loss of your own"
-            problems.append(
-                Problem(
-                    what, "the loss of each row: yours tells its sum alone", "--audit.rows auto"
-                )
-            )
-    problems += _exact_problems(given, config)
-    if given.optimizer is not None:
-        problems += _optimizer_problems(given.optimizer, config.optimizer)
-    if problems:
+    if problems := list(_problems(given, config)):
         raise ConfigError.of(problems)
 
 
-def _exact_problems(given: Given, config: Config) -> Iterator[Problem]:
-    objects = (
-        {"loss": given.loss, "optimizer": given.optimizer}
-        if config.train.reduce == "exact"
-        else {}
-    )
-    for name, value in objects.items():
-        if value is not None:
-            what = f"train.reduce = exact and the {name} is one of your own"
-            expected = f"no {name} of your own: its bits were not compared on several meshes"
-            yield Problem(what, expected, f"{name}=None, or --train.reduce fast")
+def _problems(given: Given, config: Config) -> Iterator[Problem]:
+    for each in given.callbacks:
+        yield from _callback_problems(each)
+    if given.loss is not None and not callable(given.loss):
+        what = f"loss = {given.loss!r}"
+        expected = "a function of outputs and batch that returns a sum and a count"
+        yield Problem(what, expected, "loss=None")
+    if given.loss_on not in ("logits", "hidden_states"):
+        what = f"loss_on = {given.loss_on!r}"
+        yield Problem(what, "logits or hidden_states", "leave it out")
+    elif given.loss is None and given.loss_on != "logits":
+        what = f"loss_on = {given.loss_on!r} without a loss"
+        yield Problem(what, "loss_on with a loss", "leave it out")
+    if given.loss is not None:
+        yield from _loss_problems(config)
+    if config.train.reduce == "exact":
+        for name, value in (("loss", given.loss), ("optimizer", given.optimizer)):
+            if value is not None:
+                what = f"train.reduce = exact and the {name} is one of your own"
+                expected = (
+                    f"no {name} of your own: its bits were not compared on several meshes"
+                )
+                yield Problem(what, expected, f"{name}=None, or --train.reduce fast")
+    if given.optimizer is not None:
+        yield from _optimizer_problems(given.optimizer, config.optimizer)
+
+
+def _loss_problems(config: Config) -> Iterator[Problem]:
+    train = config.train
+    for key, value in (("label_smoothing", train.label_smoothing), ("z_loss", train.z_loss)):
+        if value:
+            what = f"train.{key} = {value} has no effect with a loss of your own"
+            yield Problem(what, "what that loss itself adds", f"--train.{key} 0")
+    if train.objective != "next_token":
+        what = f"train.objective = {train.objective} and a loss of your own"
+        yield Problem(what, "one of them", "loss=None, or --train.objective next_token")
+    if train.fused_loss is True:
+        what = "train.fused_loss = true has no effect with a loss of your own"
+        expected = "the kernels compute the cross entropy alone"
+        yield Problem(what, expected, "--train.fused_loss auto")
+    if config.audit.rows is True:
+        what = "audit.rows = true with a loss of your own"
+        expected = "the loss of each row: yours tells its sum alone"
+        yield Problem(what, expected, "--audit.rows auto")
 
 
 def _optimizer_problems(make: Any, config: OptimizerConfig) -> Iterator[Problem]:
     if not callable(make) or not hasattr(make, "__qualname__"):
         what = f"optimizer is a {type(make).__name__}"
         expected = "a function of the model that makes one on the ranks"
-        yield Problem(
-            what,
-            expected,
-            "def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.01)",
-        )
+        fix = "def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.01)"
+        yield Problem(what, expected, fix)
     usual = OptimizerConfig()
     for name in ("name", "options", "betas", "eps", "weight_decay", "groups", "moments"):
         if getattr(config, name) != getattr(usual, name):
@@ -146,32 +122,18 @@ def _optimizer_problems(make: Any, config: OptimizerConfig) -> Iterator[Problem]
             yield Problem(what, "what that optimizer itself has", f"leave optimizer.{name} out")
 
 
-def _callback_problems(callback: Any) -> list[Problem]:
+def _callback_problems(callback: Any) -> Iterator[Problem]:
     name, shown = name_of(callback), ", ".join(HOOKS)
-    if isinstance(callback, type):
-        return [
-            Problem(
-                f"the callback {name} is a class",
-                "an object of it",
-                f"callbacks=[{callback.__name__}()]",
-            )
-        ]
     begun = [each for each in dir(callback) if each.startswith("on_")]
-    if unknown := [each for each in begun if each not in HOOKS]:
-        return [
-            Problem(
-                f"the callback {name} has {unknown[0]}, which nothing calls",
-                f"one of {shown}",
-                "rename it",
-            )
-        ]
-    if not begun or not all(callable(getattr(callback, each)) for each in begun):
-        return [
-            Problem(
-                f"the callback {name} has no hook", f"a method of {shown}", "callbacks=[...]"
-            )
-        ]
-    return []
+    if isinstance(callback, type):
+        what, fix = f"the callback {name} is a class", f"callbacks=[{callback.__name__}()]"
+        yield Problem(what, "an object of it", fix)
+    elif unknown := [each for each in begun if each not in HOOKS]:
+        what = f"the callback {name} has {unknown[0]}, which nothing calls"
+        yield Problem(what, f"one of {shown}", "rename it")
+    elif not begun or not all(callable(getattr(callback, each)) for each in begun):
+        what = f"the callback {name} has no hook"
+        yield Problem(what, f"a method of {shown}", "callbacks=[...]")
 
 
 def refuse_unsendable(given: Given, num_ranks: int) -> None:
@@ -230,13 +192,8 @@ def with_rows(config: Config, handed: Mapping[str, Any]) -> Config:
         section, _, key = PLACES[name].partition(".")
         if getattr(getattr(config, section), key) != place_of(name):
             both = f"{name}= and {PLACES[name]} are both given"
-            problems.append(
-                Problem(
-                    both,
-                    f"one of them: {name}=, or {PLACES[name]}",
-                    f"leave {PLACES[name]} out",
-                )
-            )
+            expected = f"one of them: {name}=, or {PLACES[name]}"
+            problems.append(Problem(both, expected, f"leave {PLACES[name]} out"))
     if problems:
         raise ConfigError.of(problems)
     if "tokenizer" in handed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -18,31 +19,29 @@ _FAST = "--train.reduce fast"
 
 def problems(
     config: Config, architecture: PretrainedConfig, outline: Any, *, device: str
-) -> list[Problem]:
+) -> Iterator[Problem]:
     """Why gradients of this model would not have the bits that train.reduce exact promises; empty if they have.
 
     Args:
         outline: the model without values.
     """
     if config.train.reduce != "exact":
-        return []
-    found = [cuda_problem()] if device == "cuda" and config.mesh.device != "cuda" else []
+        return
+    if device == "cuda" and config.mesh.device != "cuda":
+        yield cuda_problem()
     kind, asked = architecture.model_type, "train.reduce = exact"
     if kind not in EXACT:
         expected = f"one of {', '.join(EXACT)}, whose bits were compared on several meshes"
-        found.append(Problem(f"{asked} with a model of the type {kind!r}", expected, _FAST))
+        yield Problem(f"{asked} with a model of the type {kind!r}", expected, _FAST)
     if config.model.dtype == "bfloat16":
         kept = kept_in_float32(outline) & {name for name, _ in outline.named_parameters()}
         if kept:
             expected = "weights that FSDP2 casts and sums: those that stay float32 are averaged in floating point"
-            found.append(
-                Problem(
-                    f"{asked} with bfloat16 and {min(kept)} in float32",
-                    expected,
-                    f"--model.dtype float32, or {_FAST}",
-                )
+            yield Problem(
+                f"{asked} with bfloat16 and {min(kept)} in float32",
+                expected,
+                f"--model.dtype float32, or {_FAST}",
             )
-    return found
 
 
 def said(config: Config, topology: Topology) -> tuple[str, str]:

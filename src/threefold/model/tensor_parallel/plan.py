@@ -9,7 +9,7 @@ the end of a step, because the plan's own hook would sum an accumulated gradient
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,42 +97,37 @@ def plan_problems(
     return head_problems(tp_size, heads, kv_heads, name=name)
 
 
-def expert_problems(config: PretrainedConfig, ep_size: int, tp_size: int) -> list[Problem]:
+def expert_problems(config: PretrainedConfig, ep_size: int, tp_size: int) -> Iterator[Problem]:
     """Why each of `ep_size` ranks cannot be given whole experts; empty if it can."""
     if ep_size == 1:
-        return []
+        return
     text = config.get_text_config()
     name = config.model_type
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     if not getattr(text, "base_model_ep_plan", None) or not isinstance(experts, int):
         what = f"mesh.ep = {ep_size}, but transformers has no expert-parallel plan for {name!r}"
-        return [Problem(what, "a model with experts that can be distributed", "--mesh.ep 1")]
-    found = []
+        yield Problem(what, "a model with experts that can be distributed", "--mesh.ep 1")
+        return
     if ep_size != tp_size:
         expected = (
             "1, or the number of tp ranks, which hold the same tokens: experts shared by more ranks would be sharded "
             "over another mesh than the rest of the model, which is not supported"
         )
-        found.append(
-            Problem(
-                f"mesh.ep = {ep_size} is not mesh.tp ({tp_size})",
-                expected,
-                f"--mesh.ep {tp_size}",
-            )
+        yield Problem(
+            f"mesh.ep = {ep_size} is not mesh.tp ({tp_size})",
+            expected,
+            f"--mesh.ep {tp_size}",
         )
     if experts % ep_size:
         sizes = [
             size for size in range(1, experts + 1) if experts % size == 0 and size <= ep_size
         ]
         what = f"mesh.ep = {ep_size} cannot divide the {experts} experts of {name!r}"
-        found.append(
-            Problem(
-                what,
-                "whole experts on every rank",
-                f"--mesh.ep {sizes[-1]} --mesh.tp {sizes[-1]}",
-            )
+        yield Problem(
+            what,
+            "whole experts on every rank",
+            f"--mesh.ep {sizes[-1]} --mesh.tp {sizes[-1]}",
         )
-    return found
 
 
 def _expanded(model: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, str]:

@@ -142,7 +142,10 @@ class Lines:
         self._begin()
 
     def _begin(self) -> None:
-        self._offset, self._number, self._before, self._file = 0, 0, b"", -1
+        self._offset = 0
+        self._number = 0
+        self._before = b""
+        self._file = -1
         self.damaged: list[Damage] = []
         self.num_damaged = 0
 
@@ -175,7 +178,8 @@ class Lines:
                     yield line
             if len(rest) > _LONGEST:  # no run writes such a line
                 self._line(rest[:_QUOTED])
-                self._offset, rest = self._offset + len(rest), b""
+                self._offset = self._offset + len(rest)
+                rest = b""
         self.torn = self._number + 1 if rest else 0
         size = min(_REMEMBERED, self._offset)
         file.seek(self._offset - size)

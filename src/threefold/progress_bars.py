@@ -63,7 +63,9 @@ class _Lines(Bar):
         self.at(self._done + more)
 
     def at(self, done: float, text: str | None = None, *, total: float | None = None) -> None:
-        self._done, self._what, self._total = done, text or self._what, total or self._total
+        self._done = done
+        self._what = text or self._what
+        self._total = total or self._total
         if (now := time.monotonic()) - self._told >= _LINES_EVERY_S:
             self._told = now
             share = f"{self._done / self._total:.0%}" if self._total else f"{self._done:,.0f}"

@@ -62,7 +62,8 @@ class Audit:
         if not self.start.every:
             return
         if (step_range := self.skips.get(step)) is not None:
-            order, batches = self.start.order, num_batches([step_range])
+            order = self.start.order
+            batches = num_batches([step_range])
             if self.record is not None:
                 line = SkipLine(
                     self.start.segment, step, *step_range, *order.begin(self._begin), batches
@@ -149,7 +150,9 @@ def begin(
     """
     assert file is not None
     before = read(path) if path.stat().st_size else []
-    done, order, found = start.first_step - 1, start.order, start.place
+    done = start.first_step - 1
+    order = start.order
+    found = start.place
     known = place_after(before, done) if done else Place(0, 0)
     if known is not None and (known := order.begin(known)) != found:
         lost = rows_text(order.rows(min(found, known), 1)[0])

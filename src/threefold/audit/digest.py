@@ -129,7 +129,8 @@ class AuditWindow:
         step = self.last_step + 1
         real = indices >= 0
         if not real.all():
-            indices, contents = indices[real], tuple(values[real] for values in contents)
+            indices = indices[real]
+            contents = tuple(values[real] for values in contents)
         self.indices.append(indices)
         self.samples = fold_samples(self.samples, step, indices)
         self.contents = fold_contents(self.contents, *contents)

@@ -284,7 +284,8 @@ def _of_all_epochs(stretches: Sequence[Stretch], epochs: Sequence[Coverage]) -> 
     order = last.segment.order
     if order.epochs is None:
         return
-    asked, read = order.epochs, sum(epoch.read for epoch in epochs)
+    asked = order.epochs
+    read = sum(epoch.read for epoch in epochs)
     line = f"  train.epochs {asked}: {read:,} of {asked * order.num_rows:,} reads"
     if not is_over(stretches):
         yield f"{line}; {asked * order.num_rows - last.epoch * order.num_rows - last.stop:,} rows left"

@@ -57,7 +57,9 @@ def prove(segments: Sequence[Segment], rows: Rows | None = None) -> list[Stretch
         RunError: the first step at which the record and the order differ, or a step without a record.
     """
     first = segments[0].start
-    next_step, place, known = first.first_step, first.place, dict[str, str]()
+    next_step = first.first_step
+    place = first.place
+    known = dict[str, str]()
     for segment in segments:
         start, order = segment.start, segment.start.order
         _check_same_order(first, start)
@@ -174,7 +176,8 @@ def _places_after(
 
 def _check_same_order(first: SegmentLine, start: SegmentLine) -> None:
     for name in (*_ORDER_FIELDS, *(("global_batch",) if first.grouped is not None else ())):
-        then, now = getattr(first, name), getattr(start, name)
+        then = getattr(first, name)
+        now = getattr(start, name)
         if then != now:
             raise RunError(
                 f"step {start.first_step} continues in another order: {name} = {now}, before it {then}",
@@ -215,7 +218,8 @@ def _check_step(found: int, expected: int) -> None:
 
 
 def _check_place(found: Place, expected: Place, *, step: int, order: Order) -> None:
-    found, expected = order.begin(found), order.begin(expected)
+    found = order.begin(found)
+    expected = order.begin(expected)
     if found == expected:
         return
     if found > expected:

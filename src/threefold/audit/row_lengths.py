@@ -38,7 +38,8 @@ def stored(run: Path, digest: str, num_rows: int) -> LengthsOf:
     try:
         content = place.read_bytes()
     except OSError as error:
-        content, what = b"", f"{place} cannot be read: {error.strerror}"
+        content = b""
+        what = f"{place} cannot be read: {error.strerror}"
     else:
         what = f"{place} has changed: it is not what audit.jsonl names"
     if len(content) != num_rows * _TYPE.itemsize or _digest(content) != digest:

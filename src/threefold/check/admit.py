@@ -166,7 +166,9 @@ def _subject(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Subj
     topology, device = mesh.topology, mesh.device.type
     seq_len = row_length(topology, device=device)
     # Of the run, whose rows are longer than those of a probe: it is probed as it will be computed.
-    asked, run_length, heads = config.mesh, config.data.seq_len, heads_of(architecture)
+    asked = config.mesh
+    run_length = config.data.seq_len
+    heads = heads_of(architecture)
     method = choices.cp_method(asked.cp_method, topology, heads=heads, seq_len=run_length).value
     shared_evenly = run_length % (topology.cp * topology.tp) == 0
     ranks = topology.tp * (topology.cp if method == "ulysses" else 1)

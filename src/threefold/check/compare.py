@@ -342,7 +342,8 @@ class TensorComparison:
         bound = self._bound
         if name not in self._expected:
             return _absent(bound, name, "not expected")
-        actual, expected = _float(tensor), _float(self._expected[name])
+        actual = _float(tensor)
+        expected = _float(self._expected[name])
         if actual.shape != expected.shape:
             return _absent(
                 bound, name, f"of shape {[*actual.shape]}, expected {[*expected.shape]}"

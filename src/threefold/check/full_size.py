@@ -157,7 +157,8 @@ def _refusal(model: Model, failure: list[Any], seq_len: int) -> ConfigError:
 
 def _changes(seq_len: int, *, documents: bool, lengths: list[int]) -> list[_Change]:
     """All that is looked at, the most telling first."""
-    quarter, three = max(1, seq_len // 4), max(1, 3 * seq_len // 4)
+    quarter = max(1, seq_len // 4)
+    three = max(1, 3 * seq_len // 4)
     apart = [_Change("documents", 0, place, place) for place in (three, quarter) if documents]
     cuts = [
         place

@@ -53,7 +53,8 @@ def row_length(topology: Topology, *, device: str = "cpu") -> int:
 
 def longer_row(topology: Topology, *, device: str = "cpu") -> int:
     """Tokens in the other rows whose gradients are compared: nearly twice as many, of which chunks leave a rest."""
-    unit, length = _unit(topology), row_length(topology, device=device)
+    unit = _unit(topology)
+    length = row_length(topology, device=device)
     return 2 * length - unit % length
 
 

@@ -390,7 +390,8 @@ def _narrowed(
         compare_copies=False,
     )
     result = step.run(_halves(own), lr=0.0)
-    loss, norm = mean_loss(result, mesh), result.grad_norm.item()
+    loss = mean_loss(result, mesh)
+    norm = result.grad_norm.item()
     if subject.narrow.train.compile:
         torch.compiler.reset()  # no layer of the run is one that was compiled again
     if expected is not None:

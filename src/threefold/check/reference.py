@@ -193,7 +193,8 @@ def documents_of(batch: Batch, row: int) -> Iterator[Document]:
         numbers = numbers.where(~batch["padding"][row], PADDING)
     for number in numbers.unique_consecutive().tolist():
         places = numbers == number
-        ids, labels = batch["input_ids"][row, places][None], batch["labels"][row, places]
+        ids = batch["input_ids"][row, places][None]
+        labels = batch["labels"][row, places]
         yield Document(row, ids, labels, places, number == PADDING)
 
 
@@ -301,7 +302,8 @@ def run_alone(
         num_steps: length of the run that the schedule is for.
         observed_rows: number of rows of the first batch for which the layers' outputs are kept.
     """
-    model, step = _load(config, architecture), forward_backward
+    model = _load(config, architecture)
+    step = forward_backward
     if config.train.objective == "dpo":
         reference = copy.deepcopy(model).eval().requires_grad_(False)
         step = partial(pairs_forward_backward, reference=reference, asked=config.dpo)

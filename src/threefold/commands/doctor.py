@@ -179,7 +179,8 @@ def _memory(
     device, free = None, room_here().free_bytes
     if gpus and config.mesh.device != "cpu":
         smallest = min(gpus, key=lambda gpu: gpu["free"])
-        device, free = of_memory(smallest["memory"]), smallest["free"]
+        device = of_memory(smallest["memory"])
+        free = smallest["free"]
     elif free is not None:
         free //= max(1, ranks_here)
     try:

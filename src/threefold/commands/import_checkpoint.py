@@ -43,7 +43,8 @@ def command(
     if weights:
         done, exported = import_model(source, to, config)
     else:
-        done, exported = import_run(source, to, config), None
+        done = import_run(source, to, config)
+        exported = None
     if as_json:
         typer.echo(jsonl.as_json({"folder": str(to), **asdict(done)}))
         return

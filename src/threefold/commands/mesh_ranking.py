@@ -72,7 +72,8 @@ def _question(devices: Devices, arguments: list[str]) -> Question:
     if devices.name is None:
         expected = f"the kind of device: {', '.join(accelerators.ACCELERATORS)}"
         raise ConfigError("--gpus without --gpu", expected=expected, fix="--gpu h100-80gb")
-    device, count = accelerators.named(devices.name), devices.count
+    device = accelerators.named(devices.name)
+    count = devices.count
     nodes = devices.nodes or -(-count // 8)
     if count % nodes:
         expected = "as many devices on each host"
@@ -104,12 +105,14 @@ def _as_config(question: Question, plan: Plan) -> str:
     """YAML that `threefold train` takes: the keys that were given, and those of the plan."""
     from threefold.config.yaml_text import as_document
 
-    values, document = question.config.model_dump(mode="json"), dict[str, Any]()
+    values = question.config.model_dump(mode="json")
+    document = dict[str, Any]()
     for key in sorted({*question.pinned, "model.dtype", "data.seq_len", "train.global_batch"}):
         *sections, name = key.split(".")
         source, target = values, document
         for section in sections:
-            source, target = source[section], target.setdefault(section, {})
+            source = source[section]
+            target = target.setdefault(section, {})
         target[name] = source[name]
     for section, keys in plan.sections().items():
         document.setdefault(section, {}).update(keys)
@@ -197,7 +200,8 @@ def _of_store(rows: int, rows_of_rank: int, seconds: float) -> str:
     """What a step reads of a store with nothing in the cache: a block for each row."""
     from threefold.data.store.blocks import BLOCK_BYTES
 
-    mib, rate = rows * BLOCK_BYTES / 2**20, rows_of_rank * BLOCK_BYTES / 2**20 / seconds
+    mib = rows * BLOCK_BYTES / 2**20
+    rate = rows_of_rank * BLOCK_BYTES / 2**20 / seconds
     read = f"it reads {mib:,.0f} MiB a step of the store, with an empty cache"
     return f"{read}; a dp rank waits where its part is below {rate:,.1f} MiB/s"
 

@@ -233,7 +233,8 @@ def _compute(
     ]
     if device is None:
         return lines
-    whole, peak = device.memory_bytes / 2**30, traced.peak_bytes / 2**30
+    whole = device.memory_bytes / 2**30
+    peak = traced.peak_bytes / 2**30
     lines.append(f"  at least {of_rank / device.bfloat16:.3f} s, at the peak of {gpu}")
     if peak > whole:
         return [

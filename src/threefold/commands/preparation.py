@@ -123,7 +123,8 @@ def _made(
     if shared.address is not None:
         _send(prefix, to)
         shared.remove()
-    info, how = store.info, "is there already" if store.reused else "is made"
+    info = store.info
+    how = "is there already" if store.reused else "is made"
     where = f"{to}/{prefix.name}" if shared.address else prefix
     typer.echo(
         f"{where}.bin {how}: {info.num_tokens:,} tokens in {info.counted} ({info.tokenizer})\n{proof}"

@@ -40,7 +40,8 @@ def command(
         for path in sorted(folder.glob("rank-*.summary.json"))
     }
     if not found:
-        what, expected = f"{run} has no traces", "a run whose steps were traced"
+        what = f"{run} has no traces"
+        expected = "a run whose steps were traced"
         fix = f"threefold resume {run} --log.profile '[10, 12]'   (steps that are still to come), or a new run with it"
         raise ConfigError(what, expected=expected, fix=fix)
     if as_json:

@@ -45,7 +45,8 @@ def command(
     loaded = load_config([str(folder / RUN_CONFIG), *back, *context.args])
     into = loaded.config.log.dir
     if into is None or Path(into).resolve() != folder.resolve():
-        name, other = shlex.quote(str(folder)), shlex.quote(into or "ANOTHER_FOLDER")
+        name = shlex.quote(str(folder))
+        other = shlex.quote(into or "ANOTHER_FOLDER")
         named = shlex.quote(str(checkpoint or folder))
         raise ConfigError(
             f"log.dir = {into}, but the run to resume lies in {folder}",

@@ -50,7 +50,8 @@ def command(
     quieten_libraries()
     place = run_here(run, state=True)
     folder, _ = run_and_checkpoint(place)
-    config, checkpoint = load_config([str(folder / "config.yaml")]).config, find(place)
+    config = load_config([str(folder / "config.yaml")]).config
+    checkpoint = find(place)
     if (reason := checkpoint.damage()) is not None:
         raise damaged(checkpoint, reason)
     tokenizer = tokenizer_of(config)
@@ -105,7 +106,8 @@ def _converse(
             expected="data.chat_template, or a tokenizer with one",
             fix="threefold sample RUN --prompt 'Once upon a time'",
         )
-    encoder, model = encoder_of(tokenizer, labels, "last", template), load_own(checkpoint)
+    encoder = encoder_of(tokenizer, labels, "last", template)
+    model = load_own(checkpoint)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     messages: list[Message] = []
     torch.manual_seed(0)
@@ -116,7 +118,8 @@ def _converse(
             return
         messages.append({"role": "user", "content": said})
         try:
-            ids, end_id = encoder.prompt(messages), encoder.end_of_turn(messages)
+            ids = encoder.prompt(messages)
+            end_id = encoder.end_of_turn(messages)
         except RowError as error:
             raise ConfigError(
                 f"--chat: {error.what}", expected=error.expected, fix="say it otherwise"

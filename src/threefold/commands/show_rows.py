@@ -157,7 +157,9 @@ def packed_row(rows: Rows, row: int) -> Shown:
     from threefold.data.rows.known_rows import parts_of
 
     read = {name: values[0] for name, values in rows.rows(np.array([row], np.int64)).items()}
-    ids, labels, documents = read["input_ids"], read["labels"], read["document_ids"]
+    ids = read["input_ids"]
+    labels = read["labels"]
+    documents = read["document_ids"]
     loss_mask = np.zeros(len(ids), np.bool_)
     # Where documents meet, the label may be a token of a piece that was cut.
     loss_mask[1:] = (labels[:-1] == ids[1:]) & (documents[:-1] == documents[1:])
@@ -265,7 +267,9 @@ def histogram(counts: Sequence[tuple[int, int]]) -> Iterator[str]:
     sizes = [each.bit_length() for _, each in counts]
     most = max(sizes.count(size) for size in set(sizes))
     for size in range(min(sizes), max(sizes) + 1):
-        low, high, number = (1 << size) >> 1, max(0, (1 << size) - 1), sizes.count(size)
+        low = (1 << size) >> 1
+        high = max(0, (1 << size) - 1)
+        number = sizes.count(size)
         name = f"{low:,} to {high:,}" if low < high else f"{low:,}"
         yield f"  {name:>20} trained on: {number:>5,} rows  {'#' * -(-_BAR * number // most)}".rstrip()
 
@@ -295,7 +299,8 @@ def ledger_lines(run: Path) -> Iterator[str]:
         starts = np.concatenate(([0], ends[:-1]))
         trained_on = part.rows.store.count_trained_on(starts, ends)
         kept = part.rows.targets_of_documents()
-        numbers, why = part.rows.store.document_numbers.tolist(), why_cut(part.rows)
+        numbers = part.rows.store.document_numbers.tolist()
+        why = why_cut(part.rows)
         in_how_many, _ = part.rows.spans_of_documents()
         for at, number in enumerate(numbers):
             tokens, wanted, left = (int(each[at]) for each in (ends - starts, trained_on, kept))
@@ -312,7 +317,8 @@ def ledger_lines(run: Path) -> Iterator[str]:
                 fix=f"threefold data audit {run} --contents   compares the bytes of the source",
             )
         sums = {reason: int(each.sum()) for reason, each in why.items()}
-        info, name = part.rows.store.info, f"{part.name}, {len(ends):,} documents"
+        info = part.rows.store.info
+        name = f"{part.name}, {len(ends):,} documents"
         skipped = (
             f"; {info.num_skipped:,} lines, rows or files skipped"
             if info is not None and info.num_skipped

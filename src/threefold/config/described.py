@@ -32,7 +32,8 @@ def every_key_described() -> Iterator[tuple[str, KeyHelp]]:
 
 def keys_about(words: str) -> dict[str, KeyHelp]:
     """The keys of a section, or the key that is named; else those in whose name, values or meaning all words occur."""
-    every, named = dict(every_key_described()), words.removeprefix("--")
+    every = dict(every_key_described())
+    named = words.removeprefix("--")
     if below := {
         key: about for key, about in every.items() if f"{key}.".startswith(f"{named}.")
     }:
@@ -65,7 +66,8 @@ def _keys(kind: Any, prefix: str = "") -> Iterator[KeyHelp]:
 
 
 def _values(annotation: Any) -> tuple[str, ...]:
-    origin, inner = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    inner = get_args(annotation)
     if origin is Literal:
         return tuple(f"`{as_yaml(value)}`" for value in inner)
     if origin is Annotated:

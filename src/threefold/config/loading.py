@@ -171,7 +171,8 @@ def _known(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The values of keys that exist."""
     found: dict[str, Any] = {}
     for section in values.keys() & Config.model_fields.keys():
-        inner, keys = inner_sections(section), set(keys_of(section))
+        inner = inner_sections(section)
+        keys = set(keys_of(section))
         found[section] = {
             key: {each: own for each, own in value.items() if f"{key}.{each}" in keys}
             if key in inner and isinstance(value, Mapping)

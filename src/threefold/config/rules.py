@@ -109,7 +109,8 @@ def contradictions(config: Config) -> Iterator[Problem]:
 def _of_float8(config: Config) -> Iterator[Problem]:
     if config.train.float8 == "none":
         return
-    asked, without = f"train.float8 = {config.train.float8}", "leave train.float8 out"
+    asked = f"train.float8 = {config.train.float8}"
+    without = "leave train.float8 out"
     if config.model.dtype == "float32":
         expected = "model.dtype bfloat16, whose largest products are then made of 8 bits"
         yield Problem(
@@ -225,7 +226,8 @@ def _of_profile(config: Config) -> Iterator[Problem]:
     if config.log.profile is None:
         return
     first, last = config.log.profile
-    what, fix = f"log.profile = [{first}, {last}]", f"--log.profile '[{first}, {first + 2}]'"
+    what = f"log.profile = [{first}, {last}]"
+    fix = f"--log.profile '[{first}, {first + 2}]'"
     if last < first:
         yield Problem(
             f"{what} ends before it begins", "[first, last], both steps included", fix

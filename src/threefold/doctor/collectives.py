@@ -230,7 +230,8 @@ def _time_pair(
     mesh: Mesh, pair: tuple[int, int], test: str, limit_s: float
 ) -> tuple[float, float]:
     """(seconds one way, bytes/s) of a message there and back."""
-    first, partner = mesh.rank == pair[0], pair[1] if mesh.rank == pair[0] else pair[0]
+    first = mesh.rank == pair[0]
+    partner = pair[1] if mesh.rank == pair[0] else pair[0]
     one = torch.ones(1, device=mesh.device)
     large = torch.ones(_BYTES[mesh.device.type] // 16, device=mesh.device)
 

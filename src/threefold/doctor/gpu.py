@@ -86,7 +86,8 @@ def look(environ: Mapping[str, str], tools: nvidia.Nvidia) -> Torch:
         import torch
     except (ImportError, OSError) as error:
         return Torch(None, str(error), **hardware)
-    cudnn, cuda = torch.backends.cudnn.version(), torch.version.cuda
+    cudnn = torch.backends.cudnn.version()
+    cuda = torch.version.cuda
     has_nccl = cuda is not None and torch.distributed.is_nccl_available()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -85,7 +85,8 @@ def _judged(machine: Machine) -> Iterator[Finding]:
             "shared memory", what, fits, otherwise="warning", expected=expected, fix=fix
         )
     if machine.open_files is not None:
-        what, fits = f"{machine.open_files} per process", machine.open_files >= _LEAST_FILES
+        what = f"{machine.open_files} per process"
+        fits = machine.open_files >= _LEAST_FILES
         expected = (
             f"{_LEAST_FILES}: connections and the tensors of loader workers each take one"
         )
@@ -97,7 +98,8 @@ def _judged(machine: Machine) -> Iterator[Finding]:
         if free < _LEAST_DISK:
             level = "stop"
             expected = f"at least {size_text(_LEAST_DISK)}: nothing could be saved"
-        what, fits = f"{size_text(free)} free for {name}", free >= _LITTLE_DISK
+        what = f"{size_text(free)} free for {name}"
+        fits = free >= _LITTLE_DISK
         fix = "free some space, or use another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches"
         yield judged("disk", what, fits, otherwise=level, expected=expected, fix=fix)
     if machine.clock_synchronized is not None:

@@ -156,7 +156,8 @@ def nccl_interface(network: Network) -> tuple[Interface | None, str]:
     """The first interface that NCCL would use for its sockets, and why."""
     usable = [each for each in network.interfaces if each.up and each.address]
     if named := network.variables.get("NCCL_SOCKET_IFNAME"):
-        exact, excluded = named.startswith("="), named.startswith("^")
+        exact = named.startswith("=")
+        excluded = named.startswith("^")
         names = named.lstrip("=^").split(",")
 
         def is_named(each: Interface) -> bool:
@@ -187,7 +188,8 @@ def _gloo(network: Network, usable: Sequence[Interface], *, several_machines: bo
     if chosen.loopback and several_machines:
         what = f"would offer {chosen.address or '127.0.0.1'} to the other machines: {why}"
         return stop("gloo", what, expected="an address that they can reach", fix=hint)
-    fits, fix = not (chosen.loopback and others), f"for several machines: {hint}"
+    fits = not (chosen.loopback and others)
+    fix = f"for several machines: {hint}"
     expected = "on one machine this is right; ranks on several machines could not connect to one another"
     return judged(
         "gloo",

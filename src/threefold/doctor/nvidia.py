@@ -123,7 +123,8 @@ def ask(program: str, *arguments: str, ends: float) -> Answer:
     path = shutil.which(program)
     if path is None:
         return Answer()
-    command, left_s = [path, *arguments], max(0.1, ends - time.monotonic())
+    command = [path, *arguments]
+    left_s = max(0.1, ends - time.monotonic())
     try:
         # A process that waits inside the driver cannot be killed: what it prints is read, and it is left behind.
         with subprocess.Popen(

@@ -180,7 +180,8 @@ def _measured(
         collectives.meet(mesh, limit_s=limit_s)
     except collectives.StuckError as error:
         stuck = error.finding(limit_s)
-    host, device = info.host or report.facts["host"], _device_name(mesh)
+    host = info.host or report.facts["host"]
+    device = _device_name(mesh)
     own = RankReport(
         mesh.rank, host, info.local_rank, os.getpid(), device, time.time(), report.versions
     )
@@ -302,7 +303,8 @@ def judge(reports: Sequence[RankReport], topology: Topology) -> list[Finding]:
     skew_s = last.clock - first.clock
     close = f"within {max(skew_s, 0.001):.3f} s"
     far = f"{last.host} (rank {last.rank}) is {skew_s:.1f} s ahead of {first.host} (rank {first.rank})"
-    fits, fix = skew_s <= _MOST_SKEW_S, "start chrony or systemd-timesyncd on both"
+    fits = skew_s <= _MOST_SKEW_S
+    fix = "start chrony or systemd-timesyncd on both"
     expected = f"within {_MOST_SKEW_S:g} s: logs of several machines are compared"
     what = close if fits else far
     found.append(

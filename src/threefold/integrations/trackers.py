@@ -138,7 +138,10 @@ class Guarded:
         say: Callable[[str], None],
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._name, self._say, self._open, self._now_s = name, say, open_tracker, now_s
+        self._name = name
+        self._say = say
+        self._open = open_tracker
+        self._now_s = now_s
         self._tracker: Tracker | None = None
         self._missed: deque[Metrics] = deque(maxlen=_MOST_MISSED)
         self._wait_s, self._again_s = 0.0, -math.inf
@@ -257,7 +260,8 @@ class Trackio:
     def __init__(self, run: RunDescription) -> None:
         import trackio
 
-        before, again = run.ids.get("trackio"), run.gone_back()
+        before = run.ids.get("trackio")
+        again = run.gone_back()
         make = partial(_named, run.name)  # folders may have equal names
         name = run.id_of("trackio", make, anew=again is not None)
         with redirect_stdout(None):  # it prints a long explanation
@@ -302,7 +306,8 @@ class MLflow:
             None if known else (run.folder / "mlflow").resolve().as_uri()
         )
         self._metric: Any = Metric
-        before, again = run.ids.get("mlflow"), run.gone_back()
+        before = run.ids.get("mlflow")
+        again = run.gone_back()
         self._id = run.id_of("mlflow", lambda: self._created(run), anew=again is not None)
         for line in again or ():
             self.log(line)

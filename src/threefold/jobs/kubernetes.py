@@ -260,7 +260,8 @@ def _pod(job: Job, options: KubernetesSettings, container: dict[str, Any]) -> di
 
 
 def _container(job: Job, options: KubernetesSettings, *, name: str) -> dict[str, Any]:
-    environment, resources = _environment(job, options), _resources(job, options)
+    environment = _environment(job, options)
+    resources = _resources(job, options)
     return {"name": name, "image": options.image, "env": environment, "resources": resources}
 
 

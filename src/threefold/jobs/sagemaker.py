@@ -280,7 +280,8 @@ def send(job: Job, options: SageMakerSettings) -> str:
         ConfigError: boto3 is not installed. RunError: AWS refuses, or no credentials are found.
     """
     options = _complete(job, options)
-    notes, made = _notes(job, options), request(job.ranks, options, region=options.region)
+    notes = _notes(job, options)
+    made = request(job.ranks, options, region=options.region)
     return "\n".join(
         [
             *notes,

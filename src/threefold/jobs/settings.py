@@ -88,7 +88,8 @@ def settings_of(kind: type) -> list[JobSetting]:
         hint = hints[entry.name]
         if get_origin(hint) in (Union, types.UnionType):
             (hint,) = (part for part in get_args(hint) if part is not type(None))
-        outer, inner = get_origin(hint) or hint, (get_args(hint) or (None,))[0]
+        outer = get_origin(hint) or hint
+        inner = (get_args(hint) or (None,))[0]
         outer = Mapping if isinstance(outer, type) and issubclass(outer, Mapping) else outer
         option = entry.metadata["option"] or entry.name.replace("_", "-")
         missing = (
@@ -162,7 +163,8 @@ def _split(
     while queue:
         argument = queue.pop(0)
         name, equals, text = argument.partition("=")
-        known, is_last = by_option.get(name), not queue or queue[0].startswith("--")
+        known = by_option.get(name)
+        is_last = not queue or queue[0].startswith("--")
         negated = (
             by_option.get(name.replace("--no-", "--", 1)) if name.startswith("--no-") else None
         )

@@ -96,7 +96,8 @@ def problems(config: Config, ranks: Ranks, options: SlurmSettings) -> Iterator[P
                     f"{option}=--exclusive",
                 )
     if options.time is not None and options.time.lower() not in _NO_LIMIT:
-        limit, ahead = _seconds(options.time), _ahead_s(config, options)
+        limit = _seconds(options.time)
+        ahead = _ahead_s(config, options)
         if limit is None:
             expected = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
             yield Problem(
@@ -194,7 +195,8 @@ def _beginning(directives: Iterable[str], options: SlurmSettings) -> list[str]:
 
 def _with_config(command: str, config: Config) -> list[str]:
     """The lines of a command that reads the config from its standard input."""
-    document, end = dump(config, nulls=False), "END_OF_CONFIG"
+    document = dump(config, nulls=False)
+    end = "END_OF_CONFIG"
     while end in document:
         end += "_"
     return [f"{command} <<'{end}'", document.rstrip("\n"), end]

@@ -231,7 +231,8 @@ def refuse_unlike(parts: list[dict[str, Any]], ranks_of_copy: int) -> None:
             fix="threefold.distribute(loader) gives every dp rank as many rows",
         )
     for rank, part in enumerate(parts):
-        dp, first = rank // ranks_of_copy, rank // ranks_of_copy * ranks_of_copy
+        dp = rank // ranks_of_copy
+        first = rank // ranks_of_copy * ranks_of_copy
         if difference := _first_difference(parts[first]["rows"], part["rows"]):
             raise DataError(
                 f"ranks {first} and {rank} belong to dp rank {dp} and give different rows to {calls[0]}: {difference}",

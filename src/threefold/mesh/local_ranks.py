@@ -176,7 +176,8 @@ class _Ranks:
             _wait(alive, signals, min(ask_at, until))
             for number in signals.arrived():
                 if stopped is None:
-                    stopped, until = number, time.monotonic() + grace_s
+                    stopped = number
+                    until = time.monotonic() + grace_s
                 self._send(number)
             if (
                 failed is None

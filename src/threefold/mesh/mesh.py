@@ -201,7 +201,9 @@ class Mesh:
             RunError, DataError: the ranks differ (`refuse_unlike`), or what `make` raised on a rank; on every rank.
         """
         batches: Sequence[dict[str, Any]] = ()
-        count, failed, shared = 0, None, self.size("cp") * self.size("tp")
+        count = 0
+        failed = None
+        shared = self.size("cp") * self.size("tp")
         if not self.meets_others:
             return make()
         try:
@@ -379,7 +381,8 @@ def _size_from(variable: str) -> int | str | None:
         return text
     if text.isascii() and text.isdigit() and int(text):
         return int(text)
-    expected, fix = "a number of ranks from 1 on, or auto", f"export {variable}=2"
+    expected = "a number of ranks from 1 on, or auto"
+    fix = f"export {variable}=2"
     raise ConfigError(f"{variable} is {text!r}", expected=expected, fix=fix)
 
 

@@ -90,7 +90,9 @@ def join_group(
     # gloo tries for five times its limit if a peer has given up; the first rank to give up tells the others.
     attempt = threading.Thread(target=make, name="connect", daemon=True)
     attempt.start()
-    verdicts, pauses, own = store.clone(), _pauses(), str(info.rank)
+    verdicts = store.clone()
+    pauses = _pauses()
+    own = str(info.rank)
     given_up = partial(verdicts.check, ["unconnected"])
     while (
         attempt.is_alive()
@@ -127,7 +129,8 @@ def rendezvous(
         RendezvousError: within `timeout_s`: the port is taken, no rank answers, ranks are missing, two have one number,
             facts differ, or a rank has another token.
     """
-    deadline, info = time.monotonic() + timeout_s, rendezvous_auth.place_of(info)
+    deadline = time.monotonic() + timeout_s
+    info = rendezvous_auth.place_of(info)
     serving = info.rank == 0 and info.generation is None
     if token is not None and info.generation is not None:
         if info.master_addr != LOOPBACK:

@@ -85,7 +85,8 @@ def resolved_on(mesh: Mesh, config: Config, architecture: PretrainedConfig) -> R
     """The automatic choices of a config for a model on a mesh."""
     drops = attention_choice.drops_weights(architecture)
     unserved = kernels.unserved(architecture)
-    device, heads = data_parallel.device_of(mesh), heads_of(architecture)
+    device = data_parallel.device_of(mesh)
+    heads = heads_of(architecture)
     return resolve(
         config, mesh.topology, device, heads=heads, drops_attention=drops, unserved=unserved
     )
@@ -129,7 +130,8 @@ def arranged(
     sharing = [data_parallel.gathering(model, mesh, config, dtype)]
     (kind, why), exact = resolved.data_parallel, None
     if kind == "fsdp":
-        whole, asked = precision.parameters_named(model, kept), config.train.reduce == "exact"
+        whole = precision.parameters_named(model, kept)
+        asked = config.train.reduce == "exact"
         exact = data_parallel.shard(
             model, mesh, dtype=dtype, cpu_offload=offload, kept=whole, exact=asked, ends=True
         )
@@ -254,7 +256,8 @@ def _split(
     model: PreTrainedModel, config: Config, mesh: Mesh, resolved: Resolved
 ) -> tuple[TensorParallelism, Choices]:
     """Splits the model over tp; adapters come after, as their projections are split then."""
-    scatter, whole_experts = resolved.sequence_parallel, config.mesh.ep > 1
+    scatter = resolved.sequence_parallel
+    whole_experts = config.mesh.ep > 1
     exact = config.train.reduce == "exact"
     tensor, sequence = split_over_tp(
         model, mesh, scatter=scatter, whole_experts=whole_experts, exact=exact

@@ -49,7 +49,8 @@ def problems(
 ) -> Iterator[Problem]:
     """Why the products cannot be made so although train.float8 asks for it; empty if they can."""
     recipe = config.train.float8
-    asked, leave_out = f"train.float8 = {recipe}", "leave train.float8 out"
+    asked = f"train.float8 = {recipe}"
+    leave_out = "leave train.float8 out"
     if importlib.util.find_spec("torchao") is None:
         fix = f"pip install 'threefold[torchao]', or {leave_out}"
         yield Problem(

@@ -116,7 +116,8 @@ def _attention_of(model: nn.Module, text: PretrainedConfig) -> Iterator[Attentio
 
 
 def _window_of(module: Any, config: Any) -> int | None:
-    kinds, number = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    number = getattr(module, "layer_idx", None)
     kind = kinds[number] if kinds and number is not None and number < len(kinds) else None
     if kind == "full_attention":
         return None

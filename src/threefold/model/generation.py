@@ -85,7 +85,8 @@ class _Start:
 def _writing(model: Model, start: _Start) -> Iterator[None]:
     """Inside, the module is called as transformers calls it, and gives whole logits of whole rows."""
     module, tensor = model.module, model.tensor
-    own, replaced = functools.partial(type(module).forward, module), module.forward
+    own = functools.partial(type(module).forward, module)
+    replaced = module.forward
     vocabulary = (
         module.get_output_embeddings().weight.shape[0]
         if tensor.vocabulary_start is not None

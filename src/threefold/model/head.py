@@ -135,7 +135,9 @@ def install(
         splitters: the tp ranks that hold parts of the vocabulary, if they do.
     """
     kind, _ = kind_of(model)
-    own_forward, inner, first = model.forward, below_head(model), first_position(model)
+    own_forward = model.forward
+    inner = below_head(model)
+    first = first_position(model)
     end = _End(model, kind, chunk, sharers, splitters)
 
     def forward(
@@ -202,7 +204,8 @@ class _End:
         if self.splitters is not None and self.sharers is None:
             # Each rank knows what its part of the vocabulary contributes.
             hidden = sum_gradient(hidden, self.splitters)
-        bend, size = _bend(self.model, self.kind), self._size(hidden)
+        bend = _bend(self.model, self.kind)
+        size = self._size(hidden)
         return sums_of(hidden, head, labels, token_loss, bend=bend, size=size)
 
     def by_chunks(

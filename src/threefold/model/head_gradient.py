@@ -92,7 +92,8 @@ def sums_of(
         labels: int64 [tokens].
         size: tokens at a time.
     """
-    weight, bias = local_part(head.weight), local_part(head.bias)
+    weight = local_part(head.weight)
+    bias = local_part(head.bias)
     given = (hidden, weight, bias)
     grows = torch.is_grad_enabled()
     wanted = tuple(grows and each is not None and each.requires_grad for each in given)
@@ -143,14 +144,16 @@ def _by_chunks(
         if torch.is_autocast_enabled(device.type)
         else weight.dtype
     )
-    cast, cast_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    cast = weight.to(dtype)
+    cast_bias = None if bias is None else bias.to(dtype)
     of_hidden, of_weight, of_bias = work.wanted
     by_hidden = torch.empty_like(hidden) if of_hidden else None
     by_weight: Tensor | None = None
     by_bias = (
         torch.zeros_like(bias, dtype=torch.float32) if bias is not None and of_bias else None
     )
-    objective, each_entropy = torch.zeros((), device=device), []
+    objective = torch.zeros((), device=device)
+    each_entropy = []
     for place, (part, own) in enumerate(
         zip(hidden.split(work.size), labels.split(work.size), strict=True)
     ):

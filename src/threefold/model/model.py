@@ -184,7 +184,8 @@ class Model:
                 expected="[rows, sequence]",
                 fix="input_ids=ids",
             )
-        cp, part = self.mesh.size("cp"), self.mesh.losses[-1] if self.mesh.losses else None
+        cp = self.mesh.size("cp")
+        part = self.mesh.losses[-1] if self.mesh.losses else None
         whole = part.whole_of(rows) if part is not None and cp > 1 else None
         if whole is None:
             self.refuse_length(ids.shape[1])
@@ -283,7 +284,8 @@ class Model:
             found: Outputs = called(
                 **arguments_of(local), **targets, outputs=of, output_router_logits=routers
             )
-        values, start = found.values.float(), self.tensor.vocabulary_start
+        values = found.values.float()
+        start = self.tensor.vocabulary_start
         group = self.mesh.group("tp")
         if of == "logits" and group is not None and start is not None:
             total = self.module.get_output_embeddings().weight.shape[0]

@@ -54,7 +54,8 @@ def _is_path(name: str) -> bool:
 
 
 def _without_config(path: Path) -> ConfigError:
-    what, fix = f"model.name_or_path = {str(path)!r} has no config.json", "check the path"
+    what = f"model.name_or_path = {str(path)!r} has no config.json"
+    fix = "check the path"
     inside = sorted(each.parent for each in path.glob("*/config.json"))
     if not any(path.iterdir()):
         what = f"model.name_or_path = {str(path)!r} is an empty folder"

@@ -356,7 +356,8 @@ class _ReducedSizes:
         """One layer's own values, in proportion to the whole model's."""
         sizes: Values = {}
         for name, value in own.items():
-            base, real = self._size(name, self._real.get(name)), self._real.get(name)
+            base = self._size(name, self._real.get(name))
+            real = self._real.get(name)
             numbers = (
                 isinstance(value, int) and isinstance(real, int) and not isinstance(value, bool)
             )
@@ -367,7 +368,8 @@ class _ReducedSizes:
 
     def _fit_heads(self, found: Values) -> None:
         """Latent attention: a head's width is the sum of two, and `head_dim` can mean one of them."""
-        rope, nope = self._real.get("qk_rope_head_dim"), self._real.get("qk_nope_head_dim")
+        rope = self._real.get("qk_rope_head_dim")
+        nope = self._real.get("qk_nope_head_dim")
         if isinstance(rope, int) and isinstance(found.get("head_dim"), int):
             found["head_dim"] = (
                 max(1, self._real["head_dim"] // rope) * found["qk_rope_head_dim"]
@@ -484,7 +486,8 @@ def _zamba(values: Values) -> None:
 
 def _reformer(values: Values) -> None:
     # Of a row, exactly.
-    hidden, positions = (values["hidden_size"], values["max_position_embeddings"] // 2)
+    hidden = values["hidden_size"]
+    positions = values["max_position_embeddings"] // 2
     values.update(max_position_embeddings=positions, axial_pos_shape=[4, positions // 4])
     values.update(axial_pos_embds_dim=[hidden // 4, hidden - hidden // 4])
     values.update(local_attn_chunk_length=8, lsh_attn_chunk_length=8)

@@ -27,7 +27,9 @@ class WorkingCopy:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, kept: Collection[str]) -> None:
         """Args: `kept`: names of the parameters that stay float32 in computing too."""
-        self._model, self._dtype, self._kept = model, dtype, frozenset(kept)
+        self._model = model
+        self._dtype = dtype
+        self._kept = frozenset(kept)
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
         self._versions: dict[nn.Parameter, int] = {}
         # Where the modules have them, tied ones several times.

@@ -142,7 +142,8 @@ class Adafactor(torch.optim.Adafactor):
             variance.lerp_(part.gradient.square(), moved)
             part.gradient.mul_(variance.clamp(min=smallest**2).rsqrt_())
             return
-        rows, columns = local_part(state["row_var"]), local_part(state["col_var"])
+        rows = local_part(state["row_var"])
+        columns = local_part(state["col_var"])
         shape = part.parameter.shape
         rows.lerp_(totals[0].view(rows.shape) / shape[-1], moved)
         columns.lerp_(totals[1].view(columns.shape) / shape[-2], moved)
@@ -156,7 +157,8 @@ class Adafactor(torch.optim.Adafactor):
 
     def _state(self, part: _Part) -> dict[str, Any]:
         """The state as torch makes it; rows and columns are whole on every rank."""
-        state, parameter = self.state[part.parameter], part.parameter
+        state = self.state[part.parameter]
+        parameter = part.parameter
         if not state:
             state["step"] = torch.tensor(0.0)
             if not part.is_factored:
@@ -171,8 +173,10 @@ class Adafactor(torch.optim.Adafactor):
         return state
 
     def _apply(self, part: _Part, norm: float) -> None:
-        group, size = part.group, math.sqrt(part.parameter.numel())
-        step, lr = self.state[part.parameter]["step"].item(), float(group["lr"])
+        group = part.group
+        size = math.sqrt(part.parameter.numel())
+        step = self.state[part.parameter]["step"].item()
+        lr = float(group["lr"])
         rate = max(group["eps"][1], part.norm / size) * min(lr, 1 / math.sqrt(step))
         part.weight.mul_(1 - lr * group["weight_decay"])
         part.weight.add_(part.gradient, alpha=-rate / max(1.0, norm / (size * group["d"])))

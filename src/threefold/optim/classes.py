@@ -68,7 +68,8 @@ def class_of(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     if (known := OPTIMIZERS.get(config.name)) is not None:
         return _at(known.path)
     first, *others = OPTIMIZERS
-    what, remark = f"optimizer.name = {as_yaml(config.name)}", f"   (or {', '.join(others)})"
+    what = f"optimizer.name = {as_yaml(config.name)}"
+    remark = f"   (or {', '.join(others)})"
     module, _, name = config.name.rpartition(".")
     package = module.partition(".")[0]
     if package not in importlib.metadata.packages_distributions():
@@ -79,7 +80,8 @@ def class_of(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
         holder = importlib.import_module(module)
     except Exception as error:  # whatever a package raises while it is imported
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        what, expected = f"{what}: {reason}", "a module that can be imported"
+        what = f"{what}: {reason}"
+        expected = "a module that can be imported"
         raise ConfigError.of(
             [to_set(what, expected, "optimizer.name", first, remark=remark)]
         ) from error
@@ -280,7 +282,8 @@ def _tried(
 def _argument_problems(
     config: OptimizerConfig, kind: type[torch.optim.Optimizer]
 ) -> Iterator[Problem]:
-    known, named = inspect.signature(kind).parameters, OPTIMIZERS.get(config.name)
+    known = inspect.signature(kind).parameters
+    named = OPTIMIZERS.get(config.name)
     allowed = [name for name in known if name not in _SETTLED] + [
         *(named.options if named is not None else ())
     ]
@@ -312,7 +315,8 @@ def _argument_problems(
             what, "an optimizer with weight decay", "leave weight_decay out of optimizer.groups"
         )
     if "lr" not in known:
-        what, expected = f"{config.name} has no learning rate", "lr, which the schedule sets"
+        what = f"{config.name} has no learning rate"
+        expected = "lr, which the schedule sets"
         yield to_set(what, expected, "optimizer.name", "adamw")
     step = inspect.signature(kind.step).parameters.values()
     if any(

@@ -54,7 +54,8 @@ class FusedAdamW(torch.optim.AdamW):
                 self._working.note_written(parameters)
 
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        device, states = parameters[0].device, [self._state_of(each) for each in parameters]
+        device = parameters[0].device
+        states = [self._state_of(each) for each in parameters]
         given = ((self.clip_factor, 1.0), (self.found_inf, 0.0))
         clip, skip = (
             torch.full((), default, device=device) if own is None else own.to(device)

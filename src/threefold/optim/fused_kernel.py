@@ -95,7 +95,8 @@ def _store_moment(
         for bit in tl.static_range(8):
             codes += tl.where(values >= tl.load(numbers + codes + (128 >> bit)), 128 >> bit, 0)
         above = tl.minimum(codes + 1, 255)
-        low, high = tl.load(numbers + codes), tl.load(numbers + above)
+        low = tl.load(numbers + codes)
+        high = tl.load(numbers + above)
         values = tl.where(values - low >= (high - low) * 0.5, above, codes).to(tl.uint8)
     _store(_start(table, row, begin, MOMENTS), values, left, MOMENTS, BLOCK)
 

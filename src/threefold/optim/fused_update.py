@@ -59,7 +59,8 @@ def update_by_operations(
     """The update by operations that round once, in the order in which the kernel rounds."""
     goes_on = factors.skip == 0
     for number, each in enumerate(of_each):
-        rate, root_scale = factors.rates[number], factors.root_scales[number]
+        rate = factors.rates[number]
+        root_scale = factors.root_scales[number]
         wide = each
         if is_traceable_wrapper_subclass(each.mean):
             if not goes_on:

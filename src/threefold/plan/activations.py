@@ -66,7 +66,10 @@ def _working(decoder: Decoder, layer: Layer, setup: Setup) -> float:
     In its MLP: those of gate, up and their product, beyond what they replace. In the norm before it, whose backward
     computes in float32 and whose MLP is done: four tensors as large as the hidden states.
     """
-    tokens, element, tp, hidden = setup.tokens, setup.element, setup.topology.tp, decoder.hidden
+    tokens = setup.tokens
+    element = setup.element
+    tp = setup.topology.tp
+    hidden = decoder.hidden
     streams = 2 * setup.stream * hidden * element
     if layer.chosen:
         # In the order of the experts, in that of the tokens, and weighed: results of all chosen ones.
@@ -182,7 +185,10 @@ def _mlp(decoder: Decoder, layer: Layer, setup: Setup) -> float:
 
 def _products(decoder: Decoder, layer: Layer, setup: Setup) -> float:
     """Results of products and of attention, which selective recomputation keeps."""
-    tokens, element, tp, hidden = setup.tokens, setup.element, setup.topology.tp, decoder.hidden
+    tokens = setup.tokens
+    element = setup.element
+    tp = setup.topology.tp
+    hidden = decoder.hidden
     queries, keys = _queries(layer, setup)
     attention = element * (2 * queries + 2 * keys + hidden) + FLOAT * layer.heads / tp
     entries = 1 if decoder.family.mlp == "plain" else 2
@@ -202,7 +208,10 @@ def _compiled(decoder: Decoder, layer: Layer, setup: Setup) -> float:
 
     A compiler may compute more of it again: this is the most, and was not measured.
     """
-    tokens, element, tp, hidden = setup.tokens, setup.element, setup.topology.tp, decoder.hidden
+    tokens = setup.tokens
+    element = setup.element
+    tp = setup.topology.tp
+    hidden = decoder.hidden
     queries, keys = _queries(layer, setup)
     numbers = (2 if decoder.family.mlp == "plain" else 3) * (
         max(1, layer.chosen) * layer.width + layer.shared_width

@@ -188,7 +188,8 @@ class Question:
 
     def topologies(self) -> Iterator[Topology]:
         """Meshes of all devices; tp stays inside of a host, and rows divide over dp and cp."""
-        mesh, heads = self.config.mesh, math.gcd(*self.decoder.heads)
+        mesh = self.config.mesh
+        heads = math.gcd(*self.decoder.heads)
         plan = self.decoder.family.plan
         for tp in self._sizes("tp", mesh.tp, self.gpus):
             if "mesh.tp" not in self.pinned and (

@@ -101,7 +101,8 @@ def resolve(
         drops_attention: whether the model drops attention weights in training.
         unserved: what of the model attention by lengths does not compute.
     """
-    seq_len, exact = config.data.seq_len, config.train.reduce == "exact"
+    seq_len = config.data.seq_len
+    exact = config.train.reduce == "exact"
     compute = dtype(config, device)
     cast = compute.value != "float32"
     method = cp_method(config.mesh.cp_method, topology, heads=heads, seq_len=seq_len)

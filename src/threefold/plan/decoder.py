@@ -150,7 +150,8 @@ def decoder_of(values: Mapping[str, Any]) -> Decoder:
     """
     family = _family(values)
     sizes = _Sizes(values, family)
-    hidden, vocabulary = sizes.number("hidden_size"), sizes.number("vocab_size")
+    hidden = sizes.number("hidden_size")
+    vocabulary = sizes.number("vocab_size")
     depth = sizes.number("num_hidden_layers")
     known: dict[Layer, Layer] = {}
     layers = tuple(
@@ -237,7 +238,8 @@ class _Sizes:
 
 
 def _layer(sizes: _Sizes, place: int) -> Layer:
-    family, hidden = sizes.family, sizes.number("hidden_size")
+    family = sizes.family
+    hidden = sizes.number("hidden_size")
     heads = sizes.number("num_attention_heads")
     kv_heads = sizes.kv_heads
     head_dim = sizes.head_dim
@@ -307,7 +309,8 @@ def _attention(sizes: _Sizes, hidden: int, queries: int, keys: int) -> Sequence[
 
 
 def _mlp(sizes: _Sizes, hidden: int, width: int, *, name: str = "") -> Sequence[Weight]:
-    bias, kind = sizes.says(sizes.family.mlp_bias), sizes.family.mlp
+    bias = sizes.says(sizes.family.mlp_bias)
+    kind = sizes.family.mlp
     entries = {
         "gated": {"gate": width, "up": width},
         "fused": {"gate up": 2 * width},

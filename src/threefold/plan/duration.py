@@ -177,7 +177,8 @@ def _passes(decoder: Decoder, setup: Setup) -> float:
     stream = hidden / tp if setup.sequence_parallel else hidden
     forward = 0.0
     for layer in decoder.layers:
-        queries, keys = layer.heads * layer.head_dim / tp, layer.kv_heads * layer.head_dim / tp
+        queries = layer.heads * layer.head_dim / tp
+        keys = layer.kv_heads * layer.head_dim / tp
         wide = (layer.width * max(1, layer.chosen) + layer.shared_width) / tp
         if setup.compiled:
             forward += element * (2 * 4 * stream + 2 * (queries + keys) + 3 * wide)
@@ -214,7 +215,10 @@ def _waits(
 ) -> tuple[dict[str, float], float]:
     """(seconds of what is sent by axis, seconds for which nothing is computed beside it), of a step."""
     topology, batches, element = setup.topology, setup.num_batches, setup.element
-    tp, cp, tokens, count = topology.tp, topology.cp, setup.tokens, len(decoder.layers)
+    tp = topology.tp
+    cp = topology.cp
+    tokens = setup.tokens
+    count = len(decoder.layers)
     again = setup.recompute != "none"
     sent: dict[str, float] = {}
     waited = 0.0

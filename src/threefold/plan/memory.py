@@ -165,13 +165,15 @@ class _Step:
     def _loss(self, kept: float, before: float, left: float) -> Moment:
         decoder, setup = self._decoder, self._setup
         element, tokens, hidden = setup.element, setup.tokens, decoder.hidden
-        part, size = -(-decoder.vocabulary // setup.topology.tp), setup.chunk(decoder)
+        part = -(-decoder.vocabulary // setup.topology.tp)
+        size = setup.chunk(decoder)
         last = setup.stream * hidden * norm_bytes(decoder.family, element)
         # float32 before the softmax exists as a tensor of its own on a CPU only. Kernels write the gradient alone.
         softmax = element + FLOAT * (2 if setup.device is None and element < FLOAT else 1)
         if setup.fused_loss:
             softmax = 2 * element
-        head, chunks = part * hidden * (self._head > 0), -(-tokens // size)
+        head = part * hidden * (self._head > 0)
+        chunks = -(-tokens // size)
         summed = FLOAT * head if chunks > 1 else 0.0
         cast = (FLOAT + element * (element < FLOAT)) * head
         product = (
@@ -221,7 +223,8 @@ class _Step:
                 reduction=reducing + element * end.trained + self._rounded * end.trained_padded,
             )
         for layer in range(len(self._layers) - 1, -1, -1):
-            own, number = self._layers[layer], places[layer]
+            own = self._layers[layer]
+            number = places[layer]
             yield self._moment(
                 f"backward of layer {layer}",
                 activations=kept,

@@ -67,7 +67,8 @@ class Setup:
     @property
     def sharing(self) -> str:
         """`none`, `ddp` or `fsdp`."""
-        cast, offloaded = self.element != 4, self.cpu_offload
+        cast = self.element != 4
+        offloaded = self.cpu_offload
         return choices.data_parallel(
             self.topology, cast=cast, offloaded=offloaded, exact=self.exact
         ).value
@@ -80,7 +81,8 @@ class Setup:
     @property
     def working_copy(self) -> bool:
         """Whether it computes with a copy of its weights."""
-        cast, offloaded = self.element != 4, self.cpu_offload
+        cast = self.element != 4
+        offloaded = self.cpu_offload
         return choices.working_copy(
             self.topology, cast=cast, offloaded=offloaded, exact=self.exact
         )
@@ -124,7 +126,8 @@ def setup_of(
         decoder: the model; None: not known.
         device: that its ranks have; None: a CPU.
     """
-    train, heads = config.train, decoder.heads if decoder is not None else None
+    train = config.train
+    heads = decoder.heads if decoder is not None else None
     resolved = choices.resolve(config, topology, kind_of(device), heads=heads)
     return Setup(
         topology,

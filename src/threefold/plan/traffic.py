@@ -77,7 +77,9 @@ def _of_unit(unit: Unit, setup: Setup, sent: _Sent, *, gathers: int) -> None:
 
 def _of_tensor(decoder: Decoder, setup: Setup, sent: _Sent) -> None:
     """Of split layers: two sums of the hidden states forward and two of their gradients backward (arXiv:1909.08053)."""
-    batches, layers, tokens = setup.num_batches, len(decoder.layers), setup.tokens
+    batches = setup.num_batches
+    layers = len(decoder.layers)
+    tokens = setup.tokens
     whole = tokens * decoder.hidden * setup.element
     again = setup.recompute in _RECOMPUTED
     if setup.sequence_parallel:

@@ -12,7 +12,10 @@ from typing import NamedTuple
 from threefold.config.paths import LOG_START
 from threefold.jsonl import object_of, open_file
 
-_MOST_LOGS, _MOST_BYTES, _MOST_KINDS, _LONGEST = 256, 1 << 26, 60, 2000
+_MOST_LOGS = 256
+_MOST_BYTES = 1 << 26
+_MOST_KINDS = 60
+_LONGEST = 2000
 _BLOCK = 1 << 16
 _LINE = rb"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
 _WARNING = re.compile(_LINE + rb"(WARNING|ERROR|CRITICAL) [^:\n]*: ([^\n]*)", re.MULTILINE)

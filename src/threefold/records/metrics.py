@@ -41,7 +41,9 @@ class _Series:
     """Numbers in the order of their lines, each with its step and the pass over the steps, from 1."""
 
     def __init__(self) -> None:
-        self.passes, self.steps, self.values = array("q"), array("q"), array("d")
+        self.passes = array("q")
+        self.steps = array("q")
+        self.values = array("d")
 
     def append(self, number: int, step: int, value: float) -> None:
         self.passes.append(number)

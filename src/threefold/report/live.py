@@ -91,7 +91,8 @@ class LiveRun:
     def prove(self) -> None:
         """Asks the audit and looks for reasons; while the run goes for a fiftieth of the time at most."""
         with self._proving:
-            began, self._proved_in = time.monotonic(), self.facts.state
+            began = time.monotonic()
+            self._proved_in = self.facts.state
             self.judged = judged(self.path)
             now = time.monotonic()
             self._proved_at = now + max(_PROVE_S, 50 * (now - began))

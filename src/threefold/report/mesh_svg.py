@@ -24,11 +24,13 @@ def drawn(topology: Topology, now: Mapping[int, str]) -> Html:
         return tag("p", words)
     # A rank's number needs room; many ranks are drawn without it.
     side, high = (44, 26) if topology.world_size <= 128 else (12, 12)
-    block_w, block_h = topology.tp * side + 14, topology.cp * high + 30
+    block_w = topology.tp * side + 14
+    block_h = topology.cp * high + 30
     across = max(1, min(topology.dp, _WIDTH // block_w))
     blocks = []
     for dp_rank in range(topology.dp):
-        left, top = dp_rank % across * block_w, dp_rank // across * block_h
+        left = dp_rank % across * block_w
+        top = dp_rank // across * block_h
         cells = [_label(left + 2, top + 14, _name(topology, dp_rank))]
         for inside in range(topology.cp * topology.tp):
             cp, tp = divmod(inside, topology.tp)
@@ -43,7 +45,8 @@ def drawn(topology: Topology, now: Mapping[int, str]) -> Html:
                 )
             )
         blocks.append(tag("g", *cells))
-    width, height = across * block_w, -(-topology.dp // across) * block_h
+    width = across * block_w
+    height = -(-topology.dp // across) * block_h
     picture = tag(
         "svg", tag("title", words), *blocks, class_="mesh", role="img", viewBox=f"0 0 {width} {height}",
         width=width, height=height, aria_label=words,

@@ -56,7 +56,8 @@ def summary(points: Points) -> dict[str, Any]:
     if len(steps):
         known |= {"first": _pair(points, 0), "last": _pair(points, len(steps) - 1)}
     if len(finite):
-        low, high = finite[np.argmin(values[finite])], finite[np.argmax(values[finite])]
+        low = finite[np.argmin(values[finite])]
+        high = finite[np.argmax(values[finite])]
         known |= {"smallest": _pair(points, low), "largest": _pair(points, high)}
     return known
 
@@ -123,7 +124,8 @@ def clocks(
         if begin is not None:
             step, moment = begin
             first = step + 1
-            steps, moments = np.append(step, steps), np.append(moment, moments)
+            steps = np.append(step, steps)
+            moments = np.append(moment, moments)
         curve = _plain(some(Points(steps, moments - zero), room))
         described.append({"pass": number, "first": first, **curve})
     return described

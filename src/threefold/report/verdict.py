@@ -58,7 +58,8 @@ def proof_lines(
         )
     # A run that goes on writes its record first, so that is read last: it has all that was logged or saved before.
     past = RunRecord(run)
-    logged, checkpoints = past.last_logged, list(_checkpoints(run))
+    logged = past.last_logged
+    checkpoints = list(_checkpoints(run))
     lines = record.read_lines(run / record.FILE)
     segments = record.standing(lines)
     stretches = prove(segments, rows_of(run, segments) if rows_of is not None else None)
@@ -87,7 +88,8 @@ def proof_lines(
     elif len(known) == len(segments):
         what = "samples and bytes (--contents also compares every token)"
     else:
-        what, until = "samples", known[0].start.first_step - 1 if known else last
+        what = "samples"
+        until = known[0].start.first_step - 1 if known else last
         yield f"  bytes of steps {first:,} to {until:,}: not known, the record has no hashes (--contents reads all)"
     yield from _byte_lines(run, known, contents=contents)
     yield f"proved: {num_read:,} reads, each by exactly one dp rank in exactly one step: {what}"
@@ -110,7 +112,8 @@ def _check_lineage(
 
     A Trainer's record and a loop's checkpoints are of no run, and have no chain.
     """
-    folder, identity = CheckpointFolder(run), Identity.read(run)
+    folder = CheckpointFolder(run)
+    identity = Identity.read(run)
     saved = [
         SavedPlace(
             each.path, each.step, Place(at["epoch"], at["position"]), manifest.get("link")

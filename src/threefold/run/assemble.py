@@ -136,7 +136,8 @@ def build_run(
     pairs = pairs_of(config, model, rows, held_out, resumed=folder.resumed_run, say=say)
     if given.optimizer is not None:
         optimizer = own_optimizer(given.optimizer, model.module, model, mesh.topology)
-        rate, rate_why = optimizer.param_groups[0]["lr"], "that of the optimizer as it was made"
+        rate = optimizer.param_groups[0]["lr"]
+        rate_why = "that of the optimizer as it was made"
         config = with_rate(config, rate)
     else:
         optimizer = optimizer_of(config, model, mesh)
@@ -196,7 +197,8 @@ def overlaps_of(
 
 def optimizer_of(config: Config, model: Model, mesh: Mesh) -> torch.optim.Optimizer:
     """The optimizer that a run asks for."""
-    dtype, exact = getattr(torch, config.model.dtype), config.train.reduce == "exact"
+    dtype = getattr(torch, config.model.dtype)
+    exact = config.train.reduce == "exact"
     return build_optimizer(
         model.module, config.optimizer, mesh, dtype=dtype, exact=exact, working=model.working
     )
@@ -204,7 +206,8 @@ def optimizer_of(config: Config, model: Model, mesh: Mesh) -> torch.optim.Optimi
 
 def average_of(config: Config, model: Model) -> Ema | None:
     """The average of the weights that a run asks for, or None."""
-    decay, exact = config.optimizer.ema, config.train.reduce == "exact"
+    decay = config.optimizer.ema
+    exact = config.train.reduce == "exact"
     return Ema(model.module, decay, exact=exact) if decay is not None else None
 
 

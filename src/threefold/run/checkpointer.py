@@ -92,7 +92,8 @@ class Checkpointer:
 
     def _best_before(self) -> float | None:
         """The best evaluation loss of the steps that the run resumes after."""
-        best, resume = self.folder.checkpoints.best(), self.folder.resume
+        best = self.folder.checkpoints.best()
+        resume = self.folder.resume
         return (
             best[1]
             if best is not None and resume is not None and best[0] <= resume.step
@@ -139,8 +140,10 @@ class Checkpointer:
                 step, manifest, seals, keep=keep, best=best, pinned=pinned
             )
 
-        state, stored = checkpoints.partial(step) / "state", self.stored
-        begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)
+        state = checkpoints.partial(step) / "state"
+        stored = self.stored
+        begin = partial(checkpoints.begin, step)
+        abandon = partial(checkpoints.abandon, step)
         job = Save(step, state, begin, commit, abandon)
         if stored is not None:
             done = partial(stored.send, checkpoints.at(step), best=best is not None)

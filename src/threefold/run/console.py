@@ -41,7 +41,9 @@ def head_of(run: Built, why: str, found: Sequence[tuple[str, str]]) -> Head:
     """The head of a run; `why` is the reason for its mesh, `found` what probes and estimates say of it."""
     config, mesh = run.config, run.mesh
     ahead = run.done < run.num_steps
-    info, lost, stored = environment.current(), run.checkpointer.lost_bits, run.loader.ahead
+    info = environment.current()
+    lost = run.checkpointer.lost_bits
+    stored = run.loader.ahead
     return Head(
         path=str(run.folder.path),
         model=_model(run),
@@ -85,7 +87,8 @@ def introduce(console: Screen, head: Head) -> None:
 
 
 def _model(run: Built) -> dict[str, Any]:
-    config, text = run.config, run.architecture.get_text_config()
+    config = run.config
+    text = run.architecture.get_text_config()
     random = config.model.name_or_path is None
     heads = common_number(text, "num_attention_heads")
     sizes = {
@@ -208,7 +211,8 @@ def _changes(run: Built) -> list[Entry]:
 
 def epochs_ahead(run: Built) -> str | None:
     """What the steps of a run that counts epochs, or drops an epoch's end, do with rows that fill no batch."""
-    order, place = run.loader.order, run.loader.cursor().place
+    order = run.loader.order
+    place = run.loader.cursor().place
     if order.mixture is not None or (order.epochs is None and order.tail == "carry"):
         return None
     rest = order.num_rows % order.global_batch
@@ -252,7 +256,8 @@ def _who_can_join() -> str:
 
 def _schedule_changed(run: Built) -> list[Entry]:
     """What another number of steps does to the rate of a run that is resumed."""
-    before, optimizer = _steps_before(run), run.config.optimizer
+    before = _steps_before(run)
+    optimizer = run.config.optimizer
     endless = optimizer.schedule in ("constant", "inverse_sqrt")
     if before == run.num_steps or endless or run.done >= run.num_steps:
         return []

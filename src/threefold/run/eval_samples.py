@@ -89,12 +89,14 @@ def prompts_of(run: Built) -> list[Prompt]:
         what = f"eval.sample[{number}] = {as_yaml(prompt)}"
         if template is None:
             own = for_texts(run.tokenizer, bos=labels.bos, control_tokens=labels.control_tokens)
-            ids, end_id = own.encode_batch([prompt])[0].tolist(), run.tokenizer.end_id
+            ids = own.encode_batch([prompt])[0].tolist()
+            end_id = run.tokenizer.end_id
         else:
             encoder = encoder_of(run.tokenizer, labels, "last", template)
             said = [_question(prompt)]
             try:
-                ids, end_id = encoder.prompt(said), encoder.end_of_turn(said)
+                ids = encoder.prompt(said)
+                end_id = encoder.end_of_turn(said)
             except RowError as error:
                 raise ConfigError(
                     f"{what}: {error.what}", expected=error.expected, fix="another prompt"

@@ -51,7 +51,8 @@ class EvalTasks:
         """Raises: ConfigError: there is no such task, or one that is not scored by the probability of texts."""
         assert model.architecture is not None
         self.progress = Progress()
-        self._mesh, self._tasks = model.mesh, _load(config.eval.tasks)
+        self._mesh = model.mesh
+        self._tasks = _load(config.eval.tasks)
         longest = getattr(model.architecture.get_text_config(), "max_position_embeddings", None)
         self._scores = Scores(
             model, longest if isinstance(longest, int) else config.data.seq_len

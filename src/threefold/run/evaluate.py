@@ -49,7 +49,8 @@ def evaluate_rank(
         values: print JSON.
     """
     quieten_libraries()
-    config, info = float8.without(loaded.config), environment.current()
+    config = float8.without(loaded.config)
+    info = environment.current()
     mesh: Mesh | None = None
     try:
         asked = config.mesh

@@ -317,7 +317,8 @@ def refuse_other_kind(path: Path, words: Words) -> None:
     identity = Identity.read(path)
     if identity is None or identity.program == words.program:
         return
-    whose, fix = "threefold train", f"threefold resume {shlex.quote(str(path))}"
+    whose = "threefold train"
+    fix = f"threefold resume {shlex.quote(str(path))}"
     if identity.program:
         whose = "a program with a loop of its own (threefold.Run)"
         fix = "run that program again, which resumes it"

@@ -140,7 +140,8 @@ def trace(config: Config, architecture: PretrainedConfig, topology: Topology) ->
 def _traced(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Traced:
     model, _ = arranged(config, architecture, mesh)
     replicated = ("data parallelism: ddp", model.choices[0][1]) in model.choices
-    seq_len, micro_batch = config.data.seq_len, choices.micro_batch(config, mesh.topology).value
+    seq_len = config.data.seq_len
+    micro_batch = choices.micro_batch(config, mesh.topology).value
     num_batches = choices.num_micro_batches(config, mesh.topology)
     with FakeTensorMode(allow_non_fake_inputs=True):
         weight_loading.reserve(model.module, mesh, offloaded=config.mesh.cpu_offload)

@@ -201,7 +201,9 @@ def _admit_full_size(run: Built) -> tuple[tuple[str, str], ...]:
 
 def _accept(console: Screen, run: Run, built: Built, head: Head) -> None:
     """Begins the run, because nothing can refuse the request any more, and opens its audit."""
-    config, folder, files = built.config, built.folder.path, list[str]()
+    config = built.config
+    folder = built.folder.path
+    files = list[str]()
     built.loader.leave_out(config.data.skip, first_step=built.done + 1)
 
     def facts() -> dict[str, object]:
@@ -214,7 +216,8 @@ def _accept(console: Screen, run: Run, built: Built, head: Head) -> None:
         return _facts_of_start(built, head, files)
 
     rows = built.loader.rows
-    known, skips = KnownRows(rows, seed=built.mesh.rank), built.loader.planned
+    known = KnownRows(rows, seed=built.mesh.rank)
+    skips = built.loader.planned
     run.begin(partial(assemble.start_of, built), facts, rows=rows, known=known, skips=skips)
     built.checkpointer.folder, built.checkpointer.stored = run.folder, run.stored
     for line in files:

@@ -102,7 +102,8 @@ def unnamed(path: Path, words: Words = _COMMAND) -> ConfigError:
     """The error for a run's files without the file that says whose they are."""
     what = f"{path} has a run's files, and no {RUN_FILE} says which run is here"
     expected = f"{RUN_FILE}, which lies in a run's folder from its first start on: a copy may have left it out"
-    journal, checkpoints = Journal(path), CheckpointFolder(path).all()
+    journal = Journal(path)
+    checkpoints = CheckpointFolder(path).all()
     authors = [each.author for each in checkpoints]
     starts = [line.get("run") for line in journal.starts()]
     ids = sorted(

@@ -149,7 +149,10 @@ class Run:
         self._lock, self._stack = RunLock(), contextlib.ExitStack()
         self._held: Held | None = None
         self._stateful: Mapping[str, Any] = {}
-        self._saved, self._began, self._in_step, self._stopping = -1, False, False, False
+        self._saved = -1
+        self._began = False
+        self._in_step = False
+        self._stopping = False
         self._rows, self._rates = list[int](), dict[str, float]()
         self._start: Callable[[], None] | None = None
         self.stored: StoredRun | None = None  # its copy in a store, if there is one
@@ -308,7 +311,8 @@ class Run:
         """
         from threefold.training import saving
 
-        self._held, self._stateful = saving.Held(step.model, step, loader), stateful
+        self._held = saving.Held(step.model, step, loader)
+        self._stateful = stateful
         step.progress, step.after = self.watch.progress, partial(self._computed, step)
         if self.folder.resume is None:
             return None
@@ -537,7 +541,8 @@ class Run:
 
     def _audit(self, start: SegmentLine, **audited: Any) -> Audit:
         """Opens the audit of the steps to come, which appends to the run's record: the start begins with it."""
-        mesh, path = self.mesh, self.folder.path / record.FILE
+        mesh = self.mesh
+        path = self.folder.path / record.FILE
         go_on = self.config.checkpoint.on_error == "continue"
         file = MetricsFile(path, continue_on_error=go_on) if mesh.rank == 0 else None
         resume = f"threefold resume {shlex.quote(str(self.folder.path))}"

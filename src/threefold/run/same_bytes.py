@@ -72,7 +72,9 @@ def _others(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _refuse(told: dict[str, Any], rows: Rows, key: str, sent: list[str | None]) -> None:
-    ranks, hosts, part = told["ranks"], told["hosts"], parts_of(rows)[told["source"]]
+    ranks = told["ranks"]
+    hosts = told["hosts"]
+    part = parts_of(rows)[told["source"]]
     path, where = part.rows.store.named, "their fingerprints differ"
     if (text := sent[ranks[0]]) is not None:
         where = _difference(part, Blocks.parse(base64.b64decode(text), Path(path))) or where
@@ -94,7 +96,8 @@ def _compare_with_run(rows: Rows, folder: RunFolder) -> None:
     if folder.resume is None:
         return
     manifest = read_manifest(folder.resume)
-    recorded, order = manifest.get("blocks"), manifest["data"].get("fingerprint")
+    recorded = manifest.get("blocks")
+    order = manifest["data"].get("fingerprint")
     # Rows of another source or packing are refused by their fingerprint, when the order is resumed.
     if not (
         isinstance(recorded, dict)
@@ -119,7 +122,8 @@ def _compare_with_run(rows: Rows, folder: RunFolder) -> None:
 
 def _difference(part: SourceRows, other: Blocks) -> str | None:
     """The first block in which a source's store and another list differ, as text."""
-    own, change = part.blocks, part.blocks.difference(other)
+    own = part.blocks
+    change = part.blocks.difference(other)
     if change is None:
         return None
     where = block_text(own, change, part.rows, first_row=part.first_row)

@@ -69,7 +69,10 @@ class StoredRun:
 
     def __init__(self, mesh: Mesh, folder: Path, config: Config, held: HeldHead | None) -> None:
         """Args: `held`: the head, on rank 0."""
-        asked, self._mesh, self._folder, self._held = config.checkpoint, mesh, folder, held
+        asked = config.checkpoint
+        self._mesh = mesh
+        self._folder = folder
+        self._held = held
         store = mesh.store.clone() if mesh.store is not None else dist.HashStore()
         values = dist.PrefixStore(
             f"threefold/stored/{mesh.share('stored', lambda: uuid.uuid4().hex)}", store
@@ -117,7 +120,8 @@ class StoredRun:
 
     def _contents(self, sent: Sent) -> SentFiles:
         """Each rank sends what it wrote, as far as there are as many ranks as when it was written."""
-        checkpoint, folder = Checkpoint(sent.folder, sent.step), self._folder
+        checkpoint = Checkpoint(sent.folder, sent.step)
+        folder = self._folder
         files = {}
         for name, seal in checkpoint.seals().items():
             match = _RANK.match(name)
@@ -229,7 +233,9 @@ def _of_own(
     Raises:
         ConfigError: the store holds another run, or this one after it has gone on elsewhere.
     """
-    place, identity, there = held.place, Identity.read(folder), _identity_in(held)
+    place = held.place
+    identity = Identity.read(folder)
+    there = _identity_in(held)
     if there is None:
         if named_here:
             raise nothing(place)

@@ -126,7 +126,8 @@ def _callback_problems(callback: Any) -> Iterator[Problem]:
     name, shown = name_of(callback), ", ".join(HOOKS)
     begun = [each for each in dir(callback) if each.startswith("on_")]
     if isinstance(callback, type):
-        what, fix = f"the callback {name} is a class", f"callbacks=[{callback.__name__}()]"
+        what = f"the callback {name} is a class"
+        fix = f"callbacks=[{callback.__name__}()]"
         yield Problem(what, "an object of it", fix)
     elif unknown := [each for each in begun if each not in HOOKS]:
         what = f"the callback {name} has {unknown[0]}, which nothing calls"

@@ -203,7 +203,8 @@ def with_noise(
     That row is counted in the global batch. With one row in a micro-batch, and with `spread` for any number of them,
     the noise of a row is then the same on any number of dp ranks.
     """
-    mesh, size = model.mesh, len(next(iter(pieces[0].values())))
+    mesh = model.mesh
+    size = len(next(iter(pieces[0].values())))
     first = range(len(pieces)) if spread else range(0, len(pieces) * size, size)
     places = noise.places_in_row(mesh, model.tensor.sequence_group)
     rows = [mesh.dp_rank + mesh.dp_size * row for row in first]

@@ -44,7 +44,8 @@ def of_documents(
         batch: this rank's part, with `labels` and `document_ids` [rows, sequence / cp].
         num_documents: of the row that has most; the others have none there.
     """
-    ids, trained = batch["document_ids"], batch["labels"] != IGNORED
+    ids = batch["document_ids"]
+    trained = batch["labels"] != IGNORED
     # A product, as a scattered sum would have no order on a GPU. of_document: (rows, documents, sequence / cp)
     of_document = ids[:, None] == torch.arange(num_documents, device=ids.device)[:, None]
     values = torch.stack([log_probabilities * trained, trained], dim=-1).double()
@@ -83,7 +84,8 @@ class PairLoss:
         share = counted / self._model.mesh.size("cp")
         losses = pair_losses(self._asked, gained, found.counts)
         rewards = self._asked.beta * gained.detach()
-        chosen, rejected = rewards[:, ::2], rewards[:, 1::2]
+        chosen = rewards[:, ::2]
+        rejected = rewards[:, 1::2]
         told = torch.stack([chosen, rejected, chosen - rejected, (chosen > rejected).double()])
         own = losses * share
         self.of_rows = own.detach().sum(1)

@@ -168,7 +168,8 @@ def _computed(
 ) -> Float64:
     """The sums of all documents, each computed by one dp rank, once; the same on every rank."""
     mesh, ends = model.mesh, rows.document_ends
-    begins, most = np.concatenate([[0], ends[:-1]]), most_documents([rows])
+    begins = np.concatenate([[0], ends[:-1]])
+    most = most_documents([rows])
     # sums and how often each was computed: (2, documents)
     found = torch.zeros(2, int(ends[-1]), dtype=torch.float64)
     token_loss = token_loss_of(model, mesh)
@@ -188,7 +189,8 @@ def _computed(
                 found[0, begins[row] : ends[row]] += sums[: ends[row] - begins[row]]
                 found[1, begins[row] : ends[row]] += 1
         if time.monotonic() - told > _TELL_EVERY_S:
-            done, told = (number + 1) * micro_batch * mesh.dp_size, time.monotonic()
+            done = (number + 1) * micro_batch * mesh.dp_size
+            told = time.monotonic()
             say(f"reference: {min(done, rows.num_rows):,} of {rows.num_rows:,} rows")
     reshard(model.forward)
     model.train(trained)
@@ -226,7 +228,8 @@ def _read(path: Path, identity: ReferenceIdentity, num_documents: int) -> Float6
     try:
         line, _, content = path.read_bytes().partition(b"\n")
     except OSError as error:
-        what, expected = f"{path} cannot be read: {error.strerror}", "the reference of a run"
+        what = f"{path} cannot be read: {error.strerror}"
+        expected = "the reference of a run"
         raise CheckpointError(what, expected=expected, fix=f"chmod u+r {path}") from error
     try:
         head = json.loads(line)

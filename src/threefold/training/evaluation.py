@@ -79,7 +79,8 @@ class EvalStep:
     def _totals(self, batches: Iterable[Mapping[str, Any]]) -> list[float]:
         model, mesh = self._model, self._model.mesh
         mesh.agree("an evaluation")
-        trained, buffers = model.module.training, model.context is not None
+        trained = model.module.training
+        buffers = model.context is not None
         refuse_drift(
             state_held(model.module, None, buffers=buffers), mesh, when="before an evaluation"
         )
@@ -122,7 +123,8 @@ class EvalStep:
         mesh = self._model.mesh
         last: Batch | None = None
         nothing: Batch = {}
-        own, sharded = iter(batches), isinstance(self._model.forward, FSDPModule)
+        own = iter(batches)
+        sharded = isinstance(self._model.forward, FSDPModule)
 
         def read() -> tuple[list[Batch], int]:
             if failures:

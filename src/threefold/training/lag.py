@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 _KEY = "threefold/own-time"
 _LATE_SHARE, _BLOCK_S = 0.1, 0.3
-_LATE, _NOT_LATE, _ENOUGH = math.log(0.9 / 0.5), math.log(0.1 / 0.5), math.log(1e6)
+_LATE = math.log(0.9 / 0.5)
+_NOT_LATE = math.log(0.1 / 0.5)
+_ENOUGH = math.log(1e6)
 # What own time is spent on, and how that is said; what may be behind it, if nothing else is known to be.
 PARTS = {
     "data": "waits for its data",
@@ -157,7 +159,8 @@ class Slowest:
             told = list(map(json.loads, self._store.multi_get(keys)))
             if any(count < oldest for count, *_ in told):
                 break
-            elapsed_s, ranks = self._unread.pop(0), [(host, values) for _, host, values in told]
+            elapsed_s = self._unread.pop(0)
+            ranks = [(host, values) for _, host, values in told]
             rank, share = slowest([values for _, values in ranks], elapsed_s)
             self._found = {"slowest_rank": rank, "slowest_share": share}
             if (lag := self._lags.after(step, elapsed_s, ranks)) is not None:

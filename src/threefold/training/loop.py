@@ -155,9 +155,11 @@ class Outcome:
 def train_loop(run: Loop, *, first_step: int) -> Outcome:
     """Steps from `first_step` to the last one or to a stop signal; the state is saved at the end either way."""
     batches, guards = iter(run.loader), run.guards
-    window, slowest = _window_of(run), Slowest(run.mesh, notice=guards.late)
+    window = _window_of(run)
+    slowest = Slowest(run.mesh, notice=guards.late)
     loss: float | None = None
-    seed, exact = run.config.train.seed, run.config.train.reduce == "exact"
+    seed = run.config.train.seed
+    exact = run.config.train.reduce == "exact"
     for step in range(first_step, run.num_steps + 1):
         epoch = run.loader.epoch
         guards.progress.enter("data", step=step)

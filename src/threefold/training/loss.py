@@ -79,7 +79,8 @@ class TokenLoss:
         self, logits: Tensor, labels: Tensor, by_kernel: bool = False
     ) -> tuple[Tensor, Tensor, _Found]:
         # logits: (tokens, part of the vocabulary); the last part may be shorter, or empty
-        width, start = logits.shape[1], self.vocabulary_start or 0
+        width = logits.shape[1]
+        start = self.vocabulary_start or 0
         counted = labels != self.ignored
         # Of a whole vocabulary every label that counts: one that is beyond it is an error of `gather`.
         own = (

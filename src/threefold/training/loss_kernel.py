@@ -22,7 +22,8 @@ _BLOCK, _WARPS = 4096, 8
 
 @triton.jit
 def _sums(logits, largest_of, logs, totals, width, BLOCK: tl.constexpr):
-    row, places = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.arange(0, BLOCK)
     start = logits + row * width
     largest = tl.full((BLOCK,), -float("inf"), tl.float32)
     for begin in range(0, width, BLOCK):
@@ -32,7 +33,8 @@ def _sums(logits, largest_of, logs, totals, width, BLOCK: tl.constexpr):
         )
         largest = tl.maximum(largest, values)
     most = tl.reduce(largest, 0, larger)
-    shares, total = tl.full((BLOCK,), 0.0, tl.float32), tl.full((BLOCK,), 0.0, tl.float32)
+    shares = tl.full((BLOCK,), 0.0, tl.float32)
+    total = tl.full((BLOCK,), 0.0, tl.float32)
     for begin in range(0, width, BLOCK):
         inside = begin + places < width
         values = tl.load(start + begin + places, mask=inside, other=-float("inf")).to(
@@ -55,8 +57,11 @@ def _gradients(
     logits, gradients, largest_of, logs, targets, width, z_factor, spread, at_target,
     NARROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, places = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    largest, log, inside = tl.load(largest_of + row), tl.load(logs + row), places < width
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    largest = tl.load(largest_of + row)
+    log = tl.load(logs + row)
+    inside = places < width
     values = tl.load(logits + row * width + places, mask=inside, other=0.0).to(tl.float32)
     values = tl.exp(values - largest - log) * (1 + z_factor * (largest + log)) - spread
     values = tl.where(places == tl.load(targets + row), values - at_target, values)

@@ -157,7 +157,9 @@ class OwnTime:
 
     def read(self, batches: Iterator[_Read]) -> _Read:
         """The next batch. What that takes by the clock counts as waiting for data, and as nothing else."""
-        begun, on_core, waited = time.perf_counter(), time.thread_time(), core_wait_s()
+        begun = time.perf_counter()
+        on_core = time.thread_time()
+        waited = core_wait_s()
         batch = next(batches)
         self.data_wait_s += time.perf_counter() - begun
         self._began += time.thread_time() - on_core

@@ -48,7 +48,8 @@ class KeptRows:
         """
         self._path = run / FOLDER / f"rank-{mesh.rank:04}.bin"
         self._part = RankPart(mesh.dp_rank, mesh.dp_size, mesh.cp_rank, mesh.size("cp"))
-        self._segment, self._count = segment, count or count_targets
+        self._segment = segment
+        self._count = count or count_targets
         self._join = torch.column_stack if spread else torch.cat  # to the order of the rows
         self._on_cpu = mesh.device.type == "cpu"
         self._unread: list[tuple[int, torch.Tensor, Any, Int64]] = []

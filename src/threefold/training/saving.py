@@ -118,7 +118,8 @@ def save(
     """
     _check(model, step, keep)
     mesh, folder = model.mesh, Path(folder)
-    place, checkpoints = folder.resolve(), CheckpointFolder(folder)
+    place = folder.resolve()
+    checkpoints = CheckpointFolder(folder)
 
     def commit(manifest: Mapping[str, Any], seals: Mapping[str, Seal]) -> None:
         checkpoints.commit(
@@ -194,7 +195,8 @@ def write(
     saver.wait()
     mesh.decide_on("what is saved", look, conclude)
     manifest = _manifest(model, described)
-    begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)
+    begin = partial(checkpoints.begin, step)
+    abandon = partial(checkpoints.abandon, step)
     state = checkpoints.partial(step) / "state"
     saver.save(
         Save(
@@ -292,7 +294,8 @@ def _refuse_folder(folder: Path, step: int, model: Model) -> None:
     Raises:
         ConfigError: it is a run's, another process saves there, or its checkpoints are not those of this loop so far.
     """
-    place, asked = folder.resolve(), f"threefold.save({str(folder)!r})"
+    place = folder.resolve()
+    asked = f"threefold.save({str(folder)!r})"
     other = f"threefold.save({str(folder) + '-2'!r}, ...)"
     if Identity.read(folder) is not None:
         raise ConfigError(

@@ -129,7 +129,8 @@ class TrainStep:
             self.optimizer = optimizer
         refuse_late_freezing(model)
         self._fused = _as_fused(self.optimizer) if model.working is not None else None
-        self._grad_clip, self._micro_batch = float(grad_clip), micro_batch
+        self._grad_clip = float(grad_clip)
+        self._micro_batch = micro_batch
         self._loss, self._loss_on = loss, loss_on
         self._token_loss = token_loss or (
             token_loss_of(model, self._mesh) if loss is None else None
@@ -141,7 +142,8 @@ class TrainStep:
         self._gradients = Gradients(model)
         self._observe = observe
         self._parameters_on = next(model.module.parameters()).device
-        self.progress, self._ema = progress or Progress(), ema
+        self.progress = progress or Progress()
+        self._ema = ema
         # Copies of a whole model, of which each may leave some parameters out of its loss.
         self._averages = loss is not None and not isinstance(model.forward, FSDPModule)
         # A custom module may use other parameters in another micro-batch, which reductions of each would mix up.
@@ -281,7 +283,8 @@ class TrainStep:
         Raises:
             ThreefoldError: a rank cannot make the step, or ranks bring what does not belong to one (`Mesh.agree`).
         """
-        number, own_loss = self._steps + 1, self._loss is not None
+        number = self._steps + 1
+        own_loss = self._loss is not None
         together = self._mesh.meets_others
 
         def begin() -> tuple[Sequence[Batch], int]:
@@ -366,7 +369,8 @@ class TrainStep:
 
         Where routers have a loss besides, the count must be known before: of several micro-batches by one more forward.
         """
-        ranks, device = self._mesh.size("loss"), self._mesh.device
+        ranks = self._mesh.size("loss")
+        device = self._mesh.device
         loss: Any = self._loss
         totals = torch.zeros(2 + len(measures_of(loss)), dtype=torch.float64, device=device)
         routers = self._router is not None

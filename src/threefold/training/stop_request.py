@@ -80,7 +80,8 @@ class StopRequest:
         first_s, all_numbers = None, set[int]()
         with heard:
             while told := heard.recv(64):
-                now, numbers = time.monotonic(), set(told) & self._previous.keys()
+                now = time.monotonic()
+                numbers = set(told) & self._previous.keys()
                 all_numbers |= numbers
                 again = first_s is not None and now - first_s > _ONE_REQUEST_S
                 if numbers and again and signal.SIGINT in all_numbers and not self.saving:

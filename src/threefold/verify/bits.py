@@ -96,7 +96,8 @@ def steps_on(mesh: Mesh, config: Config, options: VerifyOptions) -> list[Step]:
     rows = assemble.rows_of(
         config, tokenizer, mesh, vocab_size=architecture.get_text_config().vocab_size
     )
-    model, train = build(config, architecture, mesh), config.train
+    model = build(config, architecture, mesh)
+    train = config.train
     optimizer = assemble.optimizer_of(config, model, mesh)
     ema = assemble.average_of(config, model)
     loss = token_loss_of(
@@ -110,8 +111,10 @@ def steps_on(mesh: Mesh, config: Config, options: VerifyOptions) -> list[Step]:
         ema=ema,
         compare_copies=False,
     )
-    loader, steps = iter(assemble.loader_of(config, rows, mesh)), list[Step]()
-    exact, size = train.reduce == "exact", choices.micro_batch(config, mesh.topology).value
+    loader = iter(assemble.loader_of(config, rows, mesh))
+    steps = list[Step]()
+    exact = train.reduce == "exact"
+    size = choices.micro_batch(config, mesh.topology).value
     for number in range(1, options.steps + 1):
         batch = next(loader)
         pieces = micro_batches(batch, size, spread=exact)

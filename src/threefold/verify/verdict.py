@@ -264,7 +264,8 @@ def _curve_of(run: Path, steps: int | None) -> dict[int, list[float]]:
 
 def _missing(curve: dict[int, Any], other: dict[int, Any], *, of: Path) -> list[Difference]:
     """The steps that a run should have logged, as the other one did, and did not."""
-    logged, begin = sorted(curve), max(min(curve), min(other))
+    logged = sorted(curve)
+    begin = max(min(curve), min(other))
     # The distance of most steps from the next; the first and the last step are logged wherever they are.
     gaps = Counter(later - earlier for earlier, later in pairwise(logged))
     every = max(gaps, key=lambda gap: (gaps[gap], gap), default=1)

@@ -93,7 +93,8 @@ class StepBatches:
 
     def _found(self, step: int) -> list[BatchRow]:
         run, table = self.run, self.run.table
-        at, rows = table.index(step), run.rows_of(step) if 0 < step <= run.last_step else None
+        at = table.index(step)
+        rows = run.rows_of(step) if 0 < step <= run.last_step else None
         if at is None and rows is None:
             first, last = self.known
             raise ConfigError(

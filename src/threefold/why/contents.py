@@ -50,7 +50,8 @@ class Contents:
         try:
             self._parts = self._opened()
         except (ThreefoldError, OSError, ValueError, KeyError) as error:
-            self._parts, self.missing = [], first_line(error)
+            self._parts = []
+            self.missing = first_line(error)
 
     def _opened(self) -> list[SourceRows]:
         if not self._segments or not (start := self._segments[-1].start).stores:
@@ -115,7 +116,8 @@ class Contents:
         """The files that the last start read, by the key of their source."""
         paths: dict[str, list[str]] = defaultdict(list)
         for line in Lines(self._run / FILE, most_bytes=MOST_BYTES).read():
-            key, path = line.values.get("key"), line.values.get("path")
+            key = line.values.get("key")
+            path = line.values.get("path")
             if isinstance(key, str) and isinstance(path, str):
                 paths[key].append(path)
         return paths
@@ -161,7 +163,8 @@ class Contents:
         try:
             text = self._tokenizer.decode(np.concatenate(parts).tolist())
         except (ThreefoldError, OSError, ImportError) as error:
-            self.missing, self._has_texts = first_line(error), False
+            self.missing = first_line(error)
+            self._has_texts = False
             return None
         return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
 

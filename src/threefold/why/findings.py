@@ -227,7 +227,8 @@ def _norms(batches: StepBatches) -> Iterator[Anomaly]:
     run = batches.run
     steps, norms = run.series("grad_norm")
     logs = np.log(np.maximum(norms, 1e-30))
-    scores, risen = scores_of_steps(logs, floor=0.0), rises(logs)
+    scores = scores_of_steps(logs, floor=0.0)
+    risen = rises(logs)
     steps_of_loss, losses = _losses(run)
     spikes = set(steps_of_loss[scores_of_steps(losses) >= SPIKE].tolist())
     for group in _groups(
@@ -347,7 +348,8 @@ def _drifts(run: Lookback) -> Iterator[Anomaly]:
         fell = float(np.nanmean(others[:, -1] - others[:, low]))
         score = risen / max(error, 1e-12)
         if low < 9 and score >= ROW and risen > _LEAST_RISE * means[source, low] and fell < 0:
-            first, last = int(table.steps[parts[low][0]]), int(table.steps[-1])
+            first = int(table.steps[parts[low][0]])
+            last = int(table.steps[-1])
             what = f"the loss of {name} rises again, from {means[source, low]:.4f} to {means[source, -1]:.4f}"
             facts = [
                 f"lowest around step {first}; the other sources have changed by {fell:+.4f} since"

@@ -93,10 +93,13 @@ class Lookback:
 
     def sources_of(self, steps: list[int], width: int) -> Int64:
         """The number of the source at each place of some steps, ascending, [steps, width]; 0 where there is no row."""
-        found, rows, begin = np.zeros((len(steps), width), np.int64), None, 0
+        found = np.zeros((len(steps), width), np.int64)
+        rows = None
+        begin = 0
         for number, step in enumerate(steps if len(self.sources[0]) > 1 else ()):
             if rows is None or step - begin >= len(rows):
-                begin, rows = step, ordered_rows(self.segments, step, _AT_A_TIME)
+                begin = step
+                rows = ordered_rows(self.segments, step, _AT_A_TIME)
             if rows is not None:
                 own = self.source_of(rows[step - begin, :width])
                 found[number, : len(own)] = own

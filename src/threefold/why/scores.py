@@ -78,7 +78,8 @@ def scores_of_rows(means: Float64, counts: Int64, sources: Int64) -> tuple[Float
     rest = means - base
     # Rows differ more while a model learns fast, as at the beginning, than those of the whole block do.
     here = _OF_MAD * _median(np.abs(_rows_around(rest, _NEAR)), 1)[:, None]
-    scores, like = np.zeros(means.shape), np.broadcast_to(base, means.shape).copy()
+    scores = np.zeros(means.shape)
+    like = np.broadcast_to(base, means.shape).copy()
     for start in range(0, len(means), _BLOCK):
         own = slice(start, start + _BLOCK)
         around = slice(max(0, start - _BLOCK), start + 2 * _BLOCK)

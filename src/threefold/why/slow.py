@@ -73,7 +73,8 @@ def _long_steps(run: Lookback) -> Iterator[Values]:
     for time, step in sorted(long, reverse=True)[:3]:
         if time < _LONG * usual or time - usual < _LOST * times.sum():
             return
-        wait, rank = run.number(step, "data_wait_s"), run.number(step, "slowest_rank")
+        wait = run.number(step, "data_wait_s")
+        rank = run.number(step, "slowest_rank")
         facts = [f"{time / usual:.1f} times the median, {usual:.3g} s"]
         facts += (
             [f"{wait:.3g} s of it waiting for data"]

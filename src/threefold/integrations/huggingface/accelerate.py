@@ -90,7 +90,8 @@ class PreparedLoader:
         return self._on_device(iter(self.loader))
 
     def _on_device(self, batches: Iterator[Any]) -> Iterator[Any]:
-        rows, per_batch = self.loader.rows_left(), self.loader.batch_size or 1
+        rows = self.loader.rows_left()
+        per_batch = self.loader.batch_size or 1
         left = rows // per_batch if self.loader.drop_last else -(-rows // per_batch)
         for batch in tracked(self, self._accelerator, batches, num_batches=left):
             yield on_device(batch, self._accelerator)

@@ -159,7 +159,8 @@ class OrderAudit:
             sampler.shuffle,
             sampler.tail,
         )
-        order, at = Order(*sizes), Place(place["epoch"], place["position"])
+        order = Order(*sizes)
+        at = Place(place["epoch"], place["position"])
         start = SegmentLine.of(
             order, at, first_step=done + 1, topology=loader.axis.topology, every=every
         )

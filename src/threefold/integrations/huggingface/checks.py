@@ -192,7 +192,8 @@ def _sharded(model: Any, args: Any) -> Iterator[Problem]:
     """Models that transformers has loaded in shards, and would silently train wrongly."""
     if not getattr(model, "is_distributed_loading_by_transformers", False):
         return
-    asked, config = model.config.distributed_config, model.config.get_text_config()
+    asked = model.config.distributed_config
+    config = model.config.get_text_config()
     if asked.pp_size > 1:
         what = f"DistributedConfig has pp_size = {asked.pp_size}"
         fix = "DistributedConfig(tp_size=..., fsdp_size=...)"

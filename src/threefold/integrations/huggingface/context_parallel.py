@@ -57,7 +57,8 @@ def problems(trainer: Any) -> Iterator[Problem]:
     if mesh is None:
         return
     yield from split_problems("auto", trainer.model.config, mesh.topology, trainer.model)
-    cp, kind = mesh.size("cp"), type(trainer.model).__name__
+    cp = mesh.size("cp")
+    kind = type(trainer.model).__name__
     if not kind.endswith("ForCausalLM"):
         what = f"threefold.init_mesh(cp={cp}), and the model is a {kind}"
         yield Problem(
@@ -139,7 +140,8 @@ def cut_rows(model: Any, mesh: Mesh) -> None:
     context = ContextParallel(mesh, method=method)
     model.set_attn_implementation(context.name)
     context.adapt(model)
-    first, probes = first_position(model), [_probe_of(model, mesh, context)]
+    first = first_position(model)
+    probes = [_probe_of(model, mesh, context)]
     own_forward = model.forward
     group = mesh.group("cp")
     assert group is not None
@@ -159,7 +161,8 @@ def cut_rows(model: Any, mesh: Mesh) -> None:
             expected = "input_ids, attention_mask, position_ids and labels: anything else would be ignored"
             fix = "leave it out; to generate, save_model(DIR) and from_pretrained(DIR) in one process"
             raise ConfigError(what, expected=expected, fix=fix)
-        length, numbered = input_ids.shape[1], position_ids is None
+        length = input_ids.shape[1]
+        numbered = position_ids is None
         whole = _filled_up(
             input_ids, attention_mask, position_ids, labels, unit=2 * context.size
         )

@@ -41,7 +41,8 @@ class RowCounter:
         # The batches that transformers reads and discards when it resumes inside an epoch.
         skips = not args.ignore_data_skip and not isinstance(loader, TrainLoader)
         self._skip = self._step % per_epoch * args.gradient_accumulation_steps if skips else 0
-        self._rank, self._gather = args.process_index, all_ranks().gather
+        self._rank = args.process_index
+        self._gather = all_ranks().gather
         self._seen = np.zeros(len(loader.dataset), np.bool_)
         self._complete_since_head = self._fresh = True
         self._epoch = self._largest_step = 0

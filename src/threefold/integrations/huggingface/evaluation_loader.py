@@ -83,7 +83,8 @@ class EvaluationLoader(DataLoader[Any]):
     def _gathered(self, tensor: Tensor) -> Tensor:
         if tensor.ndim == 0:
             return self._accelerator.gather(tensor)
-        block, full = self._blocks.block(self._step), self._blocks.batch_size
+        block = self._blocks.block(self._step)
+        full = self._blocks.batch_size
         # What the loop repeats for every row of a full batch is longer than the last one.
         sizes = torch.tensor(
             [len(tensor), self._by_rows and len(tensor) in (block, full)], device=tensor.device
@@ -93,7 +94,8 @@ class EvaluationLoader(DataLoader[Any]):
             self._axis.dp_size, self._axis.sharers, 2
         )[:, 0]
         if bool(of_ranks[:, 1].all()):
-            tensor, lengths = tensor[:block], [block] * self._axis.dp_size
+            tensor = tensor[:block]
+            lengths = [block] * self._axis.dp_size
         else:
             lengths = of_ranks[:, 0].tolist()
         places = max(lengths)

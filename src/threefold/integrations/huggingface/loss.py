@@ -105,7 +105,8 @@ def weighing(trainer: Any, part: StepPart, step: StepPart) -> Iterator[None]:
     loss that ignores the number is still the mean over the micro-batch. Our own `compute_loss` knows its targets, and
     undoes `loss_weight`, which then holds for what an overridden one adds to it.
     """
-    compute, declared = trainer.compute_loss, getattr(trainer, "loss_is_scaled_for_ga", None)
+    compute = trainer.compute_loss
+    declared = getattr(trainer, "loss_is_scaled_for_ga", None)
 
     def weighed(
         model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -213,7 +213,8 @@ class Trainer(transformers.Trainer):
         """As transformers': forward and backward of one micro-batch, or of both of its parts."""
         if not self._micro_batches:
             return super().training_step(model, inputs, num_items_in_batch)
-        parts, syncs = self._micro_batches.popleft(), self.accelerator.sync_gradients
+        parts = self._micro_batches.popleft()
+        syncs = self.accelerator.sync_gradients
         losses = []
         for number, part in enumerate(parts, start=1):
             # DeepSpeed makes the optimizer's step in the backward pass that synchronises gradients.

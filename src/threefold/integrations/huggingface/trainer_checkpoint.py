@@ -137,7 +137,8 @@ def save_shards(
     """Writes weights and optimizer of a sharded model; every rank calls it, and gets RunError if one cannot write."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's has torch's inside
     state, mesh = _tensors(model, optimizer), all_ranks()
-    final, partial = checkpoint / STATE_FOLDER, checkpoint / f".{STATE_FOLDER}.partial"
+    final = checkpoint / STATE_FOLDER
+    partial = checkpoint / f".{STATE_FOLDER}.partial"
 
     def begin() -> None:
         shutil.rmtree(partial, ignore_errors=True)
@@ -239,7 +240,8 @@ def all_ranks(topology: Topology | None = None) -> Mesh:
     """All ranks of the process group as a mesh, of data ranks if not told; every rank calls it equally often."""
     if not dist.is_initialized():
         return Mesh(Topology(), 0, torch.device("cpu"))
-    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
     # Ranks save and load in the same order, so a counter gives each of these calls its own keys.
     number = store.add(f"threefold/states/{rank}", 1)
     topology = topology or Topology(dp_replicate=dist.get_world_size())
@@ -265,7 +267,8 @@ def check_order(saved: Mapping[str, Any], *, loader: Any) -> None:
         loader.load_state_dict(saved)
     except DataError as error:
         problems = [in_trainer_words(problem) for problem in error.problems]
-        here, then = loader.state_dict()["fingerprint"], saved.get("fingerprint")
+        here = loader.state_dict()["fingerprint"]
+        then = saved.get("fingerprint")
         if isinstance(then, Mapping) and any(
             here.get(name) != then.get(name) for name in _OF_THE_DATA
         ):
@@ -282,7 +285,8 @@ def _at_next_epoch(
 
     An epoch that was read to its end has no rows left that another dataset could move.
     """
-    own, made_from = loader.state_dict(), saved.get("fingerprint")
+    own = loader.state_dict()
+    made_from = saved.get("fingerprint")
     if not isinstance(made_from, Mapping) or made_from == own["fingerprint"]:
         return None
     size = made_from.get("num_samples", made_from.get("num_rows"))
@@ -312,7 +316,8 @@ def in_trainer_words(problem: Problem) -> Problem:
     """The problem with the arguments of the Trainer in place of keys of the configuration."""
     expected, fix = problem.expected, problem.fix
     for key, argument in _TRAINER_WORDS.items():
-        expected, fix = expected.replace(key, argument), fix.replace(key, argument)
+        expected = expected.replace(key, argument)
+        fix = fix.replace(key, argument)
     return Problem(problem.what, expected, fix)
 
 

@@ -114,7 +114,8 @@ def collate_numbered(
             sample._replace(alone=False) for sample in samples if sample.number >= 0
         ] or samples[:1]
     kept = [sample.number for sample in samples if keep_stand_ins or sample.number >= 0]
-    numbers, rows = torch.tensor(kept, dtype=torch.int64), [sample.row for sample in samples]
+    numbers = torch.tensor(kept, dtype=torch.int64)
+    rows = [sample.row for sample in samples]
     if len(samples) == 1 or not samples[-1].alone:
         return Numbered(numbers, collate(rows), alone=samples[-1].alone)
     return Numbered(numbers, collate(rows[:-1]), collate(rows[-1:]), samples[-1].number >= 0)

@@ -82,7 +82,8 @@ def managed(environ: Mapping[str, str]) -> Managed | None:
             fix="unset SM_HPS, or give it as JSON",
         )
     base = Path(environ.get("SAGEMAKER_BASE_DIR", "/opt/ml"))
-    output, channel = Path(environ.get("SM_OUTPUT_DIR", base / "output")), "SM_CHANNEL_"
+    output = Path(environ.get("SM_OUTPUT_DIR", base / "output"))
+    channel = "SM_CHANNEL_"
     # Text is YAML, as on the command line. The drivers of the SDK turn names into shell variables, which cannot contain
     # a dot: train__steps is train.steps.
     settings = [

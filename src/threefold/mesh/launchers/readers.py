@@ -44,7 +44,8 @@ def read(environ: Mapping[str, str]) -> LaunchInfo:
         _refuse_forgotten_launcher(environ)
         return LaunchInfo()
     variables = Variables(environ, outer.launcher or "")
-    rank, world_size = variables.number("RANK"), variables.number("WORLD_SIZE")
+    rank = variables.number("RANK")
+    world_size = variables.number("WORLD_SIZE")
     _refuse_contradiction(
         outer.rank if rank is None else rank,
         outer.world_size if world_size is None else world_size,
@@ -82,7 +83,8 @@ def _read_plain(environ: Mapping[str, str], outer: LaunchInfo | None) -> LaunchI
     variables = Variables(environ, "torchrun")
     rank, world_size, port = _torch_numbers(variables)
     # deepspeed's launcher has another name for it.
-    given, local_rank = variables.number("LOCAL_WORLD_SIZE"), variables.number("LOCAL_RANK")
+    given = variables.number("LOCAL_WORLD_SIZE")
+    local_rank = variables.number("LOCAL_RANK")
     given = variables.number("LOCAL_SIZE") if given is None else given
     if outer is None:
         found = reserved(environ)
@@ -92,7 +94,8 @@ def _read_plain(environ: Mapping[str, str], outer: LaunchInfo | None) -> LaunchI
         local_world_size = (
             given if given is not None else 1 if one_per_pod else world_size // hosts
         )
-        host, own = environ.get("SM_CURRENT_HOST", ""), rank % max(1, local_world_size)
+        host = environ.get("SM_CURRENT_HOST", "")
+        own = rank % max(1, local_world_size)
         outer = LaunchInfo(local_rank=own, launcher="environment", host=host)
     else:
         local_world_size = given if given is not None else outer.local_world_size
@@ -246,7 +249,8 @@ def _with_rendezvous(environ: Mapping[str, str], info: LaunchInfo) -> LaunchInfo
     variables = Variables(environ, info.launcher or "")
     own_port = variables.port()
     address, port = _rendezvous_of(variables, info)
-    address, port = environ.get("MASTER_ADDR") or address, own_port or port
+    address = environ.get("MASTER_ADDR") or address
+    port = own_port or port
     if address is None:
         raise ConfigError(
             f"{info.world_size} ranks on several hosts, but MASTER_ADDR is not set",

@@ -118,7 +118,8 @@ class ContextParallel:
         """
         if self.refused_documents is not None and "document_ids" in rows:
             raise self.refused_documents
-        sequence, device = rows["input_ids"].shape[1], rows["input_ids"].device
+        sequence = rows["input_ids"].shape[1]
+        device = rows["input_ids"].device
         own = local_positions(sequence, cp_size=self.size, cp_rank=self._rank).to(
             device, non_blocking=True
         )

@@ -60,7 +60,8 @@ def block_mask(
         documents: [batch, sequence] number of each token's document by its true place, or None.
     """
     starts = starts_of_documents(documents).int() if documents is not None else None
-    whole, causal = len(queries) == num_keys, hides_later_keys(mask_function)
+    whole = len(queries) == num_keys
+    causal = hides_later_keys(mask_function)
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own = query if whole else queries[query]

@@ -131,7 +131,8 @@ class DocumentLengths(NamedTuple):
 
 def unserved(config: PretrainedConfig) -> str:
     """What of a model attention by lengths does not compute, or may not; empty if it computes all."""
-    family, head_dim = FAMILIES.get(config.get_text_config().model_type), head_size(config)
+    family = FAMILIES.get(config.get_text_config().model_type)
+    head_dim = head_size(config)
     if not family or family.written_out:
         return "its layers ask for more than plain attention, or are not known by name"
     return (

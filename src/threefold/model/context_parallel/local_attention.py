@@ -248,7 +248,9 @@ def _fused(
         query.dtype != torch.float32 and key.shape[-1] == value.shape[-1] <= 256
     ):
         # Whose kernel knows no groups.
-        key, value, groups = (repeat_kv(key, groups), repeat_kv(value, groups), 1)
+        key = repeat_kv(key, groups)
+        value = repeat_kv(value, groups)
+        groups = 1
     output = F.scaled_dot_product_attention(
         query,
         key,
@@ -288,7 +290,8 @@ def _written_out(
     if mask is None:
         mask = _causal(query.shape[2], key.shape[2], query.device)
     groups = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    key = repeat_kv(key, groups)
+    value = repeat_kv(value, groups)
     scores = (
         query
         @ key.transpose(2, 3)

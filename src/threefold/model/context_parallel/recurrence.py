@@ -75,7 +75,9 @@ class DocumentRows:
         groups: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for start, end in zip(starts, [*starts[1:], batch * sequence], strict=True):
             groups[(end - start).bit_length()].append((start, end - start))
-        places, back, before = [], torch.empty(batch * sequence, dtype=torch.int64), 0
+        places = []
+        back = torch.empty(batch * sequence, dtype=torch.int64)
+        before = 0
         for group in groups.values():
             start, length = torch.tensor(group).T.unsqueeze(-1)
             steps = torch.arange(int(length.max()))

@@ -106,7 +106,8 @@ def _by_length(module: Any, lengths: Callable[[], Tensor | None]) -> Callable[..
 
     def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         kind: Any = {} if layer_type is None else {"layer_type": layer_type}
-        known, settings = lengths(), module.config.rope_parameters
+        known = lengths()
+        settings = module.config.rope_parameters
         if (
             known is None
             or (module.rope_type if layer_type is None else module.rope_type[layer_type])

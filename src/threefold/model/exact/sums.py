@@ -162,7 +162,8 @@ class _Unit:
 
     def begin(self, exponent: Tensor | None) -> None:
         """Before the first micro-batch of a step; without an exponent, that gives it."""
-        self.largest, self._known = torch.zeros(()), exponent is not None
+        self.largest = torch.zeros(())
+        self._known = exponent is not None
         self.exponent = torch.tensor(_NOTHING) if exponent is None else exponent
         self.sums: Tensor | None = None
         self.gradient: Tensor | None = None
@@ -190,7 +191,8 @@ class _Unit:
         own = _largest(whole)
         self.largest = torch.maximum(self.largest, own)
         if not self._known:
-            self.exponent, self._known = self._of.agreed(own), True
+            self.exponent = self._of.agreed(own)
+            self._known = True
         scale = _power_of_two(self._of.places - self.exponent)
         numbers = torch.empty(whole.shape, dtype=torch.int64, device=whole.device)
         for part, number in in_blocks(whole, numbers):
@@ -241,7 +243,8 @@ def exact_norm(split: Sequence[Tensor], whole: Sequence[Tensor], mesh: Mesh) -> 
 
 def _square_sums(gradients: Sequence[Tensor], scale: Tensor) -> Tensor:
     """[2] int64: what the squares of the scaled numbers have above and below `_SQUARE_PLACES` binary places."""
-    sums, places = torch.zeros(2, dtype=torch.int64), 2.0**_SQUARE_PLACES
+    sums = torch.zeros(2, dtype=torch.int64)
+    places = 2.0**_SQUARE_PLACES
     for gradient in gradients:
         for (part,) in in_blocks(gradient):
             squares = part.double().mul_(scale).square_().mul_(places)

@@ -157,7 +157,8 @@ class SharedInput:
 
     def product(self, x: Tensor, module: nn.Linear) -> Tensor:
         """x [.., in] -> this rank's part [.., out / tp] of what `module` makes of it."""
-        weight, bias = local_part(module.weight), local_part(module.bias)
+        weight = local_part(module.weight)
+        bias = local_part(module.bias)
         opened, self._opened = self._opened, None
         if opened is not None and opened[0] is x and opened[1] is module.weight:
             return opened[2](bias)

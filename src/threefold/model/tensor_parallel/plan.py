@@ -181,7 +181,8 @@ def split_over_tp(
         symmetric.share_memory(group)
     elif scattered and scatter.value == "possible" and not exact:
         unfit = symmetric.unfit(mesh)
-        overlapped, why = unfit is None, f"not sent beside the products: {unfit}"
+        overlapped = unfit is None
+        why = f"not sent beside the products: {unfit}"
     if overlapped:
         why = "sent beside the products, in memory that the tp ranks share"
     shared = SharedInput(group, scattered=scattered, overlapped=overlapped)

@@ -91,7 +91,8 @@ def _wrong_exit(mesh: Mesh) -> str | None:
 
 def _integers(mesh: Mesh) -> tuple[dist.ProcessGroup, Tensor, Tensor]:
     """Of each rank a part of a row and a weight, whose products and sums bfloat16 holds, in any order."""
-    group, draws = mesh.group("tp"), torch.Generator().manual_seed(mesh.tp_rank)
+    group = mesh.group("tp")
+    draws = torch.Generator().manual_seed(mesh.tp_rank)
     assert group is not None
     numbers = torch.randint(-1, 2, (80, 16), generator=draws).to(mesh.device, torch.bfloat16)
     return group, numbers[None, 16:], numbers[:16]

@@ -28,7 +28,8 @@ _WAITING_CALLS = (".wait(", "wait_tensor", ".item()", ".tolist()", ".synchronize
 _INNERMOST = 3
 _BACKWARD = "_engine_run_backward"
 # A rank's own code; what is outside of it started the rank.
-_LOOP, _RANK = os.path.join("training", "loop.py"), os.path.join("run", "rank.py")
+_LOOP = os.path.join("training", "loop.py")
+_RANK = os.path.join("run", "rank.py")
 _SAVER = os.path.join("checkpoint", "background_saver.py")
 # What is compiled passes through these; code that only runs beside it passes through others of their packages.
 _COMPILERS = (
@@ -132,7 +133,8 @@ class MainThread:
 
     def was_idle(self) -> bool:
         """Whether it has hardly been on a core since this was last asked."""
-        before, self._asked = self._asked, (time.monotonic(), self.cpu_s())
+        before = self._asked
+        self._asked = (time.monotonic(), self.cpu_s())
         return self._asked[1] - before[1] < _IDLE_BELOW * (self._asked[0] - before[0])
 
     def stuck(self) -> str:

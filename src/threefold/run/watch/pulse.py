@@ -32,7 +32,8 @@ from threefold.training.progress import Phase
 
 log = logging.getLogger("threefold")
 
-_BEAT, _PLACE = struct.Struct("<dq"), struct.Struct("<qq48s")
+_BEAT = struct.Struct("<dq")
+_PLACE = struct.Struct("<qq48s")
 _SIZE = 4096
 _NAMED = "/memfd:threefold-pulse (deleted)"  # how /proc shows it
 # Asks a process for its stack. Nobody else uses it, and a process that does not listen to it is not sent it.
@@ -120,7 +121,8 @@ class Peer:
 
     def __init__(self, address: dict[str, Any]) -> None:
         self.process: int = address["process"]
-        self._folder, self._since = f"/proc/{self.process}", address["since"]
+        self._folder = f"/proc/{self.process}"
+        self._since = address["since"]
         self._answer = f"{self._folder}/fd/{address['stack']}"
         with open(f"{self._folder}/fd/{address['file']}", "rb") as file:
             self._memory = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
@@ -239,7 +241,8 @@ class Witness:
     """
 
     def __init__(self, run: Path, num_ranks: int) -> None:
-        self._journal, self._kills = Journal(run), memory_kills()
+        self._journal = Journal(run)
+        self._kills = memory_kills()
         self._known = len(self._journal.endings())
         self._files = [_memory() for _ in range(num_ranks)] if sys.platform == "linux" else []
         self.pulses = tuple(f"/proc/{os.getpid()}/fd/{file}" for file in self._files)
@@ -253,7 +256,8 @@ class Witness:
             rank = min(range(len(places)), key=lambda each: places[each].number, default=rank)
         elif how == "exit" and len(self._journal.endings()) > self._known:
             return  # the rank has told why
-        place, kills = places[rank] if places else Phase(0, 0, ""), memory_kills() - self._kills
+        place = places[rank] if places else Phase(0, 0, "")
+        kills = memory_kills() - self._kills
         if kills and code == -signal.SIGKILL:
             how = "memory"
         host = environment.current().host

@@ -17,7 +17,10 @@ from threefold.checkpoint.lineage import Ending
 from threefold.errors import ranks_text
 
 # What keeps a process silent, as another of its host sees it.
-GONE, STOPPED, HELD, UNINTERRUPTIBLE = "gone", "stopped", "held", "uninterruptible"
+GONE = "gone"
+STOPPED = "stopped"
+HELD = "held"
+UNINTERRUPTIBLE = "uninterruptible"
 _STATES = {
     "": "its process or its host is gone, frozen or cut off",
     GONE: "its process is gone",

@@ -200,10 +200,12 @@ class Watchdog:
         unheard = set(range(len(self._hosts)))
         while not self._stopped.is_set():
             self._beat += 1
-            place, now = self.progress.place, time.monotonic()
+            place = self.progress.place
+            now = time.monotonic()
             if (place.number, self.progress.ticks) != moved:
                 since, moved = now, (place.number, self.progress.ticks)
-            still_s, idle = now - since, self._main.was_idle()
+            still_s = now - since
+            idle = self._main.was_idle()
             report = self._as_it_is(
                 place, still=still_s > self._stall_s * _STACK_FROM, idle=idle
             )
@@ -304,9 +306,11 @@ class Watchdog:
         looks = {f"{name}/{rank}": 0.0 for rank in beside for name in ("looks", "stopped")}
         # Of its own, because a program may have seeded the one of Python.
         uneven = random.Random()
-        pause_s, now = _SAMPLE_EVERY_S, (time.monotonic(), main.ready_s(), core_wait_s())
+        pause_s = _SAMPLE_EVERY_S
+        now = (time.monotonic(), main.ready_s(), core_wait_s())
         while not self._stopped.wait(pause_s):
-            before, now = now, (time.monotonic(), main.ready_s(), core_wait_s())
+            before = now
+            now = (time.monotonic(), main.ready_s(), core_wait_s())
             passed_s, ready_s, waited_s = (
                 new - old for new, old in zip(now, before, strict=True)
             )
@@ -343,14 +347,16 @@ class Watchdog:
         self._judge = judge
 
     def _hear(self, reports: Sequence[Report], store: Any) -> None:
-        now, seen = time.monotonic(), dict(self._seen or self._judge_seen)
+        now = time.monotonic()
+        seen = dict(self._seen or self._judge_seen)
         for report in reports:
             before, moved_at, alive_at = seen.get(report.rank, (report, now, now))
             if report.beat != before.beat:
                 # It was frozen, and has hardly had the time to move.
                 back = now - alive_at > self._silent_s
                 moved = (report.number, report.ticks) != (before.number, before.ticks)
-                alive_at, moved_at = now, now if back or moved else moved_at
+                alive_at = now
+                moved_at = now if back or moved else moved_at
             if now - alive_at > self._silent_s and store.check(
                 [key := f"{_PREFIX}/instead/{report.rank}"]
             ):
@@ -390,7 +396,8 @@ class Watchdog:
             ranks, world_size=len(self._hosts), stall_s=self._stall_s, silent_s=self._silent_s
         )
         # A report may be as old as the time between two looks: another rank has gone on, and this one has too.
-        before, self._found = self._found, found.key if found is not None else None
+        before = self._found
+        self._found = found.key if found is not None else None
         if found is None or found.key != before or self._stopped.is_set():
             return
         if store.check([f"{_PREFIX}/end"]):
@@ -433,7 +440,8 @@ class Watchdog:
             state := keeper.silenced_by(self._silent_s)
         ):
             return None
-        report, quiet_s = self._seen_here(0, keeper, state), keeper.last_beat[0]
+        report = self._seen_here(0, keeper, state)
+        quiet_s = keeper.last_beat[0]
         return stall.Stall((Seen(report, quiet_s, quiet_s),), (), (), (0,), away_s)
 
     def _without_store(self, away_s: float) -> str:

@@ -37,15 +37,13 @@ def _run(sizes: Sizes, folder: str, asked: str, how: str = "") -> Miniature:
     """A run whose linear layers are all converted; `how` it differs from what is built."""
     import torch.distributed as dist
 
-    from threefold.model import float8_gathers
-
     choices.UNIT_BYTES, choices.KEPT_WHOLE_BYTES = 1, 0
     choices.pays = float8.pays = lambda recipe, outputs, inputs: (
         outputs % 16 == inputs % 16 == 0
     )
     float8.convert = partial(float8.convert, emulate=True)  # type: ignore[assignment]
     if how == "in bfloat16":
-        float8_gathers.gather_in_8_bits = lambda *of, **how: ("", "")
+        float8.gather_in_8_bits = lambda *of, **how: ("", "")
     if how == "scales of shards":
         reduce = dist.all_reduce
 

@@ -185,7 +185,7 @@ def test_what_cannot_be_computed_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_gathered_in_8_bits() -> None:
     if importlib.util.find_spec("torchao") is None:
         pytest.skip("torchao is not installed: pip install 'threefold[torchao]'")
-    from threefold.model.float8_gathers import gather_in_8_bits
+    from threefold.model.float8 import gather_in_8_bits
 
     model = outline("llama")
     float8.convert(model, "tensorwise", emulate=True)

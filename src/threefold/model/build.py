@@ -136,11 +136,9 @@ def arranged(
             model, mesh, dtype=dtype, cpu_offload=offload, kept=whole, exact=asked, ends=True
         )
         if config.train.float8 != "none" and mesh.size("fsdp") > 1:
-            from threefold.model.float8_gathers import gather_in_8_bits
-
             split_choices = [
                 *split_choices,
-                gather_in_8_bits(model, mesh, config.train.float8, offloaded=offload),
+                float8.gather_in_8_bits(model, mesh, config.train.float8, offloaded=offload),
             ]
     working = None
     if kind == "none" and dtype != torch.float32:

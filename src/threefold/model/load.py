@@ -31,11 +31,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 from transformers.modeling_rope_utils import RopeParameters
 
 from threefold.config.schema import EMBEDDED_DEFAULT, ModelConfig
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, first_line
 from threefold.mesh.mesh import Mesh
 from threefold.model import weight_check
 from threefold.model.context_parallel import attention_choice
-from threefold.model.model_path import refuse_wrong_path, unreachable
 from threefold.model.weight_check import Stored, Weights, readers
 
 _CONFIG_READERS = (
@@ -48,6 +47,7 @@ _CONFIG_READERS = (
 _FREE_FORM = ("label2id", "id2label", "task_specific_params")
 _STAGED_FILE_BYTES = 2 * 1024**3
 _SEEN_BYTES = 1024**2
+_EXPECTED = "a folder with config.json and weights"
 
 
 def read_config(asked: ModelConfig, *, vocab_size: int | None = None) -> PretrainedConfig:
@@ -64,7 +64,7 @@ def read_config(asked: ModelConfig, *, vocab_size: int | None = None) -> Pretrai
         if vocab_size is not None:
             values.setdefault("vocab_size", vocab_size)
         return _config_from_values(values)
-    refuse_wrong_path(asked.name_or_path)
+    _refuse_wrong_path(asked.name_or_path)
     try:
         config = AutoConfig.from_pretrained(
             asked.name_or_path,
@@ -72,12 +72,85 @@ def read_config(asked: ModelConfig, *, vocab_size: int | None = None) -> Pretrai
             trust_remote_code=asked.trust_remote_code,
         )
     except (OSError, ValueError, HFValidationError) as error:
-        raise unreachable(asked.name_or_path, error) from error
+        raise _unreachable(asked.name_or_path, error) from error
     except Exception as error:  # transformers validates with exceptions of several families
         name = f"the config of {asked.name_or_path!r}"
         raise _refused(name, error, "the keys and values of its model_type") from error
     weight_check.refuse_quantised(config, name=asked.name_or_path)
     return config
+
+
+def _refuse_wrong_path(name: str) -> None:
+    """ConfigError if `name` is something here from which no model can be read, or a path at which nothing is."""
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise _without_config(path)
+    elif path.exists():
+        fix = f"--model.name_or_path {path.parent}   (the folder of the file)"
+        raise ConfigError(
+            f"model.name_or_path = {name!r} is a file, not a folder",
+            expected=_EXPECTED,
+            fix=fix,
+        )
+    elif _is_path(name):
+        raise ConfigError(
+            f"model.name_or_path = {name!r}: no such folder",
+            expected=_EXPECTED,
+            fix=_nearest(path),
+        )
+
+
+def _unreachable(name: str, error: Exception) -> ConfigError:
+    """The error for a model that transformers or the Hub's client could not read."""
+    expected, fix = _EXPECTED, "check the path"
+    if not Path(name).is_dir():
+        expected = "a local folder, or a Hub id that can be reached"
+        fix = "check the name, your connection, and `hf auth login` for gated models"
+        if (near := _near(Path(name))) is not None:
+            fix = f"did you mean the folder {near}? Otherwise {fix}"
+    what = f"model.name_or_path = {name!r} cannot be read: {first_line(error)}"
+    return ConfigError(what, expected=expected, fix=fix)
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can be a path only: an id on the Hub is NAME or OWNER/NAME."""
+    return (
+        name.startswith((".", "/", "~"))
+        or name.endswith("/")
+        or "\\" in name
+        or name.count("/") > 1
+    )
+
+
+def _without_config(path: Path) -> ConfigError:
+    what = f"model.name_or_path = {str(path)!r} has no config.json"
+    fix = "check the path"
+    inside = sorted(each.parent for each in path.glob("*/config.json"))
+    if not any(path.iterdir()):
+        what = f"model.name_or_path = {str(path)!r} is an empty folder"
+    elif (path / "checkpoints").is_dir():
+        what += ": it is the folder of a run"
+        fix = f"threefold export {path} --to DIR   and --model.name_or_path DIR"
+    elif inside:
+        fix = "   or   ".join(f"--model.name_or_path {each}" for each in inside[:3])
+    return ConfigError(what, expected=_EXPECTED, fix=fix)
+
+
+def _nearest(path: Path) -> str:
+    if str(path).startswith("~") and path.expanduser().is_dir():
+        return f"--model.name_or_path {path.expanduser()}   (~ is the shell's, and was quoted)"
+    near = _near(path)
+    return f"did you mean {near}?" if near is not None else "check the path"
+
+
+def _near(path: Path) -> Path | None:
+    """The folder beside `path` with the most similar name."""
+    if not path.parent.is_dir():
+        return None
+    names = [each.name for each in path.parent.iterdir() if each.is_dir()]
+    found = difflib.get_close_matches(path.name, names, n=1)
+    return path.with_name(found[0]) if found else None
 
 
 def _refused(what: str, error: Exception, expected: str) -> ConfigError:
@@ -270,7 +343,7 @@ def _download(asked: ModelConfig) -> Path:
                 )
             )
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            raise unreachable(asked.name_or_path, error) from error
+            raise _unreachable(asked.name_or_path, error) from error
     if not list(folder.glob("*.safetensors")) and not list(folder.glob("*.bin")):
         raise ConfigError(
             f"model.name_or_path = {asked.name_or_path!r} has a config but no weights",

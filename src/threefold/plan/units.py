@@ -17,7 +17,7 @@ class Unit:
 
     Attributes:
         layers: how many layers it holds.
-        narrow: numbers of weights that can be gathered in 8 bits (`model.float8_gathers`).
+        narrow: numbers of weights that can be gathered in 8 bits (`model.float8`).
         size: numbers of this rank's tp part.
         padded: the same with each parameter's first dim filled up to a multiple of the shards.
         shard: numbers of one shard, the largest.

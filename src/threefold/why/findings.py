@@ -26,7 +26,6 @@ from threefold.records.state import ended_text
 from threefold.why.batch_rows import BatchRow, StepBatches
 from threefold.why.lookback import Lookback
 from threefold.why.scores import rises, scores_of_rows, scores_of_steps
-from threefold.why.slow import slow_findings
 
 # In robust standard deviations: of steps, of logarithms of norms, of rows. Those that are named in a step anyway.
 SPIKE, NORM, ROW, NAMED = 6.0, 6.0, 10.0, 4.0
@@ -37,6 +36,10 @@ _LEAST_RISE, _LEAST_FACTOR, _ALONE = 0.02, 3.0, 10.0
 _BEFORE = 20
 # Rows that are named of a step, and findings of rows at most.
 _NAMED_ROWS, _MOST_ROWS = 5, 100
+# Share of a step that waits for data; lines that say it.
+_WAITS, _FEWEST = 0.2, 5
+# A step that takes so many times as long as is usual, and so large a share of all steps' time beyond that.
+_LONG, _LOST = 3.0, 0.05
 
 
 @dataclass
@@ -80,7 +83,9 @@ def findings(batches: StepBatches, *, step: int | None = None) -> list[Anomaly]:
     found += _far_rows(batches, told)
     found += [
         *_drifts(run),
-        *(Anomaly(*values) for values in slow_findings(run)),
+        *_late_ranks(run),
+        *_waits(run),
+        *_long_steps(run),
         *_changes(run),
     ]
     if (ending := run.ending) is not None:
@@ -215,20 +220,23 @@ def _before(run: Lookback, step: int) -> Iterator[str]:
             yield f"the run was resumed after step {at}" + (
                 f", with {changed}" if changed else ""
             )
-    steps, norms = run.series("grad_norm")
-    logs = np.log(np.maximum(norms, 1e-30))
-    high = (scores_of_steps(logs, floor=0.0) >= NORM) & (rises(logs) >= np.log(_LEAST_FACTOR))
+    steps, norms, scores, risen = _norms_of(run)
+    high = (scores >= NORM) & (risen >= np.log(_LEAST_FACTOR))
     near = (steps < step) & (steps >= step - 3) & high
     for each in np.flatnonzero(near).tolist():
         yield f"step {int(steps[each])} had a gradient norm of {norms[each]:.3g}: the update after it was unusual"
 
 
-def _norms(batches: StepBatches) -> Iterator[Anomaly]:
-    run = batches.run
+def _norms_of(run: Lookback) -> tuple[Int64, Float64, Float64, Float64]:
+    """(steps, their gradient norms, how far each is above those before, by how much the logarithms rose)."""
     steps, norms = run.series("grad_norm")
     logs = np.log(np.maximum(norms, 1e-30))
-    scores = scores_of_steps(logs, floor=0.0)
-    risen = rises(logs)
+    return steps, norms, scores_of_steps(logs, floor=0.0), rises(logs)
+
+
+def _norms(batches: StepBatches) -> Iterator[Anomaly]:
+    run = batches.run
+    steps, norms, scores, risen = _norms_of(run)
     steps_of_loss, losses = _losses(run)
     spikes = set(steps_of_loss[scores_of_steps(losses) >= SPIKE].tolist())
     for group in _groups(
@@ -383,3 +391,61 @@ def _changed_text(event: dict[str, Any]) -> str:
         for key, each in pairs
         if isinstance(each, list) and len(each) == 2
     )
+
+
+def _late_ranks(run: Lookback) -> Iterator[Anomaly]:
+    for event in run.events:
+        if (
+            event["event"] == "lag"
+            and isinstance(share := event.get("share"), float)
+            and share > 0
+        ):
+            what = f"rank {event.get('rank')} was the slowest from step {event.get('since')} on"
+            told = [str(event.get("text")), "journal.jsonl"]
+            yield Anomaly("slow", [], 10 * share, what, told)
+
+
+def _waits(run: Lookback) -> Iterator[Anomaly]:
+    pairs = [
+        (run.number(step, "data_wait_s"), run.number(step, "step_time_s"))
+        for step in run.logged
+    ]
+    shares = [wait / time for wait, time in pairs if wait is not None and time]
+    if len(shares) >= _FEWEST and (share := float(np.median(shares))) >= _WAITS:
+        what = f"steps waited for data for {share:.0%} of their time"
+        told = "the median of data_wait_s / step_time_s; --data.num_workers 2 reads ahead"
+        yield Anomaly("slow", [], 10 * share, what, [told])
+
+
+def _long_steps(run: Lookback) -> Iterator[Anomaly]:
+    steps, times = run.series("step_time_s")
+    # The first line after a start has what a start costs.
+    begun = {
+        event["step"]
+        for event in run.events
+        if event.get("event") == "start" and isinstance(event.get("step"), int)
+    }
+    firsts = {
+        next((step for step in steps.tolist() if step > begin), -1) for begin in begun | {0}
+    }
+    if len(steps) < _FEWEST:
+        return
+    usual = float(np.median(times))
+    long = [
+        (float(time), int(step))
+        for step, time in zip(steps, times, strict=True)
+        if step not in firsts
+    ]
+    for time, step in sorted(long, reverse=True)[:3]:
+        if time < _LONG * usual or time - usual < _LOST * times.sum():
+            return
+        wait = run.number(step, "data_wait_s")
+        rank = run.number(step, "slowest_rank")
+        facts = [f"{time / usual:.1f} times the median, {usual:.3g} s"]
+        if wait is not None and wait > _WAITS * time:
+            facts.append(f"{wait:.3g} s of it waiting for data")
+        if rank is not None:
+            share = run.number(step, "slowest_share") or 0
+            facts.append(f"rank {int(rank)} was the slowest, by {share:.0%}")
+        score = min(5.0, time / usual / 2)
+        yield Anomaly("slow", [step], score, f"steps took {time:.3g} s", facts)

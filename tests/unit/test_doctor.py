@@ -388,11 +388,11 @@ def test_rank_map() -> None:
 
 
 def test_summary() -> None:
-    fine, odd = [ok("a", "b"), note("c", "d")], warning("e", "f", expected="g", fix="h")
+    fine, odd = [ok("a", "b"), note("c", "d")], warning("e", "f", "g", "h")
     assert summary(fine) == "2 checks: nothing would stop a run"
     assert summary([*fine, odd]) == "3 checks: 1 warning"
     assert (
-        summary([*fine, odd, odd, stop("i", "j", expected="k", fix="l")])
+        summary([*fine, odd, odd, stop("i", "j", "k", "l")])
         == "5 checks: 1 would stop a run, 2 warnings"
     )
 

@@ -32,6 +32,10 @@ MaxRestarts = Annotated[
 Force = Annotated[
     bool, typer.Option("--force", help="Start more local ranks than this machine has room for.")
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Allow code from the model's repository to run."),
+]
 AcceptChanges = Annotated[
     bool, typer.Option("--accept-changes", help="Resume with keys that change what is trained.")
 ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from threefold.commands.arguments import AsJson
+from threefold.commands.arguments import AsJson, Force
 from threefold.errors import EXIT_FAILED, ThreefoldError
 
 if TYPE_CHECKING:
@@ -43,10 +43,7 @@ class ReportOptions:
 def command(
     context: typer.Context,
     as_json: AsJson = False,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Start more local ranks than this machine has room for."),
-    ] = False,
+    force: Force = False,
     limit: Annotated[
         float, typer.Option(min=0.1, help="Longest time of one test between ranks, s.")
     ] = 30.0,
@@ -80,7 +77,7 @@ def _look_at_store(address: str, options: ReportOptions) -> int:
 
     told = admit(address, environment.variables())
     findings = [
-        judged(each.name, each.what, each.holds, expected=each.expected, fix=each.fix)
+        judged(each.name, each.what, each.holds, each.expected, each.fix)
         for each in told.probes
     ]
     return _show(findings, [], {"store": facts(told)}, options)
@@ -200,17 +197,14 @@ def _memory(
         ]
     expected = f"at most the {free / 2**30:.2f} GiB that are free for a rank"
     fix = "--train.micro_batch 1, --train.activation_checkpointing full, or another mesh: threefold plan"
-    return [warning("memory of a step", told, expected=expected, fix=fix)]
+    return [warning("memory of a step", told, expected, fix)]
 
 
 def _refused(error: ThreefoldError, findings: Sequence[Finding], facts: dict[str, Any]) -> int:
     """Prints as JSON what was found before an error, and the error; returns its exit code."""
     from threefold.doctor.findings import stop
 
-    faults = [
-        stop("request", each.what, expected=each.expected, fix=each.fix)
-        for each in error.problems
-    ]
+    faults = [stop("request", each.what, each.expected, each.fix) for each in error.problems]
     sys.stderr.write(f"{error}\n")
     _show([*findings, *faults], [], facts, ReportOptions(as_json=True))
     return error.exit_code

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from threefold.commands.arguments import AsJson
-from threefold.commands.completion import runs_here
-from threefold.commands.run_argument import run_here
+from threefold.commands.run_argument import RunOrCheckpoint, run_here
 from threefold.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,12 +19,7 @@ if TYPE_CHECKING:
 
 def command(
     context: typer.Context,
-    run: Annotated[
-        str,
-        typer.Argument(
-            autocompletion=runs_here, help="A run's folder, or one of its checkpoints."
-        ),
-    ],
+    run: RunOrCheckpoint,
     ema: Annotated[
         bool,
         typer.Option(

@@ -10,9 +10,8 @@ from typing import Annotated
 import typer
 
 from threefold import jsonl
-from threefold.commands.arguments import AsJson
-from threefold.commands.completion import runs_here
-from threefold.commands.run_argument import run_here
+from threefold.commands.arguments import AsJson, TrustRemoteCode
+from threefold.commands.run_argument import RunOrCheckpoint, run_here
 
 
 def _folder_of(address: str) -> AbstractContextManager[Path]:
@@ -23,12 +22,7 @@ def _folder_of(address: str) -> AbstractContextManager[Path]:
 
 
 def command(
-    run: Annotated[
-        str,
-        typer.Argument(
-            autocompletion=runs_here, help="A run's folder, or one of its checkpoints."
-        ),
-    ],
+    run: RunOrCheckpoint,
     to: Annotated[str, typer.Option(help="The folder to make, or s3://BUCKET/PREFIX.")],
     max_shard_size: Annotated[
         str, typer.Option(help="Largest file of weights: 500MB, 5GB, 2GiB.")
@@ -40,12 +34,7 @@ def command(
             help="Reload the folder and compare logits. Default: if the model fits into memory.",
         ),
     ] = None,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-remote-code", help="Allow code from the model's repository to run."
-        ),
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     ema: Annotated[
         bool,
         typer.Option(

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from threefold.commands.arguments import AsJson
+from threefold.commands.arguments import AsJson, TrustRemoteCode
 from threefold.commands.completion import runs_here
 from threefold.commands.run_argument import run_here
 from threefold.errors import EXIT_FAILED
@@ -27,12 +27,7 @@ def command(
         bool,
         typer.Option("--ema", help="Of the moving average of the weights (optimizer.ema)."),
     ] = False,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-remote-code", help="Allow code from the model's repository to run."
-        ),
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the SHA-256 of a model's weights, the same on any mesh and for its export.

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from threefold.commands.arguments import is_address
+from threefold.commands.completion import runs_here
 from threefold.errors import ConfigError
+
+RunOrCheckpoint = Annotated[
+    str,
+    typer.Argument(autocompletion=runs_here, help="A run's folder, or one of its checkpoints."),
+]
 
 
 def run_here(run: str | Path, *, state: bool = False) -> Path:

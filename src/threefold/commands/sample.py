@@ -9,8 +9,7 @@ import typer
 
 from threefold import jsonl
 from threefold.commands.arguments import AsJson
-from threefold.commands.completion import runs_here
-from threefold.commands.run_argument import run_here
+from threefold.commands.run_argument import RunOrCheckpoint, run_here
 from threefold.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,12 +19,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    run: Annotated[
-        str,
-        typer.Argument(
-            autocompletion=runs_here, help="A run's folder, or one of its checkpoints."
-        ),
-    ],
+    run: RunOrCheckpoint,
     prompt: Annotated[str, typer.Option(help="The text to continue.")] = "\n",
     tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to write.")] = 200,
     chat: Annotated[

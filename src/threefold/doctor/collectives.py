@@ -52,7 +52,7 @@ class StuckError(Exception):
             came = f"{ranks_text(self.missing)} did not join"
             fix = f"look at {ranks_text(self.missing)}: is the process running, is its host reachable"
         what = f"{self.test} of {ranks_text(self.ranks)} did not end in {limit_s:g} s: {came}"
-        return stop("collective", what, expected="an answer from every rank", fix=fix)
+        return stop("collective", what, "an answer from every rank", fix)
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _axis_finding(name: str, timings: Sequence[Timing]) -> Finding:
             "the sum of what the ranks sent",
         )
         fix = "take the host or the network card out of the job: it changes data"
-        return stop(f"axis {name}", what, expected=sent, fix=fix)
+        return stop(f"axis {name}", what, sent, fix)
     # A group is as fast as its slowest rank saw it.
     slowest = min(timings, key=lambda timing: timing.bytes_per_s)
     text = (
@@ -199,7 +199,7 @@ def _pairs_finding(
         "run it again; if it is the same pair, look at the cables, cards and load of its hosts, and place "
         "tp and cp ranks on one host"
     )
-    return judged("pairs", text, fits, otherwise="warning", expected=expected, fix=fix)
+    return judged("pairs", text, fits, expected, fix, otherwise="warning")
 
 
 def _time_axis(mesh: Mesh, name: str, limit_s: float) -> Timing:

@@ -54,18 +54,18 @@ def note(check: str, what: str) -> Finding:
     return Finding(check, "note", what)
 
 
-def warning(check: str, what: str, *, expected: str, fix: str) -> Finding:
+def warning(check: str, what: str, expected: str, fix: str) -> Finding:
     """May cost time, or fail later."""
     return Finding(check, "warning", what, expected, fix)
 
 
-def stop(check: str, what: str, *, expected: str, fix: str) -> Finding:
+def stop(check: str, what: str, expected: str, fix: str) -> Finding:
     """Would keep a run from starting, or end it."""
     return Finding(check, "stop", what, expected, fix)
 
 
 def judged(
-    check: str, what: str, fits: bool, *, expected: str, fix: str, otherwise: Level = "stop"
+    check: str, what: str, fits: bool, expected: str, fix: str, *, otherwise: Level = "stop"
 ) -> Finding:
     """`ok` if the value fits, otherwise a finding of the given level."""
     return ok(check, what) if fits else Finding(check, otherwise, what, expected, fix)

@@ -111,25 +111,16 @@ def judge(seen: Torch) -> list[Finding]:
     if seen.version is None:
         why = f"cannot be imported: {seen.error.strip()}"
         fix = f"install it as described on {_START}"
-        return [stop("torch", why, expected="torch 2.11 or newer", fix=fix)]
+        return [stop("torch", why, "torch 2.11 or newer", fix)]
     fits = _version(seen.version) >= _LEAST_TORCH
     found = [
         judged(
-            "torch",
-            seen.version,
-            fits,
-            expected="2.11 or newer",
-            fix=f"pip install -U torch, see {_START}",
+            "torch", seen.version, fits, "2.11 or newer", f"pip install -U torch, see {_START}"
         )
     ]
     if not seen.gloo:
         found.append(
-            stop(
-                "gloo",
-                "torch was built without it",
-                expected="gloo",
-                fix="install torch's own wheels",
-            )
+            stop("gloo", "torch was built without it", "gloo", "install torch's own wheels")
         )
     found += [*_builds(seen), *_driver(seen)]
     found += [_gpu(number, gpu, seen.architectures) for number, gpu in enumerate(seen.gpus)]
@@ -149,13 +140,11 @@ def _builds(seen: Torch) -> Iterator[Finding]:
     if seen.rocm is not None:
         what = f"torch {seen.version} is a build for ROCm {seen.rocm}"
         fix = "--mesh.device cpu, or a machine with NVIDIA GPUs"
-        yield warning(
-            "ROCm", what, expected="NVIDIA GPUs or CPUs: ROCm has not been tried", fix=fix
-        )
+        yield warning("ROCm", what, "NVIDIA GPUs or CPUs: ROCm has not been tried", fix)
     elif seen.cuda is None and seen.installed_gpus:
         what = f"this machine has {seen.installed_gpus} GPUs, but torch {seen.version} is a build for CPUs"
         fix = f"pip install torch from the index for your CUDA: {_START}; or --mesh.device cpu"
-        yield stop("CUDA", what, expected="a build of torch for CUDA", fix=fix)
+        yield stop("CUDA", what, "a build of torch for CUDA", fix)
     elif seen.cuda is None:
         yield note("CUDA", "none: torch is a build for CPUs, ranks communicate through gloo")
     else:
@@ -168,7 +157,7 @@ def _builds(seen: Torch) -> Iterator[Finding]:
                     _dotted(version) if fits else f"{_dotted(version)} in torch {seen.version}"
                 )
             fix = f"a newer build of torch, which includes it: {_START}"
-            yield judged(name, what, fits, expected=f"{_dotted(least)} or newer", fix=fix)
+            yield judged(name, what, fits, f"{_dotted(least)} or newer", fix)
 
 
 def _driver(seen: Torch) -> Iterator[Finding]:
@@ -180,14 +169,14 @@ def _driver(seen: Torch) -> Iterator[Finding]:
         what = "no NVIDIA driver was found (nvidia-smi)"
         expected = f"a driver for CUDA {_dotted(seen.cuda)}, which torch was built with"
         fix = "install the driver; in a container: docker run --gpus all; without GPUs: --mesh.device cpu"
-        yield warning("driver", what, expected=expected, fix=fix)
+        yield warning("driver", what, expected, fix)
         return
     newest = f", supports CUDA up to {_dotted(seen.driver_cuda)}" if seen.driver_cuda else ""
     # Within one major version a newer CUDA runs on an older driver.
     if seen.driver_cuda is not None and seen.driver_cuda[0] < seen.cuda[0]:
         what = f"{seen.driver}{newest}; torch was built with {_dotted(seen.cuda)}"
         fix = f"a newer driver, or torch for CUDA {seen.driver_cuda[0]}: {_START}"
-        yield stop("driver", what, expected=f"a driver for CUDA {seen.cuda[0]}", fix=fix)
+        yield stop("driver", what, f"a driver for CUDA {seen.cuda[0]}", fix)
     else:
         yield ok("driver", f"{seen.driver}{newest}")
     yield from _visible(seen)
@@ -205,10 +194,10 @@ def _visible(seen: Torch) -> Iterator[Finding]:
         what = "CUDA waits for the fabric of the NVSwitches (error 802)"
         expected = "a fabric that is ready"
         fix = "sudo systemctl restart nvidia-fabricmanager, of the very version of the driver"
-        yield stop("fabric", what, expected=expected, fix=fix)
+        yield stop("fabric", what, expected, fix)
     elif seen.trouble and not count and chosen != []:
         fix = "nvidia-smi, and sudo dmesg | grep -i nvrm; CUDA's libraries must be no newer than the driver"
-        yield stop("GPUs", seen.trouble[:300], expected="CUDA that can be used", fix=fix)
+        yield stop("GPUs", seen.trouble[:300], "CUDA that can be used", fix)
     elif installed and count < (installed if chosen is None else len(chosen)):
         hides = (
             "though CUDA_VISIBLE_DEVICES is not set"
@@ -222,14 +211,11 @@ def _visible(seen: Torch) -> Iterator[Finding]:
         if chosen is not None:
             fix = "numbers from 0, or names, of GPUs that nvidia-smi -L lists"
         expected = f"{installed if chosen is None else len(chosen)}"
-        yield stop("GPUs", f"torch has {count} GPUs, {hides}", expected=expected, fix=fix)
+        yield stop("GPUs", f"torch has {count} GPUs, {hides}", expected, fix)
     elif installed and not count:
         what = f"0 of {installed} are visible: CUDA_VISIBLE_DEVICES={seen.visible}"
         yield stop(
-            "GPUs",
-            what,
-            expected="at least one",
-            fix="unset CUDA_VISIBLE_DEVICES, or --mesh.device cpu",
+            "GPUs", what, "at least one", "unset CUDA_VISIBLE_DEVICES, or --mesh.device cpu"
         )
     elif installed and count < installed:
         yield note(
@@ -248,16 +234,11 @@ def _gpu(number: int, gpu: Gpu, architectures: Sequence[str]) -> Finding:
     if not runs and not any(name.startswith("compute_") for name in architectures):
         what = f"{text}; torch has code for {', '.join(architectures) or 'none'}"
         fix = f"an older or a newer build, to match the GPU: {_START}"
-        return stop(
-            f"GPU {number}",
-            what,
-            expected="a build of torch for this generation of GPUs",
-            fix=fix,
-        )
+        return stop(f"GPU {number}", what, "a build of torch for this generation of GPUs", fix)
     free = gpu.free >= _FREE_SHARE * gpu.memory
     alone = "a GPU for this run alone: other processes use its memory"
     fix = "nvidia-smi lists them; CUDA_VISIBLE_DEVICES can leave this GPU out"
-    return judged(f"GPU {number}", text, free, otherwise="warning", expected=alone, fix=fix)
+    return judged(f"GPU {number}", text, free, alone, fix, otherwise="warning")
 
 
 def _links(links: Mapping[tuple[int, int], str]) -> Finding:

@@ -70,9 +70,7 @@ def judge(machine: Machine) -> list[Finding]:
 def _judged(machine: Machine) -> Iterator[Finding]:
     version = tuple(int(part) for part in machine.python.split(".")[:2])
     create = "create a virtual environment with a newer Python"
-    yield judged(
-        "Python", machine.python, version >= (3, 11), expected="3.11 or newer", fix=create
-    )
+    yield judged("Python", machine.python, version >= (3, 11), "3.11 or newer", create)
     memory = f", {size_text(machine.memory)} of memory" if machine.memory is not None else ""
     yield note("machine", f"{machine.host}: {machine.system}, {machine.cores} cores{memory}")
     if machine.shared_memory is not None:
@@ -81,9 +79,7 @@ def _judged(machine: Machine) -> Iterator[Finding]:
         uses = "loader workers and NCCL pass data through it, and a process that finds it full dies of a bus error"
         fix = "docker run --shm-size=8g, or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm"
         expected = f"{size_text(_LEAST_SHM)}: {uses}"
-        yield judged(
-            "shared memory", what, fits, otherwise="warning", expected=expected, fix=fix
-        )
+        yield judged("shared memory", what, fits, expected, fix, otherwise="warning")
     if machine.open_files is not None:
         what = f"{machine.open_files} per process"
         fits = machine.open_files >= _LEAST_FILES
@@ -91,7 +87,7 @@ def _judged(machine: Machine) -> Iterator[Finding]:
             f"{_LEAST_FILES}: connections and the tensors of loader workers each take one"
         )
         fix = "ulimit -n 65536; docker run --ulimit nofile=65536"
-        yield judged("open files", what, fits, otherwise="warning", expected=expected, fix=fix)
+        yield judged("open files", what, fits, expected, fix, otherwise="warning")
     for name, free in machine.disks.items():
         level: Level = "warning"
         expected = f"{size_text(_LITTLE_DISK)}: a checkpoint with AdamW's state takes 12 bytes per parameter"
@@ -101,7 +97,7 @@ def _judged(machine: Machine) -> Iterator[Finding]:
         what = f"{size_text(free)} free for {name}"
         fits = free >= _LITTLE_DISK
         fix = "free some space, or use another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches"
-        yield judged("disk", what, fits, otherwise=level, expected=expected, fix=fix)
+        yield judged("disk", what, fits, expected, fix, otherwise=level)
     if machine.clock_synchronized is not None:
         what = (
             "synchronised"
@@ -113,19 +109,14 @@ def _judged(machine: Machine) -> Iterator[Finding]:
         )
         fix = "start chrony or systemd-timesyncd; a container has its host's clock"
         yield judged(
-            "clock",
-            what,
-            machine.clock_synchronized,
-            otherwise="warning",
-            expected=expected,
-            fix=fix,
+            "clock", what, machine.clock_synchronized, expected, fix, otherwise="warning"
         )
     for name in _TOKENS:
         yield note("token", f"{name}: {machine.tokens.get(name, 'none')}")
     if machine.tpu is not None:
         what = f"this machine has a TPU ({machine.tpu})"
         fix = "--mesh.device cpu to try things out, or a machine with GPUs"
-        yield warning("TPU", what, expected="GPUs or CPUs: TPUs are not supported yet", fix=fix)
+        yield warning("TPU", what, "GPUs or CPUs: TPUs are not supported yet", fix)
 
 
 def _memory() -> int | None:

@@ -106,10 +106,7 @@ def _replaced(network: Network, usable: Sequence[Interface]) -> Iterator[Finding
         if chosen.get(name) is None:
             fix = f"unset {name}, or {name}=NAME of the interface that the machines share"
             yield stop(
-                name,
-                f"{value} is no interface of this machine; {here}",
-                expected=_names(usable),
-                fix=fix,
+                name, f"{value} is no interface of this machine; {here}", _names(usable), fix
             )
         else:
             yield note(name, f"{value} is set; {here}")
@@ -124,9 +121,7 @@ def _infiniband(ports: Sequence[str]) -> list[Finding]:
         expected = "all ports up: NCCL shares its work among them"
         fix = "ibstat; look at its cable and its switch"
         found.append(
-            note("InfiniBand", port)
-            if fits
-            else warning("InfiniBand", port, expected=expected, fix=fix)
+            note("InfiniBand", port) if fits else warning("InfiniBand", port, expected, fix)
         )
     return found or [note("InfiniBand", "none")]
 
@@ -180,24 +175,16 @@ def _gloo(network: Network, usable: Sequence[Interface], *, several_machines: bo
     hint = f"GLOO_SOCKET_IFNAME={others[0] if others else 'NAME'}, the one that the machines share, on all of them"
     if chosen is None:
         return stop(
-            "gloo",
-            f"{why}, but this machine has no such interface",
-            expected=_names(usable),
-            fix=hint,
+            "gloo", f"{why}, but this machine has no such interface", _names(usable), hint
         )
     if chosen.loopback and several_machines:
         what = f"would offer {chosen.address or '127.0.0.1'} to the other machines: {why}"
-        return stop("gloo", what, expected="an address that they can reach", fix=hint)
+        return stop("gloo", what, "an address that they can reach", hint)
     fits = not (chosen.loopback and others)
     fix = f"for several machines: {hint}"
     expected = "on one machine this is right; ranks on several machines could not connect to one another"
     return judged(
-        "gloo",
-        f"uses {chosen.name}: {why}",
-        fits,
-        otherwise="warning",
-        expected=expected,
-        fix=fix,
+        "gloo", f"uses {chosen.name}: {why}", fits, expected, fix, otherwise="warning"
     )
 
 
@@ -207,7 +194,7 @@ def _nccl(network: Network, usable: Sequence[Interface]) -> Finding:
         return note("NCCL", f"would use {chosen.name} for its sockets: {why}")
     what = f"{why}, but this machine has no such interface with an address"
     fix = "NCCL_SOCKET_IFNAME=NAME, the one that the machines share, or unset it"
-    return stop("NCCL", what, expected=_names(usable), fix=fix)
+    return stop("NCCL", what, _names(usable), fix)
 
 
 def _names(interfaces: Sequence[Interface]) -> str:

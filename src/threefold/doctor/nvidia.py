@@ -268,36 +268,25 @@ def _answers(seen: Nvidia) -> Iterator[Finding]:
     if smi.late or seen.listed.late:
         expected = "an answer at once: ranks would wait as long, without a word"
         fix = f"{_LOG}; {_DISMISSED}, or reboot it"
-        yield stop(
-            "driver", f"nvidia-smi gave no answer in {LIMIT_S:g} s", expected=expected, fix=fix
-        )
+        yield stop("driver", f"nvidia-smi gave no answer in {LIMIT_S:g} s", expected, fix)
     elif "Driver/library version mismatch" in smi.text:
         what = "the driver's libraries were updated, and its kernel module is still the old one (nvidia-smi: mismatch)"
         modules = "nvidia_uvm nvidia_drm nvidia_modeset nvidia"
         fix = f"reboot, or while nothing uses the GPUs: sudo rmmod {modules}; sudo modprobe nvidia"
-        yield stop(
-            "driver", what, expected="libraries and a kernel module of one version", fix=fix
-        )
+        yield stop("driver", what, "libraries and a kernel module of one version", fix)
     elif smi.code:
         said = " ".join(smi.text.split())[:200]
         fix = f"{_LOG}; install or load the driver (sudo modprobe nvidia); in a container: docker run --gpus all"
-        yield stop(
-            "driver", f"nvidia-smi failed: {said}", expected="a driver that answers", fix=fix
-        )
+        yield stop("driver", f"nvidia-smi failed: {said}", "a driver that answers", fix)
     for bus in dict.fromkeys(_lost(smi.text) + _lost(seen.listed.text)):
         what = f"nvidia-smi cannot talk to the GPU at {bus}"
-        yield stop(
-            "GPUs",
-            what,
-            expected="every GPU of the host",
-            fix=f"{_LOG}; {_DISMISSED}, or reboot it",
-        )
+        yield stop("GPUs", what, "every GPU of the host", f"{_LOG}; {_DISMISSED}, or reboot it")
     for (bus, number), count in seen.xids.items():
         what = f"Xid {number} at PCI {bus}: {_XIDS[number]}" + (
             f", {count} times" if count > 1 else ""
         )
         fix = f"{_LOG}; {_DISMISSED}, or reboot it"
-        yield stop("Xid", what, expected="no such message since the host was started", fix=fix)
+        yield stop("Xid", what, "no such message since the host was started", fix)
 
 
 def _memory(seen: Nvidia) -> Iterator[Finding]:
@@ -306,26 +295,23 @@ def _memory(seen: Nvidia) -> Iterator[Finding]:
         if gpu.remap_failed:
             what = f"{at}: a row that failed could not be replaced"
             yield stop(
-                name,
-                what,
-                expected="memory that keeps what is written",
-                fix=f"{_DISMISSED} and replaced",
+                name, what, "memory that keeps what is written", f"{_DISMISSED} and replaced"
             )
         elif gpu.uncorrected:
             what = (
                 f"{at}: {gpu.uncorrected} uncorrectable ECC errors since the driver was loaded"
             )
             fix = f"reset it (sudo nvidia-smi -r -i {number}) or reboot; if they come back, {_DISMISSED}"
-            yield stop(name, what, expected="none: a process that meets one dies", fix=fix)
+            yield stop(name, what, "none: a process that meets one dies", fix)
         elif gpu.remap_pending:
             what = f"{at}: rows that failed wait to be replaced"
             expected = "none, before a long run"
             fix = f"reset it while nothing uses it: sudo nvidia-smi -r -i {number}"
-            yield warning(name, what, expected=expected, fix=fix)
+            yield warning(name, what, expected, fix)
         elif gpu.recovery not in ("None", "N/A"):
             what = f"{at}: its driver asks for {gpu.recovery!r}"
             fix = f"do so while nothing uses it: nvidia-smi -r -i {number}"
-            yield stop(f"GPU {number}", what, expected="a GPU that needs no recovery", fix=fix)
+            yield stop(f"GPU {number}", what, "a GPU that needs no recovery", fix)
         if gpu.mig:
             yield note(
                 f"GPU {number} MIG",
@@ -339,7 +325,7 @@ def _memory(seen: Nvidia) -> Iterator[Finding]:
             fix = (
                 "sudo systemctl restart nvidia-fabricmanager, of the very version of the driver"
             )
-            yield stop("fabric", what, expected=expected, fix=fix)
+            yield stop("fabric", what, expected, fix)
 
 
 def _speed(seen: Nvidia) -> Iterator[Finding]:
@@ -349,25 +335,18 @@ def _speed(seen: Nvidia) -> Iterator[Finding]:
             fix = "look at fans, air and power of the host; nvidia-smi -q -d PERFORMANCE,TEMPERATURE"
             what = f"{gpu.name} at {gpu.bus} is slowed: {why}"
             yield warning(
-                f"GPU {number} clocks",
-                what,
-                expected="full speed: all ranks wait for the slowest",
-                fix=fix,
+                f"GPU {number} clocks", what, "full speed: all ranks wait for the slowest", fix
             )
     for number, count in seen.link_errors.items():
         what = (
             f"GPU {number}: {count} replayed or recovered transfers since the driver was loaded"
         )
         fix = f"nvidia-smi nvlink -e; if they grow during a run, {_DISMISSED}"
-        yield warning(
-            "NVLink", what, expected="none: each costs time, and many end in Xid 74", fix=fix
-        )
+        yield warning("NVLink", what, "none: each costs time, and many end in Xid 74", fix)
     for number, count in seen.inactive_links.items():
         what = f"GPU {number}: {count} links are inactive"
         fix = f"nvidia-smi nvlink -s; {_DISMISSED}"
-        yield warning(
-            "NVLink", what, expected="all links active, as on its neighbours", fix=fix
-        )
+        yield warning("NVLink", what, "all links active, as on its neighbours", fix)
 
 
 def _equal(seen: Nvidia) -> Iterator[Finding]:
@@ -378,10 +357,7 @@ def _equal(seen: Nvidia) -> Iterator[Finding]:
         )
         fix = "leave the others out: CUDA_VISIBLE_DEVICES"
         yield warning(
-            "GPUs",
-            f"are not equal: {each}",
-            expected="one kind: all ranks wait for the slowest",
-            fix=fix,
+            "GPUs", f"are not equal: {each}", "one kind: all ranks wait for the slowest", fix
         )
     by_nvlink = [pair for pair, kind in seen.links.items() if kind.startswith("NV")]
     others = [pair for pair in seen.links if pair not in by_nvlink]
@@ -389,8 +365,5 @@ def _equal(seen: Nvidia) -> Iterator[Finding]:
         pairs = ", ".join(f"{a}-{b}" for a, b in others[:4])
         fix = f"nvidia-smi topo -m and nvidia-smi nvlink -s; {_DISMISSED}"
         yield warning(
-            "links",
-            f"GPUs {pairs} meet over PCIe, the others over NVLink",
-            expected="one kind",
-            fix=fix,
+            "links", f"GPUs {pairs} meet over PCIe, the others over NVLink", "one kind", fix
         )

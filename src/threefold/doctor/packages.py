@@ -87,10 +87,7 @@ def _misfits(name: str, packages: dict[str, Package]) -> Iterator[Finding]:
         if installed is None:
             needed = f"{need.name} {need.specifier}, which {name} needs"
             yield stop(
-                "versions",
-                f"{need.name} is not installed",
-                expected=needed,
-                fix=f"pip install '{need}'",
+                "versions", f"{need.name} is not installed", needed, f"pip install '{need}'"
             )
         # Without the build number, as in 2.13.0+cpu: a specifier without one accepts any.
         elif not need.specifier.contains(installed.version.partition("+")[0], prereleases=True):
@@ -98,8 +95,8 @@ def _misfits(name: str, packages: dict[str, Package]) -> Iterator[Finding]:
             yield (stop if ours else warning)(
                 "versions",
                 f"{need.name} {installed.version} is installed, but {name} needs {need.name} {need.specifier}",
-                expected="versions that fit one another: otherwise imports fail, or calls in the middle of a run",
-                fix=f"pip install '{need.name}{need.specifier}'" if ours else upgrade,
+                "versions that fit one another: otherwise imports fail, or calls in the middle of a run",
+                f"pip install '{need.name}{need.specifier}'" if ours else upgrade,
             )
 
 

@@ -242,7 +242,7 @@ def _of_links(
     if missing:
         what = f"no result came from {ranks_text(missing)}"
         fix = "look at the output of that rank and of its host"
-        found.append(stop("ranks", what, expected="a result from every rank", fix=fix))
+        found.append(stop("ranks", what, "a result from every rank", fix))
     measured = {
         rank: collectives.Measured.of(each["measured"])
         for rank, each in heard.items()
@@ -293,11 +293,7 @@ def judge(reports: Sequence[RankReport], topology: Topology) -> list[Finding]:
             level = stop if name in _MUST_AGREE else warning
             expected = "the same everywhere, so that all ranks compute and send the same"
             fix = "the same environment or image on every machine"
-            found.append(
-                level(
-                    "versions of the ranks", f"{name}: {versions}", expected=expected, fix=fix
-                )
-            )
+            found.append(level("versions of the ranks", f"{name}: {versions}", expected, fix))
     found = found or [ok("versions of the ranks", "the same on all")]
     first, last = (choose(reports, key=lambda report: report.clock) for choose in (min, max))
     skew_s = last.clock - first.clock
@@ -307,11 +303,7 @@ def judge(reports: Sequence[RankReport], topology: Topology) -> list[Finding]:
     fix = "start chrony or systemd-timesyncd on both"
     expected = f"within {_MOST_SKEW_S:g} s: logs of several machines are compared"
     what = close if fits else far
-    found.append(
-        judged(
-            "clocks of the ranks", what, fits, otherwise="warning", expected=expected, fix=fix
-        )
-    )
+    found.append(judged("clocks of the ranks", what, fits, expected, fix, otherwise="warning"))
     hosts = {report.rank: report.host for report in reports}
     for axis in ("tp", "cp"):
         cut = (

@@ -71,23 +71,20 @@ def _judged(seen: Rdma) -> Iterator[Finding]:
         what = f"{size_text(seen.locked_memory)} per process, with {names} here"
         expected = "unlimited: NCCL registers its buffers with the card, which locks them"
         fix = "ulimit -l unlimited; Slurm: PropagateResourceLimitsExcept=MEMLOCK; docker run --ulimit memlock=-1"
-        yield warning("locked memory", what, expected=expected, fix=fix)
+        yield warning("locked memory", what, expected, fix)
     if any(driver == "efa" for _, driver in seen.devices):
         if seen.plugin is None:
             what = f"{names} is here, but NCCL's plugin for libfabric ({_PLUGIN}) was not found"
             fix = "install aws-ofi-nccl, or an image that has it; its folder belongs into LD_LIBRARY_PATH"
             yield warning(
-                "EFA",
-                what,
-                expected="the plugin: without it NCCL goes over TCP, many times slower",
-                fix=fix,
+                "EFA", what, "the plugin: without it NCCL goes over TCP, many times slower", fix
             )
         else:
             yield note("EFA", f"{names}, by {seen.plugin}")
     elif not seen.direct:
         what = f"{names} cannot reach the GPUs' memory: nvidia_peermem is not loaded"
         expected = "GPUDirect RDMA: otherwise all that is sent goes through the host's memory"
-        yield warning("GPUDirect", what, expected=expected, fix="sudo modprobe nvidia-peermem")
+        yield warning("GPUDirect", what, expected, "sudo modprobe nvidia-peermem")
 
 
 def _locked_memory() -> int | None:

@@ -17,7 +17,10 @@ from threefold.check.compare import (
     Bounds,
     Comparison,
     Difference,
+    Training,
+    compare_numbers,
     compare_tensors,
+    in_turn,
 )
 
 # Of models whose parameters all have a gradient that is more than rounding: none is compared with another's size.
@@ -25,6 +28,20 @@ STRICT = replace(GRADIENT, smallest=0.0)
 # A gradient below this share of the largest is zero but for rounding, as that of a key's bias.
 _ROUNDING = 1e-5
 PARITY = Bounds(gradient=STRICT)
+
+
+def compare_trainings(
+    actual: Training, expected: Training, bounds: Bounds | None = None
+) -> Comparison:
+    """Compares step by step: loss, norm, in the first step the gradients; the weights at the end."""
+    bounds = bounds or Bounds()
+    losses = compare_numbers(bounds.loss, actual.losses, expected.losses)
+    norms = compare_numbers(bounds.norm, actual.norms, expected.norms)
+    gradients = compare_tensors(bounds.gradient, actual.gradients, expected.gradients)
+    differences = in_turn([losses[0]], [norms[0]]) + gradients + in_turn(losses[1:], norms[1:])
+    if actual.weights or expected.weights:
+        differences += compare_tensors(bounds.weight, actual.weights, expected.weights)
+    return Comparison(differences)
 
 
 def compare_gradients(actual: dict[str, Any], expected: dict[str, Any]) -> list[Difference]:

@@ -98,6 +98,7 @@ def _values(
 
 def both(cases: list[dict[str, Any]]) -> list[tuple[Any, float, Any]]:
     """(what was traced, the estimated peak, the estimated traffic) of each config."""
+    from ranks.traffic import traffic
     from threefold.config.loading import validate
     from threefold.mesh.topology import resolve
     from threefold.model import load
@@ -105,7 +106,6 @@ def both(cases: list[dict[str, Any]]) -> list[tuple[Any, float, Any]]:
     from threefold.plan.decoder import decoder_of
     from threefold.plan.memory import peak
     from threefold.plan.setup import checked
-    from threefold.plan.traffic import traffic
     from threefold.run.plan_trace import trace
 
     found = []

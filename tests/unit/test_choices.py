@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ranks.traffic import traffic
 from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.mesh.topology import Topology
@@ -20,7 +21,6 @@ from threefold.plan.accelerators import ACCELERATORS
 from threefold.plan.decoder import Decoder, decoder_of
 from threefold.plan.memory import timeline
 from threefold.plan.setup import Setup, setup_of
-from threefold.plan.traffic import traffic
 from threefold.plan.units import kept_whole, units_of
 
 _MODEL: dict[str, Any] = {

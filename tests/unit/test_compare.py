@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ranks.reference import compare_trainings
 from threefold.check.compare import (
     GRADIENT,
     LOSS,
@@ -26,7 +27,6 @@ from threefold.check.compare import (
     compare_number,
     compare_numbers,
     compare_tensors,
-    compare_trainings,
 )
 
 EXPECTED = Training(

@@ -86,7 +86,6 @@ TORCH_FREE = [
     "threefold.plan.choices",
     "threefold.plan.duration",
     "threefold.plan.memory",
-    "threefold.plan.traffic",
     "threefold.jobs.job",
     "threefold.jobs.entry",
     "threefold.jobs.kubernetes",

@@ -21,11 +21,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ranks.reference import PARITY, require
+from ranks.reference import PARITY, compare_trainings, require
 from threefold.audit.proof import prove
 from threefold.audit.record import read
 from threefold.check import admission_cache, probes
-from threefold.check.compare import Comparison, Difference, Training, compare_trainings
+from threefold.check.compare import Comparison, Difference, Training
 from threefold.check.probes import Expected, Subject
 from threefold.checkpoint.checkpoint_folder import CheckpointFolder, seal_folder
 from threefold.checkpoint.seal import write_sealed

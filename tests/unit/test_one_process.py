@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ranks.reference import PARITY, TINY_LLAMA, make_batches, require
+from ranks.reference import PARITY, TINY_LLAMA, compare_trainings, make_batches, require
 from ranks.reference import train_alone as train_by_hand
 from threefold.check.compare import (
     LOSS,
@@ -17,7 +17,6 @@ from threefold.check.compare import (
     Training,
     compare_number,
     compare_tensors,
-    compare_trainings,
 )
 from threefold.check.reference import forward_backward, gradients_of, norm_of, train_alone
 from threefold.config.loading import validate

@@ -213,22 +213,6 @@ def _share_of_bound(difference: Difference) -> float:
     return difference.figure / max(difference.bound, _LEAST_SIZE)
 
 
-def compare_trainings(
-    actual: Training, expected: Training, bounds: Bounds | None = None
-) -> Comparison:
-    """Compares step by step: loss, norm, in the first step the gradients; the weights at the end."""
-    bounds = bounds or Bounds()
-    losses = compare_numbers(bounds.loss, actual.losses, expected.losses)
-    norms = compare_numbers(bounds.norm, actual.norms, expected.norms)
-    gradients = compare_tensors(bounds.gradient, actual.gradients, expected.gradients)
-    differences = (
-        _in_turn([losses[0]], [norms[0]]) + gradients + _in_turn(losses[1:], norms[1:])
-    )
-    if actual.weights or expected.weights:
-        differences += compare_tensors(bounds.weight, actual.weights, expected.weights)
-    return Comparison(differences)
-
-
 def compare_curves(
     actual: Curve,
     expected: Curve,
@@ -247,10 +231,11 @@ def compare_curves(
         )
         for place, bound in enumerate((bounds.loss, bounds.norm))
     )
-    return Comparison(_in_turn(losses, norms))
+    return Comparison(in_turn(losses, norms))
 
 
-def _in_turn(losses: Sequence[Difference], norms: Sequence[Difference]) -> list[Difference]:
+def in_turn(losses: Sequence[Difference], norms: Sequence[Difference]) -> list[Difference]:
+    """The loss and the norm of each step, one after the other."""
     pairs = zip_longest(losses, norms)
     return [difference for pair in pairs for difference in pair if difference is not None]
 

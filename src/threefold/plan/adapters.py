@@ -15,7 +15,7 @@ _WEIGHTS = {
     "gate_proj": "gate", "up_proj": "up", "gate_up_proj": "gate up", "down_proj": "down",
     "fc1": "up", "fc2": "down", "c_fc": "up", "c_proj": "down",
 }  # fmt: skip
-_WHOLE, _IN_PART = "adapter", "adapter whose gradient a tp rank knows in part"
+_WHOLE, IN_PART = "adapter", "adapter whose gradient a tp rank knows in part"
 
 
 def adapted(decoder: Decoder, asked: LoraConfig) -> Decoder:
@@ -83,17 +83,12 @@ def _adapter(weight: Weight, rank: int) -> Iterator[Weight]:
     """A [rank, inputs] and B [outputs, rank], split as the projection is (`model.lora`)."""
     outputs, inputs = weight.shape
     yield Weight(
-        _IN_PART if weight.split == 0 else _WHOLE,
+        IN_PART if weight.split == 0 else _WHOLE,
         (rank, inputs),
         1 if weight.split == 1 else None,
     )
     yield Weight(
-        _IN_PART if weight.split == 1 else _WHOLE,
+        IN_PART if weight.split == 1 else _WHOLE,
         (outputs, rank),
         0 if weight.split == 0 else None,
     )
-
-
-def known_in_part(weight: Weight) -> bool:
-    """Whether it is of an adapter and its gradient a sum over tp ranks."""
-    return weight.name == _IN_PART

@@ -41,7 +41,6 @@ from threefold.records.metrics import Metrics
 from threefold.records.state import STILL_S, state_of
 from threefold.run.head import Head
 
-_MOST_EVENTS = 400
 _MOST_SAMPLES = 60
 _MOST_TEXT = 4000
 _MOST_RANKS = 1 << 20

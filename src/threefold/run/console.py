@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -29,8 +28,6 @@ from threefold.run.head import Entry, Head
 from threefold.run.terminal import SAMPLE, Screen
 from threefold.run.user_objects import name_of
 from threefold.training.loop import Outcome
-
-log = logging.getLogger("threefold")
 
 _FIRST_ROW = np.zeros(1, dtype=np.int64)
 _LARGEST_SAMPLED = 500_000_000

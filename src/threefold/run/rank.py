@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -60,8 +59,6 @@ from threefold.training.profiler import Profiled
 from threefold.training.progress import DeviceForward
 from threefold.training.row_losses import KeptRows, count_pairs
 from threefold.training.step import TrainStep
-
-log = logging.getLogger("threefold")
 
 
 def run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:

@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from transformers.utils import logging
@@ -27,7 +27,6 @@ from threefold.integrations.huggingface.training_loader import TrainLoader
 log = logging.get_logger(__name__)
 
 FILE = "threefold-rows.npz"
-T = TypeVar("T")
 
 
 class RowCounter:

@@ -1,4 +1,6 @@
-"""What a rank sends in a step, collective by collective: calls, and bytes of the tensors that an axis makes or shares.
+"""What a rank sends in a step, collective by collective, by hand: what traces and counts are compared with.
+
+Calls, and bytes of the tensors that an axis makes or shares.
 
 Of an all-gather or a reduce-scatter the whole tensor is counted, of others that of a rank: as `run.plan_trace` counts.
 Not counted are the scales of weights in 8 bits, one all-reduce of 4 bytes a weight before each forward.
@@ -11,8 +13,8 @@ from collections import defaultdict
 from typing import TypeAlias
 
 from threefold.plan.activations import FLOAT
-from threefold.plan.adapters import known_in_part
-from threefold.plan.decoder import Decoder
+from threefold.plan.adapters import IN_PART
+from threefold.plan.decoder import Decoder, Weight
 from threefold.plan.setup import Setup
 from threefold.plan.units import Unit, kept_whole, units_of
 
@@ -113,7 +115,7 @@ def _partial(decoder: Decoder, setup: Setup) -> int:
     """Numbers of this rank's shard of the parameters whose gradient a tp rank knows in part."""
     if decoder.layers[0].rank:
         own = [
-            each for layer in decoder.layers for each in layer.weights if known_in_part(each)
+            each for layer in decoder.layers for each in layer.weights if _known_in_part(each)
         ]
         shapes = [each.local(setup.topology.tp) for each in own]
         return sum(-(-shape[0] // setup.shards) * math.prod(shape[1:]) for shape in shapes)
@@ -125,6 +127,11 @@ def _partial(decoder: Decoder, setup: Setup) -> int:
         *(weight for layer in decoder.layers for weight in layer.weights),
     ]
     return sum(-(-each.shape[0] // setup.shards) for each in weights if each.name in names)
+
+
+def _known_in_part(weight: Weight) -> bool:
+    """Whether it is of an adapter and its gradient a sum over tp ranks."""
+    return weight.name == IN_PART
 
 
 def _of_context(decoder: Decoder, setup: Setup, sent: _Sent) -> None:

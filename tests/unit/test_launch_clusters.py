@@ -9,7 +9,7 @@ import pytest
 
 from threefold.errors import ConfigError
 from threefold.mesh.environment import LaunchInfo, read
-from threefold.mesh.launchers.clusters import CLUSTERS
+from threefold.mesh.launchers.clusters import CLUSTERS, reserved
 
 VERTEX = json.dumps(
     {
@@ -45,9 +45,30 @@ SEVERAL_HOSTS = {
     "Grid Engine": {"NHOSTS": "2", "NSLOTS": "16", "PE_HOSTFILE": "/var/spool/pe_hostfile"},
     "HTCondor": {"_CONDOR_PROCNO": "0", "_CONDOR_NPROCS": "2"},
     "PRRTE": {"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-1", "PRTE_LAUNCHED": "1"},
-    "a script with NNODES": {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"},
-    "a script with NUM_NODES": {"NUM_NODES": "2", "NODE_RANK": "0"},
+    "Volcano": {"VC_TASK_INDEX": "1", "VC_WORKER_HOSTS": "w-0.j,w-1.j", "VC_WORKER_NUM": "2"},
+    # These have no row of their own: they count hosts, and number this one.
+    "NNODES": {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"},
+    "NUM_NODES": {"NUM_NODES": "2", "NODE_RANK": "0"},
+    "BT_GROUP_SIZE": {"BT_GROUP_SIZE": "2", "BT_NODE_RANK": "1", "BT_LEADER_ADDR": "10.0.0.1"},
+    "MLP_WORKER_NUM": {
+        "MLP_WORKER_NUM": "2",
+        "MLP_ROLE_INDEX": "1",
+        "MLP_WORKER_0_HOST": "w-0",
+        "MLP_WORKER_0_PORT": "2222",
+    },
+    "MF_PARALLEL_NUM_NODES": {
+        "MF_PARALLEL_NUM_NODES": "2",
+        "MF_PARALLEL_NODE_INDEX": "0",
+        "MF_PARALLEL_MAIN_IP": "10.0.0.1",
+    },
+    "BEAKER_REPLICA_COUNT": {
+        "BEAKER_REPLICA_COUNT": "2",
+        "BEAKER_REPLICA_RANK": "1",
+        "BEAKER_LEADER_REPLICA_HOSTNAME": "b-0",
+    },
 }
+SEVERAL_HOSTS["DSTACK_NODES_NUM"] = SEVERAL_HOSTS.pop("dstack")
+SEVERAL_HOSTS["LWS_GROUP_SIZE"] = SEVERAL_HOSTS.pop("a LeaderWorkerSet")
 ONE_HOST = {
     "SkyPilot": {
         "SKYPILOT_NODE_IPS": "10.0.0.4",
@@ -72,6 +93,11 @@ ONE_HOST = {
     "no Grid Engine": {"NHOSTS": "4"},
     "a script": {"NNODES": "1", "NODE_RANK": "0"},
     "a number without a rank": {"NNODES": "8", "NUM_NODES": "8", "MASTER_ADDR": "10.0.0.1"},
+    "a rank of another thing": {"A_NUM_NODES": "8", "B_NODE_RANK": "1", "NUM_WORKERS": "8"},
+    "pieces of tests": {"CI_NODE_TOTAL": "4", "CI_NODE_INDEX": "2"},
+    "an array of jobs": {"SLURM_ARRAY_TASK_COUNT": "8", "SLURM_ARRAY_TASK_ID": "3"},
+    "Volcano": {"VC_TASK_INDEX": "0", "VC_WORKER_HOSTS": "w-0.j", "VC_WORKER_NUM": "1"},
+    "BEAKER_REPLICA_COUNT": {"BEAKER_REPLICA_COUNT": "1", "BEAKER_REPLICA_RANK": "0"},
     "a task of srun with PMIx": {
         "PMIX_RANK": "0",
         "SLURM_JOB_ID": "7",
@@ -91,13 +117,37 @@ ONE_HOST = {
 
 @pytest.mark.parametrize("name", SEVERAL_HOSTS)
 def test_process_of_several_hosts_does_not_train_alone(name: str) -> None:
-    cluster = CLUSTERS[name]
+    found = reserved(SEVERAL_HOSTS[name])
+    assert found is not None and found[0] == name
+    cluster = found[1]
     with pytest.raises(ConfigError) as refused:
         read(SEVERAL_HOSTS[name])
     (problem,) = refused.value.problems
     assert problem.what.startswith(cluster.variable)
     assert "no launcher has started this process" in problem.what
     assert cluster.fix in problem.fix and f"unset {cluster.variable}" in problem.fix
+
+
+def test_names_of_variables_give_the_torchrun_to_paste() -> None:
+    """Found by what such variables are called, wherever they come from."""
+    assert {
+        name: cluster.fix.split("torchrun ")[1].split(" --nproc")[0]
+        for name, environ in SEVERAL_HOSTS.items()
+        for _, cluster, _ in [reserved(environ)]  # type: ignore[misc]
+        if name not in CLUSTERS
+    } == {
+        "NNODES": "--nnodes=$NNODES --node-rank=$NODE_RANK --master-addr=$MASTER_ADDR",
+        "NUM_NODES": "--nnodes=$NUM_NODES --node-rank=$NODE_RANK --master-addr=HOST",
+        "BT_GROUP_SIZE": "--nnodes=$BT_GROUP_SIZE --node-rank=$BT_NODE_RANK --master-addr=$BT_LEADER_ADDR",
+        "MLP_WORKER_NUM": "--nnodes=$MLP_WORKER_NUM --node-rank=$MLP_ROLE_INDEX --master-addr=$MLP_WORKER_0_HOST",
+        "MF_PARALLEL_NUM_NODES": "--nnodes=$MF_PARALLEL_NUM_NODES --node-rank=$MF_PARALLEL_NODE_INDEX "
+        "--master-addr=$MF_PARALLEL_MAIN_IP",
+        "BEAKER_REPLICA_COUNT": "--nnodes=$BEAKER_REPLICA_COUNT --node-rank=$BEAKER_REPLICA_RANK "
+        "--master-addr=$BEAKER_LEADER_REPLICA_HOSTNAME",
+        "DSTACK_NODES_NUM": "--nnodes=$DSTACK_NODES_NUM --node-rank=$DSTACK_NODE_RANK "
+        "--master-addr=$DSTACK_MASTER_NODE_IP",
+        "LWS_GROUP_SIZE": "--nnodes=$LWS_GROUP_SIZE --node-rank=$LWS_WORKER_INDEX --master-addr=$LWS_LEADER_ADDRESS",
+    }
 
 
 @pytest.mark.parametrize("name", [*SEVERAL_HOSTS])
@@ -119,6 +169,18 @@ def test_neither_does_a_torchrun_that_knows_of_no_other(name: str) -> None:
 @pytest.mark.parametrize("name", ONE_HOST)
 def test_one_host_is_no_matter(name: str) -> None:
     assert read(ONE_HOST[name]) == LaunchInfo()
+
+
+@pytest.mark.parametrize(
+    "variable", ["OAR_NODEFILE", "COBALT_NODEFILE", "PJM_O_NODEINF", "BATCH_HOSTS_FILE"]
+)
+def test_hosts_of_a_file(variable: str, tmp_path: Path) -> None:
+    nodes = tmp_path / "nodes"
+    nodes.write_text("a\na\n")
+    assert read({variable: str(nodes)}) == LaunchInfo()
+    nodes.write_text("a\nb\n")
+    with pytest.raises(ConfigError, match=f"{variable} has 2 hosts"):
+        read({variable: str(nodes)})
 
 
 def test_hosts_of_pbs(tmp_path: Path) -> None:
@@ -191,7 +253,7 @@ def test_numbers_of_hosts_are_said() -> None:
     with pytest.raises(
         ConfigError, match=r"^NNODES = 2 hosts, but no launcher has started this process"
     ):
-        read(SEVERAL_HOSTS["a script with NNODES"])
+        read(SEVERAL_HOSTS["NNODES"])
     with pytest.raises(
         ConfigError,
         match=r"^MODAL_CLUSTER_ID = cl-1: there are several containers, but no launcher",

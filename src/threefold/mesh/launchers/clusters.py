@@ -7,7 +7,8 @@ Such a process must not train alone: each host would do the whole run.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,15 @@ Environ = Mapping[str, str]
 _TORCHRUN = (
     "torchrun --nnodes={} --node-rank={} --master-addr={} --nproc-per-node=N -m threefold ..."
 )
+_MPIRUN = "mpirun -n RANKS python -m threefold ...   in the job script"
+
+# A variable that counts hosts, another that numbers this one, and one with the first's address: of one prefix.
+_COUNT = re.compile(
+    r"(\w+_)(?:NODES_NUM|(?:NODE|HOST|WORKER|REPLICA)_(?:COUNT|NUM)"
+    r"|(?:NUM|TOTAL)_(?:WORKERS|REPLICAS)|NUM_HOSTS|GROUP_SIZE)|(|\w+_)(?:NNODES|NUM_NODES)"
+)
+_INDEX = "(?:NODE|HOST|WORKER|REPLICA|ROLE)_(?:RANK|INDEX|ID)"
+_ADDRESS = r"\w*(?:MASTER|LEADER|MAIN|WORKER_0)_\w*(?:ADDR(?:ESS)?|HOST(?:NAME)?|IP)"
 
 
 @dataclass(frozen=True)
@@ -61,16 +71,23 @@ def _uncounted(*variables: str) -> Callable[[Environ], Sequence[str]]:
     return lambda environ: ["", ""] if all(name in environ for name in variables) else []
 
 
-def _of_pbs(environ: Environ) -> Sequence[str]:
-    """A file with a line for each place on a host."""
-    try:
-        return list(
-            dict.fromkeys(
-                Path(environ.get("PBS_NODEFILE", "")).read_text(encoding="utf-8").split()
-            )
-        )
-    except (OSError, UnicodeDecodeError):
-        return _counted("PBS_NUM_NODES")(environ)
+def _filed(variable: str, count: str = "") -> Callable[[Environ], Sequence[str]]:
+    """A file with a line for each place on a host; where it cannot be read, so many as `count` says."""
+
+    def hosts(environ: Environ) -> Sequence[str]:
+        try:
+            text = Path(environ.get(variable, "")).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return _counted(count)(environ)
+        return list(dict.fromkeys(text.split()))
+
+    return hosts
+
+
+def _of_volcano(environ: Environ) -> Sequence[str]:
+    """The pods of each task: `VC_WORKER_HOSTS=a,b`."""
+    names = sorted(name for name in environ if re.fullmatch("VC_[A-Z0-9_]+_HOSTS", name))
+    return [host for name in names for host in environ[name].split(",") if host]
 
 
 def _of_lsf(environ: Environ) -> Sequence[str]:
@@ -123,11 +140,6 @@ CLUSTERS: dict[str, Cluster] = {
             '$(echo "$SKYPILOT_NODE_IPS" | head -n1)',
         ),
     ),
-    "dstack": Cluster(
-        "DSTACK_NODES_NUM",
-        _counted("DSTACK_NODES_NUM", "DSTACK_MASTER_NODE_IP"),
-        _TORCHRUN.format("$DSTACK_NODES_NUM", "$DSTACK_NODE_RANK", "$DSTACK_MASTER_NODE_IP"),
-    ),
     "Vertex AI": Cluster(
         "CLUSTER_SPEC",
         _of_vertex,
@@ -145,8 +157,32 @@ CLUSTERS: dict[str, Cluster] = {
     ),
     "PBS": Cluster(
         "PBS_NODEFILE",
-        _of_pbs,
+        _filed("PBS_NODEFILE", "PBS_NUM_NODES"),
         "mpiexec -n RANKS --ppn N python -m threefold ...   in the job script",
+    ),
+    **{
+        name: Cluster(variable, _filed(variable), _MPIRUN)
+        for name, variable in (
+            ("OAR", "OAR_NODEFILE"),
+            ("Cobalt", "COBALT_NODEFILE"),
+            ("Fujitsu's job scheduler", "PJM_O_NODEINF"),
+        )
+    },
+    "Google Cloud Batch": Cluster(
+        "BATCH_HOSTS_FILE",
+        _filed("BATCH_HOSTS_FILE"),
+        _TORCHRUN.format(
+            '$(wc -l < "$BATCH_HOSTS_FILE")',
+            "$BATCH_TASK_INDEX",
+            '$(head -n1 "$BATCH_HOSTS_FILE")',
+        ),
+    ),
+    "Volcano": Cluster(
+        "VC_TASK_INDEX",
+        _of_volcano,
+        _TORCHRUN.format("PODS", "$VC_TASK_INDEX", "HOST")
+        + "   (HOST: the first of VC_WORKER_HOSTS)",
+        several="there are several pods",
     ),
     "an Indexed Job": Cluster(
         "JOB_COMPLETION_INDEX",
@@ -154,11 +190,6 @@ CLUSTERS: dict[str, Cluster] = {
         _TORCHRUN.format("PODS", "$JOB_COMPLETION_INDEX", "NAME-OF-POD-0.SERVICE")
         + ", or: threefold submit kubernetes --kind jobset",
         several="there are several pods",
-    ),
-    "a LeaderWorkerSet": Cluster(
-        "LWS_GROUP_SIZE",
-        _counted("LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS"),
-        _TORCHRUN.format("$LWS_GROUP_SIZE", "$LWS_WORKER_INDEX", "$LWS_LEADER_ADDRESS"),
     ),
     "AWS Batch": Cluster(
         "AWS_BATCH_JOB_NUM_NODES",
@@ -188,7 +219,7 @@ CLUSTERS: dict[str, Cluster] = {
     "Grid Engine": Cluster(
         "NHOSTS",
         _counted("NHOSTS", beside="PE_HOSTFILE"),
-        "mpirun -n RANKS python -m threefold ...   in the job script",
+        _MPIRUN,
     ),
     "HTCondor": Cluster(
         "_CONDOR_NPROCS",
@@ -202,21 +233,29 @@ CLUSTERS: dict[str, Cluster] = {
         "mpirun -n RANKS python -m threefold ...   of Open MPI, which says how many there are",
         several="prterun has started this process, and maybe others",
     ),
-    # Set by scripts, Lightning's multi-machine jobs, RunPod and others.
-    **{
-        f"a script with {count}": Cluster(
-            count,
-            _counted(count, "MASTER_ADDR", "NODE_RANK"),
-            _TORCHRUN.format(f"${count}", "$NODE_RANK", "$MASTER_ADDR"),
-        )
-        for count in ("NNODES", "NUM_NODES")
-    },
 }
+
+
+def _counting(environ: Environ) -> Iterator[tuple[str, Cluster]]:
+    """Whatever numbers the hosts of a job, by the names that such variables have: NNODES beside NODE_RANK."""
+    for count in sorted(environ):
+        if (named := _COUNT.fullmatch(count)) is None:
+            continue
+        prefix = named[1] or named[2] or ""
+        index, address = (
+            next((name for name in sorted(environ) if re.fullmatch(prefix + part, name)), "")
+            for part in (_INDEX, _ADDRESS)
+        )
+        if is_number(environ.get(index, "")):
+            fix = _TORCHRUN.format(
+                f"${count}", f"${index}", f"${address}" if address else "HOST"
+            )
+            yield count, Cluster(count, _counted(count, address), fix)
 
 
 def reserved(environ: Environ) -> tuple[str, Cluster, Sequence[str]] | None:
     """(its name, the cluster, its hosts) of the first that says that it has several; None if none does."""
-    for name, cluster in CLUSTERS.items():
+    for name, cluster in (*CLUSTERS.items(), *_counting(environ)):
         if len(hosts := cluster.hosts(environ)) > 1:
             return name, cluster, hosts
     return None

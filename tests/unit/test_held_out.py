@@ -164,5 +164,7 @@ def test_both_documents_of_a_pair_are_on_one_side(folder: Path) -> None:
 
 def test_a_share_that_leaves_no_document_is_refused(folder: Path) -> None:
     whole = store_of(folder, [([0, 1, 2], [True] * 3)])
-    with pytest.raises(DataError, match="holds out 1 of x's 1 documents"):
+    with pytest.raises(DataError, match="holds out 1 of 1 documents: ") as refused:
         Packing(4, "best_fit", eval_share=0.01).pack(whole)
+    # A smaller share of one document holds it out all the same.
+    assert refused.value.problems[0].fix.startswith("leave data.eval_share out, or a source")

@@ -134,10 +134,12 @@ def held_out_documents(store: TokenStore, *, share: float, seed: int) -> Bool:
     number = store.num_documents // together
     count = max(1, round(share * number))
     if count >= number:
+        of_source = store.info.source if store.info is not None else store.named
+        smaller = "a smaller data.eval_share" if number > 1 else "leave data.eval_share out"
         raise DataError(
-            f"data.eval_share = {share:g} holds out {count:,} of {store.prefix.name}'s {number:,} documents",
+            f"data.eval_share = {share:g} holds out {count:,} of {number:,} documents: {of_source}",
             expected="documents on both sides: those that are evaluated are not trained on",
-            fix="a smaller data.eval_share, or a source of more documents   (each file of text is one)",
+            fix=f"{smaller}, or a source of more documents   (each file of text is one)",
         )
     # The order of random numbers: a longer source keeps most of its documents on their sides.
     keys = hash_counters(

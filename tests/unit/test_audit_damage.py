@@ -239,6 +239,15 @@ def test_record_of_other_starts_is_not_proved(tmp_path: Path, what: str) -> None
         proved(write(run, records))
 
 
+def test_record_whose_beginning_was_lost_is_not_proved(tmp_path: Path) -> None:
+    """A file that was removed between two starts: what the first has read would be told as not read yet."""
+    _, records = chained(tmp_path / "run")
+    starts = [at for at, line in enumerate(records) if line["kind"] == "segment"]
+    first = records[starts[1]]["first_step"]
+    with pytest.raises(RunError, match=rf"^steps 1 to {first - 1} have no record"):
+        proved(write(tmp_path / "run", records[starts[1] :]))
+
+
 def test_record_of_a_run_without_run_json_is_not_proved(tmp_path: Path) -> None:
     chained(tmp_path / "run")
     (tmp_path / "run/run.json").unlink()

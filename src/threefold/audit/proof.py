@@ -106,7 +106,10 @@ class SavedPlace(NamedTuple):
 
 
 def check_chain(lines: Sequence[Line], starts: Sequence[tuple[str, int]]) -> None:
-    """Refuses a record with a start that is none of the run's `starts`, (checksum, last step done), in their order."""
+    """Refuses a record with a start that is none of the run's `starts`, (checksum, last step done), in their order.
+
+    And one that begins after them: rows that nothing is known of would be told as not read yet.
+    """
     known = {link: number for number, (link, _) in enumerate(starts, 1)}
     before = 0
     for line in lines:
@@ -121,6 +124,8 @@ def check_chain(lines: Sequence[Line], starts: Sequence[tuple[str, int]]) -> Non
                 fix="restore the file: it is of another run, or of a copy of this one that has parted from it",
             )
         before = number
+    begins = (line.first_step for line in lines if isinstance(line, SegmentLine))
+    _check_step(min(begins), starts[0][1] + 1)
 
 
 def check_saved(lines: Sequence[Line], saved: Iterable[SavedPlace]) -> None:

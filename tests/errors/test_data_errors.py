@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import struct
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from threefold.errors import (
     DataError,
     RunError,
     ThreefoldError,
+    first_line,
 )
 
 BYTES = ByteTokenizer()
@@ -90,6 +92,13 @@ def rows(source: str | tuple[str, ...], **options: Any) -> Callable[[], Any]:
         cache=Path("cache"),
         **model,
     )
+
+
+def test_error_of_a_library_without_text_is_named_by_its_class() -> None:
+    assert [first_line(error) for error in (OSError(), ValueError("\n first\nsecond"))] == [
+        "OSError",
+        "first",
+    ]
 
 
 # --- sources -----------------------------------------------------------------------------------------------------
@@ -228,6 +237,31 @@ def test_file_that_is_not_utf8(folder: Path) -> None:
             f"iconv -f LATIN1 -t UTF-8 a.txt > NEW, or {SKIP}",
         )
     ]
+
+
+def test_text_in_utf16_is_converted_from_that(folder: Path) -> None:
+    """From LATIN1, every second character would be a NUL, and nothing would say so."""
+    for byte_order in ("utf-16-le", "utf-16-be"):
+        (folder / "a.txt").write_bytes("\ufeffcafé".encode(byte_order))
+        ((_, _, fix),) = said(read("a.txt"))
+        subprocess.run(fix.partition(", or ")[0], shell=True, check=True)
+        assert (folder / "NEW").read_text() == "café"
+
+
+def test_column_that_is_there_twice(folder: Path) -> None:
+    (folder / "a.csv").write_text("id,text,text\n1,one,two\n")
+    both = [pyarrow.array(["one"]), pyarrow.array(["two"])]
+    pyarrow.parquet.write_table(pyarrow.table(both, names=["text", "text"]), "a.parquet")
+    for name in ("a.csv", "a.parquet"):
+        assert said(read(name)) == [
+            (
+                f"{name} has 2 columns named 'text'",
+                "a name for each column, so that nobody has to guess which is read",
+                "rename all but one of them",
+            )
+        ]
+    (folder / "a.csv").write_text("id,text,id\n1,one,2\n")
+    assert read("a.csv")().info.num_documents == 1
 
 
 def test_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

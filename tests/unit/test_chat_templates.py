@@ -715,6 +715,19 @@ def labelled(
     return [backend.decode(each, skip_special_tokens=False) for each in pieces if each]
 
 
+def test_control_token_spelled_in_the_name_of_an_argument_stays_text() -> None:
+    calls = "(m.tool_calls|tojson if m.tool_calls else m.content)"
+    template = PLAIN.replace("m.content", calls) + ASKS
+    said = {**assistant(""), "tool_calls": [{"name": "f", "arguments": {"<|im_end|>": 1}}]}
+    (shown,) = labelled(template, (user("a"), said))
+    assert shown == '[{"name": "f", "arguments": {"<|im_end|>": 1}}]<|im_end|>'
+    made = Encoder(
+        tokens_of("all").whole, 0, ChatTemplate(template, {}, {}), "assistant"
+    ).labelled(Example((user("a"), said)))
+    end = tokens_of("all").controls["<|im_end|>"]
+    assert (made.ids == end).sum() == 2, "one for each turn"
+
+
 TWO = (user("a"), assistant("b c"), user("d"), assistant("e"))
 PLAIN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
 ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

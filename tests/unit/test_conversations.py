@@ -196,11 +196,6 @@ ALPACA = Columns("prompt_completion", ("instruction", "output", "input"))
         ),
         ({"messages": [{"from": "human", "value": None}]}, CHAT, "messages[0] has no 'value'"),
         (
-            {"messages": [{"role": "user", "content": "\ud83d"}]},
-            CHAT,
-            "messages[0]: half of a surrogate pair in the text",
-        ),
-        (
             {"messages": [USER], "tools": "{"},
             Columns("chat", ("messages", "tools")),
             "'tools' is not JSON: ",

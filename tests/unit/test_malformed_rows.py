@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,8 @@ CHATS: list[tuple[Any, str]] = [
         asked(content=[{"type": "image", "url": "x"}]),
         "messages[0]: the content is a list, not text",
     ),
-    (asked(content="\ud83d"), "messages[0]: half of a surrogate pair in the text"),
-    (asked(content=LONG + "\udead"), "messages[0]: half of a surrogate pair in the text"),
+    (asked(content="\ud83d"), "half of a surrogate pair in the text"),
+    (asked(content=LONG + "\udead"), "half of a surrogate pair in the text"),
     (chat(ASKED), "no token of it would be trained on"),
     (
         chat(ASKED, {"role": "tool", "content": LONG}, SAID),
@@ -96,6 +97,8 @@ PAIRS: list[tuple[Any, str]] = [
     ({"prompt": "a", "completion": [SAID]}, "the prompt is text and the completion a list"),
     ({"prompt": 5, "completion": 6}, "'prompt' is a number, not a list of messages"),
     ({"prompt": [], "completion": [SAID]}, "'prompt' is an empty list"),
+    ({"prompt": "a\ud83d", "completion": "b"}, "half of a surrogate pair in the text"),
+    ({"prompt": "a", "completion": "\udc80"}, "half of a surrogate pair in the text"),
 ]
 CASES = [(chat(ASKED, SAID), *each) for each in CHATS] + [
     ({"prompt": "a", "completion": "b"}, *each) for each in PAIRS
@@ -208,6 +211,48 @@ def test_malformed_row_of_a_parquet_is_named_by_its_row(
     )
     (found,) = refused("rows/a.parquet")
     assert found.startswith(f"rows/a.parquet, row {place}: {what}"), found
+
+
+CALLS = (
+    "{{ tools|tojson }}{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{{ message.tool_calls|tojson if message.tool_calls }}{{ message.reasoning_content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    return {**SAID, "tool_calls": [{"name": "look", "arguments": arguments}]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        chat(ASKED, {**SAID, "reasoning_content": "\ud83d"}),
+        chat(ASKED, call({"city": "\ud83d"})),
+        chat(ASKED, call({"\ud83d": 1})),
+        chat(ASKED, call('{"city": "\\ud83d"}')),
+        chat(ASKED, SAID, tools=[{"name": "look", "description": "\ud83d"}]),
+        chat(ASKED, SAID, system="\ud83d"),
+    ],
+)
+def test_half_a_surrogate_pair_is_named_wherever_a_template_writes_it(row: Any) -> None:
+    Path("t.jinja").write_text(CALLS)
+    Path("rows/a.jsonl").write_text(f"{json.dumps(chat(ASKED, SAID))}\n{json.dumps(row)}\n")
+    (found,) = refused("rows/a.jsonl")
+    assert found == "rows/a.jsonl, line 2: half of a surrogate pair in the text"
+
+
+def test_value_that_json_does_not_have_is_no_text_of_a_call() -> None:
+    """A renderer would write `<datetime>` for it. What no template writes does no harm."""
+    Path("t.jinja").write_text(CALLS)
+    day = datetime(2026, 1, 31)
+    kept = chat({**ASKED, "timestamp": day}, {**SAID, "timestamp": day})
+    rows = {"kept": [kept], "refused": [kept, chat(ASKED, call({"day": day}))]}
+    for name, each in rows.items():
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(each), f"rows/{name}.parquet")
+    (found,) = refused("rows/refused.parquet")
+    assert prepared("rows/kept.parquet").info.num_documents == 1
+    assert found == "rows/refused.parquet, row 1: a value of the type datetime in the text"
 
 
 def test_all_malformed_rows_are_counted_and_ten_are_named() -> None:

@@ -28,7 +28,7 @@ from threefold.checkpoint.tensors import (
     read_box,
     read_whole,
 )
-from threefold.errors import CheckpointError
+from threefold.errors import CheckpointError, first_line
 from threefold.mesh.mesh import Mesh
 from threefold.model.weight_check import is_adapter
 
@@ -111,7 +111,7 @@ def restore_random_state(folder: Path, index: Index, mesh: Mesh) -> None:
                 torch.cuda.set_rng_state(read_whole(folder, entry), mesh.device)
         except (RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{name} in {folder} is not a state of torch's random numbers: {str(error).splitlines()[0]}",
+                f"{name} in {folder} is not a state of torch's random numbers: {first_line(error)}",
                 expected="the random states that `threefold train` writes",
                 fix="use another checkpoint",
             ) from error

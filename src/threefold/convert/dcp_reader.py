@@ -22,7 +22,7 @@ from torch import Tensor
 
 from threefold.checkpoint.tensor_index import Box, Chunk, Entry, Index
 from threefold.checkpoint.tensors import TYPE_NAMES, index_of_dcp, read_whole
-from threefold.errors import CheckpointError
+from threefold.errors import CheckpointError, first_line
 
 METADATA = ".metadata"
 _EXPECTED = "a folder as torch.distributed.checkpoint writes it: .metadata and .distcp files, or safetensors files"
@@ -301,7 +301,7 @@ def _described(folder: Path, metadata: Any) -> _Native:
 
 
 def _unreadable(path: Path, error: Exception, name: str = "") -> CheckpointError:
-    told = (str(error) or type(error).__name__).splitlines()[0]
+    told = first_line(error)
     return CheckpointError(
         f"{path} cannot be read{f' for {name}' if name else ''}: {told[:200]}",
         expected=_EXPECTED,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from threefold.checkpoint.tensors import TYPE_NAMES
 from threefold.convert.dcp_reader import TensorFormat
-from threefold.errors import CheckpointError
+from threefold.errors import CheckpointError, first_line
 
 _EXPECTED = "a folder as deepspeed.checkpoint.ds_to_universal writes it: zero/NAME/fp32.pt and the moments beside it"
 
@@ -106,9 +106,7 @@ def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch.load has no error of its own
-        raise _unreadable(
-            path, (str(error) or type(error).__name__).splitlines()[0][:200]
-        ) from error
+        raise _unreadable(path, first_line(error)[:200]) from error
 
 
 def _unreadable(path: Path, reason: str) -> CheckpointError:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from threefold.errors import DataError
+from threefold.errors import DataError, first_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -168,7 +168,7 @@ def load_tokenizer(
             loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:
         # A missing package, a damaged file, an unknown class: all the same to the user.
-        first = (str(error).splitlines() or [type(error).__name__])[0]
+        first = first_line(error)
         raise DataError(
             f"{key} = {name!r} cannot be read: {first}",
             expected="a tokenizer that the installed tokenizers or transformers can read",
@@ -341,7 +341,7 @@ def _download(name: str, *, revision: str | None, key: str) -> Path:
         )
     except HfHubHTTPError as error:
         raise DataError(
-            f"{key} = {name!r} is not on the Hub, or you have no access: {str(error).splitlines()[0]}",
+            f"{key} = {name!r} is not on the Hub, or you have no access: {first_line(error)}",
             expected="bytes, a folder with tokenizer.json, or an id on the Hub as owner/name",
             fix="check the name and the revision; for a gated model   hf auth login",
         ) from error

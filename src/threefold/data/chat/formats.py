@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from threefold.data.text.source import kind_of
 from threefold.errors import ConfigError
 
 FORMATS = ("text", "chat", "prompt_completion", "preference")
@@ -61,6 +62,8 @@ _ROLES |= {
 }
 _ROLES |= {"function_call": "assistant"}
 _KNOWN = ("system", "developer", "user", "assistant", "tool", "function")
+NO_JSON = "\ufdd2"
+"""A character that is in no text: it stands before the type of a value that JSON does not have."""
 Message = dict[str, Any]
 
 
@@ -210,22 +213,23 @@ def example_of(row: Mapping[str, Any], columns: Columns) -> Example:
 
 
 def values_of(row: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
-    """The columns that are read, the same from any kind of file: no object has a null in it.
+    """The columns that are read, the same from any kind of file: no object has a null in it, and all of it is JSON.
 
     Arrow gives each object the keys of all others in its place, as nulls, so a null cannot be told from a missing key.
+    Of a value that JSON does not have, such as a date, nobody knows the text: what writes it is refused.
     """
     return {
-        name: _without_nulls(row.get(columns.fields.get(name, name)))
-        for name in columns.all_names
+        name: _as_json(row.get(columns.fields.get(name, name))) for name in columns.all_names
     }
 
 
-def _without_nulls(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return (
-        [_without_nulls(each) for each in value] if isinstance(value, list | tuple) else value
-    )
+        return {key: _as_json(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list | tuple):
+        return [_as_json(each) for each in value]
+    plain = value is None or isinstance(value, str | int | float)
+    return value if plain else f"{NO_JSON}{type(value).__name__}"
 
 
 def _example(
@@ -385,7 +389,7 @@ def _with_arguments(call: Any, where: str) -> Any:
     if not isinstance(call.get("arguments"), str):
         return call
     try:
-        return {**call, "arguments": _without_nulls(json.loads(call["arguments"] or "{}"))}
+        return {**call, "arguments": _as_json(json.loads(call["arguments"] or "{}"))}
     except ValueError as error:
         raise RowError(
             f"{where}: the arguments of a call are no JSON: {error}", "an object, or its JSON"
@@ -433,11 +437,6 @@ def _text(content: Any, where: str) -> str:
             f"{where}: the content is {kind_of(content)}, not text",
             "text (images and audio are not read)",
         )
-    if any("\ud800" <= character <= "\udfff" for character in content):
-        raise RowError(
-            f"{where}: half of a surrogate pair in the text",
-            "text that can be written as UTF-8",
-        )
     return content
 
 
@@ -446,7 +445,7 @@ def _tools(value: Any) -> tuple[Any, ...] | None:
         return None
     if isinstance(value, str):
         try:
-            value = _without_nulls(json.loads(value))
+            value = _as_json(json.loads(value))
         except ValueError as error:
             raise RowError(
                 f"'tools' is not JSON: {error}", "a list of functions, or its JSON"
@@ -465,18 +464,3 @@ def _variables(value: Any) -> Mapping[str, Any]:
             "names and values for the chat template",
         )
     return value
-
-
-def kind_of(value: Any) -> str:
-    """What a JSON value is, in words."""
-    if isinstance(value, Mapping):
-        return "an object"
-    kinds = {
-        type(None): "null",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        list: "a list",
-        str: "text",
-    }
-    return kinds.get(type(value), type(value).__name__)

@@ -19,7 +19,7 @@ import numpy as np
 
 from threefold.arrays import Bool, Int32, Int64
 from threefold.data.chat.assistant_spans import EVERYWHERE, Turn
-from threefold.data.chat.formats import Example, Message, RowError
+from threefold.data.chat.formats import NO_JSON, Example, Message, RowError
 from threefold.data.chat.row_texts import RowTexts
 from threefold.data.chat.template import ChatTemplate, Rendered
 from threefold.data.text.source import KnownText, Labelled
@@ -27,6 +27,12 @@ from threefold.data.text.source import KnownText, Labelled
 # Private characters that stand for the control tokens of a text, and for those that the template writes.
 _IN_TEXT, _BY_TEMPLATE = 0xF0000, 0x100000
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
+# What no tokenizer takes, and what is no text in the source.
+_NO_TEXT = re.compile(f"[\ud800-\udfff]|{NO_JSON}(\\w+)")
+_AS_JSON = (
+    "text that can be written as UTF-8, and values that JSON has   (hf:FOLDER makes dates of texts such as "
+    "2026-01-31: --data.source FOLDER reads them as they are)"
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,8 @@ class Encoder:
 
     def _with_marks(self, example: Example) -> tuple[Example, bool]:
         """The example, its control tokens marked if there are some that stay text, and whether there are."""
-        texts = json.dumps(_strings(example), ensure_ascii=False, default=str)
+        parts = [example.texts, example.messages, example.tools, dict(example.variables)]
+        texts = json.dumps(parts, ensure_ascii=False, default=str)
         if self.control_ids or not self._control_texts.search(texts):
             return example, False
         return _mapped(example, self._marked), True
@@ -317,6 +324,9 @@ class Encoder:
         """Ids [n], and the characters that each covers [n, 2], of the text or, if `spelled`, of what it stands for."""
         if spelled:
             text = self._spelled_out(text)
+        if found := _NO_TEXT.search(text):
+            what = f"a value of the type {found[1]}" if found[1] else "half of a surrogate pair"
+            raise RowError(f"{what} in the text", _AS_JSON)
         backend = self._apart if spelled else self._bare
         encoding = backend.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.int32)
@@ -400,24 +410,16 @@ class Encoder:
         return Tokenizer.from_str(json.dumps(values))
 
 
-def _strings(example: Example) -> list[Any]:
-    return [example.texts, example.messages, example.tools, dict(example.variables)]
-
-
 def _mapped(example: Example, change: Callable[[str], str]) -> Example:
-    """The example with every text in it changed; names of keys and roles stay."""
+    """The example with every text in it changed, and the names of keys; roles stay."""
 
     def mapped(value: Any, key: str = "") -> Any:
         if isinstance(value, str):
             return value if key == "role" else change(value)
         if isinstance(value, Mapping):
-            return {name: mapped(each, name) for name, each in value.items()}
-        if isinstance(value, Sequence):
-            return (
-                type(value)(mapped(each) for each in value)
-                if isinstance(value, list | tuple)
-                else value
-            )
+            return {change(name): mapped(each, name) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(mapped(each) for each in value)
         return value
 
     parts = ("messages", "texts", "tools", "variables")

@@ -18,11 +18,10 @@ from threefold.data.chat.formats import (
     Example,
     RowError,
     example_of,
-    kind_of,
     values_of,
 )
 from threefold.data.chat.loss_mask import Encoder
-from threefold.data.text.source import SIDES, Labelled
+from threefold.data.text.source import SIDES, Labelled, kind_of
 
 _ANSWER = "an answer after the prompt: a text, or a turn of the assistant"
 

@@ -24,7 +24,7 @@ from threefold.data.store.store import StoreInfo, dtype_for, fingerprint_of_cont
 from threefold.data.store.writer import StoreWriter
 from threefold.data.text.source import LossMask
 from threefold.data.tokens import Tokenizer
-from threefold.errors import DataError
+from threefold.errors import DataError, first_line
 
 # As in transformers.
 _MASKED = -100
@@ -95,7 +95,7 @@ def _encoded(row: Mapping[str, Any], number: int, name: str) -> bytes:
         ).encode()
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"row {number} of {name} cannot be written: {str(error).splitlines()[0]}",
+            f"row {number} of {name} cannot be written: {first_line(error)}",
             expected="texts, numbers, true or false, lists and mappings of these",
             fix=f"{name}=dataset.remove_columns([...])   (columns that are not read)",
         ) from error

@@ -12,6 +12,7 @@ from threefold.data.text.source import (
     Labeller,
     ReadLog,
     chat_or,
+    kind_of,
     missing_field,
     names_in,
     value_of,
@@ -107,18 +108,24 @@ def rows_of_texts(
     for i, text in enumerate(texts):
         if isinstance(text, str):
             yield text
-        elif text is None:
-            log.bad(
-                f"{where}, row {first_row + i}: the text is null",
-                expected="a text in every row",
-                fix=SKIP,
-            )
         else:
-            log.bad(
-                f"{where}, row {first_row + i}: the text is not UTF-8",
-                expected="text in UTF-8",
-                fix=AGAIN,
+            wrong = (
+                ("the text is null", "a text in every row", SKIP)
+                if text is None
+                else ("the text is not UTF-8", "text in UTF-8", AGAIN)
             )
+            what, expected, fix = wrong
+            log.bad(f"{where}, row {first_row + i}: {what}", expected=expected, fix=fix)
+
+
+def refuse_repeated(where: str, names: Sequence[str], columns: Sequence[str]) -> None:
+    """DataError if one of the columns that are read is there more than once: readers differ in which they take."""
+    if found := [name for name in columns if names.count(name) > 1]:
+        raise DataError(
+            f"{where} has {names.count(found[0])} columns named {found[0]!r}",
+            expected="a name for each column, so that nobody has to guess which is read",
+            fix="rename all but one of them",
+        )
 
 
 def require_text(where: str, schema: Any, field: str) -> None:
@@ -172,7 +179,7 @@ def text_of_row(row: Any, text_field: str, log: ReadLog) -> str | tuple[str, str
         )
     log.num_with_field += 1
     if not isinstance(text, str):
-        return f"field {text_field!r} is {_json_kind(text)}, not text", "a text in every row"
+        return f"field {text_field!r} is {kind_of(text)}, not text", "a text in every row"
     # JSON can escape half of a surrogate pair, which no UTF-8 can hold; in a .csv it stands for a byte that is none.
     try:
         text.encode()
@@ -184,14 +191,3 @@ def text_of_row(row: Any, text_field: str, log: ReadLog) -> str | tuple[str, str
             "text that can be written as UTF-8",
         )
     return text
-
-
-def _json_kind(value: Any) -> str:
-    kinds = {
-        type(None): "null",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        list: "a list",
-    }
-    return kinds.get(type(value), "an object")

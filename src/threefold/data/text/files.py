@@ -39,6 +39,8 @@ from threefold.errors import DataError, Problem
 # Of the standard library: no tests and no installed packages.
 EXCLUDED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
+# The byte order marks of UTF-16.
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _UNPACK = {
     ".bz2": "bunzip2 -k",
     ".xz": "unxz -k",
@@ -182,10 +184,11 @@ class Files:
             if self.skip_undecodable:
                 log.num_skipped += 1
             else:
+                encoding = "UTF-16" if content[:2] in _UTF_16 else "LATIN1"
                 log.bad(
                     f"{full} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start:,}",
                     expected="text files in UTF-8",
-                    fix=f"iconv -f LATIN1 -t UTF-8 {shlex.quote(str(full))} > NEW, or {SKIP}",
+                    fix=f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(full))} > NEW, or {SKIP}",
                 )
             return
         yield text.removeprefix("\ufeff")
@@ -235,11 +238,11 @@ def open_files(
         each.group == listing.READ_ALREADY for each in found.left_out
     ):
         raise _nothing_readable(source, found)
-    rows = any(
-        kind is not None and kind.suffix not in TEXTS for kind in map(kind_of, found.read)
-    )
-    files = Files(source, found, text_field if rows else None, skip_bad=skip_bad)
-    return files if labeller_for is None or not rows else _labelled(files, labeller_for)
+    files = Files(source, found, None, skip_bad=skip_bad)
+    if all(kind.suffix in TEXTS for kind in files.kinds):
+        return files
+    files = replace(files, text_field=text_field)
+    return files if labeller_for is None else _labelled(files, labeller_for)
 
 
 def _labelled(files: Files, labeller_for: LabellerFor) -> Files:
@@ -256,11 +259,11 @@ def _labelled(files: Files, labeller_for: LabellerFor) -> Files:
         ):
             break
         labeller = labeller_for(first.columns) if first.columns else None
-    if labeller is not None and (
-        texts := [path for path in files.paths if kind_suffix(path) in TEXTS]
-    ):
+    kinds = zip(files.paths, files.kinds, strict=True)
+    texts = (path for path, kind in kinds if kind.suffix in TEXTS)
+    if labeller is not None and (text := next(texts, None)) is not None:
         raise DataError(
-            f"data.source = {files.name!r}: {texts[0]} is a text, and other files hold rows with labels",
+            f"data.source = {files.name!r}: {text} is a text, and other files hold rows with labels",
             expected="files of one format: a text has no prompt and no answer",
             fix="--data.source 'FOLDER/**/*.jsonl'   (or --data.format text)",
         )
@@ -278,12 +281,6 @@ class _FirstRow:
             self.columns = list(row)
             return [Labelled(np.empty(0, np.int32), np.empty(0, np.bool_))]
         return "not an object", "an object"
-
-
-def kind_suffix(path: str) -> str:
-    """The kind of a file of a source: `.jsonl` of `a.jsonl.gz`."""
-    kind = kind_of(path)
-    return kind.suffix if kind is not None else ""
 
 
 def _unknown_kind(source: str, path: Path) -> DataError:

@@ -34,7 +34,7 @@ from threefold.data.text.source import (
     ReadLog,
     Source,
 )
-from threefold.errors import DataError, Problem, ThreefoldError
+from threefold.errors import DataError, Problem, ThreefoldError, first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -81,7 +81,7 @@ class HubRows:
                 take = self.labeller or TextField(self.text_field)
                 yield from rows_of_table(table, take, where=self.name, first_row=start, log=log)
             except (pyarrow.ArrowException, OSError, ValueError) as error:
-                what = f"{self.name}, rows {start} to {stop - 1}: {str(error).splitlines()[0]}"
+                what = f"{self.name}, rows {start} to {stop - 1}: {first_line(error)}"
                 log.bad(what, expected="undamaged rows", fix=AGAIN, count=stop - start)
 
 
@@ -198,7 +198,7 @@ def open_saved(
         # Of many classes: files that are missing, cut, or of another version.
         raise DataError(
             f"data.source = {source.name!r} is a folder written by save_to_disk that cannot be read: "
-            f"{(str(error).splitlines() or [type(error).__name__])[0]}",
+            f"{first_line(error)}",
             expected="the complete folder, as datasets.load_from_disk reads it",
             fix="copy the folder or save the dataset again",
         ) from error
@@ -254,7 +254,7 @@ def _not_loaded(source: Source, error: Exception) -> ThreefoldError:
         if isinstance(error, datasets.exceptions.DatasetGenerationError)
         else error
     )
-    reason = (str(cause).splitlines() or [type(error).__name__])[0]
+    reason = first_line(cause)
     name, dataset_id = f"data.source = {source.name!r}", str(source.name).removeprefix("hf:")
     again = f"--data.source {dataset_id}   (reads the files of a folder directly, and names the line)"
     if not Path(dataset_id).expanduser().is_dir():

@@ -22,10 +22,17 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, cast
 
-from threefold.data.text.fields import AGAIN, SKIP, TextField, require_text, rows_of_table
+from threefold.data.text.fields import (
+    AGAIN,
+    SKIP,
+    TextField,
+    refuse_repeated,
+    require_text,
+    rows_of_table,
+)
 from threefold.data.text.known_bytes import SourceFile
 from threefold.data.text.source import Document, Labeller, Piece, ReadLog, chat_or
-from threefold.errors import DataError
+from threefold.errors import DataError, first_line
 
 _PIECE_BYTES = 4 << 20
 _ENOUGH_ROWS = 1000
@@ -60,7 +67,7 @@ def damage(path: SourceFile, compression: str) -> str | None:
             while file.read(1 << 20):
                 pass
     except (OSError, EOFError, zlib.error) as error:
-        return f"{path} cannot be decompressed: {_first_line(error)}"
+        return f"{path} cannot be decompressed: {first_line(error)}"
     return None
 
 
@@ -150,7 +157,7 @@ def read_csv(
 
         def numbered() -> Iterator[tuple[int, Any]]:
             nonlocal line
-            header = next(rows, [])
+            refuse_repeated(str(path), header := next(rows, []), take.columns)
             line = rows.line_num + 1
             for row in rows:
                 number, line = line, rows.line_num + 1
@@ -207,8 +214,9 @@ def parquet_pieces(
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         if skip_bad:
             return [Piece(number, 0, 0, 0)]
-        what = f"{path} is not readable as .parquet: {_first_line(error)}"
+        what = f"{path} is not readable as .parquet: {first_line(error)}"
         raise DataError(what, expected="a complete .parquet file", fix=AGAIN) from error
+    refuse_repeated(str(path), schema.names, take.columns)
     if isinstance(take, TextField):
         require_text(str(path), schema, take.name)
     return [Piece(number, i, i + 1, size) for i, size in enumerate(sizes)]
@@ -241,15 +249,11 @@ def read_parquet(
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         where = f"row group {piece.start}, rows {row} to {end - 1}" if end else "as a whole"
         log.bad(
-            f"{path}, {where}: {_first_line(error)}",
+            f"{path}, {where}: {first_line(error)}",
             expected="a complete file",
             fix=AGAIN,
             count=max(1, end - row),
         )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _parsed(line: bytes) -> Any:

@@ -213,6 +213,21 @@ def names_in(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def kind_of(value: Any) -> str:
+    """What a JSON value is, in words."""
+    if isinstance(value, Mapping):
+        return "an object"
+    kinds = {
+        type(None): "null",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+        str: "text",
+    }
+    return kinds.get(type(value), type(value).__name__)
+
+
 class KnownText(NamedTuple):
     """A text of a row: its message (None: of no message), whose it is, its key there, and what has become of it.
 

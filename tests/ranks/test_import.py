@@ -367,6 +367,16 @@ def test_moments_that_are_no_weight_s_are_left_out_as_the_fix_says(
     )
 
 
+def test_moments_of_two_optimizers_are_refused(model: Any, tmp_path: Path) -> None:
+    weights = dict(model.state_dict())
+    moments = moments_of(weights)
+    state = {"model": weights, "optimizer": {"state": moments}, "other": {"state": moments}}
+    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    refused = imported(tmp_path / "a", tmp_path / "run", tmp_path)
+    assert refused.returncode == 2
+    assert "more of no weight of the model, or of one again" in refused.stderr
+
+
 WRONG = {
     "a weight is missing": (
         lambda w: w.pop("model.norm.weight"),
@@ -375,6 +385,10 @@ WRONG = {
     "a weight more": (
         lambda w: w.update(extra=torch.zeros(2)),
         "extra is no weight of the model",
+    ),
+    "a weight again, of another model": (
+        lambda w: w.update({"module.model.norm.weight": torch.zeros(32)}),
+        " is no weight of the model, or one of them again",
     ),
     "misspelt": (
         lambda w: w.update(norn=w.pop("model.norm.weight")),

@@ -116,7 +116,8 @@ def find_names(
         for name, plain in candidates.items()
         if (ours := names(plain)) in wanted.weights
     }
-    over = [name for name, plain in candidates.items() if names(plain) not in wanted.weights]
+    # Also what is a weight once more, such as that of another model beside: which is meant, nobody knows.
+    over = [name for name, plain in candidates.items() if weights.get(names(plain)) != name]
     twins = [
         (name, weights[ours])
         for name in over
@@ -227,7 +228,7 @@ def _refuse(
         )
     if over:
         problems.append(
-            f"{_some(over)} {'is' if len(over) == 1 else 'are'} no weight of the model"
+            f"{_some(over)} {'is' if len(over) == 1 else 'are'} no weight of the model, or one of them again"
         )
     other = [
         name for name, entry in weights.items() if tensors[entry].shape != wanted.weights[name]
@@ -263,7 +264,7 @@ def _moments_of(
         if not own:
             if not _tied(names(plain), wanted):
                 strange.append(entry)
-        elif tensors[entry].shape not in allowed:
+        elif tensors[entry].shape not in allowed or own.keys() & found[moment].keys():
             strange.append(entry)
         else:
             for name, part in own.items():
@@ -278,7 +279,7 @@ def _moments_of(
     ]
     if strange or missing:
         what = (
-            f"{_some(strange)} of no weight of the model"
+            f"{_some(strange)} of no weight of the model, or of one again"
             if strange
             else f"{_some(missing)} missing"
         )

@@ -196,6 +196,30 @@ def test_a_run_without_losses_of_rows_has_spikes_of_its_steps(tmp_path: Path) ->
     assert "without losses of rows" in next(format.run_lines(StepBatches(Lookback.of(run))))
 
 
+def test_steps_of_which_rows_are_lost_have_the_logged_loss(tmp_path: Path) -> None:
+    """One rank's file is cut: the mean of the others' rows is no loss of the step, and its rise no spike."""
+
+    def plant(losses: Any, lines: Any) -> None:
+        losses[:, 1::2] += 3
+
+    run = write(tmp_path / "run", plant)
+    back = Lookback.of(run)
+    sums = {step: back.kept.of(step).sums for step in back.kept.steps}  # type: ignore[union-attr]
+    for rank, kept in ((0, (*range(1, 81), *range(91, STEPS + 1))), (1, range(1, STEPS + 1))):
+        with (run / FOLDER / f"rank-000{rank}.bin").open("wb") as file:
+            for step in kept:
+                own = sums[step][rank::2].astype(np.float32)
+                file.write(packed(1, step, RankPart(rank, 2, 0, 1), own, np.full(4, 50)))
+    batches = StepBatches(Lookback.of(run))
+    steps, losses = batches.run.table.losses()
+    assert [*steps] == [*range(1, 81), *range(91, STEPS + 1)]
+    _, logged = batches.run.series("loss")
+    assert np.allclose(losses, logged[steps - 1])
+    told = next(format.step_lines(batches, 85))
+    assert f"loss {logged[84]:.4f}," in told
+    assert not [each for each in findings(batches) if each.kind == "spike"]
+
+
 def test_lines_of_a_later_start_replace_those_before_and_damage_is_named(
     tmp_path: Path,
 ) -> None:

@@ -60,10 +60,14 @@ class _Place(NamedTuple):
 
 
 class StepLosses(NamedTuple):
-    """Of each row of a step in the order's own order, [rows]: summed loss and targets; NaN and 0 where it is lost."""
+    """Of each row of a step in the order's own order, [rows]: summed loss and targets; NaN and 0 where it is lost.
+
+    `whole`: no row of the step is.
+    """
 
     sums: Float64
     counts: Int64
+    whole: bool = True
 
     @property
     def means(self) -> Float64:
@@ -115,7 +119,7 @@ class RowLosses:
         parts = [place.record.part.dp_rank for place in places]
         lost = [rank for rank in range(dp) if parts.count(rank) < cp]
         sums[lost], counts[lost] = np.nan, 0
-        return StepLosses(sums.sum(-1).T.reshape(-1), counts.T.reshape(-1))
+        return StepLosses(sums.sum(-1).T.reshape(-1), counts.T.reshape(-1), not lost)
 
     def _read(self, place: _Place) -> tuple[Float32, Int64]:
         content, (_, _, _, rows, count) = self._files[place.file], place.record
@@ -148,15 +152,8 @@ def read(run: Path, segments: Sequence[Segment]) -> RowLosses:
             found.damaged.append(_damage(path, end, len(content)))
     # Records of a step that contradict one another are of no use, whichever is wrong.
     for step, places in list(found._places.items()):
-        if (
-            len(
-                {
-                    (each.record.rows, each.record.part.dp_size, each.record.part.cp_size)
-                    for each in places
-                }
-            )
-            > 1
-        ):
+        records = [each.record for each in places]
+        if len({(each.rows, each.part.dp_size, each.part.cp_size) for each in records}) > 1:
             found.damaged.append(f"the records of step {step} are of different meshes")
             del found._places[step]
     return found

@@ -52,10 +52,7 @@ class Reasons:
     @property
     def losses(self) -> Points | None:
         """The loss of every step whose rows are kept; None if they were not read."""
-        if self._batches is None:
-            return None
-        rows = self._batches.run.table
-        return Points(rows.steps, rows.losses())
+        return Points(*self._batches.run.table.losses()) if self._batches is not None else None
 
     @property
     def steps(self) -> list[int]:

@@ -104,10 +104,8 @@ class StepBatches:
             )
         if at is None:
             assert rows is not None
-            nothing = np.full(len(rows), np.nan)
-            return self._rows(
-                step, rows.tolist(), nothing, np.zeros(len(rows)), nothing, np.zeros(len(rows))
-            )
+            nothing, none = np.full(len(rows), np.nan), np.zeros(len(rows))
+            return self._rows(step, rows.tolist(), nothing, none, nothing, none)
         near = slice(max(0, at - _NEAR), at + _NEAR + 1)
         scores, like = scores_of_rows(
             table.means[near], table.counts[near], table.sources[near]

@@ -152,9 +152,7 @@ def row_name(row: BatchRow) -> str:
 
 def _losses(run: Lookback) -> tuple[Int64, Float64]:
     """The loss of each step by its rows; by the logged steps, where none were kept."""
-    if len(run.table.steps):
-        return run.table.steps, run.table.losses()
-    return run.series("loss")
+    return run.table.losses() if run.table.whole.any() else run.series("loss")
 
 
 def _spikes(batches: StepBatches) -> Iterator[Anomaly]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from threefold.arrays import Float64, Int64
+from threefold.arrays import Bool, Float64, Int64
 from threefold.audit.lookup import ordered_rows, ordered_step
 from threefold.audit.row_losses import FOLDER
 from threefold.config.paths import METRICS
@@ -119,6 +119,7 @@ class Table:
         counts: targets, [steps, places].
         sources: number of the row's source, [steps, places].
         broken: (step, place) of rows with a loss that is not finite.
+        whole: [steps], whether the losses of all rows of a step were kept.
     """
 
     steps: Int64
@@ -126,6 +127,7 @@ class Table:
     counts: Int64
     sources: Int64
     broken: list[tuple[int, int]]
+    whole: Bool
 
     @classmethod
     def of(cls, run: Lookback) -> Table:
@@ -136,10 +138,8 @@ class Table:
         counts = np.zeros((len(steps), width), np.int64)
         sources = run.sources_of(steps.tolist(), width)
         for number, losses in enumerate(found):
-            means[number, : len(losses.sums)], counts[number, : len(losses.sums)] = (
-                losses.means,
-                losses.counts,
-            )
+            own = slice(len(losses.sums))
+            means[number, own], counts[number, own] = losses.means, losses.counts
         wrong = np.argwhere((counts > 0) & ~np.isfinite(means)).tolist()
         means[~np.isfinite(means)] = np.nan
         return cls(
@@ -148,18 +148,15 @@ class Table:
             counts,
             sources,
             [(int(steps[number]), place) for number, place in wrong],
+            np.array([losses.whole for losses in found], np.bool_),
         )
 
-    def losses(self) -> Float64:
-        """The loss of each step, [steps]; NaN where a row has none."""
-        counted = np.where(np.isnan(self.means), 0, self.counts)
-        total = np.nansum(self.means * self.counts, axis=1)
-        return np.divide(
-            total,
-            counted.sum(1),
-            out=np.full(len(self.steps), np.nan),
-            where=counted.sum(1) > 0,
-        )
+    def losses(self) -> tuple[Int64, Float64]:
+        """(steps, the loss of each), without those of which rows were lost: the others' mean is no loss of the step."""
+        counted = np.where(np.isnan(self.means), 0, self.counts).sum(1)
+        with np.errstate(invalid="ignore"):  # 0 / 0, of a step without a target
+            losses = np.nansum(self.means * self.counts, axis=1) / counted
+        return self.steps[self.whole], losses[self.whole]
 
     def index(self, step: int) -> int | None:
         """The line of a step; None if nothing was kept of it."""

@@ -14,6 +14,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from threefold.doctor.findings import Finding, note, stop, warning
 
@@ -99,14 +100,15 @@ class Nvidia:
 def look() -> Nvidia:
     """Asks nvidia-smi and the kernel's log, for `LIMIT_S` seconds at most in all."""
     ends = time.monotonic() + LIMIT_S
-    smi = ask("nvidia-smi", ends=ends)
+    ask_smi = partial(ask, "nvidia-smi", ends=ends)
+    smi = ask_smi()
     if smi.code is None:
         return Nvidia(smi)
-    listed = ask("nvidia-smi", "-L", ends=ends)
-    matrix = ask("nvidia-smi", "topo", "-m", ends=ends)
-    report = ask("nvidia-smi", "-q", "-x", ends=ends)
-    errors = ask("nvidia-smi", "nvlink", "-e", ends=ends)
-    states = ask("nvidia-smi", "nvlink", "-s", ends=ends)
+    listed = ask_smi("-L")
+    matrix = ask_smi("topo", "-m")
+    report = ask_smi("-q", "-x")
+    errors = ask_smi("nvlink", "-e")
+    states = ask_smi("nvlink", "-s")
     return Nvidia(
         smi,
         listed,

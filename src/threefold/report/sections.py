@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -390,7 +390,7 @@ def _phases(facts: RunFacts) -> Html:
 
 def _warnings(facts: RunFacts) -> Html:
     rows = [
-        (each.level.lower(), _of(each.ranks), f"{each.times:,}", each.text)
+        (each.level.lower(), ranks_text(each.ranks), f"{each.times:,}", each.text)
         for each in facts.warnings
     ]
     notes = [tag("p", note) for note in facts.notes]
@@ -402,10 +402,6 @@ def _warnings(facts: RunFacts) -> Html:
         else ""
     )
     return section("warnings", "Warnings", listed, *notes)
-
-
-def _of(ranks: Sequence[int] | set[int]) -> str:
-    return ranks_text(ranks)
 
 
 def _damage(facts: RunFacts) -> Html:

@@ -43,6 +43,12 @@ def sources_of(config: Config, *, held_out: bool = False) -> dict[str, Source]:
     }
 
 
+def _all_sources(config: Config) -> dict[str, Source]:
+    """Those that are trained on, and the one that is evaluated on alone."""
+    held_out = sources_of(config, held_out=True) if config.eval.source else {}
+    return sources_of(config) | held_out
+
+
 def tokenizer_of(config: Config) -> Tokenizer:
     """Returns the tokenizer that the config asks for."""
     name, _ = tokenizer_name(config)
@@ -73,12 +79,9 @@ def file_lines(config: Config, *, to: Path | None = None) -> list[str]:
     Args:
         to: a folder, in which the files are listed.
     """
-    sources = sources_of(config) | (
-        sources_of(config, held_out=True) if config.eval.source else {}
-    )
     lists = [
         dataclasses.replace(files, key=key)
-        for key, source in sources.items()
+        for key, source in _all_sources(config).items()
         for files in opened(key, functools.partial(files_of, source))
     ]
     if to is None or not lists:
@@ -114,8 +117,7 @@ def refuse_labels_without_effect(config: Config, *, here: bool = False) -> None:
     Args:
         here: only if all sources are on this machine.
     """
-    held_out = sources_of(config, held_out=True) if config.eval.source else {}
-    sources = [*sources_of(config).values(), *held_out.values()]
+    sources = [*_all_sources(config).values()]
     names = [
         name
         for source in sources
@@ -148,11 +150,8 @@ def formats_of(config: Config, *, here: bool = False) -> dict[str, str]:
     Args:
         here: before ranks are started: what is wrong with a source is raised now.
     """
-    sources = sources_of(config) | (
-        sources_of(config, held_out=True) if config.eval.source else {}
-    )
     formats = {}
-    for key, source in sources.items():
+    for key, source in _all_sources(config).items():
         # Ranks say what is wrong with a source when they read it.
         with contextlib.suppress(*(() if here else (ThreefoldError,))):
             formats[key] = opened(

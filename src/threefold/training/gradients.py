@@ -62,10 +62,16 @@ class Gradients:
             self._average(pending, "dp")
 
     def _average(self, gradients: list[Tensor], axis: str) -> None:
-        together = torch.cat([gradient.flatten() for gradient in gradients])
+        self._sum(gradients, axis, divisor=self._mesh.size(axis))
+
+    def _sum(self, gradients: list[Tensor], axis: str, *, divisor: int = 1) -> None:
+        """Adds up over an axis in one collective, and divides the sums."""
+        together = torch.cat([gradient.flatten() for gradient in gradients]).to(
+            self._mesh.device
+        )
         self._mesh.all_reduce(axis, together)
         sizes = [gradient.numel() for gradient in gradients]
-        parts = together.div_(self._mesh.size(axis)).split(sizes)
+        parts = together.div_(divisor).split(sizes)
         torch._foreach_copy_(
             gradients, [p.view_as(own) for p, own in zip(parts, gradients, strict=True)]
         )
@@ -139,12 +145,7 @@ class Gradients:
         if self._mesh.group("tp") is None or not own:
             return
         # With exact sums: two ranks add the same numbers in either order (`mesh.exact_limits`).
-        together = torch.cat([gradient.flatten() for gradient in own]).to(self._mesh.device)
-        self._mesh.all_reduce("tp", together)
-        parts = together.split([gradient.numel() for gradient in own])
-        torch._foreach_copy_(
-            own, [part.view_as(gradient) for part, gradient in zip(parts, own, strict=True)]
-        )
+        self._sum(own, "tp")
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor | None:

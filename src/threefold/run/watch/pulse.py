@@ -42,9 +42,12 @@ _ANSWERS_WITHIN_S = 0.5
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
-def _place(memory: bytes) -> Phase:
-    number, step, name = _PLACE.unpack_from(memory, _BEAT.size)
+def _phase(number: int, step: int, name: bytes) -> Phase:
     return Phase(number, step, name.rstrip(b"\0").decode(errors="replace"))
+
+
+def _place(memory: bytes) -> Phase:
+    return _phase(*_PLACE.unpack_from(memory, _BEAT.size))
 
 
 def _memory() -> int:
@@ -143,8 +146,7 @@ class Peer:
     @property
     def place(self) -> Phase:
         """Where it is."""
-        number, step, name = self._twice(_PLACE, _BEAT.size)
-        return Phase(number, step, name.rstrip(b"\0").decode(errors="replace"))
+        return _phase(*self._twice(_PLACE, _BEAT.size))
 
     @property
     def last_beat(self) -> tuple[float, int]:

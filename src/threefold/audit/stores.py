@@ -53,7 +53,7 @@ def byte_lines(
     packing: Packing,
     *,
     cache: Path,
-    sampled: int = SAMPLED,
+    sampled: int,
 ) -> Iterator[str]:
     """A line for each store whose bytes are those that the run has read.
 

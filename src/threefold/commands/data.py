@@ -284,7 +284,7 @@ def _reads_of(run: Path, row: int) -> tuple[list[Segment], list[SampleRead]]:
     return segments, find_sample(stretches, row) if stretches else []
 
 
-def sample_lines(run: Path, sample: int, *, show: bool = False) -> Iterator[str]:
+def sample_lines(run: Path, sample: int, *, show: bool) -> Iterator[str]:
     """Which steps and ranks have read a row."""
     segments, reads = _reads_of(run, sample)
     yield from (f"row {sample}: {read}" for read in reads)

@@ -51,8 +51,8 @@ def join_group(
     device: torch.device,
     timeout_s: float,
     facts: Mapping[str, str],
-    token: bytes | None = None,
-    met: Callable[[dist.Store, Sequence[str]], None] | None = None,
+    token: bytes | None,
+    met: Callable[[dist.Store, Sequence[str]], None] | None,
 ) -> tuple[str, ...]:
     """Makes the default process group of all ranks; returns the host of each.
 
@@ -120,7 +120,7 @@ def _asked(ask: Callable[[], Any], *, otherwise: bool) -> bool:
 
 
 def rendezvous(
-    info: LaunchInfo, *, timeout_s: float, facts: Mapping[str, str], token: bytes | None = None
+    info: LaunchInfo, *, timeout_s: float, facts: Mapping[str, str], token: bytes | None
 ) -> tuple[Any, tuple[str, ...], bool]:
     """Joins the other ranks of `info`; when all are there and agree on the `facts`: their store, the host of each, and
     whether they share one machine's loopback interface.

@@ -206,7 +206,7 @@ def replicate(model: PreTrainedModel, mesh: Mesh) -> DistributedDataParallel:
 
 
 @contextmanager
-def last_backward(model: nn.Module, last: bool, *, unsharded: bool = False) -> Iterator[None]:
+def last_backward(model: nn.Module, last: bool, *, unsharded: bool) -> Iterator[None]:
     """Reduces the gradients of a micro-batch: over shards in each, over copies of the model in the `last` alone.
 
     Args:

@@ -102,8 +102,8 @@ def build_run(
     folder: RunFolder,
     given: Given,
     *,
-    say: Callable[[str], None] = lambda line: None,
-    enter: Callable[[str], None] = lambda phase: None,
+    say: Callable[[str], None],
+    enter: Callable[[str], None],
 ) -> Built:
     """Opens the data, builds model and optimizer, and resumes if the folder has a checkpoint; all ranks call it.
 

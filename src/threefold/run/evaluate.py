@@ -39,8 +39,8 @@ def evaluate_rank(
     topology: Topology,
     checkpoint: Checkpoint,
     *,
-    ema: bool = False,
-    values: bool = False,
+    ema: bool,
+    values: bool,
 ) -> int:
     """Evaluates as one rank of `topology`, and returns its exit code; rank 0 prints what was found.
 

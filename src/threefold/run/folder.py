@@ -275,9 +275,9 @@ def open_run(
 
 def open_folder(
     config: Config,
-    lock: RunLock | None = None,
+    lock: RunLock | None,
     *,
-    program: bool = False,
+    program: bool,
     refuse: Callable[[Path], object] = str,
 ) -> Path:
     """Makes the run's folder or finds it, with `lock`; one rank calls it.

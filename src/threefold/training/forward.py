@@ -75,7 +75,7 @@ def forward_own(
     batch: Batch,
     loss: OwnLoss,
     *,
-    of: OutputsOf = "logits",
+    of: OutputsOf,
     routers: bool = False,
     failures: list[Exception] | None = None,
 ) -> Iterator[OwnSums]:

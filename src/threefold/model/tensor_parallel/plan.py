@@ -149,8 +149,8 @@ def split_over_tp(
     mesh: Mesh,
     *,
     scatter: Decision[bool | str],
-    whole_experts: bool = False,
-    exact: bool = False,
+    whole_experts: bool,
+    exact: bool,
 ) -> tuple[TensorParallelism, tuple[str, str] | None]:
     """Splits `model` (on the meta device) over the tp axis; returns what was split, and (the choice, why).
 

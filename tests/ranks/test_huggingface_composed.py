@@ -16,7 +16,7 @@ from ranks.test_huggingface_training import assert_same_curve, curve_of, setting
 from threefold.data.sampling.sampler import DistributedSampler
 from threefold.errors import ConfigError, DataError
 from threefold.integrations.huggingface import Trainer
-from threefold.integrations.huggingface.lengths import GroupedSampler
+from threefold.integrations.huggingface.loaders import GroupedSampler
 
 pytestmark = pytest.mark.ranks
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 from torch.distributed import HashStore
 
-from threefold.run.watch import withheld
+from threefold.run.watch import main_thread
 from threefold.training.lag import PARTS, Lag, Lags, Slowest, slowest
 from threefold.training.progress import OwnTime, Progress
 
@@ -393,13 +393,13 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             else path
         )
 
-    monkeypatch.setattr(withheld, "Path", moved)
+    monkeypatch.setattr(main_thread, "Path", moved)
 
     def texts(name: str) -> str:
         file = tmp_path / "proc" / name
         return file.read_text() if file.exists() else ""
 
-    monkeypatch.setattr(withheld, "proc_text", texts)
+    monkeypatch.setattr(main_thread, "proc_text", texts)
     return tmp_path
 
 
@@ -449,7 +449,7 @@ def test_throttling_of_cgroups(
     kernel: Path, files: dict[str, str], throttled_s: float | None
 ) -> None:
     _write(kernel, files)
-    found = withheld.counters()
+    found = main_thread.counters()
     assert found.get("throttled_s") == (
         None if throttled_s is None else pytest.approx(throttled_s)
     )
@@ -470,10 +470,10 @@ def test_steal(kernel: Path, line: str, ticks: int | None) -> None:
     expected = (
         None if ticks is None else ticks / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
     )
-    assert withheld.counters().get("stolen_s") == expected
+    assert main_thread.counters().get("stolen_s") == expected
 
 
 def test_counters_of_this_machine_are_numbers_that_do_not_fall() -> None:
-    first, then = withheld.counters(), withheld.counters()
+    first, then = main_thread.counters(), main_thread.counters()
     assert first.keys() == then.keys() and re.fullmatch(r"[a-z_ ]+", " ".join(first))
     assert all(0 <= first[name] <= then[name] for name in first)

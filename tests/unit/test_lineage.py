@@ -18,7 +18,7 @@ from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError, Problem
 from threefold.records.state import ending_of, state_of
 from threefold.run.folder import RunFolder, open_run
-from threefold.run.watch import pulse, withheld
+from threefold.run.watch import main_thread, pulse
 
 
 @pytest.fixture(autouse=True)
@@ -468,7 +468,7 @@ def test_kernels_kills_are_counted_in_the_cgroup(
     def moved(first: str, *rest: str) -> Path:
         return Path(tmp_path, first[1:], *rest)
 
-    for module in (pulse, withheld):
+    for module in (pulse, main_thread):
         monkeypatch.setattr(module, "Path", moved)
-    monkeypatch.setattr(withheld, "proc_text", lambda name: files.get(f"proc/{name}", ""))
+    monkeypatch.setattr(main_thread, "proc_text", lambda name: files.get(f"proc/{name}", ""))
     assert pulse.memory_kills() == count

@@ -63,7 +63,7 @@ class Lag:
         since, step: the first step of the blocks that count, and the one at which it is named.
         share: what a step would take less if the rank were as fast as the mean of the others.
         own, others: of this rank, and the mean of the others: seconds by `PARTS`, and what was counted
-            (`run.watch.withheld`), a second.
+            (`run.watch.main_thread`), a second.
     """
 
     rank: int

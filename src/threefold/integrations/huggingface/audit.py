@@ -27,7 +27,7 @@ from threefold.audit.record import SegmentLine
 from threefold.data.order.order import Order, Place
 from threefold.errors import Problem
 from threefold.integrations.huggingface.counter import RowCounter, queue_of
-from threefold.integrations.huggingface.lengths import GroupedSampler
+from threefold.integrations.huggingface.loaders import GroupedSampler
 from threefold.integrations.huggingface.trainer_checkpoint import (
     all_ranks,
     in_trainer_words,

@@ -25,9 +25,8 @@ from typing import Any
 from threefold.checkpoint.lineage import Ending, Journal
 from threefold.mesh import environment
 from threefold.mesh.local_ranks import STOPS
-from threefold.run.watch.main_thread import state_of, uninterruptible
+from threefold.run.watch.main_thread import cgroup_folders, line_of, state_of, uninterruptible
 from threefold.run.watch.stall import GONE, HELD, STOPPED, UNINTERRUPTIBLE
-from threefold.run.watch.withheld import cgroup_folders, line_of
 from threefold.training.progress import Phase
 
 log = logging.getLogger("threefold")

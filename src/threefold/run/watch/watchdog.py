@@ -30,10 +30,9 @@ from threefold.checkpoint.lineage import Ending, Journal
 from threefold.errors import EXIT_FAILED, Problem
 from threefold.mesh.mesh import FAILURES, Mesh
 from threefold.run.watch import flight_recorder, stall
-from threefold.run.watch.main_thread import MainThread
+from threefold.run.watch.main_thread import MainThread, counters
 from threefold.run.watch.pulse import Peer, Pulse
 from threefold.run.watch.stall import Report, Seen
-from threefold.run.watch.withheld import counters
 from threefold.training.progress import Phase, Progress, core_wait_s
 
 log = logging.getLogger("threefold")

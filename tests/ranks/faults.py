@@ -48,12 +48,12 @@ def _train_planted() -> None:
     sys.exit(start.train_command(loaded))
 
 
-def _planted_rank(plant: str, loaded: Any, topology: Any, why: str) -> None:
+def _planted_rank(plant: str, loaded: Any, topology: Any, why: str) -> int:
     from ranks import plants
     from threefold.run.start import _rank_entry
 
     getattr(plants, plant)(int(os.environ["RANK"]))
-    _rank_entry(loaded, topology, why)
+    return _rank_entry(loaded, topology, why)
 
 
 class Command:

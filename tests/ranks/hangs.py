@@ -168,11 +168,11 @@ def _train_hanging() -> None:
     sys.exit(start.train_command(loaded, force=True))
 
 
-def _hanging_rank(hangs: Sequence[Hang], loaded: Any, topology: Any, why: str) -> None:
+def _hanging_rank(hangs: Sequence[Hang], loaded: Any, topology: Any, why: str) -> int:
     plant(hangs, int(os.environ["RANK"]))
     from threefold.run.start import _rank_entry
 
-    _rank_entry(loaded, topology, why)
+    return _rank_entry(loaded, topology, why)
 
 
 def plant(hangs: Sequence[Hang], rank: int) -> None:

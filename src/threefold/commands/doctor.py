@@ -92,9 +92,7 @@ def doctor_command(loaded: LoadedConfig, options: ReportOptions, *, force: bool 
     info = environment.current()
     if info.launcher is not None:
         environment.settle_rank(info)
-        topology, _ = resolve(
-            loaded.config.mesh, launched_world_size=info.world_size, num_devices=None
-        )
+        topology, _ = resolve(loaded.config.mesh, launched_world_size=info.world_size)
         return run_rank(loaded.config, topology, options)
     if not any(key in loaded.origins for key in _MESH_KEYS):
         report = look_at_machine(loaded.config, several_machines=False)

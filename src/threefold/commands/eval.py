@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -48,9 +48,7 @@ def command(
         raise ConfigError(what, expected="held-out data or tasks to evaluate on", fix=fix)
     checkpoint, info = find(place), environment.current()
     if info.launcher is not None:
-        topology, _ = resolve(
-            loaded.config.mesh, launched_world_size=info.world_size, num_devices=None
-        )
+        topology, _ = resolve(loaded.config.mesh, launched_world_size=info.world_size)
         sys.exit(_rank(loaded, topology, checkpoint.path, checkpoint.step, ema, as_json))
     from threefold.run.start import PRELOAD, topology_here
 
@@ -59,7 +57,7 @@ def command(
     arguments = (loaded, topology, checkpoint.path, checkpoint.step, ema, as_json)
     if topology.world_size == 1:
         sys.exit(_rank(*arguments))
-    sys.exit(local_ranks.start_ranks(_rank_entry, arguments, num_ranks=topology.world_size))
+    sys.exit(local_ranks.start_ranks(_rank, arguments, num_ranks=topology.world_size))
 
 
 def _rank(
@@ -76,7 +74,3 @@ def _rank(
     return evaluate_rank(
         loaded, topology, Checkpoint(checkpoint, step), ema=ema, values=as_json
     )
-
-
-def _rank_entry(*arguments: Any) -> None:
-    sys.exit(_rank(*arguments))

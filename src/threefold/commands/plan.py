@@ -127,7 +127,7 @@ def _one(keys: list[str], gpu: str | None, *, as_json: bool) -> None:
         expected = "the size of each axis: there are no ranks that could fill one"
         raise ConfigError("an axis of the mesh is auto", expected=expected, fix="--mesh.dp 8")
     world_size = math.prod(int(size or 1) for size in axes)
-    topology, _ = resolve(config.mesh, launched_world_size=world_size, num_devices=None)
+    topology, _ = resolve(config.mesh, launched_world_size=world_size)
     name, parameters, operations, traced = _traced(config, topology)
     flops = operations.per_token(causal_keys(config.data.seq_len))
     facts = {

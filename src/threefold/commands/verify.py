@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from threefold.commands.arguments import AsJson
+from threefold.commands.arguments import AsJson, Force
 from threefold.errors import EXIT_FAILED, ConfigError
 
 if TYPE_CHECKING:
@@ -33,10 +33,7 @@ def command(
     random: Annotated[
         bool, typer.Option("--random", help="Random weights instead of the named ones.")
     ] = False,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Start more local ranks than this machine has room for."),
-    ] = False,
+    force: Force = False,
     bits: Annotated[
         bool,
         typer.Option(
@@ -103,9 +100,7 @@ def verify_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool 
 
     info = environment.current()
     if info.launcher is not None:
-        topology, _ = resolve(
-            loaded.config.mesh, launched_world_size=info.world_size, num_devices=None
-        )
+        topology, _ = resolve(loaded.config.mesh, launched_world_size=info.world_size)
         from threefold.verify.rank import verify_rank
 
         return verify_rank(loaded.config, options, topology, None)
@@ -196,9 +191,7 @@ def _on_ranks(bits: bool, config: Config, options: VerifyOptions, topology: Topo
         if topology.world_size == 1:
             code = _rank(*arguments)
         else:
-            code = local_ranks.start_ranks(
-                _rank_entry, arguments, num_ranks=topology.world_size
-            )
+            code = local_ranks.start_ranks(_rank, arguments, num_ranks=topology.world_size)
         return json.loads(answer.read_text()) if answer.exists() else code or EXIT_FAILED
 
 
@@ -209,7 +202,3 @@ def _rank(
     from threefold.verify.rank import verify_rank
 
     return (bits_rank if bits else verify_rank)(config, options, topology, answer)
-
-
-def _rank_entry(*arguments: Any) -> None:
-    sys.exit(_rank(*arguments))

@@ -48,7 +48,7 @@ class Ranks:
 def ranks_of(mesh: MeshConfig, *, num_hosts: int, per_host: int | None) -> Ranks:
     """A job's ranks, `per_host` or as many as the mesh asks for; ConfigError if it leaves that open or does not fit."""
     if per_host is not None:
-        topology, _ = resolve(mesh, launched_world_size=num_hosts * per_host, num_devices=None)
+        topology, _ = resolve(mesh, launched_world_size=num_hosts * per_host)
         return Ranks(topology, num_hosts, per_host)
     sizes = (mesh.dp, mesh.dp_shard, mesh.cp, mesh.tp)
     if all(size is None for size in sizes) or "auto" in (mesh.dp, mesh.cp, mesh.tp):
@@ -59,7 +59,7 @@ def ranks_of(mesh: MeshConfig, *, num_hosts: int, per_host: int | None) -> Ranks
             expected="mesh.dp, mesh.cp and mesh.tp as numbers, or the ranks on each host",
             fix=fix,
         )
-    topology, _ = resolve(mesh, launched_world_size=None, num_devices=None)
+    topology, _ = resolve(mesh)
     if topology.world_size % num_hosts:
         what = f"{topology.world_size} ranks ({topology}) cannot be divided equally among {num_hosts} hosts"
         fix = f"a number of hosts that divides {topology.world_size}, or other mesh sizes"

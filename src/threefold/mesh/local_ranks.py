@@ -85,7 +85,7 @@ def serve() -> None:
 
 
 def start_ranks(
-    entry: Callable[..., None],
+    entry: Callable[..., int | None],
     args: Sequence[Any],
     *,
     num_ranks: int,
@@ -101,6 +101,7 @@ def start_ranks(
     process ends with them, and what asks it to stop later changes nothing.
 
     Args:
+        entry: returns the rank's exit code; None: 0.
         ended: given the rank that a start has failed by (-1: all, with their server), its exit code (below 0: a
             signal), and the same in words.
     """
@@ -119,7 +120,7 @@ class _Ranks:
 
     def __init__(
         self,
-        entry: Callable[..., None],
+        entry: Callable[..., int | None],
         args: Sequence[Any],
         num_ranks: int,
         restart: int,
@@ -313,7 +314,7 @@ def signal_name(number: int) -> str:
 
 
 def _rank_process(
-    entry: Callable[..., None], args: Sequence[Any], threads: int, environ: dict[str, str]
+    entry: Callable[..., int | None], args: Sequence[Any], threads: int, environ: dict[str, str]
 ) -> None:
     die_with_creator()
     os.environ.update(environ)
@@ -323,8 +324,7 @@ def _rank_process(
     torch.set_num_threads(threads)
     code = EXIT_FAILED
     try:
-        entry(*args)
-        code = 0
+        code = entry(*args) or 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else EXIT_FAILED
     except KeyboardInterrupt:

@@ -355,7 +355,7 @@ def init_mesh(
             rank=dist.get_rank(), world_size=dist.get_world_size(), launcher="process group"
         )
     try:
-        topology, _ = resolve(asked, launched_world_size=info.world_size, num_devices=None)
+        topology, _ = resolve(asked, launched_world_size=info.world_size)
     except ConfigError as error:
         raise ConfigError.of(
             [replace(each, fix=_sizes_to_paste(asked, info)) for each in error.problems]

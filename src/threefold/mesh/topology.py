@@ -80,7 +80,7 @@ def default_topology(world_size: int) -> Topology:
 
 
 def resolve(
-    mesh: MeshConfig, *, launched_world_size: int | None, num_devices: int | None
+    mesh: MeshConfig, *, launched_world_size: int | None = None, num_devices: int | None = None
 ) -> tuple[Topology, str]:
     """Sizes of the mesh, and the reason for them.
 

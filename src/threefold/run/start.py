@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -203,15 +202,13 @@ def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = 
         environment.settle_rank(info)
         code = _run_rank(
             loaded,
-            *resolve(loaded.config.mesh, launched_world_size=info.world_size, num_devices=None),
+            *resolve(loaded.config.mesh, launched_world_size=info.world_size),
         )
         return code if code or info.rank else deliver(loaded.config)
     mesh = loaded.config.mesh
     sizes = {mesh.dp, mesh.dp_shard, mesh.cp, mesh.tp} - {None}
     if (sizes or mesh.device == "cpu") and "auto" not in sizes:
-        refuse_impossible(
-            loaded.config, resolve(mesh, launched_world_size=None, num_devices=None)[0]
-        )
+        refuse_impossible(loaded.config, resolve(mesh)[0])
     if sizes != {1}:
         # While the ranks' server imports, this process inspects the machine.
         local_ranks.preload(PRELOAD)
@@ -296,7 +293,7 @@ def topology_here(config: Config, *, force: bool = False) -> tuple[Topology, str
                 expected="a CUDA device and a torch build for it",
                 fix="--mesh.device cpu, or install torch for your CUDA version (pytorch.org/get-started)",
             )
-    topology, why = resolve(config.mesh, launched_world_size=None, num_devices=num_devices)
+    topology, why = resolve(config.mesh, num_devices=num_devices)
     if num_devices is not None and topology.world_size > num_devices:
         raise ConfigError(
             f"mesh.dp x mesh.cp x mesh.tp = {topology.world_size}, but this machine has {num_devices} devices",
@@ -316,5 +313,5 @@ def _run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
     return run_rank(loaded, topology, why)
 
 
-def _rank_entry(loaded: LoadedConfig, topology: Topology, why: str) -> None:
-    sys.exit(_run_rank(replace(loaded, last=True), topology, why))
+def _rank_entry(loaded: LoadedConfig, topology: Topology, why: str) -> int:
+    return _run_rank(replace(loaded, last=True), topology, why)

@@ -60,6 +60,12 @@ class ThreefoldError(Exception):
         error.problems = (first, *others)
         return error
 
+    @classmethod
+    def raise_for(cls, problems: Iterable[Problem]) -> None:
+        """Raises one error that carries all `problems`, if there are any."""
+        if found := list(problems):
+            raise cls.of(found)
+
     def for_program(self, write: Callable[[str, Any], str]) -> None:
         """Makes each fix that sets a key what a program writes for it: `write(key, value)`."""
         problems = list(self.problems)

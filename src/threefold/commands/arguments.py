@@ -120,8 +120,7 @@ def split(arguments: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
             expected = f"one config file ({path}) and --section.key value pairs"
             fix = f"a value comes after its key: --section.key {argument}"
             problems.append(Problem(f"a second config file: {argument}", expected, fix))
-    if problems:
-        raise ConfigError.of(problems)
+    ConfigError.raise_for(problems)
     return path, overrides
 
 

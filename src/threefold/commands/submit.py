@@ -33,8 +33,7 @@ def read_config(path: str | None, overrides: Sequence[tuple[str, str]]) -> Confi
     from threefold.mesh import environment
 
     config = loading.load(path, overrides, environ=environment.variables()).config
-    if problems := secrets_in(config):
-        raise ConfigError.of(problems)
+    ConfigError.raise_for(secrets_in(config))
     return config
 
 
@@ -64,8 +63,7 @@ def _command_of(name: str) -> Callable[..., None]:
             ranks_of(config.mesh, num_hosts=nodes, per_host=ranks_per_node),
             dict(overrides),
         )
-        if problems := list(kind.problems(config, job.ranks, settings)):
-            raise ConfigError.of(problems)
+        ConfigError.raise_for(kind.problems(config, job.ranks, settings))
         text = kind.text(job, settings) if dry_run else kind.send(job, settings)
         answer = {"cluster": name, "submitted": not dry_run, "hosts": nodes, "text": text}
         typer.echo(jsonl.as_json(answer) if as_json else text)

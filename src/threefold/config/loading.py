@@ -196,8 +196,7 @@ def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None
             or not entry["input"]  # else its entries were refused already
         ]
         raise ConfigError.of(_by_value(problems)) from None
-    if problems := [*contradictions(config), *literal_paths(config)]:
-        raise ConfigError.of(problems)
+    ConfigError.raise_for([*contradictions(config), *literal_paths(config)])
     return config
 
 

@@ -119,8 +119,7 @@ def variables(
             problems.append(Problem(what, "a value to pass on", f"--env {name}=VALUE"))
         else:
             found[name] = value if equals else environ[name]
-    if problems:
-        raise ConfigError.of(problems)
+    ConfigError.raise_for(problems)
     return found
 
 

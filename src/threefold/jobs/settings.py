@@ -148,8 +148,7 @@ def read(
                 )
         except ConfigError as error:
             problems += error.problems
-    if problems:
-        raise ConfigError.of(problems)
+    ConfigError.raise_for(problems)
     return kind(**values), rest
 
 

@@ -259,8 +259,7 @@ def send(job: Job, options: SlurmSettings) -> str:
 
 def _sent(text: str, options: SlurmSettings, there: str, *arguments: str) -> str:
     """What sbatch answers; `there`: what to do on a host that has none."""
-    if missing := list(missing_setup(options)):
-        raise ConfigError.of(missing)
+    ConfigError.raise_for(missing_setup(options))
     fix = (
         "--dry-run shows the script; sinfo shows partitions, sacctmgr show assoc your accounts"
     )
@@ -293,8 +292,7 @@ def preparation(
             expected="tasks on a CPU, which are started again by Slurm",
             fix="leave them out",
         )
-    if wrong := list(problems(config, one, options)):
-        raise ConfigError.of(wrong)
+    ConfigError.raise_for(problems(config, one, options))
     directives = _directives(config, one, options)
     words = ("data", "prepare", "/dev/stdin", "--to", shlex.quote(to), "--task", '"$task"')
     command = _start(

@@ -31,8 +31,7 @@ def refuse_impossible(config: Config, topology: Topology) -> None:
         problems += head_problems(
             topology.tp, counts[0], counts[1], name=str(sizes.get("model_type"))
         )
-    if problems:
-        raise ConfigError.of(problems)
+    ConfigError.raise_for(problems)
 
 
 def batch_problems(config: Config, topology: Topology) -> Iterator[Problem]:

@@ -26,8 +26,7 @@ def on_mesh(module: nn.Module, mesh: Mesh, *, dtype: str) -> Model:
     seen = [[name, [*values.shape], str(values.dtype)] for name, values in named]
 
     def judge(parts: list[Any]) -> str:
-        if problems := list(_problems(module, mesh)):
-            raise ConfigError.of(problems)
+        ConfigError.raise_for(_problems(module, mesh))
         if other := next((rank for rank, part in enumerate(parts) if part != parts[0]), None):
             raise ConfigError(
                 f"rank {other} gives load_model another {type(module).__name__} than rank 0",

@@ -252,8 +252,7 @@ def _refuse(model: str, fix_of_missing: str = "", **kinds: Sequence[str]) -> Non
             f"model.name_or_path = {model!r} {what.format(f'{len(names):,}')}: {_named(names)}"
         )
         problems += [Problem(what, expected, fix or fix_of_missing)] if names else []
-    if problems:
-        raise ConfigError.of(problems)
+    ConfigError.raise_for(problems)
 
 
 def is_adapter(name: str) -> bool:

@@ -63,8 +63,7 @@ def build_optimizer(
         ConfigError: a pattern of a group matches no parameter, or there is no such optimizer.
     """
     named = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    if wrong := group_problems(list(named), config):
-        raise ConfigError.of(wrong)
+    ConfigError.raise_for(group_problems(list(named), config))
     kind = class_of(config)
     hidden = is_hidden_matrix(model) if kind is Muon else {}
     groups: dict[tuple[Any, ...], list[nn.Parameter]] = {}
@@ -273,8 +272,7 @@ def own_optimizer(
         group["lr_share"] = rate / rates[0]
         if "name" in group:
             group["label"] = str(group["name"])
-    if found := own_problems(optimizer, topology):
-        raise ConfigError.of(found)
+    ConfigError.raise_for(own_problems(optimizer, topology))
     return optimizer
 
 

@@ -197,6 +197,5 @@ def checked(
     config: Config, decoder: Decoder, topology: Topology, device: Accelerator | None
 ) -> Setup:
     """As `setup_of`; ConfigError if it cannot be estimated."""
-    if problems := list(refused(config, decoder, topology)):
-        raise ConfigError.of(problems)
+    ConfigError.raise_for(refused(config, decoder, topology))
     return setup_of(config, decoder, topology, device)

@@ -101,8 +101,7 @@ def load_model(
     )
     asked = with_dtype(asked, data_parallel.device_of(mesh))
     architecture = load.read_config(asked.model)
-    if problems := _problems(asked, architecture, mesh):
-        raise ConfigError.of(problems)
+    ConfigError.raise_for(_problems(asked, architecture, mesh))
     outline = load.outline(architecture, trust_remote_code=trust_remote_code)
     refused = _admitted(asked, architecture, mesh, limits.document_problems(outline))
     built = build(asked, architecture, mesh)
@@ -149,8 +148,7 @@ def _admitted(
     """
     asked = asked.changed(data={"packing": "none", "document_mask": True})
     try:
-        if problems:
-            raise ConfigError.of(problems)
+        ConfigError.raise_for(problems)
         admit(asked, architecture, mesh)
     except ConfigError as error:
         admit(asked.changed(data={"document_mask": False}), architecture, mesh)

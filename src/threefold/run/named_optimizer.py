@@ -48,8 +48,7 @@ def optimizer(
         config = validate({"optimizer": {"name": name, "lr": lr, **settings}}).optimizer
         rate = model.automatic_rate if config.lr == "auto" else config.lr
         config = config.model_copy(update={"lr": rate})
-        if wrong := problems(config, model.mesh.topology):
-            raise ConfigError.of(wrong)
+        ConfigError.raise_for(problems(config, model.mesh.topology))
         dtype = model.autocast or torch.float32
         if model.asked is not None:
             dtype = getattr(torch, model.asked.model.dtype)

@@ -116,8 +116,7 @@ def check(
         problems.append(
             Problem(what, "an embedding for every token that the tokenizer can produce", fix)
         )
-    if problems:
-        raise ConfigError.of(problems)
+    ConfigError.raise_for(problems)
 
 
 def setup_problems(

@@ -660,8 +660,7 @@ def _config_of(values: Mapping[str, Any], folder: str | Path | None) -> Config:
         section, _, name = key.partition(".")
         nested.setdefault(section, {})[name] = value
     config = loading.validate(nested)
-    if missing := trackers.problems(config.log.trackers):
-        raise ConfigError.of(missing)
+    ConfigError.raise_for(trackers.problems(config.log.trackers))
     return config
 
 

@@ -272,8 +272,7 @@ def _refuse_unrestartable(
             "a folder that restarted ranks can find; otherwise they would begin another run"
         )
         problems.append(Problem(what, expected, "--log.dir FOLDER"))
-    if problems:
-        raise ConfigError.of(problems)
+    ConfigError.raise_for(problems)
 
 
 def topology_here(config: Config, *, force: bool = False) -> tuple[Topology, str]:

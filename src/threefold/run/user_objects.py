@@ -59,8 +59,7 @@ def name_of(value: Any) -> str:
 
 def check(given: Given, config: Config) -> None:
     """Refuses objects that cannot be used, and keys that then have no effect; all at once, before any process."""
-    if problems := list(_problems(given, config)):
-        raise ConfigError.of(problems)
+    ConfigError.raise_for(_problems(given, config))
 
 
 def _problems(given: Given, config: Config) -> Iterator[Problem]:
@@ -195,8 +194,7 @@ def with_rows(config: Config, handed: Mapping[str, Any]) -> Config:
             both = f"{name}= and {PLACES[name]} are both given"
             expected = f"one of them: {name}=, or {PLACES[name]}"
             problems.append(Problem(both, expected, f"leave {PLACES[name]} out"))
-    if problems:
-        raise ConfigError.of(problems)
+    ConfigError.raise_for(problems)
     if "tokenizer" in handed:
         path = str(_written_tokenizer(handed["tokenizer"]))
         config = config.changed(data={"tokenizer": path})

@@ -124,8 +124,7 @@ class TrainStep:
                         fix=f"leave {name} out, and give it to the optimizer",
                     )
             refuse_other_parameters(optimizer, model.module)
-            if found := mesh_problems(optimizer):
-                raise ConfigError.of(found)
+            ConfigError.raise_for(mesh_problems(optimizer))
             self.optimizer = optimizer
         refuse_late_freezing(model)
         self._fused = _as_fused(self.optimizer) if model.working is not None else None

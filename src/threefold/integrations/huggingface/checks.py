@@ -94,8 +94,7 @@ def check_request(trainer: Any) -> None:
         _sharded(model, args),
         context_parallel.problems(trainer),
     )
-    if problems := list(itertools.chain.from_iterable(found)):
-        raise ConfigError.of(problems)
+    ConfigError.raise_for(itertools.chain.from_iterable(found))
 
 
 def _processes(args: Any) -> Iterator[Problem]:

@@ -44,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from architectures import NAMES, NOT_RUN, config_of, perturbed
 from ranks import spawn
+from ranks.reference import compare_trainings
 from threefold.__main__ import main as threefold
 from threefold.check.compare import (
     SAME_WEIGHT,
@@ -51,7 +52,6 @@ from threefold.check.compare import (
     Comparison,
     Training,
     compare_tensors,
-    compare_trainings,
 )
 from threefold.errors import ThreefoldError
 from threefold.mesh import environment
@@ -763,7 +763,9 @@ def _to_the_end(name: str, kind: str, folder: Path, mesh: Any, column: str) -> s
         )
         sizes = real_sizes(config, architecture, topology, ranks=2, leading=0)
         try:
-            if problems := request.setup_problems(config, architecture, topology, device="cpu"):
+            if problems := list(
+                request.setup_problems(config, architecture, topology, device="cpu")
+            ):
                 raise ConfigError.of(problems)
             for seed in (0, 1):  # as admission confirms a failure
                 results = compare_real_sizes(config, sizes, mode, mesh, seed=seed)

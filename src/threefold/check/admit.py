@@ -363,13 +363,11 @@ def _axes(mesh: Mesh) -> Iterator[tuple[str, Mesh]]:
         size = getattr(asked, axis)
         if size == 1:
             continue
-        sizes = (
-            {"dp_replicate": mesh.world_size // size, axis: size}
-            if axis != "dp_replicate"
-            else {}
-        )
-        smaller = Topology(**sizes) if sizes else Topology(dp_replicate=mesh.world_size)
-        name = "dp" if axis == "dp_replicate" else axis
+        name = "dp"
+        smaller = Topology(dp_replicate=mesh.world_size)
+        if axis != "dp_replicate":
+            name = axis
+            smaller = Topology(**{"dp_replicate": mesh.world_size // size, axis: size})
         if smaller == asked:
             yield name, mesh
         else:

@@ -95,9 +95,10 @@ CASES: dict[str, tuple[dict[str, Any], Sizes]] = {
 }
 
 
-def _trained(sizes: Sizes, folder: str, model: dict[str, Any]) -> Any:
-    """One step, saved; the weights by name, whole."""
-    run = Miniature(sizes, folder, model={"config": model})
+def _trained(sizes: Sizes, folder: str, model: dict[str, Any] | str) -> Any:
+    """One step, saved, of random weights or those in a folder; the weights by name, whole."""
+    named = {"name_or_path": model, "config": None}
+    run = Miniature(sizes, folder, model=named if isinstance(model, str) else {"config": model})
     run.advance(1)
     run.checkpointer.save(1, None, True)
     run.checkpointer.saver.wait()
@@ -146,7 +147,26 @@ def test_export_reloads_to_the_trained_weights(
         with safe_open(tmp_path / "out" / file, framework="pt") as tensors:
             assert name in tensors.keys()  # noqa: SIM118 (no mapping)
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("ab")["input_ids"] == [97, 98]
-    assert GenerationConfig.from_pretrained(tmp_path / "out") is not None
+    # Not those of its class, which are ids of another vocabulary.
+    generation = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (generation.bos_token_id, generation.eos_token_id) == (None, [256])
+
+
+def test_ends_of_a_pretrained_model_stay_beside_those_that_were_learnt(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from threefold.export.model_folder import export
+    from threefold.export.tokenizer_files import byte_tokenizer
+
+    base = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    base.generation_config.eos_token_id = [7, 8]
+    base.save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    write_corpus(tmp_path)
+    run_ranks(_trained, 1, (1, 1, 1, 1), str(tmp_path / "run"), str(tmp_path / "base"))
+    export(tmp_path / "run", tmp_path / "out")
+    generation = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert generation.eos_token_id == [7, 8, 256]
 
 
 def test_what_an_architecture_freezes_is_kept(tmp_path: Path) -> None:
@@ -303,7 +323,7 @@ def test_folder_that_is_not_empty_is_refused(run: Path, tmp_path: Path) -> None:
 def _dies_while_it_writes() -> None:
     from threefold.export import model_folder
 
-    model_folder._save_descriptions = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    model_folder._Export._save_descriptions = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_a_killed_export_left_is_removed(run: Path) -> None:

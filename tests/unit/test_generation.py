@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from threefold.config.loading import validate
 from threefold.errors import RunError
 from threefold.export.generation import continued
+from threefold.export.tokenizer_files import byte_tokenizer, save_tokenizer
 
 
 class _Model:
@@ -33,3 +36,25 @@ def test_what_cannot_generate_is_said() -> None:
         match="'some' cannot write a sample: ValueError: this cache has no length\n  expected",
     ):
         continued(_Model(), [1], num_tokens=1, end_id=0)
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+CHATML += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize(("recorded", "ends"), [(None, [256]), ("digest", [256, 258])])
+def test_what_was_learnt_ends_where_a_document_does_and_after_conversations_a_turn(
+    recorded: str | None, ends: list[int], tmp_path: Path
+) -> None:
+    """A program that generates stops at what the export names: the base's own end is no turn's."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(tmp_path / "base")
+    checkpoint: Any = SimpleNamespace(
+        manifest=lambda: {"chat_template": recorded}, path=tmp_path / "run/checkpoints/step"
+    )
+    config = validate({"data": {"tokenizer": str(tmp_path / "base")}})
+    assert save_tokenizer(checkpoint, config, tmp_path / "to") == ends

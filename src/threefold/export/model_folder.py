@@ -198,9 +198,7 @@ class _Export:
             max_shard_bytes=self.max_shard_bytes,
             convert=lambda layer: revert_weight_conversion(model, layer),
         )
-        _save_descriptions(
-            self.checkpoint, model, self.config, self.architecture, self.to, self.with_tokenizer
-        )
+        self._save_descriptions(model)
         num_bytes = sum(index.entries[name].num_bytes for name in tensors)
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if self.verify is None and num_bytes * 1.5 > free:
@@ -237,9 +235,7 @@ class _Export:
             # Transformers' own warning, about an internal name.
             warnings.simplefilter("ignore", FutureWarning)
             model.save_pretrained(self.to, max_shard_size=self.max_shard_bytes)
-        _save_descriptions(
-            self.checkpoint, model, self.config, self.architecture, self.to, self.with_tokenizer
-        )
+        self._save_descriptions(model)
         files = sorted(path.name for path in self.to.glob("*.safetensors"))
         return self._exported(model.parameters(), files, self._reloaded(lambda: model))
 
@@ -260,37 +256,35 @@ class _Export:
         _compare(model, reloaded, self.to, trained=str(self.checkpoint.path))
         return "reloaded: equal logits"
 
-
-def _save_descriptions(
-    checkpoint: Checkpoint,
-    model: Any,
-    config: Config,
-    architecture: Any,
-    to: Path,
-    with_tokenizer: bool,
-) -> None:
-    """Writes the model's config and code, its generation config and the run's tokenizer to the folder `to`."""
-    # Of a few models' text part alone (Emu3's) transformers finds no class; the whole config names it.
-    part = (
-        type(model.config) is not type(architecture)
-        and type(model.config) not in AutoModelForCausalLM._model_mapping
-    )
-    described = copy.deepcopy(architecture) if part else model.config
-    described.architectures = [type(model).__name__]
-    described.dtype = "float32"
-    described.save_pretrained(to)
-    if model.is_remote_code():
-        transformers.dynamic_module_utils.custom_object_save(model, to, config=model.config)
-    if model.can_generate():
-        generation, name = model.generation_config, config.model.name_or_path
-        if name is not None:
+    def _save_descriptions(self, model: Any) -> None:
+        """Writes the model's config and code, its generation config and the run's tokenizer."""
+        to, asked = self.to, self.config.model
+        # Of a few models' text part alone (Emu3's) transformers finds no class; the whole config names it.
+        part = (
+            type(model.config) is not type(self.architecture)
+            and type(model.config) not in AutoModelForCausalLM._model_mapping
+        )
+        described = copy.deepcopy(self.architecture) if part else model.config
+        described.architectures = [type(model).__name__]
+        described.dtype = "float32"
+        described.save_pretrained(to)
+        if model.is_remote_code():
+            transformers.dynamic_module_utils.custom_object_save(model, to, config=model.config)
+        ends = save_tokenizer(self.checkpoint, self.config, to) if self.with_tokenizer else []
+        if not model.can_generate():
+            return
+        generation = model.generation_config
+        if asked.name_or_path is not None:
             with contextlib.suppress(OSError):  # the model has none, or no longer exists
                 generation = GenerationConfig.from_pretrained(
-                    name, revision=config.model.revision
+                    asked.name_or_path, revision=asked.revision
                 )
+        elif ends:  # those of its class are ids of another vocabulary
+            generation.bos_token_id = generation.eos_token_id = None
+        known = generation.eos_token_id
+        known = known if isinstance(known, list) else [known] * (known is not None)
+        generation.eos_token_id = list(dict.fromkeys((*known, *ends))) or None
         generation.save_pretrained(to)
-    if with_tokenizer:
-        save_tokenizer(checkpoint, config, to)
 
 
 @torch.no_grad()

@@ -68,6 +68,11 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
         (("export", "x"), "Missing option '--to'.", "threefold export"),
         (("trian",), "No such command 'trian'.", "threefold"),
         (
+            ("verify", "x", "--against", "y"),
+            "Option '--against' requires 2 arguments.",
+            "threefold verify",
+        ),
+        (
             ("sample", "x", "--tokens", "many"),
             "Invalid value for '--tokens': ",
             "threefold sample",

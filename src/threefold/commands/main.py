@@ -141,7 +141,8 @@ def run() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()
             sys.exit(error.exit_code)
-        path = context.command_path if context is not None else "threefold"
+        path = f"threefold {asked}" if asked in _COMMANDS else "threefold"
+        path = context.command_path if context is not None else path
         dropped = (
             DROPPED.get(f"{path} {argument.partition('=')[0]}") for argument in arguments
         )

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from ranks.reference import compare_trainings
 from ranks.spawn import run_ranks
-from threefold.check.compare import Training, compare_trainings
+from threefold.check.compare import Training
 
 TABLE = Path(__file__).parents[2] / "benchmarks" / "families.py"
 COLUMNS = (

@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 
 from ranks.keeping import Miniature, Sizes, write_corpus
-from ranks.reference import PARITY, TINY_LLAMA, make_batches, require, train_alone
+from ranks.reference import (
+    PARITY,
+    TINY_LLAMA,
+    compare_trainings,
+    make_batches,
+    require,
+    train_alone,
+)
 from ranks.spawn import run_ranks
 from ranks.test_parity import CLIP, DECAY, LR, ROWS, SEQ_LEN, STEPS, train_on_mesh
-from threefold.check.compare import Training, compare_curves, compare_trainings
+from threefold.check.compare import Training, compare_curves
 from threefold.config.loading import validate
 from threefold.errors import ConfigError
 from threefold.model import load

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ranks.keeping import LLAMA, Miniature, Sizes, write_corpus
-from ranks.reference import PARITY, TINY_LLAMA, make_batches, require
+from ranks.reference import PARITY, TINY_LLAMA, compare_trainings, make_batches, require
 from ranks.spawn import run_ranks
 from threefold.check.compare import (
     LOGITS,
@@ -23,7 +23,6 @@ from threefold.check.compare import (
     Training,
     compare_curves,
     compare_tensors,
-    compare_trainings,
 )
 from threefold.checkpoint.checkpoint_folder import find
 from threefold.errors import CheckpointError

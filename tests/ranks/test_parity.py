@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 
-from ranks.reference import PARITY, TINY_LLAMA, make_batches, require, train_alone
+from ranks.reference import (
+    PARITY,
+    TINY_LLAMA,
+    compare_trainings,
+    make_batches,
+    require,
+    train_alone,
+)
 from ranks.spawn import run_ranks
-from threefold.check.compare import Training, compare_trainings
+from threefold.check.compare import Training
 
 STEPS, ROWS, SEQ_LEN, LR, CLIP, DECAY = 20, 8, 16, 3e-3, 1.0, 0.1
 

@@ -247,7 +247,7 @@ def _admit(mesh: Any, model: dict[str, Any], data: dict[str, Any], admission: st
     }
     config = validate({"model": values, "data": {"seq_len": 32, **data}})
     try:
-        return ": ".join(admit(config, load.read_config(config.model), mesh).said)
+        return ": ".join(admit(config, load.read_config(config.model), mesh))
     except ConfigError as error:
         return str(error)
 
@@ -401,7 +401,7 @@ def _narrow(model_type: str) -> str:
         }
     )
     try:
-        return ": ".join(admit(config, config_of(model_type), mesh).said)
+        return ": ".join(admit(config, config_of(model_type), mesh))
     except ThreefoldError as error:
         return str(error)
     finally:

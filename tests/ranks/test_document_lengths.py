@@ -269,7 +269,7 @@ def _admitted(fault: str) -> tuple[str, int]:
         }
     )
     try:
-        return ": ".join(admit(config, load.read_config(config.model), mesh).said), len(calls)
+        return ": ".join(admit(config, load.read_config(config.model), mesh)), len(calls)
     except ConfigError as error:
         return str(error), len(calls)
 

@@ -64,7 +64,7 @@ def _admitted(
         }
     )
     try:
-        return ": ".join(admit(config, load.read_config(config.model), mesh).said)
+        return ": ".join(admit(config, load.read_config(config.model), mesh))
     except ThreefoldError as error:
         return str(error)
 

@@ -88,7 +88,7 @@ def _admitted(names: list[str], caches: list[str]) -> str:
     mesh = init_mesh(dp=len(names), device="cpu")
     config = _config(names[mesh.rank], caches[mesh.rank])
     try:
-        return ": ".join(admit(config, load.read_config(config.model), mesh).said)
+        return ": ".join(admit(config, load.read_config(config.model), mesh))
     except ThreefoldError as error:
         return str(error)
 

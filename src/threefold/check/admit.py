@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -43,13 +43,6 @@ class RefusedError(ConfigError):
     """A probe of the model does not hold on this mesh."""
 
 
-@dataclass(frozen=True)
-class Admission:
-    """That a model was admitted, and by what; `said` is (what, why) for the head of a run."""
-
-    said: tuple[str, str]
-
-
 class _Tried(NamedTuple):
     results: list[Difference]
     error: Exception | None
@@ -59,18 +52,19 @@ class _Tried(NamedTuple):
         return self.error is None and Comparison(self.results).holds
 
 
-def admit(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Admission:
+def admit(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[str, str]:
     """Probes the architecture on the mesh as the config would train it; every rank calls it.
+
+    Returns:
+        (what was probed, how well it holds), to be printed.
 
     Raises:
         ConfigError: a probe does not hold, or the model cannot be computed on this mesh; on every rank.
     """
     if config.model.admission == "off":
-        return Admission(
-            (
-                "admission: off",
-                "model.admission is off: this model was not checked on this mesh",
-            )
+        return (
+            "admission: off",
+            "model.admission is off: this model was not checked on this mesh",
         )
     begun = time.perf_counter()
     subject = _subject_or_refusal(config, architecture, mesh)
@@ -82,9 +76,7 @@ def admit(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Admissi
             "admission", lambda: [vars(result) for result in admission_cache.read(key) or ()]
         )
         if kept:
-            return Admission(
-                _said(subject, [Difference(**values) for values in kept], "found before")
-            )
+            return _said(subject, [Difference(**values) for values in kept], "found before")
     tried = _tried(subject, mesh)
     if tried.error is not None:
         raise _refusal(config, architecture, mesh, tried)
@@ -95,7 +87,7 @@ def admit(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Admissi
         tried = next(each for each in again if each.holds)
     if mesh.rank == 0 and key is not None:
         admission_cache.keep(key, tried.results)
-    return Admission(_said(subject, tried.results, f"{time.perf_counter() - begun:.1f} s"))
+    return _said(subject, tried.results, f"{time.perf_counter() - begun:.1f} s")
 
 
 def _code_of(subject: Subject) -> CodeDigest:

@@ -140,7 +140,7 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
                 built,
                 why,
                 (
-                    admission.said,
+                    admission,
                     *full_size,
                     *fitting.said,
                     *_compute_type(loaded.config, mesh),

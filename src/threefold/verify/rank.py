@@ -195,7 +195,7 @@ def verify_on(mesh: Mesh, config: Config, options: VerifyOptions) -> Verificatio
 
 def _admission(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[bool, str]:
     try:
-        return True, ": ".join(admit(config, architecture, mesh).said)
+        return True, ": ".join(admit(config, architecture, mesh))
     except RefusedError as error:
         return False, str(error)
 

@@ -109,7 +109,7 @@ def is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal()
 
 
-def checked(info: LaunchInfo, *, rank_name: str, world_name: str) -> LaunchInfo:
+def checked(info: LaunchInfo, rank_name: str, world_name: str) -> LaunchInfo:
     """Returns the info if its numbers fit one another.
 
     Raises:

@@ -75,7 +75,7 @@ def _read_torchrun(environ: Mapping[str, str]) -> LaunchInfo:
         if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         else None,
     )
-    return checked(info, rank_name="RANK", world_name="WORLD_SIZE")
+    return checked(info, "RANK", "WORLD_SIZE")
 
 
 def _read_plain(environ: Mapping[str, str], outer: LaunchInfo | None) -> LaunchInfo:
@@ -108,7 +108,7 @@ def _read_plain(environ: Mapping[str, str], outer: LaunchInfo | None) -> LaunchI
         master_addr=environ["MASTER_ADDR"],
         master_port=port,
     )
-    return checked(info, rank_name="RANK", world_name="WORLD_SIZE")
+    return checked(info, "RANK", "WORLD_SIZE")
 
 
 def _torch_numbers(variables: Variables) -> tuple[int, int, int]:
@@ -147,7 +147,7 @@ def _read_four(
         names, fix=fix
     )
     info = LaunchInfo(rank, world_size, local_rank, local_world_size, launcher=kind)
-    return checked(info, rank_name=names[0], world_name=names[1])
+    return checked(info, names[0], names[1])
 
 
 def _read_flux(environ: Mapping[str, str]) -> LaunchInfo | None:
@@ -168,7 +168,7 @@ def _read_flux(environ: Mapping[str, str]) -> LaunchInfo | None:
             fix="flux run -N HOSTS --tasks-per-node=N python -m threefold ...",
         )
     info = LaunchInfo(rank, world_size, local_rank, world_size // hosts, launcher="flux")
-    return checked(info, rank_name=names[0], world_name=names[1])
+    return checked(info, names[0], names[1])
 
 
 def _read_pals(environ: Mapping[str, str]) -> LaunchInfo | None:
@@ -219,7 +219,7 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
         restart=variables.number("SLURM_RESTART_COUNT") or 0,
         own_device=any(name in environ for name in devices),
     )
-    return checked(info, rank_name="SLURM_PROCID", world_name=size_name)
+    return checked(info, "SLURM_PROCID", size_name)
 
 
 def _read_kubernetes(environ: Mapping[str, str]) -> LaunchInfo | None:
@@ -241,7 +241,7 @@ def _read_kubernetes(environ: Mapping[str, str]) -> LaunchInfo | None:
     if world_size == 1:
         return None
     info = LaunchInfo(rank, world_size, launcher="kubernetes")
-    return checked(info, rank_name="PET_NODE_RANK", world_name="PET_NNODES")
+    return checked(info, "PET_NODE_RANK", "PET_NNODES")
 
 
 def _with_rendezvous(environ: Mapping[str, str], info: LaunchInfo) -> LaunchInfo:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ class Profiled(Progress):
         self._to = folder / PROFILE_FOLDER / f"rank-{rank:04}"
         self._first, self._last = steps
         self._profiler: Any = None
-        self._phase: Any = None
+        self._phase = ExitStack()
 
     def enter(self, phase: str, *, step: int | None = None) -> None:
         super().enter(phase, step=step)
@@ -50,7 +52,7 @@ class Profiled(Progress):
         with gzip.open(trace, "rt", encoding="utf-8") as file:
             events = json.load(file)["traceEvents"]
         self._to.with_suffix(".summary.json").write_text(
-            json.dumps(summary_of(events).to_values()), encoding="utf-8"
+            json.dumps(asdict(summary_of(events))), encoding="utf-8"
         )
 
     def _start(self) -> None:
@@ -61,9 +63,7 @@ class Profiled(Progress):
         self._profiler.__enter__()
 
     def _mark(self, phase: str | None) -> None:
-        if self._phase is not None:
-            self._phase.__exit__(None, None, None)
-            self._phase = None
+        self._phase.close()
         if phase is not None:
-            self._phase = torch.profiler.record_function(f"{PHASE}{phase}")
-            self._phase.__enter__()
+            named = torch.profiler.record_function(f"{PHASE}{phase}")
+            self._phase.enter_context(named)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 PHASE = "threefold:"
@@ -41,9 +41,6 @@ class Summary:
     overlapped: float
     phases: dict[str, float]
     kernels: list[tuple[str, float, float]]
-
-    def to_values(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def summary_of(events: Iterable[Event]) -> Summary:

@@ -154,9 +154,7 @@ def setup_problems(
         trusted = config.model.trust_remote_code
         build = partial(load.outline, architecture, trust_remote_code=trusted)
         yield from lora.problems(config.model.lora, build, name=architecture.model_type)
-    text = architecture.get_text_config()
-    if getattr(text, "output_router_logits", False):
-        yield from router_problems(outline)
+    yield from router_problems(outline)
     longest = longest_row(architecture, outline)
     if 0 < longest < config.data.seq_len:
         what = f"data.seq_len = {config.data.seq_len}, but the model supports at most {longest} positions"

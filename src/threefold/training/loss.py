@@ -166,12 +166,10 @@ class TokenLoss:
         assert sums is not None
         vocabulary = self.vocabulary if self._is_split else logits.shape[1]
         return gradients(
-            *(
-                logits,
-                sums[0],
-                sums[1] if shift is None else sums[1] - shift,
-                torch.where(own, place[:, 0], -1),
-            ),
+            logits,
+            sums[0],
+            sums[1] if shift is None else sums[1] - shift,
+            torch.where(own, place[:, 0], -1),
             z_loss=self.z_loss,
             spread=self.label_smoothing / vocabulary,
             at_target=1 - self.label_smoothing,

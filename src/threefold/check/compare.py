@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from threefold.model.collectives import whole_of
 from threefold.model.model import Model
 
 # Tensors are torch's or numpy's.
@@ -405,9 +405,6 @@ def complete_gradients(model: Model) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.module.named_parameters():
         if not parameter.requires_grad:
             continue
-        gradient = parameter.grad
-        if gradient is None:
-            whole = torch.zeros(parameter.shape, device=parameter.device)
-        else:
-            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        yield tied.get(name, name), whole.detach()
+        if (gradient := parameter.grad) is None:
+            gradient = torch.zeros(parameter.shape, device=parameter.device)
+        yield tied.get(name, name), whole_of(gradient).detach()

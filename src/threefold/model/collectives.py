@@ -250,6 +250,11 @@ def join(
     return joined if total is None else joined.narrow(dim, 0, total)
 
 
+def whole_of(tensor: Any) -> Any:
+    """All of a tensor, of which a rank may hold a part; every rank calls it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def local_part(parameter: Any) -> Any:
     """This rank's part of a parameter, or all of a plain one."""
     if not isinstance(parameter, DTensor):

@@ -13,7 +13,7 @@ import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from threefold.config.optimizer import OPTIMIZERS, OptimizerConfig
 from threefold.config.yaml_text import as_yaml, to_set
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.topology import Topology
+from threefold.model.collectives import whole_of
 from threefold.optim.muon import Muon
 
 # A program may make these itself, and use them on any mesh: tests compare them with one process.
@@ -223,9 +224,7 @@ def mesh_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
     )
     for (part, complete), before in zip(pairs, start, strict=True):
         moved = (complete - before).abs().max()
-        if (
-            (part.full_tensor() if isinstance(part, DTensor) else part) - complete
-        ).abs().max() > _BOUND * moved:
+        if (whole_of(part) - complete).abs().max() > _BOUND * moved:
             what = f"{name} does not update a part of a matrix as it updates the whole, and this mesh holds parts"
             expected = "an update of each weight by itself, or dp ranks alone, each with the whole model"
             return [Problem(what, expected, fix)]
@@ -246,10 +245,7 @@ def _copied(parameter: Tensor) -> nn.Parameter:
 
 
 def _whole(parameter: Tensor) -> nn.Parameter:
-    complete = parameter.detach()
-    return nn.Parameter(
-        (complete.full_tensor() if isinstance(complete, DTensor) else complete).clone()
-    )
+    return nn.Parameter(whole_of(parameter.detach()).clone())
 
 
 def _tried(
@@ -337,16 +333,12 @@ def _numbers() -> tuple[Tensor, list[Tensor]]:
     return drawn[0], drawn[1:]
 
 
-class _Trial:
-    """What the trial leaves: the parameters, the optimizer, and what it kept outside of its state."""
+class _Trial(NamedTuple):
+    """What the trial leaves: the parameters, the optimizer, and what has changed outside of its state."""
 
-    def __init__(
-        self, parameters: list[Tensor], optimizer: torch.optim.Optimizer, kept: dict[str, Any]
-    ) -> None:
-        self.parameters, self.optimizer = parameters, optimizer
-        self.changed = [
-            name for name, value in _kept(optimizer).items() if kept.get(name) != value
-        ]
+    parameters: list[Tensor]
+    optimizer: torch.optim.Optimizer
+    changed: list[str]
 
 
 def _trial(
@@ -365,19 +357,17 @@ def _trial(
         for parameter, own in zip(parameters, gradients, strict=False):
             parameter.grad = own[number].clone()
         optimizer.step()
-    return _Trial([parameter.detach() for parameter in parameters], optimizer, kept)
+    changed = [name for name, value in _kept(optimizer).items() if kept.get(name) != value]
+    return _Trial([parameter.detach() for parameter in parameters], optimizer, changed)
 
 
 def _kept(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Plain values outside of the state: of the groups, and of the object."""
-    own = {
+    group = optimizer.param_groups[0]
+    return {name: value for name, value in group.items() if name != "params"} | {
         name: value
         for name, value in vars(optimizer).items()
-        if isinstance(value, bool | int | float | str)
-    }
-    groups = optimizer.param_groups
-    return {name: value for name, value in groups[0].items() if name != "params"} | {
-        name: value for name, value in own.items() if not name.startswith("_opt_called")
+        if isinstance(value, bool | int | float | str) and not name.startswith("_opt_called")
     }
 
 

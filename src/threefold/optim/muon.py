@@ -15,12 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.conv import _ConvNd
 
 from threefold.checkpoint.state import boxes_held
 from threefold.mesh.mesh import Mesh
-from threefold.model.collectives import local_part
+from threefold.model.collectives import local_part, whole_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _SMALLEST_NORM = 1e-7
@@ -114,7 +113,7 @@ class Muon(torch.optim.AdamW):
         own: Tensor | None = None
         for owner, (matrix, _) in enumerate(turn):
             direction = self._direction(matrix)
-            whole = direction.full_tensor() if isinstance(direction, DTensor) else direction
+            whole = whole_of(direction)
             if owner == rank:
                 own = orthogonalised(whole, *self._iteration)
         for owner, (matrix, group) in enumerate(turn):

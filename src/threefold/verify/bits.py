@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from torch.distributed.tensor import DTensor
-
 from threefold.check.compare import Difference, compare_exactly
 from threefold.checkpoint.tensors import bytes_of
 from threefold.config.auto_lr import peak_rate, with_rate
@@ -23,6 +21,7 @@ from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
 from threefold.model.build import build
+from threefold.model.collectives import whole_of
 from threefold.model.data_parallel import device_of
 from threefold.model.model import Model
 from threefold.optim.schedule import learning_rate
@@ -131,7 +130,7 @@ def _hashes(model: Model) -> dict[str, str | None]:
     """Of each tensor, whole; None of one that is not finite. Every rank calls it."""
     hashes = {}
     for name, parameter in model.module.named_parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        whole = whole_of(parameter)
         content = bytes_of(whole.detach().cpu().contiguous())
         hashes[name] = hashlib.sha256(content).hexdigest() if whole.isfinite().all() else None
     return hashes

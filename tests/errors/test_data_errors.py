@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import csv
 import errno
 import gzip
 import json
@@ -246,6 +247,21 @@ def test_text_in_utf16_is_converted_from_that(folder: Path) -> None:
         ((_, _, fix),) = said(read("a.txt"))
         subprocess.run(fix.partition(", or ")[0], shell=True, check=True)
         assert (folder / "NEW").read_text() == "café"
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_columns_that_no_comma_separates(separator: str, folder: Path) -> None:
+    """Read as one column, all of them would be the text."""
+    lines = (["id", "text"], ["1", "one; two, three"])
+    with (folder / "it's.csv").open("w", newline="") as file:
+        csv.writer(file, delimiter=separator).writerows(lines)
+    for text_field in ("text", f"id{separator}text"):
+        ((what, _, fix),) = said(read("it's.csv", text_field=text_field))
+        assert what == f"it's.csv has columns that {separator!r} separates"
+    subprocess.run(fix, shell=True, check=True)
+    with (folder / "NEW.csv").open(newline="") as file:
+        assert tuple(csv.reader(file)) == lines
+    assert read("NEW.csv")().info.num_documents == 1
 
 
 def test_column_that_is_there_twice(folder: Path) -> None:

@@ -17,6 +17,8 @@ import io
 import itertools
 import json
 import math
+import re
+import shlex
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -158,6 +160,7 @@ def read_csv(
         def numbered() -> Iterator[tuple[int, Any]]:
             nonlocal line
             refuse_repeated(str(path), header := next(rows, []), take.columns)
+            _refuse_separator(path, header)
             line = rows.line_num + 1
             for row in rows:
                 number, line = line, rows.line_num + 1
@@ -180,6 +183,18 @@ def read_csv(
                 expected='fields in quotes, each quote inside them doubled: "say ""hi"""',
                 fix=_CORRECT,
             )
+
+
+def _refuse_separator(path: SourceFile, header: list[str]) -> None:
+    """DataError for a table whose only column is a line of others: all of them would be one text."""
+    if len(header) == 1 and (found := re.search(r"[;\t|]", header[0])):
+        read = f"csv.reader(open({str(path)!r}, newline=''), delimiter={found[0]!r})"
+        code = f"import csv; csv.writer(open('NEW.csv', 'w', newline='')).writerows({read})"
+        raise DataError(
+            f"{path} has columns that {found[0]!r} separates",
+            expected="columns that commas separate",
+            fix=f"python3 -c {shlex.quote(code)}",
+        )
 
 
 def parquet_columns(path: SourceFile) -> list[str]:

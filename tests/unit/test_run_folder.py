@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,8 @@ from threefold.checkpoint.lineage import Identity
 from threefold.config import loading
 from threefold.config.paths import run_and_checkpoint
 from threefold.config.schema import Config
-from threefold.errors import CheckpointError, ConfigError
+from threefold.errors import EXIT_FAILED, CheckpointError, ConfigError
+from threefold.run.failure import report_failure
 from threefold.run.folder import RunFolder, log_to_file, open_run
 
 
@@ -227,6 +229,20 @@ def test_log_on_a_full_disk_leaves_lines_out_without_a_word(
                 logging.getLogger(name).removeHandler(handler)
         logger.level, logger.propagate = before[1:]
     assert capfd.readouterr() == ("", "")
+
+
+def test_full_disk_at_a_start_is_said_in_three_parts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whatever of its files a run was writing: of the tests' own, none is as small as a disk."""
+    for number, told in ((errno.ENOSPC, True), (errno.EIO, False)):
+        try:
+            raise OSError(number, "why")
+        except OSError as error:
+            assert report_failure(error, None, 0) == EXIT_FAILED
+        text = capsys.readouterr().err
+        assert text.startswith(f"a disk is full: [Errno {number}] why\n  expected: ") == told
+        assert ("Traceback" in text) != told
 
 
 @pytest.mark.parametrize("inside", ["sub", "checkpoints/sub", "exports/deep/er"])

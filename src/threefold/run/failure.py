@@ -24,6 +24,7 @@ from threefold.errors import (
     EXIT_FAILED,
     EXIT_WRONG_REQUEST,
     OtherRankError,
+    Problem,
     RunError,
     ThreefoldError,
     described_error,
@@ -67,6 +68,9 @@ def report_failure(
     log.error("%s", text)
     if (lost := lost_peer(error)) is not None:
         text = str(lost)  # the traceback only shows where this rank waited
+    elif not expected and _how(error) == "disk":
+        fix = "free space (`df -h` of log.dir and of the cache), then the same command again"
+        text = str(Problem(f"a disk is full: {error}", "room for what the run writes", fix))
     first = _is_first_failure(error, mesh, rank, watch)
     # Ranks of a launcher have a file each; those that are started here have one, in which the first one's error stays.
     if keep is not None and (first or not Path(keep).exists()):

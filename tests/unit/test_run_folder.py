@@ -202,8 +202,10 @@ def test_folder_with_a_jobs_files_or_of_a_start_that_was_refused_is_taken() -> N
 
 
 def test_folder_is_a_runs_before_its_first_records_are_written() -> None:
-    """A start that is killed while it is accepted can be repeated."""
+    """A start that is killed, or finds the disk full, while it is accepted can be repeated."""
     opened = open_run(config())
+    Path("run/.run.json").write_bytes(b"{")
+    assert open_run(config()).candidates == ()
     identity = opened.claim()
     Path("run/data.files.jsonl").touch()
     assert open_run(config()).claim() == identity

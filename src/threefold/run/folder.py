@@ -54,6 +54,7 @@ _NOT_YET_A_RUN = (
     "job.sh",
     ".lease.json",
     ".from-store",
+    f".{RUN_FILE}",  # of a start that ended while it was written
 )
 _OUTPUTS = (".err", ".log", ".out")  # where a shell, or a scheduler, sends what is printed
 

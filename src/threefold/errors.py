@@ -6,6 +6,7 @@ gone wrong), and how to fix it (text to paste). Several problems found together 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 EXIT_FAILED = 1
 EXIT_WRONG_REQUEST = 2
 EXIT_STOPPED_WITH_CHECKPOINT = 75
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Of an OSError: a full disk, a full quota, a limit on the size of files."""
 _NUM_NAMED = 6
 
 
@@ -141,6 +144,14 @@ def _family(cls: type[ThreefoldError]) -> Iterator[type[ThreefoldError]]:
     yield cls
     for derived in cls.__subclasses__():
         yield from _family(derived)
+
+
+def full_disk(error: BaseException) -> RunError | None:
+    """The user's error for one of a disk that is full; None for any other."""
+    if not isinstance(error, OSError) or error.errno not in NO_SPACE:
+        return None
+    fix = "free space (`df -h` of the folders that it names), then the same command again"
+    return RunError(f"a disk is full: {error}", expected="room for what is written", fix=fix)
 
 
 def first_line(error: BaseException) -> str:

@@ -285,3 +285,22 @@ def test_sizes_that_tp_cannot_divide(folder: Path) -> None:
         "  expected: whole heads on every rank: one of 1, 3\n"
         "  fix: --mesh.tp 1\n"
     )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_full_disk_is_said_in_three_parts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from threefold.commands import main
+
+    def write(**_: object) -> None:
+        Path("/dev/full").write_text("x")
+
+    monkeypatch.setattr(main, "_load", lambda _: None)
+    monkeypatch.setattr(main, "app", write)
+    monkeypatch.setattr("sys.argv", ["threefold", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        main.run()
+    said = capsys.readouterr().err.split("\n")
+    assert ended.value.code == 1 and said[0].startswith("a disk is full: ")
+    assert said[1].startswith("  expected: ") and said[2].startswith("  fix: free space")

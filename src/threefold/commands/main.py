@@ -19,7 +19,7 @@ from threefold.commands.arguments import CONTEXT
 from threefold.commands.completion import WithKeys
 from threefold.commands.help_examples import ending
 from threefold.config.dropped import DROPPED
-from threefold.errors import ConfigError, Problem, ThreefoldError
+from threefold.errors import ConfigError, Problem, ThreefoldError, full_disk
 
 app = typer.Typer(
     name="threefold",
@@ -164,5 +164,10 @@ def run() -> None:
             with contextlib.suppress(KeyboardInterrupt):
                 time.sleep(_SPEAKS_WITHIN_S)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if (full := full_disk(error)) is None:
+            raise
+        sys.stderr.write(f"{full}\n")
+        sys.exit(full.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

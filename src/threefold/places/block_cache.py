@@ -7,7 +7,6 @@ What has to go is what is used last; of that the caller knows, and without it th
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import math
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from threefold.errors import RunError, size_text
+from threefold.errors import NO_SPACE, RunError, size_text
 
 log = logging.getLogger("threefold")
 
@@ -27,7 +26,6 @@ log = logging.getLogger("threefold")
 LEAST_BLOCKS = 64
 # Of the space that is free, and that the cache has already.
 _SHARE = 0.5
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NUM_LOCKS = 256
 # A process that is frozen while it fetches does not keep others from fetching themselves.
 _LONGEST_LOCK_S = 30.0
@@ -104,7 +102,7 @@ class BlockCache:
                     part.write_bytes(data)
                     return os.replace(part, self.path(number))
                 except OSError as error:
-                    if error.errno not in _NO_SPACE:
+                    if error.errno not in NO_SPACE:
                         raise
                     self._make_room(len(self.numbers()), steps_until, now=True)
             if not self._is_full:

@@ -6,7 +6,6 @@ it before it leaves, and of one that could not (it was killed, it left without a
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import sys
@@ -23,11 +22,12 @@ from threefold.checkpoint.lineage import Ending
 from threefold.errors import (
     EXIT_FAILED,
     EXIT_WRONG_REQUEST,
+    NO_SPACE,
     OtherRankError,
-    Problem,
     RunError,
     ThreefoldError,
     described_error,
+    full_disk,
 )
 from threefold.mesh import environment
 from threefold.mesh.exchange import lost_peer
@@ -68,9 +68,8 @@ def report_failure(
     log.error("%s", text)
     if (lost := lost_peer(error)) is not None:
         text = str(lost)  # the traceback only shows where this rank waited
-    elif not expected and _how(error) == "disk":
-        fix = "free space (`df -h` of log.dir and of the cache), then the same command again"
-        text = str(Problem(f"a disk is full: {error}", "room for what the run writes", fix))
+    elif (full := full_disk(error)) is not None:
+        text = str(full)
     first = _is_first_failure(error, mesh, rank, watch)
     # Ranks of a launcher have a file each; those that are started here have one, in which the first one's error stays.
     if keep is not None and (first or not Path(keep).exists()):
@@ -161,7 +160,7 @@ def _how(error: BaseException) -> str:
     match error:
         case ThreefoldError(how=how) if how != "error" or error.__cause__ is None:
             return how
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+        case OSError() if error.errno in NO_SPACE:
             return "disk"
         case torch.OutOfMemoryError():
             return "device"

@@ -34,7 +34,7 @@ from threefold.data.store.store import (
 from threefold.data.store.writer import StoreWriter
 from threefold.data.text.source import ReadLog, TextSource, log_error
 from threefold.data.tokens import Tokenizer
-from threefold.errors import DataError, RunError
+from threefold.errors import NO_SPACE, DataError, RunError
 from threefold.mesh.environment import num_cores
 
 STORE_NAME = "tokens"
@@ -45,8 +45,6 @@ MakeParts = Callable[[PartMaker, Sequence[EncodedPart]], Generator[PartDone, Non
 
 # Starting processes (0.5 s and more each) costs more than it saves below this much text.
 _SMALL_BYTES = 64 << 20
-# A full disk, a full quota, and a limit on the size of files.
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # EncodedPart of every request's name: after a change to how parts are cut or encoded, old parts are not reused.
 _FORMAT = 1
 
@@ -127,7 +125,7 @@ def prepare(
                 record(maker, done)
             info = _join(maker, done, prefix=prefix, request=request)
         except OSError as error:
-            if error.errno not in _NO_SPACE:
+            if error.errno not in NO_SPACE:
                 raise
             raise RunError(
                 f"no space left on the disk of {to}: {error.strerror}",

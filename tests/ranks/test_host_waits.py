@@ -30,7 +30,7 @@ WINDOWS = {"model_type": "gemma2", "sliding_window": 8, **SIZES}
 # To where the weights are: the device itself, unless mesh.cpu_offload keeps them on the host, which has to wait.
 TO_THE_WEIGHTS = (
     r"to a device (model/gradient_sums\.py:\d+ _square_sum"
-    r"|training/(gradients\.py:\d+ (_multiply|clip|_sum_partial)|step\.py:\d+ _update))"
+    r"|training/(gradients\.py:\d+ (_multiply|clip|_sum)|step\.py:\d+ _update))"
 )
 # Masks in memory under cp, which are chosen where masks by blocks are not, find the keys that a half sees.
 HALVED = r"nonzero context_parallel/local_attention\.py:\d+ _halved"

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 _MAPPED_FROM = 32 * 2**20
 # Of blocks of the heap that come and go, measured (docs/plan.md): torch asks for aligned ones, and glibc (2.36) seldom
 # gives a freed one to as large a request (its bug 14581).
-_HEAP_SHARE = 2.1
+_HEAP_SHARE = 1.77
 # gloo receives into a copy of the whole tensor, and reduces one.
 _COPIED = ("_allgather_base_", "_reduce_scatter_base_")
 

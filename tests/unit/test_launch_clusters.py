@@ -126,6 +126,10 @@ def test_process_of_several_hosts_does_not_train_alone(name: str) -> None:
     assert problem.what.startswith(cluster.variable)
     assert "no launcher has started this process" in problem.what
     assert cluster.fix in problem.fix and f"unset {cluster.variable}" in problem.fix
+    alone = {
+        key: value for key, value in SEVERAL_HOSTS[name].items() if key != cluster.variable
+    }
+    assert read(alone) == LaunchInfo(), "what is printed does not help"
 
 
 def test_names_of_variables_give_the_torchrun_to_paste() -> None:

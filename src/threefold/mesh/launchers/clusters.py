@@ -46,8 +46,16 @@ class Cluster:
     several: str = ""
 
 
-def _listed(variable: str, separator: str | None = None) -> Callable[[Environ], Sequence[str]]:
-    return lambda environ: [name for name in environ.get(variable, "").split(separator) if name]
+def _listed(
+    variable: str, separator: str | None = None, beside: str = ""
+) -> Callable[[Environ], Sequence[str]]:
+    """The names that a variable lists, if `beside` is set too."""
+
+    def hosts(environ: Environ) -> Sequence[str]:
+        names = environ.get(variable, "") if not beside or beside in environ else ""
+        return [name for name in names.split(separator) if name]
+
+    return hosts
 
 
 def _counted(
@@ -75,8 +83,10 @@ def _filed(variable: str, count: str = "") -> Callable[[Environ], Sequence[str]]
     """A file with a line for each place on a host; where it cannot be read, so many as `count` says."""
 
     def hosts(environ: Environ) -> Sequence[str]:
+        if variable not in environ:
+            return []
         try:
-            text = Path(environ.get(variable, "")).read_text(encoding="utf-8")
+            text = Path(environ[variable]).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             return _counted(count)(environ)
         return list(dict.fromkeys(text.split()))
@@ -86,6 +96,8 @@ def _filed(variable: str, count: str = "") -> Callable[[Environ], Sequence[str]]
 
 def _of_volcano(environ: Environ) -> Sequence[str]:
     """The pods of each task: `VC_WORKER_HOSTS=a,b`."""
+    if "VC_TASK_INDEX" not in environ:
+        return []
     names = sorted(name for name in environ if re.fullmatch("VC_[A-Z0-9_]+_HOSTS", name))
     return [host for name in names for host in environ[name].split(",") if host]
 
@@ -132,8 +144,8 @@ _SAGEMAKER_FIX = (
 CLUSTERS: dict[str, Cluster] = {
     "SageMaker": Cluster("SM_HOSTS", _of_sagemaker, _SAGEMAKER_FIX),
     "SkyPilot": Cluster(
-        "SKYPILOT_NODE_IPS",
-        _listed("SKYPILOT_NODE_IPS"),
+        "SKYPILOT_NUM_NODES",
+        _listed("SKYPILOT_NODE_IPS", beside="SKYPILOT_NUM_NODES"),
         _TORCHRUN.format(
             "$SKYPILOT_NUM_NODES",
             "$SKYPILOT_NODE_RANK",

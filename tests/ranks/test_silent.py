@@ -90,19 +90,25 @@ def test_norms_of_heads_are_summed_once_over_micro_batches(folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "values"),
     [
-        "apertus",  # an activation with parameters between columns and rows
-        "youtu",  # a plan that leaves attention whole, so that the sequence must be whole there too
-        "dots3_note_text",  # layers with heads of their own number
+        ("apertus", {}),  # an activation with parameters between columns and rows
+        (
+            "youtu",
+            {},
+        ),  # attention that stays whole, so that the sequence must be whole there too
+        ("dots3_note_text", {}),  # layers with heads of their own number
+        ("glm4_moe", {"use_qk_norm": True}),  # norms of heads that the plan does not name
     ],
 )
-def test_what_a_plan_leaves_out_is_exact_under_tp(folder: str, kind: str) -> None:
+def test_what_a_plan_leaves_out_is_exact_under_tp(
+    folder: str, kind: str, values: dict[str, bool]
+) -> None:
     from architectures import config_of
     from threefold.checkpoint.manifest import architecture_of
     from threefold.model.reduced import reduced
 
-    model = {**architecture_of(reduced(config_of(kind), ranks=2)), "vocab_size": 257}
+    model = {**architecture_of(reduced(config_of(kind, **values), ranks=2)), "vocab_size": 257}
     for key in ("is_encoder_decoder", "id2label", "label2id"):
         model.pop(key, None)
     _holds(folder, {"tp": 2}, model)

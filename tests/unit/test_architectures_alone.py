@@ -17,7 +17,7 @@ from threefold.check.compare import LOSS, compare_number
 from threefold.check.reference import forward_backward, gradients_of
 from threefold.mesh.mesh import Mesh, init_mesh
 from threefold.model import load, weight_loading
-from threefold.model.context_parallel import attention_choice, limits, recurrence
+from threefold.model.context_parallel import attention_choice, limits, recurrence, rotary
 from threefold.model.context_parallel.attention import ContextParallel
 from threefold.model.head import install
 from threefold.model.reduced import reduced
@@ -27,9 +27,7 @@ SEQ_LEN = 32
 # Their own attention; masks, keys or terms of their own.
 OWN = (
     "bloom",
-    "codegen",
     "falcon",
-    "gptj",
     "gpt_neo",
     "gpt_neox_japanese",
     "mpt",
@@ -341,7 +339,18 @@ def test_a_buffer_that_nothing_writes_is_an_error(mesh: Mesh) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["bloom", "gptj", "deepseek_v4"])
+def test_only_positions_that_may_be_left_out_are_replaced() -> None:
+    class ByItselfPosition(torch.nn.Module):
+        def forward(self, states: Any, position_ids: Any = None) -> None: ...
+
+    class GivenPosition(torch.nn.Module):
+        def forward(self, states: Any, distance: Any, position_ids: Any) -> None: ...
+
+    found = rotary.numbering(torch.nn.ModuleList([ByItselfPosition(), GivenPosition()]))
+    assert [type(each) for each in found] == [ByItselfPosition]
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon", "deepseek_v4"])
 def test_kept_attention_is_said(name: str, mesh: Mesh) -> None:
     context = ContextParallel(mesh)
     model = load.build_without_storage(small(name), attention=context.name)

@@ -18,15 +18,15 @@ from threefold.plan.choices import chunk_tokens
 
 # Classes of transformers that were read: their logits are the head's product alone; `Llama` is LlamaForCausalLM.
 _PLAIN = """
-    Afmoe Apertus Arcee AriaText AXK1 AXK2 BailingHybrid Bamba Bart BigBirdPegasus BitNet Blenderbot BlenderbotSmall
-    Bloom Camembert CodeGen Cwm Data2VecText Dbrx DeepseekV2 DeepseekV3 DeepseekV32 DeepseekV4 DiffLlama Doge Dots1
-    Dots3Note Emu3 Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe FlexOlmo Flint Fuyu Gemma Glm Glm4 Glm4Moe Glm4MoeLite
-    GlmMoeDsa GPTBigCode GPTJ GPTNeo GPTNeoX GPTNeoXJapanese GptOss Helium HrmText HunYuanDenseV1 HunYuanMoEV1 HYV3
-    Jais2 Jamba JetMoe KimiLinear Kolibri1 Laguna Lfm2 Lfm2Moe Lfm3 Llama Llama4 LongcatFlash Marian MBart Mellum
-    MiMoV2Flash MiniMax MiniMaxM2 MiniMaxM3VL Ministral Ministral3 Mistral Mixtral Moshi Mpt Mvp Nemotron Olmo Olmo2
-    Olmo3 Olmoe OlmoHybrid OPT Pegasus Persimmon Phi Phi3 Phi4Multimodal Phimoe PLBart Qwen2 Qwen2Moe Qwen3 Qwen3_5
-    Qwen3_5Moe Qwen3Moe Qwen3Next Qwen4Exp Roberta RobertaPreLayerNorm SeedOss SmolLM3 SolarOpen StableLm Starcoder2
-    XGLM XLMRoberta XLMRobertaXL Xmod Youtu Zamba Zamba2 Zaya
+    Afmoe Apertus Apertus1p5Text Arcee AriaText AXK1 AXK2 BailingHybrid Bamba Bart BigBirdPegasus BitNet Blenderbot
+    BlenderbotSmall Bloom Camembert CodeGen Cwm Data2VecText Dbrx DeepseekV2 DeepseekV3 DeepseekV32 DeepseekV4
+    DiffLlama Doge Dots1 Dots3Note Dory Emu3 Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe FlexOlmo Flint Fuyu Gemma Glm
+    Glm4 Glm4Moe Glm4MoeLite GlmMoeDsa GPTBigCode GPTJ GPTNeo GPTNeoX GPTNeoXJapanese GptOss Helium HrmText
+    HunYuanDenseV1 HunYuanMoEV1 HYV3 Jais2 Jamba JetMoe KimiLinear Kolibri1 Laguna LaraMini Lfm2 Lfm2Moe Lfm3 Llama
+    Llama4 LongcatFlash Marian MBart Mellum MiMoV2Flash MiniMax MiniMaxM2 MiniMaxM3VL Ministral Ministral3 Mistral
+    Mixtral Moshi Mpt Mvp Nemotron Olmo Olmo2 Olmo3 Olmoe OlmoHybrid OPT Pegasus Persimmon Phi Phi3 Phi4Multimodal
+    Phimoe PLBart Qwen2 Qwen2Moe Qwen3 Qwen3_5 Qwen3_5Moe Qwen3Moe Qwen3Next Qwen4Exp Roberta RobertaPreLayerNorm
+    SeedOss SmolLM3 SolarOpen StableLm Starcoder2 XGLM XLMRoberta XLMRobertaXL Xmod Youtu Zamba Zamba2 Zaya
 """
 _PLAIN_BY_FULL_NAME = (
     *("BertGenerationDecoder", "CTRLLMHeadModel", "GPT2LMHeadModel", "OpenAIGPTLMHeadModel"),
@@ -105,6 +105,16 @@ def test_a_forward_that_does_more_is_not_understood(before: str, after: str) -> 
     )
     assert read_kind(source) == "plain" and before in source
     assert read_kind(source.replace(before, after)) is None
+
+
+def test_states_are_cut_where_they_are_taken_from_the_outputs() -> None:
+    source = (
+        "def forward(self):\n"
+        "    hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)\n"
+        "    logits = self.lm_head(hidden_states)\n"
+    )
+    assert read_kind(source) == "plain"
+    assert read_kind(source.replace("last_hidden_state,", "last_hidden_state * 2,")) is None
 
 
 def _model(model_type: str) -> Any:

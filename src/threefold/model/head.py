@@ -30,7 +30,7 @@ from threefold.plan.choices import chunk_tokens
 # the head's product alone, or logit_scale * x, x / logits_scaling, cap * tanh(x / cap) of it.
 _OF_HIDDEN_STATES = {
     r"\w*outputs\[0\]|\w*outputs\.last_hidden_state": "",
-    r"slice_logits_to_keep\(hidden_states, logits_to_keep\)": "",
+    r"slice_logits_to_keep\((hidden_states|outputs\.last_hidden_state), logits_to_keep\)": "",
 }
 _ASSIGNED = r"^\s*(hidden_states|\w*logits) ([-+*/]?=) (.*?),?$"
 _OF_LOGITS = {

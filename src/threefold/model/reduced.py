@@ -146,8 +146,8 @@ def shallow(config: PretrainedConfig, *, ranks: int = 1, leading: int = 0) -> Pr
     for name, part in vars(config).items():
         if isinstance(part, PretrainedConfig):
             values[name] = shallow(part, ranks=ranks, leading=leading).to_dict()
-    # Which say by periods where their layers are.
-    if config.model_type in ("jamba", "zamba", "zamba2"):
+    # Which say by counts or periods where their layers are.
+    if config.model_type in ("dory", "jamba", "zamba", "zamba2"):
         _OWN[config.model_type](values)
     return type(config).from_dict(values)
 
@@ -448,6 +448,12 @@ def _is_part(config: PretrainedConfig, name: str) -> bool:
     return isinstance(vars(config).get(name), PretrainedConfig)
 
 
+def _dory(values: Values) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2  # the two in the middle are run twice
+    values.update(layer_types=kinds, num_hidden_layers=4)
+    values.update(n_input_layers=1, n_recurrent_layers=2, n_output_layers=1)
+
+
 def _jamba(values: Values) -> None:
     values.update(
         attn_layer_period=4, attn_layer_offset=2, expert_layer_period=2, expert_layer_offset=1
@@ -511,6 +517,7 @@ def _blt(values: Values) -> None:
 
 # What names alone do not say.
 _OWN: dict[str, Callable[[Values], None]] = {
+    "dory": _dory,
     "jamba": _jamba,
     "mamba": _mamba,
     "falcon_mamba": _mamba,

@@ -75,11 +75,12 @@ def number_tokens(model: nn.Module, positions: Callable[[], Tensor | None]) -> N
 def numbering(model: nn.Module) -> list[Any]:
     """The embeddings of positions that number the tokens at hand, unless they are given positions."""
     named = [module for module in model.modules() if "Position" in type(module).__name__]
-    # Behind the input; as the input itself (xglm) they are the model's own, and true.
+    # Behind the input; as the input itself (xglm) they are the model's own, and true. So are those that it must give.
     return [
         module
         for module in named
-        if "position_ids" in [*inspect.signature(type(module).forward).parameters][2:]
+        for each in [*inspect.signature(type(module).forward).parameters.values()][2:]
+        if each.name == "position_ids" and each.default is None
     ]
 
 

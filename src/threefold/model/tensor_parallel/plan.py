@@ -207,7 +207,7 @@ def split_over_tp(
     if tied:
         # Splitting gave each of the two modules a parameter of its own; they are one again.
         head._parameters["weight"] = embedding._parameters["weight"]
-    partial += _of_activations(modules, plan)
+    partial += _without_rule(modules, plan)
     parameters = dict(model.named_parameters())
     placements = {
         name: each.placements[0]
@@ -249,8 +249,12 @@ def _rules(model: PreTrainedModel, module: str, style: str) -> dict[str, str]:
     return dict.fromkeys([*own, module], style)
 
 
-def _of_activations(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> list[str]:
-    """The parameters of activations between columns and rows (Apertus' xIELU): a rank knows those of its columns."""
+def _without_rule(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> list[str]:
+    """The parameters that see a rank's columns alone, and of which the plan says nothing.
+
+    They are those of activations between columns and rows (Apertus' xIELU), and of norms of heads (q_norm behind a
+    q_proj, as GLM-4.5 has it).
+    """
     found = []
     for name, module in modules.items():
         siblings = {
@@ -260,7 +264,7 @@ def _of_activations(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -
         if (
             type(module).__module__ == "transformers.activations"
             and {"colwise", "rowwise"} <= siblings
-        ):
+        ) or (name.endswith("_norm") and plan.get(f"{name[:-4]}proj") == "colwise"):
             found += [f"{name}.{own}" for own, _ in module.named_parameters()]
     return found
 

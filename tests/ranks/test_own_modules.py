@@ -262,7 +262,7 @@ def test_what_would_differ_between_data_ranks_is_refused(tmp_path: Path) -> None
     ranks = run_ranks(_refused, 2, {"dp": 2}, str(tmp_path))
     for norm, other, buffer, extra, _ in ranks:
         assert norm.startswith(
-            "ConfigError: BatchNorm1d '1' normalises over the rows of a rank, of which 2 dp ranks have each their own"
+            "ConfigError: BatchNorm1d '1' mixes the rows of a rank, of which 2 dp ranks have each their own"
         )
         assert other.startswith(
             "ConfigError: rank 1 gives load_model another Linear than rank 0"
@@ -273,6 +273,46 @@ def test_what_would_differ_between_data_ranks_is_refused(tmp_path: Path) -> None
         assert "dist.all_reduce(module.scale" in buffer
         assert extra.startswith("ConfigError: ranks 0 and 1 save different values as extra")
     assert not (tmp_path / "checkpoints").exists()
+
+
+def _hooked() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.weight.register_hook(lambda gradient: 2 * gradient)
+    return module
+
+
+def _refused_parameters(sizes: dict[str, int]) -> list[str]:
+    import threefold
+
+    mesh = threefold.init_mesh(**sizes)
+    said = []
+    for module in (
+        nn.Embedding(5, 4, max_norm=1.0),
+        nn.Embedding(5, 4, scale_grad_by_freq=True),
+        _hooked(),
+    ):
+        try:
+            threefold.load_model(module, mesh=mesh)
+        except ConfigError as error:
+            said.append(str(error))
+        else:
+            said.append("")
+    mesh.close()
+    return said
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_parameters_that_ranks_would_change_or_lose_are_refused(shards: int) -> None:
+    for norm, counting, hook in run_ranks(
+        _refused_parameters, 2, {"dp": 2, "dp_shard": shards}
+    ):
+        for said in (norm, counting):
+            assert said.startswith("Embedding '' mixes the rows of a rank")
+        assert hook == (
+            "the parameter weight has hooks, and is to be sharded\n"
+            "  expected: none: nobody would call those of a parameter that shards replace\n"
+            "  fix: threefold.init_mesh(dp_shard=1), or the same in forward"
+        ) * (shards - 1)
 
 
 def _split(sizes: dict[str, int]) -> str:

@@ -15,6 +15,12 @@ from threefold.model import data_parallel
 from threefold.model.model import Model
 from threefold.plan import choices
 
+_UNMIXED = (
+    "nn.GroupNorm in its place; or its statistics frozen: module.eval() for it and "
+    "requires_grad_(False); an embedding without scale_grad_by_freq and max_norm"
+)
+_OPTIONS = ("scale_grad_by_freq", "max_norm")
+
 
 def on_mesh(module: nn.Module, mesh: Mesh, *, dtype: str) -> Model:
     """The module with rank 0's values on every rank, sharded in place as mesh.dp_shard asks; every rank calls it.
@@ -73,21 +79,29 @@ def _problems(module: nn.Module, mesh: Mesh) -> Iterator[Problem]:
         what = f"the parameter {other} of a {kind} is {str(module.get_parameter(other).dtype).removeprefix('torch.')}"
         fix = "module.float(), and load_model(module, dtype='bfloat16')"
         yield Problem(what, "float32 weights; dtype= says in what they compute", fix)
-    norm = mixes_rows(module, but=nn.SyncBatchNorm)
-    if norm is not None and mesh.dp_size > 1:
-        what = f"{norm} normalises over the rows of a rank, of which {mesh.dp_size} dp ranks have each their own"
-        fix = "nn.GroupNorm in its place; or its statistics frozen: module.eval() for it and requires_grad_(False)"
+    if (mixing := mixes_rows(module, but=nn.SyncBatchNorm)) is not None and mesh.dp_size > 1:
+        what = f"{mixing} mixes the rows of a rank, of which {mesh.dp_size} dp ranks have each their own"
+        fix = _UNMIXED
         if mesh.device.type == "cuda":
             fix = f"module = nn.SyncBatchNorm.convert_sync_batchnorm(module)   (or {fix})"
         yield Problem(
             what, "rows that do not see one another: the mesh would change the curve", fix
         )
+    for name, each in module.named_parameters() if mesh.topology.dp_shard > 1 else ():
+        if each._backward_hooks or each._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            what = f"the parameter {name} has hooks, and is to be sharded"
+            expected = "none: nobody would call those of a parameter that shards replace"
+            yield Problem(
+                what, expected, "threefold.init_mesh(dp_shard=1), or the same in forward"
+            )
 
 
 def mixes_rows(module: nn.Module, *, but: type[nn.Module] | tuple[()] = ()) -> str | None:
-    """The class and the name of a layer whose output for a row depends on the other rows; `but` do not count."""
+    """The class and name of a layer whose output or gradient of a row depends on other rows; `but` do not count."""
     norms = nn.modules.batchnorm._BatchNorm
     for name, each in module.named_modules():
-        if isinstance(each, norms) and each.training and not isinstance(each, but):
+        normalises = isinstance(each, norms) and each.training and not isinstance(each, but)
+        # Of embeddings: gradients by how often a token is in the rows, weights that forward changes by them.
+        if normalises or any(getattr(each, option, None) for option in _OPTIONS):
             return f"{type(each).__name__} {name!r}"
     return None

@@ -310,6 +310,7 @@ def fit(
     wanted = {
         name: f"{TYPE_NAMES[tensor.dtype]} {list(tensor.shape)}"
         for name, tensor in state.items()
+        if tensor.numel()  # of an empty one there is nothing in a file
     }
     held = {name: f"{entry.dtype} {list(entry.shape)}" for name, entry in index.entries.items()}
     if wrong := [name for name in wanted if held.get(name) != wanted[name]]:

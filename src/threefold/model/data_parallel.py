@@ -201,7 +201,7 @@ def replicate(model: PreTrainedModel, mesh: Mesh) -> DistributedDataParallel:
         **{buffers: False},
     )
     # Whose gradients it waits for.
-    wrapped.trained = [each for each in model.parameters() if each.requires_grad]
+    wrapped.trained = [each.requires_grad for each in model.parameters()]
     return wrapped
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from threefold.errors import ConfigError
+from threefold.model import noise
 from threefold.model.collectives import join
 from threefold.model.data_parallel import reshard
 from threefold.model.model import Model
@@ -39,8 +40,8 @@ def generate(model: Model, input_ids: Tensor, *, seed: int, **options: Any) -> A
     given["synced_gpus"] = mesh.world_size > 1 and isinstance(module, FSDPModule)
     start = _Start(model)
     model.trust_no_weight()
-    devices = [mesh.device] if mesh.device.type == "cuda" else []
-    with _writing(model, start), torch.random.fork_rng(devices=devices):
+    # Rotary factors of a longer text than any that is trained on would stay.
+    with _writing(model, start), noise.without_trace(module, mesh.device):
         torch.manual_seed(seed)
         try:
             written: Any = module.generate(**given)
@@ -100,7 +101,6 @@ def _writing(model: Model, start: _Start) -> Iterator[None]:
             found.logits = join(found.logits, group, dim=-1, total=vocabulary)
         return found
 
-    training = [each for each in module.modules() if each.training]
     with ExitStack() as stack:
         if model.context is not None:
             stack.enter_context(model.context.whole_rows())
@@ -114,11 +114,7 @@ def _writing(model: Model, start: _Start) -> Iterator[None]:
         stack.callback(
             module.register_forward_pre_hook(lambda *_: start.agree(), prepend=True).remove
         )
+        stack.callback(setattr, module, "forward", replaced)
         module.forward = forward
-        module.eval()
-        try:
-            yield
-        finally:
-            module.forward = replaced
-            for each in training:
-                each.training = True
+        stack.enter_context(model.evaluating())
+        yield

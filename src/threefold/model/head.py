@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from threefold.model.collectives import gather_parts, join, sum_gradient
 from threefold.model.head_gradient import Bend, Loss, is_product, sums_of
@@ -118,6 +118,15 @@ def first_position(model: nn.Module) -> int:
         ):
             return 0 if table.padding_idx is None else table.padding_idx + 1
     return 0
+
+
+def longest_row(architecture: PretrainedConfig, model: nn.Module) -> int:
+    """Tokens of the longest row that the model has positions for; 0: its config names none."""
+    text = architecture.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or getattr(
+        text, "max_target_positions", None
+    )
+    return longest - first_position(model) if isinstance(longest, int) else 0
 
 
 def install(

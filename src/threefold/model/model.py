@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
@@ -32,7 +33,7 @@ from threefold.model.context_parallel.rotary import places_in_documents
 from threefold.model.context_parallel.split import gathered_positions
 from threefold.model.data_parallel import replicate, reshard
 from threefold.model.gradient_sums import FloatSums, GradientSums
-from threefold.model.head import Outputs, below_head
+from threefold.model.head import Outputs, below_head, longest_row
 from threefold.model.head_gradient import Loss
 from threefold.model.tensor_parallel.plan import TensorParallelism
 
@@ -188,7 +189,7 @@ class Model:
         part = self.mesh.losses[-1] if self.mesh.losses else None
         whole = part.whole_of(rows) if part is not None and cp > 1 else None
         if whole is None:
-            self.refuse_length(ids.shape[1])
+            self.refuse_length(rows)
             if cp * self.mesh.size("tp") > 1:
                 self.mesh.agree("model(...)", 0, lambda: ([rows], 0))
             self.trust_no_weight()
@@ -309,8 +310,20 @@ class Model:
         with self.casting():
             return self.forward(**given)
 
-    def refuse_length(self, length: int) -> None:
-        """ConfigError if rows of so many tokens cannot be split over cp, or shared by tp ranks."""
+    def refuse_length(self, rows: Mapping[str, Tensor]) -> None:
+        """ConfigError if rows cannot be split over cp, or shared by tp ranks, or have texts without positions."""
+        length, places = rows["input_ids"].shape[1], rows.get("position_ids")
+        if places is None and (documents := rows.get("document_ids")) is not None:
+            places = places_in_documents(documents)
+        # Values on a device are not waited for.
+        longest = length if places is None else int(places.max()) + 1 if places.is_cpu else 0
+        if 0 < self.positions < longest:
+            # Rotary factors that grow with a text would be those of the longest one so far, on each rank another.
+            raise ConfigError(
+                f"the batch has a text of {longest} tokens, but the model supports at most {self.positions} positions",
+                expected="rows, or documents in them, that are no longer than the model's max_position_embeddings",
+                fix=f"rows of at most {self.positions} tokens",
+            )
         cp, tp = self.mesh.size("cp"), self.mesh.size("tp")
         shared = self.tensor.sequence_group is not None
         multiple = (2 * cp if cp > 1 else 1) * (tp if shared else 1)
@@ -323,13 +336,24 @@ class Model:
                 fix=f"pad the rows to {-(-length // multiple) * multiple} tokens, with labels of -100",
             )
 
+    @cached_property
+    def positions(self) -> int:
+        """Tokens of the longest text that the model has positions for; 0: its config names none."""
+        return longest_row(self.module.config, self.module)
+
     @property
     def config(self) -> Any:
         """transformers' config of the model, or what a custom module has under that name."""
         return self.module.config
 
-    def refuse_outputs(self, of: str) -> None:
-        """ConfigError if the model cannot give the outputs that a loss asks for."""
+    def refuse_outputs(self, of: str, loss: object, step: str) -> None:
+        """ConfigError if a step with this loss needs one, or the model cannot give the outputs that it asks for."""
+        if self.context is None and loss is None:
+            raise ConfigError(
+                f"a {type(self.module).__name__} has no loss of ours",
+                expected="for a module of one's own, a function of what it returns and the batch",
+                fix=f"threefold.{step}(model, loss=lambda outputs, batch: (losses.sum(), losses.numel()))",
+            )
         if of not in get_args(OutputsOf):
             named = " or ".join(map(repr, get_args(OutputsOf)))
             raise ConfigError(
@@ -371,6 +395,17 @@ class Model:
 
     def eval(self) -> Model:
         return self.train(False)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, the module evaluates; afterwards each of its layers is in the mode that it had, a frozen norm too."""
+        training = [each for each in self.module.modules() if each.training]
+        self.eval()
+        try:
+            yield
+        finally:
+            for each in training:
+                each.training = True
 
     def generate(self, input_ids: Tensor, *, seed: int = 0, **options: Any) -> Tensor:
         """transformers' `generate`: [rows, length] of this dp rank's ids -> [rows, length + new ones].
@@ -422,25 +457,16 @@ def freeze(model: Model, patterns: Sequence[str]) -> list[str]:
             expected="fewer patterns",
             fix="freeze(model, ['embed'])",
         )
-    if isinstance(model.forward, DistributedDataParallel):
-        # It waits for the gradients of all parameters that it was made with.
-        object.__setattr__(model, "forward", replicate(model.module, model.mesh))
     return frozen
 
 
-def refuse_late_freezing(model: Model) -> None:
-    """ConfigError if copies of a model would wait for gradients of parameters that were frozen in another way."""
+def wait_for_trained(model: Model) -> None:
+    """Lets copies of a model wait for the gradients of what is trained now; they wait for those they were made with."""
     ddp = model.forward
-    if not isinstance(ddp, DistributedDataParallel):
-        return
-    if frozen := [each for each in ddp.trained if not each.requires_grad]:
-        ids = {id(each) for each in frozen}
-        first = next(name for name, each in model.named_parameters() if id(each) in ids)
-        raise ConfigError(
-            f"requires_grad of {first} was set to False after load_model",
-            expected="threefold.freeze: copies of the model wait for the gradients of all that was trained then",
-            fix=f"threefold.freeze(model, [{re.escape(first)!r}]), in place of requires_grad_",
-        )
+    if isinstance(ddp, DistributedDataParallel) and ddp.trained != [
+        each.requires_grad for each in model.parameters()
+    ]:
+        object.__setattr__(model, "forward", replicate(model.module, model.mesh))
 
 
 def _for_scoring(values: Any) -> Any:

@@ -82,8 +82,7 @@ def prompts_of(run: Built) -> list[Prompt]:
     masks = [part.rows.store.loss_mask for part in parts_of(run.rows)]
     if any(mask is not None and mask.templated for mask in masks):
         template = chat_template(run.tokenizer, labels, run.checkpointer.template)
-    text = run.architecture.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
+    longest = run.model.positions
     found = []
     for number, prompt in enumerate(config.eval.sample):
         what = f"eval.sample[{number}] = {as_yaml(prompt)}"
@@ -107,7 +106,7 @@ def prompts_of(run: Built) -> list[Prompt]:
                 expected="text to continue",
                 fix="--eval.sample '[Once upon]'",
             )
-        if isinstance(longest, int) and len(ids) + config.log.sample_tokens > longest:
+        if 0 < longest < len(ids) + config.log.sample_tokens:
             raise ConfigError(
                 f"{what} has {len(ids):,} tokens, and the model supports {longest:,} positions",
                 expected=f"room for log.sample_tokens = {config.log.sample_tokens:,} more",

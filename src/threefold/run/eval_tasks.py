@@ -49,14 +49,10 @@ class EvalTasks:
 
     def __init__(self, config: Config, model: Model) -> None:
         """Raises: ConfigError: there is no such task, or one that is not scored by the probability of texts."""
-        assert model.architecture is not None
         self.progress = Progress()
         self._mesh = model.mesh
         self._tasks = _load(config.eval.tasks)
-        longest = getattr(model.architecture.get_text_config(), "max_position_embeddings", None)
-        self._scores = Scores(
-            model, longest if isinstance(longest, int) else config.data.seq_len
-        )
+        self._scores = Scores(model, model.positions or config.data.seq_len)
         self._harness = harness_of(self._scores, tokenizer_of(config))
 
     def __call__(self, step: int) -> Metrics:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from torch import nn
 from transformers import PretrainedConfig
 
 from threefold.checkpoint.manifest import architecture_problems
@@ -22,7 +21,7 @@ from threefold.model.context_parallel import flex
 from threefold.model.context_parallel import limits as cp_limits
 from threefold.model.context_parallel.split import split_problems
 from threefold.model.exact import limits as exact_limits
-from threefold.model.head import first_position
+from threefold.model.head import longest_row
 from threefold.model.tensor_parallel.plan import expert_problems, plan_problems
 from threefold.optim.build import optimizer_problems
 from threefold.plan import choices
@@ -160,12 +159,3 @@ def setup_problems(
         what = f"data.seq_len = {config.data.seq_len}, but the model supports at most {longest} positions"
         expected = "rows that are no longer than the model's max_position_embeddings"
         yield Problem(what, expected, f"--data.seq_len {longest}")
-
-
-def longest_row(architecture: PretrainedConfig, outline: nn.Module) -> int:
-    """Tokens of the longest row that the model has positions for; 0: its config names none."""
-    text = architecture.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None) or getattr(
-        text, "max_target_positions", None
-    )
-    return longest - first_position(outline) if isinstance(longest, int) else 0

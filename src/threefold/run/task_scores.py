@@ -49,9 +49,7 @@ class Scores:
             range(len(requests)), key=lambda number: -sum(map(len, requests[number]))
         )
         found = torch.zeros(len(requests), 2, dtype=torch.float64, device=mesh.device)
-        trained = model.module.training
-        model.eval()
-        try:
+        with model.evaluating():
             for batch in self._batches(order, requests):
                 own = batch[mesh.dp_rank :: mesh.dp_size]
                 scored = self._of(
@@ -61,8 +59,6 @@ class Scores:
                 if own:
                     found[own] = scored
                 self.tick()
-        finally:
-            model.train(trained)
         mesh.all_reduce("dp", found)
         return [(value, greedy > 0.5) for value, greedy in found.tolist()]
 

@@ -130,7 +130,7 @@ class Batches:
                     expected="a tensor [rows, ..]",
                     fix=f"'{name}': torch.as_tensor({name}).expand({len(ids)})",
                 )
-        self._model.refuse_length(ids.shape[1])
+        self._model.refuse_length(batch)
         if self._labels and look and _unshifted(ids, batch["labels"]):
             raise ConfigError(
                 "the labels are the input_ids themselves, not shifted by one token",

@@ -123,11 +123,6 @@ class WithoutAdapters:
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
         model = self._model
-        trained = model.module.training
-        model.eval()
-        try:
-            with lora.switched_off(model.module):
-                found = model.outputs(batch, "log_probabilities", token_loss=self._token_loss)
-        finally:
-            model.train(trained)
+        with model.evaluating(), lora.switched_off(model.module):
+            found = model.outputs(batch, "log_probabilities", token_loss=self._token_loss)
         return of_documents(model, found.values, batch, self._num_documents).sums

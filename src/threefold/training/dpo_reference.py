@@ -178,22 +178,21 @@ def _computed(
         "dp_rank": mesh.dp_rank,
         "dp_size": mesh.dp_size,
     }
-    trained, told = model.module.training, time.monotonic()
-    model.eval()
-    for number, batch in enumerate(evaluation_batches(rows, **dealt, document_mask=True)):
-        with model.computing(batch) as local:
-            outputs = model.outputs(local, "log_probabilities", token_loss=token_loss)
-            own = of_documents(model, outputs.values, local, most)
-        for row, sums in zip(batch["indices"].tolist(), own.sums.cpu(), strict=True):
-            if row >= 0:
-                found[0, begins[row] : ends[row]] += sums[: ends[row] - begins[row]]
-                found[1, begins[row] : ends[row]] += 1
-        if time.monotonic() - told > _TELL_EVERY_S:
-            done = (number + 1) * micro_batch * mesh.dp_size
-            told = time.monotonic()
-            say(f"reference: {min(done, rows.num_rows):,} of {rows.num_rows:,} rows")
+    told = time.monotonic()
+    with model.evaluating():
+        for number, batch in enumerate(evaluation_batches(rows, **dealt, document_mask=True)):
+            with model.computing(batch) as local:
+                outputs = model.outputs(local, "log_probabilities", token_loss=token_loss)
+                own = of_documents(model, outputs.values, local, most)
+            for row, sums in zip(batch["indices"].tolist(), own.sums.cpu(), strict=True):
+                if row >= 0:
+                    found[0, begins[row] : ends[row]] += sums[: ends[row] - begins[row]]
+                    found[1, begins[row] : ends[row]] += 1
+            if time.monotonic() - told > _TELL_EVERY_S:
+                done = (number + 1) * micro_batch * mesh.dp_size
+                told = time.monotonic()
+                say(f"reference: {min(done, rows.num_rows):,} of {rows.num_rows:,} rows")
     reshard(model.forward)
-    model.train(trained)
     found = found.to(mesh.device)
     mesh.all_reduce("dp", found)
     values, times = found.numpy(force=True)

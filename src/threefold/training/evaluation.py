@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from threefold.checkpoint.copies import refuse_drift, state_held
 from threefold.data.rows.concat import IGNORED
-from threefold.errors import ConfigError, DataError
+from threefold.errors import DataError
 from threefold.model.data_parallel import reshard
 from threefold.model.model import Model, OutputsOf
 from threefold.training.batches import Batches
@@ -45,13 +45,7 @@ class EvalStep:
         self, model: Model, *, loss: OwnLoss | None = None, loss_on: OutputsOf = "logits"
     ) -> None:
         """Args: as for `TrainStep`."""
-        if model.context is None and loss is None:
-            raise ConfigError(
-                f"a {type(model.module).__name__} has no loss of ours",
-                expected="for a module of one's own, a function of what it returns and the batch",
-                fix="threefold.EvalStep(model, loss=lambda outputs, batch: (losses.sum(), losses.numel()))",
-            )
-        model.refuse_outputs(loss_on)
+        model.refuse_outputs(loss_on, loss, "EvalStep")
         self._model, self._loss, self._loss_on = model, loss, loss_on
         self.own_loss = loss is not None
         self._measures = measures_of(loss)
@@ -79,24 +73,22 @@ class EvalStep:
     def _totals(self, batches: Iterable[Mapping[str, Any]]) -> list[float]:
         model, mesh = self._model, self._model.mesh
         mesh.agree("an evaluation")
-        trained = model.module.training
         buffers = model.context is not None
         refuse_drift(
             state_held(model.module, None, buffers=buffers), mesh, when="before an evaluation"
         )
         model.trust_no_weight()
-        model.eval()
         totals = torch.zeros(2 + len(self._measures), dtype=torch.float64, device=mesh.device)
         reader = Batches(
             model, own_loss=self._loss is not None, labels=self._loss_on == "log_probabilities"
         )
         failures: list[Exception] = []
-        for batch, counts in self._with_stand_ins(reader, batches, failures):
-            found = self._of(batch, failures)
-            totals += found if counts else 0 * totals
+        with model.evaluating():
+            for batch, counts in self._with_stand_ins(reader, batches, failures):
+                found = self._of(batch, failures)
+                totals += found if counts else 0 * totals
         mesh.all_reduce("loss", totals)
         reshard(model.forward)
-        model.train(trained)
         sums: list[float] = totals.tolist()
         return sums
 

@@ -329,21 +329,13 @@ def _who_raised(texts: list[str | None]) -> str:
     return f"the loss raised on rank {rank}: {text}"
 
 
-def check_settings(
-    model: Model, loss: OwnLoss | None, grad_clip: float, micro_batch: int | None
-) -> None:
+def check_settings(model: Model, grad_clip: float, micro_batch: int | None) -> None:
     """ConfigError if a step cannot be made of these."""
     if not isinstance(model, Model):
         raise ConfigError(
             f"TrainStep was given a {type(model).__name__}",
             expected="a model on the mesh",
             fix="step = threefold.TrainStep(threefold.load_model(module, mesh=mesh), ...)",
-        )
-    if model.context is None and loss is None:
-        raise ConfigError(
-            f"a {type(model.module).__name__} has no loss of ours",
-            expected="for a module of one's own, a function of what it returns and the batch",
-            fix="threefold.TrainStep(model, loss=lambda outputs, batch: (losses.sum(), losses.numel()))",
         )
     if not (isinstance(grad_clip, int | float) and 0 <= grad_clip < math.inf):
         raise ConfigError(
@@ -360,9 +352,9 @@ def check_settings(
 
 
 def _refuse_mixed_rows(model: Model, micro_batch: int) -> None:
-    if (norm := mixes_rows(model.module)) is not None:
+    if (mixing := mixes_rows(model.module)) is not None:
         raise ConfigError(
-            f"micro_batch = {micro_batch}, but {norm} normalises over the rows of a micro-batch",
+            f"micro_batch = {micro_batch}, but {mixing} mixes the rows of a micro-batch",
             expected="rows that do not see one another: the number of micro-batches would change the curve",
             fix="leave micro_batch out, or nn.GroupNorm in its place",
         )

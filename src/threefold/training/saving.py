@@ -459,11 +459,17 @@ def rates_of(
     if (inner := optimizer_of(optimizer)) is None:
         return None
     groups = [
-        {name: value for name, value in group.items() if name != "params" and _is_plain(value)}
+        {
+            # A rate may be a tensor, which compiled and captured updates read.
+            name: value.tolist() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name != "params" and (_is_plain(value) or isinstance(value, torch.Tensor))
+        }
         | {"params": names}
         for group, names in zip(inner.param_groups, _names_of(inner, model), strict=True)
     ]
-    return {"lr": optimizer.lr if isinstance(optimizer, TrainStep) else None, "groups": groups}
+    own = optimizer if isinstance(optimizer, TrainStep) else None
+    return {"lr": own and own.lr, "weight_decay": own and own.given_decay, "groups": groups}
 
 
 def _names_of(optimizer: torch.optim.Optimizer, model: Model) -> list[list[str]]:
@@ -490,7 +496,8 @@ def set_rates(
     named = "lr_share" in inner.param_groups[0]
     not_kept = {"params"}
     if isinstance(optimizer, TrainStep) and (rate := optimizer.lr) is not None:
-        not_kept.add("weight_decay")  # which the program gives to the step
+        if saved.get("weight_decay") != optimizer.given_decay:
+            not_kept.add("weight_decay")  # the program gives the step another one than it did
         # It is another one, and the mesh too, by which groups of ours are made.
         if None in found:
             optimizer.lr = rate if saved["lr"] is None else saved["lr"]
@@ -506,12 +513,14 @@ def set_rates(
     for group, values in zip(inner.param_groups, found, strict=True):
         assert values is not None
         kept = {name: each for name, each in values.items() if name not in not_kept}
-        group.update(
-            {
-                name: tuple(each) if isinstance(each, list) else each
-                for name, each in kept.items()
-            }
-        )
+        group.update({name: _like(group.get(name), each) for name, each in kept.items()})
+
+
+def _like(held: Any, value: Any) -> Any:
+    """A saved setting, in place of the one that a group holds: in the same tensor, if it is one."""
+    if isinstance(held, torch.Tensor):
+        return held.copy_(torch.as_tensor(value))
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _of_parameters(

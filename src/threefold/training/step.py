@@ -24,7 +24,7 @@ from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError, RunError, ThreefoldError
 from threefold.model import noise
 from threefold.model.data_parallel import last_backward
-from threefold.model.model import Model, OutputsOf, refuse_late_freezing
+from threefold.model.model import Model, OutputsOf, wait_for_trained
 from threefold.optim.bfloat16_moments import NarrowAdamW
 from threefold.optim.build import build_optimizer, refuse_other_parameters
 from threefold.optim.classes import mesh_problems
@@ -102,12 +102,13 @@ class TrainStep:
         Raises:
             ConfigError: a setting that is wrong or has no effect, or an optimizer over other parameters.
         """
-        check_settings(model, loss, grad_clip, micro_batch)
-        model.refuse_outputs(loss_on)
+        check_settings(model, grad_clip, micro_batch)
+        model.refuse_outputs(loss_on, loss, "TrainStep")
         self.model, self._mesh = model, model.mesh
         self._own_optimizer = optimizer is None
         if optimizer is None:
             decay = checked_rate("weight_decay", 0.1 if weight_decay is None else weight_decay)
+            self.given_decay: float | None = decay
             self.optimizer = build_optimizer(
                 model.module, OptimizerConfig(weight_decay=decay), working=model.working
             )
@@ -125,8 +126,9 @@ class TrainStep:
                     )
             refuse_other_parameters(optimizer, model.module)
             ConfigError.raise_for(mesh_problems(optimizer))
-            self.optimizer = optimizer
-        refuse_late_freezing(model)
+            self.optimizer, self.given_decay = optimizer, None
+        wait_for_trained(model)
+        self._parameters = [(*pair, pair[1].requires_grad) for pair in model.named_parameters()]
         self._fused = _as_fused(self.optimizer) if model.working is not None else None
         self._grad_clip = float(grad_clip)
         self._micro_batch = micro_batch
@@ -299,6 +301,7 @@ class TrainStep:
                     expected="gradients: a step trains",
                     fix="call step(batch) outside of torch.no_grad(); threefold.EvalStep(model) evaluates",
                 )
+            self._refuse_changed()
             batches = read()
             return batches, _num_targets(batches) if together and not own_loss else 0
 
@@ -307,6 +310,22 @@ class TrainStep:
         self.progress.enter("exchange")
         batches, count = self._mesh.agree("step", number, begin)
         return batches, None if own_loss else torch.full((), count, device=self._mesh.device)
+
+    def _refuse_changed(self) -> None:
+        """ConfigError if what is trained is not what was, or a gradient is there already that the step would add to."""
+        for name, parameter, trained in self._parameters:
+            if parameter.requires_grad != trained:
+                raise ConfigError(
+                    f"requires_grad of {name} was set to {not trained} after the step was made",
+                    expected="what is trained to be known then: copies of a model wait for the gradients of all of it",
+                    fix="step = threefold.TrainStep(model, ...) once more, after the change",
+                )
+            if parameter.grad is not None:
+                raise ConfigError(
+                    f"{name} has a gradient before the step",
+                    expected="none: a step adds up its own, and divides them by what it counts",
+                    fix="model.module.zero_grad(), or what it is the gradient of as a part of the loss",
+                )
 
     def _compare_copies(self) -> None:
         """RunError on every rank if what several of them hold whole is not the same any more."""

@@ -30,7 +30,7 @@ from threefold.model import head
 from threefold.model.context_parallel import limits
 from threefold.model.context_parallel.attention import ContextParallel
 from threefold.model.context_parallel.split import gathered_positions, heads_of, split_problems
-from threefold.model.head import first_position
+from threefold.model.head import first_position, longest_row
 from threefold.model.model import Model
 from threefold.plan import choices
 
@@ -133,9 +133,8 @@ def cut_rows(model: Any, mesh: Mesh) -> None:
     """
     admit(_asked(model), model.config, mesh)
     config: PretrainedConfig = model.config
-    longest = getattr(config.get_text_config(), "max_position_embeddings", 0) or 0
     method = choices.cp_method(
-        "auto", mesh.topology, heads=heads_of(config), seq_len=longest
+        "auto", mesh.topology, heads=heads_of(config), seq_len=longest_row(config, model)
     ).value
     context = ContextParallel(mesh, method=method)
     model.set_attn_implementation(context.name)

@@ -498,8 +498,62 @@ def test_run_over_a_list_continues_where_it_is_told(tmp_path: Path) -> None:
     )
 
 
+def _in_phases(folder: str, of: str, until: tuple[int, ...]) -> list[float]:
+    """The losses of one run, whose steps are asked for several times; in the second step its program breaks."""
+    import torch
+
+    import threefold
+
+    mesh, step, loader, _ = own_runs.parts({})
+    batches = loader if of == "loader" else list(loader)
+    losses = []
+    with threefold.Run(folder, mesh=mesh) as run:
+        run.load(step, loader if of == "loader" else None)
+        for last in until:
+            for batch in run.steps(batches, until=last):
+                losses.append(step(batch).loss)
+                run.log(seen=torch.tensor(len(losses)))
+                if len(until) > 1 and run.step == 2:
+                    break
+    mesh.close()
+    return losses
+
+
+@pytest.mark.parametrize("of", ["loader", "list"])
+def test_steps_that_are_asked_for_again_go_on(of: str, tmp_path: Path) -> None:
+    whole = run_ranks(_in_phases, 1, str(tmp_path / "whole"), of, (7,))[0]
+    parts = run_ranks(_in_phases, 1, str(tmp_path / "parts"), of, (3, 4, 7))[0]
+    assert parts == whole and len(whole) == 7
+    lines = [json.loads(line) for line in (tmp_path / "parts/metrics.jsonl").open()]
+    assert [line["seen"] for line in lines] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def _leaving_one_out(folder: str) -> None:
+    import threefold
+
+    mesh, step, loader, _ = own_runs.parts({})
+    with threefold.Run(folder, mesh=mesh) as run:
+        run.load(step, loader)
+        for batch in run.steps(loader, until=4):
+            if run.step != 3:
+                run.log(step(batch))
+    mesh.close()
+
+
+def test_rows_that_a_program_does_not_train_on_are_told(tmp_path: Path) -> None:
+    run_ranks(_leaving_one_out, 1, str(tmp_path / "run"))
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    assert [(line["step"], line.get("skipped")) for line in lines] == [
+        (1, None),
+        (2, None),
+        (3, "no step(batch) with what it read"),
+        (4, None),
+    ]
+    assert "no step(batch) with what it read" in runs.command(tmp_path, "why", "run").stdout
+
+
 def _with_schedule(
-    sizes: dict[str, int], folder: str, until: int, cycle: bool
+    sizes: dict[str, int], folder: str, until: int, kind: str
 ) -> list[tuple[float, ...]]:
     """The losses, rates and betas of a run with a model whose parameters are in other groups on another mesh."""
     import torch
@@ -513,11 +567,17 @@ def _with_schedule(
         threefold.load_model(config=config, mesh=mesh, admission="off"), lr=1e-2
     )
     schedules = torch.optim.lr_scheduler
-    schedule: Any = (
-        schedules.OneCycleLR(step.optimizer, max_lr=1e-2, total_steps=8)
-        if cycle
-        else schedules.LambdaLR(step.optimizer, lambda step: 1 / (1 + step))
-    )
+    optimizer = step.optimizer
+    schedule: Any = {
+        "rates": lambda: schedules.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        "cycle": lambda: schedules.OneCycleLR(optimizer, max_lr=1e-2, total_steps=8),
+        "sequence": lambda: schedules.SequentialLR(
+            optimizer,
+            [schedules.LinearLR(optimizer, 0.1), schedules.StepLR(optimizer, 1)],
+            [3],
+        ),
+        "plateau": lambda: schedules.ReduceLROnPlateau(optimizer, patience=0),
+    }[kind]()
     numbers = []
     with threefold.Run(folder, mesh=mesh) as run:
         run.load(step, loader, schedule=schedule)
@@ -525,21 +585,21 @@ def _with_schedule(
             settings = {(each["lr"], *each["betas"]) for each in step.optimizer.param_groups}
             numbers.append((step(batch).loss, *settings.pop()))
             assert not settings
-            schedule.step()
+            schedule.step(*([1.0] if kind == "plateau" else []))
     mesh.close()
     return numbers
 
 
-@pytest.mark.parametrize("cycle", [False, True])
+@pytest.mark.parametrize("kind", ["rates", "cycle", "sequence", "plateau"])
 def test_scheduler_of_torch_goes_on_where_there_are_other_groups(
-    cycle: bool, tmp_path: Path
+    kind: str, tmp_path: Path
 ) -> None:
     """OneCycleLR sets betas too."""
-    whole = run_ranks(_with_schedule, 1, {}, str(tmp_path / "whole"), 4, cycle)[0]
-    run_ranks(_with_schedule, 1, {}, str(tmp_path / "run"), 2, cycle)
+    whole = run_ranks(_with_schedule, 1, {}, str(tmp_path / "whole"), 4, kind)[0]
+    run_ranks(_with_schedule, 1, {}, str(tmp_path / "run"), 2, kind)
     shutil.copytree(tmp_path / "run", tmp_path / "same")
-    assert run_ranks(_with_schedule, 1, {}, str(tmp_path / "same"), 4, cycle)[0] == whole[2:]
-    rest = run_ranks(_with_schedule, 2, {"tp": 2}, str(tmp_path / "run"), 4, cycle)[0]
+    assert run_ranks(_with_schedule, 1, {}, str(tmp_path / "same"), 4, kind)[0] == whole[2:]
+    rest = run_ranks(_with_schedule, 2, {"tp": 2}, str(tmp_path / "run"), 4, kind)[0]
     assert rest == [pytest.approx(each, abs=1e-5) for each in whole[2:]]
 
 

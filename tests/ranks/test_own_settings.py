@@ -56,6 +56,35 @@ def test_what_is_frozen_stays_and_the_rest_is_as_in_one_process(sizes: dict[str,
             )
 
 
+def _unfrozen(sizes: dict[str, int]) -> list[tuple[float, float]]:
+    import torch
+
+    import threefold
+
+    mesh = threefold.init_mesh(**sizes)
+    model = threefold.load_model(config=TINY_LLAMA, mesh=mesh, admission="off")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    threefold.freeze(model, [r"layers\.0\."])
+    step = threefold.TrainStep(model, optimizer)
+    numbers = []
+    for number, batch in enumerate([*loops.batches(), *loops.batches()]):
+        batch.pop("weights")
+        for name, each in model.named_parameters():
+            each.requires_grad_("layers.0" not in name if number < 2 else "embed" not in name)
+        numbers.append(tuple(step(loops.share(batch, mesh))))
+    mesh.close()
+    return numbers
+
+
+@pytest.mark.parametrize("sizes", MESHES[:2], ids=str)
+def test_what_is_unfrozen_and_frozen_between_steps_is_as_in_one_process(
+    sizes: dict[str, int],
+) -> None:
+    alone = run_ranks(_unfrozen, 1, {})[0]
+    for numbers in run_ranks(_unfrozen, 2, sizes, timeout_s=60):
+        assert numbers == [pytest.approx(each, rel=1e-4) for each in alone]
+
+
 class Rows:
     """An optimizer whose update of a part of a matrix is not that of the whole: by the largest value of all."""
 

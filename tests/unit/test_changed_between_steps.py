@@ -149,7 +149,7 @@ def test_decay_that_the_program_gives_anew_counts(mesh: Any, tmp_path: Path) -> 
     assert {group["weight_decay"] for group in again.optimizer.param_groups} == {0.2, 0.0}
 
 
-def test_what_is_trained_changes_with_a_new_step(mesh: Any) -> None:
+def test_unfreezing_needs_an_optimizer_that_has_the_parameter(mesh: Any) -> None:
     model = model_of(mesh)
     threefold.freeze(model, ["embed_tokens"])
     step = threefold.TrainStep(model)
@@ -158,12 +158,12 @@ def test_what_is_trained_changes_with_a_new_step(mesh: Any) -> None:
     with pytest.raises(ConfigError) as error:
         step(batch(2))
     assert str(error.value) == (
-        "requires_grad of model.embed_tokens.weight was set to True after the step was made\n"
-        "  expected: what is trained to be known then: copies of a model wait for the gradients of all of it\n"
-        "  fix: step = threefold.TrainStep(model, ...) once more, after the change"
+        "requires_grad of model.embed_tokens.weight was set to True, and the step's own optimizer does not have it\n"
+        "  expected: an optimizer over all that is ever trained: this one would leave it as it is\n"
+        "  fix: TrainStep(model, torch.optim.AdamW(model.parameters()))"
     )
     before = next(model.parameters()).clone()
-    threefold.TrainStep(model)(batch(2))
+    threefold.TrainStep(model, torch.optim.AdamW(model.parameters()))(batch(2))
     assert not torch.equal(before, next(model.parameters()))
 
 

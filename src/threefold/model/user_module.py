@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh
@@ -28,7 +28,7 @@ def on_mesh(module: nn.Module, mesh: Mesh, *, dtype: str) -> Model:
     Raises:
         ConfigError: the mesh or the module has what cannot be kept exact; on every rank.
     """
-    named: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    named: Any = (*module.named_parameters(), *module.named_buffers())
     seen = [[name, [*values.shape], str(values.dtype)] for name, values in named]
 
     def judge(parts: list[Any]) -> str:

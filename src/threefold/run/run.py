@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch.distributed as dist
-from torch.optim.lr_scheduler import LRScheduler
 
 from threefold.audit import compare, record
 from threefold.audit.compare import Audit
@@ -149,9 +148,11 @@ class Run:
         self._lock, self._stack = RunLock(), contextlib.ExitStack()
         self._held: Held | None = None
         self._stateful: Mapping[str, Any] = {}
+        self._passes = dict[int, Iterator[Any]]()
         self._saved = -1
         self._began = False
-        self._in_step = False
+        self._window = Window()
+        self._trained: bool | None = None  # in this step; None: outside of one
         self._stopping = False
         self._rows, self._rates = list[int](), dict[str, float]()
         self._start: Callable[[], None] | None = None
@@ -329,10 +330,13 @@ class Run:
         }
         for name, each in stateful.items():
             each.load_state_dict(loaded.extra[name])
-            groups = each.optimizer.param_groups if isinstance(each, LRScheduler) else []
             # Groups are by the mesh of their parameters too.
-            if groups and len(each.base_lrs) != len(groups):
-                each.base_lrs = [group["initial_lr"] for group in groups]
+            for schedule in (each, *getattr(each, "_schedulers", ())):
+                groups = (
+                    schedule.optimizer.param_groups if hasattr(schedule, "base_lrs") else []
+                )
+                if groups and len(schedule.base_lrs) != len(groups):
+                    schedule.base_lrs = [group["initial_lr"] for group in groups]
         self.step = self._saved = loaded.step
         return loaded
 
@@ -345,7 +349,8 @@ class Run:
         and there are no more batches.
 
         Args:
-            batches: read again from its beginning when it ends, up to the last step.
+            batches: read again from its beginning when it ends, up to the last step; given once more with another
+                `until`, they go on where they were.
             until: the number of the last step; None: `batches` is read once.
             save_every: steps between checkpoints; 0: at the end, and where the program calls `save`.
 
@@ -358,7 +363,8 @@ class Run:
         if until is not None and self.step >= until:
             return  # of a run that is done, nothing is changed
         self._require_begun("run.steps()")
-        passes = iter(batches) if until is None else _passes(batches, self)
+        kept = self._passes.setdefault(id(batches), _passes(batches, self))
+        passes = iter(batches) if until is None else kept
         self._window = Window(own=OwnTime(self.guards.progress))
         while (until is None or self.step < until) and not self._stopping:
             self.guards.progress.enter("data", step=self.step + 1)
@@ -366,7 +372,7 @@ class Run:
                 batch = self._window.read(passes)
             except StopIteration:
                 return
-            self.step, self._in_step = self.step + 1, True
+            self.step, self._trained = self.step + 1, False
             self._window.steps += 1
             self._rows = self.guards.progress.rows = list(getattr(batches, "indices", ()))
             if self.guards.audit is not None:
@@ -392,7 +398,12 @@ class Run:
                 metrics["skipped_steps"] = self.guards.finite.skipped
         elif numbers is not None:
             metrics |= {"eval_loss": numbers.loss, "eval_count": numbers.num_counted}
-        self.guards.tell(metrics | values)
+        # A tensor of one number is one, on every rank alike.
+        plain = {
+            name: each.item() if hasattr(each, "item") else each
+            for name, each in values.items()
+        }
+        self.guards.tell(metrics | plain)
 
     def save(self) -> None:
         """Saves the state after `step`, once, while the next steps run; every rank calls it.
@@ -463,13 +474,14 @@ class Run:
 
     def _computed(self, step: TrainStep, result: StepResult) -> None:
         """What the step has computed, which nothing is built on yet, and the rates that it had."""
-        if self._start is not None and not self._in_step:
+        if self._start is not None and self._trained is None:
             raise ConfigError(
                 "step(batch) outside of run.steps(...)",
                 expected="steps of the run, which counts them and proves what they have read",
                 fix="for batch in run.steps(loader, until=...): step(batch)",
             )
         self._require_begun("step(batch)")
+        self._trained = True
         self._slowest.tell(self._window.own)
         first = step.optimizer.param_groups[0]
         self._rates = {
@@ -527,7 +539,6 @@ class Run:
             {"program": what}, {"mesh": str(self.mesh.topology), **versions()}
         )
         self.guards.notice = self._notice
-        self._window = Window(own=OwnTime(self.guards.progress))
 
     def _notice(self, step: int) -> None:
         for saver in self._savers():
@@ -548,7 +559,7 @@ class Run:
         resume = f"threefold resume {shlex.quote(str(self.folder.path))}"
         older = f"resume from an older checkpoint: {resume}/checkpoints/step-..."
         if self._program:
-            resume = "the program"
+            resume = "run the program again"
             older = Words(self._program).resume(f"{self.folder.path}/checkpoints/step-...")
             older = f"go back to an older checkpoint: {older}"
         begin = partial(compare.begin, start, path, file, link=self._link, fix=older)
@@ -576,9 +587,11 @@ class Run:
 
     def _complete(self, *, due: bool = False) -> None:
         """What follows a step: is the run to stop, is something to be compared or saved."""
-        if not self._in_step:
+        if self._trained is None:
             return
-        self._in_step = False
+        if not self._trained:
+            self.guards.tell({"step": self.step, "skipped": "no step(batch) with what it read"})
+        self._trained = None
         self._stopping = self.guards.after(self.step)
         self.guards.stop.saving = self._stopping
         self.guards.prove(self.step, saving=False)

@@ -73,14 +73,12 @@ class EvalStep:
     def _totals(self, batches: Iterable[Mapping[str, Any]]) -> list[float]:
         model, mesh = self._model, self._model.mesh
         mesh.agree("an evaluation")
-        buffers = model.context is not None
-        refuse_drift(
-            state_held(model.module, None, buffers=buffers), mesh, when="before an evaluation"
-        )
+        held = state_held(model.module, None, buffers=model.context is not None)
+        refuse_drift(held, mesh, when="before an evaluation")
         model.trust_no_weight()
         totals = torch.zeros(2 + len(self._measures), dtype=torch.float64, device=mesh.device)
         reader = Batches(
-            model, own_loss=self._loss is not None, labels=self._loss_on == "log_probabilities"
+            model, own_loss=self.own_loss, labels=self._loss_on == "log_probabilities"
         )
         failures: list[Exception] = []
         with model.evaluating():

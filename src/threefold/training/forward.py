@@ -347,12 +347,8 @@ def check_settings(model: Model, grad_clip: float, micro_batch: int | None) -> N
             expected="rows in one forward",
             fix="micro_batch=1",
         )
-    if micro_batch is not None and model.context is None:
-        _refuse_mixed_rows(model, micro_batch)
-
-
-def _refuse_mixed_rows(model: Model, micro_batch: int) -> None:
-    if (mixing := mixes_rows(model.module)) is not None:
+    mixing = mixes_rows(model.module) if micro_batch and model.context is None else None
+    if mixing is not None:
         raise ConfigError(
             f"micro_batch = {micro_batch}, but {mixing} mixes the rows of a micro-batch",
             expected="rows that do not see one another: the number of micro-batches would change the curve",

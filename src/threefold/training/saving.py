@@ -67,11 +67,10 @@ class Held:
 
     def described(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         """What is kept of it as JSON."""
-        rates = rates_of(self.optimizer, self.model)
         return {
             "loader": state_of_loader(self.loader),
             "extra": dict(extra),
-            "optimizer": rates,
+            "optimizer": rates_of(self.optimizer, self.model),
         }
 
 
@@ -128,13 +127,9 @@ def save(
         if keep is not None:
             checkpoints.prune(keep)
 
-    def accept() -> None:
-        _refuse_folder(folder, step, model)
-
+    ends = Ends(commit, partial(_refuse_folder, folder, step, model))
     held = Held(model, optimizer, loader)
-    saving = write(
-        held, step, checkpoints, extra=extra or {}, ends=Ends(commit, accept), wait=wait
-    )
+    saving = write(held, step, checkpoints, extra=extra or {}, ends=ends, wait=wait)
     model.saved[place] = step
     if (lock := model.locks.get(place)) is not None:
         mesh.before_close(lock.close)  # after the saver, which was the first to be waited for
@@ -195,12 +190,16 @@ def write(
     saver.wait()
     mesh.decide_on("what is saved", look, conclude)
     manifest = _manifest(model, described)
-    begin = partial(checkpoints.begin, step)
-    abandon = partial(checkpoints.abandon, step)
     state = checkpoints.partial(step) / "state"
     saver.save(
         Save(
-            step, state, begin, partial(ends.commit, manifest), abandon, ends.refusal, ends.done
+            step,
+            state,
+            partial(checkpoints.begin, step),
+            partial(ends.commit, manifest),
+            partial(checkpoints.abandon, step),
+            ends.refusal,
+            ends.done,
         )
     )
     return Saving(checkpoints.path / f"step-{step:08d}", saver)
@@ -512,15 +511,12 @@ def set_rates(
         )
     for group, values in zip(inner.param_groups, found, strict=True):
         assert values is not None
-        kept = {name: each for name, each in values.items() if name not in not_kept}
-        group.update({name: _like(group.get(name), each) for name, each in kept.items()})
-
-
-def _like(held: Any, value: Any) -> Any:
-    """A saved setting, in place of the one that a group holds: in the same tensor, if it is one."""
-    if isinstance(held, torch.Tensor):
-        return held.copy_(torch.as_tensor(value))
-    return tuple(value) if isinstance(value, list) else value
+        for name in values.keys() - not_kept:
+            value = values[name]
+            if isinstance(held := group.get(name), torch.Tensor):
+                held.copy_(torch.as_tensor(value))
+            else:
+                group[name] = tuple(value) if isinstance(value, list) else value
 
 
 def _of_parameters(

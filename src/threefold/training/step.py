@@ -127,7 +127,6 @@ class TrainStep:
             refuse_other_parameters(optimizer, model.module)
             ConfigError.raise_for(mesh_problems(optimizer))
             self.optimizer, self.given_decay = optimizer, None
-        wait_for_trained(model)
         self._parameters = [(*pair, pair[1].requires_grad) for pair in model.named_parameters()]
         self._fused = _as_fused(self.optimizer) if model.working is not None else None
         self._grad_clip = float(grad_clip)
@@ -302,6 +301,7 @@ class TrainStep:
                     fix="call step(batch) outside of torch.no_grad(); threefold.EvalStep(model) evaluates",
                 )
             self._refuse_changed()
+            wait_for_trained(self.model)
             batches = read()
             return batches, _num_targets(batches) if together and not own_loss else 0
 
@@ -312,13 +312,13 @@ class TrainStep:
         return batches, None if own_loss else torch.full((), count, device=self._mesh.device)
 
     def _refuse_changed(self) -> None:
-        """ConfigError if what is trained is not what was, or a gradient is there already that the step would add to."""
+        """ConfigError if what is trained would not be updated, or has a gradient to which the step would add."""
         for name, parameter, trained in self._parameters:
-            if parameter.requires_grad != trained:
+            if parameter.requires_grad > trained and self._own_optimizer:
                 raise ConfigError(
-                    f"requires_grad of {name} was set to {not trained} after the step was made",
-                    expected="what is trained to be known then: copies of a model wait for the gradients of all of it",
-                    fix="step = threefold.TrainStep(model, ...) once more, after the change",
+                    f"requires_grad of {name} was set to True, and the step's own optimizer does not have it",
+                    expected="an optimizer over all that is ever trained: this one would leave it as it is",
+                    fix="TrainStep(model, torch.optim.AdamW(model.parameters()))",
                 )
             if parameter.grad is not None:
                 raise ConfigError(

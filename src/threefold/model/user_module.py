@@ -28,8 +28,10 @@ def on_mesh(module: nn.Module, mesh: Mesh, *, dtype: str) -> Model:
     Raises:
         ConfigError: the mesh or the module has what cannot be kept exact; on every rank.
     """
-    named: Any = (*module.named_parameters(), *module.named_buffers())
-    seen = [[name, [*values.shape], str(values.dtype)] for name, values in named]
+    seen = [
+        [name, [*values.shape], str(values.dtype)]
+        for name, values in (*module.named_parameters(), *module.named_buffers())
+    ]
 
     def judge(parts: list[Any]) -> str:
         ConfigError.raise_for(_problems(module, mesh))

@@ -363,8 +363,9 @@ class Run:
         if until is not None and self.step >= until:
             return  # of a run that is done, nothing is changed
         self._require_begun("run.steps()")
-        kept = self._passes.setdefault(id(batches), _passes(batches, self))
-        passes = iter(batches) if until is None else kept
+        passes = self._passes.setdefault(id(batches), _passes(batches, self))
+        if until is None:
+            passes = iter(batches)
         self._window = Window(own=OwnTime(self.guards.progress))
         while (until is None or self.step < until) and not self._stopping:
             self.guards.progress.enter("data", step=self.step + 1)

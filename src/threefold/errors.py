@@ -7,6 +7,7 @@ gone wrong), and how to fix it (text to paste). Several problems found together 
 from __future__ import annotations
 
 import errno
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
@@ -152,6 +153,17 @@ def full_disk(error: BaseException) -> RunError | None:
         return None
     fix = "free space (`df -h` of the folders that it names), then the same command again"
     return RunError(f"a disk is full: {error}", expected="room for what is written", fix=fix)
+
+
+def refused_path(error: OSError) -> ConfigError | None:
+    """The user's error for a path that the system refuses to a command; None for an error that names no path."""
+    if error.filename is None:
+        return None
+    return ConfigError(
+        f"{error.filename}: {error.strerror}",
+        expected="a path that is there, and that this user may read, write and reach",
+        fix=f"another path, or what is missing:   namei -l {shlex.quote(str(error.filename))}   shows each part of it",
+    )
 
 
 def first_line(error: BaseException) -> str:

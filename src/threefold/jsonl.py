@@ -220,10 +220,18 @@ class Lines:
 def object_of(text: bytes) -> dict[str, Any] | None:
     """The JSON object in a line; None if it is none."""
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
+        values = from_json(text)
+    except ValueError:
         return None
     return values if isinstance(values, dict) else None
+
+
+def from_json(text: bytes | str) -> Any:
+    """The value of a text in JSON; ValueError if it is none, or one inside another too often to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"it has too many brackets: {error}") from error
 
 
 def open_file(path: Path) -> BinaryIO:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -284,6 +286,60 @@ def test_sizes_that_tp_cannot_divide(folder: Path) -> None:
         "mesh.tp = 2 cannot divide the 3 key-value heads of 'llama'\n"
         "  expected: whole heads on every rank: one of 1, 3\n"
         "  fix: --mesh.tp 1\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        (errno.EACCES, "a b/run"),
+        (errno.EROFS, "run"),
+        (errno.ENAMETOOLONG, "x" * 300),
+        (errno.EISDIR, "audit.jsonl"),
+    ],
+)
+def test_path_that_is_refused_is_said_in_three_parts(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    name: str,
+) -> None:
+    from threefold.commands import main
+
+    def look(**_: object) -> None:
+        raise OSError(number, os.strerror(number), name)
+
+    monkeypatch.setattr(main, "_load", lambda _: None)
+    monkeypatch.setattr(main, "app", look)
+    monkeypatch.setattr("sys.argv", ["threefold", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        main.run()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        f"{name}: {os.strerror(number)}\n"
+        "  expected: a path that is there, and that this user may read, write and reach\n"
+        f"  fix: another path, or what is missing:   namei -l {shlex.quote(name)}   shows each part of it\n"
+    )
+
+
+def test_run_that_cannot_be_written_is_forked_by_its_fix(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from threefold.commands import main
+
+    monkeypatch.chdir(folder)
+    (folder / "a run").mkdir()
+    (folder / "a run/run.json").write_text("{}")
+    monkeypatch.setattr(os, "access", lambda _, mode, **__: mode != os.W_OK)
+    monkeypatch.setattr("sys.argv", ["threefold", "resume", "a run", "--train.steps", "8"])
+    with pytest.raises(SystemExit) as ended:
+        main.run()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "a run cannot be written\n"
+        "  expected: a run that this user can continue in its own folder\n"
+        "  fix: threefold train 'a run/config.yaml' --checkpoint.resume 'a run' --log.dir ANOTHER_FOLDER "
+        "--train.steps 8   (forks it)\n"
     )
 
 

@@ -8,6 +8,7 @@ import errno
 import gzip
 import json
 import os
+import shlex
 import struct
 import subprocess
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, models
 
+from threefold.config.yaml_text import read_yaml
 from threefold.data.rows.best_fit import PaddedRows
 from threefold.data.rows.packing import Packing, open_rows
 from threefold.data.store import parts
@@ -118,6 +120,17 @@ def test_missing_source(folder: Path) -> None:
     assert said(read("corpra"))[0][2] == "--data.source corpora"
     assert said(read("stdlb"))[0][2] == "--data.source stdlib"
     assert said(read(("stdlib", "corpra")))[0][2] == "in the list: corpora"
+    os.mkfifo(folder / "corpus")  # as a shell's <(zcat FILE)
+    assert said(read("corpus")) == [
+        ("data.source = 'corpus' is no file and no folder", expected, "--data.source corpora")
+    ]
+
+
+def test_fix_for_a_field_is_quoted_as_yaml_needs_it(folder: Path) -> None:
+    (folder / "x.csv").write_text("label, text\n1,hello\n")
+    ((_, _, fix),) = said(read("x.csv"))
+    command = shlex.split(fix.removeprefix("--data.fields "))
+    assert command == ['{text: " text"}'] and read_yaml(command[0]) == {"text": " text"}
 
 
 def test_glob_without_a_match(folder: Path) -> None:

@@ -222,9 +222,10 @@ def test_the_files_of_a_run_are_parsed_in_one_place() -> None:
     for room in ("records", "report", "why", "explain", "verify", "commands"):
         for path in (source / room).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Attribute) and ast.unparse(node) in (
+                if isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node) in (
                     "json.loads",
                     "json.load",
+                    "from_json",
                 ):
                     calls.add(path.relative_to(source).as_posix())
     assert calls == OTHER_JSON

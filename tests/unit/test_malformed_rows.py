@@ -42,6 +42,11 @@ CHATS: list[tuple[Any, str]] = [
     ("{", "not JSON: "),
     ('{"messages": [}', "not JSON: "),
     ("[" * 100_000, "not JSON: "),
+    (
+        '{"messages": [], "messages": []}',
+        "not JSON: two values of the key 'messages' in an object",
+    ),
+    ('{"messages": [{"role": 1, "role": 2}]}', "not JSON: two values of the key 'role'"),
     ("[]", "a JSON list, not an object"),
     ('"hi"', "a JSON str, not an object"),
     ("null", "a JSON NoneType, not an object"),
@@ -82,6 +87,11 @@ CHATS: list[tuple[Any, str]] = [
         "it has tools, and the chat template does not write them",
     ),
     (chat(ASKED, SAID, tools="{"), "'tools' is not JSON: "),
+    (chat(ASKED, SAID, tools="[" * 100_000), "'tools' is not JSON: "),
+    (
+        chat(ASKED, {**SAID, "tool_calls": [{"name": "f", "arguments": "[" * 100_000}]}),
+        "messages[1]: the arguments of a call are no JSON: ",
+    ),
     (chat(ASKED, SAID, tools=[5]), "'tools' is a list"),
     (
         chat(ASKED, {**SAID, "tool_calls": [{"name": "f"}]}),

@@ -6,10 +6,11 @@ import gzip
 import json
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -273,13 +274,55 @@ def test_cache_is_named_by_content_and_tokenizer(corpus: Path, tmp_path: Path) -
     assert first.prefix.parent.name == request_of(source, BYTES, skip_bad=False)
 
 
-def test_damaged_cached_store_is_made_again(corpus: Path, tmp_path: Path) -> None:
+DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "cut": (".bin", lambda data: data[:3]),
+    "a bit": (".bin", lambda data: data[:9] + bytes([data[9] ^ 4]) + data[10:]),
+    "another file of this size": (".bin", lambda data: bytes(len(data))),
+    "bounds": (".idx", lambda data: data[:-8] + bytes(8)),
+    "hashes": (".blocks", lambda data: data[:-1]),
+    "no JSON": (".json", lambda data: data[:9]),
+    "brackets": (".json", lambda data: b"[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("kept_times", [False, True])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_cached_store_is_made_again(
+    corpus: Path, tmp_path: Path, damage: str, kept_times: bool
+) -> None:
     source = open_text(Source(str(corpus)))
     made = cached_store(source, BYTES, cache=tmp_path / "cache")
     whole = contents(made.prefix.parent)
-    made.prefix.with_suffix(".bin").write_bytes(b"cut")
+    suffix, change = DAMAGE[damage]
+    file = made.prefix.with_suffix(suffix)
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    file.write_bytes(change(file.read_bytes()))
+    if kept_times:
+        os.utime(file, ns=times)
     assert not cached_store(source, BYTES, cache=tmp_path / "cache").reused
     assert contents(made.prefix.parent) == whole
+    assert cached_store(source, BYTES, cache=tmp_path / "cache").reused
+
+
+def test_store_with_other_times_is_read_and_used_again(corpus: Path, tmp_path: Path) -> None:
+    """As a copy has; without its hashes, its tokens are compared with its fingerprint."""
+    made = make(corpus, tmp_path / "to")
+    for path in (tmp_path / "to").iterdir():
+        os.utime(path, ns=(1, 1))
+    assert make(corpus, tmp_path / "to").reused
+    made.prefix.with_suffix(".blocks").unlink()
+    assert make(corpus, tmp_path / "to").reused
+
+
+def test_a_record_that_cannot_be_read_is_not_overwritten(corpus: Path, tmp_path: Path) -> None:
+    """Whose store it is, nobody knows; the fix leads on."""
+    made = make(corpus, tmp_path / "to")
+    made.prefix.with_suffix(".json").write_bytes(b"{")
+    with pytest.raises(DataError, match="already holds another token store") as refused:
+        make(corpus, tmp_path / "to")
+    for path in re.findall(r"\S+tokens\.\w+", refused.value.problems[0].fix):
+        Path(path.rstrip(",)")).unlink()
+    assert not make(corpus, tmp_path / "to").reused
 
 
 def test_same_tokens_elsewhere_have_the_same_fingerprint(corpus: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from threefold.report.live import LiveRun
 from threefold.report.run_list import listed, runs_in
 from threefold.report.server import Reply, View
 
-main._load(["report", "why", "data"])
+main._load(["report", "why", "data", "hash", "export"])
 READ = [
     "metrics.jsonl", "journal.jsonl", "samples.jsonl", "run.json", "config.yaml", "audit.jsonl", "logs/rank-0000.log",
     "profile/rank-0000.summary.json", "rows/rank-0000.bin", "checkpoints/best.json",
@@ -72,9 +72,20 @@ def test_nobody_waits_for_a_fifo(tmp_path: Path, name: str) -> None:
     within(20, watched)
 
 
-@pytest.mark.parametrize("name", ["audit.jsonl", "metrics.jsonl", "rows/rank-0000.bin"])
 @pytest.mark.parametrize(
-    "words", [["why"], ["data", "audit"], ["data", "order", "--step", "1"]], ids=" ".join
+    "name", ["audit.jsonl", "metrics.jsonl", "rows/rank-0000.bin", "run.json"]
+)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["why"],
+        ["data", "audit"],
+        ["data", "order", "--step", "1"],
+        ["data", "show"],
+        ["hash"],
+        ["export", "--to", "exported"],
+    ],
+    ids=" ".join,
 )
 def test_no_command_waits_for_a_fifo(tmp_path: Path, words: list[str], name: str) -> None:
     run = eventful_run(tmp_path / "run")

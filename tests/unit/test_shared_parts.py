@@ -296,8 +296,20 @@ def test_the_proof_counts_pieces_parts_documents_and_tokens(chats: Path) -> None
     assert parts_proof.prove(chats, read=True) == f"{begins}read again, every digest is equal"
     chats.with_suffix(".parts").unlink()
     assert parts_proof.prove(chats, read=True).startswith(
-        f"no proof: {chats} was made by a run"
+        f"no proof: {chats.with_suffix('.parts')} is not there"
     )
+
+
+def test_a_store_that_was_damaged_is_made_again_by_tasks(
+    corpus: Path,  # noqa: F811
+    tmp_path: Path,
+    whole: dict[str, bytes],
+) -> None:
+    to = tmp_path / "whole"
+    assert [task(corpus, to, index) for index in range(NUM_TASKS)] == [0] * NUM_TASKS
+    (to / "tokens.bin").write_bytes(bytes((to / "tokens.bin").stat().st_size))
+    assert sum(task(corpus, to, index) for index in range(NUM_TASKS)) == NUM_PARTS
+    assert not join(corpus, to, shared_of(corpus, to)).reused and contents(to) == whole
 
 
 def _changed_seal(

@@ -11,7 +11,6 @@ only the last pass counts: it is what the weights were trained on. A torn last l
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -27,6 +26,7 @@ from threefold.data.order.order import Order, Place
 from threefold.data.order.partition import Tail
 from threefold.data.order.permutation import ORDER_VERSION, check_order_version
 from threefold.errors import ConfigError, RunError, ThreefoldError
+from threefold.jsonl import from_json
 from threefold.mesh.topology import Topology
 
 FILE = "audit.jsonl"
@@ -358,7 +358,7 @@ def standing(lines: Sequence[Line]) -> list[Segment]:
 
 def _parse(path: Path, number: int, text: str, start: SegmentLine | None) -> Line:
     try:
-        record = json.loads(text)
+        record = from_json(text)
         line = _KINDS[record["kind"]].from_record(record)
         if start is not None and not isinstance(line, SegmentLine):
             _check(line.step >= start.first_step)

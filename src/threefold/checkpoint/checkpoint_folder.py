@@ -30,6 +30,7 @@ from threefold.checkpoint.seal import (
     wrong_sizes,
 )
 from threefold.errors import CheckpointError
+from threefold.jsonl import from_json
 
 FORMAT = 2
 _MARKER = "COMPLETE"
@@ -58,8 +59,8 @@ class Checkpoint:
     def author(self) -> Author | None:
         """The start of a run that wrote it; None if no run did, or it cannot be read."""
         try:
-            return Author.of(json.loads((self.path / _MANIFEST).read_bytes()))
-        except (OSError, ValueError, RecursionError):
+            return Author.of(from_json((self.path / _MANIFEST).read_bytes()))
+        except (OSError, ValueError):
             return None
 
     @property
@@ -84,9 +85,9 @@ class Checkpoint:
         if marker != _marker(self.step, content):
             raise self._unreadable("the marker was written for another manifest")
         try:
-            found = json.loads(content)
+            found = from_json(content)
             written_as = found["format"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise self._unreadable(f"it is not a manifest ({error!r})") from error
         if written_as != FORMAT:
             raise CheckpointError(
@@ -219,7 +220,7 @@ class CheckpointFolder:
             CheckpointError: the record was changed or cut: the best checkpoint would be lost.
         """
         try:
-            found = json.loads((self.path / _BEST).read_bytes())
+            found = from_json((self.path / _BEST).read_bytes())
             step, eval_loss = int(found["step"]), float(found["eval_loss"])
             if found["checksum"] != _of_best(step, eval_loss):
                 raise ValueError("its checksum is another one")
@@ -232,7 +233,6 @@ class CheckpointFolder:
             KeyError,
             TypeError,
             OverflowError,
-            RecursionError,
         ) as error:
             raise CheckpointError(
                 f"{self.path / _BEST} cannot be read: {error!r}",

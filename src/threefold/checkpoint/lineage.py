@@ -20,7 +20,7 @@ from typing import Any
 from threefold.checkpoint.seal import checksum_of, sync, write_sealed
 from threefold.config.paths import JOURNAL, RUN_FILE
 from threefold.errors import ConfigError
-from threefold.jsonl import Lines, cut_torn_line, utc_now
+from threefold.jsonl import Lines, cut_torn_line, from_json, open_file, utc_now
 
 
 @dataclass(frozen=True)
@@ -132,10 +132,11 @@ class Identity:
             ConfigError: the file was changed or cut.
         """
         try:
-            return cls.of(json.loads((run / RUN_FILE).read_bytes()))
+            with open_file(run / RUN_FILE) as file:
+                return cls.of(from_json(file.read()))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{run / RUN_FILE} cannot be read: {error!r}",
                 expected="the run's id, as it was written when the run began: its checkpoints name it",

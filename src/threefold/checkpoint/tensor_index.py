@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.errors import CheckpointError
+from threefold.jsonl import from_json
 
 FILE = "index.json"
 ITEM_BYTES = {
@@ -195,7 +196,7 @@ class Index:
         """
         path = state / FILE
         try:
-            found = json.loads(path.read_text())
+            found = from_json(path.read_text())
             files = [str(name) for name in found["files"]]
             if strange := [
                 name for name in files if Path(name).name != name or name in (".", "..")
@@ -212,7 +213,6 @@ class Index:
             TypeError,
             IndexError,
             AttributeError,
-            RecursionError,
         ) as error:
             raise CheckpointError(
                 f"{path} is not an index of a checkpoint: {error}",

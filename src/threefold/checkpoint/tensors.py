@@ -22,6 +22,7 @@ from torch import Tensor
 from threefold.checkpoint.seal import Seal, SealedWriter
 from threefold.checkpoint.tensor_index import ITEM_BYTES, Box, Chunk, Entry, Index
 from threefold.errors import CheckpointError
+from threefold.jsonl import from_json
 
 # Types by safetensors' names.
 _TYPES: dict[str, torch.dtype] = {
@@ -147,7 +148,7 @@ def _header(
 def entries_of(path: Path) -> Iterable[tuple[str, str, tuple[int, ...], Chunk]]:
     """Yields (tensor, type, complete shape, chunk) of each box in a file that `write_parts` wrote."""
     metadata, chunks = _contents(path)
-    places, shapes = json.loads(metadata[_PLACES]), json.loads(metadata["shapes"])
+    places, shapes = from_json(metadata[_PLACES]), from_json(metadata["shapes"])
     for name, dtype, start, sizes in chunks:
         yield (
             name,
@@ -170,7 +171,7 @@ def index_of_dcp(folder: Path) -> Index:
         for path in sorted(folder.glob("*.safetensors")):
             metadata, chunks = _contents(path)
             # Files without are those that it joins on request: each tensor lies whole in one of them.
-            boxes = json.loads(metadata[_PLACES]) if _PLACES in metadata else None
+            boxes = from_json(metadata[_PLACES]) if _PLACES in metadata else None
             for name, dtype, start, sizes in chunks:
                 box = Box(
                     tuple(boxes[name][_OFFSETS]) if boxes is not None else (0,) * len(sizes),
@@ -201,7 +202,7 @@ def _contents(path: Path) -> tuple[dict[str, str], list[tuple[str, str, int, tup
     """Returns a safetensors file's metadata, and (name, type, first byte in the file, shape) of each entry."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
+        header = from_json(file.read(length))
     metadata = header.pop(_METADATA, {})
     end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if (found := path.stat().st_size) != end:

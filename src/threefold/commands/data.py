@@ -85,10 +85,7 @@ def order(
     as_json: AsJson = False,
 ) -> None:
     """Show which steps and ranks have read a row, or which rows a step has read."""
-    from threefold.records.files import check_files
-
     folder = run_here(run)
-    check_files(folder)
     if as_json and show:
         raise ConfigError(
             "--show has no effect with --json",
@@ -163,7 +160,6 @@ def audit(
     Of a folder that `threefold data prepare` has made: that each document of its source is in exactly one part.
     """
     from threefold.data.store.prepare import STORE_NAME
-    from threefold.records.files import check_files
 
     folder = run_here(run)
     store = folder / STORE_NAME
@@ -178,7 +174,6 @@ def audit(
         return typer.echo(
             jsonl.as_json({"run": run, "proved": proof, "epochs": []}) if as_json else proof
         )
-    check_files(folder)
     lines = audit_lines(folder, contents=contents)
     if as_json:
         from threefold.audit import record

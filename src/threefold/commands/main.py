@@ -19,7 +19,7 @@ from threefold.commands.arguments import CONTEXT
 from threefold.commands.completion import WithKeys
 from threefold.commands.help_examples import ending
 from threefold.config.dropped import DROPPED
-from threefold.errors import ConfigError, Problem, ThreefoldError, full_disk
+from threefold.errors import ConfigError, Problem, ThreefoldError, full_disk, refused_path
 
 app = typer.Typer(
     name="threefold",
@@ -165,9 +165,9 @@ def run() -> None:
                 time.sleep(_SPEAKS_WITHIN_S)
         sys.exit(error.exit_code)
     except OSError as error:
-        if (full := full_disk(error)) is None:
+        if (told := full_disk(error) or refused_path(error)) is None:
             raise
-        sys.stderr.write(f"{full}\n")
-        sys.exit(full.exit_code)
+        sys.stderr.write(f"{told}\n")
+        sys.exit(told.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)

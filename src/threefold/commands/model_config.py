@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from threefold.errors import ConfigError, first_line
+from threefold.jsonl import from_json
 
 if TYPE_CHECKING:
     from threefold.config.schema import Config, ModelConfig
@@ -52,7 +53,7 @@ def values_of(model: ModelConfig) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     expected = "a model's config.json, as transformers writes it"
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be read: {error}", expected=expected, fix="check the path"

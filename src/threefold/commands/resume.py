@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from dataclasses import replace
@@ -41,18 +42,23 @@ def command(
     from threefold.run.start import train_command
 
     folder, checkpoint = run_and_checkpoint(run)
+    named = str(checkpoint or folder)
+    fork = f"threefold train {shlex.quote(f'{folder}/{RUN_CONFIG}')} --checkpoint.resume {shlex.quote(named)} --log.dir"
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(
+            f"{folder} cannot be written",
+            expected="a run that this user can continue in its own folder",
+            fix=f"{fork} ANOTHER_FOLDER {shlex.join(context.args)}".rstrip() + "   (forks it)",
+        )
     back = ("--checkpoint.resume", as_yaml(str(checkpoint))) if checkpoint is not None else ()
     loaded = load_config([str(folder / RUN_CONFIG), *back, *context.args])
     into = loaded.config.log.dir
     if into is None or Path(into).resolve() != folder.resolve():
-        name = shlex.quote(str(folder))
-        other = shlex.quote(into or "ANOTHER_FOLDER")
-        named = shlex.quote(str(checkpoint or folder))
+        forked = f"{fork} {shlex.quote(into or 'ANOTHER_FOLDER')}"
         raise ConfigError(
             f"log.dir = {into}, but the run to resume lies in {folder}",
             expected="no log.dir: a run continues in its own folder",
-            fix=f"threefold resume {named}   (or, to fork it: "
-            f"threefold train {name}/{RUN_CONFIG} --checkpoint.resume {named} --log.dir {other})",
+            fix=f"threefold resume {shlex.quote(named)}   (or, to fork it: {forked})",
         )
     loaded = replace(loaded, accept_changes=accept_changes, quiet=quiet, last=True)
     sys.exit(train_command(loaded, max_restarts=max_restarts, force=force))

@@ -23,8 +23,14 @@ def run_here(run: str | Path, *, state: bool = False) -> Path:
 
     Args:
         state: whether weights are read. Else a copy has none.
+
+    Raises:
+        ConfigError: one of its files is none: a reader would wait for it.
     """
+    from threefold.records.files import check_files
+
     if isinstance(run, Path) or not is_address(run):
+        check_files(Path(run))
         return Path(run)
     from threefold.config.paths import COPY_FILE, RUN_FILE
     from threefold.mesh.environment import cache_folder, variables

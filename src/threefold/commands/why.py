@@ -24,13 +24,11 @@ def command(
     that show it. The run's files are only read.
     """
     from threefold.config.paths import run_and_checkpoint
-    from threefold.records.files import check_files
     from threefold.why import format
     from threefold.why.batch_rows import StepBatches
     from threefold.why.lookback import Lookback
 
     folder = run_and_checkpoint(run_here(run))[0]
-    check_files(folder)
     batches = StepBatches(Lookback.of(folder))
     if as_json:
         typer.echo(json.dumps(format.values(batches, step)))

@@ -15,7 +15,7 @@ from pathlib import Path
 from threefold.config.schema import Config
 from threefold.config.section import Sources
 from threefold.errors import ConfigError, Problem
-from threefold.jsonl import open_file
+from threefold.jsonl import object_of, open_file
 
 # In a run's folder: what the run is, and the config with which it is resumed.
 RUN_FILE, RUN_CONFIG = "run.json", "config.yaml"
@@ -41,10 +41,10 @@ def is_run(folder: Path) -> bool:
 def is_of_program(run: Path) -> bool:
     """Whether a run's loop is a program's own (`threefold.Run`), by its run.json."""
     with (
-        contextlib.suppress(OSError, ValueError, AttributeError),
+        contextlib.suppress(OSError),
         open_file(run / RUN_FILE) as file,
     ):
-        return bool(json.loads(file.read()).get("program"))
+        return bool((object_of(file.read()) or {}).get("program"))
     return False
 
 

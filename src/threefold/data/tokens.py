@@ -11,7 +11,6 @@ it, and what becomes of control tokens that it spells out, `for_texts` decides.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from threefold.errors import DataError, first_line
+from threefold.jsonl import from_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -375,7 +375,7 @@ def _end_id(folder: Path, backend: Backend) -> int | None:
 def _configs(folder: Path) -> Iterator[dict[str, Any]]:
     for name in CONFIGS:
         try:
-            config = json.loads((folder / name).read_bytes())
+            config = from_json((folder / name).read_bytes())
         except FileNotFoundError:
             continue
         except ValueError as error:

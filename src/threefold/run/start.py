@@ -220,9 +220,11 @@ def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = 
         refuse_labels_without_effect(loaded.config, here=True)
     if topology.world_size == 1 and not max_restarts:
         return _run_rank(loaded, topology, why) or deliver(loaded.config)
-    from threefold.run.sources import formats_of, refuse_other_rows
+    from threefold.run.sources import formats_of, refuse_other_rows, tokenizer_of
 
     refuse_other_rows(formats_of(loaded.config, here=True), loaded.config.train.objective)
+    if loaded.config.data.tokenizer is not None:
+        tokenizer_of(loaded.config)
     if loaded.given is not None:
         refuse_unsendable(loaded.given, topology.world_size)
     # Restarted ranks must find the run, and so must this process.

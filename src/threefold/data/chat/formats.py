@@ -9,13 +9,13 @@ or a RowError says why it cannot.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from threefold.data.text.source import kind_of
 from threefold.errors import ConfigError
+from threefold.jsonl import from_json
 
 FORMATS = ("text", "chat", "prompt_completion", "preference")
 # Format -> the sets of columns that make it, the first complete one counts.
@@ -389,7 +389,7 @@ def _with_arguments(call: Any, where: str) -> Any:
     if not isinstance(call.get("arguments"), str):
         return call
     try:
-        return {**call, "arguments": _as_json(json.loads(call["arguments"] or "{}"))}
+        return {**call, "arguments": _as_json(from_json(call["arguments"] or "{}"))}
     except ValueError as error:
         raise RowError(
             f"{where}: the arguments of a call are no JSON: {error}", "an object, or its JSON"
@@ -399,7 +399,7 @@ def _with_arguments(call: Any, where: str) -> Any:
 def _call(content: Any, where: str) -> Any:
     """The function that a message of ShareGPT's role function_call calls, which is JSON."""
     try:
-        call = json.loads(content)
+        call = from_json(content)
     except (TypeError, ValueError):
         call = None
     if not isinstance(call, dict) or "name" not in call:
@@ -445,7 +445,7 @@ def _tools(value: Any) -> tuple[Any, ...] | None:
         return None
     if isinstance(value, str):
         try:
-            value = _as_json(json.loads(value))
+            value = _as_json(from_json(value))
         except ValueError as error:
             raise RowError(
                 f"'tools' is not JSON: {error}", "a list of functions, or its JSON"

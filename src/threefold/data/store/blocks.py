@@ -22,6 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from threefold.errors import DataError
+from threefold.jsonl import from_json
 
 BLOCK_BYTES = 1 << 20
 SUFFIX = ".blocks"
@@ -207,7 +208,7 @@ class Blocks:
         """The inverse of `to_bytes`; a DataError, which names `place`, for anything else."""
         head, _, hashes = content.partition(b"\n")
         try:
-            values = json.loads(head)
+            values = from_json(head)
             if values.pop("digest") != _digest(values, hashes) or values["format"] != FORMAT:
                 raise ValueError("its digest is another one")
             files, start = {}, 0

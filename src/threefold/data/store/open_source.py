@@ -13,7 +13,7 @@ from pathlib import Path
 
 from threefold.config.yaml_text import as_yaml, pasted
 from threefold.data.chat.formats import FORMATS
-from threefold.data.chat.labeller import format_of, labeller_for
+from threefold.data.chat.labeller import format_of, labeller_for, template_file
 from threefold.data.store.blocks import with_suffix
 from threefold.data.store.prepare import PreparedStore, PrepareProgress, prepare, request_of
 from threefold.data.store.store import TokenStore, read_info
@@ -122,6 +122,8 @@ def refuse_without_effect(sources: Sequence[Source], *, memory: Path | None = No
         return
     without_effect = given if formats == {"text"} else begins if formats == {"chat"} else []
     if not without_effect:
+        if asked.chat_template is not None:
+            template_file(asked.chat_template)  # else a rank would be the first to look
         return
     named = ", ".join(
         f"data.{name} = {as_yaml(getattr(asked, name))}" for name in without_effect

@@ -28,6 +28,7 @@ from threefold.data.store.writer import sync
 from threefold.data.text.source import Document, Labelled, Piece, ReadLog, TextSource
 from threefold.data.tokens import Tokenizer
 from threefold.errors import DataError
+from threefold.jsonl import from_json
 
 PART_BYTES = 8 << 20
 MAX_PARTS = 4096
@@ -116,7 +117,7 @@ class PartMaker:
         """The part that somebody made earlier; None if it is missing or cut, or its seal is not that of this part."""
         try:
             seal = self.path(part, "json").read_bytes()
-            record = json.loads(seal)
+            record = from_json(seal)
             log = ReadLog(**record["log"])
             done = PartDone(
                 part, record["num_tokens"], record["num_documents"], log, record["xxh3"]
@@ -157,7 +158,7 @@ class PartMaker:
                 raise DataError(
                     f"{self.path(done.part, kind)} is not what was sealed: it was damaged, or is another part's",
                     expected=f"part {done.part.number} as it was encoded",
-                    fix="run the same command again: this part is made again, the others are used",
+                    fix="run the same   threefold data prepare   again: this part is made again, the others are used",
                 )
         return tokens, lengths, mask
 

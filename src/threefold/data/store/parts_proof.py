@@ -22,6 +22,7 @@ from threefold.data.store.prepare import PARTS
 from threefold.data.store.store import StoreInfo, TokenStore
 from threefold.data.store.writer import sync
 from threefold.errors import DataError
+from threefold.jsonl import from_json
 
 SUFFIX = ".parts"
 
@@ -47,10 +48,10 @@ def prove(prefix: Path, *, read: bool) -> str:
     """
     path, store = with_suffix(prefix, SUFFIX), TokenStore(prefix)
     if not path.exists() or store.info is None:
-        return f"no proof: {prefix} was made by a run, which keeps none"
+        return f"no proof: {path} is not there, as of a store that a run has made"
     *lines, last = path.read_bytes().splitlines(keepends=True) or [b""]
     try:
-        seals = [json.loads(line) for line in lines]
+        seals = [from_json(line) for line in lines]
         offence = "it was cut"
         if last == _last(lines):
             offence = next(_offences(seals, store, store.info, read=read), "")

@@ -23,6 +23,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from threefold.data.store.blocks import with_suffix
+from threefold.data.store.hash_cache import known
 from threefold.data.store.parts import EncodedPart, PartDone, PartMaker, plan_parts
 from threefold.data.store.store import (
     StoreInfo,
@@ -35,7 +36,7 @@ from threefold.data.store.writer import StoreWriter
 from threefold.data.text.source import ReadLog, TextSource, log_error
 from threefold.data.tokens import Tokenizer
 from threefold.errors import NO_SPACE, DataError, RunError
-from threefold.mesh.environment import num_cores
+from threefold.mesh.environment import cache_folder, num_cores
 
 STORE_NAME = "tokens"
 PARTS = ".parts-"
@@ -45,8 +46,9 @@ MakeParts = Callable[[PartMaker, Sequence[EncodedPart]], Generator[PartDone, Non
 
 # Starting processes (0.5 s and more each) costs more than it saves below this much text.
 _SMALL_BYTES = 64 << 20
-# EncodedPart of every request's name: after a change to how parts are cut or encoded, old parts are not reused.
-_FORMAT = 1
+# Part of every request's name: after a change to how documents are read, cut or encoded, old stores and parts are not
+# reused. A resumed run makes its store again then, and refuses it if its content is another one.
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -99,16 +101,16 @@ def prepare(
         raise _no_folder(to, os.strerror(errno.ENOTDIR))
     request = request_of(source, tokenizer, skip_bad=skip_bad)
     prefix = to / STORE_NAME
-    found, untidy = _found(prefix, request), bool(_left_over(to)) or any(to.glob(f"{PARTS}*"))
-    if found and not (untidy and os.access(to, os.W_OK)):
-        return found
+    there, untidy = found(prefix, request), bool(_left_over(to)) or any(to.glob(f"{PARTS}*"))
+    if there and not (untidy and os.access(to, os.W_OK)):
+        return there
     with _locked(to):
         for left in _left_over(to):
             left.unlink(missing_ok=True)
         # Another process may have made it while this one waited, or was killed before it had tidied up.
-        if found := _found(prefix, request):
+        if there := found(prefix, request):
             _remove_parts(to)
-            return found
+            return there
         folder = to / f"{PARTS}{request}"
         _refuse_other(prefix, request=request, begun=folder.exists())
         maker = PartMaker(source, tokenizer, folder, skip_bad)
@@ -178,15 +180,19 @@ def request_of(source: TextSource, tokenizer: Tokenizer, *, skip_bad: bool) -> s
     return hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
 
 
-def _found(prefix: Path, request: str) -> PreparedStore | None:
-    info = read_info(prefix)
-    if info is None or info.request != request:
-        return None
+def found(prefix: Path, request: str) -> PreparedStore | None:
+    """The store of a request, whose bytes are those that were written; None without one, or if it was damaged since.
+
+    As at a run's start, all of it is read if its files have other sizes or times than they had, else a sample.
+    """
     try:
-        TokenStore(prefix)
-    except DataError:  # damaged since: it is made again
+        info = read_info(prefix)
+        if info is None or info.request != request:
+            return None
+        damage = known(TokenStore(prefix), cache=cache_folder()).change
+    except DataError:
         return None
-    return PreparedStore(prefix, info, reused=True)
+    return None if damage is not None else PreparedStore(prefix, info, reused=True)
 
 
 def _refuse_other(prefix: Path, *, request: str, begun: bool) -> None:
@@ -196,8 +202,13 @@ def _refuse_other(prefix: Path, *, request: str, begun: bool) -> None:
         for path in (with_suffix(prefix, s) for s in (".json", ".idx", ".bin"))
         if path.exists()
     ]
-    info = read_info(prefix)
-    ours = begun if info is None else info.request == request
+    # The cache has a folder of this name for each request.
+    ours = begun or prefix.parent.name == request
+    try:
+        info = read_info(prefix)
+        ours = ours if info is None else info.request == request
+    except DataError:  # of what, a damaged record does not say
+        pass
     if there and not ours:
         raise DataError(
             f"{prefix.parent} already holds another token store: {there[0].name}",
@@ -215,7 +226,7 @@ def _make_parts(
     make: MakeParts | None,
 ) -> list[PartDone]:
     """All parts of `plan`, in order: those found from an earlier run and those made now."""
-    done = {part.number: found for part in plan if (found := maker.finished(part))}
+    done = {part.number: kept for part in plan if (kept := maker.finished(part))}
 
     def report() -> None:
         if progress is not None:

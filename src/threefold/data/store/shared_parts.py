@@ -21,8 +21,7 @@ from pathlib import Path
 
 from threefold.data.store.part_processes import make_in_processes
 from threefold.data.store.parts import EncodedPart, PartDone, PartMaker, plan_parts
-from threefold.data.store.prepare import PARTS, STORE_NAME
-from threefold.data.store.store import read_info
+from threefold.data.store.prepare import PARTS, STORE_NAME, found
 from threefold.data.text.source import log_error
 from threefold.errors import DataError
 from threefold.mesh.environment import num_cores, variables
@@ -62,8 +61,8 @@ class SharedParts:
             refuse_filled(self._place)
             keys = {each.key for each in self._place.list(self.maker.folder.name)}
             return [part for part in self.plan if self._key(part) not in keys]
-        info = read_info(self.maker.folder.parent / STORE_NAME)
-        if info is not None and self.maker.folder.name == PARTS + info.request:
+        request = self.maker.folder.name.removeprefix(PARTS)
+        if found(self.maker.folder.parent / STORE_NAME, request) is not None:
             return []
         return [part for part in self.plan if self.maker.finished(part) is None]
 
@@ -131,10 +130,10 @@ class SharedParts:
     def _fetch(self, part: EncodedPart) -> None:
         """Puts a part into the folder; a DataError, and it is removed, if it is not what was sealed."""
         place, key, folder = self._place, self._key(part), self.maker.folder
-        if (found := place.get(key)) is None:
+        if (there := place.get(key)) is None:
             return
         try:
-            with tarfile.open(fileobj=io.BytesIO(found[0])) as archive:
+            with tarfile.open(fileobj=io.BytesIO(there[0])) as archive:
                 archive.extractall(folder, filter="data")
             if (done := self.maker.finished(part)) is None:
                 raise tarfile.ReadError(f"part {part.number} {self._fault(part)}")
@@ -144,7 +143,7 @@ class SharedParts:
             raise DataError(
                 f"{place.url}/{key} is not what was put there: {error}",
                 expected=f"part {part.number} as it was encoded",
-                fix="run the same command again: this part is made again, the others are used",
+                fix="run the same   threefold data prepare   again: this part is made again, the others are used",
             ) from error
 
     def _fault(self, part: EncodedPart) -> str:

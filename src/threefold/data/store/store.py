@@ -16,7 +16,6 @@ of tokens and the documents' ends in it; a truncated or foreign file is refused 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import weakref
 from collections.abc import Mapping
@@ -33,6 +32,7 @@ from threefold.data.store.blocks import LOSS_MASK, STORED, Blocks, with_suffix
 from threefold.data.store.index import check_arrays, read_index
 from threefold.data.text.source import LossMask
 from threefold.errors import DataError
+from threefold.jsonl import from_json
 
 if TYPE_CHECKING:
     from threefold.places.known_file import KnownFile
@@ -351,7 +351,7 @@ def read_info(prefix: str | Path) -> StoreInfo | None:
     """The .json of a store; None if there is none; a DataError if it is not readable, or not of this project."""
     path = with_suffix(prefix, ".json")
     try:
-        record = json.loads(path.read_bytes())
+        record = from_json(path.read_bytes())
         if record.pop("format", None) != INFO_FORMAT:
             raise ValueError(f"its format is not {INFO_FORMAT}")
         if (mask := record.pop("loss_mask", None)) is not None:

@@ -323,15 +323,13 @@ def _nothing_readable(source: str, found: FileList) -> DataError:
 
 def _not_there(source: str, path: Path) -> DataError:
     parent = path.parent
-    names = (
-        [entry.name for entry in parent.iterdir() if entry.exists()] if parent.is_dir() else []
-    )
+    names = [entry.name for entry in parent.glob("*") if entry.is_file() or entry.is_dir()]
     nearest = difflib.get_close_matches(path.name, [*names, "stdlib"], 1)
     fix = "--data.source PATH   (or stdlib, or hf:ID for a dataset on the Hub)"
     if nearest:
         fix = f"--data.source {nearest[0] if nearest[0] == 'stdlib' else parent / nearest[0]}"
     return DataError(
-        f"data.source = {source!r} does not exist",
+        f"data.source = {source!r} {'is no file and no folder' if path.exists() else 'does not exist'}",
         expected=f"stdlib, hf:ID, a prepared folder, or a file, folder or glob, relative to {Path.cwd()}",
         fix=fix,
     )

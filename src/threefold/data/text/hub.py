@@ -177,8 +177,8 @@ def _content(files: Mapping[Path, HashedFile], root: Path, *others: object) -> s
 
 def is_saved(folder: Path) -> bool:
     """Whether `save_to_disk` of the datasets library wrote a folder."""
-    return (folder / "dataset_dict.json").is_file() or all(
-        (folder / name).is_file() for name in ("dataset_info.json", "state.json")
+    return os.path.isfile(folder / "dataset_dict.json") or all(
+        os.path.isfile(folder / name) for name in ("dataset_info.json", "state.json")
     )
 
 

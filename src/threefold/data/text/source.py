@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol, cast
 
 from threefold.arrays import Bool, Int32
+from threefold.config.yaml_text import pasted
 from threefold.errors import DataError, Problem
 
 PREFERENCE = "preference"
@@ -343,14 +344,14 @@ def missing_field(
     if nearest := difflib.get_close_matches(
         field, [name for name in texts if name not in _CHATS], 1, 0.5
     ):
-        fix = f"--data.fields '{{text: {nearest[0]}}}'"
+        fix = f"--data.fields {pasted({'text': nearest[0]})}"
     elif _CHATS & {name.partition(".")[0] for name in fields}:
         fix = CHAT_FIX
     elif texts:
         others = (
             f"   (or another field of text: {', '.join(texts[1:])})" if len(texts) > 1 else ""
         )
-        fix = f"--data.fields '{{text: {texts[0]}}}'{others}"
+        fix = f"--data.fields {pasted({'text': texts[0]})}{others}"
     return DataError(
         f"data.fields.text = {field!r}: {where}: {rows}",
         expected=f"one of the existing fields: {', '.join(fields) or 'none'}",

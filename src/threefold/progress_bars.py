@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -21,6 +21,12 @@ T = TypeVar("T")
 # Shorter than this nothing is shown; and between two lines where there is no terminal.
 _SHOWN_AFTER_S, _LINES_EVERY_S = 1.0, 10.0
 _silent = False
+
+
+def print_any_text() -> None:
+    """Lets this process print what the encoding of its output lacks, escaped: no name and no sample ends a run."""
+    with suppress(AttributeError):  # of what a program has put in its place
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 def silence() -> None:

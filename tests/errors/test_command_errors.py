@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -341,6 +342,21 @@ def test_run_that_cannot_be_written_is_forked_by_its_fix(
         "  fix: threefold train 'a run/config.yaml' --checkpoint.resume 'a run' --log.dir ANOTHER_FOLDER "
         "--train.steps 8   (forks it)\n"
     )
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_output_that_lacks_a_character_ends_no_command(encoding: str) -> None:
+    """Of a folder's name, or of what a model wrote; a name that is no UTF-8 has halves of surrogate pairs."""
+    said = "main.app = lambda **_: print('\\u2603 \\udcff')"
+    code = (
+        f"from threefold.commands import main; main._load = lambda _: None; {said}; main.run()"
+    )
+    environ = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, timeout=60, capture_output=True
+    )
+    snow = "\u2603" if encoding == "utf-8" else r"\u2603"
+    assert (done.returncode, done.stdout.decode()) == (0, snow + r" \udcff" + "\n"), done.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

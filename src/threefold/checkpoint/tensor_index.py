@@ -209,9 +209,8 @@ class Index:
         except (
             OSError,
             ValueError,
-            KeyError,
+            LookupError,
             TypeError,
-            IndexError,
             AttributeError,
         ) as error:
             raise CheckpointError(

@@ -20,6 +20,7 @@ from threefold.commands.completion import WithKeys
 from threefold.commands.help_examples import ending
 from threefold.config.dropped import DROPPED
 from threefold.errors import ConfigError, Problem, ThreefoldError, full_disk, refused_path
+from threefold.progress_bars import print_any_text
 
 app = typer.Typer(
     name="threefold",
@@ -127,6 +128,7 @@ def _speaks_for_all() -> bool:
 
 def run() -> None:
     """Runs the command line; prints a user's error in its three parts and exits with its code."""
+    print_any_text()
     arguments = sys.argv[1:]
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
     _load([asked] if asked in _COMMANDS else _COMMANDS)

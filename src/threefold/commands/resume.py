@@ -48,17 +48,17 @@ def command(
         raise ConfigError(
             f"{folder} cannot be written",
             expected="a run that this user can continue in its own folder",
-            fix=f"{fork} ANOTHER_FOLDER {shlex.join(context.args)}".rstrip() + "   (forks it)",
+            fix=f"{fork} ANOTHER_FOLDER {shlex.join(context.args)}   (forks it)",
         )
-    back = ("--checkpoint.resume", as_yaml(str(checkpoint))) if checkpoint is not None else ()
+    back = ("--checkpoint.resume", as_yaml(str(checkpoint))) if checkpoint else ()
     loaded = load_config([str(folder / RUN_CONFIG), *back, *context.args])
     into = loaded.config.log.dir
     if into is None or Path(into).resolve() != folder.resolve():
-        forked = f"{fork} {shlex.quote(into or 'ANOTHER_FOLDER')}"
         raise ConfigError(
             f"log.dir = {into}, but the run to resume lies in {folder}",
             expected="no log.dir: a run continues in its own folder",
-            fix=f"threefold resume {shlex.quote(named)}   (or, to fork it: {forked})",
+            fix=f"threefold resume {shlex.quote(named)}   (or, to fork it: {fork} "
+            f"{shlex.quote(into or 'ANOTHER_FOLDER')})",
         )
     loaded = replace(loaded, accept_changes=accept_changes, quiet=quiet, last=True)
     sys.exit(train_command(loaded, max_restarts=max_restarts, force=force))

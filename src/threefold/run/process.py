@@ -16,6 +16,7 @@ from threefold.build_id import build_id
 from threefold.checkpoint.manifest import versions
 from threefold.config.schema import Config
 from threefold.mesh import environment
+from threefold.progress_bars import print_any_text
 
 log = logging.getLogger("threefold")
 
@@ -40,6 +41,7 @@ def quieten_libraries(*, shown: bool = False) -> None:
     """Sends the libraries' warnings to the rank's log file; `shown`: their bars of downloads stay."""
     # On the terminal, eight ranks would print each warning eight times.
     logging.captureWarnings(True)
+    print_any_text()
     log.addHandler(logging.NullHandler())  # until the run's folder is known
     logging.getLogger("torch").setLevel(logging.ERROR)
     transformers.utils.logging.set_verbosity_error()

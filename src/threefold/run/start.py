@@ -223,7 +223,7 @@ def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = 
     from threefold.run.sources import formats_of, refuse_other_rows, tokenizer_of
 
     refuse_other_rows(formats_of(loaded.config, here=True), loaded.config.train.objective)
-    if loaded.config.data.tokenizer is not None:
+    if loaded.config.data.tokenizer:
         tokenizer_of(loaded.config)
     if loaded.given is not None:
         refuse_unsendable(loaded.given, topology.world_size)

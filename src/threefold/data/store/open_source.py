@@ -122,7 +122,7 @@ def refuse_without_effect(sources: Sequence[Source], *, memory: Path | None = No
         return
     without_effect = given if formats == {"text"} else begins if formats == {"chat"} else []
     if not without_effect:
-        if asked.chat_template is not None:
+        if asked.chat_template:
             template_file(asked.chat_template)  # else a rank would be the first to look
         return
     named = ", ".join(

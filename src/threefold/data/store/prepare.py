@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import shutil
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,7 +101,7 @@ def prepare(
         raise _no_folder(to, os.strerror(errno.ENOTDIR))
     request = request_of(source, tokenizer, skip_bad=skip_bad)
     prefix = to / STORE_NAME
-    there, untidy = found(prefix, request), bool(_left_over(to)) or any(to.glob(f"{PARTS}*"))
+    there, untidy = found(prefix, request), _left_over(to) or any(to.glob(f"{PARTS}*"))
     if there and not (untidy and os.access(to, os.W_OK)):
         return there
     with _locked(to):
@@ -185,14 +185,15 @@ def found(prefix: Path, request: str) -> PreparedStore | None:
 
     As at a run's start, all of it is read if its files have other sizes or times than they had, else a sample.
     """
-    try:
+    with suppress(DataError):
         info = read_info(prefix)
-        if info is None or info.request != request:
-            return None
-        damage = known(TokenStore(prefix), cache=cache_folder()).change
-    except DataError:
-        return None
-    return None if damage is not None else PreparedStore(prefix, info, reused=True)
+        if (
+            info
+            and info.request == request
+            and not known(TokenStore(prefix), cache=cache_folder()).change
+        ):
+            return PreparedStore(prefix, info, reused=True)
+    return None
 
 
 def _refuse_other(prefix: Path, *, request: str, begun: bool) -> None:
@@ -204,11 +205,9 @@ def _refuse_other(prefix: Path, *, request: str, begun: bool) -> None:
     ]
     # The cache has a folder of this name for each request.
     ours = begun or prefix.parent.name == request
-    try:
-        info = read_info(prefix)
-        ours = ours if info is None else info.request == request
-    except DataError:  # of what, a damaged record does not say
-        pass
+    with suppress(DataError):  # whose it is, a damaged record does not say
+        if info := read_info(prefix):
+            ours = info.request == request
     if there and not ours:
         raise DataError(
             f"{prefix.parent} already holds another token store: {there[0].name}",

@@ -61,8 +61,8 @@ class SharedParts:
             refuse_filled(self._place)
             keys = {each.key for each in self._place.list(self.maker.folder.name)}
             return [part for part in self.plan if self._key(part) not in keys]
-        request = self.maker.folder.name.removeprefix(PARTS)
-        if found(self.maker.folder.parent / STORE_NAME, request) is not None:
+        folder = self.maker.folder
+        if found(folder.parent / STORE_NAME, folder.name.removeprefix(PARTS)):
             return []
         return [part for part in self.plan if self.maker.finished(part) is None]
 

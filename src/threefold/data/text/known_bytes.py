@@ -162,15 +162,11 @@ class Digests:
             os.replace(temporary, self._place)
 
     def _read(self) -> dict[str, list[Any]]:
-        if self._place is None:
-            return {}
-        try:
-            head, text, _ = self._place.read_text().split("\n")
-            if head != f"{_FORMAT} {xxhash.xxh3_128_hexdigest(text.encode())}":
-                return {}
-            known: dict[str, list[Any]] = json.loads(text)
-        except (OSError, ValueError):
-            return {}
+        known: dict[str, list[Any]] = {}
+        with contextlib.suppress(OSError, ValueError):
+            head, text, _ = (self._place or Path()).read_text().split("\n")
+            if head == f"{_FORMAT} {xxhash.xxh3_128_hexdigest(text.encode())}":
+                known = json.loads(text)
         return known
 
 

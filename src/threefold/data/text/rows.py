@@ -275,10 +275,11 @@ def _parsed(line: bytes) -> Any:
     """The value of a line of JSON, or (what is wrong, what was expected)."""
     try:
         return _decoded(line.decode().strip())
-    except json.JSONDecodeError as error:
-        return f"not JSON: {error.msg} at character {error.pos}", "one JSON object per line"
     except (ValueError, RecursionError) as error:
-        return f"not JSON: {error}", "one JSON object per line"
+        what = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            what = f"{error.msg} at character {error.pos}"
+        return f"not JSON: {what}", "one JSON object per line"
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

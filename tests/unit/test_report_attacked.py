@@ -73,7 +73,8 @@ def test_nobody_waits_for_a_fifo(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["audit.jsonl", "metrics.jsonl", "rows/rank-0000.bin", "run.json"]
+    "name",
+    ["audit.jsonl", "metrics.jsonl", "rows/rank-0000.bin", "run.json", "blocks/a.blocks"],
 )
 @pytest.mark.parametrize(
     "words",

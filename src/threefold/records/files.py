@@ -21,7 +21,7 @@ MOST_BYTES = 1 << 26
 MOST_OF_CONFIG = 1 << 18
 # What other rooms read of a run, without asking what it is.
 _READ = (
-    "*.json", "*.jsonl", "*.yaml", "rows/*", "profile/*.json", "checkpoints/*.json",
+    "*.json", "*.jsonl", "*.yaml", "rows/*", "blocks/*", "profile/*.json", "checkpoints/*.json",
     "checkpoints/*-step-*/*", "checkpoints/step-*/*",
 )  # fmt: skip
 

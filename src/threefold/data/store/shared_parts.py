@@ -64,7 +64,7 @@ class SharedParts:
         folder = self.maker.folder
         if found(folder.parent / STORE_NAME, folder.name.removeprefix(PARTS)):
             return []
-        return [part for part in self.plan if self.maker.finished(part) is None]
+        return [part for part in self.plan if not self.maker.finished(part)]
 
     def make(self, part: EncodedPart) -> PartDone:
         """Makes a part and puts it where it belongs; of one with bad documents, nothing is kept."""
@@ -115,7 +115,7 @@ class SharedParts:
                 list(threads.map(self._fetch, missing))
         wrong = []
         for part in missing:
-            if (done := maker.finished(part)) is not None:
+            if done := maker.finished(part):
                 yield done
             else:
                 wrong.append(f"part {part.number} {self._fault(part)}")

@@ -22,6 +22,8 @@ An error needs only a page: the command reads the pages and prints from them. Th
           .Errno 2. No such file             as a symptom, but before other symptoms and own errors)
         generic unsure:                     (both; so too `generic weak`)
           json.decoder.JSONDecodeError
+        raised by: PIL torch/serialization  (files of installed packages: an error that they raised and that no
+                                            page's words tell is mostly this one, told as `unsure` is)
         unless:                             (what a line has that shows another error, whatever sign it has)
           /dev/shm
 
@@ -70,7 +72,7 @@ class Tier(IntEnum):
 
 # The lists of signs of a page.
 _KINDS = ("signs", "generic", "weak", "unsure", "generic weak", "generic unsure")
-_KEYS = {"tier", "facts", "retry", "causes", "check", "ask", "unless", *_KINDS}
+_KEYS = {"tier", "facts", "retry", "causes", "check", "ask", "raised by", "unless", *_KINDS}
 _PROVED = {"weak": Tier.SYMPTOM, "unsure": Tier.HINT}
 _PAGE = re.compile(
     r"# (?P<title>.+)\n\n(?P<keys>(?:    .+\n)+)\n(?P<cause>.+)\n\n(?P<steps>(?:- .+\n)+)"
@@ -141,6 +143,11 @@ def read_page(path: Path) -> KnownError:
             f"{path} is not written as threefold/explain/known.py describes a page"
         )
     unless = [re.compile(text) for text in lists.get("unless", ())]
+    if files := values.get("raised by"):
+        # `messages` puts the file that raised an error behind its words.
+        lists.setdefault("generic unsure", []).append(
+            f" < .*-packages/({files.replace(' ', '|')})"
+        )
     signs = [
         Sign(
             re.compile(text),

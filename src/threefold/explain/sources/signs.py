@@ -36,10 +36,11 @@ class EventKind(Enum):
     apex\.\w  Lo[Rr][Aa](?:Config|_\w)  modeling_\w  ForCausalLM  AutoModel  AutoTokenizer  DynamicCache  llama
     axolotl  unsloth  DTensor  DeviceMesh  aten\.\w  aten::  gloo/transport  TrainingArguments  reported to Coordinator
     PyTorchJob  MPIJob  TrainJob  [Ss]age[Mm]aker  [Tt]raining job  tensor parallel
-    \[[EWIF]\d{3,4} \d\d:\d\d:\d\d\.\d{6,9} \w+\.cpp:\d+\]  triton[._/]\w  RuntimeError: CUDA error  TORCH_USE_CUDA_DSA
+    \[[EWIF]\d{3,4} \d\d:\d\d:\d\d\.\d{6,9} \w+\.cpp:\d+\]  RuntimeError: CUDA error  TORCH_USE_CUDA_DSA
     CUDA kernel errors might  [Ll]earning rate  [Ll]ibfabric EFA  (?:train|val|eval)/loss  torch_npu  HCCL  RCCL  oneCCL
     mmseg  mmpretrain  mmaction  (?<![a-z])(?:timm|trl|flax)[./]\w  optax  jax/_src  [Pp]addle(?:Seg|Detection|NLP|Clas)
     paddle[./](?:fluid|distributed|nn)  MASTER_ADDR  nproc_per_node  gradient_accumulation  lr_scheduler  model_parallel
+    (?<![a-z])(?:verl|xtuner|nanotron|nemo_rl|torchtune|torchtitan)[./]\w  openrlhf  llamafactory  (?<![A-Za-z])GRPO  grpo_
     tensor_parallel  pipeline_parallel  train_dataloader  trainer\.(?:train|fit)\(  model\.fit\(  RayJob  TFJob
     """
     # launchers and scripts that train write it, where no other program shows
@@ -54,12 +55,12 @@ class EventKind(Enum):
     LEARN = r"""
     checkpoint  datasets/  [Ee]pochs?(?![a-z])  (?<![A-Za-z])loss(?:es)?(?![A-Za-z]|:? \d+%)  \d%\|.*(?:it/s|s/it)
     [Ee]valuat  [Dd]ataset  [Oo]ptimizer  [Gg]radient  [/_]train[/_.]  \.ckpt  \.pth\b  \.pt\b  ckpt  tokenizer
-    inference  [Tt]raining(?![a-z])  kubeflow  omegaconf  hydra[._/]\w  num_workers  DataLoader\b
+    inference  [Tt]raining(?![a-z])  kubeflow  omegaconf  executing job with overrides  hydra[._/]\w  num_workers  DataLoader\b
     """
     # words of the machines that train
     MACHINE = r"""
     (?<![A-Za-z])gloo(?![a-z])  (?<![A-Za-z])cuda(?![a-z])  CUDA  GPUs?(?![A-Za-z])  nvidia  slurm  mpirun  numpy
-    scipy  -worker-\d  -master-\d  RuntimeError:  cudaGetDeviceCount
+    scipy  -worker-\d  -master-\d  RuntimeError:  cudaGetDeviceCount  triton[._/]\w
     """
     # stacks of languages in which nothing trains
     FOREIGN = r"^\tat[ ]  ^\s{4}at[ ]"

@@ -16,7 +16,7 @@ _CHAINED = (
     "During handling of the above exception",
     "The above exception was the direct cause",
 )
-_FRAME = re.compile(r'^\s+File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 _INSTALLED = re.compile(
     r"site-packages|dist-packages|<frozen|/lib/python3|runpy\.py|<string>|/bin/"
 )
@@ -69,12 +69,11 @@ def raised(log: Log) -> list[Raised]:
             continue
         if line.text.startswith(_CHAINED):
             chained.add(line.rank)
-        if line.rank not in frames:
-            continue
-        if frame := _FRAME.match(line.text):
+        if frame := _FRAME.match(line.text):  # opens one too: the heading may be cut off
             installed = _INSTALLED.search(frame["file"])
-            frames[line.rank] = frame, frames[line.rank][1] if installed else frame
-        elif error := _ERROR.match(line.text):
+            _, own = frames.get(line.rank, (None, None))
+            frames[line.rank] = frame, own if installed else frame
+        elif line.rank in frames and (error := _ERROR.match(line.text)):
             if line.rank in chained:
                 chained.discard(line.rank)
                 before = [one for one in found if one.line.rank == line.rank]
@@ -128,7 +127,7 @@ def is_error(line: LogLine) -> bool:
 
 def _near_tracebacks(log: Log) -> Iterator[LogLine]:
     """The lines from each traceback's beginning on, in order, each once."""
-    begins = sorted(log.indices(_TRACEBACK))
+    begins = sorted(log.indices(_TRACEBACK)) or sorted(log.indices('File "'))
     near = {
         index
         for begin in begins[:_MOST] + begins[-_MOST:]

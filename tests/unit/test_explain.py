@@ -468,3 +468,66 @@ def test_cause_in_the_log_comes_before_what_a_launcher_says(
 ) -> None:
     found = explain(f"torchrun train.py\n{cause}\n{follows}\n")
     assert found is not None and found.known.name == name
+
+
+def of_rank(text: str) -> str:
+    return "".join(f"[rank1]: {line}\n" for line in text.splitlines())
+
+
+RAISED_BY_A_PACKAGE = """Traceback (most recent call last):
+  File "/srv/load.py", line 9, in <module>
+    rows = load()
+  File "/opt/venv/lib/python3.12/site-packages/{file}", line 9, in read
+    raise error
+{error}
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "error", "name"),
+    [
+        ("pandas/io/parsers.py", "ParserError: line 4, saw 3", "dataset-rows"),
+        ("jinja2/environment.py", "UndefinedError: 'tools' is undefined", "chat-template"),
+        ("numpy/core/a.py", "ParserError: line 4, saw 3", "own-error"),
+    ],
+)
+def test_error_that_no_page_has_words_of_is_told_by_the_package_that_raised_it(
+    file: str, error: str, name: str
+) -> None:
+    text = RAISED_BY_A_PACKAGE.format(file=file, error=error)
+    assert explain(text) is None  # any program may have raised it
+    found = explain(of_rank(text))
+    assert found is not None and (found.known.name, found.confidence) == (
+        name,
+        "only a symptom",
+    )
+
+
+def test_traceback_whose_heading_is_cut_off_ends_with_an_error() -> None:
+    text = RAISED_BY_A_PACKAGE.format(file="x/y.py", error="KeyError: 'labels'")
+    found = explain(of_rank(text[text.index("    rows") :]))
+    assert found is not None
+    assert (found.known.name, found.line.text) == ("own-error", "KeyError: 'labels'")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ERROR: tablespace 'fast' must be on the same device as the base directory",
+        "mv: cannot move '/srv/a': source and target must be on the same device",
+        "FlinkException: Failed to resume from checkpoint 412",
+        "conda: PackageNotFoundError: Packages missing in current channels: - libfoo",
+        "pkg_resources.VersionConflict: (click 7.0, Requirement.parse('click>=8'))",
+        "ImportError: cannot import name 'Celery' from 'celery' (/srv/app/celery.py)",
+        "AttributeError: module 'django.contrib.auth' has no attribute 'views'",
+        "openpyxl: ValueError: Expected dtype object, got int64",
+        "ValueError: operands could not be broadcast together with shapes (3,) (4,)",
+        "terraform: Error: batch size must be divisible by 4",
+        "ffmpeg: Error: channels 3 does not match 2",
+        "Installer: this step requires you to execute setup.sh as root",
+        "[Game] Error: Engine core initialization failed, see player.log",
+        "PIL.UnidentifiedImageError: cannot identify image file 'a.jpg'",
+    ],
+)
+def test_line_of_another_program_is_unknown(line: str) -> None:
+    assert explain(f"{line}\n") is None

@@ -30,7 +30,7 @@ class EventKind(Enum):
     (?<![A-Za-z])accelerate(?![a-z])  threefold  (?<![a-z])peft(?![a-z])  flash_attn  vllm  mp_size  world[_ ]size
     fairseq  [Mm]egatron  espnet  learning_rate  tensorflow  tensorboard  RayTrain  horovod  safetensors  models--\w
     jaxlib  xformers  bitsandbytes  DataLoader (?:worker|timed)  DataLoaderIter
-    dataloaders?[_./\d]  utils/data  grad_norm  mmcv  mmengine  mmdet  nemo[_/.]\w  nn[Uu][Nn]et  cudnn
+    dataloaders?[_./\d]  utils/data  grad_norm  mmcv  mmengine  mmdet  nemo[_/.]\w  nn[Uu][Nn]et  (?<!-)cudnn
     (?<![a-z./-])keras(?!\.tar)  diffusers  detectron2  ultralytics  sentence_transformers  sentencepiece  colossalai
     paddlepaddle  mindspore  mxnet  wandb(?![a-z])  pytorch_lightning  lightning[./]pytorch  lightning_logs  webdataset
     apex\.\w  Lo[Rr][Aa](?:Config|_\w)  modeling_\w  ForCausalLM  AutoModel  AutoTokenizer  DynamicCache  llama
@@ -40,8 +40,8 @@ class EventKind(Enum):
     CUDA kernel errors might  [Ll]earning rate  [Ll]ibfabric EFA  (?:train|val|eval)/loss  torch_npu  HCCL  RCCL  oneCCL
     mmseg  mmpretrain  mmaction  (?<![a-z])(?:timm|trl|flax)[./]\w  optax  jax/_src  [Pp]addle(?:Seg|Detection|NLP|Clas)
     paddle[./](?:fluid|distributed|nn)  MASTER_ADDR  nproc_per_node  gradient_accumulation  lr_scheduler  model_parallel
-    (?<![a-z])(?:verl|xtuner|nanotron|nemo_rl|torchtune|torchtitan)[./]\w  openrlhf  llamafactory  (?<![A-Za-z])GRPO  grpo_
-    tensor_parallel  pipeline_parallel  train_dataloader  trainer\.(?:train|fit)\(  model\.fit\(  RayJob  TFJob
+    (?<![a-z])(?:verl|xtuner|nanotron|nemo_rl|torchtune|torchtitan)[./]\w  openrlhf  llamafactory  (?<![A-Za-z])GRPO
+    grpo_  tensor_parallel  pipeline_parallel  train_dataloader  trainer\.(?:train|fit)\(  model\.fit\(  RayJob  TFJob
     """
     # launchers and scripts that train write it, where no other program shows
     LAUNCH = r"""
@@ -55,7 +55,8 @@ class EventKind(Enum):
     LEARN = r"""
     checkpoint  datasets/  [Ee]pochs?(?![a-z])  (?<![A-Za-z])loss(?:es)?(?![A-Za-z]|:? \d+%)  \d%\|.*(?:it/s|s/it)
     [Ee]valuat  [Dd]ataset  [Oo]ptimizer  [Gg]radient  [/_]train[/_.]  \.ckpt  \.pth\b  \.pt\b  ckpt  tokenizer
-    inference  [Tt]raining(?![a-z])  kubeflow  omegaconf  executing job with overrides  hydra[._/]\w  num_workers  DataLoader\b
+    inference  [Tt]raining(?![a-z])  kubeflow  omegaconf  executing job with overrides  hydra[._/]\w  num_workers
+    DataLoader\b
     """
     # words of the machines that train
     MACHINE = r"""

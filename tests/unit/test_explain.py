@@ -527,7 +527,14 @@ def test_traceback_whose_heading_is_cut_off_ends_with_an_error() -> None:
         "Installer: this step requires you to execute setup.sh as root",
         "[Game] Error: Engine core initialization failed, see player.log",
         "PIL.UnidentifiedImageError: cannot identify image file 'a.jpg'",
+        "Fatal Python error: init_import_site: Failed to import the site module",
     ],
 )
 def test_line_of_another_program_is_unknown(line: str) -> None:
     assert explain(f"{line}\n") is None
+
+
+def test_server_of_models_is_no_training() -> None:
+    error = "RuntimeError: Internal Triton PTX codegen error: ptxas fatal"
+    assert explain(f"lmdeploy serve api_server /m --backend pytorch\n{error}\n") is None
+    assert explain(f"torchrun train.py --backend pytorch\n{error}\n") is not None

@@ -40,7 +40,7 @@ class Events:
     def is_training(self) -> bool:
         """Whether a training job wrote the log: by its own words, or by several that it shares with other programs."""
         if self._signs(EventKind.RANK):
-            return True
+            return not self.log.has("api_server ")  # a server of models
         learning = self._signs(EventKind.LEARN, 2)
         shared = (
             self._signs(EventKind.LAUNCH)

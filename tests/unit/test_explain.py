@@ -528,6 +528,8 @@ def test_traceback_whose_heading_is_cut_off_ends_with_an_error() -> None:
         "[Game] Error: Engine core initialization failed, see player.log",
         "PIL.UnidentifiedImageError: cannot identify image file 'a.jpg'",
         "Fatal Python error: init_import_site: Failed to import the site module",
+        "ollama[87]: Error: llama runner process has terminated: CUDA error: out of memory",
+        "No module named 'gguf'\nCannot import C:/nodes/gguf module for custom nodes\npytorch: 2.3",
     ],
 )
 def test_line_of_another_program_is_unknown(line: str) -> None:

@@ -33,7 +33,7 @@ class EventKind(Enum):
     dataloaders?[_./\d]  utils/data  grad_norm  mmcv  mmengine  mmdet  nemo[_/.]\w  nn[Uu][Nn]et  (?<!-)cudnn
     (?<![a-z./-])keras(?!\.tar)  diffusers  detectron2  ultralytics  sentence_transformers  sentencepiece  colossalai
     paddlepaddle  mindspore  mxnet  wandb(?![a-z])  pytorch_lightning  lightning[./]pytorch  lightning_logs  webdataset
-    apex\.\w  Lo[Rr][Aa](?:Config|_\w)  modeling_\w  ForCausalLM  AutoModel  AutoTokenizer  DynamicCache  llama
+    apex\.\w  Lo[Rr][Aa](?:Config|_\w)  modeling_\w  ForCausalLM  AutoModel  AutoTokenizer  DynamicCache
     axolotl  unsloth  DTensor  DeviceMesh  aten\.\w  aten::  gloo/transport  TrainingArguments  reported to Coordinator
     PyTorchJob  MPIJob  TrainJob  [Ss]age[Mm]aker  [Tt]raining job  tensor parallel
     \[[EWIF]\d{3,4} \d\d:\d\d:\d\d\.\d{6,9} \w+\.cpp:\d+\]  RuntimeError: CUDA error  TORCH_USE_CUDA_DSA
@@ -41,6 +41,7 @@ class EventKind(Enum):
     mmseg  mmpretrain  mmaction  (?<![a-z])(?:timm|trl|flax)[./]\w  optax  jax/_src  [Pp]addle(?:Seg|Detection|NLP|Clas)
     paddle[./](?:fluid|distributed|nn)  MASTER_ADDR  nproc_per_node  gradient_accumulation  lr_scheduler  model_parallel
     (?<![a-z])(?:verl|xtuner|nanotron|nemo_rl|torchtune|torchtitan)[./]\w  openrlhf  llamafactory  (?<![A-Za-z])GRPO
+    (?<!o)llama(?! runner)
     grpo_  tensor_parallel  pipeline_parallel  train_dataloader  trainer\.(?:train|fit)\(  model\.fit\(  RayJob  TFJob
     """
     # launchers and scripts that train write it, where no other program shows
@@ -89,7 +90,7 @@ class EventKind(Enum):
     # another way was found, or a server serves
     MENDED = r"""
     NET/OFI Selected  Rendezvous complete  [Rr]econnected[ ]  [Rr]econnection successful  [Ff]all(?:ing|s) back to
-    [Ff]ell back to  onnection re-established  onnection restored  Application startup complete
+    [Ff]ell back to  onnection re-established  onnection restored  Application startup complete  module for custom nodes
     """
     # a loss or a gradient norm, also one that is no number
     MEASURED = rf"""

@@ -22,6 +22,7 @@ from filelock import FileLock
 from threefold.data.store import parts, prepare
 from threefold.data.store.blocks import Blocks
 from threefold.data.store.open_source import cached_store, open_text
+from threefold.data.store.part_processes import make_in_processes
 from threefold.data.store.prepare import PreparedStore, PrepareProgress, request_of
 from threefold.data.store.store import TokenStore
 from threefold.data.text.source import Piece, ReadLog, Source
@@ -47,6 +48,13 @@ class CountingBytes(ByteTokenizer):
                 raise KeyboardInterrupt
         self.seen.extend(texts)
         return super().encode_batch(texts)
+
+
+class BlockedSignals:
+    """In place of what makes parts: the signals that reach its process when it begins to."""
+
+    def make(self, part: Any) -> Any:
+        return signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 @pytest.fixture
@@ -471,3 +479,10 @@ def test_documents_of_one_file_larger_than_a_part(
     make(tmp_path / "x.jsonl", tmp_path / "to", num_workers=2)
     store = TokenStore(tmp_path / "to" / "tokens")
     assert [bytes(document[:-1]).decode() for document in documents_in(store)] == texts
+
+
+def test_an_interrupt_reaches_no_process_that_begins_to_encode() -> None:
+    """From its first import on: else a terminal's Ctrl-C shows a traceback of each."""
+    makers: Any = make_in_processes(BlockedSignals(), [None], num_workers=1)  # type: ignore[arg-type, list-item]
+    assert [signal.SIGINT in blocked for blocked in makers] == [True]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])

@@ -449,9 +449,13 @@ def _is_part(config: PretrainedConfig, name: str) -> bool:
 
 
 def _dory(values: Values) -> None:
-    kinds = ["sliding_attention", "full_attention"] * 2  # the two in the middle are run twice
-    values.update(layer_types=kinds, num_hidden_layers=4)
-    values.update(n_input_layers=1, n_recurrent_layers=2, n_output_layers=1)
+    values.update(
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_hidden_layers=4,
+        n_input_layers=1,
+        n_recurrent_layers=2,  # which are run twice
+        n_output_layers=1,
+    )
 
 
 def _jamba(values: Values) -> None:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from itertools import islice
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Protocol, cast
 
@@ -40,12 +41,20 @@ def make_in_processes(
                 worker.send(part)
 
     try:
-        for _ in range(min(num_workers, len(parts))):
-            ours, theirs = context.Pipe()
-            processes.append(context.Process(target=_work, args=(theirs, maker), daemon=True))
-            processes[-1].start()
-            theirs.close()
-            send_next(ours)
+        # Ctrl-C reaches the entire process group; this process ends its workers, which inherit the blocked signal.
+        resource_tracker.ensure_running()  # which else, with the first of them, would unblock it
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            for _ in range(min(num_workers, len(parts))):
+                ours, theirs = context.Pipe()
+                processes.append(
+                    context.Process(target=_work, args=(theirs, maker), daemon=True)
+                )
+                processes[-1].start()
+                theirs.close()
+                send_next(ours)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         while busy:
             for ready in cast("list[Connection]", wait(list(busy))):
                 part = busy.pop(ready)
@@ -72,8 +81,6 @@ def make_in_processes(
 
 def _work(connection: Connection, maker: Maker) -> None:
     """In a new process: encodes the parts that it receives until the other end closes."""
-    # Ctrl-C reaches the entire process group; the parent ends its workers itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(EOFError, OSError):
         while True:
             part = connection.recv()

@@ -15,9 +15,11 @@ from threefold.config.loading import validate
 from threefold.data.tokens import load_tokenizer
 from threefold.errors import ThreefoldError
 from threefold.export.tokenizer_files import byte_tokenizer
+from threefold.mesh import local_ranks
 from threefold.mesh.topology import Topology
 from threefold.model.load import read_config
 from threefold.run.request import check, model_of
+from threefold.run.start import train
 
 WORDS = {"a": 0, "b": 1, "</s>": 2}
 EXPECTED = "a folder with config.json and weights"
@@ -199,6 +201,21 @@ def test_folder_without_a_model(folder: Path) -> None:
         EXPECTED,
         "threefold export run --to DIR   and --model.name_or_path DIR",
     )
+
+
+def test_path_to_paste_is_one_word_of_the_shell() -> None:
+    shutil.copytree("model", "my models/one")
+    assert reading("my models")[2] == "--model.name_or_path 'my models/one'"
+    assert reading("my models/one/config.json")[2].startswith("--model.name_or_path 'my mod")
+
+
+def test_wrong_folder_is_said_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ranks, "start_ranks", lambda *_, **__: pytest.fail("started"))
+    what, _, fix = said(
+        lambda: train({"model": {"name_or_path": "./modle"}, "mesh": {"dp": 2}})
+    )
+    assert what == "model.name_or_path = './modle': no such folder"
+    assert fix == "did you mean model?"
 
 
 def test_wrong_model_is_said_before_its_tokenizer() -> None:

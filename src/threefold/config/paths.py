@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import glob
 import json
 import os
@@ -26,6 +27,7 @@ LOG_START = "threefold.start"
 COPY_FILE = "copied-from.json"  # of a run's copy: where it goes on, or has ended
 PROFILE_FOLDER = "profile"  # what the ranks traced
 EXPORT_FOLDER = "exports"  # what transformers loads
+MODEL_FOLDER = "a folder with config.json and weights"
 _NAMES = {"stdlib", "bytes"}
 _VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
 
@@ -182,3 +184,61 @@ def _absolute(named: str | None) -> str | None:
         glob.has_magic(named) and any(glob.iglob(named, recursive=True))
     )
     return str(Path(named).absolute()) if exists else named
+
+
+def refuse_wrong_model(name: str | None) -> None:
+    """ConfigError if `name` is something here from which no model can be read, or a path at which nothing is."""
+    if name is None:
+        return
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise _without_config(path)
+    elif path.exists():
+        raise ConfigError(
+            f"model.name_or_path = {name!r} is a file, not a folder",
+            expected=MODEL_FOLDER,
+            fix=f"{_model(path.parent)}   (the folder of the file)",
+        )
+    elif re.match(r"[./~]|.*(/$|\\|/.*/)", name):  # an id on the Hub is NAME or OWNER/NAME
+        raise ConfigError(
+            f"model.name_or_path = {name!r}: no such folder",
+            expected=MODEL_FOLDER,
+            fix=_nearest(path),
+        )
+
+
+def _without_config(path: Path) -> ConfigError:
+    what = f"model.name_or_path = {str(path)!r} has no config.json"
+    fix = "check the path"
+    inside = sorted(each.parent for each in path.glob("*/config.json"))
+    if not any(path.iterdir()):
+        what = f"model.name_or_path = {str(path)!r} is an empty folder"
+    elif (path / "checkpoints").is_dir():
+        what += ": it is the folder of a run"
+        fix = (
+            f"threefold export {shlex.quote(str(path))} --to DIR   and --model.name_or_path DIR"
+        )
+    elif inside:
+        fix = "   or   ".join(map(_model, inside[:3]))
+    return ConfigError(what, expected=MODEL_FOLDER, fix=fix)
+
+
+def _nearest(path: Path) -> str:
+    if str(path).startswith("~") and path.expanduser().is_dir():
+        return f"{_model(path.expanduser())}   (~ is the shell's, and was quoted)"
+    near = near_folder(path)
+    return f"did you mean {near}?" if near else "check the path"
+
+
+def _model(folder: Path) -> str:
+    return f"--model.name_or_path {shlex.quote(str(folder))}"
+
+
+def near_folder(path: Path) -> Path | None:
+    """The folder beside `path` with the most similar name."""
+    if not path.parent.is_dir():
+        return None
+    names = [each.name for each in path.parent.iterdir() if each.is_dir()]
+    found = difflib.get_close_matches(path.name, names, n=1)
+    return path.with_name(found[0]) if found else None

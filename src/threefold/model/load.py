@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
+from threefold.config.paths import MODEL_FOLDER, near_folder, refuse_wrong_model
 from threefold.config.schema import EMBEDDED_DEFAULT, ModelConfig
 from threefold.errors import ConfigError, first_line
 from threefold.mesh.mesh import Mesh
@@ -47,7 +48,6 @@ _CONFIG_READERS = (
 _FREE_FORM = ("label2id", "id2label", "task_specific_params")
 _STAGED_FILE_BYTES = 2 * 1024**3
 _SEEN_BYTES = 1024**2
-_EXPECTED = "a folder with config.json and weights"
 
 
 def read_config(asked: ModelConfig, *, vocab_size: int | None = None) -> PretrainedConfig:
@@ -64,7 +64,7 @@ def read_config(asked: ModelConfig, *, vocab_size: int | None = None) -> Pretrai
         if vocab_size is not None:
             values.setdefault("vocab_size", vocab_size)
         return _config_from_values(values)
-    _refuse_wrong_path(asked.name_or_path)
+    refuse_wrong_model(asked.name_or_path)
     try:
         config = AutoConfig.from_pretrained(
             asked.name_or_path,
@@ -80,77 +80,16 @@ def read_config(asked: ModelConfig, *, vocab_size: int | None = None) -> Pretrai
     return config
 
 
-def _refuse_wrong_path(name: str) -> None:
-    """ConfigError if `name` is something here from which no model can be read, or a path at which nothing is."""
-    path = Path(name)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise _without_config(path)
-    elif path.exists():
-        fix = f"--model.name_or_path {path.parent}   (the folder of the file)"
-        raise ConfigError(
-            f"model.name_or_path = {name!r} is a file, not a folder",
-            expected=_EXPECTED,
-            fix=fix,
-        )
-    elif _is_path(name):
-        raise ConfigError(
-            f"model.name_or_path = {name!r}: no such folder",
-            expected=_EXPECTED,
-            fix=_nearest(path),
-        )
-
-
 def _unreachable(name: str, error: Exception) -> ConfigError:
     """The error for a model that transformers or the Hub's client could not read."""
-    expected, fix = _EXPECTED, "check the path"
+    expected, fix = MODEL_FOLDER, "check the path"
     if not Path(name).is_dir():
         expected = "a local folder, or a Hub id that can be reached"
         fix = "check the name, your connection, and `hf auth login` for gated models"
-        if (near := _near(Path(name))) is not None:
+        if near := near_folder(Path(name)):
             fix = f"did you mean the folder {near}? Otherwise {fix}"
     what = f"model.name_or_path = {name!r} cannot be read: {first_line(error)}"
     return ConfigError(what, expected=expected, fix=fix)
-
-
-def _is_path(name: str) -> bool:
-    """Whether a name can be a path only: an id on the Hub is NAME or OWNER/NAME."""
-    return (
-        name.startswith((".", "/", "~"))
-        or name.endswith("/")
-        or "\\" in name
-        or name.count("/") > 1
-    )
-
-
-def _without_config(path: Path) -> ConfigError:
-    what = f"model.name_or_path = {str(path)!r} has no config.json"
-    fix = "check the path"
-    inside = sorted(each.parent for each in path.glob("*/config.json"))
-    if not any(path.iterdir()):
-        what = f"model.name_or_path = {str(path)!r} is an empty folder"
-    elif (path / "checkpoints").is_dir():
-        what += ": it is the folder of a run"
-        fix = f"threefold export {path} --to DIR   and --model.name_or_path DIR"
-    elif inside:
-        fix = "   or   ".join(f"--model.name_or_path {each}" for each in inside[:3])
-    return ConfigError(what, expected=_EXPECTED, fix=fix)
-
-
-def _nearest(path: Path) -> str:
-    if str(path).startswith("~") and path.expanduser().is_dir():
-        return f"--model.name_or_path {path.expanduser()}   (~ is the shell's, and was quoted)"
-    near = _near(path)
-    return f"did you mean {near}?" if near is not None else "check the path"
-
-
-def _near(path: Path) -> Path | None:
-    """The folder beside `path` with the most similar name."""
-    if not path.parent.is_dir():
-        return None
-    names = [each.name for each in path.parent.iterdir() if each.is_dir()]
-    found = difflib.get_close_matches(path.name, names, n=1)
-    return path.with_name(found[0]) if found else None
 
 
 def _refused(what: str, error: Exception, expected: str) -> ConfigError:

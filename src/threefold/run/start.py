@@ -13,7 +13,7 @@ from typing import Any, Literal
 from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 from threefold.config import loading
 from threefold.config.loading import LoadedConfig
-from threefold.config.paths import METRICS
+from threefold.config.paths import METRICS, refuse_wrong_model
 from threefold.config.schema import Config, DataConfig, value_at
 from threefold.errors import (
     EXIT_STOPPED_WITH_CHECKPOINT,
@@ -205,6 +205,7 @@ def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = 
             *resolve(loaded.config.mesh, launched_world_size=info.world_size),
         )
         return code if code or info.rank else deliver(loaded.config)
+    refuse_wrong_model(loaded.config.model.name_or_path)
     mesh = loaded.config.mesh
     sizes = {mesh.dp, mesh.dp_shard, mesh.cp, mesh.tp} - {None}
     if (sizes or mesh.device == "cpu") and "auto" not in sizes:

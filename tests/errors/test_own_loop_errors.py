@@ -244,7 +244,7 @@ def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> Non
         ),
         (
             lambda: threefold.TrainStep(mixed, loss=loss, micro_batch=2),
-            "micro_batch = 2, but BatchNorm1d '1' normalises over the rows of a micro-batch",
+            "micro_batch = 2, but BatchNorm1d '1' mixes the rows of a micro-batch",
         ),
         (
             lambda: torch.no_grad()(threefold.TrainStep(model))(BATCH),

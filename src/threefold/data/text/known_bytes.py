@@ -163,8 +163,10 @@ class Digests:
 
     def _read(self) -> dict[str, list[Any]]:
         known: dict[str, list[Any]] = {}
+        if self._place is None:
+            return known
         with contextlib.suppress(OSError, ValueError):
-            head, text, _ = (self._place or Path()).read_text().split("\n")
+            head, text, _ = self._place.read_text().split("\n")
             if head == f"{_FORMAT} {xxhash.xxh3_128_hexdigest(text.encode())}":
                 known = json.loads(text)
         return known

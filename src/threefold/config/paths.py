@@ -237,8 +237,6 @@ def _model(folder: Path) -> str:
 
 def near_folder(path: Path) -> Path | None:
     """The folder beside `path` with the most similar name."""
-    if not path.parent.is_dir():
-        return None
-    names = [each.name for each in path.parent.iterdir() if each.is_dir()]
+    names = [each.name for each in path.parent.glob("*") if each.is_dir()]
     found = difflib.get_close_matches(path.name, names, n=1)
     return path.with_name(found[0]) if found else None

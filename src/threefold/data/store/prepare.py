@@ -183,16 +183,17 @@ def request_of(source: TextSource, tokenizer: Tokenizer, *, skip_bad: bool) -> s
 def found(prefix: Path, request: str) -> PreparedStore | None:
     """The store of a request, whose bytes are those that were written; None without one, or if it was damaged since.
 
-    As at a run's start, all of it is read if its files have other sizes or times than they had, else a sample.
+    As at a run's start, all of it is read if its files have other sizes or times than they had, else a sample. What is
+    in the cache is compared by who reads it: a run and its audit refuse what was changed, and make nothing good.
     """
     with suppress(DataError):
-        info = read_info(prefix)
+        store = TokenStore(prefix)
         if (
-            info
-            and info.request == request
-            and not known(TokenStore(prefix), cache=cache_folder()).change
+            store.info
+            and store.info.request == request
+            and (prefix.parent.name == request or not known(store, cache=cache_folder()).change)
         ):
-            return PreparedStore(prefix, info, reused=True)
+            return PreparedStore(prefix, store.info, reused=True)
     return None
 
 

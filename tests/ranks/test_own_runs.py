@@ -528,6 +528,39 @@ def test_steps_that_are_asked_for_again_go_on(of: str, tmp_path: Path) -> None:
     assert [line["seen"] for line in lines] == [1, 2, 3, 4, 5, 6, 7]
 
 
+class _FailsOnce(list[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        if self:
+            yield self.pop()
+            raise OSError("a disk that is away for a moment")
+        yield from self.again
+
+    again: tuple[Any, ...] = ()
+
+
+def _read_again(folder: str) -> int:
+    import threefold
+
+    mesh, step, loader, _ = own_runs.parts({})
+    first = next(iter(loader))
+    batches = _FailsOnce([first])
+    batches.again = (first,)
+    with threefold.Run(folder, mesh=mesh) as run:
+        run.load(step)
+        with pytest.raises(OSError, match="away"):
+            for batch in run.steps(batches, until=4):
+                step(batch)
+        for batch in run.steps(batches, until=4):
+            step(batch)
+    mesh.close()
+    return run.step
+
+
+def test_batches_that_could_not_be_read_are_read_anew(tmp_path: Path) -> None:
+    """And not taken to be over, which would end the run before its last step without a word."""
+    assert run_ranks(_read_again, 1, str(tmp_path / "run")) == [4]
+
+
 def _leaving_one_out(folder: str) -> None:
     import threefold
 

@@ -201,10 +201,12 @@ def refuse_wrong_model(name: str | None) -> None:
             fix=f"{_model(path.parent)}   (the folder of the file)",
         )
     elif re.match(r"[./~]|.*(/$|\\|/.*/)", name):  # an id on the Hub is NAME or OWNER/NAME
+        near = near_folder(path)
+        fix = f"did you mean {near}?" if near else "check the path"
+        if name.startswith("~") and path.expanduser().is_dir():
+            fix = f"{_model(path.expanduser())}   (~ is the shell's, and was quoted)"
         raise ConfigError(
-            f"model.name_or_path = {name!r}: no such folder",
-            expected=MODEL_FOLDER,
-            fix=_nearest(path),
+            f"model.name_or_path = {name!r}: no such folder", expected=MODEL_FOLDER, fix=fix
         )
 
 
@@ -222,13 +224,6 @@ def _without_config(path: Path) -> ConfigError:
     elif inside:
         fix = "   or   ".join(map(_model, inside[:3]))
     return ConfigError(what, expected=MODEL_FOLDER, fix=fix)
-
-
-def _nearest(path: Path) -> str:
-    if str(path).startswith("~") and path.expanduser().is_dir():
-        return f"{_model(path.expanduser())}   (~ is the shell's, and was quoted)"
-    near = near_folder(path)
-    return f"did you mean {near}?" if near else "check the path"
 
 
 def _model(folder: Path) -> str:

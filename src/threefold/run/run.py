@@ -373,6 +373,10 @@ class Run:
                 batch = self._window.read(passes)
             except StopIteration:
                 return
+            except BaseException:
+                # It is over: read once more, it would give nothing, and the run end before `until`.
+                del self._passes[id(batches)]
+                raise
             self.step, self._trained = self.step + 1, False
             self._window.steps += 1
             self._rows = self.guards.progress.rows = list(getattr(batches, "indices", ()))

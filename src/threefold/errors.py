@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import shlex
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
@@ -88,10 +89,28 @@ class ThreefoldError(Exception):
         return self.of, (self.problems,)
 
 
+@contextmanager
+def in_program(write: Callable[[str, Any], str]) -> Iterator[None]:
+    """Errors from inside show what a program writes, in place of options of the command; also as a decorator."""
+    try:
+        yield
+    except ThreefoldError as error:
+        error.for_program(write)
+        raise
+
+
 class ConfigError(ThreefoldError):
     """A setting is wrong, or settings contradict one another, the model or the machine."""
 
     exit_code = EXIT_WRONG_REQUEST
+
+
+def check_argument(name: str, value: object, right: bool, *, expected: str, fix: str) -> None:
+    """ConfigError unless the argument of a public function is right; it shows a plain value, of an object its type."""
+    if not right:
+        plain = value is None or isinstance(value, str | int | float)
+        what = f"{name} = {value!r}" if plain else f"{name} is a {type(value).__name__}"
+        raise ConfigError(what, expected=expected, fix=fix)
 
 
 class DataError(ThreefoldError):

@@ -213,7 +213,7 @@ def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> Non
     others = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     mine = torch.optim.SGD(model.parameters(), lr=0.1)
     cases = [
-        (lambda: threefold.TrainStep(nn.Linear(2, 2)), "TrainStep was given a Linear"),
+        (lambda: threefold.TrainStep(nn.Linear(2, 2)), "model is a Linear"),
         (lambda: threefold.TrainStep(own), "a Linear has no loss of ours"),
         (lambda: threefold.EvalStep(own), "a Linear has no loss of ours"),
         (
@@ -616,7 +616,7 @@ def test_a_named_optimizer_is_refused_in_the_words_of_a_program(
 def test_a_named_optimizer_is_of_a_model_on_the_mesh() -> None:
     with pytest.raises(ConfigError) as refused:
         threefold.optimizer("muon", nn.Linear(2, 2))  # type: ignore[arg-type]
-    assert what(refused) == "threefold.optimizer is given a Linear"
+    assert what(refused) == "model is a Linear"
 
 
 def test_a_named_optimizer_has_the_rate_of_the_weights_and_of_its_groups(model: Any) -> None:

@@ -50,6 +50,8 @@ PLACES = ("a", "b", "c")
 CHECKPOINT = re.compile(r"checkpoints/[^/]*step-")
 # What a run writes again and again in its own folder.
 GROWS = ("run.json", "config.yaml", "journal.jsonl")
+# What a start that ended while it wrote run.json leaves in a folder that is no run yet; the next one there replaces it.
+LEFT = ".run.json"
 NUMBERS = itertools.count()
 
 
@@ -244,6 +246,8 @@ class Folders(RuleBasedStateMachine):
         for path in [path for path in before if after.get(path) != before[path]]:
             inside = os.path.relpath(path, home)
             assert not inside.startswith(".."), f"{path} is not of {target}"
+            if inside == LEFT:
+                continue
             if inside in GROWS or re.match(r"\.", Path(inside).name) or inside == "report.html":
                 assert truth is not None, f"{path} was a user's"
                 continue
@@ -690,5 +694,6 @@ def test_guard_that_is_taken_out_is_found(
     *guard, before = PLANTED[planted]
     monkeypatch.setattr(*guard)
     monkeypatch.setattr(Folders, "befores", (before,))
-    with pytest.raises(AssertionError):
+    # A rule is broken, or the command ends with an error that no user should see.
+    with pytest.raises((AssertionError, OSError)):
         histories(2000)

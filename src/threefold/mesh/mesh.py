@@ -27,8 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from threefold.arrays import Int64
 from threefold.build_id import build_id
+from threefold.config.loading import validate
 from threefold.config.schema import MeshConfig
-from threefold.errors import ConfigError, RunError
+from threefold.errors import ConfigError, RunError, in_program
 from threefold.mesh import environment
 from threefold.mesh.exchange import (
     Exchange,
@@ -326,7 +327,7 @@ def init_mesh(
     dp_shard: int | str | None = None,
     cp: int | str | None = None,
     tp: int | str | None = None,
-    device: str = "auto",
+    device: str | torch.device = "auto",
     timeout_s: float = 600.0,
 ) -> Mesh:
     """Makes this process a rank of a dp x cp x tp mesh and returns its place on it.
@@ -342,13 +343,10 @@ def init_mesh(
     for axis in ("dp", "cp", "tp"):
         if given[axis] is None:
             given[axis] = _size_from(f"{axis.upper()}_SIZE")
-    asked = MeshConfig.model_validate(
-        {
-            **{key: value for key, value in given.items() if value is not None},
-            "device": device,
-            "timeout_s": timeout_s,
-        }
-    )
+    with in_program(lambda key, value: f"threefold.init_mesh({key[5:]}={value!r})"):
+        asked = validate(
+            {"mesh": {**given, "device": str(device), "timeout_s": timeout_s}}
+        ).mesh
     info = environment.current()
     if dist.is_initialized() and dist.get_world_size() != info.world_size:
         info = environment.LaunchInfo(
@@ -360,7 +358,7 @@ def init_mesh(
         raise ConfigError.of(
             [replace(each, fix=_sizes_to_paste(asked, info)) for each in error.problems]
         ) from None
-    return join_mesh(topology, info, device=device, timeout_s=timeout_s)
+    return join_mesh(topology, info, device=asked.device, timeout_s=timeout_s)
 
 
 def _sizes_to_paste(asked: MeshConfig, info: environment.LaunchInfo) -> str:

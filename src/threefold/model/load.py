@@ -372,6 +372,13 @@ def fingerprint(asked: ModelConfig) -> str:
     return f"xxh3:{seen.hexdigest()}"
 
 
+def as_argument(key: str, value: Any) -> str:
+    """What sets this key of a config in a program."""
+    name, _, inner = key.partition(".")[2].partition(".")
+    argument = {inner: value} if inner else value
+    return f"threefold.load_model(..., {name}={argument!r})"
+
+
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The model's repeated blocks, in order; of a module that names none, what its longest list of one class holds.
 

@@ -25,7 +25,7 @@ from transformers import PretrainedConfig
 
 from threefold.config.auto_lr import RANDOM
 from threefold.config.schema import Config
-from threefold.errors import ConfigError, RunError
+from threefold.errors import ConfigError, RunError, check_argument
 from threefold.mesh.mesh import Mesh
 from threefold.model.collectives import join, sum_over_all
 from threefold.model.context_parallel.attention import ContextParallel
@@ -354,6 +354,13 @@ class Model:
                 expected="for a module of one's own, a function of what it returns and the batch",
                 fix=f"threefold.{step}(model, loss=lambda outputs, batch: (losses.sum(), losses.numel()))",
             )
+        check_argument(
+            "loss",
+            loss,
+            loss is None or callable(loss),
+            expected="a function of outputs and batch that returns a sum and a count",
+            fix="loss=lambda outputs, batch: (losses.sum(), losses.numel())",
+        )
         if of not in get_args(OutputsOf):
             named = " or ".join(map(repr, get_args(OutputsOf)))
             raise ConfigError(
@@ -439,8 +446,10 @@ def freeze(model: Model, patterns: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: a pattern that matches no name, or nothing is left to train.
     """
+    check_model(model)
     named = dict(model.named_parameters())
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        _refuse_no_expression(pattern)
         if not any(re.search(pattern, name) for name in named):
             raise ConfigError(
                 f"freeze: no parameter has a name that {pattern!r} matches",
@@ -458,6 +467,28 @@ def freeze(model: Model, patterns: Sequence[str]) -> list[str]:
             fix="freeze(model, ['embed'])",
         )
     return frozen
+
+
+def _refuse_no_expression(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ConfigError(
+            f"freeze: {pattern!r} is no regular expression: {error}",
+            expected="one that is searched in the names of parameters",
+            fix=f"freeze(model, [{re.escape(str(pattern))!r}])",
+        ) from None
+
+
+def check_model(model: object) -> None:
+    """ConfigError unless it is a Model, which every call takes that works on the mesh."""
+    check_argument(
+        "model",
+        model,
+        isinstance(model, Model),
+        expected="a threefold.Model: it knows how the mesh splits the parameters",
+        fix="model = threefold.load_model(..., mesh=mesh), which also takes an nn.Module",
+    )
 
 
 def wait_for_trained(model: Model) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
+from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,7 +18,7 @@ from threefold.check.full_size import admit_first
 from threefold.config.loading import validate
 from threefold.config.schema import Config
 from threefold.data.order.permutation import seed_of
-from threefold.errors import ConfigError, Problem
+from threefold.errors import ConfigError, Problem, check_argument, in_program
 from threefold.mesh.mesh import Mesh
 from threefold.model import data_parallel, load, noise
 from threefold.model import lora as adapters
@@ -31,12 +33,13 @@ from threefold.plan.choices import with_dtype
 Recomputed = Literal["none", "selective", "full", "offload"]
 
 
+@in_program(load.as_argument)
 def load_model(
-    name_or_path: str | nn.Module | None = None,
+    name_or_path: str | Path | nn.Module | None = None,
     *,
     mesh: Mesh,
-    config: Mapping[str, Any] | None = None,
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32",
+    config: Mapping[str, Any] | PretrainedConfig | None = None,
+    dtype: Literal["auto", "float32", "bfloat16"] | torch.dtype = "float32",
     seq_len: int | None = None,
     seed: int = 0,
     revision: str | None = None,
@@ -52,7 +55,7 @@ def load_model(
 
     Args:
         name_or_path: Hub id or local folder with weights; or an `nn.Module` (as rank 0 has it; no tp, no cp).
-        config: instead of a name: the architecture as a mapping with `model_type`; its weights are random.
+        config: instead of a name: a mapping with `model_type`, or a config of transformers; the weights are random.
         dtype: type of the computation, `float32` or `bfloat16`; the weights are float32. `auto`: as `threefold train`,
             bfloat16 on CUDA.
         seq_len: length of all rows, if known: tp ranks can then share the sequence, and cp uses what suits it.
@@ -65,6 +68,23 @@ def load_model(
     Raises:
         ConfigError: the model cannot be read, cannot be split as the mesh asks, or fails a probe.
     """
+    check_argument(
+        "mesh",
+        mesh,
+        isinstance(mesh, Mesh),
+        expected="the mesh that threefold.init_mesh returned",
+        fix="mesh=threefold.init_mesh()",
+    )
+    if isinstance(config, PretrainedConfig):
+        config = config.to_dict()
+    for name, value in (("config", config), ("lora", lora)):
+        check_argument(
+            name,
+            value,
+            isinstance(value, Mapping | None),
+            expected=f"a mapping of the keys of model.{name}",
+            fix=f"{name}={'{...}' if name == 'config' else {'r': 8}}",
+        )
     if isinstance(name_or_path, nn.Module):
         recomputed = None if activation_checkpointing == "none" else activation_checkpointing
         given = {"config": config, "seq_len": seq_len, "revision": revision, "lora": lora}
@@ -79,10 +99,17 @@ def load_model(
         own = on_mesh(name_or_path, mesh, dtype=asked.model.dtype)
         torch.manual_seed(seed_of("a run", seed, *noise.places(mesh, None)))
         return own
+    check_argument(
+        "name_or_path",
+        name_or_path,
+        isinstance(name_or_path, str | PathLike | None),
+        expected="a Hub id, a folder, or an nn.Module; an architecture without weights is config",
+        fix="threefold.load_model(config=config, mesh=mesh)",
+    )
     model = {
-        "name_or_path": name_or_path,
+        "name_or_path": name_or_path and fspath(name_or_path),
         "config": dict(config) if config is not None else None,
-        "dtype": dtype,
+        "dtype": str(dtype).removeprefix("torch."),
         "revision": revision,
         "trust_remote_code": trust_remote_code,
         "admission": admission,

@@ -9,8 +9,8 @@ import torch
 
 from threefold.config.loading import validate
 from threefold.config.optimizer import OptimizerConfig
-from threefold.errors import ConfigError, ThreefoldError
-from threefold.model.model import Model
+from threefold.errors import ConfigError, in_program
+from threefold.model.model import Model, check_model
 from threefold.optim.build import build_optimizer
 from threefold.optim.classes import problems
 
@@ -22,6 +22,14 @@ _OF_THE_LOOP = dict.fromkeys(
 _OF_THE_LOOP["ema"] = "average the weights in the loop"
 
 
+def _as_argument(key: str, value: Any) -> str:
+    argument = key.removeprefix("optimizer.")
+    if argument == "name":
+        return f"threefold.optimizer({value!r}, model)"
+    return f"threefold.optimizer(..., {argument}={value!r})"
+
+
+@in_program(_as_argument)
 def optimizer(
     name: str, model: Model, *, lr: float | Literal["auto"] = "auto", **settings: Any
 ) -> torch.optim.Optimizer:
@@ -36,28 +44,19 @@ def optimizer(
     Raises:
         ConfigError: a key or a value that is wrong, that has no effect, or that this mesh cannot have.
     """
-    if not isinstance(model, Model):
-        raise ConfigError(
-            f"threefold.optimizer is given a {type(model).__name__}",
-            expected="a threefold.Model: by its name, an optimizer knows how the mesh splits the parameters",
-            fix=f"threefold.optimizer({name!r}, threefold.load_model(...))",
-        )
+    check_model(model)
     for key, value in settings.items():
         _refuse_other_key(name, key, value)
-    try:
-        config = validate({"optimizer": {"name": name, "lr": lr, **settings}}).optimizer
-        rate = model.automatic_rate if config.lr == "auto" else config.lr
-        config = config.model_copy(update={"lr": rate})
-        ConfigError.raise_for(problems(config, model.mesh.topology))
-        dtype = model.autocast or torch.float32
-        if model.asked is not None:
-            dtype = getattr(torch, model.asked.model.dtype)
-        built = build_optimizer(
-            model.module, config, model.mesh, dtype=dtype, working=model.working
-        )
-    except ThreefoldError as error:
-        error.for_program(_as_argument)
-        raise
+    config = validate({"optimizer": {"name": name, "lr": lr, **settings}}).optimizer
+    rate = model.automatic_rate if config.lr == "auto" else config.lr
+    config = config.model_copy(update={"lr": rate})
+    ConfigError.raise_for(problems(config, model.mesh.topology))
+    dtype = model.autocast or torch.float32
+    if model.asked is not None:
+        dtype = getattr(torch, model.asked.model.dtype)
+    built = build_optimizer(
+        model.module, config, model.mesh, dtype=dtype, working=model.working
+    )
     for group in built.param_groups:
         group["lr"] = rate * group["lr_share"]
     return built
@@ -82,10 +81,3 @@ def _refuse_other_key(name: str, key: str, value: Any) -> None:
     raise ConfigError(
         f"threefold.optimizer({name!r}, ...) has {key} = {value!r}", expected=expected, fix=fix
     )
-
-
-def _as_argument(key: str, value: Any) -> str:
-    argument = key.removeprefix("optimizer.")
-    if argument == "name":
-        return f"threefold.optimizer({value!r}, model)"
-    return f"threefold.optimizer(..., {argument}={value!r})"

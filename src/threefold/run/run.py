@@ -41,7 +41,8 @@ from threefold.errors import (
     ConfigError,
     DataError,
     RunError,
-    ThreefoldError,
+    check_argument,
+    in_program,
 )
 from threefold.integrations import trackers
 from threefold.jsonl import MetricsFile, Tracker
@@ -130,6 +131,18 @@ class Run:
             ConfigError: a key that is not known, or has no effect on a program's run.
         """
         self._program = not isinstance(config, Config)
+        for name, value, kinds, fix in (
+            ("folder", folder, str | Path | None, "'runs/my-run'"),
+            ("mesh", mesh, Mesh | None, "threefold.init_mesh()"),
+            ("config", config, Mapping | Config | None, "{'log.stall_s': 300}"),
+        ):
+            check_argument(
+                name,
+                value,
+                isinstance(value, kinds) and value != "",
+                expected=f"the {name} of a run, or None",
+                fix=f"{name}={fix}",
+            )
         with self._in_own_words():
             self.config = (
                 config if isinstance(config, Config) else _config_of(config or {}, folder)
@@ -653,15 +666,8 @@ class Run:
                 fix="call it inside of `for batch in run.steps(loader, until=...)`, or after it",
             )
 
-    @contextlib.contextmanager
-    def _in_own_words(self) -> Iterator[None]:
-        """Errors name what a program writes, in place of options of the command."""
-        try:
-            yield
-        except ThreefoldError as error:
-            if self._program:
-                error.for_program(_as_entry)
-            raise
+    def _in_own_words(self) -> contextlib.AbstractContextManager[None]:
+        return in_program(_as_entry) if self._program else contextlib.nullcontext()
 
 
 def _config_of(values: Mapping[str, Any], folder: str | Path | None) -> Config:

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from threefold.checkpoint.copies import refuse_drift, state_held
 from threefold.data.rows.concat import IGNORED
-from threefold.errors import DataError
+from threefold.errors import DataError, check_argument
 from threefold.model.data_parallel import reshard
-from threefold.model.model import Model, OutputsOf
+from threefold.model.model import Model, OutputsOf, check_model
 from threefold.training.batches import Batches
 from threefold.training.forward import (
     Batch,
@@ -45,6 +45,7 @@ class EvalStep:
         self, model: Model, *, loss: OwnLoss | None = None, loss_on: OutputsOf = "logits"
     ) -> None:
         """Args: as for `TrainStep`."""
+        check_model(model)
         model.refuse_outputs(loss_on, loss, "EvalStep")
         self._model, self._loss, self._loss_on = model, loss, loss_on
         self.own_loss = loss is not None
@@ -72,6 +73,13 @@ class EvalStep:
 
     def _totals(self, batches: Iterable[Mapping[str, Any]]) -> list[float]:
         model, mesh = self._model, self._model.mesh
+        check_argument(
+            "batches",
+            batches,
+            isinstance(batches, Iterable) and not isinstance(batches, Mapping),
+            expected="this rank's batches, one after another",
+            fix="evaluate([batch]), or evaluate(loader)",
+        )
         mesh.agree("an evaluation")
         held = state_held(model.module, None, buffers=model.context is not None)
         refuse_drift(held, mesh, when="before an evaluation")

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from threefold.errors import ConfigError, OtherRankError, RunError
+from threefold.errors import ConfigError, OtherRankError, RunError, check_argument
 from threefold.mesh.mesh import Mesh
 from threefold.model import noise
 from threefold.model.context_parallel.split import local_positions
 from threefold.model.head import Sums
-from threefold.model.model import Model, OutputsOf, arguments_of
+from threefold.model.model import Model, OutputsOf, arguments_of, check_model
 from threefold.model.user_module import mixes_rows
 from threefold.plan import choices
 from threefold.training.loss import TokenLoss
@@ -331,22 +331,21 @@ def _who_raised(texts: list[str | None]) -> str:
 
 def check_settings(model: Model, grad_clip: float, micro_batch: int | None) -> None:
     """ConfigError if a step cannot be made of these."""
-    if not isinstance(model, Model):
-        raise ConfigError(
-            f"TrainStep was given a {type(model).__name__}",
-            expected="a model on the mesh",
-            fix="step = threefold.TrainStep(threefold.load_model(module, mesh=mesh), ...)",
-        )
-    if not (isinstance(grad_clip, int | float) and 0 <= grad_clip < math.inf):
-        raise ConfigError(
-            f"grad_clip = {grad_clip!r}", expected="a norm, or 0 for none", fix="grad_clip=1.0"
-        )
-    if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 1):
-        raise ConfigError(
-            f"micro_batch = {micro_batch!r}",
-            expected="rows in one forward",
-            fix="micro_batch=1",
-        )
+    check_model(model)
+    check_argument(
+        "grad_clip",
+        grad_clip,
+        isinstance(grad_clip, int | float) and 0 <= grad_clip < math.inf,
+        expected="a norm, or 0 for none",
+        fix="grad_clip=1.0",
+    )
+    check_argument(
+        "micro_batch",
+        micro_batch,
+        micro_batch is None or (type(micro_batch) is int and micro_batch >= 1),
+        expected="rows in one forward",
+        fix="micro_batch=1",
+    )
     mixing = mixes_rows(model.module) if micro_batch and model.context is None else None
     if mixing is not None:
         raise ConfigError(
@@ -358,8 +357,10 @@ def check_settings(model: Model, grad_clip: float, micro_batch: int | None) -> N
 
 def checked_rate(name: str, value: object) -> float:
     """A rate that is a number from 0 on; ConfigError for anything else."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
-        return float(value)
-    raise ConfigError(
-        f"{name} = {value!r}", expected="a number that is not negative", fix=f"{name}=1e-3"
+    right = (
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
     )
+    check_argument(
+        name, value, right, expected="a number that is not negative", fix=f"{name}=1e-3"
+    )
+    return float(value)  # type: ignore[arg-type]

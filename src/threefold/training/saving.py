@@ -40,11 +40,18 @@ from threefold.checkpoint.tensors import TensorPart
 from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config
 from threefold.data.order.permutation import seed_of
-from threefold.errors import CheckpointError, ConfigError, DataError, ThreefoldError
+from threefold.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ThreefoldError,
+    check_argument,
+    in_program,
+)
 from threefold.mesh.mesh import Mesh
 from threefold.model import load as weights
 from threefold.model import noise
-from threefold.model.model import Model
+from threefold.model.model import Model, check_model
 from threefold.optim.build import begin_state
 from threefold.training.step import TrainStep
 
@@ -115,7 +122,8 @@ def save(
             checkpoints than the one that was loaded, before anything is written; on every rank.
         RunError: it could not be written; of a save in the background, at the next of these calls.
     """
-    _check(model, step, keep)
+    _check(Held(model, optimizer), folder)
+    _check_values(step, keep, extra)
     mesh, folder = model.mesh, Path(folder)
     place = folder.resolve()
     checkpoints = CheckpointFolder(folder)
@@ -223,6 +231,7 @@ def load(
     Raises:
         CheckpointError: it is torn, damaged, or of another model or optimizer. DataError: of other data.
     """
+    _check(Held(model, optimizer), folder)
     mesh = model.mesh
     path = mesh.share("newest checkpoint", lambda: _newest(Path(folder)))
     if path is None:
@@ -268,23 +277,47 @@ def read(checkpoint: Checkpoint, held: Held) -> Loaded:
     return Loaded(checkpoint.step, saved["extra"])
 
 
-def _check(model: Model, step: int, keep: int | None) -> None:
-    if not isinstance(model, Model):
-        raise ConfigError(
-            f"model is a {type(model).__name__}",
-            expected="a threefold.Model",
-            fix="model=threefold.load_model(...)",
-        )
-    if type(step) is not int or step < 0:
-        raise ConfigError(
-            f"step = {step!r}", expected="the number of the last step done", fix="step=100"
-        )
-    if keep is not None and (type(keep) is not int or keep < 1):
-        raise ConfigError(
-            f"keep = {keep!r}",
-            expected="how many checkpoints to keep, at least 1",
-            fix="keep=3",
-        )
+def _check(held: Held, folder: str | Path) -> None:
+    check_model(held.model)
+    check_argument(
+        "folder",
+        folder,
+        isinstance(folder, str | Path) and folder != "",
+        expected="the path of a folder that all ranks see",
+        fix="folder='my-loop'",
+    )
+    inner = optimizer_of(held.optimizer)
+    check_argument(
+        "optimizer",
+        inner,
+        isinstance(inner, torch.optim.Optimizer | None),
+        expected="a torch optimizer, or the TrainStep that has it; a scheduler's state is a part of extra",
+        fix="optimizer=step",
+    )
+
+
+def _check_values(step: int, keep: int | None, extra: Mapping[str, Any] | None) -> None:
+    check_argument(
+        "extra",
+        extra,
+        isinstance(extra, Mapping | None),
+        expected="plain values by name",
+        fix="extra={'best_loss': 2.5}",
+    )
+    check_argument(
+        "step",
+        step,
+        type(step) is int and step >= 0,
+        expected="the number of the last step done",
+        fix="step=100",
+    )
+    check_argument(
+        "keep",
+        keep,
+        keep is None or (type(keep) is int and keep >= 1),
+        expected="how many checkpoints to keep, at least 1",
+        fix="keep=3",
+    )
 
 
 def _refuse_folder(folder: Path, step: int, model: Model) -> None:
@@ -430,19 +463,12 @@ def _refuse_other_model(
     if model.asked is None or model.architecture is None:
         return  # the tensors of a custom module are compared by name, shape and type
     config = model.asked.changed(train={"seed": manifest["seed"]})
-    try:
+    with in_program(weights.as_argument):
         refuse_other(manifest, config, model.architecture, checkpoint)
-    except CheckpointError as error:
-        error.for_program(_as_argument)
-        raise
     if config.model.lora.r:
         mesh: Mesh = model.mesh
         base = mesh.once_per_host("base", lambda: weights.fingerprint(config.model))
         refuse_other_base(manifest, base, config, checkpoint)
-
-
-def _as_argument(key: str, value: Any) -> str:
-    return f"threefold.load_model(..., {key.split('.')[1]}={{{key.rpartition('.')[2]!r}: {value!r}}})"
 
 
 def optimizer_of(

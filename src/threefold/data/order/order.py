@@ -283,6 +283,7 @@ class Cursor:
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Cursor:
         """The inverse of `state_dict`; a DataError for anything else, or an unknown order version."""
+        state = state if isinstance(state, Mapping) else {}
         for name in ("epoch", "position", "order_version", "fingerprint"):
             value, wanted = (
                 state.get(name),

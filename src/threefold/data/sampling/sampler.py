@@ -13,6 +13,7 @@ the loop, so the loader of a `for_loop` sampler opens the pass, counts the loop'
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import warnings
 from collections import deque
@@ -29,7 +30,7 @@ from threefold.data.order.draws import WeightedDraws
 from threefold.data.order.order import Cursor, Plain
 from threefold.data.order.partition import Tail, share, tail_of_sampler
 from threefold.data.order.permutation import Permutation
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, check_argument
 
 OrderName = Literal["threefold", "torch"]
 
@@ -82,7 +83,7 @@ class DistributedSampler(Sampler[int]):
         super().__init__()
         self.num_replicas, self.rank = place_on_axis(num_replicas, rank, mesh)
         self.dataset = dataset
-        self.shuffle, self._seed, self.drop_last = shuffle, operator.index(seed), drop_last
+        self.shuffle, self._seed, self.drop_last = shuffle, _whole("seed", seed), drop_last
         if order not in get_args(OrderName):
             raise ConfigError(
                 f"order = {order!r}", expected="threefold or torch", fix="order='threefold'"
@@ -140,7 +141,7 @@ class DistributedSampler(Sampler[int]):
     @seed.setter
     def seed(self, seed: int) -> None:
         if seed != self._seed:
-            self._seed, self._begin, self._pass = operator.index(seed), 0, None
+            self._seed, self._begin, self._pass = _whole("seed", seed), 0, None
 
     @property
     def draw(self) -> dict[str, Any]:
@@ -211,7 +212,7 @@ class DistributedSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the head of `epoch`; in the epoch of a state just loaded, the place stays."""
         if epoch != self.epoch:
-            self.epoch, self._begin, self._pass = operator.index(epoch), 0, None
+            self.epoch, self._begin, self._pass = _whole("epoch", epoch, from_=0), 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: the epoch, the global position after the last index handed out, the ingredients of the order.
@@ -277,7 +278,9 @@ class DistributedSampler(Sampler[int]):
                 if weights is None
                 else f"num_samples={num_rows}",
             )
-        self.epoch_size = num_rows if num_samples is None else num_samples
+        self.epoch_size = (
+            num_rows if num_samples is None else _whole("num_samples", num_samples, from_=1)
+        )
 
     def _set_multiple(self, global_batch: int) -> None:
         self.global_batch = global_batch
@@ -428,13 +431,30 @@ def place_on_axis(num_replicas: int | None, rank: int | None, mesh: Any) -> tupl
         size, place = data_axis(mesh)
         num_replicas = size if num_replicas is None else num_replicas
         rank = place if rank is None else rank
-    if not 0 <= rank < num_replicas:
+    num_replicas = _whole("num_replicas", num_replicas, from_=1)
+    if not 0 <= _whole("rank", rank) < num_replicas:
         raise ConfigError(
             f"DistributedSampler got rank = {rank} with num_replicas = {num_replicas}",
-            expected=f"a rank from 0 to {max(num_replicas - 1, 0)}",
+            expected=f"a rank from 0 to {num_replicas - 1}",
             fix="pass this process's place on the dp axis as rank, or leave out both",
         )
     return num_replicas, rank
+
+
+def _whole(name: str, value: Any, *, from_: float = -math.inf) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    check_argument(
+        name,
+        value,
+        number is not None and number >= from_,
+        expected="a whole number" + (f" from {from_} on" if from_ > -math.inf else ""),
+        fix=f"{name}={max(from_, 0)}",
+    )
+    assert number is not None
+    return number
 
 
 def _axis_of_mesh(mesh: Any) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ import threefold
 from ranks.reference import TINY_LLAMA
 from threefold.errors import ConfigError, DataError, ThreefoldError
 
+IDS = torch.arange(8).reshape(2, 4)
+BATCH = {"input_ids": IDS, "labels": IDS.roll(-1, 1)}
 ROWS = TensorDataset(torch.arange(12))
 
 
@@ -132,6 +135,59 @@ CASES: list[tuple[Call, str, str]] = [
     (lambda *_: threefold.Run(5), "folder = 5", "folder='runs/my-run'"),
     (lambda *_: threefold.Run("run", config=5), "config = 5", "config={'log.stall_s': 300}"),
     (lambda *_: threefold.Run("run", mesh="x"), "mesh = 'x'", "mesh=threefold.init_mesh()"),
+    (
+        lambda model, mesh: in_run(mesh, lambda run: run.load(model)),
+        "step is a Model",
+        "run.load(threefold.TrainStep(model), loader)",
+    ),
+    (
+        lambda model, mesh: in_run(
+            mesh, lambda run: run.load(threefold.TrainStep(model), schedule=5)
+        ),
+        "schedule = 5",
+        "schedule = threefold.distribute(schedule)",
+    ),
+    (
+        lambda model, mesh: in_run(
+            mesh,
+            lambda run: (
+                run.load(threefold.TrainStep(model)),
+                [*run.steps([BATCH], until="2")],
+            ),
+        ),
+        "until = '2'",
+        "until=1000",
+    ),
+    (
+        lambda model, mesh: logged(mesh, model, {"accuracy": 0.5}),
+        "numbers is a dict",
+        "run.log(numbers, accuracy=0.5)",
+    ),
+    (
+        lambda model, mesh: logged(mesh, model, loss=0.5),
+        "loss = 0.5",
+        "run.log(numbers, my_loss=0.5)",
+    ),
+    (
+        lambda model, mesh: logged(mesh, model, seen=torch.ones(2)),
+        "seen is a Tensor",
+        "run.log(numbers, my_seen=0.5)",
+    ),
+    (
+        lambda model, _: model.generate([[1, 2]]),
+        "input_ids is a list",
+        "model.generate(tokenizer(prompts, return_tensors='pt')['input_ids'])",
+    ),
+    (
+        lambda model, _: model.generate(torch.tensor([[1, 67]])),
+        "the batch has 67 among its input_ids",
+        "use the tokenizer of the model",
+    ),
+    (
+        lambda model, _: model(torch.tensor([[1, -1]])),
+        "the batch has -1 among its input_ids",
+        "use the tokenizer of the model",
+    ),
     (lambda *_: sampler(2.0, 0), "num_replicas = 2.0", "num_replicas=1"),
     (lambda *_: sampler(0, 0), "num_replicas = 0", "num_replicas=1"),
     (lambda *_: sampler(2, "1"), "rank = '1'", "rank=0"),
@@ -149,6 +205,25 @@ CASES: list[tuple[Call, str, str]] = [
         "load the state that the same sampler or loader saved, or start a new run",
     ),
 ]
+
+
+def in_run(mesh: Any, work: Callable[[Any], object]) -> None:
+    with (
+        TemporaryDirectory() as folder,
+        threefold.Run(folder, mesh=mesh) as run,
+    ):
+        work(run)
+
+
+def logged(mesh: Any, model: Any, numbers: Any = None, **values: Any) -> None:
+    def work(run: Any) -> None:
+        step = threefold.TrainStep(model)
+        run.load(step)
+        for batch in run.steps([BATCH], until=1):
+            found = step(batch)
+            run.log(numbers or found, **values)
+
+    in_run(mesh, work)
 
 
 def sampler(num_replicas: Any = 2, rank: Any = 0, **settings: Any) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ranks.reference import compare_gradients, require
+from ranks.reference import TINY_LLAMA, compare_gradients, require
 from ranks.spawn import run_ranks
 from threefold.check.compare import (
     ROUTERS_LOSS,
@@ -310,6 +312,53 @@ def test_split_loss_with_smoothing_and_z_loss() -> None:
     for differences in run_ranks(_split_losses, 2):
         assert len(differences) == 4 * 3 + 1
         require(differences)
+
+
+STRANGE = (-1, 67, 200)
+
+
+def _strange_tokens() -> Any:
+    """What is refused, what a step gives where values are not looked at, as on CUDA, and what a split loss gives."""
+    import torch
+    import torch.distributed as dist
+
+    import threefold
+    from threefold.errors import ConfigError
+    from threefold.model.model import Model
+    from threefold.training.loss import TokenLoss
+
+    mesh = threefold.init_mesh(tp=2)
+    model = threefold.load_model(config=TINY_LLAMA, mesh=mesh, admission="off")
+    step = threefold.TrainStep(model, lr=0.0)
+    refused, losses, split = [], [], []
+    look = Model.refuse_strange
+    for token in STRANGE:
+        ids = torch.arange(8).reshape(2, 4)
+        other = ids.clone()
+        other[1, 2] = token
+        for call in (model, partial(model.generate, max_new_tokens=1)):
+            with pytest.raises(ConfigError) as error:
+                call(other)
+            refused.append(str(error.value).splitlines()[0])
+        Model.refuse_strange = lambda *_, **__: None  # type: ignore[method-assign]
+        for rows in ({"input_ids": other, "labels": ids}, {"input_ids": ids, "labels": other}):
+            losses.append(step(rows).loss)
+        Model.refuse_strange = look  # type: ignore[method-assign]
+        start = 34 * dist.get_rank()
+        loss = TokenLoss(dist.group.WORLD, start, 67)
+        found = loss(torch.zeros(2, 34 - start // 34), torch.tensor([3, token]))
+        split.append(found[1].item())
+    mesh.close()
+    return refused, losses, split
+
+
+def test_no_token_that_the_vocabulary_lacks_is_computed_with_in_silence() -> None:
+    for refused, losses, split in run_ranks(_strange_tokens, 2):
+        assert refused == [
+            f"the batch has {token} among its input_ids" for token in STRANGE for _ in range(2)
+        ]
+        assert len(losses) == 6 and all(map(math.isnan, losses))
+        assert len(split) == 3 and all(map(math.isnan, split))
 
 
 ROUTED = ("mixtral", "olmoe", "minimax", "ernie4_5_moe", "jetmoe", "dbrx")

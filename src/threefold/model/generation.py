@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, check_argument
 from threefold.model import noise
 from threefold.model.collectives import join
 from threefold.model.data_parallel import reshard
@@ -32,6 +32,14 @@ def generate(model: Model, input_ids: Tensor, *, seed: int, **options: Any) -> A
             expected="a causal language model of transformers",
             fix="model.module, if it has a generate of its own and is not sharded",
         )
+    check_argument(
+        "input_ids",
+        input_ids,
+        isinstance(input_ids, Tensor) and input_ids.ndim == 2 and input_ids.numel() > 0,
+        expected="this dp rank's prompts, int64 [rows, length], of one length",
+        fix="model.generate(tokenizer(prompts, return_tensors='pt')['input_ids'])",
+    )
+    model.refuse_strange("input_ids", input_ids)
     given = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), **options}
     rows = {name: each for name, each in given.items() if isinstance(each, Tensor)}
     mesh.agree("generate", 0, lambda: ([rows], 0))

@@ -189,7 +189,7 @@ class Model:
         part = self.mesh.losses[-1] if self.mesh.losses else None
         whole = part.whole_of(rows) if part is not None and cp > 1 else None
         if whole is None:
-            self.refuse_length(rows)
+            self.refuse_rows(rows)
             if cp * self.mesh.size("tp") > 1:
                 self.mesh.agree("model(...)", 0, lambda: ([rows], 0))
             self.trust_no_weight()
@@ -310,8 +310,26 @@ class Model:
         with self.casting():
             return self.forward(**given)
 
-    def refuse_length(self, rows: Mapping[str, Tensor]) -> None:
-        """ConfigError if rows cannot be split over cp, or shared by tp ranks, or have texts without positions."""
+    def refuse_strange(self, name: str, ids: Tensor, besides: int | None = None) -> None:
+        """ConfigError for ids that the vocabulary does not have: on tp ranks no part of it would know them."""
+        size = self.config.get_text_config().vocab_size
+        strange = ids[((ids >= size) | (ids < 0)) & (ids != besides)]
+        if len(strange):
+            raise ConfigError(
+                f"the batch has {int(strange[0])} among its {name}",
+                expected=f"ids from 0 to {size - 1}, as the model's vocabulary has"
+                + (f", and {besides} where nothing is learnt" if besides else ""),
+                fix="use the tokenizer of the model",
+            )
+
+    def refuse_rows(self, rows: Mapping[str, Tensor], look: bool = False) -> None:
+        """ConfigError if rows cannot be split over cp, or shared by tp ranks, or have other tokens or longer texts.
+
+        Args:
+            look: read the values, though they are on a device, which is waited for.
+        """
+        if look or rows["input_ids"].is_cpu:
+            self.refuse_strange("input_ids", rows["input_ids"])
         length, places = rows["input_ids"].shape[1], rows.get("position_ids")
         if places is None and (documents := rows.get("document_ids")) is not None:
             places = places_in_documents(documents)

@@ -325,6 +325,15 @@ class Run:
         """
         from threefold.training import saving
 
+        check_argument(
+            "step",
+            step,
+            isinstance(step, TrainStep),
+            expected="the TrainStep that the program calls",
+            fix="run.load(threefold.TrainStep(model), loader)",
+        )
+        for name, each in {"loader": loader, **stateful}.items():
+            saving.check_stateful(name, each)
         self._held = saving.Held(step.model, step, loader)
         self._stateful = stateful
         step.progress, step.after = self.watch.progress, partial(self._computed, step)
@@ -370,6 +379,13 @@ class Run:
         Raises:
             ConfigError: `load` was not called, or not with this loader. DataError: there are no batches.
         """
+        check_argument(
+            "until",
+            until,
+            isinstance(until, int | None),
+            expected="the number of the last step",
+            fix="until=1000",
+        )
         with self._in_own_words():
             self._refuse_batches(batches)
         self._start = partial(self._begin, batches)
@@ -401,9 +417,18 @@ class Run:
             with self._in_own_words():
                 self._complete(due=bool(save_every) and self.step % save_every == 0)
 
-    def log(self, numbers: StepNumbers | EvalNumbers | None = None, **values: float) -> None:
+    def log(self, numbers: StepNumbers | EvalNumbers | None = None, **values: Any) -> None:
         """Adds a line to the run's metrics and trackers: what a step or an evaluation returned, and further numbers."""
+        from threefold.training.evaluation import EvalNumbers
+
         self._require_begun("run.log()")
+        check_argument(
+            "numbers",
+            numbers,
+            isinstance(numbers, StepNumbers | EvalNumbers | None),
+            expected="what a step or an evaluation returned; other numbers have names",
+            fix="run.log(numbers, accuracy=0.5)",
+        )
         metrics: dict[str, Any] = {"step": self.step}
         if isinstance(numbers, StepNumbers):
             metrics |= {
@@ -416,12 +441,20 @@ class Run:
                 metrics["skipped_steps"] = self.guards.finite.skipped
         elif numbers is not None:
             metrics |= {"eval_loss": numbers.loss, "eval_count": numbers.num_counted}
-        # A tensor of one number is one, on every rank alike.
-        plain = {
-            name: each.item() if hasattr(each, "item") else each
-            for name, each in values.items()
-        }
-        self.guards.tell(metrics | plain)
+        for name, each in values.items():
+            number = each
+            # A tensor of one number is one, on every rank alike.
+            with contextlib.suppress(AttributeError, RuntimeError, ValueError):
+                number = each.item()
+            check_argument(
+                name,
+                each,
+                isinstance(number, int | float) and name not in metrics,
+                expected="a number, by a name that the run does not use itself",
+                fix=f"run.log(numbers, my_{name}={number if isinstance(number, int | float) else 0.5})",
+            )
+            metrics[name] = number
+        self.guards.tell(metrics)
 
     def save(self) -> None:
         """Saves the state after `step`, once, while the next steps run; every rank calls it.

@@ -91,7 +91,7 @@ class Batches:
                 expected="int64 [rows, sequence]",
                 fix="'input_ids': tokens.long().reshape(rows, sequence)",
             )
-        # Reading a device's values would wait for it every step.
+        # Reading a device's values would wait for it every step: there a strange token makes the loss NaN, or fails.
         look = self.taken <= 1 or ids.device.type == "cpu"
         batch = {name: values for name, values in batch.items() if values is not None}
         self._refuse_mask(batch.pop("attention_mask", None), look)
@@ -121,8 +121,8 @@ class Batches:
                     expected=f"{str(kind).removeprefix('torch.')} [rows, sequence]",
                     fix=f"'{name}': {name}.{'bool' if name == 'padding' else 'long'}()",
                 )
-        if look:
-            self._refuse_strange_tokens(batch)
+        if look and self._labels:
+            self._model.refuse_strange("labels", batch["labels"], besides=IGNORED)
         for name, values in batch.items():
             if not isinstance(values, Tensor) or not values.ndim or len(values) != len(ids):
                 raise ConfigError(
@@ -130,7 +130,7 @@ class Batches:
                     expected="a tensor [rows, ..]",
                     fix=f"'{name}': torch.as_tensor({name}).expand({len(ids)})",
                 )
-        self._model.refuse_length(batch)
+        self._model.refuse_rows(batch, look=look)
         if self._labels and look and _unshifted(ids, batch["labels"]):
             raise ConfigError(
                 "the labels are the input_ids themselves, not shifted by one token",
@@ -139,22 +139,6 @@ class Batches:
                 fix=_COUNTED,
             )
         return batch
-
-    def _refuse_strange_tokens(self, batch: Batch) -> None:
-        """ConfigError for ids that the vocabulary does not have: on tp ranks no part of it would know them."""
-        size = self._model.module.config.get_text_config().vocab_size
-        for name in ("input_ids", "labels") if self._labels else ("input_ids",):
-            values = batch[name]
-            strange = (values >= size) | (values < 0)
-            if name == "labels":
-                strange &= values != IGNORED
-            if bool(strange.any()):
-                raise ConfigError(
-                    f"the batch has {int(values[strange][0])} among its {name}",
-                    expected=f"ids from 0 to {size - 1}, as the model's vocabulary has"
-                    + (f", and {IGNORED} where nothing is learnt" if name == "labels" else ""),
-                    fix="use the tokenizer of the model",
-                )
 
     def _refuse_mask(self, mask: Any, look: bool) -> None:
         if mask is not None and (

@@ -31,7 +31,7 @@ class TokenLoss:
     Attributes:
         group: the ranks that hold the other parts of the vocabulary (the tp axis), or None.
         vocabulary_start: first entry of this rank's part.
-        vocabulary: entries of the whole vocabulary; needed for label smoothing on parts.
+        vocabulary: entries of the whole vocabulary; needed on parts.
         label_smoothing: share of the target's probability that is spread over the vocabulary (arXiv:1512.00567).
         z_loss: weight of the squared logarithm of the softmax' sum (PaLM, arXiv:2204.02311, section 5).
         ignored: the label of a token that is not a target.
@@ -111,6 +111,9 @@ class TokenLoss:
             normaliser, shift, target, spread = self._over_parts(
                 normaliser, target, spread, own, width
             )
+            # Of a label that no part has there is no loss.
+            known = (labels >= 0) & (labels < self.vocabulary)
+            target = torch.where(known, target, math.nan)
         cross_entropy = torch.where(counted, -target, 0.0)
         objective = cross_entropy
         if spread is not None:

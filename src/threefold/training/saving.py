@@ -568,15 +568,21 @@ def _shown(groups: Iterable[tuple[str, ...]]) -> str:
     )
 
 
+def check_stateful(name: str, value: Any) -> None:
+    """ConfigError unless the value has a state to save, or is None."""
+    check_argument(
+        name,
+        value,
+        value is None or (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")),
+        expected="a loader, sampler or schedule with state_dict() and load_state_dict()",
+        fix=f"{name} = threefold.distribute({name})",
+    )
+
+
 def state_of_loader(loader: Any) -> dict[str, Any]:
+    check_stateful("loader", loader)
     if loader is None:
         return {}
-    if not hasattr(loader, "state_dict") or not hasattr(loader, "load_state_dict"):
-        raise ConfigError(
-            f"loader is a {type(loader).__name__}, which has no state",
-            expected="a loader or sampler with state_dict() and load_state_dict()",
-            fix="loader = threefold.distribute(loader)",
-        )
     return dict(loader.state_dict())
 
 

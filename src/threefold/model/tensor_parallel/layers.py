@@ -15,6 +15,7 @@ gradient of a parameter between them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -237,8 +238,10 @@ def vocabulary_forward(
 ) -> Callable[[Tensor], Tensor]:
     """Token ids -> embeddings [.., hidden], or of this rank's part of the sequence where tensors are scattered.
 
-    Each rank looks up the entries it holds, from `start` on.
+    Each rank looks up the entries it holds, from `start` on. An id that the vocabulary lacks, at which torch's lookup
+    fails, becomes NaN: nothing is computed from it in silence.
     """
+    size = module.num_embeddings
 
     def forward(ids: Tensor) -> Tensor:
         weight = local_part(module.weight)
@@ -252,7 +255,8 @@ def vocabulary_forward(
             if empty
             else F.embedding(place, weight, padding_idx)
         )
-        found = torch.where(own[..., None], found, 0.0)
+        rest = torch.where((ids >= 0) & (ids < size), 0.0, math.nan).to(found.dtype)
+        found = torch.where(own[..., None], found, rest[..., None])
         return (
             scatter_sum(found, shared.group)
             if shared.scattered

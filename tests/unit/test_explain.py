@@ -536,7 +536,27 @@ def test_line_of_another_program_is_unknown(line: str) -> None:
     assert explain(f"{line}\n") is None
 
 
-def test_server_of_models_is_no_training() -> None:
-    error = "RuntimeError: Internal Triton PTX codegen error: ptxas fatal"
-    assert explain(f"lmdeploy serve api_server /m --backend pytorch\n{error}\n") is None
+@pytest.mark.parametrize(
+    "line",
+    [
+        "lmdeploy serve api_server /m --backend pytorch",
+        "Running on local URL:  http://127.0.0.1:7860",
+        "(ServeReplica:default:LLM pid=99) loading with vllm",
+        "2024-05-01T10:00:30.000Z ERROR text_generation_launcher: torch, rank=0",
+        "==== FAILURES ==== test_torch.distributed",
+        "Step 8/12 : RUN pip install torch",
+    ],
+)
+def test_server_of_models_and_report_of_tests_are_no_training(line: str) -> None:
+    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert explain(f"{line}\n{error}\n") is None
+    assert explain(of_rank(f"{line}\n{RAISED_BY_A_PACKAGE}\n")) is None
     assert explain(f"torchrun train.py --backend pytorch\n{error}\n") is not None
+
+
+def test_server_of_models_within_training_is_of_the_training() -> None:
+    error = "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static."
+    assert explain(f"server_args=ServerArgs(model_path='m')\n{error}\n") is None
+    assert (
+        explain(f"GRPO step 1\nserver_args=ServerArgs(model_path='m')\n{error}\n") is not None
+    )

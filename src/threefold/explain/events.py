@@ -39,20 +39,15 @@ class Events:
     @cached_property
     def is_training(self) -> bool:
         """Whether a training job wrote the log: by its own words, or by several that it shares with other programs."""
-        if self._signs(EventKind.RANK):
-            return not self.log.has("api_server ")  # a server of models
         learning = self._signs(EventKind.LEARN, 2)
-        shared = (
-            self._signs(EventKind.LAUNCH)
-            or learning > 1
-            or (learning and self._signs(EventKind.MACHINE))
-        )
-        return bool(shared) and not self.is_foreign
+        shared = learning > 1 or (learning and self._signs(EventKind.MACHINE))
+        return bool(shared or self._signs(EventKind.RANK)) and not self.is_foreign
 
     @cached_property
     def is_foreign(self) -> bool:
-        """Whether the log has frames of a language in which nothing trains."""
-        return bool(self._signs(EventKind.FOREIGN))
+        """Whether nothing trains here: frames of other languages, tests, or a server of models without such words."""
+        serves = self._signs(EventKind.SERVING) and not self._signs(EventKind.TRAINS)
+        return bool(serves or self._signs(EventKind.FOREIGN))
 
     def made_good(self, index: int) -> bool:
         """Whether the job went on, found another way or finished after the line at `index`; told by its own file."""

@@ -219,7 +219,7 @@ def _hits(
     for one in known:
         shown: dict[int, list[Sign]] = {}
         for sign in one.signs:
-            if training > other or (training == other and not sign.generic):
+            if training or not (other or sign.generic):
                 for index in _places(log, sign, following):
                     shown.setdefault(index, []).append(sign)
         # A line that ended a traceback says more than an earlier warning.
@@ -304,16 +304,18 @@ def _not_made_good(
 def _own_error(events: Events, errors: Sequence[Raised], hits: Sequence[Hit]) -> Raised | None:
     """The first error that no page describes: of a rank, or that a training program of one process raised itself."""
     log = events.log
-    own = _unknown(errors, hits)
+    if events.is_foreign:
+        return None
     several = (
         hits
         or any(log.is_of_rank(error.line) for error in errors)
         or log.has("torch.distributed")
     )
-    if not several:
-        own = [
-            error for error in own if error.own and events.is_training and not events.is_foreign
-        ]
+    own = [
+        error
+        for error in _unknown(errors, hits)
+        if several or (error.own and events.is_training)
+    ]
     first = first_exit(log).rank
     named = [error for error in own if error.line.rank == first is not None]
     return next(iter(named or own), None)

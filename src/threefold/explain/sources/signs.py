@@ -23,7 +23,7 @@ class EventKind(Enum):
     Words are whole ones: `accelerate` is not in `accelerated`.
     """
 
-    # only training writes it, and inference with the same libraries
+    # only training and its launchers write it, and inference with the same libraries
     RANK = r"""
     torch(?!light|wood|ed\b)  _ZN(?:3c10|5torch)  c10d  NCCL  nccl[A-Z]\w  jax\.readthedocs  \[rank\d
     transformers(?:[/._=<>`']|[ ](?:does|version|import|library|requires))(?!js)  [Hh]ugging[Ff]ace  [Dd]eep[Ss]peed
@@ -43,9 +43,6 @@ class EventKind(Enum):
     (?<![a-z])(?:verl|xtuner|nanotron|nemo_rl|torchtune|torchtitan)[./]\w  openrlhf  llamafactory  (?<![A-Za-z])GRPO
     (?<!o)llama(?! runner)
     grpo_  tensor_parallel  pipeline_parallel  train_dataloader  trainer\.(?:train|fit)\(  model\.fit\(  RayJob  TFJob
-    """
-    # launchers and scripts that train write it, where no other program shows
-    LAUNCH = r"""
     train\w*\.(?:py|sh|ya?ml)  [_-]train(?![a-z])  pretrain  finetun  fine-tun  batch_size  local_rank  Trainer\b
     LLMEngine  raylet  ^\[[\d-]+[ ][\d:,]+[ ][A-Z][ ]\d+[ ]\d+\][ ]  -launcher-\d  capabilities: \[\[gpu  GPUs?Quota
     nvidia\.com/gpu
@@ -56,16 +53,33 @@ class EventKind(Enum):
     LEARN = r"""
     checkpoint  datasets/  [Ee]pochs?(?![a-z])  (?<![A-Za-z])loss(?:es)?(?![A-Za-z]|:? \d+%)  \d%\|.*(?:it/s|s/it)
     [Ee]valuat  [Dd]ataset  [Oo]ptimizer  [Gg]radient  [/_]train[/_.]  \.ckpt  \.pth\b  \.pt\b  ckpt  tokenizer
-    inference  [Tt]raining(?![a-z])  kubeflow  omegaconf  executing job with overrides  hydra[._/]\w  num_workers
-    DataLoader\b
+    inference  [Tt]raining(?![a-z])  kubeflow  omegaconf  executing job with overrides  hydra[._/]\w  DataLoader\b
     """
     # words of the machines that train
     MACHINE = r"""
     (?<![A-Za-z])gloo(?![a-z])  (?<![A-Za-z])cuda(?![a-z])  CUDA  GPUs?(?![A-Za-z])  nvidia  slurm  mpirun  numpy
     scipy  -worker-\d  -master-\d  RuntimeError:  cudaGetDeviceCount  triton[._/]\w
     """
-    # stacks of languages in which nothing trains
-    FOREIGN = r"^\tat[ ]  ^\s{4}at[ ]"
+    # stacks of languages in which nothing trains, reports of tests and of builds
+    FOREIGN = r"""
+    ^\tat[ ]  ^\s{4}at[ ]
+    ^-+ Captured \w+ (?:call|setup)  ^=+ (?:FAILURES|ERRORS|warnings summary|test session)  ^(?:FAILED|ERROR) \S+\.py::
+    ^Step \d+/\d+ : (?:RUN|FROM|COPY|ENV|ADD|ARG|WORKDIR)[ ]  ^#\d+ \[\S+ +\d+/\d+\]
+    ##\[(?:group|error)\]  Error: Process completed with exit code
+    """
+    # what only runs models writes it
+    SERVING = r"""
+    api_server(?:\.py|[ ])  APIServer pid  vllm serve  text.generation.(?:launcher|server)  sglang\.launch_server
+    ServerArgs\(  tritonserver  lmdeploy  [Oo]llama[ /:]  ggml_  llama_model_load  ComfyUI/execution
+    To see the GUI go to  Running on local URL  gradio/  streamlit/  [Tt]ensor[Rr][Tt]-LLM
+    pytorch\.serve  MODEL_LOG  ServeController  ServeReplica  Bento[SM]  bentoml  \bLLM\(model
+    """
+    # what trains writes it, and no other program that runs models
+    TRAINS = r"""
+    train\w*\.(?:py|sh|ya?ml)  [_-]train(?![a-z])  pretrain(?!ed)  [Ff]ine-?tun  Trainer\b  [Ee]poch  grad_norm
+    [Ll]oss(?![a-z])  [Oo]ptimizer  backward  torchrun  [Tt]raining  [Rr]ollout  (?<![A-Za-z])GRPO  (?<![a-z])verl\b
+    (?<![a-z])trl\b  openrlhf  [Tt]rainable  Lo[Rr][Aa]  RayTrain  WorkerDict
+    """
     # ranks that meet
     GROUP = r"""
     NCCL INFO  init_process_group  torch\.distributed  distributed init  world[_ ]size  torchrun  distributed_backend=
@@ -81,7 +95,7 @@ class EventKind(Enum):
     Finished [Tt]raining  train_runtime  `Trainer\.fit` stopped  WorkerState\.SUCCEEDED  worker group success
     OK \(expected failures  [ ]passed in[ ]  (?:^|INFO threefold: )done: \d+ steps,  ^Status:\s+Succeeded
     ^\s+Reason:\s+Completed  ^\d+\s+\S+\s+COMPLETED\s+0:0  ^=+ .*\d+ passed.* in
-    ^\d+ passed\b(?!.*(?:fail|error)).* in [\d.]+s  ^OK(?: \(|$)
+    \|±[ ]  ^\d+ passed\b(?!.*(?:fail|error)).* in [\d.]+s  ^OK(?: \(|$)
     \b[Tt]raining (?:is |has |was )?(?:now )?(?:successfully )?(?:complete|finished|done)
     \b(?:[Jj]ob|[Rr]un|Pod|Task) \S{0,60} ?(?:has )?(?:successfully )?succeeded ?(?:successfully)?(?:[.!]|$)
     \b(?:[Jj]ob|[Rr]un|Pod|Task) \S{0,60} ?(?:has )?(?:successfully )?completed ?(?:successfully)?(?:[.!]|$)
@@ -91,6 +105,7 @@ class EventKind(Enum):
     MENDED = r"""
     NET/OFI Selected  Rendezvous complete  [Rr]econnected[ ]  [Rr]econnection successful  [Ff]all(?:ing|s) back to
     [Ff]ell back to  onnection re-established  onnection restored  Application startup complete  module for custom nodes
+    Fetching \d+ files: 100%
     """
     # a loss or a gradient norm, also one that is no number
     MEASURED = rf"""

@@ -45,7 +45,7 @@ class Events:
 
     @cached_property
     def is_foreign(self) -> bool:
-        """Whether nothing trains here: frames of other languages, tests, or a server of models without such words."""
+        """Whether nothing trains here: frames of other languages, tests, a server or a build without words of it."""
         serves = self._signs(EventKind.SERVING) and not self._signs(EventKind.TRAINS)
         return bool(serves or self._signs(EventKind.FOREIGN))
 

@@ -60,20 +60,20 @@ class EventKind(Enum):
     (?<![A-Za-z])gloo(?![a-z])  (?<![A-Za-z])cuda(?![a-z])  CUDA  GPUs?(?![A-Za-z])  nvidia  slurm  mpirun  numpy
     scipy  -worker-\d  -master-\d  RuntimeError:  cudaGetDeviceCount  triton[._/]\w
     """
-    # stacks of languages in which nothing trains, reports of tests and of builds
+    # stacks of languages in which nothing trains, and reports of tests
     FOREIGN = r"""
     ^\tat[ ]  ^\s{4}at[ ]
     ^-+ Captured \w+ (?:call|setup)  ^=+ (?:FAILURES|ERRORS|warnings summary|test session)  ^(?:FAILED|ERROR) \S+\.py::
-    ^Step \d+/\d+ : (?:RUN|FROM|COPY|ENV|ADD|ARG|WORKDIR)[ ]  ^#\d+ \[\S+ +\d+/\d+\]
-    ##\[(?:group|error)\]  Error: Process completed with exit code
     """
-    # what only runs models writes it
+    # what only runs models writes it, or builds
     SERVING = r"""
     api_server(?:\.py|[ ])  APIServer pid  vllm serve  text.generation.(?:launcher|server)  sglang\.launch_server
     ServerArgs\(  tritonserver  lmdeploy  [Oo]llama[ /:]  ggml_  llama_model_load  ComfyUI.execution
     ComfyUI-Manager  ComfyUI startup  custom_nodes
     To see the GUI go to  Running on local URL  gradio/  streamlit/  [Tt]ensor[Rr][Tt]-LLM
     pytorch\.serve  MODEL_LOG  ServeController  ServeReplica  Bento[SM]  bentoml  \bLLM\(model
+    ^Step \d+/\d+ : (?:RUN|FROM|COPY|ENV|ADD|ARG|WORKDIR)[ ]  ^#\d+ \[\S+ +\d+/\d+\]  ##\[(?:group|error)\]
+    Process completed with exit code
     """
     # what trains writes it, and no other program that runs models
     TRAINS = r"""

@@ -587,6 +587,38 @@ def test_what_is_not_a_number_proves_nothing(model: Any) -> None:
     assert part.status is PartStatus.REFUTED
 
 
+def test_what_is_not_finite_in_a_later_step_ends_the_proof(model: Any) -> None:
+    gradients = combined(model, mean)
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    kinds = {"float32"}
+    steps = [
+        CheckedStep(number, weights, each, ROWS, kinds, kinds, list(weights), {}, {})
+        for number, each in enumerate((gradients, {**gradients}), start=1)
+    ]
+    shown = {"architecture": {"dropout": []}, "device": "cpu"}
+    assert judge_gradients(steps, shown, model).status is PartStatus.PROVED
+    steps[1].gradients["lm_head.weight"] = gradients["lm_head.weight"] * math.inf
+    part = judge_gradients(steps, shown, model)
+    assert part.status is PartStatus.NOT_JUDGED
+    assert part.what == "step 2 has a gradient that is not finite"
+    clipped = trained(clip=1.0)
+    clipped[2].clip["norm"] = None  # as a record has what is not finite
+    part = judge_norms(clipped)
+    assert part.status is PartStatus.NOT_JUDGED
+    assert "the norm of step 3 is not finite, or was found in a way" in part.what
+
+
+@pytest.mark.parametrize("order", [1.0, math.inf])
+def test_norm_of_another_order_is_that_of_all_gradients(order: float) -> None:
+    steps = trained(clip=1.0)
+    for step in steps:
+        values = torch.cat([each.flatten() for each in step.gradients.values()])
+        step.clip["norm"] = float(values.norm(order))
+    assert judge_norms(steps).status is PartStatus.PROVED
+    steps[1].clip["norm"] *= 0.99
+    assert judge_norms(steps).status is PartStatus.REFUTED
+
+
 def test_place_that_holds_two_values_is_not_judged() -> None:
     def written(values: list[float]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         curve = StepCurve(

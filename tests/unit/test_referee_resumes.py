@@ -343,8 +343,14 @@ def test_program_that_does_not_go_on_is_another_training(tmp_path: Path) -> None
 # --- what is exported --------------------------------------------------------------------------------------------
 
 
-def exported(folder: Path, *, tied: bool = False, **saving: Any) -> LlamaForCausalLM:
-    """A record of a model that was written to `folder`/model after its second step."""
+def exported(
+    folder: Path, *, tied: bool = False, first: float | None = None, **saving: Any
+) -> LlamaForCausalLM:
+    """A record of a model that was written to `folder`/model after its second step.
+
+    Args:
+        first: the first value of its head; None: a random one.
+    """
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 16,
@@ -356,6 +362,8 @@ def exported(folder: Path, *, tied: bool = False, **saving: Any) -> LlamaForCaus
         vocab_size=31, num_key_value_heads=1, tie_word_embeddings=tied, **sizes
     )
     model = LlamaForCausalLM(config)
+    if first is not None:
+        torch.nn.init.constant_(model.lm_head.weight[0], first)
     model.save_pretrained(folder / "model", **saving)
     file = SealedFile(folder / "rank-00000.jsonl", most_bytes=1 << 20)
     file.write(
@@ -440,6 +448,12 @@ def test_export_that_is_another_model_is_refuted(
     spoil(tmp_path / "model")
     assert part(tmp_path, "exports").status is PartStatus.REFUTED
     assert what in told(tmp_path, "exports")
+
+
+def test_export_of_weights_that_are_not_finite_is_not_proved(tmp_path: Path) -> None:
+    exported(tmp_path, first=torch.inf)
+    assert part(tmp_path, "exports").status is PartStatus.NOT_JUDGED
+    assert told(tmp_path, "exports").endswith("and not all of them are finite")
 
 
 def test_export_without_one_of_its_shards_is_refuted(tmp_path: Path) -> None:

@@ -112,8 +112,11 @@ def _wrong(folder: str, expected: Described, architecture: Values) -> str | None
         if values[name] != known[name] and not _NOT_COMPUTED.fullmatch(name):
             return f"{name} {values[name]!r} in its config, where the model has {known[name]!r}"
     read = whole_state([state_of(model)]).weights
-    types = {(read[name][0], kind) for name, (kind, *_) in expected.items() if name in read}
-    if cast := {(now, kind) for now, kind in types if now != kind}:
+    if cast := {
+        (read[name][0], kind)
+        for name, (kind, *_) in expected.items()
+        if read.get(name, (kind,))[0] != kind
+    }:
         raise Unjudgeable(
             f"weights were written as {min(cast)[0]}, and are {min(cast)[1]} in memory"
         )
@@ -121,4 +124,6 @@ def _wrong(folder: str, expected: Described, architecture: Values) -> str | None
         return (
             f"{len(lost)} of {len(expected)} weights that are not as they were: {listed(lost)}"
         )
+    if not all(each.isfinite().all() for each in model.parameters()):
+        raise Unjudgeable("its weights are those of the model, and not all of them are finite")
     return None

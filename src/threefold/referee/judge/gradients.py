@@ -134,11 +134,11 @@ def judge_gradients(
 
 
 def _judged(model: OwnModel, steps: list[CheckedStep], device: str) -> JudgedPart:
-    """What the steps show, until one is too much work or cannot be judged.
+    """What the steps show, until one is too much work.
 
     Raises:
         Refuted: one is wrong.
-        Unjudgeable: not even the first can be judged.
+        Unjudgeable: one cannot be judged, as its gradient is not finite; or the first is too much work.
     """
     fits: list[StepFit] = []
     work = 0.0
@@ -150,26 +150,25 @@ def _judged(model: OwnModel, steps: list[CheckedStep], device: str) -> JudgedPar
         work += 6.0 * num_tokens * sum(weight.numel() for weight in step.weights.values())
         if device != "cpu":
             step.types.add(_ON_A_DEVICE)
-        try:
-            if work > _MOST_WORK:
-                raise Unjudgeable(
-                    f"{work:.0e} operations to compute the gradients of step {step.number} here, of at most "
-                    f"{_MOST_WORK:.0e}: train fewer rows, or a smaller config"
-                )
-            found = _fit_step(model, step, fits[-1].step if fits else None)
-        except Unjudgeable:
+        if work > _MOST_WORK:
             if fits:
                 break
-            raise
+            raise Unjudgeable(
+                f"{work:.0e} operations to compute the gradients of step {step.number} here, of at most "
+                f"{_MOST_WORK:.0e}: train fewer rows, or a smaller config"
+            )
+        found = _fit_step(model, step, fits[-1].step if fits else None)
         _check(found)
         fits.append(found)
     first = fits[0]
     total = sum(size.num_targets for size in first.sizes)
     law = _known_factors(first)[0].law
     steps_text = numbers_text(first.step.number, fits[-1].step.number)
-    names = len(first.compared)
-    what = f"in {steps_text} each of {names} parameters has the gradient of {law} ({total} in step {first.step.number})"
-    num_silent = len(first.step.gradients) - names
+    what = (
+        f"in {steps_text} each of {len(first.compared)} parameters has the gradient of {law} "
+        f"({total} in step {first.step.number})"
+    )
+    num_silent = len(first.step.gradients) - len(first.compared)
     silent = f"; {num_silent} are zero but for rounding, and not compared" if num_silent else ""
     largest = max(each.left for found in fits for each in found.compared.values())
     return proved(f"{what}; the largest difference is {largest:.0e} of a gradient{silent}")

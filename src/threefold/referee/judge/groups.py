@@ -206,8 +206,8 @@ def _shared(group: tuple[int, ...], parts: list[list[Tensor]]) -> SharedSequence
     if len(parts) == 1 or not any(part[:, 0].any() for part in chain(*calls)):
         return None
     rows = [[_joined(each, order) for each in calls] for order in range(3)]
-    for order in range(3):
-        if all(map(_follow, rows[order])):
+    for order, each in enumerate(rows):
+        if all(map(_follow, each)):
             return SharedSequence(group, order)
     if any(len(row.unique()) < _LEAST_TILED * len(row) for row in chain(*rows[1])):
         return None

@@ -113,8 +113,7 @@ def _judge(number: int, before: Records, after: Records, step: int) -> JudgedPar
     for wrong, where in _differences(before, after, step, beyond):
         expected = f"weights, moments, learning rates and rows as they were after step {step}"
         raise Refuted(f"{what} {wrong}", expected, where)
-    sizes = f"{len(begins.weights)} weights and {len(begins.moments)} values of the optimizer"
-    held = f"{what}: {sizes} as they were saved"
+    held = f"{what}: {len(begins.weights)} weights and {len(begins.moments)} values of the optimizer as they were saved"
     if beyond:
         return proved(f"{held}; in {len(beyond)} steps the learning rates and rows of start 1")
     if _division(before) != _division(after):

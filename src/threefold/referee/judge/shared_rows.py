@@ -106,12 +106,11 @@ def judge_model_copies(groups: RankGroups) -> JudgedPart:
         rows = rows_by_step(first)
         for other in others:
             others_rows = rows_by_step(other)
-            differing = [
+            if differing := [
                 step
                 for step in sorted(rows.keys() & others_rows.keys())
                 if rows[step] != others_rows[step]
-            ]
-            if differing:
+            ]:
                 raise Refuted(
                     f"{ranks_text([first.rank, other.rank])} read different rows in {len(differing)} of {len(rows)} "
                     f"steps, first in step {differing[0]}",

@@ -33,6 +33,8 @@ _CLIP_EPSILON = 1e-6
 _FACTOR = 0.01
 # Of a norm: float32 sums it; in bfloat16 the norm itself is rounded.
 _FACTOR_OF_FLOAT32 = 1e-4
+# Of norms that programs clip by: the root of squares, the largest value, the sum.
+_ORDERS = (2.0, torch.inf, 1.0)
 # Of an update, beside what float32 weights lose to rounding: a decay that is done twice is a few times as much.
 _LEFT = 1e-4
 _ROUNDING = 1.2e-7
@@ -44,26 +46,30 @@ _SMALL = 0.02
 def judge_norms(steps: list[CheckedStep]) -> JudgedPart:
     """Whether the norm that gradients are clipped by is that of all of them."""
     clipped = [step for step in steps if step.clip.get("by_norm")]
-    known = [step for step in clipped if step.clip["norm"] is not None]
     if not clipped:
         return none_here("gradients are not clipped by torch's clip_grad_norm_")
-    if not known:
-        raise Unjudgeable("the norm was found in a way that does not show it")
-    for step in known:
-        norm, whole = step.clip["norm"], _norm(step.gradients)
+    for step in clipped:
+        # What is not finite is None in a record.
+        if (norm := step.clip["norm"]) is None:
+            raise Unjudgeable(
+                f"the norm of step {step.number} is not finite, or was found in a way that does not show it"
+            )
+        norms = [_norm(step.gradients, order) for order in _ORDERS]
         factor = _FACTOR if step.weight_types - {"float32"} else _FACTOR_OF_FLOAT32
-        if not abs(norm - whole) <= factor * whole:
+        if not any(abs(norm - each) <= factor * each for each in norms):
             raise Refuted(
                 f"in step {step.number} gradients are clipped by a norm of {norm:.6g}, "
-                f"x{norm / max(whole, 1e-300):.4f} of theirs",
-                f"{whole:.6g}, the norm of all gradients",
+                f"x{norm / max(norms[0], 1e-300):.4f} of theirs",
+                f"{norms[0]:.6g}, the norm of all gradients",
                 "what computes the norm: the squares of parts must be summed over the ranks that hold them, once",
             )
-    return proved(f"gradients are clipped by the norm of all of them in {len(known)} steps")
+    return proved(f"gradients are clipped by the norm of all of them in {len(clipped)} steps")
 
 
-def _norm(gradients: dict[str, Tensor]) -> float:
-    return float(torch.stack([each.double().norm() for each in gradients.values()]).norm())
+def _norm(gradients: dict[str, Tensor], order: float = 2.0) -> float:
+    return float(
+        torch.stack([each.double().norm(order) for each in gradients.values()]).norm(order)
+    )
 
 
 @judges(UPDATES)

@@ -110,18 +110,21 @@ def judge(folder: Path) -> CommandVerdict:
     rows = judge_epochs(groups, epochs)
     if shared.status is PartStatus.REFUTED:  # all ranks read all rows: said once
         rows = not_judged(rows.name, f"see {shared.name!r}")
-    parts = [
-        judge_record(watched, training),
-        shared,
-        judge_model_copies(groups),
-        rows,
-        judge_order(groups, epochs),
-        judge_labels(groups.first_of_each),
-        *_curve_of_starts(folder, groups, watched, training),
-        *training.parts,
-        judge_exports(watched.starts),
-    ]
-    return CommandVerdict(folder, watched, tuple(parts))
+    return CommandVerdict(
+        folder,
+        watched,
+        (
+            judge_record(watched, training),
+            shared,
+            judge_model_copies(groups),
+            rows,
+            judge_order(groups, epochs),
+            judge_labels(groups.first_of_each),
+            *_curve_of_starts(folder, groups, watched, training),
+            *training.parts,
+            judge_exports(watched.starts),
+        ),
+    )
 
 
 def _curve_of_starts(
@@ -234,10 +237,6 @@ def judge_labels(ranks: Records) -> JudgedPart:
 
 def _fills_up(record: RankRecord, call: ReadCall) -> bool:
     """Whether rows without labels are the last ones that a rank reads in a pass of its loader."""
-    last = max(
-        place
-        for place, other in enumerate(record.calls)
-        if other.loader_pass == call.loader_pass
-    )
+    *_, last = (other for other in record.calls if other.loader_pass == call.loader_pass)
     trailing = range(len(call.rows) - len(call.ignored), len(call.rows))
-    return record.calls[last] is call and list(call.ignored) == list(trailing)
+    return last is call and list(call.ignored) == list(trailing)

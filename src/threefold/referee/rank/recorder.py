@@ -257,10 +257,14 @@ class RankRecorder:
                     most_bytes=self._most_bytes // world_size,
                 )
         self._pid = os.getpid()
-        values: Values = {"rank": self._rank, "start": self._start, "world_size": world_size}
-        values["versions"] = {
-            name: str(getattr(sys.modules.get(name), "__version__", None))
-            for name in ("torch", "transformers", "accelerate", "trl", "deepspeed")
+        values: Values = {
+            "rank": self._rank,
+            "start": self._start,
+            "world_size": world_size,
+            "versions": {
+                name: str(getattr(sys.modules.get(name), "__version__", None))
+                for name in ("torch", "transformers", "accelerate", "trl", "deepspeed")
+            },
         }
         file.write("start", values)
         if (models := sys.modules.get("transformers.modeling_utils")) is not None:

@@ -272,16 +272,17 @@ class StepCurve:
                 if (name == "betas" or isinstance(value, int | float))
                 and name not in _NOT_COMPUTED
             }
-            trained = [names[id(p)] for p in group["params"] if id(p) in names]
-            groups.append({"names": trained, "settings": settings})
+            groups.append(
+                {
+                    "names": [names[id(p)] for p in group["params"] if id(p) in names],
+                    "settings": settings,
+                }
+            )
         kind = type(optimizer)
-        name = (
-            kind.__name__
-            if kind.__module__.startswith("torch.optim.")
-            else f"{kind.__module__}.{kind.__name__}"
-        )
         self.values["optimizer"] = {
-            "class": name,
+            "class": kind.__name__
+            if kind.__module__.startswith("torch.optim.")
+            else f"{kind.__module__}.{kind.__name__}",
             "is_new": not any(optimizer.state.values()),
             "groups": groups,
         }

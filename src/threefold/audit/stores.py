@@ -80,7 +80,8 @@ def byte_lines(
         try:
             store = store_named(prefix)
             found = known(store, cache=cache, sampled=sampled)
-            _compare(run, store, found, digest, packing, first_row=_first_row(start, number))
+            first_row = sum(size for _, size, _ in (start.mixture or ())[:number])
+            _compare(run, store, found, digest, packing, first_row=first_row)
         except ThreefoldError as error:
             raise RunError.of(error.problems) from error
         counts = [found.blocks.files[suffix].num_blocks for suffix in IDENTITY]
@@ -136,7 +137,3 @@ def _held_out_lines(start: SegmentLine, packing: Packing) -> Iterator[str]:
     for name, side in sides:
         counts = f"{int(side.held_out.sum()):,} of {len(side.held_out):,} documents"
         yield f"  {name}: {counts} are held out, and no row has a token of them ({share})"
-
-
-def _first_row(start: SegmentLine, number: int) -> int:
-    return sum(size for _, size, _ in (start.mixture or ())[:number])

@@ -104,7 +104,7 @@ def find_names(
         CheckpointError: weights are missing, have another shape, or are of another model; moments are incomplete; or
             tensors are left over.
     """
-    own = {name: _unwrapped(name) for name in foreign.tensors}
+    own = {name: _WRAPPED.sub("", name) for name in foreign.tensors}
     moments = {
         name: parts for name, plain in own.items() if (parts := _moment(plain)) is not None
     }
@@ -142,10 +142,6 @@ def find_names(
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _unwrapped(name: str) -> str:
-    return _WRAPPED.sub("", name)
 
 
 def _moment(name: str) -> tuple[str, str] | None:

@@ -200,7 +200,7 @@ class _ReducedSizes:
         self._real: Values = {
             name: value
             for name, value in config.to_dict().items()
-            if not _is_part(config, name)
+            if not isinstance(vars(config).get(name), PretrainedConfig)
         }
         first = range(min(leading, first_of(self._real, DEPTH) or 0))
         self._layers = sorted({*kept_layers(self._real), *first})
@@ -442,10 +442,6 @@ def _sections(real: list[int], pairs: int) -> list[int]:
     sizes = [part * pairs // sum(real) for part in real]
     sizes[0] += pairs - sum(sizes)
     return sizes
-
-
-def _is_part(config: PretrainedConfig, name: str) -> bool:
-    return isinstance(vars(config).get(name), PretrainedConfig)
 
 
 def _dory(values: Values) -> None:

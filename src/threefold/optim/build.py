@@ -7,7 +7,7 @@ import inspect
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -126,26 +126,26 @@ def _group(
     return group
 
 
-def optimizer_problems(config: Config, outline: nn.Module, topology: Topology) -> list[Problem]:
+def optimizer_problems(
+    config: Config, outline: nn.Module, topology: Topology
+) -> Iterator[Problem]:
     """Why the optimizer that is asked for cannot train this model on this mesh; known before the first collective."""
     asked = config.optimizer
-    found = problems(asked, topology)
+    yield from problems(asked, topology)
     if asked.groups and not config.model.lora.r:  # adapters have their names when they are made
-        found += group_problems([name for name, _ in outline.named_parameters()], asked)
+        yield from group_problems([name for name, _ in outline.named_parameters()], asked)
     named = OPTIMIZERS.get(asked.name)
     if config.mesh.cpu_offload and named is not None and named.needs_whole_matrices:
         what = f"mesh.cpu_offload = true with optimizer.name = {asked.name}"
         expected = "an optimizer that updates each weight by itself: nothing of a whole matrix is on the host"
-        found.append(
-            Problem(what, expected, "--optimizer.name adamw   (or leave mesh.cpu_offload out)")
+        yield Problem(
+            what, expected, "--optimizer.name adamw   (or leave mesh.cpu_offload out)"
         )
-    return found
 
 
-def group_problems(names: Sequence[str], config: OptimizerConfig) -> list[Problem]:
+def group_problems(names: Sequence[str], config: OptimizerConfig) -> Iterator[Problem]:
     """The patterns of groups that no parameter is left for; `names`: of all parameters that are trained."""
     taken = Counter(_group_of(name, config) for name in names)
-    found = []
     for number, group in enumerate(config.groups):
         if taken[number]:
             continue
@@ -161,54 +161,39 @@ def group_problems(names: Sequence[str], config: OptimizerConfig) -> list[Proble
             or shapes[:3]
         )
         fix = f"a pattern of their names: {', '.join(near)}"
-        found.append(
-            Problem(
-                what,
-                "a pattern that is found in names of parameters; the first that matches counts",
-                fix,
-            )
+        expected = (
+            "a pattern that is found in names of parameters; the first that matches counts"
         )
-    return found
+        yield Problem(what, expected, fix)
 
 
-def said(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> list[tuple[str, str]]:
+def said(
+    optimizer: torch.optim.Optimizer, config: OptimizerConfig
+) -> Iterator[tuple[str, str]]:
     """(what, why) of an optimizer that is not AdamW over one group, to be printed."""
-    lines = []
     if isinstance(optimizer, Muon):
         hidden = sum(
             len(group["params"]) for group in optimizer.param_groups if group["orthogonal"]
         )
         others = sum(len(group["params"]) for group in optimizer.param_groups) - hidden
-        lines.append(("optimizer", f"muon for {hidden} matrices, adamw for {others} others"))
+        yield "optimizer", f"muon for {hidden} matrices, adamw for {others} others"
     elif config.name != "adamw":
-        lines.append(
-            (
-                "optimizer",
-                config.name + (f" with {as_yaml(config.options)}" if config.options else ""),
-            )
-        )
+        options = f" with {as_yaml(config.options)}" if config.options else ""
+        yield "optimizer", f"{config.name}{options}"
     if config.moments != "float32":
-        lines.append(
-            ("moments", f"{config.moments} between the steps, which compute in float32")
-        )
+        yield "moments", f"{config.moments} between the steps, which compute in float32"
     if config.ema is not None:
-        lines.append(
-            (
-                "ema",
-                f"a moving average of the weights with the decay {config.ema:g}, one more copy of them",
-            )
+        yield (
+            "ema",
+            f"a moving average of the weights with the decay {config.ema:g}, one more copy of them",
         )
     for number, group in enumerate(config.groups):
-        values = {
-            name: value
+        settings = ", ".join(
+            f"{name} {value:g}"
             for name, value in group
             if name in ("lr", "weight_decay") and value is not None
-        }
-        settings = ", ".join(f"{name} {value:g}" for name, value in values.items())
-        lines.append(
-            (f"group {group_name(config, number)}", f"{settings} for {as_yaml(group.match)}")
         )
-    return lines
+        yield f"group {group_name(config, number)}", f"{settings} for {as_yaml(group.match)}"
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:

@@ -184,8 +184,7 @@ def mesh_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
     The trial steps copies of a small parameter of each kind of each group, which must move as the whole ones do.
     """
     groups = optimizer.param_groups
-    every = [each for group in groups for each in group["params"]]
-    if not any(isinstance(each, DTensor) for each in every) or any(
+    if not any(isinstance(each, DTensor) for each in _parameters(groups)) or any(
         "lr_share" in group for group in groups
     ):
         return []  # nothing is split; or the run has tried it
@@ -197,38 +196,40 @@ def mesh_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
         else "torch.optim.AdamW(model.parameters(), lr=...)"
     )
     split = [
-        {**group, "params": [_copied(each) for each in _kinds(group["params"])]}
+        {**group, "params": [nn.Parameter(each.clone()) for each in _kinds(group["params"])]}
         for group in groups
     ]
-    whole = [{**group, "params": [_whole(each) for each in group["params"]]} for group in split]
-    start = [each.detach().clone() for group in whole for each in group["params"]]
+    whole = [
+        {**group, "params": [nn.Parameter(whole_of(each).clone()) for each in group["params"]]}
+        for group in split
+    ]
+    start = [each.detach().clone() for each in _parameters(whole)]
     takes = inspect.signature(type(optimizer)).parameters
     given = {key: value for key, value in optimizer.defaults.items() if key in takes}
     try:
         for trial in (split, whole):
             tried = type(optimizer)(trial, **given)
             for _ in range(2):
-                for each in (each for group in trial for each in group["params"]):
+                for each in _parameters(trial):
                     each.grad = (3 * each.detach() + 1).sin()
                 tried.step()
     except Exception as error:  # whatever a step raises
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         expected = "a step that can update the parts of matrices that this mesh holds"
         return [Problem(f"{name} cannot step on this mesh: {reason}", expected, fix)]
-    pairs = zip(
-        *(
-            [each.detach() for group in trial for each in group["params"]]
-            for trial in (split, whole)
-        ),
-        strict=True,
-    )
-    for (part, complete), before in zip(pairs, start, strict=True):
-        moved = (complete - before).abs().max()
-        if (whole_of(part) - complete).abs().max() > _BOUND * moved:
+    for part, complete, before in zip(
+        _parameters(split), _parameters(whole), start, strict=True
+    ):
+        moved = (complete.detach() - before).abs().max()
+        if (whole_of(part.detach()) - complete.detach()).abs().max() > _BOUND * moved:
             what = f"{name} does not update a part of a matrix as it updates the whole, and this mesh holds parts"
             expected = "an update of each weight by itself, or dp ranks alone, each with the whole model"
             return [Problem(what, expected, fix)]
     return []
+
+
+def _parameters(groups: list[dict[str, Any]]) -> list[Tensor]:
+    return [each for group in groups for each in group["params"]]
 
 
 def _kinds(parameters: list[Tensor]) -> list[Tensor]:
@@ -238,14 +239,6 @@ def _kinds(parameters: list[Tensor]) -> list[Tensor]:
         split = (each.device_mesh, each.placements) if isinstance(each, DTensor) else None
         found.setdefault((each.ndim, each.dtype, each.device, split), each)
     return [*found.values()]
-
-
-def _copied(parameter: Tensor) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().clone())
-
-
-def _whole(parameter: Tensor) -> nn.Parameter:
-    return nn.Parameter(whole_of(parameter.detach()).clone())
 
 
 def _tried(
@@ -284,21 +277,17 @@ def _argument_problems(
         *(named.options if named is not None else ())
     ]
     any_name = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
-    for name in config.options:
-        if name in _SETTLED and name in known and name not in allowed:
+    for name in (each for each in config.options if each not in allowed):
+        expected = f"options among {', '.join(allowed)}"
+        fix = f"leave {name} out of optimizer.options"
+        if name in _SETTLED and name in known:
             what = f"optimizer.options has {name}, which is settled by the run"
-            yield Problem(
-                what,
-                f"options among {', '.join(allowed)}",
-                f"leave {name} out of optimizer.options",
-            )
-        elif name not in allowed and not any_name:
-            near = difflib.get_close_matches(name, allowed, n=1)
-            fix = (
-                f"did you mean {near[0]}?" if near else f"leave {name} out of optimizer.options"
-            )
+            yield Problem(what, expected, fix)
+        elif not any_name:
+            if near := difflib.get_close_matches(name, allowed, n=1):
+                fix = f"did you mean {near[0]}?"
             what = f"optimizer.options has {name}, which {kind.__name__} does not take"
-            yield Problem(what, f"options among {', '.join(allowed)}", fix)
+            yield Problem(what, expected, fix)
     for key in ("betas", "eps"):
         value = getattr(config, key)
         has = key in arguments_of(config, kind) and key not in config.options

@@ -73,7 +73,12 @@ def head_of(run: Built, why: str, found: Sequence[tuple[str, str]]) -> Head:
         ],
         resumed=str(run.folder.resume.path) if run.folder.resume is not None else None,
         lost_bits=lost,
-        changed=_changes(run) if run.folder.resume is not None else (),
+        changed=[
+            *(("changed", str(change)) for change in run.checkpointer.changed),
+            *_schedule_changed(run),
+        ]
+        if run.folder.resume is not None
+        else (),
         restart=(info.restart, info.max_restarts, info.launcher) if info.restart else (),
     )
 
@@ -197,13 +202,6 @@ def _skips(run: Built) -> Iterator[Entry]:
     if run.config.data.skip:
         skips = ", ".join(f"[{first}, {last}]" for first, last in run.config.data.skip)
         yield "data.skip", f"the batches of the steps {skips} are left out"
-
-
-def _changes(run: Built) -> list[Entry]:
-    return [
-        *(("changed", str(change)) for change in run.checkpointer.changed),
-        *_schedule_changed(run),
-    ]
 
 
 def epochs_ahead(run: Built) -> str | None:

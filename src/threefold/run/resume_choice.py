@@ -247,9 +247,5 @@ def _was_restarted(path: Path, own: Sequence[Checkpoint]) -> bool:
     """Whether an earlier start of this very job, before a restart or a requeue, has made the folder's run."""
     if (job := environment.restarted_job()) is None:
         return bool(own) and environment.current().restart > 0
-    last = _last_start(path)
+    last = next(reversed(Journal(path).starts()), None)
     return last is not None and last.get("job") == job
-
-
-def _last_start(path: Path) -> dict[str, Any] | None:
-    return next(reversed(Journal(path).starts()), None)

@@ -257,9 +257,9 @@ def _without_rule(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> 
     """
     found = []
     for name, module in modules.items():
+        owner = name.rpartition(".")[0]
         siblings = {
-            plan.get(f"{name.rpartition('.')[0]}.{child}")
-            for child, _ in _owner(modules, name).named_children()
+            plan.get(f"{owner}.{child}") for child, _ in modules[owner].named_children()
         }
         if (
             type(module).__module__ == "transformers.activations"
@@ -267,10 +267,6 @@ def _without_rule(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> 
         ) or (name.endswith("_norm") and plan.get(f"{name[:-4]}proj") == "colwise"):
             found += [f"{name}.{own}" for own, _ in module.named_parameters()]
     return found
-
-
-def _owner(modules: Mapping[str, nn.Module], name: str) -> nn.Module:
-    return modules[name.rpartition(".")[0]]
 
 
 def _known_in_part(

@@ -281,6 +281,12 @@ def _hooked() -> nn.Module:
     return module
 
 
+def _scaled() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.scale = nn.Parameter(torch.tensor(1.0))
+    return module
+
+
 def _refused_parameters(sizes: dict[str, int]) -> list[str]:
     import threefold
 
@@ -290,6 +296,7 @@ def _refused_parameters(sizes: dict[str, int]) -> list[str]:
         nn.Embedding(5, 4, max_norm=1.0),
         nn.Embedding(5, 4, scale_grad_by_freq=True),
         _hooked(),
+        _scaled(),
     ):
         try:
             threefold.load_model(module, mesh=mesh)
@@ -303,7 +310,7 @@ def _refused_parameters(sizes: dict[str, int]) -> list[str]:
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_parameters_that_ranks_would_change_or_lose_are_refused(shards: int) -> None:
-    for norm, counting, hook in run_ranks(
+    for norm, counting, hook, scale in run_ranks(
         _refused_parameters, 2, {"dp": 2, "dp_shard": shards}
     ):
         for said in (norm, counting):
@@ -313,6 +320,37 @@ def test_parameters_that_ranks_would_change_or_lose_are_refused(shards: int) -> 
             "  expected: none: nobody would call those of a parameter that shards replace\n"
             "  fix: threefold.init_mesh(dp_shard=1), or the same in forward"
         ) * (shards - 1)
+        assert scale == (
+            "the parameter scale is a single number, and is to be sharded\n"
+            "  expected: a dimension, of which each rank holds a part\n"
+            "  fix: nn.Parameter(torch.ones(1)), or threefold.init_mesh(dp_shard=1)"
+        ) * (shards - 1)
+
+
+def _after_a_call(sizes: dict[str, int]) -> list[float]:
+    import threefold
+
+    mesh = threefold.init_mesh(**sizes)
+    torch.manual_seed(0)
+    model = threefold.load_model(Net(), mesh=mesh)
+    numbers: list[float] = []
+    with torch.no_grad():
+        model.module(batch_of(0)["pixels"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = threefold.TrainStep(model, optimizer, loss=loss)
+    for _ in range(3):
+        numbers += step(batch_of(0))
+        with torch.no_grad():
+            model.module(batch_of(0)["pixels"])
+    mesh.close()
+    return numbers
+
+
+def test_optimizer_that_is_made_after_a_call_of_the_module_trains_its_shards() -> None:
+    whole, shards = (
+        run_ranks(_after_a_call, 2, {"dp": 2, "dp_shard": each})[0] for each in (1, 2)
+    )
+    assert shards == pytest.approx(whole, rel=1e-5)
 
 
 def _split(sizes: dict[str, int]) -> str:

@@ -139,6 +139,212 @@ def test_what_is_set_by_hand_goes_on_after_a_stop(
     assert _stopped(tmp_path, mesh, make, change) == _unbroken(mesh, make, change)
 
 
+def _over_all(optimizer: Any, **settings: Any) -> Any:
+    """A step with an optimizer over all parameters, frozen or not."""
+    return lambda model: threefold.TrainStep(
+        model, optimizer(model.parameters(), lr=1e-2, **settings)
+    )
+
+
+def _frozen(step: Any, name: str, steps: range, number: int) -> None:
+    for own, parameter in step.model.named_parameters():
+        if name in own:
+            parameter.requires_grad_(number not in steps)
+
+
+@pytest.mark.parametrize(
+    ("make", "lora", "name"),
+    [
+        (_over_all(torch.optim.AdamW), None, "embed_tokens"),
+        (_over_all(torch.optim.SGD, momentum=0.9), None, "embed_tokens"),
+        (_over_all(torch.optim.AdamW), {"r": 2}, "lora_A"),
+    ],
+    ids=["AdamW", "SGD", "adapters"],
+)
+@pytest.mark.parametrize("again", [True, False], ids=["frozen before the load", "or after it"])
+def test_what_is_frozen_for_some_steps_goes_on_after_a_stop_inside_of_them(
+    make: Any, lora: Any, name: str, again: bool, mesh: Any, tmp_path: Path
+) -> None:
+    def made() -> Any:
+        model = threefold.load_model(config=TINY_LLAMA, mesh=mesh, admission="off", lora=lora)
+        return make(model)
+
+    def trained(step: Any, numbers: range) -> list[tuple[float, float]]:
+        found = []
+        for number in numbers:
+            _frozen(step, name, range(2, 5), number)
+            found.append(tuple(step(batch(number))))
+        return found
+
+    step = made()
+    unbroken = trained(step, range(7))
+    first = made()
+    numbers = trained(first, range(4))
+    threefold.save(tmp_path, model=first.model, step=4, optimizer=first)
+    second = made()
+    if again:
+        _frozen(second, name, range(2, 5), 4)
+    threefold.load(tmp_path, model=second.model, optimizer=second)
+    assert numbers + trained(second, range(4, 7)) == unbroken
+    pairs = zip(step.model.parameters(), second.model.parameters(), strict=True)
+    assert all(torch.equal(own, other) for own, other in pairs)
+
+
+def test_base_weight_that_was_trained_beside_adapters_is_kept(
+    mesh: Any, tmp_path: Path
+) -> None:
+    make = _over_all(torch.optim.AdamW)
+    models = []
+    for number in range(2):
+        model = threefold.load_model(
+            config=TINY_LLAMA, mesh=mesh, admission="off", lora={"r": 2}
+        )
+        step = make(model)
+        norm = model.module.get_parameter("model.norm.weight")
+        if number == 0:
+            norm.requires_grad_(True)
+            step(batch(0))
+            norm.requires_grad_(False)
+            threefold.save(tmp_path, model=model, step=1, optimizer=step)
+        else:
+            threefold.load(tmp_path, model=model, optimizer=step)
+        models.append(norm)
+    assert not torch.equal(models[0], torch.ones_like(models[0]))
+    assert torch.equal(*models)
+
+
+class Adapted(nn.Module):
+    """An adapter of one's own around a layer that is frozen, behind a norm that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.BatchNorm1d(4, affine=False), nn.Module()
+        self.inner.base = nn.Linear(4, 3).requires_grad_(False)
+        self.inner.lora_A = nn.ModuleDict({"default": nn.Linear(4, 3)})
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.norm(x)
+        return self.inner.base(x) + self.inner.lora_A["default"](x)
+
+
+def test_module_of_ones_own_with_adapters_is_saved_whole(mesh: Any, tmp_path: Path) -> None:
+    states = []
+    for seed in (1, 2):  # a base that the program does not make again
+        torch.manual_seed(seed)
+        model = threefold.load_model(Adapted(), mesh=mesh)
+        step = threefold.TrainStep(model, loss=loss, lr=1e-2)
+        if seed == 1:
+            step(rows())
+            threefold.save(tmp_path, model=model, step=1, optimizer=step)
+        else:
+            threefold.load(tmp_path, model=model, optimizer=step)
+        states.append(model.state_dict())
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_parameters_that_are_replaced_or_added_later_are_refused(mesh: Any) -> None:
+    def replaced(module: Any) -> str:
+        module.last.weight = nn.Parameter(torch.ones(3, 4))
+        return "last.weight"
+
+    def added(module: Any) -> str:
+        module.more = nn.Linear(3, 3)
+        return "more.weight"
+
+    for change in (replaced, added):
+        model = threefold.load_model(Net(), mesh=mesh)
+        step = threefold.TrainStep(model, loss=loss)
+        step(rows())
+        name = change(model.module)
+        with pytest.raises(ConfigError) as error:
+            step(rows())
+        assert str(error.value) == (
+            f"{name} is not a parameter that the step was made with\n"
+            "  expected: the model as it was: what is replaced or added later would not be trained\n"
+            "  fix: change the model first, and make the optimizer and TrainStep(model, ...) after it"
+        )
+        threefold.TrainStep(model, loss=loss)(rows())
+    language = model_of(mesh)
+    step = threefold.TrainStep(language)
+    step(batch(1))
+    language.module.resize_token_embeddings(80)
+    with pytest.raises(ConfigError, match="is not a parameter that the step was made with"):
+        step(batch(2))
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a state that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["steps"]["done"] = torch.ones(1)
+        return super().step()
+
+
+def test_state_of_an_optimizer_for_no_parameter_is_refused(mesh: Any, tmp_path: Path) -> None:
+    model = threefold.load_model(Net(), mesh=mesh)
+    step = threefold.TrainStep(model, Counting(model.parameters(), lr=0.1), loss=loss)
+    step(rows())
+    with pytest.raises(ConfigError) as error:
+        threefold.save(tmp_path, model=model, step=1, optimizer=step)
+    assert str(error.value) == (
+        "the optimizer Counting has a state that cannot be kept: 'steps' belongs to no parameter\n"
+        "  expected: tensors, split as the parameters are, which any mesh can read\n"
+        "  fix: torch.optim.AdamW(model.parameters()), or save without optimizer="
+    )
+    assert not (tmp_path / "checkpoints").exists()
+
+
+class Keeping(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"steps": 1}
+
+
+def _with(**tensors: Any) -> nn.Module:
+    module = nn.Linear(2, 2)
+    for name, value in tensors.items():
+        set_as = module.register_parameter if isinstance(value, nn.Parameter) else None
+        (set_as or module.register_buffer)(name, value)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (
+            lambda: Keeping(2, 2),
+            "a Keeping has a state of its own, _extra_state, which no checkpoint would have\n"
+            "  expected: parameters and buffers\n"
+            "  fix: register_buffer, not get_extra_state",
+        ),
+        (
+            lambda: _with(table=torch.zeros(2, dtype=torch.complex64)),
+            "the buffer table of a Linear is complex64\n"
+            "  expected: real numbers, which files hold\n"
+            "  fix: torch.view_as_real(...), or persistent=False if it is always computed",
+        ),
+        (
+            lambda: _with(count=nn.Parameter(torch.zeros(2).long(), requires_grad=False)),
+            "the parameter count of a Linear is int64\n"
+            "  expected: float32 weights; dtype= says in what they compute\n"
+            "  fix: a buffer in its place, or a parameter of torch.view_as_real(...)",
+        ),
+        (
+            lambda: _embedding(sparse=True),
+            "Embedding '0' has sparse gradients\n"
+            "  expected: gradients of all rows: they are summed over ranks, and clipped\n"
+            "  fix: Embedding(..., sparse=False)",
+        ),
+    ],
+    ids=["state", "complex", "integers", "sparse"],
+)
+def test_what_cannot_be_trained_or_saved_is_refused(
+    module: Any, message: str, mesh: Any
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        threefold.load_model(module(), mesh=mesh)
+    assert str(error.value) == message
+
+
 def test_decay_that_the_program_gives_anew_counts(mesh: Any, tmp_path: Path) -> None:
     model = model_of(mesh)
     step = threefold.TrainStep(model, weight_decay=0.1)

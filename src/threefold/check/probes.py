@@ -51,6 +51,7 @@ from threefold.mesh.mesh import Mesh
 from threefold.model import lora, noise
 from threefold.model.build import build
 from threefold.model.collectives import local_part
+from threefold.model.data_parallel import reshard
 from threefold.model.model import Model
 from threefold.model.weight_check import Weights, is_adapter
 from threefold.optim.build import build_optimizer
@@ -303,6 +304,7 @@ def _mean_loss(model: Model, mesh: Mesh, token_loss: TokenLoss, batch: Batch) ->
     """Mean cross entropy over the targets of all ranks, which have equally many."""
     with forward_sums(model, batch, mesh, token_loss) as sums:
         total = sums.cross_entropy.double()
+    reshard(model.forward)
     mesh.all_reduce("loss", total)
     targets = int((batch["labels"] != IGNORED).sum()) * mesh.dp_size
     return (total / targets).item()

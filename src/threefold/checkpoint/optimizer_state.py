@@ -6,6 +6,8 @@ are the same on every rank. What a checkpoint lacks for a parameter had not begu
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -19,8 +21,13 @@ _PREFIX = "optimizer."
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, held: Container[str] = ()
+) -> dict[str, Tensor]:
     """Live tensors of the optimizer's state; Adam's are made here before its first step, as it makes them.
+
+    Args:
+        held: the names in a checkpoint, whose moments of parameters that are frozen now are made too.
 
     Raises:
         ConfigError: something in it cannot be kept for any mesh.
@@ -28,7 +35,8 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     state: dict[str, Tensor] = {}
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
-        if id(parameter) not in own or not parameter.requires_grad:
+        has_begun = parameter in optimizer.state or f"{_PREFIX}step.{name}" in held
+        if id(parameter) not in own or not (parameter.requires_grad or has_begun):
             continue
         kept = (
             optimizer.state[parameter]
@@ -43,15 +51,21 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
             )
         for key, value in plain_state(kept).items():
             if (wrong := _cannot_be_kept(value, parameter)) is not None:
-                kind = type(optimizer).__name__
-                raise ConfigError(
-                    f"the optimizer {kind} has a state that cannot be kept: {key} of {name} {wrong}",
-                    expected="tensors, split as the parameters are, which any mesh can read",
-                    fix="torch.optim.AdamW(model.parameters()), or save without optimizer=",
-                )
+                raise _refused(optimizer, f"{key} of {name} {wrong}")
             assert isinstance(value, Tensor)
             state[f"{_PREFIX}{key}.{name}"] = value.detach()
+    for key in optimizer.state:
+        if not isinstance(key, Tensor):
+            raise _refused(optimizer, f"{key!r} belongs to no parameter")
     return state
+
+
+def _refused(optimizer: torch.optim.Optimizer, what: str) -> ConfigError:
+    return ConfigError(
+        f"the optimizer {type(optimizer).__name__} has a state that cannot be kept: {what}",
+        expected="tensors, split as the parameters are, which any mesh can read",
+        fix="torch.optim.AdamW(model.parameters()), or save without optimizer=",
+    )
 
 
 def plain_state(kept: dict[str, object]) -> dict[str, object]:
@@ -111,10 +125,14 @@ def refuse_other_state(
 
     The optimizer has a state for all parameters, whose values are to be read from the checkpoint.
     """
-    wanted = optimizer_state(model, optimizer)
+    wanted = optimizer_state(model, optimizer, index.entries)
     held = {name for name in index.entries if name.startswith(_PREFIX)}
     kind = type(optimizer).__name__
-    if strange := sorted(held - wanted.keys()):
+    # What is frozen and in no group is not trained any more.
+    frozen = tuple(
+        f".{name}" for name, each in model.named_parameters() if not each.requires_grad
+    )
+    if strange := sorted(name for name in held - wanted.keys() if not name.endswith(frozen)):
         raise CheckpointError(
             f"the checkpoint has {strange[0]}, which {kind} does not have",
             expected="the state of the same optimizer, with the same options, over the same parameters",

@@ -8,7 +8,7 @@ determine what each rank holds; every rank knows them all, so no message is need
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,24 +36,32 @@ from threefold.model.weight_check import is_adapter
 Axes = tuple[tuple[int, int], ...]
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Returns weights and moments as live tensors: copying into them changes the run."""
-    return {**model_state(model), **optimizer_state(model, optimizer)}
+def state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, held: Container[str] = ()
+) -> dict[str, Tensor]:
+    """Returns weights and moments as live tensors: copying into them changes the run; `held` as in both."""
+    return {**model_state(model, held), **optimizer_state(model, optimizer, held)}
 
 
-def model_state(model: nn.Module) -> dict[str, Tensor]:
+def model_state(model: nn.Module, held: Container[str] = ()) -> dict[str, Tensor]:
     """Returns the model's tensors under `model.` and their names, tied ones once.
 
-    With adapters, returns only what is trained: the rest still has the original values, in the model's own files. What
-    an architecture freezes by itself (BLT's patcher) is in no other file of the run.
+    With adapters, returns only these, what is trained, and what is `held` besides, by such names: the rest still has
+    the original values, in the model's own files. What an architecture freezes by itself (BLT's patcher) is in no
+    other file of the run.
     """
     parameters = list(model.named_parameters())
-    if any(is_adapter(name) for name, _ in parameters):
-        tensors = [pair for pair in parameters if pair[1].requires_grad]
-    else:
-        stored = set(model.state_dict(keep_vars=True))
-        tensors = [*parameters, *(pair for pair in model.named_buffers() if pair[0] in stored)]
-    return {f"model.{name}": tensor.detach() for name, tensor in tensors}
+    stored = set(model.state_dict(keep_vars=True))
+    tensors = [*parameters, *(pair for pair in model.named_buffers() if pair[0] in stored)]
+    has_adapters = any(is_adapter(name) for name, _ in parameters)
+    return {
+        f"model.{name}": tensor.detach()
+        for name, tensor in tensors
+        if not has_adapters
+        or tensor.requires_grad
+        or is_adapter(name)
+        or f"model.{name}" in held
+    }
 
 
 def averaged_name(name: str) -> str:
@@ -334,7 +342,7 @@ def read_into(state: Mapping[str, Tensor], folder: Path, index: Index, mesh: Mes
 
 def read_weights(model: nn.Module, folder: Path, index: Index) -> None:
     """Fills a complete model in one process, in place; CheckpointError if the checkpoint is another model's."""
-    state = model_state(model)
+    state = model_state(model, index.entries)
     fit(state, index)
     for name, tensor in state.items():
         read_box(

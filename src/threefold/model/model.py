@@ -404,10 +404,12 @@ class Model:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters, as this rank holds them (DTensors where they are split); for a custom optimizer."""
-        yield from self.module.parameters()
+        for _, parameter in self.named_parameters():
+            yield parameter
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters by the names of the whole model, which no mesh changes."""
+        reshard(self.module)  # a call of the module by itself may have left it gathered
         yield from self.module.named_parameters()
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -68,19 +68,15 @@ def _problems(module: nn.Module, mesh: Mesh) -> Iterator[Problem]:
             expected = (
                 "data ranks alone: how its layers or its rows could be split is not known"
             )
-            ranks = mesh.world_size
-            fix = f"threefold.init_mesh(dp={ranks}, {axis}=1)   (dp_shard={ranks} shards its parameters)"
+            fix = (
+                f"threefold.init_mesh(dp={mesh.world_size}, {axis}=1)   (dp_shard={mesh.world_size} shards its "
+                "parameters)"
+            )
             yield Problem(what, expected, fix)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         what = f"a {kind} has no parameter that is trained"
         yield Problem(what, "at least one with requires_grad", "parameter.requires_grad_(True)")
-    other = next(
-        (name for name, each in module.named_parameters() if each.dtype != torch.float32), None
-    )
-    if other is not None:
-        what = f"the parameter {other} of a {kind} is {str(module.get_parameter(other).dtype).removeprefix('torch.')}"
-        fix = "module.float(), and load_model(module, dtype='bfloat16')"
-        yield Problem(what, "float32 weights; dtype= says in what they compute", fix)
+    yield from _of_state(module, kind)
     if (mixing := mixes_rows(module, but=nn.SyncBatchNorm)) is not None and mesh.dp_size > 1:
         what = f"{mixing} mixes the rows of a rank, of which {mesh.dp_size} dp ranks have each their own"
         fix = _UNMIXED
@@ -89,13 +85,48 @@ def _problems(module: nn.Module, mesh: Mesh) -> Iterator[Problem]:
         yield Problem(
             what, "rows that do not see one another: the mesh would change the curve", fix
         )
-    for name, each in module.named_parameters() if mesh.topology.dp_shard > 1 else ():
+    if mesh.topology.dp_shard > 1:
+        yield from _of_shards(module)
+
+
+def _of_shards(module: nn.Module) -> Iterator[Problem]:
+    for name, each in module.named_parameters():
+        if not each.ndim:
+            what = f"the parameter {name} is a single number, and is to be sharded"
+            fix = "nn.Parameter(torch.ones(1)), or threefold.init_mesh(dp_shard=1)"
+            yield Problem(what, "a dimension, of which each rank holds a part", fix)
         if each._backward_hooks or each._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
             what = f"the parameter {name} has hooks, and is to be sharded"
             expected = "none: nobody would call those of a parameter that shards replace"
             yield Problem(
                 what, expected, "threefold.init_mesh(dp_shard=1), or the same in forward"
             )
+
+
+def _of_state(module: nn.Module, kind: str) -> Iterator[Problem]:
+    """What cannot be trained or saved: other types, sparse gradients, a state that is no parameter and no buffer."""
+    for name, value in module.state_dict(keep_vars=True).items():
+        if name.endswith("_extra_state"):
+            what = f"a {kind} has a state of its own, {name}, which no checkpoint would have"
+            yield Problem(
+                what, "parameters and buffers", "register_buffer, not get_extra_state"
+            )
+            continue
+        what = f"{name} of a {kind} is {str(value.dtype).removeprefix('torch.')}"
+        if isinstance(value, nn.Parameter) and value.dtype != torch.float32:
+            fix = "module.float(), and load_model(module, dtype='bfloat16')"
+            if not value.is_floating_point():
+                fix = "a buffer in its place, or a parameter of torch.view_as_real(...)"
+            expected = "float32 weights; dtype= says in what they compute"
+            yield Problem(f"the parameter {what}", expected, fix)
+        elif value.is_complex():
+            fix = "torch.view_as_real(...), or persistent=False if it is always computed"
+            yield Problem(f"the buffer {what}", "real numbers, which files hold", fix)
+    for name, layer in module.named_modules():
+        if getattr(layer, "sparse", False):
+            what = f"{type(layer).__name__} {name!r} has sparse gradients"
+            expected = "gradients of all rows: they are summed over ranks, and clipped"
+            yield Problem(what, expected, f"{type(layer).__name__}(..., sparse=False)")
 
 
 def mixes_rows(module: nn.Module, *, but: type[nn.Module] | tuple[()] = ()) -> str | None:

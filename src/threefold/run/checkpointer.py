@@ -209,7 +209,7 @@ class Checkpointer:
             self.loader.load_state_dict(manifest["data"])
         index = Index.read(checkpoint.state)
         begin_state(self.model.module, self.optimizer, index)
-        state = run_state.state_of(self.model.module, self.optimizer)
+        state = run_state.state_of(self.model.module, self.optimizer, index.entries)
         averages = self.ema.resume(index.entries) if self.ema is not None else {}
         run_state.fit(state | averages, index)
         run_state.read_into(state | averages, checkpoint.state, index, self.mesh)

@@ -137,7 +137,7 @@ def _evaluation(
             if rows is not None
             else None
         )
-        state = run_state.model_state(model.module)
+        state = run_state.model_state(model.module, index.entries)
         run_state.fit(state, index)
         run_state.read_into(state, checkpoint.state, index, mesh)
         return model, EvalStep(model) if pairs is None else evaluation_of(model, pairs.loss)

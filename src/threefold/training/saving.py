@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -259,7 +259,7 @@ def read(checkpoint: Checkpoint, held: Held) -> Loaded:
     index = Index.read(checkpoint.state)
     if (inner := optimizer_of(optimizer)) is not None:
         begin_state(model.module, inner, index)
-    state = _state(model, optimizer_of(optimizer))
+    state = _state(model, inner, index.entries)
     run_state.fit(
         state,
         index,
@@ -385,10 +385,23 @@ def _refuse_other_copies(
         refuse_drift(buffers, model.mesh, when=when, fix=averaged)
 
 
-def _state(model: Model, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+def _state(
+    model: Model, optimizer: torch.optim.Optimizer | None, held: Container[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """The live tensors of what a checkpoint has `held`, or is to hold: beside adapters what was trained before.
+
+    That has moments. Of a module of one's own it is all of it: nobody knows its files.
+    """
+    if held is None:
+        kept = optimizer.state if optimizer is not None else {}
+        held = {
+            f"model.{name}"
+            for name, each in model.module.state_dict(keep_vars=True).items()
+            if model.asked is None or each in kept
+        }
     if optimizer is None:
-        return run_state.model_state(model.module)
-    return run_state.state_of(model.module, optimizer)
+        return run_state.model_state(model.module, held)
+    return run_state.state_of(model.module, optimizer, held)
 
 
 def _saver_of(
@@ -420,10 +433,9 @@ def _saver_of(
 
 def _manifest(model: Model, described: Mapping[str, Any]) -> dict[str, Any]:
     config = model.asked or Config()
-    adapted = model.asked is not None and bool(config.model.lora.r)
     base = (
         model.mesh.once_per_host("base", lambda: weights.fingerprint(config.model))
-        if adapted
+        if config.model.lora.r
         else None
     )
     return {

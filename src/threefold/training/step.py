@@ -105,6 +105,9 @@ class TrainStep:
         check_settings(model, grad_clip, micro_batch)
         model.refuse_outputs(loss_on, loss, "TrainStep")
         self.model, self._mesh = model, model.mesh
+        self._parameters = {
+            name: (each, each.requires_grad) for name, each in model.named_parameters()
+        }
         self._own_optimizer = optimizer is None
         if optimizer is None:
             decay = checked_rate("weight_decay", 0.1 if weight_decay is None else weight_decay)
@@ -127,7 +130,6 @@ class TrainStep:
             refuse_other_parameters(optimizer, model.module)
             ConfigError.raise_for(mesh_problems(optimizer))
             self.optimizer, self.given_decay = optimizer, None
-        self._parameters = [(*pair, pair[1].requires_grad) for pair in model.named_parameters()]
         self._fused = _as_fused(self.optimizer) if model.working is not None else None
         self._grad_clip = float(grad_clip)
         self._micro_batch = micro_batch
@@ -313,7 +315,14 @@ class TrainStep:
 
     def _refuse_changed(self) -> None:
         """ConfigError if what is trained would not be updated, or has a gradient to which the step would add."""
-        for name, parameter, trained in self._parameters:
+        for name, parameter in self.model.named_parameters():
+            known, trained = self._parameters.get(name, (None, False))
+            if parameter is not known:
+                raise ConfigError(
+                    f"{name} is not a parameter that the step was made with",
+                    expected="the model as it was: what is replaced or added later would not be trained",
+                    fix="change the model first, and make the optimizer and TrainStep(model, ...) after it",
+                )
             if parameter.requires_grad > trained and self._own_optimizer:
                 raise ConfigError(
                     f"requires_grad of {name} was set to True, and the step's own optimizer does not have it",

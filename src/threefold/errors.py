@@ -19,6 +19,8 @@ EXIT_STOPPED_WITH_CHECKPOINT = 75
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Of an OSError: a full disk, a full quota, a limit on the size of files."""
 _NUM_NAMED = 6
+# Answers of HTTP that another time may bring another one to; how many causes of causes are looked at.
+_PASSING, _DEEPEST = (429, 500, 502, 503, 504), 8
 
 
 @dataclass(frozen=True)
@@ -186,8 +188,19 @@ def refused_path(error: OSError) -> ConfigError | None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first, or its class, if it says nothing."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """What an error says first, or its class, if it says nothing; and `passing`."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"{line}{passing(error)}"
+
+
+def passing(error: BaseException | None) -> str:
+    """` (HTTP 503, ...)` for an error behind which is a server's answer that another time may bring; else nothing."""
+    for _ in range(_DEEPEST):
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in _PASSING:
+            return f" (HTTP {status}, which passes by itself: the same command again, later)"
+        error = error and (error.__cause__ or error.__context__)
+    return ""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -12,13 +12,14 @@ import math
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, Protocol
 
 Metrics = dict[str, Any]
+Values = Mapping[str, Any]
 
 # What shows that a file is still the one that was read; damaged lines that are kept; bytes read at once, of the longest
 # line, and of one that is quoted.

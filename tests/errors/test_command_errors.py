@@ -53,6 +53,19 @@ def refused(folder: Path, *arguments: str, **variables: str) -> str:
     return said(run(warm.threefold, folder, ("train", *arguments), environ))
 
 
+def run_python(program: str, argument: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A program run to its end, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", program, argument],
+        cwd=folder,
+        env={**os.environ, "HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
 def said(done: subprocess.CompletedProcess[str]) -> str:
     """The error message of a command that was refused, in three parts."""
     assert done.returncode == 2, done.stderr
@@ -180,6 +193,49 @@ def test_unknown_key(folder: Path) -> None:
     message = said(cold_command(folder, "train", "--optimizer.lrr", "1e-3"))
     assert message.startswith("unknown key optimizer.lrr\n  expected: one of optimizer.{name, ")
     assert message.endswith("\n  fix: did you mean optimizer.lr?\n")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_paths_that_a_config_names_are_looked_at_before_torch_is_imported(
+    folder: Path, num_ranks: int
+) -> None:
+    """A wrong one costs a second, and not the ten in which ranks begin."""
+    (folder / "file").touch()
+    wrong = {
+        "checkpoint.resume = nowhere does not exist": {"checkpoint": {"resume": "nowhere"}},
+        "log.dir = file/run cannot be written: Not a directory": {"log": {"dir": "file/run"}},
+        "nowhere.yaml: No such file or directory": {"eval": {"tasks": ["nowhere.yaml"]}},
+        "data.source = 'nowhere' does not exist": {"data": {"source": "nowhere"}},
+        "eval.source = '*.csv' matches no file": {"eval": {"source": "*.csv"}},
+        "data.source = '~nobody/a' does not exist": {"data": {"source": "~nobody/a"}},
+        "data.mixture.a: data.source = 'a.txt' does not exist": {
+            "data": {"mixture": {"a": {"source": "a.txt", "weight": 1}}}
+        },
+    }
+    program = """
+import json, sys
+sys.modules["torch"] = None  # what imports it fails
+from threefold.errors import ThreefoldError
+from threefold.run.start import train
+num_ranks, *configs = json.loads(sys.argv[1])
+for config in configs:
+    try:
+        train({"mesh": {"dp": num_ranks, "device": "cpu"}, **config})
+    except ThreefoldError as error:
+        print(error.problems[0].what)
+"""
+    done = run_python(program, json.dumps([num_ranks, *wrong.values()]), folder)
+    assert done.stdout.splitlines() == list(wrong), done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_folder_that_may_not_be_written_is_refused_before_anything_is_made(
+    folder: Path,
+) -> None:
+    (folder / "locked").mkdir(mode=0o500)
+    assert refused(folder, *ALONE, "--log.dir", "locked/run").startswith(
+        "log.dir = locked/run cannot be written: Permission denied\n"
+    )
 
 
 def test_several_errors_are_said_at_once(folder: Path) -> None:

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import httpx
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
 from tokenizers import Tokenizer, models
 
 from threefold.config.yaml_text import read_yaml
@@ -260,6 +262,19 @@ def test_text_in_utf16_is_converted_from_that(folder: Path) -> None:
         ((_, _, fix),) = said(read("a.txt"))
         subprocess.run(fix.partition(", or ")[0], shell=True, check=True)
         assert (folder / "NEW").read_text() == "café"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.jsonl.gz", "a.txt.gz"])
+def test_rows_in_utf16_are_one_error_and_converted(folder: Path, name: str) -> None:
+    """Tables saved as "Unicode text" are; each of their lines would be another error."""
+    text = "text\ncafé\n" if name.endswith(".csv") else '{"text": "café"}\n{"text": "b"}\n'
+    packed = gzip.compress if name.endswith(".gz") else bytes
+    (folder / name).write_bytes(packed(text.encode("utf-16")))
+    ((what, expected, fix),) = said(read(name))
+    assert what.startswith(f"{name} is not UTF-8: ") and expected == "text files in UTF-8"
+    command, _, skip = fix.partition(", or ")
+    subprocess.run(command, shell=True, check=True)
+    assert (folder / "NEW").read_text() == text and skip == SKIP
 
 
 @pytest.mark.parametrize("separator", [";", "\t"])
@@ -557,6 +572,33 @@ def test_tokenizer_that_is_not_there(folder: Path) -> None:
         "hf download owner/name   on a machine with internet, then --data.tokenizer FOLDER   "
         "(for random weights also: --data.tokenizer bytes)"
     )
+
+
+def test_a_hub_that_cannot_answer_now_is_said_with_its_status(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the libraries make of it: its status is behind their error."""
+    busy = httpx.Response(503, request=httpx.Request("HEAD", "https://huggingface.co"))
+
+    def unreachable(*_: object, **__: object) -> None:
+        try:
+            raise HfHubHTTPError("Service Unavailable", response=busy)
+        except HfHubHTTPError as error:
+            raise FileNotFoundError("no such file here, nor on the Hub") from error
+
+    for loads in ("datasets.load_dataset", "huggingface_hub.snapshot_download"):
+        monkeypatch.setattr(loads, unreachable)
+    for reads in (read("hf:owner/name"), lambda: load_tokenizer("owner/name")):
+        ((what, _, _),) = said(reads)
+        assert what.endswith(
+            " (HTTP 503, which passes by itself: the same command again, later)"
+        )
+
+
+def test_errors_that_name_one_another_as_their_cause_are_read_once() -> None:
+    first, second = OSError("first"), OSError("second")
+    first.__cause__, second.__context__ = second, first
+    assert first_line(first) == "first"
 
 
 def test_folder_without_tokenizer(folder: Path) -> None:

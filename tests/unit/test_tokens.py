@@ -21,6 +21,7 @@ from tokenizers import (
     trainers,
 )
 
+from threefold.data.text.source import Labels
 from threefold.data.tokens import ByteTokenizer, for_texts, load_tokenizer
 from threefold.errors import DataError
 
@@ -221,11 +222,11 @@ def test_text_begins_as_the_tokenizer_begins_a_single_one(folder: Path) -> None:
     texts = ["the cat", ""]
     plain = [each.tolist() for each in tokenizer.encode_batch(texts)]
     for bos in ("auto", True):
-        begun = for_texts(tokenizer, bos=bos, control_tokens="text")
+        begun = for_texts(tokenizer, Labels(bos=bos, control_tokens="text"))
         assert [each.tolist() for each in begun.encode_batch(texts)] == [
             [0, *ids] for ids in plain
         ]
-    without = for_texts(tokenizer, bos=False, control_tokens="ids")
+    without = for_texts(tokenizer, Labels(bos=False, control_tokens="ids"))
     assert [each.tolist() for each in without.encode_batch(texts)] == plain
     assert without.recipe == tokenizer.fingerprint == begun.fingerprint != begun.recipe
     assert pickle.loads(pickle.dumps(begun)).bos_id == 0
@@ -236,26 +237,29 @@ def test_tokenizer_that_begins_no_text_begins_none(folder: Path) -> None:
     backend.post_processor = processors.ByteLevel()
     backend.save(str(folder / "tokenizer.json"))
     tokenizer = load_tokenizer(str(folder))
-    assert for_texts(tokenizer, bos="auto", control_tokens="text").bos_id is None
+    assert for_texts(tokenizer, Labels(bos="auto", control_tokens="text")).bos_id is None
     with pytest.raises(DataError, match="names no token that begins a text"):
-        for_texts(tokenizer, bos=True, control_tokens="text")
+        for_texts(tokenizer, Labels(bos=True, control_tokens="text"))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "</s>", "bos_token": {"content": "<s>"}})
     )
-    assert for_texts(load_tokenizer(str(folder)), bos=True, control_tokens="text").bos_id == 0
-    assert for_texts(ByteTokenizer(), bos="auto", control_tokens="text").bos_id is None
+    assert (
+        for_texts(load_tokenizer(str(folder)), Labels(bos=True, control_tokens="text")).bos_id
+        == 0
+    )
+    assert for_texts(ByteTokenizer(), Labels(bos="auto", control_tokens="text")).bos_id is None
     with pytest.raises(DataError, match=r"data\.bos = true, but the tokenizer 'bytes'"):
-        for_texts(ByteTokenizer(), bos=True, control_tokens="text")
+        for_texts(ByteTokenizer(), Labels(bos=True, control_tokens="text"))
 
 
 def test_control_token_that_is_spelled_out_stays_text(folder: Path) -> None:
     tokenizer = load_tokenizer(str(folder))
     texts = ["a </s> b", "<s>", "plain"]
-    as_text = for_texts(tokenizer, bos=False, control_tokens="text")
+    as_text = for_texts(tokenizer, Labels(bos=False, control_tokens="text"))
     for ids, text in zip(as_text.encode_batch(texts), texts, strict=True):
         assert not {0, 1} & set(ids.tolist())
         assert tokenizer.decode(ids) == text
-    as_ids = for_texts(tokenizer, bos=False, control_tokens="ids")
+    as_ids = for_texts(tokenizer, Labels(bos=False, control_tokens="ids"))
     assert [1 in ids.tolist() for ids in as_ids.encode_batch(texts)] == [True, False, False]
     # The backend is shared: one setting must not leak into the other.
     assert [1 in ids.tolist() for ids in tokenizer.encode_batch(texts)] == [True, False, False]

@@ -6,13 +6,13 @@ computed again without the source, from the lengths that the run had. No torch.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
 import numpy as np
 
 from threefold.data.order.length_buckets import LengthsOf
+from threefold.data.text.known_bytes import content_digest
 from threefold.errors import RunError
 
 FOLDER = "lengths"
@@ -22,7 +22,7 @@ _TYPE = np.dtype("<i4")
 def keep(run: Path, lengths: LengthsOf, num_rows: int) -> str:
     """Writes the lengths of all rows into a run's folder, and returns their digest."""
     content = lengths(np.arange(num_rows, dtype=np.int64)).astype(_TYPE).tobytes()
-    place = _place(run, _digest(content))
+    place = _place(run, content_digest(content))
     place.parent.mkdir(exist_ok=True)
     with (partial := place.with_suffix(".partial")).open("wb") as file:
         file.write(content)
@@ -42,7 +42,7 @@ def stored(run: Path, digest: str, num_rows: int) -> LengthsOf:
         what = f"{place} cannot be read: {error.strerror}"
     else:
         what = f"{place} has changed: it is not what audit.jsonl names"
-    if len(content) != num_rows * _TYPE.itemsize or _digest(content) != digest:
+    if len(content) != num_rows * _TYPE.itemsize or content_digest(content) != digest:
         raise RunError(
             what,
             expected="the lengths of the run's rows: without them nobody knows which rows a step has read",
@@ -50,10 +50,6 @@ def stored(run: Path, digest: str, num_rows: int) -> LengthsOf:
         )
     lengths = np.frombuffer(content, _TYPE)
     return lambda rows: lengths[rows].astype(np.int64)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _place(run: Path, digest: str) -> Path:

@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from threefold.arrays import Array
 from threefold.check.compare import REAL_SIZE, Difference
 from threefold.check.probe_rows import Batch, Mode, probe_rows, row_length
 from threefold.check.reference import documents_of, perturbed_model
@@ -34,7 +34,7 @@ from threefold.model.load import layers_of, outline
 from threefold.model.reduced import reduced, shallow
 from threefold.training.forward import token_loss_of
 
-Array: TypeAlias = npt.NDArray[Any]
+Array: TypeAlias = Array
 
 NOT_COMPARED = "not compared"
 # What one process may take for it: parameters, operations of its forward, and numbers in one layer's attention. So both

@@ -6,7 +6,6 @@ conversation have none.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shlex
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from threefold.checkpoint.checkpoint_folder import Checkpoint
 from threefold.checkpoint.seal import write_sealed
 from threefold.config.schema import Config
 from threefold.data.chat.labeller import template_file
+from threefold.data.text.known_bytes import content_digest
 from threefold.errors import CheckpointError
 
 FILE = "chat_template.jinja"
@@ -26,11 +26,7 @@ KEY = "chat_template"
 
 def digest_of(template: str | None) -> str | None:
     """Equal for equal templates; None without one."""
-    return (
-        hashlib.blake2b(template.encode(), digest_size=16).hexdigest()
-        if template is not None
-        else None
-    )
+    return content_digest(template) if template is not None else None
 
 
 def keep(template: str, run: Path) -> None:

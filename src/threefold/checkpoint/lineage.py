@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 from threefold.checkpoint.seal import checksum_of, sync, write_sealed
 from threefold.config.paths import JOURNAL, RUN_FILE
 from threefold.errors import ConfigError
-from threefold.jsonl import Lines, cut_torn_line, from_json, open_file, utc_now
+from threefold.jsonl import Lines, Values, cut_torn_line, from_json, open_file, utc_now
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Author:
     link: str
 
     @classmethod
-    def of(cls, manifest: Mapping[str, Any]) -> Author | None:
+    def of(cls, manifest: Values) -> Author | None:
         """Of a manifest; None if no run wrote it."""
         match manifest:
             case {"run": str(run), "start": int(start), "link": str(link)}:
@@ -144,7 +143,7 @@ class Identity:
             ) from error
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Identity:
+    def of(cls, values: Values) -> Identity:
         """The identity of plain values; ValueError, KeyError or TypeError if they are none or its chain is broken."""
         origin = Origin(**values["origin"]) if values["origin"] is not None else None
         starts = tuple(Start(**start) for start in values["starts"])
@@ -199,7 +198,7 @@ class Ending:
     memory_kills: int = 0
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Ending | None:
+    def of(cls, values: Values) -> Ending | None:
         """Of a line of the journal; None if that is damaged."""
         blank = asdict(cls(""))
         taken: dict[str, Any] = {name: values.get(name) for name in blank}

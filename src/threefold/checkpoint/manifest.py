@@ -21,6 +21,7 @@ from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config, every_key
 from threefold.config.yaml_text import as_yaml, pasted, to_set
 from threefold.errors import CheckpointError, Problem
+from threefold.jsonl import Values
 from threefold.mesh.topology import Topology
 
 # Fields and types that a manifest must have. A damaged one fails its checksum; this check is for a foreign one.
@@ -71,7 +72,7 @@ def read_manifest(checkpoint: Checkpoint) -> dict[str, Any]:
     return manifest
 
 
-def _not_sections(config: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
+def _not_sections(config: Values, known: Values) -> Iterator[str]:
     """The keys of a config that are sections in this release, and something else there; `model` must be in it."""
     for name, default in known.items():
         if isinstance(default, dict) and (name in config or name == "model"):
@@ -97,7 +98,7 @@ def refuse_layers_without_tensors(
         )
 
 
-def _every_key(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def _every_key(values: Values) -> Iterator[tuple[str, int]]:
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _every_key(value)
@@ -106,7 +107,7 @@ def _every_key(values: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def refuse_other(
-    manifest: Mapping[str, Any],
+    manifest: Values,
     config: Config,
     architecture: PretrainedConfig,
     checkpoint: Checkpoint,
@@ -185,7 +186,7 @@ class ChangedKey(NamedTuple):
         return f"{self.key} {as_yaml(self.before)} -> {as_yaml(self.now)}"
 
 
-def changes(manifest: Mapping[str, Any], config: Config) -> list[ChangedKey]:
+def changes(manifest: Values, config: Config) -> list[ChangedKey]:
     """The keys of the config that differ from the checkpoint's; keys that its release did not have are left out."""
     found = []
     now = with_absolute_paths(config).model_dump(mode="json")
@@ -209,7 +210,7 @@ def changes(manifest: Mapping[str, Any], config: Config) -> list[ChangedKey]:
 
 
 def with_axes(
-    found: Sequence[ChangedKey], manifest: Mapping[str, Any], topology: Topology
+    found: Sequence[ChangedKey], manifest: Values, topology: Topology
 ) -> list[ChangedKey]:
     """`changes` with the sizes that cp and tp had and have, in place of what was asked for."""
     then = Topology(*manifest["mesh"])
@@ -243,7 +244,7 @@ def _processor() -> str:
 
 
 def lost_bits(
-    manifest: Mapping[str, Any], found: Sequence[ChangedKey], versions: Mapping[str, str]
+    manifest: Values, found: Sequence[ChangedKey], versions: Mapping[str, str]
 ) -> list[str]:
     """Why a run with train.reduce exact does not continue bit for bit as if nobody had stopped it; empty if it does.
 
@@ -286,9 +287,7 @@ def refuse_unconfirmed(
         raise CheckpointError.of(problems)
 
 
-def _other_model(
-    manifest: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Checkpoint
-) -> list[Problem]:
+def _other_model(manifest: Values, now: Values, checkpoint: Checkpoint) -> list[Problem]:
     """One problem for all keys of the architecture that differ, the sizes that tell most first."""
     then = manifest["architecture"]
     differing = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
@@ -316,7 +315,7 @@ def _other_model(
 
 
 def refuse_other_base(
-    manifest: Mapping[str, Any], base: str | None, config: Config, checkpoint: Checkpoint
+    manifest: Values, base: str | None, config: Config, checkpoint: Checkpoint
 ) -> None:
     """Raises CheckpointError if a run began with another base than `base`, the one in use now."""
     if manifest.get("base") != base:
@@ -328,9 +327,7 @@ def refuse_other_base(
         )
 
 
-def refuse_other_given(
-    manifest: Mapping[str, Any], given: Mapping[str, Any], checkpoint: Checkpoint
-) -> None:
+def refuse_other_given(manifest: Values, given: Values, checkpoint: Checkpoint) -> None:
     """Raises CheckpointError if a program gave the run another loss or optimizer than it has now."""
     before, now = manifest.get("given") or {}, dict(given)
     for key, usual in (
@@ -371,7 +368,7 @@ def architecture_of(config: PretrainedConfig) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in volatile}
 
 
-def read_architecture(values: Mapping[str, Any]) -> PretrainedConfig:
+def read_architecture(values: Values) -> PretrainedConfig:
     """The config that `architecture_of` wrote; of a class that transformers has, whose exceptions it lets pass."""
     plain = with_infinities(values)
     return AutoConfig.for_model(plain.pop("model_type"), **plain)

@@ -87,9 +87,7 @@ def _asked(
     """What is prepared and where, and its files; `alone`: nobody else makes parts of it."""
     refuse_flags(arguments, "prepare")
     source, tokenizer = source_of(arguments, "prepare")
-    encoder = for_texts(
-        tokenizer, bos=source.labels.bos, control_tokens=source.labels.control_tokens
-    )
+    encoder = for_texts(tokenizer, source.labels)
     address = to if is_address(to) else None
     # With the digests of the files, other tasks need not read all of them for the fingerprint.
     memory = cache_folder() / "files" if address else Path(to, f"{stores.PARTS}files")

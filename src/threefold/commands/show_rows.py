@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import typer
 
-from threefold.arrays import Bool
+from threefold.arrays import Array, Bool
 from threefold.data.store.store import lost_summary
 from threefold.data.text.source import SIDES, KnownText, Labelled, LossMask, ReadLog, log_error
 from threefold.errors import ConfigError, RunError
@@ -41,9 +40,9 @@ class Shown(NamedTuple):
     """
 
     row: int
-    ids: npt.NDArray[Any]
+    ids: Array
     loss_mask: Bool
-    documents: npt.NDArray[Any]
+    documents: Array
     pairs: bool = False
     lost: Mapping[str, int] | None = None
     texts: Sequence[Sequence[KnownText]] = ()
@@ -112,9 +111,7 @@ def _documents_of_text(
     """Of a text all tokens are trained on."""
     from threefold.data.tokens import for_texts
 
-    own = for_texts(
-        tokenizer, bos=source.labels.bos, control_tokens=source.labels.control_tokens
-    )
+    own = for_texts(tokenizer, source.labels)
     log = ReadLog(skip_bad=source.skip_bad_lines)
     for piece in text.pieces:
         for document in text.read(piece, log):
@@ -284,6 +281,7 @@ def ledger_lines(run: Path) -> Iterator[str]:
     from threefold.audit import record
     from threefold.data.rows.concat import IGNORED
     from threefold.data.rows.known_rows import parts_of, why_cut
+    from threefold.data.store.store import starts_of
 
     rows, _ = rows_of_run(run, record.read(run / record.FILE))
     parts = [part for part in parts_of(rows) if part.rows.store.has_loss_mask]
@@ -296,7 +294,7 @@ def ledger_lines(run: Path) -> Iterator[str]:
         )
     for part in parts:
         ends = part.rows.store.document_ends
-        starts = np.concatenate(([0], ends[:-1]))
+        starts = starts_of(ends)
         trained_on = part.rows.store.count_trained_on(starts, ends)
         kept = part.rows.targets_of_documents()
         numbers = part.rows.store.document_numbers.tolist()

@@ -32,6 +32,7 @@ from threefold.config.schema import (
 )
 from threefold.config.yaml_text import as_yaml, parse, pasted, to_set
 from threefold.errors import ConfigError, Problem
+from threefold.jsonl import Values
 
 MESH_VARIABLES = {"DP_SIZE": "mesh.dp", "CP_SIZE": "mesh.cp", "TP_SIZE": "mesh.tp"}
 
@@ -167,7 +168,7 @@ def _put(
     origins[key] = origin
 
 
-def _known(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _known(values: Mapping[str, Values]) -> dict[str, Any]:
     """The values of keys that exist."""
     found: dict[str, Any] = {}
     for section in values.keys() & Config.model_fields.keys():
@@ -183,7 +184,7 @@ def _known(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Config:
+def validate(values: Values, origins: Mapping[str, str] | None = None) -> Config:
     """A Config of nested plain values; ConfigError with every problem at once."""
     try:
         config = Config.model_validate(values)
@@ -256,7 +257,7 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
     return pairs
 
 
-def _unknown(values: Mapping[str, Any]) -> list[Problem]:
+def _unknown(values: Values) -> list[Problem]:
     """A problem for each key that the schema does not have, with the nearest one."""
     found = []
     every = every_key()
@@ -283,7 +284,7 @@ def _unknown(values: Mapping[str, Any]) -> list[Problem]:
     return found
 
 
-def _names(section: str, keys: Mapping[str, Any]) -> Iterator[str]:
+def _names(section: str, keys: Values) -> Iterator[str]:
     inner = inner_sections(section)
     for key, value in keys.items():
         if key in inner and isinstance(value, Mapping):
@@ -329,7 +330,7 @@ _EXPECTED_OF_KEY = {
 }
 
 
-def _problem_of(entry: Any, origins: Mapping[str, str], values: Mapping[str, Any]) -> Problem:
+def _problem_of(entry: Any, origins: Mapping[str, str], values: Values) -> Problem:
     """One of pydantic's errors in the user's terms."""
     path = [str(part) for part in entry["loc"]]
     inside = len(path) > 2 and path[1] in inner_sections(path[0])

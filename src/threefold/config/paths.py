@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from threefold.config.schema import Config
+from threefold.config.schema import Config, value_at
 from threefold.config.section import Sources
 from threefold.errors import ConfigError, Problem
 from threefold.jsonl import object_of, open_file
@@ -30,6 +30,10 @@ EXPORT_FOLDER = "exports"  # what transformers loads
 MODEL_FOLDER = "a folder with config.json and weights"
 _NAMES = {"stdlib", "bytes"}
 _VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
+_RESUME = "checkpoint.resume"
+# A source's ~ is expanded, and that of a model has an error of its own.
+_UNEXPANDED = ("log.dir", _RESUME, "data.tokenizer")
+_PATHS = ("data.source", "eval.source", *_UNEXPANDED, "model.name_or_path")
 
 
 def is_run(folder: Path) -> bool:
@@ -42,10 +46,7 @@ def is_run(folder: Path) -> bool:
 
 def is_of_program(run: Path) -> bool:
     """Whether a run's loop is a program's own (`threefold.Run`), by its run.json."""
-    with (
-        contextlib.suppress(OSError),
-        open_file(run / RUN_FILE) as file,
-    ):
+    with contextlib.suppress(OSError), open_file(run / RUN_FILE) as file:
         return bool((object_of(file.read()) or {}).get("program"))
     return False
 
@@ -82,32 +83,17 @@ def run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
 
 def literal_paths(config: Config) -> Iterator[Problem]:
     """Paths with what a shell would have expanded, where nothing lies at that very name."""
-    sources = [("data.source", config.data.source), ("eval.source", config.eval.source)]
-    others = [("log.dir", config.log.dir), ("checkpoint.resume", config.checkpoint.resume)]
-    others += [
-        ("data.tokenizer", config.data.tokenizer),
-        ("model.name_or_path", config.model.name_or_path),
-    ]
-    asked = config.checkpoint
-    for key, address in (
-        ("checkpoint.store", asked.store),
-        ("checkpoint.resume", asked.resume),
-    ):
-        if address is not None and (key == "checkpoint.store" or "://" in address):
-            yield from _address_problems(key, address)
-    for key, named in [*sources, *others]:
-        for text in (named,) if isinstance(named, str) else named or ():
-            # A source's ~ is expanded, and that of a model has an error of its own.
-            home = text.startswith("~") and key in (
-                "log.dir",
-                "checkpoint.resume",
-                "data.tokenizer",
-            )
-            if text.startswith(("s3:", "gs:")) and key in ("data.source", "eval.source"):
+    if (store := config.checkpoint.store) is not None:
+        yield from _address_problems("checkpoint.store", store)
+    for key in _PATHS:
+        for text in _names(value_at(config, key)):
+            home = text.startswith("~") and key in _UNEXPANDED
+            address = text.startswith(("s3:", "gs:"))
+            if address if key.endswith("source") else key == _RESUME and "://" in text:
                 yield from _address_problems(key, text)
             if "://" in text and key == "log.dir":
                 what = f"{key} = {text!r} is an address of a store"
-                kept = f" --checkpoint.store {text}" if text.startswith(("s3:", "gs:")) else ""
+                kept = f" --checkpoint.store {text}" if address else ""
                 yield Problem(
                     what,
                     "a folder of this machine, or of a shared disk",
@@ -164,9 +150,35 @@ def with_absolute_paths(config: Config) -> Config:
     )
 
 
+def source_names(config: Config) -> list[str]:
+    """All sources that a config names, for training and evaluation."""
+    mixture = (config.data.mixture or {}).values()
+    named = [each.source for each in mixture] or [config.data.source]
+    return [name for each in (*named, config.eval.source) for name in _names(each)]
+
+
+def _names(named: Sources | None) -> Sequence[str]:
+    return (named,) if isinstance(named, str) else named or ()
+
+
 def is_task_file(named: str) -> bool:
     """Whether one of `eval.tasks` is a file, not a name."""
     return named.endswith((".yaml", ".yml"))
+
+
+def task_text(named: str) -> str:
+    """The text of a task's file; ConfigError if it cannot be read."""
+    try:
+        return Path(named).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{named}: {error.strerror}", expected="a task's file", fix="check the path"
+        ) from error
+
+
+def expanded(named: str) -> Path:
+    """A path, its `~` expanded, if the user that it names has a home."""
+    return Path(os.path.expanduser(named))
 
 
 def _absolutes(named: Sources | None) -> Sources | None:
@@ -203,8 +215,8 @@ def refuse_wrong_model(name: str | None) -> None:
     elif re.match(r"[./~]|.*(/$|\\|/.*/)", name):  # an id on the Hub is NAME or OWNER/NAME
         near = near_folder(path)
         fix = f"did you mean {near}?" if near else "check the path"
-        if name.startswith("~") and path.expanduser().is_dir():
-            fix = f"{_model(path.expanduser())}   (~ is the shell's, and was quoted)"
+        if name.startswith("~") and expanded(name).is_dir():
+            fix = f"{_model(expanded(name))}   (~ is the shell's, and was quoted)"
         raise ConfigError(
             f"model.name_or_path = {name!r}: no such folder", expected=MODEL_FOLDER, fix=fix
         )

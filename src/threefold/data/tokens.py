@@ -10,7 +10,6 @@ it, and what becomes of control tokens that it spells out, `for_texts` decides.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -18,9 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from threefold.errors import DataError, first_line
+from threefold.arrays import Array
+from threefold.config.paths import expanded
+from threefold.data.text.known_bytes import content_digest
+from threefold.data.text.source import Labels
+from threefold.errors import DataError, first_line, passing
 from threefold.jsonl import from_json
 
 if TYPE_CHECKING:
@@ -54,14 +56,14 @@ class ByteTokenizer:
     vocab_size = 257
     end_id = 256
     bos_id = None
-    fingerprint = hashlib.blake2b(b"threefold bytes 1", digest_size=16).hexdigest()
+    fingerprint = content_digest("threefold bytes 1")
 
     @property
     def recipe(self) -> str:
         """Equal for equal ids of equal texts."""
         return self.fingerprint
 
-    def encode_batch(self, texts: list[str]) -> list[npt.NDArray[Any]]:
+    def encode_batch(self, texts: list[str]) -> list[Array]:
         """The bytes of each text, uint8."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
@@ -112,7 +114,7 @@ class VocabularyTokenizer:
             + (f" after {self.bos_id}" if self.bos_id is not None else "")
         )
 
-    def encode_batch(self, texts: list[str]) -> list[npt.NDArray[Any]]:
+    def encode_batch(self, texts: list[str]) -> list[Array]:
         """Ids of each text, int32, without special tokens but that which begins it."""
         if hasattr(self.backend, "encode_batch_fast"):
             # The backend is shared, and this is a setting of it.
@@ -150,7 +152,7 @@ def load_tokenizer(
     """
     if name == "bytes":
         return ByteTokenizer()
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if not folder.is_dir():
         folder = _download(name, revision=revision, key=key)
     if not has_vocabulary(folder):
@@ -194,18 +196,18 @@ def load_tokenizer(
     )
 
 
-def for_texts(tokenizer: Tokenizer, *, bos: bool | str, control_tokens: str) -> Tokenizer:
+def for_texts(tokenizer: Tokenizer, labels: Labels) -> Tokenizer:
     """The tokenizer as it encodes texts: with what begins each, and what becomes of control tokens in it.
 
     Args:
-        bos: true, false, or `auto`: as the tokenizer itself does for a single text.
-        control_tokens: `text` or `ids`.
+        labels: of it, `bos`: true, false, or `auto`: as the tokenizer itself does for a single text; and
+            `control_tokens`: `text` or `ids`.
 
     Raises:
         DataError: a token that begins a text is asked for, and the tokenizer has none.
     """
-    bos_id = _own_bos(tokenizer) if bos else None
-    if bos is True and bos_id is None and (bos_id := _named_bos(tokenizer)) is None:
+    bos_id = _own_bos(tokenizer) if labels.bos else None
+    if labels.bos is True and bos_id is None and (bos_id := _named_bos(tokenizer)) is None:
         raise DataError(
             f"data.bos = true, but the tokenizer {tokenizer.name!r} names no token that begins a text",
             expected='"bos_token" in its tokenizer_config.json',
@@ -213,7 +215,7 @@ def for_texts(tokenizer: Tokenizer, *, bos: bool | str, control_tokens: str) -> 
         )
     if isinstance(tokenizer, ByteTokenizer):
         return tokenizer
-    return replace(tokenizer, bos_id=bos_id, control_text=control_tokens == "text")
+    return replace(tokenizer, bos_id=bos_id, control_text=labels.control_tokens == "text")
 
 
 def _own_bos(tokenizer: Tokenizer) -> int | None:
@@ -268,10 +270,7 @@ def _vocabulary(tokenizer: Tokenizer) -> dict[int, str]:
     """Id -> token."""
     if isinstance(tokenizer, ByteTokenizer):
         return _byte_letters()
-    fast = (
-        {"with_added_tokens": True} if hasattr(tokenizer.backend, "encode_batch_fast") else {}
-    )
-    return {id: token for token, id in tokenizer.backend.get_vocab(**fast).items()}
+    return {id: token for token, id in tokenizer.backend.get_vocab().items()}
 
 
 def _special_ids(tokenizer: Tokenizer) -> set[int]:
@@ -304,12 +303,9 @@ def _with_vocabulary(
         # A file may ask for truncation or padding to a model's length: a document is encoded completely.
         backend.no_truncation()
         backend.no_padding()
-        vocabulary = backend.get_vocab(with_added_tokens=True)
-    else:
-        vocabulary = backend.get_vocab()
-    fingerprint = hashlib.blake2b(content + f"\0{end_id}".encode(), digest_size=16).hexdigest()
+    fingerprint = content_digest(content + f"\0{end_id}".encode())
     return VocabularyTokenizer(
-        name, backend, max(end_id, *vocabulary.values()) + 1, end_id, fingerprint
+        name, backend, max(end_id, *backend.get_vocab().values()) + 1, end_id, fingerprint
     )
 
 
@@ -348,7 +344,8 @@ def _download(name: str, *, revision: str | None, key: str) -> Path:
     except (OSError, ValueError) as error:
         there = f"--{key} FOLDER" + ("" if key == MODEL_KEY else f"   ({_FOR_RANDOM})")
         raise DataError(
-            f"{key} = {name!r} is not a local folder, and the Hub could not be reached: {type(error).__name__}",
+            f"{key} = {name!r} is not a local folder, and the Hub could not be reached: {type(error).__name__}"
+            + passing(error),
             expected="a folder with tokenizer.json, an id in the Hub's cache, or a connection to the Hub",
             fix=f"hf download {name}   on a machine with internet, then {there}",
         ) from error

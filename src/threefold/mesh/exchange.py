@@ -31,6 +31,8 @@ from threefold.errors import (
 )
 from threefold.mesh import environment
 
+Make = Callable[[], Any]
+Conclude = Callable[[list[Any]], Any]
 _LONGEST_PREPARATION = timedelta(days=2)
 # That rank 0 waits for others to read why all of them end.
 _FAREWELL_S = 5.0
@@ -59,7 +61,7 @@ class Exchange:
         self._rank, self._world_size, self._store = (rank, world_size, store)
         self._numbers: Counter[str] = Counter()
 
-    def value_of(self, maker: int, name: str, make: Callable[[], Any]) -> Any:
+    def value_of(self, maker: int, name: str, make: Make) -> Any:
         """What `make` returns on the rank `maker`.
 
         Raises:
@@ -85,7 +87,7 @@ class Exchange:
             raise error_of(told, name)
         return told["value"]
 
-    def conclusion_of(self, name: str, part: Any, conclude: Callable[[list[Any]], Any]) -> Any:
+    def conclusion_of(self, name: str, part: Any, conclude: Conclude) -> Any:
         """What rank 0 concludes from the `part` of every rank, in rank order; raises as `value_of`."""
         store = self._store
         if store is None:
@@ -95,9 +97,7 @@ class Exchange:
         store.set(keys[self._rank], json.dumps(part))
         return self.value_of(0, f"decide/{name}", lambda: conclude(_wait_for_all(store, keys)))
 
-    def conclusion_of_work(
-        self, name: str, make: Callable[[], Any], conclude: Callable[[list[Any]], Any]
-    ) -> Any:
+    def conclusion_of_work(self, name: str, make: Make, conclude: Conclude) -> Any:
         """As `conclusion_of`, of what `make` returns on every rank; if it fails on one, every rank raises."""
         error: BaseException | None = None
         try:

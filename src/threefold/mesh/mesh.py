@@ -32,7 +32,9 @@ from threefold.config.schema import MeshConfig
 from threefold.errors import ConfigError, RunError, in_program
 from threefold.mesh import environment
 from threefold.mesh.exchange import (
+    Conclude,
     Exchange,
+    Make,
     described_rows,
     digest_of_rows,
     naming_lost_peers,
@@ -244,7 +246,7 @@ class Mesh:
     def _exchange(self) -> Exchange:
         return Exchange(self.rank, self.world_size, self.store)
 
-    def share(self, name: str, make: Callable[[], Any]) -> Any:
+    def share(self, name: str, make: Make) -> Any:
         """What rank 0's `make` returns, a plain value, on every rank; no collective, so it may take any time or fail.
 
         Raises:
@@ -252,17 +254,15 @@ class Mesh:
         """
         return self._exchange.value_of(0, name, make)
 
-    def once_per_host(self, name: str, work: Callable[[], Any]) -> Any:
+    def once_per_host(self, name: str, work: Make) -> Any:
         """As `share`, done by the first rank of each machine."""
         return self._exchange.value_of(self.host_leader, f"{name}/{self.host_leader}", work)
 
-    def decide(self, name: str, part: Any, conclude: Callable[[list[Any]], Any]) -> Any:
+    def decide(self, name: str, part: Any, conclude: Conclude) -> Any:
         """What rank 0 concludes from the `part` of every rank, in rank order, on every rank; raises as `share`."""
         return self._exchange.conclusion_of(name, part, conclude)
 
-    def decide_on(
-        self, name: str, make: Callable[[], Any], conclude: Callable[[list[Any]], Any]
-    ) -> Any:
+    def decide_on(self, name: str, make: Make, conclude: Conclude) -> Any:
         """As `decide`, of what `make` returns on every rank; raises on all what it raises on one, of any host."""
         return self._exchange.conclusion_of_work(name, make, conclude)
 

@@ -27,7 +27,7 @@ from threefold.config.paths import (
 )
 from threefold.config.yaml_text import parse
 from threefold.errors import ThreefoldError
-from threefold.jsonl import Damage, Lines
+from threefold.jsonl import Damage, Lines, Values
 from threefold.records.files import (
     MOST_BYTES,
     MOST_OF_CONFIG,
@@ -81,12 +81,12 @@ class RunFacts:
     state: str = "empty"
     why: str = ""
     created: str = ""
-    origin: Mapping[str, Any] | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)
+    origin: Values | None = None
+    config: Values = field(default_factory=dict)
     config_text: str = ""
     events: list[dict[str, Any]] = field(default_factory=list)
-    architecture: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, Any] = field(default_factory=dict)
+    architecture: Values = field(default_factory=dict)
+    versions: Values = field(default_factory=dict)
     mesh: tuple[int, int, int, int] | None = None
     metrics: Metrics = field(default_factory=lambda: Metrics(Path(os.devnull)))
     saved: list[Saved] = field(default_factory=list)
@@ -224,7 +224,7 @@ def gather(run: Path, metrics: Metrics | None = None, *, name: str | None = None
     return facts
 
 
-def resolved(config: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, str]:
+def resolved(config: Values, start: Values) -> dict[str, str]:
     """A config by key, as text; a value that was left to a start (null, auto) as that start chose it.
 
     Args:
@@ -251,7 +251,7 @@ def resolved(config: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, s
     }
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+def _flat(values: Values, before: str = "") -> Iterator[tuple[str, str]]:
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{before}{key}.")
@@ -259,7 +259,7 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, st
             yield f"{before}{key}", str(value)[:200]
 
 
-def value_of(values: Mapping[str, Any], *names: str) -> Any:
+def value_of(values: Values, *names: str) -> Any:
     """The value under some keys in one another; None if there is none."""
     found: Any = values
     for name in names:
@@ -306,7 +306,7 @@ def _checkpoints(facts: RunFacts) -> None:
     folder = CheckpointFolder(facts.path)
     with _noted(facts, "checkpoints/best.json"):
         facts.best = folder.best()
-    manifest: Mapping[str, Any] = {}
+    manifest: Values = {}
     found = [(checkpoint, "") for checkpoint in folder.all()]
     for path in sorted(folder.path.glob("aside-*-step-*")):
         if (step := path.name.rpartition("-")[2]).isdecimal():
@@ -350,7 +350,7 @@ def _exported(run: Path) -> Iterator[Saved]:
                 )
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: Any) -> Values:
     return value if isinstance(value, Mapping) else {}
 
 

@@ -39,7 +39,6 @@ def head_of(run: Built, why: str, found: Sequence[tuple[str, str]]) -> Head:
     config, mesh = run.config, run.mesh
     ahead = run.done < run.num_steps
     info = environment.current()
-    lost = run.checkpointer.lost_bits
     stored = run.loader.ahead
     return Head(
         path=str(run.folder.path),
@@ -72,7 +71,7 @@ def head_of(run: Built, why: str, found: Sequence[tuple[str, str]]) -> Head:
             *_skips(run),
         ],
         resumed=str(run.folder.resume.path) if run.folder.resume is not None else None,
-        lost_bits=lost,
+        lost_bits=run.checkpointer.lost_bits,
         changed=[
             *(("changed", str(change)) for change in run.checkpointer.changed),
             *_schedule_changed(run),

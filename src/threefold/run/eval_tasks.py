@@ -10,10 +10,9 @@ import io
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
-from pathlib import Path
 from typing import Any
 
-from threefold.config.paths import is_task_file
+from threefold.config.paths import is_task_file, task_text
 from threefold.config.schema import Config
 from threefold.config.yaml_text import parse
 from threefold.errors import ConfigError, Problem, first_line
@@ -102,7 +101,7 @@ def _loaded(names: Sequence[str]) -> Any:
                 expected=expected,
                 fix="check the name",
             )
-    asked = [name if name in known else _own(Path(name)) for name in names]
+    asked = [name if name in known else _own(name) for name in names]
     try:
         loaded = manager.load(asked)
     except Exception as error:  # of datasets, of the Hub, of the harness: of many families
@@ -126,21 +125,16 @@ def _loaded(names: Sequence[str]) -> Any:
     return loaded
 
 
-def _own(path: Path) -> dict[str, Any]:
+def _own(path: str) -> dict[str, Any]:
     """A task of one's own. One that names functions is refused: they would be run from the files beside it."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}", expected="a task's file", fix="check the path"
-        ) from error
+    text = task_text(path)
     if "!function" in text:
         expected = "a task without code of its own"
         fix = "a task of an installed package, which lm-eval finds by its name"
         raise ConfigError(
             f"{path} names a function, which would be run", expected=expected, fix=fix
         )
-    values = parse(text, str(path))
+    values = parse(text, path)
     if not isinstance(values, dict) or not isinstance(values.get("task"), str):
         raise ConfigError(
             f"{path} is no task",

@@ -13,10 +13,8 @@ from threefold.config.loading import LoadedConfig
 from threefold.config.schema import Config
 from threefold.data.rows.concat import Rows
 from threefold.data.sampling.loader import evaluation_batches
-from threefold.errors import ThreefoldError
 from threefold.jsonl import Metrics, as_json
-from threefold.mesh import environment
-from threefold.mesh.mesh import Mesh, join_mesh
+from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 from threefold.model import float8
 from threefold.model.build import build
@@ -24,10 +22,10 @@ from threefold.model.model import Model
 from threefold.plan import choices
 from threefold.progress_bars import Bars
 from threefold.run import assemble
+from threefold.run.command_rank import as_rank
 from threefold.run.dpo import evaluation_of, pairs_of
 from threefold.run.eval_tasks import EvalTasks
-from threefold.run.failure import report_failure
-from threefold.run.process import compute_alike, facts_of, quieten_libraries
+from threefold.run.process import compute_alike
 from threefold.run.request import Asked, asked_of
 from threefold.run.terminal import evaluated, evaluated_tasks
 from threefold.training.evaluation import EvalStep
@@ -35,12 +33,7 @@ from threefold.training.loop import eval_metrics
 
 
 def evaluate_rank(
-    loaded: LoadedConfig,
-    topology: Topology,
-    checkpoint: Checkpoint,
-    *,
-    ema: bool,
-    values: bool,
+    loaded: LoadedConfig, topology: Topology, checkpoint: Checkpoint, *, ema: bool, values: bool
 ) -> int:
     """Evaluates as one rank of `topology`, and returns its exit code; rank 0 prints what was found.
 
@@ -48,19 +41,9 @@ def evaluate_rank(
         ema: evaluate the moving average of the weights.
         values: print JSON.
     """
-    quieten_libraries()
     config = float8.without(loaded.config)
-    info = environment.current()
-    mesh: Mesh | None = None
-    try:
-        asked = config.mesh
-        mesh = join_mesh(
-            topology,
-            info,
-            device=asked.device,
-            timeout_s=asked.timeout_s,
-            facts=facts_of(config),
-        )
+
+    def work(mesh: Mesh) -> int:
         found = _evaluated(asked_of(config, mesh), mesh, checkpoint, ema=ema)
         if mesh.rank == 0 and values:
             print(
@@ -74,16 +57,9 @@ def evaluate_rank(
                 f"{checkpoint.path}{': moving average' if ema else ''}: {'; '.join(said)}",
                 flush=True,
             )
-        mesh.barrier()
-        mesh.close()
         return 0
-    except (SystemExit, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        code = report_failure(error, mesh, info.rank)
-        if isinstance(error, ThreefoldError) and mesh is not None:
-            mesh.abandon()
-        return code
+
+    return as_rank(config, topology, work)
 
 
 def _evaluated(asked: Asked, mesh: Mesh, checkpoint: Checkpoint, *, ema: bool) -> Metrics:

@@ -11,10 +11,11 @@ import shlex
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -266,12 +267,9 @@ def open_run(
         CheckpointError: a checkpoint given by path does not exist.
     """
     words = Words(program)
-
-    def refuse(path: Path) -> None:
-        resume_choice.of(config, path, words)
-
+    refuse = partial(resume_choice.of, config, words=words)
     path = open_folder(config, lock, program=program, refuse=refuse)
-    return RunFolder(path, None, *resume_choice.of(config, path, words), program=program)
+    return RunFolder(path, None, *refuse(path), program=program)
 
 
 def open_folder(
@@ -289,9 +287,21 @@ def open_folder(
     Raises:
         ConfigError: as `open_run`, except for what is to be resumed there.
     """
-    path = Path(config.log.dir) if config.log.dir is not None else new_path()
     words = Words(program)
-    try:
+    path = checked_path(config, words, refuse)
+    with _written(path, words):
+        fresh = _made(path)
+        if lock is not None:
+            lock.take(path, fresh=fresh, at=words.at(path), other=words.another())
+        (path / "logs").mkdir(exist_ok=True)
+        CheckpointFolder(path).path.mkdir(exist_ok=True)
+    return path
+
+
+def checked_path(config: Config, words: Words, refuse: Callable[[Path], object]) -> Path:
+    """The run's folder, which may be still to make; errors as of `open_folder`, but for the lock."""
+    path = Path(config.log.dir) if config.log.dir is not None else new_path()
+    with _written(path, words):
         with suppress(FileNotFoundError):
             path.stat()
         if not is_run(path):
@@ -299,18 +309,22 @@ def open_folder(
             _refuse_filled(path, words)
         refuse_other_kind(path, words)
         refuse(path)
-        fresh = _made(path)
-        if lock is not None:
-            lock.take(path, fresh=fresh, at=words.at(path), other=words.another())
-        (path / "logs").mkdir(exist_ok=True)
-        CheckpointFolder(path).path.mkdir(exist_ok=True)
+        above = next(each for each in (path, *path.absolute().parents) if each.exists())
+        if not os.access(above, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    return path
+
+
+@contextmanager
+def _written(path: Path, words: Words) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(
             f"{words.at(path)} cannot be written: {error.strerror}",
             expected="a folder that this user can write, with room for checkpoints",
             fix=words.another(),
         ) from error
-    return path
 
 
 def refuse_other_kind(path: Path, words: Words) -> None:

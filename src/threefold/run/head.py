@@ -6,12 +6,13 @@ the fields back. The prose is written here and is never parsed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from threefold.build_id import version
 from threefold.errors import size_text
+from threefold.jsonl import Values
 from threefold.mesh.topology import Topology
 
 _SIZES = {
@@ -67,13 +68,13 @@ class Head:
     """
 
     path: str
-    model: Mapping[str, Any]
+    model: Values
     mesh: Sequence[int]
     device: str
     mesh_why: str
-    data: Mapping[str, Any]
+    data: Values
     global_batch: int
-    stored: Mapping[str, Any] | None = None
+    stored: Values | None = None
     labels: Sequence[Sequence[str]] = ()
     notes: Sequence[Sequence[str]] = ()
     first_step: int | None = None

@@ -45,7 +45,7 @@ from threefold.errors import (
     in_program,
 )
 from threefold.integrations import trackers
-from threefold.jsonl import MetricsFile, Tracker
+from threefold.jsonl import MetricsFile, Tracker, Values
 from threefold.mesh import environment
 from threefold.mesh.exchange import digest_of_rows
 from threefold.mesh.mesh import Mesh, active_mesh, init_mesh
@@ -111,7 +111,7 @@ class Run:
         folder: str | Path | None = None,
         *,
         mesh: Mesh | None = None,
-        config: Mapping[str, Any] | Config | None = None,
+        config: Values | Config | None = None,
         watch: Watchdog | None = None,
         last: bool = False,
     ) -> None:
@@ -160,7 +160,7 @@ class Run:
         self.step, self.extra = 0, dict[str, Any]()
         self._lock, self._stack = RunLock(), contextlib.ExitStack()
         self._held: Held | None = None
-        self._stateful: Mapping[str, Any] = {}
+        self._stateful: Values = {}
         self._passes = dict[int, Iterator[Any]]()
         self._saved = -1
         self._began = False
@@ -228,7 +228,7 @@ class Run:
     def begin(
         self,
         start: Callable[[], SegmentLine | None],
-        facts: Callable[[], Mapping[str, Any]],
+        facts: Callable[[], Values],
         **audited: Any,
     ) -> None:
         """Accepts the request, because nothing can refuse it any more: from now on the folder is this start's.
@@ -281,8 +281,8 @@ class Run:
 
     def track(
         self,
-        values: Mapping[str, Any],
-        facts: Mapping[str, Any],
+        values: Values,
+        facts: Values,
         *,
         shown: Iterable[Tracker] = (),
     ) -> list[Tracker]:
@@ -489,7 +489,7 @@ class Run:
             )
         self._saved = self.step
 
-    def _commit(self, step: int, manifest: Mapping[str, Any], seals: Mapping[str, Any]) -> None:
+    def _commit(self, step: int, manifest: Values, seals: Values) -> None:
         assert self.folder.author is not None
         whole = {**dataclasses.asdict(self.folder.author), **manifest}
         pinned = self.stored.mirror.pinned() if self.stored is not None else ()
@@ -703,7 +703,7 @@ class Run:
         return in_program(_as_entry) if self._program else contextlib.nullcontext()
 
 
-def _config_of(values: Mapping[str, Any], folder: str | Path | None) -> Config:
+def _config_of(values: Values, folder: str | Path | None) -> Config:
     nested: dict[str, dict[str, Any]] = {
         "log": {"dir": str(folder if folder is not None else new_path())}
     }

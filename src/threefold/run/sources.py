@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from threefold.config.paths import tokenizer_name
+from threefold.config.paths import source_names, tokenizer_name
 from threefold.config.schema import Config, MixtureSource
 from threefold.data.store.open_source import files_of, refuse_without_effect, rows_format
 from threefold.data.text.listing import summary, write_list
@@ -117,14 +117,8 @@ def refuse_labels_without_effect(config: Config, *, here: bool = False) -> None:
     Args:
         here: only if all sources are on this machine.
     """
-    sources = [*_all_sources(config).values()]
-    names = [
-        name
-        for source in sources
-        for name in ([source.name] if isinstance(source.name, str) else source.name)
-    ]
-    if not (here and any(name.startswith("hf:") for name in names)):
-        refuse_without_effect(sources, memory=cache_folder() / "files")
+    if not (here and any(name.startswith("hf:") for name in source_names(config))):
+        refuse_without_effect([*_all_sources(config).values()], memory=cache_folder() / "files")
 
 
 def with_packing(config: Config, mesh: Mesh) -> Config:

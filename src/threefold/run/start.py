@@ -7,13 +7,22 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from threefold.checkpoint.checkpoint_folder import CheckpointFolder
+from threefold.checkpoint.lock import Words
 from threefold.config import loading
 from threefold.config.loading import LoadedConfig
-from threefold.config.paths import METRICS, refuse_wrong_model
+from threefold.config.paths import (
+    METRICS,
+    expanded,
+    is_task_file,
+    refuse_wrong_model,
+    source_names,
+    task_text,
+)
 from threefold.config.schema import Config, DataConfig, value_at
 from threefold.errors import (
     EXIT_STOPPED_WITH_CHECKPOINT,
@@ -23,12 +32,13 @@ from threefold.errors import (
     RunError,
     error_of,
 )
-from threefold.jsonl import Lines, Metrics
+from threefold.jsonl import Lines, Metrics, Values
 from threefold.mesh import environment, local_ranks
 from threefold.mesh.divisibility import refuse_impossible
 from threefold.mesh.local_ranks import ignore
 from threefold.mesh.topology import Topology, resolve
-from threefold.run.folder import new_path
+from threefold.run import resume_choice
+from threefold.run.folder import checked_path, new_path
 from threefold.run.local_rank_limit import refuse_too_many, refuse_too_many_workers, room_here
 from threefold.run.user_objects import (
     PLACES,
@@ -82,7 +92,7 @@ class Result:
 
 
 def train(
-    config: Config | Mapping[str, Any] | str | Path | None = None,
+    config: Config | Values | str | Path | None = None,
     *,
     accept_changes: bool = False,
     dataset: Any = None,
@@ -150,9 +160,7 @@ def _in_new_folder(config: Config) -> Config:
     return config.changed(log={"dir": str(new_path())})
 
 
-def _loaded(
-    config: Config | Mapping[str, Any] | str | Path | None, handed: Iterable[str]
-) -> LoadedConfig:
+def _loaded(config: Config | Values | str | Path | None, handed: Iterable[str]) -> LoadedConfig:
     """The config, with the places of what is handed over where it names nothing."""
     places = {PLACES[name]: place_of(name) for name in handed}
     if isinstance(config, Config):
@@ -171,7 +179,7 @@ def _loaded(
     return loading.load(path, environ=variables, defaults=[*defaults, *environment.defaults()])
 
 
-def _with_places(values: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, Any]:
+def _with_places(values: Values, places: Mapping[str, str]) -> dict[str, Any]:
     found = dict(values)
     for key, place in places.items():
         section, _, name = key.partition(".")
@@ -201,11 +209,10 @@ def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = 
             local_ranks.die_with_parent()
         environment.settle_rank(info)
         code = _run_rank(
-            loaded,
-            *resolve(loaded.config.mesh, launched_world_size=info.world_size),
+            loaded, *resolve(loaded.config.mesh, launched_world_size=info.world_size)
         )
         return code if code or info.rank else deliver(loaded.config)
-    refuse_wrong_model(loaded.config.model.name_or_path)
+    _refuse_missing(loaded.config)
     mesh = loaded.config.mesh
     sizes = {mesh.dp, mesh.dp_shard, mesh.cp, mesh.tp} - {None}
     if (sizes or mesh.device == "cpu") and "auto" not in sizes:
@@ -244,6 +251,22 @@ def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = 
         ended=witness.ended,
     )
     return code or deliver(loaded.config)
+
+
+def _refuse_missing(config: Config) -> None:
+    """Raises what is wrong with the paths that a config names, before anything large is imported."""
+    refuse_wrong_model(config.model.name_or_path)
+    if config.checkpoint.store is None and "://" not in config.checkpoint.resume:
+        checked_path(config, Words(), partial(resume_choice.of, config))
+    for task in filter(is_task_file, config.eval.tasks):
+        task_text(task)
+    if any(
+        name != "stdlib" and ":" not in name and not expanded(name).exists()
+        for name in source_names(config)
+    ):
+        from threefold.run.sources import formats_of
+
+        formats_of(config, here=True)  # a glob, or the prefix of a store, may name something
 
 
 def deliver(config: Config) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from threefold.checkpoint.copies import refuse_drift, state_held
 from threefold.data.rows.concat import IGNORED
 from threefold.errors import DataError, check_argument
+from threefold.jsonl import Values
 from threefold.model.data_parallel import reshard
 from threefold.model.model import Model, OutputsOf, check_model
 from threefold.training.batches import Batches
@@ -51,7 +52,7 @@ class EvalStep:
         self.own_loss = loss is not None
         self._measures = measures_of(loss)
 
-    def __call__(self, batches: Iterable[Mapping[str, Any]]) -> EvalNumbers:
+    def __call__(self, batches: Iterable[Values]) -> EvalNumbers:
         """The sum and the count over the batches of all dp ranks, of any number and size on each, in any order.
 
         While another dp rank has batches left, a rank that has none computes along without being counted.
@@ -62,16 +63,14 @@ class EvalStep:
         return self.measured(batches)[0]
 
     @torch.no_grad()
-    def measured(
-        self, batches: Iterable[Mapping[str, Any]]
-    ) -> tuple[EvalNumbers, dict[str, float]]:
+    def measured(self, batches: Iterable[Values]) -> tuple[EvalNumbers, dict[str, float]]:
         """As a call, and the means of what a custom loss measures besides, by name (`forward`)."""
         loss_sum, count, *sums = self._totals(batches)
         refuse_nothing("the evaluation", count)
         means = {name: total / count for name, total in zip(self._measures, sums, strict=True)}
         return EvalNumbers(loss_sum, round(count) if self._loss is None else count), means
 
-    def _totals(self, batches: Iterable[Mapping[str, Any]]) -> list[float]:
+    def _totals(self, batches: Iterable[Values]) -> list[float]:
         model, mesh = self._model, self._model.mesh
         check_argument(
             "batches",
@@ -114,7 +113,7 @@ class EvalStep:
     def _with_stand_ins(
         self,
         reader: Batches,
-        batches: Iterable[Mapping[str, Any]],
+        batches: Iterable[Values],
         failures: Sequence[Exception],
     ) -> Iterator[tuple[Batch, bool]]:
         """This rank's batches, then stand-ins until no rank has any; what a loss raised on one rank, all raise."""

@@ -48,6 +48,7 @@ from threefold.errors import (
     check_argument,
     in_program,
 )
+from threefold.jsonl import Values
 from threefold.mesh.mesh import Mesh
 from threefold.model import load as weights
 from threefold.model import noise
@@ -72,7 +73,7 @@ class Held:
     optimizer: torch.optim.Optimizer | TrainStep | None = None
     loader: Any = None
 
-    def described(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+    def described(self, extra: Values) -> dict[str, Any]:
         """What is kept of it as JSON."""
         return {
             "loader": state_of_loader(self.loader),
@@ -101,7 +102,7 @@ def save(
     step: int,
     optimizer: torch.optim.Optimizer | TrainStep | None = None,
     loader: Any = None,
-    extra: Mapping[str, Any] | None = None,
+    extra: Values | None = None,
     wait: bool = True,
     keep: int | None = None,
 ) -> Saving:
@@ -128,7 +129,7 @@ def save(
     place = folder.resolve()
     checkpoints = CheckpointFolder(folder)
 
-    def commit(manifest: Mapping[str, Any], seals: Mapping[str, Seal]) -> None:
+    def commit(manifest: Values, seals: Mapping[str, Seal]) -> None:
         checkpoints.commit(
             step, manifest, {f"state/{name}": seal for name, seal in seals.items()}
         )
@@ -154,7 +155,7 @@ class Ends:
         refusal, done: as those of `Save`.
     """
 
-    commit: Callable[[Mapping[str, Any], Mapping[str, Seal]], object]
+    commit: Callable[[Values, Mapping[str, Seal]], object]
     accept: Callable[[], object] = lambda: None
     refusal: Callable[[], ThreefoldError | None] = lambda: None
     done: Callable[[], object] = lambda: None
@@ -165,7 +166,7 @@ def write(
     step: int,
     checkpoints: CheckpointFolder,
     *,
-    extra: Mapping[str, Any],
+    extra: Values,
     ends: Ends,
     wait: bool = False,
     on_error: Literal["error", "continue"] = "error",
@@ -431,7 +432,7 @@ def _saver_of(
     return saver
 
 
-def _manifest(model: Model, described: Mapping[str, Any]) -> dict[str, Any]:
+def _manifest(model: Model, described: Values) -> dict[str, Any]:
     config = model.asked or Config()
     base = (
         model.mesh.once_per_host("base", lambda: weights.fingerprint(config.model))
@@ -469,9 +470,7 @@ def _newest(folder: Path) -> str | None:
     return None
 
 
-def _refuse_other_model(
-    manifest: Mapping[str, Any], model: Model, checkpoint: Checkpoint
-) -> None:
+def _refuse_other_model(manifest: Values, model: Model, checkpoint: Checkpoint) -> None:
     if model.asked is None or model.architecture is None:
         return  # the tensors of a custom module are compared by name, shape and type
     config = model.asked.changed(train={"seed": manifest["seed"]})
@@ -557,9 +556,7 @@ def set_rates(
                 group[name] = tuple(value) if isinstance(value, list) else value
 
 
-def _of_parameters(
-    names: list[str], group: Mapping[str, Any], saved: Iterable[Mapping[str, Any]]
-) -> Mapping[str, Any] | None:
+def _of_parameters(names: list[str], group: Values, saved: Iterable[Values]) -> Values | None:
     """What was saved for all parameters of a group of a named optimizer; on another mesh its groups are others."""
     parts = [each for each in saved if not set(names).isdisjoint(each["params"])]
     settings = [{**each, "params": None} for each in parts]
@@ -606,7 +603,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
-def digests_of(described: Mapping[str, Any], step: int) -> dict[str, Any]:
+def digests_of(described: Values, step: int) -> dict[str, Any]:
     """Digests of what is saved as JSON, to compare; ConfigError for what JSON has not."""
     for name in ("loader", "extra"):
         for key, value in described[name].items():

@@ -17,8 +17,7 @@ from threefold.checkpoint.tensors import bytes_of
 from threefold.config.auto_lr import peak_rate, with_rate
 from threefold.config.schema import Config
 from threefold.errors import ConfigError
-from threefold.mesh import environment
-from threefold.mesh.mesh import Mesh, join_mesh
+from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 from threefold.model.build import build
 from threefold.model.collectives import whole_of
@@ -27,8 +26,8 @@ from threefold.model.model import Model
 from threefold.optim.schedule import learning_rate
 from threefold.plan import choices
 from threefold.run import assemble, request
-from threefold.run.failure import report_failure
-from threefold.run.process import compute_alike, quieten_libraries
+from threefold.run.command_rank import as_rank
+from threefold.run.process import compute_alike
 from threefold.run.sources import with_packing
 from threefold.training.batches import micro_batches, with_noise
 from threefold.training.forward import token_loss_of
@@ -67,21 +66,14 @@ def meshes_of(config: Config, topology: Topology) -> list[Topology]:
 
 def bits_rank(config: Config, options: VerifyOptions, topology: Topology, answer: str) -> int:
     """Trains as one rank and returns its exit code; rank 0 writes the steps to `answer`."""
-    quieten_libraries()
-    mesh: Mesh | None = None
-    info = environment.current()
-    try:
-        mesh = join_mesh(
-            topology, info, device=config.mesh.device, timeout_s=config.mesh.timeout_s
-        )
+
+    def work(mesh: Mesh) -> int:
         steps = steps_on(mesh, config, options)
         if mesh.rank == 0:
             Path(answer).write_text(json.dumps(steps))
-        mesh.barrier()
-        mesh.close()
         return 0
-    except Exception as error:
-        return report_failure(error, mesh, info.rank)
+
+    return as_rank(config, topology, work)
 
 
 def steps_on(mesh: Mesh, config: Config, options: VerifyOptions) -> list[Step]:

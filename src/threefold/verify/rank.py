@@ -34,8 +34,7 @@ from threefold.config.schema import Config
 from threefold.data.sampling.loader import TokenLoader
 from threefold.errors import EXIT_FAILED
 from threefold.jsonl import as_json
-from threefold.mesh import environment
-from threefold.mesh.mesh import Mesh, join_mesh
+from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 from threefold.model import load
 from threefold.model.build import build
@@ -48,9 +47,8 @@ from threefold.optim.schedule import learning_rate
 from threefold.plan import choices
 from threefold.progress_bars import Bars
 from threefold.run import assemble, request
+from threefold.run.command_rank import as_rank
 from threefold.run.dpo import pairs_of
-from threefold.run.failure import report_failure
-from threefold.run.process import quieten_libraries
 from threefold.run.sources import file_lines, with_packing
 from threefold.training.batches import micro_batches
 from threefold.training.numbers import StepResult, mean_loss
@@ -62,35 +60,27 @@ def verify_rank(
     config: Config, options: VerifyOptions, topology: Topology, answer: str | None
 ) -> int:
     """Compares as one rank; rank 0 writes the comparison to `answer`, or prints it without one."""
-    quieten_libraries()
-    mesh: Mesh | None = None
-    info = environment.current()
-    try:
-        mesh = join_mesh(
-            topology, info, device=config.mesh.device, timeout_s=config.mesh.timeout_s
-        )
+
+    def work(mesh: Mesh) -> int:
         verification = verify_on(mesh, config, options)
-        code = 0
-        if mesh.rank == 0 and answer is not None:
+        if mesh.rank != 0:
+            return 0
+        if answer is not None:
             Path(answer).write_text(json.dumps(verification.to_record()))
-        elif mesh.rank == 0 and options.as_json:
+            return 0
+        if options.as_json:
             print(as_json(answer_of(verification, topology)), flush=True)
-            code = 0 if verification.holds else EXIT_FAILED
-        elif mesh.rank == 0:
+        else:
+            files = [f"files: {line}" for line in file_lines(config)]
+            verdict = "follows" if verification.holds else "differs from"
             print(
                 "\n".join(
-                    [*(f"files: {line}" for line in file_lines(config)), *table(verification)]
+                    [*files, *table(verification), f"the mesh {verdict} the single process"]
                 )
             )
-            print(
-                f"the mesh {'follows' if verification.holds else 'differs from'} the single process"
-            )
-            code = 0 if verification.holds else EXIT_FAILED
-        mesh.barrier()
-        mesh.close()
-        return code
-    except Exception as error:
-        return report_failure(error, mesh, info.rank)
+        return 0 if verification.holds else EXIT_FAILED
+
+    return as_rank(config, topology, work)
 
 
 def _as_compared(config: Config, topology: Topology) -> Config:

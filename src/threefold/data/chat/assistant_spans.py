@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from threefold.data.chat.formats import Message, RowError
+from threefold.data.chat.formats import Message, Messages, RowError
 from threefold.data.chat.row_texts import REASONING, RowTexts
 
 # Two texts that begin and end differently, and that no template takes for anything but words.
@@ -59,10 +59,10 @@ class Whole:
     messages: list[Message]
     text: str
     renders: Callable[..., str]
-    after_mark: Callable[[Sequence[Message]], str]
+    after_mark: Callable[[Messages], str]
     _known: dict[str, str] = field(default_factory=dict)
 
-    def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+    def render(self, messages: Messages, *, prompt: bool = False) -> str:
         """What `renders` renders, once."""
         key = repr((prompt, messages))
         if key not in self._known:
@@ -395,7 +395,7 @@ class Whole:
         return begin, end
 
     def _around(
-        self, messages: Sequence[Message], number: int, *, prompt: bool = False
+        self, messages: Messages, number: int, *, prompt: bool = False
     ) -> tuple[str, str]:
         """What stands before and after the content of a message, found by writing other contents."""
         if "content" not in messages[number]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from threefold.data.text.source import kind_of
 from threefold.errors import ConfigError
-from threefold.jsonl import from_json
+from threefold.jsonl import Values, from_json
 
 FORMATS = ("text", "chat", "prompt_completion", "preference")
 # Format -> the sets of columns that make it, the first complete one counts.
@@ -65,6 +65,7 @@ _KNOWN = ("system", "developer", "user", "assistant", "tool", "function")
 NO_JSON = "\ufdd2"
 """A character that is in no text: it stands before the type of a value that JSON does not have."""
 Message = dict[str, Any]
+Messages = Sequence[Message]
 
 
 class RowError(Exception):
@@ -114,7 +115,7 @@ class Example:
     texts: tuple[str, str] | None = None
     num_prompt: int = 0
     tools: tuple[Any, ...] | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Values = field(default_factory=dict)
     untrained: frozenset[int] = frozenset()
 
 
@@ -195,7 +196,7 @@ def _refuse_unknown(given: Mapping[str, str], names: Sequence[str]) -> None:
             )
 
 
-def example_of(row: Mapping[str, Any], columns: Columns) -> Example:
+def example_of(row: Values, columns: Columns) -> Example:
     """The example of one row of conversations, or of prompt and completion (`preference` makes two of such).
 
     Raises:
@@ -212,7 +213,7 @@ def example_of(row: Mapping[str, Any], columns: Columns) -> Example:
     return _completed(_with_system(values, prompt), completion, columns, tools, variables)
 
 
-def values_of(row: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+def values_of(row: Values, columns: Columns) -> dict[str, Any]:
     """The columns that are read, the same from any kind of file: no object has a null in it, and all of it is JSON.
 
     Arrow gives each object the keys of all others in its place, as nulls, so a null cannot be told from a missing key.
@@ -233,10 +234,10 @@ def _as_json(value: Any) -> Any:
 
 
 def _example(
-    messages: Sequence[Message],
+    messages: Messages,
     num_prompt: int,
     tools: tuple[Any, ...] | None,
-    variables: Mapping[str, Any],
+    variables: Values,
 ) -> Example:
     untrained = frozenset(
         number for number, message in enumerate(messages) if not message.get("train", True)
@@ -247,7 +248,7 @@ def _example(
     return Example(shown, None, num_prompt, tools, variables, untrained)
 
 
-def _conversation(values: Mapping[str, Any], columns: Columns) -> list[Message]:
+def _conversation(values: Values, columns: Columns) -> list[Message]:
     name = columns.names[0]
     messages: list[Message] = _with_system(
         values, _messages(_given(values, name), name, columns)
@@ -255,7 +256,7 @@ def _conversation(values: Mapping[str, Any], columns: Columns) -> list[Message]:
     return messages
 
 
-def _with_system(values: Mapping[str, Any], messages: Any) -> Any:
+def _with_system(values: Values, messages: Any) -> Any:
     """Messages that begin with the row's system text, if it has one and they do not."""
     system = values.get("system")
     if not system:
@@ -274,13 +275,13 @@ def _with_system(values: Mapping[str, Any], messages: Any) -> Any:
     return messages if begins else [{"role": "system", "content": system}, *messages]
 
 
-def _given(values: Mapping[str, Any], name: str) -> Any:
+def _given(values: Values, name: str) -> Any:
     if values.get(name) is None:
         raise RowError(f"{name!r} is missing or null", f"{name!r} in every row")
     return values[name]
 
 
-def _prompt_and_completion(values: Mapping[str, Any], columns: Columns) -> tuple[Any, Any]:
+def _prompt_and_completion(values: Values, columns: Columns) -> tuple[Any, Any]:
     if "instruction" not in columns.names:
         return _given(values, "prompt"), _given(values, "completion")
     instruction, more, output = (
@@ -303,7 +304,7 @@ def _completed(
     completion: Any,
     columns: Columns,
     tools: tuple[Any, ...] | None,
-    variables: Mapping[str, Any],
+    variables: Values,
 ) -> Example:
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
@@ -410,7 +411,7 @@ def _call(content: Any, where: str) -> Any:
     return call
 
 
-def _trained(message: Mapping[str, Any], where: str) -> bool:
+def _trained(message: Values, where: str) -> bool:
     """Whether a message may be trained on: not with `weight: 0` (OpenAI, Mistral) or `train: false` (axolotl)."""
     for key in ("weight", "train"):
         if message.get(key, 1) not in (0, 1):  # true and false are equal to these
@@ -455,7 +456,7 @@ def _tools(value: Any) -> tuple[Any, ...] | None:
     return tuple(value)
 
 
-def _variables(value: Any) -> Mapping[str, Any]:
+def _variables(value: Any) -> Values:
     if value is None:
         return {}
     if not isinstance(value, Mapping):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
+from threefold.config.paths import expanded
 from threefold.data.chat.formats import (
     Columns,
     Example,
@@ -22,10 +21,11 @@ from threefold.data.chat.formats import (
 from threefold.data.chat.loss_mask import Encoder
 from threefold.data.chat.preference import labelled_pair
 from threefold.data.chat.template import ChatTemplate
+from threefold.data.text.known_bytes import content_digest
 from threefold.data.text.source import (
     PREFERENCE,
     TRAIN_ON,
-    Labelled,
+    Documents,
     LabellerFor,
     Labels,
     LossMask,
@@ -87,10 +87,9 @@ class RowLabeller:
             shown,
         ]
         parts += [made.train_on, made.lost_texts, made.control_ids, made.bos_id]
-        content = json.dumps(parts, sort_keys=True, default=str).encode()
-        return f"labels 2 {hashlib.blake2b(content, digest_size=16).hexdigest()}"
+        return f"labels 2 {content_digest(json.dumps(parts, sort_keys=True, default=str))}"
 
-    def documents(self, row: Any, log: ReadLog) -> Sequence[Labelled] | tuple[str, str]:
+    def documents(self, row: Any, log: ReadLog) -> Documents:
         """As `Labeller`."""
         if not isinstance(row, dict):
             return f"a JSON {type(row).__name__}, not an object", "one JSON object per line"
@@ -201,7 +200,7 @@ def chat_template(
 def template_file(name: str) -> str:
     """The chat template in a file; a DataError if it cannot be read."""
     try:
-        return Path(name).expanduser().read_text(encoding="utf-8")
+        return expanded(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"data.chat_template = {name!r} cannot be read: {error}",
@@ -221,9 +220,7 @@ def encoder_of(
         train_on,
         lost_texts=labels.lost_texts,
         control_ids=labels.control_tokens == "ids",
-        bos_id=for_texts(
-            tokenizer, bos=labels.bos, control_tokens=labels.control_tokens
-        ).bos_id,
+        bos_id=for_texts(tokenizer, labels).bos_id,
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from threefold.arrays import Bool, Int32, Int64
 from threefold.data.chat.assistant_spans import EVERYWHERE, Turn
-from threefold.data.chat.formats import NO_JSON, Example, Message, RowError
+from threefold.data.chat.formats import NO_JSON, Example, Messages, RowError
 from threefold.data.chat.row_texts import RowTexts
 from threefold.data.chat.template import ChatTemplate, Rendered
 from threefold.data.text.source import KnownText, Labelled
@@ -75,7 +75,7 @@ class Encoder:
             )
         return found
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Messages) -> list[int]:
         """The ids of a conversation, up to where the assistant would begin to write; a RowError as for `labelled`."""
         assert self.template is not None
         example, spelled = self._with_marks(Example(tuple(messages)))
@@ -84,7 +84,7 @@ class Encoder:
         )[0].tolist()
         return ids
 
-    def end_of_turn(self, messages: Sequence[Message]) -> int:
+    def end_of_turn(self, messages: Messages) -> int:
         """The control token that the template writes after an answer to `messages`; the end token if there is none."""
         answered = self.labelled(Example((*messages, {"role": "assistant", "content": "-"})))
         last = answered.ids[answered.loss_mask][-1]

@@ -13,20 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from threefold.data.chat.formats import (
-    Columns,
-    Example,
-    RowError,
-    example_of,
-    values_of,
-)
+from threefold.data.chat.formats import Columns, Example, RowError, example_of, values_of
 from threefold.data.chat.loss_mask import Encoder
 from threefold.data.text.source import SIDES, Labelled, kind_of
+from threefold.jsonl import Values
 
 _ANSWER = "an answer after the prompt: a text, or a turn of the assistant"
 
 
-def labelled_pair(row: Mapping[str, Any], columns: Columns, encoder: Encoder) -> list[Labelled]:
+def labelled_pair(row: Values, columns: Columns, encoder: Encoder) -> list[Labelled]:
     """The documents of a row: the prompt with the chosen answer, then the prompt with the rejected one.
 
     Raises:
@@ -40,7 +35,7 @@ def labelled_pair(row: Mapping[str, Any], columns: Columns, encoder: Encoder) ->
     return pair
 
 
-def pair_of(row: Mapping[str, Any], columns: Columns) -> list[Example]:
+def pair_of(row: Values, columns: Columns) -> list[Example]:
     """The row's prompt with the chosen answer, and with the rejected one.
 
     Raises:
@@ -73,9 +68,7 @@ def _named(name: str) -> Iterator[None]:
         raise type(error)(f"{name!r}: {error.what}", error.expected) from None
 
 
-def _with_prompts(
-    values: Mapping[str, Any], keys: Mapping[str, str]
-) -> Sequence[tuple[Any, Any]]:
+def _with_prompts(values: Values, keys: Mapping[str, str]) -> Sequence[tuple[Any, Any]]:
     """(prompt, answer) of either side, as the row has them; RowError if they cannot be told apart."""
     prompt, answers = values.get("prompt"), [values[name] for name in SIDES]
     for name, answer in zip(SIDES, answers, strict=True):

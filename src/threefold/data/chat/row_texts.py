@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from threefold.data.chat.formats import Message, RowError
+from threefold.data.chat.formats import Message, Messages, RowError
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 EARLIER = "reasoning of earlier turns"
@@ -58,7 +58,7 @@ class RowTexts:
         render: renders other messages as these were, with `prompt` up to where the assistant would begin to write.
     """
 
-    messages: Sequence[Message]
+    messages: Messages
     text: str
     render: Callable[..., str]
 
@@ -194,7 +194,7 @@ def _number(letters: str) -> int:
 
 
 def _with_words(
-    messages: Sequence[Message], only: int | None = None
+    messages: Messages, only: int | None = None
 ) -> tuple[list[Message], list[RowText]]:
     """The messages with a word in place of each text, or of `only` one; and the texts."""
     words = _Words([], only)

@@ -17,7 +17,7 @@ from itertools import accumulate
 from typing import Any
 
 from threefold.data.chat.assistant_spans import Turn, Whole
-from threefold.data.chat.formats import Message, RowError
+from threefold.data.chat.formats import Message, Messages, RowError
 from threefold.data.chat.row_texts import RowTexts
 
 _GENERATION, _END = (
@@ -37,6 +37,8 @@ _RENDERERS = {
     "continue_final_message",
 }
 _RENDERERS |= {"return_assistant_tokens_mask"}
+Tools = Sequence[Any] | None
+Variables = Mapping[str, Any] | None
 # A text that no template writes by itself.
 _WORD = "Aqx"
 _DATE = re.compile(r"\bstrftime_now\b")
@@ -81,10 +83,10 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         *,
-        tools: Sequence[Any] | None = None,
-        variables: Mapping[str, Any] | None = None,
+        tools: Tools = None,
+        variables: Variables = None,
         prompt: bool = False,
     ) -> str:
         """The text of a conversation; with `prompt`, up to where the assistant would begin to write.
@@ -111,12 +113,7 @@ class ChatTemplate:
         )
 
     def _rendered(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        variables: Mapping[str, Any],
-        *,
-        prompt: bool,
+        self, messages: Messages, tools: Tools, variables: Mapping[str, Any], *, prompt: bool
     ) -> str:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -147,10 +144,10 @@ class ChatTemplate:
 
     def rendered(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         *,
-        tools: Sequence[Any] | None = None,
-        variables: Mapping[str, Any] | None = None,
+        tools: Tools = None,
+        variables: Variables = None,
         texts: RowTexts | None = None,
     ) -> Rendered:
         """A conversation's text with all turns of its assistant.
@@ -172,32 +169,18 @@ class ChatTemplate:
             whole.all_marked(self._marks(messages, tools, variables, texts.text), texts),
         )
 
-    def texts(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Any] | None,
-        variables: Mapping[str, Any] | None,
-    ) -> RowTexts:
+    def texts(self, messages: Messages, *, tools: Tools, variables: Variables) -> RowTexts:
         """The texts of a conversation, and where they are in its rendering; a RowError as for `render`."""
         renders = partial(self.render, tools=tools, variables=variables)
         return RowTexts(messages, renders(messages), renders)
 
-    def unwritten(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Any] | None,
-        variables: Mapping[str, Any] | None,
-    ) -> list[str]:
+    def unwritten(self, messages: Messages, *, tools: Tools, variables: Variables) -> list[str]:
         """`tools`, `tool_calls`: which of them the template leaves out, so that the model would not see any of them."""
         calls = [
             {"content": "", **{k: v for k, v in each.items() if k != "tool_calls"}}
             for each in messages
         ]
-        others: dict[str, tuple[Sequence[Message], Any]] = (
-            {"tools": (messages, None)} if tools else {}
-        )
+        others: dict[str, tuple[Messages, Any]] = {"tools": (messages, None)} if tools else {}
         others |= (
             {"tool_calls": (calls, tools)}
             if any(each.get("tool_calls") for each in messages)
@@ -212,13 +195,9 @@ class ChatTemplate:
         return unwritten
 
     def _whole(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        variables: Mapping[str, Any] | None,
-        text: str,
+        self, messages: Messages, tools: Tools, variables: Variables, text: str
     ) -> Whole:
-        def after_mark(said: Sequence[Message]) -> str:
+        def after_mark(said: Messages) -> str:
             shown = self.render(said, tools=tools, variables=variables)
             marked = self._marks(said, tools, variables, shown)
             return shown[marked[-1][1] :] if marked else ""
@@ -232,11 +211,11 @@ class ChatTemplate:
 
     def completion(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         num_prompt: int,
         *,
-        tools: Sequence[Any] | None = None,
-        variables: Mapping[str, Any] | None = None,
+        tools: Tools = None,
+        variables: Variables = None,
     ) -> Rendered:
         """A conversation's text, of which all is the assistant's that follows the first `num_prompt` messages.
 
@@ -254,11 +233,7 @@ class ChatTemplate:
         return Rendered(text, (whole.closed(Turn(len(prompt), len(text), len(messages) - 1)),))
 
     def _marks(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        variables: Mapping[str, Any] | None,
-        text: str,
+        self, messages: Messages, tools: Tools, variables: Variables, text: str
     ) -> list[tuple[int, int]]:
         """Where the stretches lie that the template marks: it is rendered with a character in place of each mark."""
         shown = self._bordered.render(messages, tools=tools, variables=variables)
@@ -328,7 +303,7 @@ class ChatTemplate:
                 return content
         return {}
 
-    def _writes(self, messages: Sequence[Message]) -> bool:
+    def _writes(self, messages: Messages) -> bool:
         """Whether the word of a probe comes out, as messages are, whatever their form."""
         try:
             return _WORD in self._rendered(messages, None, {}, prompt=False)

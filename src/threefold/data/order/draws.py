@@ -11,12 +11,10 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from threefold.arrays import Float64, Int64, UInt64
+from threefold.arrays import Array, Float64, Int64, UInt64
 from threefold.data.order.permutation import hash_counters, key_words
 from threefold.errors import ConfigError
 
@@ -31,7 +29,7 @@ class WeightedDraws:
     """
 
     def __init__(
-        self, weights: Sequence[float] | npt.NDArray[Any], *, seed: int = 0, epoch: int = 0
+        self, weights: Sequence[float] | Array, *, seed: int = 0, epoch: int = 0
     ) -> None:
         """Build the table in O(n log n); a ConfigError without one, for only zeros, or one not finite or negative."""
         self.weights = _checked_weights(weights)
@@ -46,7 +44,7 @@ class WeightedDraws:
         other._keys = key_words("weighted draws", other.seed, epoch, count=2)
         return other
 
-    def at(self, positions: npt.NDArray[Any]) -> Int64:
+    def at(self, positions: Array) -> Int64:
         """Index of the row drawn at each of `positions` (integers >= 0, any shape)."""
         if positions.size and int(positions.min()) < 0:
             raise IndexError(f"{int(positions.min())} is not a position")
@@ -96,7 +94,7 @@ def _scaled(words: UInt64, n: int) -> Int64:
     return ((high * size + (low * size >> _HALF)) >> _HALF).astype(np.int64)
 
 
-def _checked_weights(weights: Sequence[float] | npt.NDArray[Any]) -> Float64:
+def _checked_weights(weights: Sequence[float] | Array) -> Float64:
     checked = np.array(weights, dtype=np.float64)
     wrong = np.argwhere(~(np.isfinite(checked) & (checked >= 0)))
     if checked.ndim == 1 and len(wrong) == 0 and checked.any():

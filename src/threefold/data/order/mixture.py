@@ -21,9 +21,8 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from threefold.arrays import Int64
+from threefold.arrays import Array, Int64
 from threefold.data.order.mixture_turns import LONGEST_PERIOD, LONGEST_TABLE, turns_of
 from threefold.data.order.permutation import MAX_ROWS, Permutation, key_words
 from threefold.errors import ConfigError
@@ -72,7 +71,7 @@ class Mixture:
             int(key_words("source of a mixture", seed, name, count=1)[0]) for name in self.names
         ]
 
-    def locate(self, positions: npt.NDArray[Any]) -> Turns:
+    def locate(self, positions: Array) -> Turns:
         """Source, epoch and position in that epoch for each of `positions` (integers >= 0, any shape)."""
         if positions.size and int(positions.min()) < 0:
             raise IndexError(f"{int(positions.min())} is not a position")
@@ -80,7 +79,7 @@ class Mixture:
         epoch, position = np.divmod(nth, np.array(self.sizes)[source])
         return Turns(source, epoch, position)
 
-    def at(self, positions: npt.NDArray[Any], *, shuffle: bool = True) -> tuple[Int64, Int64]:
+    def at(self, positions: Array, *, shuffle: bool = True) -> tuple[Int64, Int64]:
         """(source, index of the row in it) for each of `positions`; with shuffle off each source is read in order."""
         turns = self.locate(positions)
         if not shuffle:
@@ -98,7 +97,7 @@ class Mixture:
             indices[mine] = of_source
         return turns.source, indices
 
-    def rows_at(self, positions: npt.NDArray[Any], *, shuffle: bool = True) -> Int64:
+    def rows_at(self, positions: Array, *, shuffle: bool = True) -> Int64:
         """Row of each of `positions`, numbered over all sources: those of the first source, then of the second, ..."""
         source, index = self.at(positions, shuffle=shuffle)
         return self._first_row[source] + index

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from threefold.arrays import Int64
+from threefold.arrays import Array, Int64
 
 LONGEST_TABLE = 10_000
 LONGEST_PERIOD = 2**50
@@ -146,7 +145,7 @@ def _of_first(turns: Int64, a: int, period: int) -> Int64:
     return periods * a + found + (remainder >= period) - (remainder < 0)
 
 
-def _low_bits(values: Int64, factor: int) -> npt.NDArray[Any]:
+def _low_bits(values: Int64, factor: int) -> Array:
     return values.astype(np.uint64) * np.uint64(factor)
 
 

@@ -26,17 +26,16 @@ from hashlib import shake_128
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from threefold.arrays import Int64, UInt16, UInt64
+from threefold.arrays import Array, Int64, UInt16, UInt64
 from threefold.errors import ConfigError, DataError
 
 ORDER_VERSION = 2
 _KEYED_AS = 1
 MAX_ROWS = 2**62
 
-IntOrArray = TypeVar("IntOrArray", int, npt.NDArray[Any])
-_Words = npt.NDArray[Any]  # uint32 or uint64
+IntOrArray = TypeVar("IntOrArray", int, Array)
+_Words = Array  # uint32 or uint64
 
 _TABLE_ROWS = 2**13
 _ROUNDS = 8
@@ -114,7 +113,7 @@ class Permutation:
             raise TypeError(f"positions and indices are integers, not {values.dtype}")
         return self._map_flat(values.reshape(-1), inverse=inverse).reshape(values.shape)
 
-    def _map_flat(self, flat: npt.NDArray[Any], *, inverse: bool) -> Int64:
+    def _map_flat(self, flat: Array, *, inverse: bool) -> Int64:
         if flat.size:
             lowest, highest = int(flat.min()), int(flat.max())
             if lowest < 0 or highest >= self.n:
@@ -139,7 +138,7 @@ class Permutation:
     def _inverse_table(self) -> UInt16:
         return np.argsort(self._table).astype(np.uint16)
 
-    def _walk(self, flat: npt.NDArray[Any], *, inverse: bool) -> Int64:
+    def _walk(self, flat: Array, *, inverse: bool) -> Int64:
         """Apply the rounds chunk by chunk; results outside [0, n) are mapped again until they are inside."""
         mapped = np.empty(flat.size, dtype=np.int64)
         last = self._word(self.n - 1)

@@ -25,9 +25,8 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from threefold.arrays import Bool, Int64
+from threefold.arrays import Bool, Indices, Int64
 from threefold.data.rows.concat import (
     IGNORED,
     PADDING,
@@ -39,7 +38,7 @@ from threefold.data.rows.concat import (
     numbered,
 )
 from threefold.data.rows.pieces import cut_documents, cut_pairs
-from threefold.data.store.store import TokenStore
+from threefold.data.store.store import TokenStore, starts_of
 from threefold.errors import DataError
 
 
@@ -127,7 +126,7 @@ class PaddedRows:
         assert self.num_rows == len(self._pieces.lengths) // (2 if self.store.has_pairs else 1)
         return self._pieces.lengths.reshape(self.num_rows, -1)[indices].sum(axis=-1)
 
-    def rows(self, indices: npt.NDArray[np.integer[Any]]) -> RowArrays:
+    def rows(self, indices: Indices) -> RowArrays:
         indices = checked(indices, self.num_rows)
         shape = (len(indices), self.seq_len)
         input_ids = np.full(shape, self.store.end_id or 0, np.int64)
@@ -174,7 +173,7 @@ class PaddedRows:
     @cached_property
     def num_targets(self) -> Int64:
         """As `PackedRows`."""
-        return np.add.reduceat(self._targets, np.concatenate(([0], self._row_ends[:-1])))
+        return np.add.reduceat(self._targets, starts_of(self._row_ends))
 
     def targets_of_documents(self) -> Int64:
         """As `PackedRows`."""
@@ -187,7 +186,7 @@ class PaddedRows:
         """As `PackedRows`."""
         of, ends = self._pieces, self.store.document_ends
         # Without a piece: of a pair that was dropped, nothing; else the document is one token, its first.
-        stops = np.concatenate(([0], ends[:-1])) if self.store.has_pairs else ends.copy()
+        stops = starts_of(ends) if self.store.has_pairs else ends.copy()
         # In their order, so the last piece's stays.
         stops[self._documents] = of.starts + of.lengths + of.cut
         return np.bincount(self._documents, minlength=len(ends)), stops
@@ -203,7 +202,7 @@ class PaddedRows:
         of, order = self._pieces, self._order
         # As in `_fill`: whether a piece's first token is no label.
         unseen = of.continued[order] | self.document_mask
-        unseen[np.concatenate(([0], self._row_ends[:-1]))] = True
+        unseen[starts_of(self._row_ends)] = True
         stops = of.starts[order] + of.lengths[order] + of.cut[order]
         return self.store.count_trained_on(of.starts[order] + unseen, stops)
 

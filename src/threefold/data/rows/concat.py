@@ -15,17 +15,16 @@ with a loss mask, only the tokens that it has are labels.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from threefold.arrays import Bool, Int64
-from threefold.data.store.store import TokenStore
+from threefold.arrays import Bool, Indices, Int64
+from threefold.data.store.store import TokenStore, starts_of
+from threefold.data.text.known_bytes import content_digest
 from threefold.errors import DataError
 
 RowArrays = dict[str, Int64]
@@ -86,7 +85,7 @@ class Rows(Protocol):
 
     @property
     def report(self) -> PackingReport: ...
-    def rows(self, indices: npt.NDArray[np.integer[Any]]) -> RowArrays:
+    def rows(self, indices: Indices) -> RowArrays:
         """`input_ids`, `labels`, `position_ids` and `document_ids` of some rows, each [len(indices), seq_len] int64."""
 
 
@@ -119,7 +118,7 @@ class ConcatRows:
             self.num_rows, self.store.num_tokens, self.store.num_documents, dropped
         )
 
-    def rows(self, indices: npt.NDArray[np.integer[Any]]) -> RowArrays:
+    def rows(self, indices: Indices) -> RowArrays:
         starts = checked(indices, self.num_rows) * self.seq_len
         # windows: (rows, seq_len + 1)
         windows = np.empty((len(starts), self.seq_len + 1), np.int64)
@@ -164,7 +163,7 @@ class ConcatRows:
     def targets_of_documents(self) -> Int64:
         """As `PackedRows`."""
         ends = self.store.document_ends
-        starts = np.concatenate(([0], ends[:-1])) + self.document_mask
+        starts = starts_of(ends) + self.document_mask
         stops = np.minimum(ends, self.num_rows * self.seq_len + 1)
         return self.store.count_trained_on(np.minimum(np.maximum(starts, 1), stops), stops)
 
@@ -173,7 +172,7 @@ class ConcatRows:
     def spans_of_documents(self) -> tuple[Int64, Int64]:
         """As `PackedRows`."""
         ends = self.store.document_ends
-        starts = np.concatenate(([0], ends[:-1]))
+        starts = starts_of(ends)
         # As inputs: a row's last label is the first input of the next one.
         inputs = np.minimum(ends, self.num_rows * self.seq_len)
         in_rows = np.where(
@@ -218,7 +217,7 @@ def numbered(begins: Bool) -> tuple[Int64, Int64]:
     return places - last_begin, np.cumsum(begins, axis=1, dtype=np.int64)
 
 
-def checked(indices: npt.NDArray[np.integer[Any]], num_rows: int) -> Int64:
+def checked(indices: Indices, num_rows: int) -> Int64:
     """`indices` as int64, each in [0, num_rows)."""
     rows = np.asarray(indices, np.int64)
     if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < num_rows):
@@ -231,7 +230,7 @@ def checked(indices: npt.NDArray[np.integer[Any]], num_rows: int) -> Int64:
 def fingerprint_of(store: TokenStore, *settings: object) -> str:
     """Identity of rows: the store's content and every setting of the cut."""
     recipe = f"{store.fingerprint} {settings!r}"
-    return hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
+    return content_digest(recipe)
 
 
 def counted(number: int, noun: str) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from threefold.arrays import Int64
 from threefold.data.rows.concat import Rows
 from threefold.data.store.blocks import LOSS_MASK, OF_TOKENS, Blocks, Change
-from threefold.data.store.store import TokenStore
+from threefold.data.store.store import TokenStore, starts_of
 from threefold.errors import Problem, rows_text
 
 
@@ -72,7 +72,7 @@ class SourceRows(NamedTuple):
 def why_cut(rows: PackedRows) -> dict[str, Int64]:
     """Why tokens that are trained on are labels of no row, of a store with a loss mask: how many, [documents] each."""
     ends = rows.store.document_ends
-    starts = np.concatenate(([0], ends[:-1]))
+    starts = starts_of(ends)
     in_how_many, stops = rows.spans_of_documents()
     lost = rows.store.count_trained_on(stops, ends)
     dropped = (

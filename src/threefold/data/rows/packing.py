@@ -8,16 +8,15 @@ sources have one numbering: first all rows of the first source, then of the seco
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
+from threefold.arrays import Array, Indices
 from threefold.config.schema import DataConfig
 from threefold.data.rows.best_fit import PLACEMENTS, PaddedRows
 from threefold.data.rows.concat import ConcatRows, PackingReport, RowArrays, Rows, checked
@@ -27,6 +26,7 @@ from threefold.data.store.hash_cache import known
 from threefold.data.store.held_out import StoreSide
 from threefold.data.store.open_source import open_store
 from threefold.data.store.store import TokenStore
+from threefold.data.text.known_bytes import content_digest
 from threefold.data.text.source import Source
 from threefold.data.tokens import Tokenizer
 from threefold.errors import ConfigError, DataError, Problem, ThreefoldError
@@ -215,7 +215,7 @@ class MixedRows:
     @cached_property
     def fingerprint(self) -> str:
         recipe = repr([(name, part.fingerprint) for name, part in self.parts.items()])
-        return hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
+        return content_digest(recipe)
 
     @cached_property
     def report(self) -> PackingReport:
@@ -233,7 +233,7 @@ class MixedRows:
         name = list(self.parts)[part]
         return name, row - (int(self._ends[part]) - self._rows[part].num_rows)
 
-    def rows(self, indices: npt.NDArray[np.integer[Any]]) -> RowArrays:
+    def rows(self, indices: Indices) -> RowArrays:
         """As `Rows.rows`; each source is asked once."""
         wanted = checked(indices, self.num_rows)
         part_of = np.searchsorted(self._ends, wanted, side="right")
@@ -280,7 +280,7 @@ def check_ids(store: TokenStore, blocks: Blocks, *, vocab_size: int) -> None:
     )
 
 
-def _first_outside(tokens: npt.NDArray[Any], vocab_size: int) -> int:
+def _first_outside(tokens: Array, vocab_size: int) -> int:
     for start in range(0, len(tokens), _CHUNK):
         part = tokens[start : start + _CHUNK].astype(np.int64)
         if len(outside := np.flatnonzero((part < 0) | (part >= vocab_size))):

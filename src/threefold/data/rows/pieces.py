@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from threefold.arrays import Bool, Int64
-from threefold.data.store.store import TokenStore
+from threefold.data.store.store import TokenStore, starts_of
 from threefold.errors import DataError
 
 
@@ -112,7 +112,7 @@ def _compares(store: TokenStore, chosen: tuple[int, int], rejected: tuple[int, i
 
 def _stretches(ends: Int64) -> tuple[Int64, Int64]:
     """Where each document begins in the stream, and how many tokens it has; both [documents]."""
-    starts = np.concatenate(([0], ends[:-1])).astype(np.int64)
+    starts = starts_of(ends).astype(np.int64)
     return starts, ends - starts
 
 

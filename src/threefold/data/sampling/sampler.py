@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
-from threefold.arrays import Int64
+from threefold.arrays import Array, Int64
 from threefold.data.order.draws import WeightedDraws
 from threefold.data.order.order import Cursor, Plain
 from threefold.data.order.partition import Tail, share, tail_of_sampler
@@ -55,7 +54,7 @@ class DistributedSampler(Sampler[int]):
         *,
         order: OrderName = "threefold",
         tail: Tail | None = None,
-        weights: Sequence[float] | npt.NDArray[Any] | None = None,
+        weights: Sequence[float] | Array | None = None,
         num_samples: int | None = None,
         mesh: Any | None = None,
     ) -> None:
@@ -252,7 +251,7 @@ class DistributedSampler(Sampler[int]):
         return now.epoch, min(position, self.epoch_size) if self.tail == "exact" else position
 
     def _set_draws(
-        self, weights: Sequence[float] | npt.NDArray[Any] | None, num_samples: int | None
+        self, weights: Sequence[float] | Array | None, num_samples: int | None
     ) -> None:
         num_rows = self._num_rows
         if weights is not None and (not self.shuffle or self.order == "torch"):
@@ -333,7 +332,7 @@ class DistributedSampler(Sampler[int]):
         return Permutation(self._num_rows, seed=seed, epoch=epoch).at
 
 
-def _torch_order(num_rows: int, *, seed: int) -> npt.NDArray[Any]:
+def _torch_order(num_rows: int, *, seed: int) -> Array:
     """torch's own shuffle; int32 draws the same permutation as torch's int64 in half the memory."""
     dtype = torch.int32 if num_rows <= _MOST_INT32 else torch.int64
     return torch.randperm(

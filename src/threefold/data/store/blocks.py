@@ -18,9 +18,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy.typing as npt
 import xxhash
 
+from threefold.arrays import Array
 from threefold.errors import DataError
 from threefold.jsonl import from_json
 
@@ -97,7 +97,7 @@ class IdRange:
     def __init__(self) -> None:
         self.low, self.high = 0, -1
 
-    def take(self, tokens: npt.NDArray[Any]) -> None:
+    def take(self, tokens: Array) -> None:
         if not len(tokens) or tokens.dtype.kind == "f":
             return
         low, high = int(tokens.min()), int(tokens.max())

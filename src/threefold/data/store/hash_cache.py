@@ -27,6 +27,7 @@ from threefold.data.store.blocks import (
     with_suffix,
 )
 from threefold.data.store.store import TokenStore, fingerprint_of_content
+from threefold.data.text.known_bytes import content_digest
 from threefold.errors import DataError
 
 # All blocks of a file of up to 64 MiB are read again at every start, and as many of a larger one.
@@ -81,9 +82,7 @@ def known(store: TokenStore, *, cache: Path, sampled: int = SAMPLED) -> Known:
 
 def places_of(prefix: Path, cache: Path) -> tuple[Path, Path]:
     """Where a store's hashes may lie: beside it, or in the cache."""
-    name = hashlib.blake2b(
-        str(with_suffix(prefix, ".bin").resolve()).encode(), digest_size=16
-    ).hexdigest()
+    name = content_digest(str(with_suffix(prefix, ".bin").resolve()))
     return with_suffix(prefix, SUFFIX), cache / "blocks" / f"{name}{SUFFIX}"
 
 

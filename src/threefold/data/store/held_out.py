@@ -7,7 +7,6 @@ no row of the training has a token of a document that is held out, as label or a
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -15,11 +14,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from threefold.arrays import Bool, Int64
+from threefold.arrays import Array, Bool, Int64
 from threefold.data.order.permutation import hash_counters, key_words
 from threefold.data.store.store import TokenStore
+from threefold.data.text.known_bytes import content_digest
 from threefold.errors import DataError
 
 
@@ -62,7 +61,7 @@ class StoreSide(TokenStore):
     @cached_property
     def fingerprint(self) -> str:
         recipe = f"{self._whole.fingerprint} held out 1 {self._recipe!r}"
-        return hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
+        return content_digest(recipe)
 
     def places(self, start: int, stop: int) -> list[tuple[int, int]]:
         """As `TokenStore`."""
@@ -94,7 +93,7 @@ class StoreSide(TokenStore):
         first, last = np.where(run < 0, 0, self._offsets[run] + into).tolist()
         return first, last
 
-    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+    def read(self, start: int, stop: int) -> Array:
         return self._joined(self._whole.read, start, stop)
 
     def trained_on(self, start: int, stop: int) -> Bool:
@@ -117,9 +116,7 @@ class StoreSide(TokenStore):
         run = np.searchsorted(self._offsets, places, side="right") - 1
         return self._begins[run] + places - self._offsets[run]
 
-    def _joined(
-        self, read: Callable[[int, int], npt.NDArray[Any]], start: int, stop: int
-    ) -> npt.NDArray[Any]:
+    def _joined(self, read: Callable[[int, int], Array], start: int, stop: int) -> Array:
         parts = [read(*place) for place in self.places(start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate([read(0, 0), *parts])
 

@@ -22,6 +22,7 @@ from threefold.arrays import Bool, Int64
 from threefold.data.store.prepare import STORE_NAME
 from threefold.data.store.store import StoreInfo, dtype_for, fingerprint_of_content
 from threefold.data.store.writer import StoreWriter
+from threefold.data.text.known_bytes import content_digest
 from threefold.data.text.source import LossMask
 from threefold.data.tokens import Tokenizer
 from threefold.errors import DataError, first_line
@@ -117,9 +118,7 @@ def _store(rows: Any, name: str, folder: Path, tokenizer: Tokenizer) -> Path:
                 writer.add_block(
                     ids, np.array([len(ids)], np.int32), trained_on if with_labels else None
                 )
-            content = hashlib.blake2b(
-                f"{writer.content_hash()} {loss_mask}".encode(), digest_size=16
-            ).hexdigest()
+            content = content_digest(f"{writer.content_hash()} {loss_mask}")
             if with_labels and not writer.num_loss_tokens:
                 what = f"{name} has labels of -100 alone: nothing would be trained on"
                 raise DataError(

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
-from threefold.arrays import Int32, Int64
+from threefold.arrays import Array, Int32, Int64
 from threefold.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -54,7 +53,7 @@ class StoreIndex:
         """Documents' bounds, counted in sequences, [num_documents + 1], memory-mapped."""
         return self._mapped("<i8", _HEADER.size + 12 * self.num_sequences, self.num_bounds)
 
-    def _mapped(self, dtype: str, offset: int, count: int) -> npt.NDArray[Any]:
+    def _mapped(self, dtype: str, offset: int, count: int) -> Array:
         return (
             np.memmap(self.path, dtype, mode="r", offset=offset, shape=(count,))
             if count

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from threefold.config.paths import expanded
 from threefold.config.yaml_text import as_yaml, pasted
 from threefold.data.chat.formats import FORMATS
 from threefold.data.chat.labeller import format_of, labeller_for, template_file
@@ -59,9 +60,7 @@ def open_store(source: Source, *, tokenizer: Tokenizer | None, cache: Path) -> T
             expected="a tokenizer, or a folder made by `threefold data prepare`",
             fix="--data.tokenizer bytes   (or a Hub id or folder)",
         )
-    tokenizer = for_texts(
-        tokenizer, bos=source.labels.bos, control_tokens=source.labels.control_tokens
-    )
+    tokenizer = for_texts(tokenizer, source.labels)
     return cached_store(text, tokenizer, cache=cache, skip_bad=source.skip_bad_lines).open()
 
 
@@ -197,7 +196,7 @@ def _open_one(
     labeller_for: LabellerFor | None,
     memory: Path | None,
 ) -> TextSource:
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if name.startswith(_STORES):
         from threefold.data.store.at_address import text_at
 
@@ -250,7 +249,7 @@ def store_prefix(source: str) -> Path | None:
         from threefold.data.store.at_address import prefix_of
 
         return prefix_of(source)
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_dir():
         prefixes = sorted(idx.with_suffix("") for idx in path.glob("*.idx"))
         if len(prefixes) > 1:

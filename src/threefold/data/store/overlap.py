@@ -16,10 +16,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from threefold.arrays import Bool, Int64, UInt64
+from threefold.arrays import Array, Bool, Int64, UInt64
 from threefold.data.order.permutation import hash_counters, key_words
 from threefold.data.store.store import TokenStore
 
@@ -124,20 +123,20 @@ def overlap(
     return wanted.found(read / max(1, total))
 
 
-def _batches(store: TokenStore, every: int = 1) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+def _batches(store: TokenStore, every: int = 1) -> Iterator[tuple[int, Array]]:
     """(begin, tokens) of stretches of a stream, each with the beginning of the next, for spans that lie in both."""
     for start in range(0, store.num_tokens, _BATCH * every):
         yield start, store.read(start, min(store.num_tokens, start + _BATCH + SPAN - 1))
 
 
-def _spans(tokens: npt.NDArray[Any], begins: Int64) -> UInt64:
+def _spans(tokens: Array, begins: Int64) -> UInt64:
     """Hashes of the spans that begin at some places of up to a batch of tokens."""
     words = hash_counters(tokens.astype(np.uint64), key=_KEY) * _INVERSES[: len(tokens)]
     sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(words, dtype=np.uint64)))
     return (sums[begins + SPAN] - sums[begins]) * _POWERS[begins]
 
 
-def _digest(tokens: npt.NDArray[Any]) -> bytes:
+def _digest(tokens: Array) -> bytes:
     return xxhash.xxh3_128_digest(tokens.astype("<i4").tobytes())
 
 
@@ -182,7 +181,7 @@ class _Wanted:
         return inside
 
     def look(
-        self, name: str, store: TokenStore, ends: Int64, start: int, tokens: npt.NDArray[Any]
+        self, name: str, store: TokenStore, ends: Int64, start: int, tokens: Array
     ) -> None:
         """Looks for them in a batch of the training: in documents that begin in it, and in spans."""
         first, last = np.searchsorted(ends[:-1], (start, start + _BATCH)).tolist()

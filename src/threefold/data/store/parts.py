@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from threefold.arrays import Bool, Int32
+from threefold.arrays import Array, Bool, Int32
 from threefold.data.store.store import dtype_for
 from threefold.data.store.writer import sync
 from threefold.data.text.source import Document, Labelled, Piece, ReadLog, TextSource
@@ -141,7 +140,7 @@ class PartMaker:
         torn = mask is not None and mask.has_pairs and done.num_documents % 2
         return done if sizes == expected[: len(sizes)] and not torn else None
 
-    def read(self, done: PartDone) -> tuple[npt.NDArray[Any], Int32, Bool | None]:
+    def read(self, done: PartDone) -> tuple[Array, Int32, Bool | None]:
         """Tokens (memory-mapped), document lengths and, of a source with a loss mask, that of a finished part.
 
         A DataError if a file is not what was sealed; its seal is removed then, so that the part is made again.
@@ -166,7 +165,7 @@ class PartMaker:
     def _dtype(self) -> np.dtype[Any]:
         return dtype_for(self.tokenizer.vocab_size)
 
-    def _joined(self, documents: list[Document]) -> tuple[npt.NDArray[Any], Int32, Bool]:
+    def _joined(self, documents: list[Document]) -> tuple[Array, Int32, Bool]:
         """Tokens, lengths and loss mask (empty for texts) of a batch."""
         if self.source.loss_mask is None:
             texts = cast("list[str]", documents)
@@ -178,7 +177,7 @@ class PartMaker:
         tokens = np.concatenate([each.ids for each in labelled]).astype(self._dtype)
         return tokens, lengths, np.concatenate([each.loss_mask for each in labelled])
 
-    def _encoded(self, texts: list[str]) -> list[npt.NDArray[Any]]:
+    def _encoded(self, texts: list[str]) -> list[Array]:
         step = self.encode_at_once
         batches = (texts[start : start + step] for start in range(0, len(texts), step))
         return [ids for batch in batches for ids in self.tokenizer.encode_batch(batch)]
@@ -216,9 +215,7 @@ def plan_parts(pieces: Sequence[Piece]) -> list[EncodedPart]:
     return parts
 
 
-def joined(
-    ids: Sequence[npt.NDArray[Any]], *, end_id: int, dtype: np.dtype[Any]
-) -> tuple[npt.NDArray[Any], Int32]:
+def joined(ids: Sequence[Array], *, end_id: int, dtype: np.dtype[Any]) -> tuple[Array, Int32]:
     """The documents of a batch, concatenated, each ended by `end_id`; and their lengths, including it."""
     lengths = np.array([len(document) + 1 for document in ids], np.int64)
     if lengths.max() > np.iinfo(np.int32).max:

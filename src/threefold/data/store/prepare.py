@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import hashlib
 import multiprocessing
 import os
 import shutil
@@ -33,6 +32,7 @@ from threefold.data.store.store import (
     read_info,
 )
 from threefold.data.store.writer import StoreWriter
+from threefold.data.text.known_bytes import content_digest
 from threefold.data.text.source import ReadLog, TextSource, log_error
 from threefold.data.tokens import Tokenizer
 from threefold.errors import NO_SPACE, DataError, RunError
@@ -177,7 +177,7 @@ def _no_folder(to: Path, reason: str) -> DataError:
 def request_of(source: TextSource, tokenizer: Tokenizer, *, skip_bad: bool) -> str:
     """Name of a request: content, tokenizer and the way documents are read."""
     recipe = f"{_FORMAT} {source.fingerprint} {tokenizer.recipe} {skip_bad}"
-    return hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
+    return content_digest(recipe)
 
 
 def found(prefix: Path, request: str) -> PreparedStore | None:

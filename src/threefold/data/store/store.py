@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from threefold.arrays import Bool, Int32, Int64
+from threefold.arrays import Array, Bool, Int32, Int64
 from threefold.data.store.blocks import LOSS_MASK, STORED, Blocks, with_suffix
 from threefold.data.store.index import check_arrays, read_index
+from threefold.data.text.known_bytes import content_digest
 from threefold.data.text.source import LossMask
 from threefold.errors import DataError
 from threefold.jsonl import from_json
@@ -164,7 +164,7 @@ class TokenStore:
         return self._index.lengths()
 
     @cached_property
-    def tokens(self) -> npt.NDArray[Any]:
+    def tokens(self) -> Array:
         """The entire stream, [num_tokens], read-only and memory-mapped."""
         if self.num_tokens == 0 or self.stored is not None:
             return self.read(0, self.num_tokens)
@@ -176,7 +176,7 @@ class TokenStore:
         weakref.finalize(self, os.close, number)
         return number
 
-    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+    def read(self, start: int, stop: int) -> Array:
         """The tokens [start, stop) of the stream; a DataError if they were cut off since the store was opened."""
         # A mapped file that is cut ends the process with SIGBUS, and no word.
         size = self.dtype.itemsize
@@ -296,7 +296,7 @@ _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(
 )
 
 
-def _num_ones(words: npt.NDArray[Any]) -> Int64:
+def _num_ones(words: Array) -> Int64:
     """The number of bits that are set in each word of 64."""
     return _ONES[words.view(np.uint8)].reshape(-1, 8).sum(axis=1, dtype=np.int64)
 
@@ -340,11 +340,14 @@ def _torn_pairs(prefix: Path, info: StoreInfo) -> DataError:
     )
 
 
+def starts_of(ends: Int64) -> Int64:
+    """Where each of several that follow one another begins, by where they end."""
+    return np.concatenate(([0], ends[:-1]))
+
+
 def fingerprint_of_content(content_hash: str, tokenizer_fingerprint: str) -> str:
     """The fingerprint in a store's .json, from `StoreWriter.content_hash`."""
-    return hashlib.blake2b(
-        f"{content_hash} {tokenizer_fingerprint}".encode(), digest_size=16
-    ).hexdigest()
+    return content_digest(f"{content_hash} {tokenizer_fingerprint}")
 
 
 def read_info(prefix: str | Path) -> StoreInfo | None:

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import numpy as np
-import numpy.typing as npt
 
-from threefold.arrays import Bool, Int32
+from threefold.arrays import Array, Bool, Int32
 from threefold.data.store.blocks import (
     LOSS_MASK,
     SUFFIX,
@@ -58,9 +57,7 @@ class StoreWriter:
         for suffix in _WRITTEN:
             self._temporary(suffix).unlink(missing_ok=True)
 
-    def add_block(
-        self, tokens: npt.NDArray[Any], lengths: Int32, loss_mask: Bool | None = None
-    ) -> None:
+    def add_block(self, tokens: Array, lengths: Int32, loss_mask: Bool | None = None) -> None:
         """Appends documents of `lengths`, [documents] int32, whose tokens are concatenated in `tokens`.
 
         Args:

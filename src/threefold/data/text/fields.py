@@ -9,6 +9,7 @@ from typing import Any
 from threefold.data.text.source import (
     MISSING,
     Document,
+    Documents,
     Labeller,
     ReadLog,
     chat_or,
@@ -38,7 +39,7 @@ class TextField:
     def columns(self) -> Sequence[str]:
         return [self.name]
 
-    def documents(self, row: Any, log: ReadLog) -> Sequence[Document] | tuple[str, str]:
+    def documents(self, row: Any, log: ReadLog) -> Documents:
         """As `Labeller`."""
         found = text_of_row(row, self.name, log)
         return [found] if isinstance(found, str) else found

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from threefold.config.paths import expanded
 from threefold.data.text import listing
 from threefold.data.text import rows as text_rows
 from threefold.data.text.fields import AGAIN, SKIP, TextField
@@ -27,6 +28,7 @@ from threefold.data.text.listing import KINDS, TEXTS, FileList, Kind, Known, kin
 from threefold.data.text.source import (
     MAX_PROBLEMS,
     Document,
+    Documents,
     Labelled,
     Labeller,
     LabellerFor,
@@ -161,6 +163,8 @@ class Files:
             and (damage := text_rows.damage(full, compression)) is not None
         ):
             log.bad(damage, expected="a complete file", fix=AGAIN)
+        elif suffix not in (*TEXTS, ".parquet") and _is_utf_16(full, compression):
+            _bad_encoding(full, compression, "it begins as UTF-16", "UTF-16", log)
         elif suffix in TEXTS:
             yield from self._read_text(full, compression, log)
         elif suffix == ".parquet":
@@ -184,12 +188,9 @@ class Files:
             if self.skip_undecodable:
                 log.num_skipped += 1
             else:
-                encoding = "UTF-16" if content[:2] in _UTF_16 else "LATIN1"
-                log.bad(
-                    f"{full} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start:,}",
-                    expected="text files in UTF-8",
-                    fix=f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(full))} > NEW, or {SKIP}",
-                )
+                encoding = "UTF-16" if content.startswith(_UTF_16) else "LATIN1"
+                where = f"byte {error.object[error.start]:#04x} at offset {error.start:,}"
+                _bad_encoding(full, compression, where, encoding, log)
             return
         yield text.removeprefix("\ufeff")
 
@@ -223,7 +224,7 @@ def open_files(
         known: files that other entries of a list read already; those found are added.
     """
     known = {} if known is None else known
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.is_file():
         if (kind := kind_of(path.name)) is None:
             raise _unknown_kind(source, path)
@@ -276,11 +277,27 @@ class _FirstRow:
     recipe, loss_mask = "", None
     columns: Sequence[str] = ()
 
-    def documents(self, row: Any, log: ReadLog) -> Sequence[Labelled] | tuple[str, str]:
+    def documents(self, row: Any, log: ReadLog) -> Documents:
         if isinstance(row, dict):
             self.columns = list(row)
             return [Labelled(np.empty(0, np.int32), np.empty(0, np.bool_))]
         return "not an object", "an object"
+
+
+def _is_utf_16(file: SourceFile, compression: str | None) -> bool:
+    with text_rows.opened(file, compression) as opened:
+        return opened.read(2).startswith(_UTF_16)
+
+
+def _bad_encoding(
+    file: SourceFile, compression: str | None, where: str, encoding: str, log: ReadLog
+) -> None:
+    quoted, convert = shlex.quote(str(file)), f"iconv -f {encoding} -t UTF-8"
+    unpacked = (
+        f"{compression} -dc {quoted} | {convert}" if compression else f"{convert} {quoted}"
+    )
+    what, fix = f"{file} is not UTF-8: {where}", f"{unpacked} > NEW, or {SKIP}"
+    log.bad(what, expected="text files in UTF-8", fix=fix)
 
 
 def _unknown_kind(source: str, path: Path) -> DataError:
@@ -308,7 +325,7 @@ def _nothing_readable(source: str, found: FileList) -> DataError:
         f"relative to {Path.cwd()}",
     )
     fix = f"find -L {shlex.quote(str(found.root))} -type f | head   shows what is there"
-    if (path := Path(source).expanduser()).exists():
+    if (path := expanded(source)).exists():
         what = (
             ": no file in this folder can be read" if path.is_dir() else ": the file is empty"
         )

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
+from threefold.config.paths import expanded
 from threefold.data.text.fields import AGAIN, TextField, require_text, rows_of_table
-from threefold.data.text.known_bytes import Digests, HashedFile, changed
+from threefold.data.text.known_bytes import Digests, HashedFile, changed, content_digest
 from threefold.data.text.source import (
     Document,
     Labeller,
@@ -97,7 +98,7 @@ def open_hub(
 
     assert isinstance(source.name, str)
     dataset_id = source.name.removeprefix("hf:")
-    folder = Path(dataset_id).expanduser()
+    folder = expanded(dataset_id)
     if is_saved(folder):
         return open_saved(source, folder, labeller_for, memory=memory)
     if dataset_id.startswith((".", "/", "~")) and not folder.is_dir():
@@ -239,7 +240,7 @@ def _rows_of(
     else:
         columns = [name for name in labeller.columns if name in dataset.column_names]
     recipe = f"hub 2 {identity} {repr(text_field) if labeller is None else labeller.recipe}"
-    fingerprint = hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
+    fingerprint = content_digest(recipe)
     rows = dataset.select_columns(columns).with_format("arrow")
     return HubRows(name, rows, text_field, fingerprint, files, labeller)
 
@@ -257,7 +258,7 @@ def _not_loaded(source: Source, error: Exception) -> ThreefoldError:
     reason = first_line(cause)
     name, dataset_id = f"data.source = {source.name!r}", str(source.name).removeprefix("hf:")
     again = f"--data.source {dataset_id}   (reads the files of a folder directly, and names the line)"
-    if not Path(dataset_id).expanduser().is_dir():
+    if not expanded(dataset_id).is_dir():
         again = f"--data.revision COMMIT   (one before the damage), or report it at hf.co/datasets/{dataset_id}"
     known: list[tuple[type[Exception] | str, str, str, str]] = [
         (

@@ -42,7 +42,7 @@ class HashedFile(NamedTuple):
     @property
     def content(self) -> str:
         """The size and the digest of the content."""
-        return f"{self.size_bytes}\0{hashlib.blake2b(self.blocks, digest_size=_DIGEST_BYTES).hexdigest()}"
+        return f"{self.size_bytes}\0{content_digest(self.blocks)}"
 
     def refuse_other(self, path: Path) -> None:
         """DataError if a file is not as it was when it was hashed, by what is known of it without reading."""
@@ -130,7 +130,7 @@ class Digests:
 
     def __init__(self, root: Path, memory: Path | None) -> None:
         self._root = root
-        name = hashlib.blake2b(os.fsencode(root.resolve()), digest_size=16).hexdigest()
+        name = content_digest(os.fsencode(root.resolve()))
         self._place = memory / f"{name}.json" if memory is not None else None
         self._known: dict[str, list[Any]] = self._read()
         self._changed = False
@@ -185,6 +185,12 @@ def changed(path: Path, *, fix: str | None = None) -> DataError:
         fix=fix
         or f"touch {path}   and run the same command again when nothing writes to it any more",
     )
+
+
+def content_digest(content: str | bytes) -> str:
+    """The digest by which a content, or what it is made of, is known: 32 hexadecimal digits."""
+    data = content.encode() if isinstance(content, str) else content
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def _digest(data: bytes) -> bytes:

@@ -9,7 +9,6 @@ collected in a `ReadLog`, so that one error names several lines.
 from __future__ import annotations
 
 import difflib
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +16,9 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from threefold.arrays import Bool, Int32
 from threefold.config.yaml_text import pasted
+from threefold.data.text.known_bytes import content_digest
 from threefold.errors import DataError, Problem
+from threefold.jsonl import Values
 
 PREFERENCE = "preference"
 """The format of rows with two answers: their documents are pairs, each a chosen one and the rejected one after it."""
@@ -85,7 +86,7 @@ class Labels:
     train_on: str | None = None
     lost_texts: str = "refuse"
     chat_template: str | None = None
-    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    template_variables: Values = field(default_factory=dict)
     control_tokens: str = "text"
     bos: bool | str = "auto"
 
@@ -157,7 +158,7 @@ class ReadLog:
         if of_its_kind < _OF_A_KIND and len(self.problems) < MAX_PROBLEMS:
             self.problems.append(problem)
 
-    def saw_row(self, row: Mapping[str, Any]) -> None:
+    def saw_row(self, row: Values) -> None:
         """Remembers a row's fields, the longest text first, for the error if no row has the wanted one."""
         if len(self.fields) < MAX_FIELDS:
             texts = {
@@ -189,7 +190,7 @@ class ReadLog:
 MISSING = object()
 
 
-def value_of(row: Mapping[str, Any], name: str) -> Any:
+def value_of(row: Values, name: str) -> Any:
     """The value of a field, or of `inner.field`; a field that has this very name comes first. MISSING without one."""
     if name in row or "." not in name:
         return row.get(name, MISSING)
@@ -201,7 +202,7 @@ def value_of(row: Mapping[str, Any], name: str) -> Any:
     return found
 
 
-def names_in(row: Mapping[str, Any]) -> list[str]:
+def names_in(row: Values) -> list[str]:
     """The names of a row's fields, with `inner.field` for those inside another."""
     return [
         name
@@ -256,6 +257,7 @@ class Labelled(NamedTuple):
 
 
 Document = str | Labelled
+Documents = Sequence[Document] | tuple[str, str]
 
 
 class Labeller(Protocol):
@@ -273,7 +275,7 @@ class Labeller(Protocol):
     def columns(self) -> Sequence[str]:
         """The columns that are read."""
 
-    def documents(self, row: Any, log: ReadLog) -> Sequence[Document] | tuple[str, str]:
+    def documents(self, row: Any, log: ReadLog) -> Documents:
         """The documents of a row, as a list, or (what is wrong, what was expected)."""
 
 
@@ -392,7 +394,7 @@ class ConcatSource:
     @cached_property
     def fingerprint(self) -> str:
         recipe = f"joined 1 {[source.fingerprint for source in self.sources]}"
-        return hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
+        return content_digest(recipe)
 
     @cached_property
     def pieces(self) -> Sequence[Piece]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from threefold.mesh.launchers.info import is_number
+from threefold.mesh.launchers.info import Environ, is_number
 
-Environ = Mapping[str, str]
 _TORCHRUN = (
     "torchrun --nnodes={} --node-rank={} --master-addr={} --nproc-per-node=N -m threefold ..."
 )
@@ -228,11 +227,7 @@ CLUSTERS: dict[str, Cluster] = {
         + "   (modal.experimental.get_cluster_info() has them)",
         several="there are several containers",
     ),
-    "Grid Engine": Cluster(
-        "NHOSTS",
-        _counted("NHOSTS", beside="PE_HOSTFILE"),
-        _MPIRUN,
-    ),
+    "Grid Engine": Cluster("NHOSTS", _counted("NHOSTS", beside="PE_HOSTFILE"), _MPIRUN),
     "HTCondor": Cluster(
         "_CONDOR_NPROCS",
         _counted("_CONDOR_NPROCS", beside="_CONDOR_PROCNO"),

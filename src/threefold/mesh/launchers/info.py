@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from threefold.errors import ConfigError
 
+Environ = Mapping[str, str]
 # As in torch's own examples; below the ports that a kernel assigns (from 32768).
 DEFAULT_PORT = 29500
 _FIRST_PORT, _NUM_PORTS = 15000, 14000
@@ -50,7 +51,7 @@ class LaunchInfo:
 class Variables:
     """An environment, read as a launcher of the given name has set it."""
 
-    environ: Mapping[str, str]
+    environ: Environ
     launcher: str
 
     def number(self, name: str) -> int | None:

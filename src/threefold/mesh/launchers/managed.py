@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from threefold.config.yaml_text import as_yaml
 from threefold.errors import ConfigError, DataError
-from threefold.mesh.launchers.info import is_number
+from threefold.mesh.launchers.info import Environ, is_number
 
 CHANNEL = "channel:"
 _FAILURE_CHARACTERS = 1024
@@ -60,7 +60,7 @@ class Managed:
             self.failure.write_text(text[:_FAILURE_CHARACTERS])
 
 
-def managed(environ: Mapping[str, str]) -> Managed | None:
+def managed(environ: Environ) -> Managed | None:
     """The managed job that this process is a part of; None if there is none.
 
     SageMaker's toolkit and its SDK's own drivers all set SM_HPS, SM_CHANNEL_*, SM_MODEL_DIR and SM_OUTPUT_DIR; their
@@ -108,7 +108,7 @@ def managed(environ: Mapping[str, str]) -> Managed | None:
     )
 
 
-def defaults(environ: Mapping[str, str]) -> tuple[Setting, ...]:
+def defaults(environ: Environ) -> tuple[Setting, ...]:
     """The launcher's suggestions for keys that the config leaves open.
 
     Raises:
@@ -123,7 +123,7 @@ def defaults(environ: Mapping[str, str]) -> tuple[Setting, ...]:
     return tuple(found)
 
 
-def _accelerate_sizes(environ: Mapping[str, str]) -> list[Setting]:
+def _accelerate_sizes(environ: Environ) -> list[Setting]:
     """accelerate's mesh: dp = dp_replicate x dp_shard. Its sizes are all 1 if none was given."""
     sizes = {}
     for axis, name in _ACCELERATE.items():
@@ -156,7 +156,7 @@ def _accelerate_sizes(environ: Mapping[str, str]) -> list[Setting]:
     return [Setting(key, str(sizes[axis]), "accelerate launch") for key, axis in keys.items()]
 
 
-def data_path(source: str, environ: Mapping[str, str]) -> str:
+def data_path(source: str, environ: Environ) -> str:
     """The folder of `channel:NAME`.
 
     Raises:

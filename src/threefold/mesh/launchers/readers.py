@@ -10,19 +10,18 @@ are refused: ranks would wait forever or train alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from threefold.errors import ConfigError
 from threefold.mesh.launchers import info as info_of
 from threefold.mesh.launchers.clusters import reserved
-from threefold.mesh.launchers.info import LaunchInfo, Variables, checked, is_number
+from threefold.mesh.launchers.info import Environ, LaunchInfo, Variables, checked, is_number
 
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ALONE = "otherwise each trains the complete run alone"
 _TORCHRUN = "torchrun --nproc_per_node=N -m threefold ..."
 
 
-def read(environ: Mapping[str, str]) -> LaunchInfo:
+def read(environ: Environ) -> LaunchInfo:
     """This process according to the launcher's variables; `LaunchInfo()` if there are none.
 
     Raises:
@@ -54,7 +53,7 @@ def read(environ: Mapping[str, str]) -> LaunchInfo:
     return _with_rendezvous(environ, outer)
 
 
-def _read_torchrun(environ: Mapping[str, str]) -> LaunchInfo:
+def _read_torchrun(environ: Environ) -> LaunchInfo:
     variables = Variables(environ, "torchrun")
     rank, world_size, port = _torch_numbers(variables)
     restart = variables.number("TORCHELASTIC_RESTART_COUNT") or 0
@@ -78,7 +77,7 @@ def _read_torchrun(environ: Mapping[str, str]) -> LaunchInfo:
     return checked(info, "RANK", "WORLD_SIZE")
 
 
-def _read_plain(environ: Mapping[str, str], outer: LaunchInfo | None) -> LaunchInfo:
+def _read_plain(environ: Environ, outer: LaunchInfo | None) -> LaunchInfo:
     """RANK, WORLD_SIZE and a master, set by hand, by an operator, or by a script around another launcher."""
     variables = Variables(environ, "torchrun")
     rank, world_size, port = _torch_numbers(variables)
@@ -130,7 +129,7 @@ _MPIS = (
 )
 
 
-def _read_mpi(environ: Mapping[str, str]) -> LaunchInfo | None:
+def _read_mpi(environ: Environ) -> LaunchInfo | None:
     for kind, title, prefix in _MPIS:
         names = [f"{prefix}_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
         if any(name in environ for name in names[:2]):
@@ -138,9 +137,7 @@ def _read_mpi(environ: Mapping[str, str]) -> LaunchInfo | None:
     return None
 
 
-def _read_four(
-    environ: Mapping[str, str], kind: str, title: str, names: list[str]
-) -> LaunchInfo:
+def _read_four(environ: Environ, kind: str, title: str, names: list[str]) -> LaunchInfo:
     """From the variables of rank, world size, local rank and local world size."""
     fix = f"start with mpirun -n N python -m threefold ..., or: unset {' '.join(names)}"
     rank, world_size, local_rank, local_world_size = Variables(environ, title).needed(
@@ -150,7 +147,7 @@ def _read_four(
     return checked(info, names[0], names[1])
 
 
-def _read_flux(environ: Mapping[str, str]) -> LaunchInfo | None:
+def _read_flux(environ: Environ) -> LaunchInfo | None:
     """A task of `flux run`, unless it is the only one, as of a script that starts ranks itself."""
     if "FLUX_TASK_RANK" not in environ:
         return None
@@ -171,7 +168,7 @@ def _read_flux(environ: Mapping[str, str]) -> LaunchInfo | None:
     return checked(info, names[0], names[1])
 
 
-def _read_pals(environ: Mapping[str, str]) -> LaunchInfo | None:
+def _read_pals(environ: Environ) -> LaunchInfo | None:
     """A rank of HPE's mpiexec (PALS)."""
     if "PALS_RANKID" not in environ:
         return None
@@ -179,7 +176,7 @@ def _read_pals(environ: Mapping[str, str]) -> LaunchInfo | None:
     return _read_four(environ, "pals", "mpiexec of PALS", names)
 
 
-def _read_mpich(environ: Mapping[str, str]) -> LaunchInfo | None:
+def _read_mpich(environ: Environ) -> LaunchInfo | None:
     """MPICH's and Intel MPI's mpirun (Hydra)."""
     if "PMI_RANK" not in environ and "PMI_SIZE" not in environ:
         return None
@@ -192,7 +189,7 @@ def _read_mpich(environ: Mapping[str, str]) -> LaunchInfo | None:
     return _read_four(environ, "mpich", "MPICH's mpirun", names)
 
 
-def _read_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
+def _read_slurm(environ: Environ) -> LaunchInfo | None:
     """A task of srun; not a batch script, a shell in an allocation, or a step of one task."""
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None
@@ -222,7 +219,7 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
     return checked(info, "SLURM_PROCID", size_name)
 
 
-def _read_kubernetes(environ: Mapping[str, str]) -> LaunchInfo | None:
+def _read_kubernetes(environ: Environ) -> LaunchInfo | None:
     """A pod of Kubeflow's PyTorchJob or TrainJob that runs one process."""
     if "PET_NODE_RANK" not in environ and "PET_NNODES" not in environ:
         return None
@@ -244,7 +241,7 @@ def _read_kubernetes(environ: Mapping[str, str]) -> LaunchInfo | None:
     return checked(info, "PET_NODE_RANK", "PET_NNODES")
 
 
-def _with_rendezvous(environ: Mapping[str, str], info: LaunchInfo) -> LaunchInfo:
+def _with_rendezvous(environ: Environ, info: LaunchInfo) -> LaunchInfo:
     """The info with the place where its ranks meet; for several hosts of an mpirun, the user must name it."""
     variables = Variables(environ, info.launcher or "")
     own_port = variables.port()
@@ -306,7 +303,7 @@ def _refuse_contradiction(rank: int, world_size: int, outer: LaunchInfo) -> None
     )
 
 
-def _refuse_lonely_agent(environ: Mapping[str, str], info: LaunchInfo) -> None:
+def _refuse_lonely_agent(environ: Environ, info: LaunchInfo) -> None:
     """Refuses torchruns that do not know of one another: each would train the complete run."""
     if Variables(environ, "torchrun").number("GROUP_WORLD_SIZE") != 1:
         return
@@ -330,7 +327,7 @@ def _refuse_lonely_agent(environ: Mapping[str, str], info: LaunchInfo) -> None:
             )
 
 
-def _refuse_forgotten_launcher(environ: Mapping[str, str]) -> None:
+def _refuse_forgotten_launcher(environ: Environ) -> None:
     """Refuses to train on one of several reserved hosts."""
     nodes = environ.get("SLURM_JOB_NUM_NODES", "")
     in_job = "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ

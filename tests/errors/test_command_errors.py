@@ -78,11 +78,40 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
 
 
 @pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("data", "prepare", "--data.source", "corpus.txt", "--to", ""), "--to is empty"),
+        (("report", "run", "--to="), "--to is empty"),
+    ],
+)
+def test_what_an_unset_variable_leaves_is_no_value(
+    folder: Path, words: tuple[str, ...], what: str
+) -> None:
+    """As a path it would be the folder of the shell."""
+    assert said(command(folder, *words)).startswith(
+        f"{what}\n  expected: a value: an empty or unset variable of the shell has none\n"
+    )
+    assert [each.name for each in folder.iterdir() if each.name != "cache"] == ["corpus.txt"]
+
+
+def test_what_may_be_empty_stays_so(folder: Path) -> None:
+    program = "import sys; sys.exit(sys.argv[1:] != [''])"
+    done = command(folder, "referee", "--", sys.executable, "-c", program, "")
+    assert "is empty" not in done.stderr and done.returncode == 3
+
+
+@pytest.mark.parametrize(
     ("words", "what", "path"),
     [
         (("export",), "Missing argument 'run'.", "threefold export"),
         (("export", "x"), "Missing option '--to'.", "threefold export"),
         (("trian",), "No such command 'trian'.", "threefold"),
+        (
+            # A slip of the hand, whose divisors nobody waits for.
+            ("plan", "x", "--gpus", str(10**13), "--gpu", "a40"),
+            "Invalid value for '--gpus': Input should be less than or equal to 1048576",
+            "threefold plan",
+        ),
         (
             ("verify", "x", "--against", "y"),
             "Option '--against' requires 2 arguments.",

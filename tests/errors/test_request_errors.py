@@ -307,6 +307,13 @@ def test_grouping_by_length_is_refused_where_rows_are_full_mixed_or_in_order() -
         ("train.steps", "0", "0", "a number greater than 0", "leave train.steps out"),
         ("train.global_batch", "'1'", '"1"', "a whole number", "--train.global_batch 1"),
         ("train.seed", "-1", "-1", "a number of at least 0", "--train.seed 0   (the default)"),
+        (
+            "train.seed",
+            f"{2**63}",
+            f"{2**63}",
+            "a number below 9.22337e+18",
+            "--train.seed 0   (the default)",
+        ),
         ("train.compile", "yes", "yes", "true or false, or auto", "--train.compile true"),
         (
             "train.fused_loss",

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from report_runs import eventful_run, make_run, step_line, write_lines
 from threefold.commands import main
+from threefold.commands import report as report_command
 from threefold.errors import ConfigError
 from threefold.jsonl import Lines, open_file
 from threefold.records.files import unsafe_files
@@ -145,6 +146,21 @@ def test_a_page_is_written_through_no_link(tmp_path: Path) -> None:
     assert (run / "report.html").stat().st_size > 10_000 and not (
         run / "report.html"
     ).is_symlink()
+
+
+@pytest.mark.parametrize("to", ["pipe", "link", "/dev/stdout", "/dev/null"])
+def test_what_is_no_ordinary_file_is_not_replaced(tmp_path: Path, to: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    target = tmp_path / to  # of an absolute one, itself
+    before = os.lstat(target)
+    with pytest.raises(ConfigError, match="is there already, and is no page"):
+        report_command._refuse_other(target)
+    run = make_run(tmp_path / "run", [step_line(1)])
+    if target.parent == tmp_path:
+        done = CliRunner().invoke(main.app, ["report", str(run), "--to", str(target)])
+        assert isinstance(done.exception, ConfigError)
+    assert os.path.samestat(os.lstat(target), before)
 
 
 def test_a_loop_of_links_is_an_error_of_reading(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ imports what it uses.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import re
 import sys
 import time
 from collections.abc import Iterable
@@ -116,6 +118,18 @@ def _print_keys(words: str) -> None:
         typer.echo(f"--{key}  {values}  (default: {each.default})\n      {each.meaning}")
 
 
+def _refuse_empty(arguments: Iterable[str]) -> None:
+    """ConfigError for an empty value of an option; that of a key is refused with the config."""
+    own = itertools.takewhile(lambda each: each != "--", arguments)
+    for before, argument in itertools.pairwise(["", *own]):
+        option = argument or f"{before}="
+        if re.fullmatch(r"--[^.=]+=", option):
+            expected = "a value: an empty or unset variable of the shell has none"
+            raise ConfigError(
+                f"{option[:-1]} is empty", expected=expected, fix=f"{option}VALUE"
+            )
+
+
 def _speaks_for_all() -> bool:
     # All ranks of a host find the same error, but hosts may differ. A wrongly set up launcher has no rank to choose.
     from threefold.mesh import environment
@@ -133,6 +147,7 @@ def run() -> None:
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
     _load([asked] if asked in _COMMANDS else _COMMANDS)
     try:
+        _refuse_empty(arguments)
         match arguments:
             case [name, "-h" | "--help", _, *_] if _COMMANDS.get(name) is CONTEXT:
                 return _print_keys(" ".join(arguments[2:]))

@@ -30,6 +30,7 @@ def command(
         int | None,
         typer.Option(
             min=1,
+            max=2**20,
             help="Every legal mesh of so many devices, estimated and ranked; needs --gpu.",
         ),
     ] = None,

@@ -74,15 +74,20 @@ def command(
 
 
 def _refuse_other(target: Path) -> None:
-    """Raises ConfigError if a file lies there that is no page of a run; a link is replaced, not followed."""
-    if target.is_symlink() or not target.is_file():
+    """Raises ConfigError if what lies there is no page of a run; a link is replaced, not followed."""
+    if not target.exists() or target.is_dir():
         return
-    with target.open("rb") as file:
-        is_page = b" - threefold</title>" in file.read(1 << 16)
-    if not is_page:
+    # A device would be replaced too, and /dev/stdout with it, which may lead to a file.
+    replaced = target.is_file() and Path("/dev") not in target.absolute().parents
+    if not (replaced and (target.is_symlink() or _is_page(target))):
         what = f"{target} is there already, and is no page that `threefold report` wrote"
         raise ConfigError(
             what,
             expected="a new file, or an earlier page to replace",
             fix="--to ANOTHER_FILE.html",
         )
+
+
+def _is_page(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return b" - threefold</title>" in opened.read(1 << 16)

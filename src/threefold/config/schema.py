@@ -251,7 +251,7 @@ class TrainConfig(Section):
     memory_check: bool = Field(
         True, description="refuse a run that is estimated not to fit, before it loads anything"
     )
-    seed: Count = Field(0, description="seed of the random weights and of dropout")
+    seed: Count = Field(0, lt=2**63, description="seed of the random weights and of dropout")
     grad_clip: NonNegativeFloat = Field(
         1.0, description="largest gradient norm; 0 turns clipping off"
     )

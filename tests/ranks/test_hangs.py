@@ -78,8 +78,8 @@ def check(found: list[str], hang: Hang) -> None:
 def test_every_hang_is_named(tmp_path: Path, mesh: tuple[str, ...], last: int) -> None:
     prepare(tmp_path)
     hangs = ways(last)
-    # Four ranks on two busy cores have pauses of three seconds, in their admission and at an evaluation.
-    with hanging(tmp_path, hangs, "--log.dir", "run", *mesh, *RUN, "--log.stall_s", "5") as run:
+    # Four ranks on two busy cores have pauses of five seconds, in their admission and at an evaluation.
+    with hanging(tmp_path, hangs, "--log.dir", "run", *mesh, *RUN, "--log.stall_s", "8") as run:
         for hang in hangs:
             check(run.named(hang, within_s=40), hang)
         assert run.running.wait(30) == 0, run.err

@@ -323,7 +323,7 @@ def _strange_tokens() -> Any:
     import torch.distributed as dist
 
     import threefold
-    from threefold.errors import ConfigError
+    from threefold.errors import ConfigError, ThreefoldError
     from threefold.model.model import Model
     from threefold.training.loss import TokenLoss
 
@@ -340,6 +340,9 @@ def _strange_tokens() -> Any:
             with pytest.raises(ConfigError) as error:
                 call(other)
             refused.append(str(error.value).splitlines()[0])
+            # What one rank alone refuses, the other one does not wait for.
+            with pytest.raises(ThreefoldError, match=f"{token} among"):
+                call(other if mesh.rank else ids)
         Model.refuse_strange = lambda *_, **__: None  # type: ignore[method-assign]
         for rows in ({"input_ids": other, "labels": ids}, {"input_ids": ids, "labels": other}):
             losses.append(step(rows).loss)

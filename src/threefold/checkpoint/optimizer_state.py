@@ -129,10 +129,9 @@ def refuse_other_state(
     held = {name for name in index.entries if name.startswith(_PREFIX)}
     kind = type(optimizer).__name__
     # What is frozen and in no group is not trained any more.
-    frozen = tuple(
-        f".{name}" for name, each in model.named_parameters() if not each.requires_grad
-    )
-    if strange := sorted(name for name in held - wanted.keys() if not name.endswith(frozen)):
+    frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
+    other = held - wanted.keys()
+    if strange := sorted(each for each in other if each.split(".", 2)[-1] not in frozen):
         raise CheckpointError(
             f"the checkpoint has {strange[0]}, which {kind} does not have",
             expected="the state of the same optimizer, with the same options, over the same parameters",

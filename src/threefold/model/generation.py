@@ -32,17 +32,22 @@ def generate(model: Model, input_ids: Tensor, *, seed: int, **options: Any) -> A
             expected="a causal language model of transformers",
             fix="model.module, if it has a generate of its own and is not sharded",
         )
-    check_argument(
-        "input_ids",
-        input_ids,
-        isinstance(input_ids, Tensor) and input_ids.ndim == 2 and input_ids.numel() > 0,
-        expected="this dp rank's prompts, int64 [rows, length], of one length",
-        fix="model.generate(tokenizer(prompts, return_tensors='pt')['input_ids'])",
-    )
-    model.refuse_strange("input_ids", input_ids)
-    given = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), **options}
-    rows = {name: each for name, each in given.items() if isinstance(each, Tensor)}
-    mesh.agree("generate", 0, lambda: ([rows], 0))
+    given = dict(options)
+
+    def read() -> tuple[list[dict[str, Tensor]], int]:
+        check_argument(
+            "input_ids",
+            input_ids,
+            isinstance(input_ids, Tensor) and input_ids.ndim == 2 and input_ids.numel() > 0,
+            expected="this dp rank's prompts, int64 [rows, length], of one length",
+            fix="model.generate(tokenizer(prompts, return_tensors='pt')['input_ids'])",
+        )
+        model.refuse_strange("input_ids", input_ids)
+        given["input_ids"] = input_ids
+        given.setdefault("attention_mask", torch.ones_like(input_ids))
+        return [{name: each for name, each in given.items() if isinstance(each, Tensor)}], 0
+
+    (rows,), _ = mesh.agree("generate", 0, read)
     given |= {name: each.to(mesh.device) for name, each in rows.items()}
     given.setdefault("use_cache", True)
     given["synced_gpus"] = mesh.world_size > 1 and isinstance(module, FSDPModule)

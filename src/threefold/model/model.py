@@ -189,9 +189,16 @@ class Model:
         part = self.mesh.losses[-1] if self.mesh.losses else None
         whole = part.whole_of(rows) if part is not None and cp > 1 else None
         if whole is None:
-            self.refuse_rows(rows)
+
+            def read() -> tuple[list[dict[str, Tensor]], int]:
+                self.refuse_rows(rows)
+                return [rows], 0
+
+            # What one rank refuses, all that share its rows raise: none waits for it.
             if cp * self.mesh.size("tp") > 1:
-                self.mesh.agree("model(...)", 0, lambda: ([rows], 0))
+                self.mesh.agree("model(...)", 0, read)
+            else:
+                read()
             self.trust_no_weight()
         with self.computing(whole or rows) as local:
             logits = self.outputs(local).values
@@ -323,11 +330,7 @@ class Model:
             )
 
     def refuse_rows(self, rows: Mapping[str, Tensor], look: bool = False) -> None:
-        """ConfigError if rows cannot be split over cp, or shared by tp ranks, or have other tokens or longer texts.
-
-        Args:
-            look: read the values, though they are on a device, which is waited for.
-        """
+        """ConfigError for rows that the mesh cannot split, other tokens, longer texts; `look` waits for a device."""
         if look or rows["input_ids"].is_cpu:
             self.refuse_strange("input_ids", rows["input_ids"])
         length, places = rows["input_ids"].shape[1], rows.get("position_ids")

@@ -68,10 +68,8 @@ def _problems(module: nn.Module, mesh: Mesh) -> Iterator[Problem]:
             expected = (
                 "data ranks alone: how its layers or its rows could be split is not known"
             )
-            fix = (
-                f"threefold.init_mesh(dp={mesh.world_size}, {axis}=1)   (dp_shard={mesh.world_size} shards its "
-                "parameters)"
-            )
+            ranks = mesh.world_size
+            fix = f"threefold.init_mesh(dp={ranks}, {axis}=1)   (dp_shard={ranks} shards its parameters)"
             yield Problem(what, expected, fix)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         what = f"a {kind} has no parameter that is trained"

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from os import PathLike, fspath
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -35,7 +34,7 @@ Recomputed = Literal["none", "selective", "full", "offload"]
 
 @in_program(load.as_argument)
 def load_model(
-    name_or_path: str | Path | nn.Module | None = None,
+    name_or_path: str | PathLike[str] | nn.Module | None = None,
     *,
     mesh: Mesh,
     config: Mapping[str, Any] | PretrainedConfig | None = None,

@@ -451,7 +451,7 @@ class Run:
                 each,
                 isinstance(number, int | float) and name not in metrics,
                 expected="a number, by a name that the run does not use itself",
-                fix=f"run.log(numbers, my_{name}={number if isinstance(number, int | float) else 0.5})",
+                fix=f"run.log(numbers, my_{name}=0.5)",
             )
             metrics[name] = number
         self.guards.tell(metrics)

@@ -75,7 +75,7 @@ WITH = $(shell grep -rlE 'mark\.$(1)\b' tests --include='test_*.py' | sort)
 ELSEWHERE := slow or launchers or examples or browser or stores or long
 
 # Of all tests, what `make check` asks is not asked a second time, and what is all elsewhere not imported.
-ASIDE := $(if $(filter tests,$(TESTS)),$(addprefix --ignore=tests/,unit/test_imports.py browser stores))
+ASIDE := $(if $(filter tests,$(TESTS)),$(addprefix --ignore=tests/,unit/test_imports.py unit/test_house.py browser stores))
 
 test: $(VENV)/.dev
 	$(PYTEST) -m "not (ranks or $(ELSEWHERE))" $(ASIDE) $(TESTS)

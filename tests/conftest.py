@@ -84,6 +84,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _what_a_file_leaves_is_frozen() -> Iterator[None]:
+    """Modules imported late, and caches: a Trainer, which collects garbage at each start, took seconds for them."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _no_mesh_is_left() -> Iterator[None]:
     """A test closes the mesh that it made: samplers of the tests after it would take their place from it."""

@@ -674,6 +674,8 @@ PLANTED: dict[str, tuple[Any, str, Any, str]] = {
 
 # Found after many histories.
 LONG = (
+    "damage is not looked for",
+    "any folder is taken",
     "links are folders",
     "a save replaces what has its name",
     "a save is not noted",

@@ -8,6 +8,7 @@ outside of this machine can reach a run of local ranks. They end with this proce
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -79,9 +80,14 @@ def start_server(modules: Sequence[str]) -> None:
 def serve() -> None:
     """For such a server: it ends with the process that started it, and its children take signals."""
     die_with_parent()
-    os.register_at_fork(
-        after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-    )
+    gc.disable()  # what is imported stays
+    os.register_at_fork(after_in_child=_leave_server)
+
+
+def _leave_server() -> None:
+    gc.freeze()
+    gc.enable()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
 
 def start_ranks(
@@ -174,7 +180,9 @@ class _Ranks:
         failed: BaseProcess | None = None
         ask_at = until = float("inf")
         while (alive := self._alive()) and time.monotonic() < until:
-            _wait(alive, signals, min(ask_at, until))
+            # Until a signal has arrived or one has ended, or it is time; a kernel cannot wait for ever.
+            ends = [signals.reader, *(process.sentinel for process in alive)]
+            connection.wait(ends, min(max(0.0, min(ask_at, until) - time.monotonic()), 1e6))
             for number in signals.arrived():
                 if stopped is None:
                     stopped = number
@@ -187,12 +195,7 @@ class _Ranks:
             ):
                 # It could not report that itself.
                 if (failed.exitcode or 0) < 0 or failed.exitcode == _SERVER_GONE:
-                    print(
-                        f"{_how_ended(failed, failed.exitcode or 0)}\n",
-                        end="",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    sys.stderr.write(f"{_how_ended(failed, failed.exitcode or 0)}\n")
                 alone_s = (
                     grace_s if failed.exitcode == EXIT_STOPPED_WITH_CHECKPOINT else _ALONE_S
                 )
@@ -212,8 +215,7 @@ class _Ranks:
             return first if first is not None and first >= 0 else 128 + stopped, False
         if failed is None and (failed := self._first_failed()) is None:
             return 0, False
-        final = next((code for code in codes if code in _FINAL), None)
-        if final is not None:
+        if (final := next((each for each in codes if each in _FINAL), None)) is not None:
             return final, False
         code = failed.exitcode
         return code if code is not None and 0 < code != _SERVER_GONE else EXIT_FAILED, True
@@ -248,12 +250,6 @@ class _Ranks:
             assert process.pid is not None
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
-
-
-def _wait(processes: Sequence[BaseProcess], signals: Signals, until: float) -> None:
-    """Returns when a signal has arrived or any of `processes` has ended, be it before this call, or at `until`."""
-    patience = None if until == float("inf") else max(0.0, until - time.monotonic())
-    connection.wait([signals.reader, *(process.sentinel for process in processes)], patience)
 
 
 @contextlib.contextmanager

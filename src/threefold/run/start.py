@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -333,8 +334,11 @@ def topology_here(config: Config, *, force: bool = False) -> tuple[Topology, str
 
 
 def _run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
+    gc.disable()  # a second of seven would go into looking for garbage in what is imported, and stays
     from threefold.run.rank import run_rank
 
+    gc.freeze()
+    gc.enable()
     return run_rank(loaded, topology, why)
 
 

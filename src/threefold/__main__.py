@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import signal
+import sys
 
 # transformers imports torchao wherever it is installed, and it warns of each of its kernels that cannot be loaded, and
 # torch of what it registers.
@@ -12,9 +14,13 @@ for _name in ("torchao", "torch.utils._pytree"):
 
 def main() -> None:
     """The entry point of the command `threefold`."""
-    from threefold.commands.main import run
+    try:
+        from threefold.commands.main import run
 
-    run()
+        run()
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one does not wait for the end
+        sys.exit(130)
 
 
 if __name__ == "__main__":

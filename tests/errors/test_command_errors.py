@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -461,3 +462,26 @@ def test_full_disk_is_said_in_three_parts(
     said = capsys.readouterr().err.split("\n")
     assert ended.value.code == 1 and said[0].startswith("a disk is full: ")
     assert said[1].startswith("  expected: ") and said[2].startswith("  fix: free space")
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"), [(EOFError, EOFError), (KeyboardInterrupt, SystemExit)]
+)
+def test_file_that_ends_too_early_is_not_taken_for_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], ends: type[BaseException]
+) -> None:
+    """typer answers both by the same error, and the command ended without a word."""
+    from threefold import __main__ as command
+    from threefold.commands import main
+
+    def ended(**_: object) -> None:
+        raise main.typer.Abort from error()
+
+    monkeypatch.setattr(main, "_load", lambda _: None)
+    monkeypatch.setattr(main, "app", ended)
+    monkeypatch.setattr("sys.argv", ["threefold", "--version"])
+    handled = signal.getsignal(signal.SIGINT)
+    with pytest.raises(ends) as seen:
+        command.main()
+    signal.signal(signal.SIGINT, handled)
+    assert getattr(seen.value, "code", 130) == 130

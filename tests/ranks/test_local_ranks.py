@@ -251,6 +251,48 @@ def test_nohup_protects_the_ranks(tmp_path: Path) -> None:
         assert going.wait(20) == 128 + signal.SIGTERM
 
 
+INTERRUPTED = """
+import os, signal, sys, time
+from multiprocessing.process import BaseProcess
+
+from threefold.mesh import local_ranks
+
+start = BaseProcess.start
+
+
+def interrupted(process):
+    start(process)
+    for each in (process.pid, os.getpid()):
+        os.kill(each, signal.SIGINT)
+
+
+if __name__ == "__main__":
+    local_ranks.preload(())
+    BaseProcess.start = interrupted
+    sys.exit(local_ranks.start_ranks(time.sleep, (60,), num_ranks=2))
+"""
+LOST = INTERRUPTED.replace("    start(process)", "    raise EOFError")
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "error"),
+    [(INTERRUPTED, 130, ""), (LOST, 1, "the process that the ranks are forked from was ended")],
+    ids=["interrupted", "without their server"],
+)
+def test_ranks_that_are_starting(program: str, code: int, error: str, tmp_path: Path) -> None:
+    """A rank that was just forked lost a Ctrl-C, or printed where it found it; the others waited for it."""
+    (tmp_path / "starts.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "starts.py"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert (done.returncode, done.stderr.partition("\n")[0]) == (code, error)
+
+
 SCRIPT = """
 import threefold
 print("the script")

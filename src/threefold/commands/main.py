@@ -168,8 +168,9 @@ def run() -> None:
             f"{Problem(error.format_message(), f'{path} as its help describes it', fix)}\n"
         )
         sys.exit(error.exit_code)
-    except typer.Abort:
-        sys.exit(130)
+    except typer.Abort as abort:
+        # Ctrl-C; but typer takes any EOFError for the end of what is typed.
+        raise abort.__cause__ or KeyboardInterrupt from None
     except ThreefoldError as error:
         if _speaks_for_all():
             from threefold.mesh import environment
@@ -186,5 +187,3 @@ def run() -> None:
             raise
         sys.stderr.write(f"{told}\n")
         sys.exit(told.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)

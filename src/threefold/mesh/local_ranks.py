@@ -78,16 +78,22 @@ def start_server(modules: Sequence[str]) -> None:
 
 
 def serve() -> None:
-    """For such a server: it ends with the process that started it, and its children take signals."""
+    """For such a server: it ends with the process that started it, and its children take signals from their first
+    moment, when multiprocessing would let them lose a Ctrl-C, or print where it found them.
+    """
     die_with_parent()
     gc.disable()  # what is imported stays
-    os.register_at_fork(after_in_child=_leave_server)
+    heard = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    interrupted = signal.SIG_DFL if heard else signal.SIG_IGN
+    signal.signal(signal.SIGINT, interrupted)
 
+    def leave_server() -> None:
+        signal.signal(signal.SIGINT, interrupted)
+        gc.freeze()
+        gc.enable()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
-def _leave_server() -> None:
-    gc.freeze()
-    gc.enable()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    os.register_at_fork(after_in_child=leave_server)
 
 
 def start_ranks(
@@ -171,11 +177,20 @@ class _Ranks:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process.pid, signal.SIGKILL)
 
-    def run(self, signals: Signals, grace_s: float, ended: _Ended) -> tuple[int, bool]:
-        """Starts the ranks and waits for their end; returns the exit code, and whether another start could help."""
+    def _start(self) -> None:
         with _main_left_out() if self._own else contextlib.nullcontext():
             for process in self._all:
                 process.start()
+
+    def run(self, signals: Signals, grace_s: float, ended: _Ended) -> tuple[int, bool]:
+        """Starts the ranks and waits for their end; returns the exit code, and whether another start could help."""
+        try:
+            self._start()
+        except (EOFError, ConnectionError):
+            lost = _how_ended(self._all[0], _SERVER_GONE)
+            print(lost, file=sys.stderr)
+            ended(-1, -signal.SIGKILL, str(lost))
+            return EXIT_FAILED, True
         stopped: int | None = None
         failed: BaseProcess | None = None
         ask_at = until = float("inf")
@@ -320,6 +335,8 @@ def _rank_process(
     torch.set_num_threads(threads)
     code = EXIT_FAILED
     try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         code = entry(*args) or 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else EXIT_FAILED

@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path) -> Any:
     """A fresh copy of a run of four steps."""
     yield Path(shutil.copytree(folder / "run", folder / "copy"))
-    shutil.rmtree(folder / "copy")
+    shutil.rmtree(folder / "copy", ignore_errors=True)
 
 
 def _small_files() -> None:
@@ -73,6 +73,38 @@ def test_disk_that_takes_no_more(folder: Path, run: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert curve(run) == curve(folder / "whole")
     assert _steps(run) == [6, 8]
+
+
+def _moved_after_a_save() -> None:
+    from threefold.run.folder import RunFolder
+
+    commit = RunFolder.commit
+
+    def commit_and_move(folder: RunFolder, *arguments: Any, **named: Any) -> Any:
+        saved = commit(folder, *arguments, **named)
+        folder.path.rename(f"{folder.path}-moved")
+        return saved
+
+    RunFolder.commit = commit_and_move  # type: ignore[method-assign]
+
+
+def test_folder_that_is_moved_while_its_run_goes(folder: Path, run: Path) -> None:
+    """The run ended as done, in a new folder at the old place that had its last checkpoints and nothing else."""
+    moved = folder / "copy-moved"
+    arguments = ("--log.dir", "copy", "--checkpoint.on_error", "continue")
+    done = command(
+        folder, "train", "config.yaml", *TO_STEP_8, *arguments, first=_moved_after_a_save
+    )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "the run's folder copy was moved or removed, while this start trained\n"
+        "  expected: its metrics, audit and checkpoints in the folder that it began in, and nobody else's\n"
+        "  fix: threefold resume FOLDER   (where it lies now), and move a folder when its run has ended\n",
+    )
+    assert not run.exists() and _steps(moved)[-1] == 6
+    again = command(folder, "resume", "copy-moved")
+    assert again.returncode == 0, again.stderr
+    assert curve(moved) == curve(folder / "whole")
 
 
 def test_disk_that_takes_no_more_need_not_end_the_run(folder: Path, run: Path) -> None:

@@ -144,10 +144,11 @@ class Checkpointer:
         stored = self.stored
         begin = partial(checkpoints.begin, step)
         abandon = partial(checkpoints.abandon, step)
-        job = Save(step, state, begin, commit, abandon)
+        refusal = self.folder.refusal
+        job = Save(step, state, begin, commit, abandon, refusal)
         if stored is not None:
             done = partial(stored.send, checkpoints.at(step), best=best is not None)
-            job = replace(job, refusal=stored.mirror.refusal, done=done)
+            job = replace(job, refusal=lambda: refusal() or stored.mirror.refusal(), done=done)
         self.saver.save(job)
         if best is not None:
             self._best = best

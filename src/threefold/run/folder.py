@@ -35,7 +35,7 @@ from threefold.config.paths import (
     with_absolute_paths,
 )
 from threefold.config.schema import Config
-from threefold.errors import CheckpointError, ConfigError
+from threefold.errors import CheckpointError, ConfigError, RunError, ThreefoldError
 from threefold.mesh import environment
 from threefold.run import resume_choice
 
@@ -209,6 +209,21 @@ class RunFolder:
             names = [path.name for path in aside]
             self.journal.append("rewind", start=identity.author.start, step=step, aside=names)
         return {"author": author, "aside": [str(path) for path in aside]}
+
+    def refusal(self) -> ThreefoldError | None:
+        """Why this start may save no more: the folder is not there any more, or another start has begun in it."""
+        try:
+            identity = Identity.read(self.path)
+        except ConfigError as error:
+            return error
+        if identity is not None and identity.author == self.author:
+            return None
+        what = "was moved or removed" if identity is None else "is another start's now"
+        return RunError(
+            f"the run's folder {self.path} {what}, while this start trained",
+            expected="its metrics, audit and checkpoints in the folder that it began in, and nobody else's",
+            fix="threefold resume FOLDER   (where it lies now), and move a folder when its run has ended",
+        )
 
     def commit(
         self,

@@ -473,11 +473,13 @@ class Run:
             self.guards.progress.enter("save")
             states = {name: each.state_dict() for name, each in self._stateful.items()}
             asked = self.config.checkpoint
-            ends = saving.Ends(partial(self._commit, self.step))
+            refusal = self.folder.refusal
+            ends = saving.Ends(partial(self._commit, self.step), refusal=refusal)
             checkpoints = self.folder.checkpoints
             if (stored := self.stored) is not None:
                 done = partial(stored.send, checkpoints.at(self.step), best=False)
-                ends = dataclasses.replace(ends, refusal=stored.mirror.refusal, done=done)
+                refused = lambda: refusal() or stored.mirror.refusal()  # noqa: E731
+                ends = dataclasses.replace(ends, refusal=refused, done=done)
             extra = {**self.extra, **states}
             saving.write(
                 self._held,

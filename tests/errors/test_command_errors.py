@@ -81,8 +81,10 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (("data", "prepare", "--data.source", "corpus.txt", "--to", ""), "--to is empty"),
-        (("report", "run", "--to="), "--to is empty"),
+        (("data", "prepare", "--data.source", "corpus.txt", "--to", ""), "nothing after --to"),
+        (("report", "run", "--to="), "nothing after --to"),
+        (("init", ""), "nothing after init"),
+        (("explain", "run", ""), "nothing after run"),
     ],
 )
 def test_what_an_unset_variable_leaves_is_no_value(
@@ -97,8 +99,12 @@ def test_what_an_unset_variable_leaves_is_no_value(
 
 def test_what_may_be_empty_stays_so(folder: Path) -> None:
     program = "import sys; sys.exit(sys.argv[1:] != [''])"
-    done = command(folder, "referee", "--", sys.executable, "-c", program, "")
-    assert "is empty" not in done.stderr and done.returncode == 3
+    for marked in (["--"], ["--steps", "1"], []):
+        done = command(folder, "referee", *marked, sys.executable, "-c", program, "")
+        assert "nothing after" not in done.stderr and done.returncode == 3
+    program = "import sys; sys.exit(sys.argv[1:] != ['--name='])"
+    done = command(folder, "referee", sys.executable, "-c", program, "--name=")
+    assert "nothing after" not in done.stderr and done.returncode == 3
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import itertools
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -65,9 +65,8 @@ _MODULES = {"import": "import_checkpoint"}
 
 
 def _load(names: Iterable[str]) -> None:
-    loaded = {each.name for each in app.registered_commands} | {
-        each.name for each in app.registered_groups
-    }
+    loaded = {each.name for each in app.registered_commands}
+    loaded |= {each.name for each in app.registered_groups}
     for name in names:
         if name in loaded:
             continue
@@ -118,15 +117,18 @@ def _print_keys(words: str) -> None:
         typer.echo(f"--{key}  {values}  (default: {each.default})\n      {each.meaning}")
 
 
-def _refuse_empty(arguments: Iterable[str]) -> None:
-    """ConfigError for an empty value of an option; that of a key is refused with the config."""
-    own = itertools.takewhile(lambda each: each != "--", arguments)
-    for before, argument in itertools.pairwise(["", *own]):
-        option = argument or f"{before}="
-        if re.fullmatch(r"--[^.=]+=", option):
-            expected = "a value: an empty or unset variable of the shell has none"
+def _refuse_empty(arguments: Sequence[str]) -> None:
+    """ConfigError for an empty value; that of a key is refused with the config, and a watched command's are its own."""
+    for before, argument in itertools.pairwise(arguments):
+        loose = before[:1] != "-" != argument[:1]
+        if argument == "--" or (loose and arguments[0] == "referee"):
+            break
+        option = f"{before} " if loose else argument or f"{before}="
+        if (loose and not argument) or re.fullmatch(r"--[^.=]+=", option):
             raise ConfigError(
-                f"{option[:-1]} is empty", expected=expected, fix=f"{option}VALUE"
+                f"nothing after {option[:-1]}",
+                expected="a value: an empty or unset variable of the shell has none",
+                fix=f"{option}VALUE",
             )
 
 
@@ -151,15 +153,13 @@ def run() -> None:
         match arguments:
             case [name, "-h" | "--help", _, *_] if _COMMANDS.get(name) is CONTEXT:
                 return _print_keys(" ".join(arguments[2:]))
-        code = app(standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
+        sys.exit(app(standalone_mode=False))
     except _AnyError as error:
-        context = getattr(error, "ctx", None)
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()
             sys.exit(error.exit_code)
         path = f"threefold {asked}" if asked in _COMMANDS else "threefold"
-        path = context.command_path if context is not None else path
+        path = getattr(getattr(error, "ctx", None), "command_path", path)
         dropped = (
             DROPPED.get(f"{path} {argument.partition('=')[0]}") for argument in arguments
         )

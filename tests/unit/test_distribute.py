@@ -272,6 +272,13 @@ def test_set_epoch_wins_and_the_sampler_is_torchs_place_for_it() -> None:
     assert list(loader) == expected[2]
 
 
+def test_another_loader_over_its_sampler_is_refused() -> None:
+    """accelerator.prepare reads a part of what the sampler gives, which is a share already."""
+    (loader,) = per_rank(numbers(12, batch_size=2), 1)
+    with pytest.raises(ConfigError, match="read by another loader"):
+        next(iter(DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)))
+
+
 def test_state_between_epochs_goes_on_at_the_next() -> None:
     loader, again = (
         distribute(numbers(7, batch_size=2, shuffle=True), place(0, 1)) for _ in range(2)

@@ -269,6 +269,40 @@ def test_set_epoch_wins_and_keeps_the_place_in_its_own_epoch() -> None:
     assert resumed.epoch == 9
 
 
+def test_an_epoch_before_a_loaded_state_is_refused_until_rows_are_read() -> None:
+    (rank,) = samplers(50, 1)
+    rank.set_epoch(3)
+    next(iter(rank))
+    state = rank.state_dict()
+    (resumed,) = samplers(50, 1)
+    resumed.load_state_dict(state)
+    with pytest.raises(ConfigError) as refused:
+        resumed.set_epoch(0)  # a loop whose epochs begin at 0 again
+    assert str(refused.value) == (
+        "set_epoch(0) after a state of epoch 3 was loaded\n"
+        "  expected: that epoch or a later one: the rows of earlier epochs would be read again\n"
+        "  fix: begin the loop's epochs there: for epoch in range(3, ...)   (it is state['epoch'])"
+    )
+    assert len(list(resumed)) == 49
+    resumed.set_epoch(0)
+    assert list(resumed) == whole_epoch(50)
+
+
+def test_torchs_order_resumed_at_an_epochs_end_begins_the_next_iteration_at_the_head() -> None:
+    (rank,) = samplers(10, 1, order="torch")
+    epoch = list(rank)
+    (resumed,) = samplers(10, 1, order="torch")
+    resumed.load_state_dict(rank.state_dict())
+    assert [list(resumed) for _ in range(3)] == [[], epoch, epoch]
+
+
+def test_libraries_take_it_for_torchs_sampler() -> None:
+    """Fabric's setup_dataloaders, for one, divides what any other sampler gives among the ranks."""
+    assert all(
+        isinstance(rank, torch.utils.data.DistributedSampler) for rank in samplers(10, 2)
+    )
+
+
 def iter_of_epoch(epoch: int) -> Iterator[int]:
     (rank,) = samplers(50, 1)
     rank.set_epoch(epoch)

@@ -139,7 +139,7 @@ class DistributedLoader(DataLoader[Any]):
         return self._counting(super().__iter__(), now)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the head of `epoch`; in the epoch of a state just loaded, the place stays."""
+        """Go to the head of `epoch`; in that of a state just loaded the place stays, an earlier one is refused."""
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:

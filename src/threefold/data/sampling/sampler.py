@@ -22,7 +22,6 @@ from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
 
 from threefold.arrays import Array, Int64
 from threefold.data.order.draws import WeightedDraws
@@ -40,8 +39,11 @@ _LARGEST_BLOCK = 2**14
 _MOST_INT32 = 2**31 - 1
 
 
-class DistributedSampler(Sampler[int]):
-    """The indices that one dp rank reads, epoch after epoch; a drop-in for torch's sampler of the same name."""
+class DistributedSampler(torch.utils.data.DistributedSampler[int]):
+    """The indices that one dp rank reads, epoch after epoch; a drop-in for torch's sampler of the same name.
+
+    It is one of torch's by its class, so that libraries do not divide its share among the ranks once more.
+    """
 
     def __init__(
         self,
@@ -79,7 +81,6 @@ class DistributedSampler(Sampler[int]):
         Raises:
             ConfigError: contradictory settings, or an unknown rank.
         """
-        super().__init__()
         self.num_replicas, self.rank = place_on_axis(num_replicas, rank, mesh)
         self.dataset = dataset
         self.shuffle, self._seed, self.drop_last = shuffle, _whole("seed", seed), drop_last
@@ -101,7 +102,7 @@ class DistributedSampler(Sampler[int]):
                 stacklevel=2,
             )
         self.epoch = 0
-        self._begin = 0
+        self._begin = self._loaded = 0
         # The pass that the state counts, and the one that is read: torch begins to read after a loader opens.
         self._pass: Pass | None = None
         self._opened: Pass | None = None
@@ -164,11 +165,14 @@ class DistributedSampler(Sampler[int]):
         When it is exhausted, the epoch advances (not with order="torch", as in torch). For a loader: the indices of the
         pass that it has opened.
         """
-        if not self._by_loop:
-            now = self.open_pass()
-        else:
-            now = self._opened or Pass(
-                self.epoch, self._begin, self._share(self._begin), seed=self.seed
+        now = self._opened if self._by_loop else self.open_pass()
+        if now is None:
+            raise ConfigError(
+                "the sampler of a distributed loader was read by another loader",
+                expected="its own loader, which counts what the loop has: another one (accelerator.prepare's) would "
+                "read a part of this rank's share",
+                fix="leave the loader as threefold.distribute returns it; with accelerate: "
+                "prepare_loader(accelerator, DataLoader(...)) of threefold.integrations.huggingface",
             )
         return itertools.chain.from_iterable(self._blocks(now))
 
@@ -178,10 +182,9 @@ class DistributedSampler(Sampler[int]):
         Where one that was opened before has read nothing yet, both begin at its place.
         """
         before = self._pass
-        begin, self._begin = (
-            before.begin if before is not None and not before.had else self._begin,
-            0,
-        )
+        unread = before is not None and before.positions and not before.had
+        begin = before.begin if before is not None and unread else self._begin
+        self._begin = self._loaded = 0
         self._opened = self._pass = Pass(
             self.epoch, begin, self._share(begin), seed=self.seed, by_loop=self._by_loop
         )
@@ -209,7 +212,8 @@ class DistributedSampler(Sampler[int]):
         return len(self._share(self._place()[1]))
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the head of `epoch`; in the epoch of a state just loaded, the place stays."""
+        """Go to the head of `epoch`; in that of a state just loaded the place stays, an earlier one is refused."""
+        check_not_before(self._loaded, epoch)
         if epoch != self.epoch:
             self.epoch, self._begin, self._pass = _whole("epoch", epoch, from_=0), 0, None
 
@@ -231,6 +235,7 @@ class DistributedSampler(Sampler[int]):
         cursor = Cursor.from_state_dict(state)
         cursor.check(self._made_from)
         self.epoch, self._begin, self._pass = cursor.epoch, cursor.position, None
+        self._loaded = self.epoch
 
     @property
     def _made_from(self) -> dict[str, Plain]:
@@ -330,6 +335,16 @@ class DistributedSampler(Sampler[int]):
         if self.order == "torch":
             return _torch_order(self._num_rows, seed=seed + epoch).__getitem__
         return Permutation(self._num_rows, seed=seed, epoch=epoch).at
+
+
+def check_not_before(loaded: int, epoch: int) -> None:
+    """Refuses an epoch before that of a state just loaded (ConfigError)."""
+    if epoch < loaded:
+        raise ConfigError(
+            f"set_epoch({epoch}) after a state of epoch {loaded} was loaded",
+            expected="that epoch or a later one: the rows of earlier epochs would be read again",
+            fix=f"begin the loop's epochs there: for epoch in range({loaded}, ...)   (it is state['epoch'])",
+        )
 
 
 def _torch_order(num_rows: int, *, seed: int) -> Array:

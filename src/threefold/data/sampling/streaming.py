@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from threefold.data.order.order import Cursor, Plain
-from threefold.data.sampling.sampler import data_axis
+from threefold.data.sampling.sampler import check_not_before, data_axis
 from threefold.errors import ConfigError, DataError
 from threefold.mesh.mesh import Mesh, active_mesh
 
@@ -100,13 +100,14 @@ class StreamingLoader:
         self._shared, self._compared = shared, False
         if shared:
             del self._made_from["rank"]
-        self._begin = 0
+        self._begin = self._loaded = 0
         self._done = 0
         self._seek_to: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         """The rest of the epoch after `load_state_dict`, else the epoch from its head; then the epoch advances."""
-        epoch, self._done, self._begin = self.epoch, self._begin, 0
+        epoch, self._done = self.epoch, self._begin
+        self._begin = self._loaded = 0
         self._loader, self._seek_to = self._open(epoch), None
         batches = iter(self._loader)
         if self._resume == "replay":
@@ -157,7 +158,8 @@ class StreamingLoader:
                 )
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the head of `epoch`; in the epoch of a state just loaded, the place stays."""
+        """Go to the head of `epoch`; in that of a state just loaded the place stays, an earlier one is refused."""
+        check_not_before(self._loaded, epoch)
         if epoch != self.epoch:
             self.epoch, self._begin, self._done, self._seek_to = (
                 operator.index(epoch),
@@ -182,6 +184,7 @@ class StreamingLoader:
         cursor = Cursor.from_state_dict(state)
         cursor.check(self._made_from)
         self.epoch, self._begin, self._done = cursor.epoch, cursor.position, 0
+        self._loaded = self.epoch
         self._seek_to = state["stream"] if self._resume == "seek" else None
 
 

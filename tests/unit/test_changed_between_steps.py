@@ -12,7 +12,7 @@ from torch import nn
 
 import threefold
 from ranks.reference import TINY_LLAMA
-from threefold.errors import ConfigError, DataError
+from threefold.errors import ConfigError, DataError, RunError
 
 DYNAMIC = {
     **TINY_LLAMA,
@@ -439,3 +439,125 @@ def test_nothing_to_learn_still_leaves_the_next_step_as_it_is(mesh: Any) -> None
     with pytest.raises(DataError):
         step(nothing)
     step(batch(2))
+
+
+def test_step_under_autocast_is_refused(mesh: Any) -> None:
+    """The forward has types of its own; the products of the backward alone would be in bfloat16."""
+    step = threefold.TrainStep(model_of(mesh))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError) as error:
+        step(batch(1))
+    assert str(error.value) == (
+        "the step is made under torch.autocast()\n"
+        "  expected: none: the forward has the model's own types, and only the gradients would lose bits\n"
+        "  fix: threefold.load_model(..., dtype='bfloat16'), and step(batch) outside of torch.autocast()"
+    )
+    step(batch(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_torchs_default_type_changes_no_gradient(dtype: torch.dtype, mesh: Any) -> None:
+    numbers = []
+    for default in (torch.float32, dtype):
+        step = threefold.TrainStep(model_of(mesh))
+        torch.set_default_dtype(default)
+        try:
+            numbers.append(step(batch(1)))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-6)
+
+
+def loader_of(mesh: Any) -> Any:
+    data: Any = [
+        {name: rows[0] for name, rows in batch(number).items()} for number in range(12)
+    ]
+    return threefold.distribute(
+        torch.utils.data.DataLoader(data, batch_size=2, shuffle=True), mesh=mesh
+    )
+
+
+OUTSIDE = (
+    " outside of the run\n"
+    "  expected: calls inside of its `with`: before and after, nothing is locked, watched or saved\n"
+    "  fix: with threefold.Run(folder) as run: a new one continues in the folder of the one before"
+)
+
+
+def test_run_is_used_inside_of_its_with_alone(
+    mesh: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    step, loader = threefold.TrainStep(model_of(mesh)), loader_of(mesh)
+    run = threefold.Run(tmp_path / "run", mesh=mesh)
+    with pytest.raises(ConfigError) as error:
+        run.load(step, loader)
+    assert str(error.value) == "run.load(...)" + OUTSIDE
+    with run:
+        run.load(step, loader)
+        for rows in run.steps(loader, until=1):
+            step(rows)
+        with monkeypatch.context() as forked:
+            forked.setattr("os.getpid", lambda: 1)
+            run.__exit__(SystemExit, SystemExit(0), None)  # leaves the run to its parent
+        run.log(accuracy=1.0)
+    for call, name in (
+        (lambda: list(run.steps(loader, until=2)), "run.steps(...)"),
+        (lambda: run.log(accuracy=1.0), "run.log()"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            call()
+        assert str(error.value) == name + OUTSIDE
+    with pytest.raises(ConfigError) as error, run:
+        pass
+    assert str(error.value) == (
+        "a Run is entered again\n"
+        "  expected: one `with` for each: what it guards ends with it\n"
+        "  fix: with threefold.Run(folder) as run: a new one continues in the folder of the one before"
+    )
+
+
+def test_optimizer_that_a_run_does_not_keep_is_refused_inside_of_it(
+    mesh: Any, tmp_path: Path
+) -> None:
+    model, loader = model_of(mesh), loader_of(mesh)
+    kept, other = threefold.TrainStep(model), threefold.TrainStep(model)
+    with threefold.Run(tmp_path / "run", mesh=mesh) as run:
+        run.load(kept, loader)
+        rows = next(run.steps(loader, until=1))
+        with pytest.raises(ConfigError) as error:
+            other(rows)
+        kept(rows)
+    assert str(error.value) == (
+        "the run keeps another optimizer of this model than that of the step\n"
+        "  expected: the step that run.load was given: the state of this one would be in no checkpoint\n"
+        "  fix: run.load(step, loader) with the step that is called"
+    )
+    other(rows)
+
+
+@pytest.mark.parametrize(
+    ("move", "found"),
+    [
+        (lambda loader: next(iter(loader)), (2, 0)),
+        (lambda loader: loader.set_epoch(3), (0, 3)),
+        (lambda loader: list(loader), (0, 1)),
+    ],
+    ids=["a look at a batch", "another epoch", "another loop"],
+)
+def test_loader_that_a_program_moves_ends_its_run_before_a_save_that_could_not_go_on(
+    move: Any, found: tuple[int, int], mesh: Any, tmp_path: Path
+) -> None:
+    step, loader = threefold.TrainStep(model_of(mesh)), loader_of(mesh)
+    with (
+        pytest.raises(RunError) as error,
+        threefold.Run(tmp_path / "run", mesh=mesh) as run,
+    ):
+        run.load(step, loader)
+        for rows in run.steps(loader, until=4):
+            step(rows)
+            if run.step == 2:
+                move(loader)
+    assert str(error.value) == (
+        f"after step 2 the loader is at position {found[0]} of epoch {found[1]}, and the run at position 4 of epoch 0\n"
+        "  expected: a loader that run.steps alone reads and moves: a resume continues from its place\n"
+        "  fix: look at batches of another loader; leave out set_epoch and load_state_dict inside of the run"
+    )

@@ -112,6 +112,11 @@ class Audit:
         self._begin = order.after(self._begin, window.num_steps)
         self._window = self._window_from(window.last_step + 1)
 
+    @property
+    def place(self) -> Place:
+        """Where the order goes on after the steps that were observed."""
+        return self.start.order.after(self._begin, self._window.num_steps)
+
     def close(self) -> None:
         """The run is over, complete or not."""
         if self.record is not None:

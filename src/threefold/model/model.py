@@ -94,6 +94,7 @@ class Model:
         savers: what writes its checkpoints (`threefold.save`), kept from one to the next.
         saved: by the folder of a custom loop, the last step that was saved there, or loaded from there.
         locks: by the same folder, what keeps other processes from saving there; on rank 0.
+        kept: in a run of a program, the `optimizer` whose state its checkpoints have.
         sums: how its gradients and losses are added (`train.reduce`); None: in floating point.
         working: the copy of its weights with which it computes; None: it computes with its parameters.
         before_first_step: is given this and the first micro-batch of a custom loop, to probe a forward of its size.
@@ -112,6 +113,7 @@ class Model:
     savers: dict[Any, Any] = field(default_factory=dict)
     saved: dict[Path, int] = field(default_factory=dict)
     locks: dict[Path, Any] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
     sums: GradientSums = None  # type: ignore[assignment]  # set below
     working: WorkingCopy | None = None
     before_first_step: Callable[[Model, Mapping[str, Tensor]], None] | None = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -164,6 +165,9 @@ class Run:
         self._passes = dict[int, Iterator[Any]]()
         self._saved = -1
         self._began = False
+        self._open: int | None = (
+            None  # not yet; then the process that may use it, or 0 when it is over
+        )
         self._window = Window()
         self._trained: bool | None = None  # in this step; None: outside of one
         self._stopping = False
@@ -177,6 +181,12 @@ class Run:
         Raises:
             ConfigError: it is another's, in use, or not writable. CheckpointError: no checkpoint is undamaged.
         """
+        if self._open is not None:
+            raise ConfigError(
+                "a Run is entered again",
+                expected="one `with` for each: what it guards ends with it",
+                fix="with threefold.Run(folder) as run: a new one continues in the folder of the one before",
+            )
         with contextlib.ExitStack() as stack, self._in_own_words():
             if self._own_watch:
                 self._watch(stack)
@@ -196,6 +206,7 @@ class Run:
             if self.stored is not None:
                 self.stored.send_if_missing(self.folder)
             self._stack = stack.pop_all()
+        self._open = os.getpid()
         return self
 
     def __exit__(
@@ -210,6 +221,8 @@ class Run:
             SystemExit: 75, after a stop signal, when the state is saved.
         """
         stopped = False
+        if self._open != os.getpid():
+            return  # a child of it that was forked
         try:
             if self._program and error is not None:
                 self._failed(error)
@@ -218,9 +231,13 @@ class Run:
                     stopped = self._end_of_program()
                 self.watch.leave()
         except BaseException as raised:
-            self._stack.__exit__(type(raised), raised, raised.__traceback__)
+            kind, error, trace = type(raised), raised, raised.__traceback__
             raise
-        self._stack.__exit__(kind, error, trace)
+        finally:
+            self._open = 0
+            if self._held is not None:
+                self._held.model.kept.clear()
+            self._stack.__exit__(kind, error, trace)
         if stopped:
             self.mesh.close()
             raise SystemExit(EXIT_STOPPED_WITH_CHECKPOINT)
@@ -334,6 +351,8 @@ class Run:
         )
         for name, each in {"loader": loader, **stateful}.items():
             saving.check_stateful(name, each)
+        self._require_open("run.load(...)")
+        step.model.kept["optimizer"] = step.optimizer
         self._held = saving.Held(step.model, step, loader)
         self._stateful = stateful
         step.progress, step.after = self.watch.progress, partial(self._computed, step)
@@ -386,6 +405,7 @@ class Run:
             expected="the number of the last step",
             fix="until=1000",
         )
+        self._require_open("run.steps(...)")
         with self._in_own_words():
             self._refuse_batches(batches)
         self._start = partial(self._begin, batches)
@@ -625,8 +645,22 @@ class Run:
             **audited,
         )
 
+    def _refuse_moved(self, known: Place, order: Order) -> None:
+        """RunError if the next start would not continue where this one is: it would be refused."""
+        assert self._held is not None
+        state = self._held.loader.state_dict()
+        if (place := order.begin(Place(state["epoch"], state["position"]))) != known:
+            raise RunError(
+                f"after step {self.step} the loader is at position {place.position} of epoch {place.epoch}, and the "
+                f"run at position {known.position} of epoch {known.epoch}",
+                expected="a loader that run.steps alone reads and moves: a resume continues from its place",
+                fix="look at batches of another loader; leave out set_epoch and load_state_dict inside of the run",
+            )
+
     def _start_of(self, loader: Any, order: Order) -> SegmentLine:
         """Where a loader continues, whose rows are known by their indices in the dataset."""
+        if not self.step:
+            self._refuse_moved(order.begin(Place(0, 0)), order)
         state = loader.state_dict()
         return SegmentLine.of(
             order,
@@ -645,6 +679,8 @@ class Run:
         if not self._trained:
             self.guards.tell({"step": self.step, "skipped": "no step(batch) with what it read"})
         self._trained = None
+        if (audit := self.guards.audit) is not None and audit.start.every:
+            self._refuse_moved(audit.place, audit.start.order)
         self._stopping = self.guards.after(self.step)
         self.guards.stop.saving = self._stopping
         self.guards.prove(self.step, saving=False)
@@ -690,7 +726,16 @@ class Run:
         if self.stored is not None:
             self.stored.mirror.join(LINGER_S)
 
+    def _require_open(self, what: str) -> None:
+        if self._open != os.getpid():
+            raise ConfigError(
+                f"{what} outside of the run",
+                expected="calls inside of its `with`: before and after, nothing is locked, watched or saved",
+                fix="with threefold.Run(folder) as run: a new one continues in the folder of the one before",
+            )
+
     def _require_begun(self, what: str) -> None:
+        self._require_open(what)
         if self._start is not None and not self._began:
             with self._in_own_words():
                 self._start()

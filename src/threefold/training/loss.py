@@ -159,7 +159,8 @@ class TokenLoss:
             gradient.mul_((1 + 2 * self.z_loss * normaliser)[:, None])
         if self.label_smoothing:
             gradient.sub_(self.label_smoothing / (self.vocabulary if self._is_split else width))
-        at_target = gradient.gather(1, place) - own[:, None] * (1 - self.label_smoothing)
+        counted = own[:, None].to(gradient)  # a bool times a number has torch's default type
+        at_target = gradient.gather(1, place) - counted * (1 - self.label_smoothing)
         return gradient.scatter_(1, place, at_target)
 
     def _gradient_by_kernel(self, found: _Found, dtype: torch.dtype) -> Tensor:

@@ -302,6 +302,18 @@ class TrainStep:
                     expected="gradients: a step trains",
                     fix="call step(batch) outside of torch.no_grad(); threefold.EvalStep(model) evaluates",
                 )
+            if torch.is_autocast_enabled(self._mesh.device.type):
+                raise ConfigError(
+                    "the step is made under torch.autocast()",
+                    expected="none: the forward has the model's own types, and only the gradients would lose bits",
+                    fix="threefold.load_model(..., dtype='bfloat16'), and step(batch) outside of torch.autocast()",
+                )
+            if self.model.kept.get("optimizer", self.optimizer) is not self.optimizer:
+                raise ConfigError(
+                    "the run keeps another optimizer of this model than that of the step",
+                    expected="the step that run.load was given: the state of this one would be in no checkpoint",
+                    fix="run.load(step, loader) with the step that is called",
+                )
             self._refuse_changed()
             wait_for_trained(self.model)
             batches = read()

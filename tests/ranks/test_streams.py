@@ -49,13 +49,18 @@ def test_run_over_a_stream_is_that_of_one_process_and_resumes(
         assert [loss for part in parts for loss in part] == pytest.approx(whole, rel=1e-5)
 
 
-def _split_already() -> str:
+def _differs(shuffled: bool) -> str:
+    import datasets
+
     import threefold
     from threefold.data.sampling.streaming import StreamingLoader
 
     mesh = threefold.init_mesh(dp=2)
+    rows = datasets.Dataset.from_dict({"i": list(range(8))}).to_iterable_dataset()
+    # Without a seed, each process draws one.
+    stream: Any = rows.shuffle(buffer_size=4) if shuffled else Stream(mesh.dp_rank)
     try:
-        next(iter(StreamingLoader(Stream(mesh.dp_rank), mesh, batch_size=2)))
+        next(iter(StreamingLoader(stream, mesh, batch_size=2)))
     except threefold.errors.DataError as error:
         return str(error)
     finally:
@@ -63,6 +68,8 @@ def _split_already() -> str:
     return "no error"
 
 
-def test_stream_that_differs_by_rank_is_named() -> None:
-    for text in run_ranks(_split_already, 2, timeout_s=60):
+@pytest.mark.parametrize("shuffled", [False, True], ids=["split already", "without a seed"])
+def test_stream_that_differs_by_rank_is_named(shuffled: bool) -> None:
+    for text in run_ranks(_differs, 2, shuffled, timeout_s=60):
         assert text.startswith("the stream does not begin with the same row on ranks 0 and 1")
+        assert "with one seed on every rank" in text

@@ -176,6 +176,14 @@ def test_state_of_another_mesh_is_refused(settings: dict[str, Any], named: str) 
     assert problem_of(caught)[0] == f"the saved state has {named}"
 
 
+def test_state_of_a_stream_that_is_shuffled_without_a_seed_is_refused() -> None:
+    """Another process would read the epoch in another order, and pass over other rows."""
+    first, second = (loader(stream().shuffle(buffer_size=5).map(dict)) for _ in range(2))
+    next(iter(first))
+    with pytest.raises(DataError, match="the saved state has shuffles = "):
+        second.load_state_dict(first.state_dict())
+
+
 def test_data_with_indices_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         loader(Dataset.from_dict({"i": [1]}))  # type: ignore[arg-type]

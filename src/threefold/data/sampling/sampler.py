@@ -182,8 +182,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         Where one that was opened before has read nothing yet, both begin at its place.
         """
         before = self._pass
-        unread = before is not None and before.positions and not before.had
-        begin = before.begin if before is not None and unread else self._begin
+        begin = self._begin
+        if before is not None and before.positions and not before.had:
+            begin = before.begin
         self._begin = self._loaded = 0
         self._opened = self._pass = Pass(
             self.epoch, begin, self._share(begin), seed=self.seed, by_loop=self._by_loop

@@ -17,7 +17,7 @@ In: a `datasets.IterableDataset`. Out: a loader over this dp rank's part of it, 
 
 A torch `IterableDataset` (a WebDataset is one) cannot be split: every rank reads all of it, with one worker at most,
 and keeps every n-th row. So all ranks have equally many batches and one state; rows that do not fill the last round of
-the dp ranks are left out. The first row is compared over all ranks.
+the dp ranks are left out. The first row is compared over all ranks; of the others, by what they shuffle.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch.utils.data
 from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
@@ -89,17 +90,19 @@ class StreamingLoader:
         self._settings = {**sizes, "collate_fn": collate_fn, **loader_settings}
         self._resume = resume
         self._loader: Any = None
-        axis: dict[str, Plain] = {"num_replicas": self.num_replicas, "rank": self.rank}
         self._made_from = {
-            **axis,
             **sizes,
+            "num_replicas": self.num_replicas,
             "resume": resume,
             "num_shards": getattr(dataset, "num_shards", 1),
+            "shuffles": zlib.crc32(
+                repr(_shuffles(getattr(dataset, "_ex_iterable", None))).encode()
+            ),
         }
         self._mesh = mesh if isinstance(mesh, Mesh) else active_mesh()
         self._shared, self._compared = shared, False
-        if shared:
-            del self._made_from["rank"]
+        if not shared:
+            self._made_from["rank"] = self.rank
         self._begin = self._loaded = 0
         self._done = 0
         self._seek_to: Any = None
@@ -126,8 +129,8 @@ class StreamingLoader:
             part = split_dataset_by_node(part, rank=self.rank, world_size=self.num_replicas)
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
+        self._compare_first()
         if self._shared:
-            self._compare_first()
             part = _EveryNth(part, self.rank, self.num_replicas)
         loader = self._loader_class(part, **self._settings)
         if self._seek_to is not None:
@@ -135,10 +138,11 @@ class StreamingLoader:
         return loader
 
     def _compare_first(self) -> None:
-        """DataError on every rank if the stream does not begin with the same row on all of them."""
+        """DataError on every rank if the stream is not shuffled, or does not begin, alike on all of them."""
         if not self._compared and self._mesh is not None:
+            first = next(iter(self._dataset), None) if self._shared else None
             self._mesh.decide(
-                "stream", _digest_of(next(iter(self._dataset), None)), _refuse_other
+                "stream", _digest_of((first, self._made_from["shuffles"])), _refuse_other
             )
         self._compared = True
 
@@ -198,6 +202,18 @@ class _EveryNth(torch.utils.data.IterableDataset[Any]):
         rows = iter(self._stream)
         while len(of_ranks := list(islice(rows, self._size))) == self._size:
             yield of_ranks[self._rank]
+
+
+def _shuffles(examples: Any) -> list[Any]:
+    """The states of the generators by which a stream of datasets shuffles, in all that it is made of."""
+    states: list[Any] = []
+    for value in getattr(examples, "__dict__", {}).values():
+        if isinstance(value, np.random.Generator):
+            states.append(value.bit_generator.state)
+        for part in value if isinstance(value, list) else [value]:
+            if hasattr(part, "shuffle_data_sources"):
+                states += _shuffles(part)
+    return states
 
 
 def _digest_of(row: Any) -> int:

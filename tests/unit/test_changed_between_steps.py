@@ -334,8 +334,14 @@ def _with(**tensors: Any) -> nn.Module:
             "  expected: gradients of all rows: they are summed over ranks, and clipped\n"
             "  fix: Embedding(..., sparse=False)",
         ),
+        (
+            lambda: torch.compile(nn.Linear(2, 2)),
+            "a OptimizedModule is a module that torch has wrapped\n"
+            "  expected: the module itself: load_model copies or shards it\n"
+            "  fix: load_model(module, mesh=mesh) with what was wrapped; then module.compile()",
+        ),
     ],
-    ids=["state", "complex", "integers", "sparse"],
+    ids=["state", "complex", "integers", "sparse", "wrapped"],
 )
 def test_what_cannot_be_trained_or_saved_is_refused(
     module: Any, message: str, mesh: Any

@@ -109,7 +109,7 @@ class Audit:
         self._write(messages, problems)
         if problems:
             raise RunError.of(problems)
-        self._begin = order.after(self._begin, window.num_steps)
+        self._begin = self.place
         self._window = self._window_from(window.last_step + 1)
 
     @property

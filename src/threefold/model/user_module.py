@@ -71,6 +71,13 @@ def _problems(module: nn.Module, mesh: Mesh) -> Iterator[Problem]:
             ranks = mesh.world_size
             fix = f"threefold.init_mesh(dp={ranks}, {axis}=1)   (dp_shard={ranks} shards its parameters)"
             yield Problem(what, expected, fix)
+    wrappers = "torch.nn.parallel", "torch.distributed", "torch._dynamo"
+    if any(base.__module__.startswith(wrappers) for base in type(module).__mro__):
+        yield Problem(
+            f"a {kind} is a module that torch has wrapped",
+            "the module itself: load_model copies or shards it",
+            "load_model(module, mesh=mesh) with what was wrapped; then module.compile()",
+        )
     if not any(parameter.requires_grad for parameter in module.parameters()):
         what = f"a {kind} has no parameter that is trained"
         yield Problem(what, "at least one with requires_grad", "parameter.requires_grad_(True)")

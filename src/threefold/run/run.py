@@ -235,8 +235,6 @@ class Run:
             raise
         finally:
             self._open = 0
-            if self._held is not None:
-                self._held.model.kept.clear()
             self._stack.__exit__(kind, error, trace)
         if stopped:
             self.mesh.close()
@@ -353,6 +351,7 @@ class Run:
             saving.check_stateful(name, each)
         self._require_open("run.load(...)")
         step.model.kept["optimizer"] = step.optimizer
+        self._stack.callback(step.model.kept.clear)
         self._held = saving.Held(step.model, step, loader)
         self._stateful = stateful
         step.progress, step.after = self.watch.progress, partial(self._computed, step)
@@ -660,7 +659,7 @@ class Run:
     def _start_of(self, loader: Any, order: Order) -> SegmentLine:
         """Where a loader continues, whose rows are known by their indices in the dataset."""
         if not self.step:
-            self._refuse_moved(order.begin(Place(0, 0)), order)
+            self._refuse_moved(Place(0, 0), order)
         state = loader.state_dict()
         return SegmentLine.of(
             order,

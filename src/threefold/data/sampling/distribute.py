@@ -156,26 +156,21 @@ class DistributedLoader(DataLoader[Any]):
 
     def _counting(self, batches: Iterator[Any], now: Pass) -> Iterator[Any]:
         sampler = self.sampler
-        size = sampler.epoch_size
-        some_rank_lacks_one = (
-            sampler.tail == "exact" and (size - now.begin) % sampler.num_replicas != 0
-        )
-        this_rank_does = bool(
-            some_rank_lacks_one and now.positions and now.positions[-1] >= size
-        )
+        uneven = sampler.is_uneven(now)
+        lacks_one = bool(uneven and now.positions and now.positions[-1] >= sampler.epoch_size)
         for batch in batches:
             rows = min(self.batch_size or 1, len(now.positions) - now.had)
-            if some_rank_lacks_one and now.had == 0 and self._ignore_last_row is None:
+            if uneven and now.had == 0 and self._ignore_last_row is None:
                 # On the first batch all ranks find the same problem; on the last, only one would.
                 _check_labels(batch, rows)
             sampler.begin_reading(now)
             now.count(rows)
             last = now.had == len(now.positions)
             asked = [now.asked.popleft() for _ in range(min(rows, len(now.asked)))]
-            self.indices = asked[:-1] if last and this_rank_does else asked
+            self.indices = asked[:-1] if last and lacks_one else asked
             yield (
                 (self._ignore_last_row or ignore_last_labels)(batch)
-                if last and this_rank_does
+                if last and lacks_one
                 else batch
             )
         sampler.close_pass(now)

@@ -208,6 +208,10 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         if self._pass is over and self.order != "torch":
             self.epoch, self._pass = over.epoch + 1, None
 
+    def is_uneven(self, now: Pass) -> bool:
+        """Whether some rank has no sample in the last round of a pass that repeats and drops none."""
+        return self.tail == "exact" and (self.epoch_size - now.begin) % self.num_replicas != 0
+
     def rows_left(self) -> int:
         """Rows of this rank from the sampler's place to the end of the epoch; for a loader the same on every rank."""
         return len(self._share(self._place()[1]))
@@ -308,9 +312,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         """The share of an epoch in blocks of Python ints; after the last, the epoch of a bare sampler advances."""
         positions, done, size = now.positions, 0, _FIRST_BLOCK
         indices_at = self._indices_at(now.epoch, now.seed) if positions else None
-        some_rank_lacks_one = (
-            self.tail == "exact" and (self.epoch_size - now.begin) % self.num_replicas != 0
-        )
+        uneven = self.is_uneven(now)
         if not self._by_loop:
             self.begin_reading(now)
         while indices_at is not None and done < len(positions):
@@ -320,7 +322,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             # Padded: the head again.
             indices = indices_at(wanted % self.epoch_size if past_end else wanted).tolist()
             mark = self._stand_in if past_end else self._alone
-            if some_rank_lacks_one and mark is not None and done + len(block) == len(positions):
+            if uneven and mark is not None and done + len(block) == len(positions):
                 indices[-1] = mark(indices[-1])
             yield now.hand_out(indices)
             done, size = done + len(block), min(4 * size, _LARGEST_BLOCK)

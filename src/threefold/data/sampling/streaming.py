@@ -95,9 +95,7 @@ class StreamingLoader:
             "num_replicas": self.num_replicas,
             "resume": resume,
             "num_shards": getattr(dataset, "num_shards", 1),
-            "shuffles": zlib.crc32(
-                repr(_shuffles(getattr(dataset, "_ex_iterable", None))).encode()
-            ),
+            "shuffles": zlib.crc32(repr(_shuffles(None if shared else dataset)).encode()),
         }
         self._mesh = mesh if isinstance(mesh, Mesh) else active_mesh()
         self._shared, self._compared = shared, False
@@ -204,10 +202,10 @@ class _EveryNth(torch.utils.data.IterableDataset[Any]):
             yield of_ranks[self._rank]
 
 
-def _shuffles(examples: Any) -> list[Any]:
+def _shuffles(stream: Any) -> list[Any]:
     """The states of the generators by which a stream of datasets shuffles, in all that it is made of."""
     states: list[Any] = []
-    for value in getattr(examples, "__dict__", {}).values():
+    for value in getattr(stream, "__dict__", {}).values():
         if isinstance(value, np.random.Generator):
             states.append(value.bit_generator.state)
         for part in value if isinstance(value, list) else [value]:

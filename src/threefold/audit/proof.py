@@ -90,9 +90,10 @@ def stretches_of(segments: Sequence[Segment]) -> list[Stretch]:
             ):
                 steps, ahead = divmod(before, order.global_batch)
                 first = step + steps if step else 0
-                found.append(
-                    Stretch(epoch, position, position + count, first, segment.start, ahead)
-                )
+                stop = position + count
+                if order.tail == "exact":  # places past the rows are no reads
+                    stop = min(stop, order.num_rows)
+                found.append(Stretch(epoch, position, stop, first, segment.start, ahead))
     return found
 
 

@@ -66,9 +66,11 @@ def proof_lines(
     chain = _check_lineage(run, lines, checkpoints)
     check_logged(segments, logged)
     if not any(stretch.first_step for stretch in stretches):
-        what = f"{run} has no audited step yet"
-        fix = "wait for the first audit (audit.every steps), or run it with audit.every > 0"
-        raise RunError(what, expected="at least one line of kind steps in audit.jsonl", fix=fix)
+        raise RunError(
+            f"{run} has no audited step yet",
+            expected="at least one line of kind steps in audit.jsonl",
+            fix="wait for the first audit (audit.every steps), or run it with audit.every > 0",
+        )
     first, last = first_and_last_step(segments)
     yield f"{run}: steps {first:,} to {last:,}, {counted(len(segments), 'start')}"
     for segment in segments:

@@ -239,8 +239,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         """
         cursor = Cursor.from_state_dict(state)
         cursor.check(self._made_from)
-        self.epoch, self._begin, self._pass = cursor.epoch, cursor.position, None
-        self._loaded = self.epoch
+        self.epoch = self._loaded = cursor.epoch
+        self._begin = cursor.position
+        self._pass = None
 
     @property
     def _made_from(self) -> dict[str, Plain]:

@@ -101,8 +101,7 @@ class StreamingLoader:
         self._shared, self._compared = shared, False
         if not shared:
             self._made_from["rank"] = self.rank
-        self._begin = self._loaded = 0
-        self._done = 0
+        self._begin = self._loaded = self._done = 0
         self._seek_to: Any = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -163,12 +162,9 @@ class StreamingLoader:
         """Go to the head of `epoch`; in that of a state just loaded the place stays, an earlier one is refused."""
         check_not_before(self._loaded, epoch)
         if epoch != self.epoch:
-            self.epoch, self._begin, self._done, self._seek_to = (
-                operator.index(epoch),
-                0,
-                0,
-                None,
-            )
+            self.epoch = operator.index(epoch)
+            self._begin = self._done = 0
+            self._seek_to = None
 
     def state_dict(self) -> dict[str, Any]:
         """The place of this rank's loop in its stream; each rank keeps its own.
@@ -185,8 +181,9 @@ class StreamingLoader:
         """Resume; a DataError for a state of another rank, number of ranks or workers, or batch size."""
         cursor = Cursor.from_state_dict(state)
         cursor.check(self._made_from)
-        self.epoch, self._begin, self._done = cursor.epoch, cursor.position, 0
-        self._loaded = self.epoch
+        self.epoch = self._loaded = cursor.epoch
+        self._begin = cursor.position
+        self._done = 0
         self._seek_to = state["stream"] if self._resume == "seek" else None
 
 

@@ -170,15 +170,20 @@ def _family(cls: type[ThreefoldError]) -> Iterator[type[ThreefoldError]]:
 
 def full_disk(error: BaseException) -> RunError | None:
     """The user's error for one of a disk that is full; None for any other."""
-    if not isinstance(error, OSError) or error.errno not in NO_SPACE:
+    safetensors = (
+        type(error).__name__ == "SafetensorError"
+    )  # which is no OSError, and says the number
+    if getattr(error, "errno", None) not in NO_SPACE and not (
+        safetensors and any(f"(os error {number})" in str(error) for number in NO_SPACE)
+    ):
         return None
     fix = "free space (`df -h` of the folders that it names), then the same command again"
     return RunError(f"a disk is full: {error}", expected="room for what is written", fix=fix)
 
 
-def refused_path(error: OSError) -> ConfigError | None:
+def refused_path(error: BaseException) -> ConfigError | None:
     """The user's error for a path that the system refuses to a command; None for an error that names no path."""
-    if error.filename is None:
+    if not isinstance(error, OSError) or error.filename is None:
         return None
     return ConfigError(
         f"{error.filename}: {error.strerror}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from ranks import warm
 from ranks.runs import cold_command, command, run
+from threefold.errors import full_disk
 
 LLAMA = {
     "model_type": "llama",
@@ -491,3 +493,21 @@ def test_file_that_ends_too_early_is_not_taken_for_ctrl_c(
         command.main()
     signal.signal(signal.SIGINT, handled)
     assert getattr(seen.value, "code", 130) == 130
+
+
+@pytest.mark.parametrize(("size", "full"), [(4_000, True), (10_000_000, False)])
+def test_disk_that_is_full_for_weights_is_said(tmp_path: Path, size: int, full: bool) -> None:
+    """safetensors raises an error of its own, which ended in a traceback."""
+    import torch
+    from safetensors.torch import save_file
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    place = tmp_path / ("weights" if full else "missing/weights")
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        with pytest.raises(Exception) as failed:
+            save_file({"weight": torch.zeros(10_000)}, place)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    told = full_disk(failed.value)
+    assert (told is not None and str(told).startswith("a disk is full: ")) == full

@@ -182,7 +182,7 @@ def run() -> None:
             with contextlib.suppress(KeyboardInterrupt):
                 time.sleep(_SPEAKS_WITHIN_S)
         sys.exit(error.exit_code)
-    except OSError as error:
+    except Exception as error:
         if (told := full_disk(error) or refused_path(error)) is None:
             raise
         sys.stderr.write(f"{told}\n")

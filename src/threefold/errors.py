@@ -111,8 +111,11 @@ def check_argument(name: str, value: object, right: bool, *, expected: str, fix:
     """ConfigError unless the argument of a public function is right; it shows a plain value, of an object its type."""
     if not right:
         plain = value is None or isinstance(value, str | int | float)
-        what = f"{name} = {value!r}" if plain else f"{name} is a {type(value).__name__}"
-        raise ConfigError(what, expected=expected, fix=fix)
+        raise ConfigError(
+            f"{name} = {value!r}" if plain else f"{name} is a {type(value).__name__}",
+            expected=expected,
+            fix=fix,
+        )
 
 
 class DataError(ThreefoldError):
@@ -177,8 +180,11 @@ def full_disk(error: BaseException) -> RunError | None:
         safetensors and any(f"(os error {number})" in str(error) for number in NO_SPACE)
     ):
         return None
-    fix = "free space (`df -h` of the folders that it names), then the same command again"
-    return RunError(f"a disk is full: {error}", expected="room for what is written", fix=fix)
+    return RunError(
+        f"a disk is full: {error}",
+        expected="room for what is written",
+        fix="free space (`df -h` of the folders that it names), then the same command again",
+    )
 
 
 def refused_path(error: BaseException) -> ConfigError | None:

@@ -142,8 +142,11 @@ def check_saved(lines: Sequence[Line], saved: Iterable[SavedPlace]) -> None:
         ):
             continue
         if not readings:
-            what = f"step {step} has no record, but {path} was saved after it"
-            raise RunError(what, expected="every saved step in audit.jsonl", fix=_LOST_LINES)
+            raise RunError(
+                f"step {step} has no record, but {path} was saved after it",
+                expected="every saved step in audit.jsonl",
+                fix=_LOST_LINES,
+            )
         raise RunError(
             f"{path} was saved at position {place.position} of epoch {place.epoch}, but by audit.jsonl step "
             f"{step} ended at position {readings[-1][1].position} of epoch {readings[-1][1].epoch}",

@@ -141,11 +141,10 @@ def _subject_or_refusal(config: Config, architecture: PretrainedConfig, mesh: Me
     except Exception as error:  # a config of any class
         name = config.model.name_or_path or architecture.model_type
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        expected = (
-            "an architecture that can be built at reduced size, to be probed on this mesh"
-        )
         raise ConfigError(
-            f"{name!r} cannot be reduced: {reason}", expected=expected, fix=_OFF
+            f"{name!r} cannot be reduced: {reason}",
+            expected="an architecture that can be built at reduced size, to be probed on this mesh",
+            fix=_OFF,
         ) from error
 
 

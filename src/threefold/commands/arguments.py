@@ -65,9 +65,11 @@ def is_address(text: str) -> bool:
 def on_this_machine(to: Path | None) -> Path | None:
     """A path to write to, unless it is a store's address."""
     if to is not None and is_address(str(to)):
-        what = f"--to {to} is an address of a store"
-        expected = "a path of this machine: exports alone are sent to a store"
-        raise ConfigError(what, expected=expected, fix=f"--to {to.name or 'DIR'}")
+        raise ConfigError(
+            f"--to {to} is an address of a store",
+            expected="a path of this machine: exports alone are sent to a store",
+            fix=f"--to {to.name or 'DIR'}",
+        )
     return to
 
 
@@ -117,9 +119,14 @@ def split(arguments: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
         elif path is None:
             path = argument
         else:
-            expected = f"one config file ({path}) and --section.key value pairs"
             fix = f"a value comes after its key: --section.key {argument}"
-            problems.append(Problem(f"a second config file: {argument}", expected, fix))
+            problems.append(
+                Problem(
+                    f"a second config file: {argument}",
+                    f"one config file ({path}) and --section.key value pairs",
+                    fix,
+                )
+            )
     ConfigError.raise_for(problems)
     return path, overrides
 
@@ -140,9 +147,8 @@ def num_bytes(text: str, *, option: str) -> int:
     digits = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     factor = _UNITS.get(text[len(digits) :].strip().upper())
     if factor is None or not digits.isascii() or not digits.isdecimal() or int(digits) == 0:
-        what = f"{option} = {text!r} is not a size"
         raise ConfigError(
-            what,
+            f"{option} = {text!r} is not a size",
             expected="a whole number with KB, MB, GB, KiB, MiB or GiB",
             fix=f"{option} 5GB",
         )

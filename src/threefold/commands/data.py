@@ -101,13 +101,13 @@ def order(
             return typer.echo(jsonl.as_json(step_values(folder, step)))
         lines = step_lines(folder, step, show=show)
     else:
-        what = (
+        raise ConfigError(
             "--sample and --step are both given"
             if step is not None
-            else "neither --sample nor --step is given"
+            else "neither --sample nor --step is given",
+            expected="exactly one of them: a row or a step",
+            fix=f"threefold data order {run} --step 1",
         )
-        fix = f"threefold data order {run} --step 1"
-        raise ConfigError(what, expected="exactly one of them: a row or a step", fix=fix)
     for line in lines:
         typer.echo(line)
 
@@ -121,9 +121,11 @@ def overlap(context: typer.Context, as_json: AsJson = False) -> None:
 
     config = load_config(context.args).config
     if not config.evaluates:
-        what = "nothing is held out to evaluate on"
-        fix = "--eval.source FILE_OR_FOLDER   (or --data.eval_share 0.01)"
-        raise ConfigError(what, expected="an evaluation to look for in the training", fix=fix)
+        raise ConfigError(
+            "nothing is held out to evaluate on",
+            expected="an evaluation to look for in the training",
+            fix="--eval.source FILE_OR_FOLDER   (or --data.eval_share 0.01)",
+        )
     with Bars().show("reading the training") as bar:
         found = overlaps_of(
             *sides_of(config), progress=lambda done, total: bar.at(done, total=total)
@@ -165,8 +167,11 @@ def audit(
     store = folder / STORE_NAME
     is_store = store.with_suffix(".parts").exists()
     if rows and (as_json or is_store):
-        what = f"--rows has no effect {'on a token store' if is_store else 'with --json'}"
-        raise ConfigError(what, expected="the proof as numbers", fix="leave out --rows")
+        raise ConfigError(
+            f"--rows has no effect {'on a token store' if is_store else 'with --json'}",
+            expected="the proof as numbers",
+            fix="leave out --rows",
+        )
     if is_store:
         from threefold.data.store.parts_proof import prove
 
@@ -223,9 +228,8 @@ def show(
     path, keys = split(context.args)
     run = path if path is not None and Path(path).suffix not in (".yaml", ".yml") else None
     if run is not None and keys:
-        what = f"{run} and --{keys[0][0]} are both given"
         raise ConfigError(
-            what,
+            f"{run} and --{keys[0][0]} are both given",
             expected="a run, which has a source of its own, or a source",
             fix=f"leave out {run}",
         )
@@ -244,9 +248,10 @@ def show(
         typer.echo(line)
         there = True
     if row is not None and not there:
-        fix = "--row 0, or a row that is there"
         raise ConfigError(
-            f"--row {row} is not there", expected="a row of the source, counted from 0", fix=fix
+            f"--row {row} is not there",
+            expected="a row of the source, counted from 0",
+            fix="--row 0, or a row that is there",
         )
 
 
@@ -271,9 +276,10 @@ def _reads_of(run: Path, row: int) -> tuple[list[Segment], list[SampleRead]]:
     segments = record.read(run / record.FILE)
     num_rows = segments[0].start.num_rows
     if not 0 <= row < num_rows:
-        what = f"--sample {row} is not a row of the source"
         raise ConfigError(
-            what, expected=f"a row from 0 to {num_rows - 1}", fix=f"--sample {num_rows - 1}"
+            f"--sample {row} is not a row of the source",
+            expected=f"a row from 0 to {num_rows - 1}",
+            fix=f"--sample {num_rows - 1}",
         )
     stretches = stretches_of(segments)
     return segments, find_sample(stretches, row) if stretches else []
@@ -316,10 +322,13 @@ def _read_of(run: Path, step: int) -> tuple[list[Segment], StepRead]:
     if read is None:
         known = [line for segment in segments for line in segment.steps]
         first, last = first_and_last_step(segments) if known else (0, 0)
-        what = f"--step {step} is not in the record of {run}"
-        expected = f"a step from {first} to {last}" if known else "a run with an audited step"
-        fix = f"--step {last}" if known else "wait for the first audit (audit.every steps)"
-        raise ConfigError(what, expected=expected, fix=fix)
+        raise ConfigError(
+            f"--step {step} is not in the record of {run}",
+            expected=f"a step from {first} to {last}"
+            if known
+            else "a run with an audited step",
+            fix=f"--step {last}" if known else "wait for the first audit (audit.every steps)",
+        )
     return segments, read
 
 

@@ -43,9 +43,11 @@ def command(
     folder, _ = run_and_checkpoint(place)
     loaded = load_config([str(folder / "config.yaml"), *context.args])
     if not (loaded.config.evaluates or loaded.config.eval.tasks):
-        what = f"the run in {folder} has held nothing out"
-        fix = "--eval.source FILE_OR_FOLDER   (or --eval.tasks '[NAME]')"
-        raise ConfigError(what, expected="held-out data or tasks to evaluate on", fix=fix)
+        raise ConfigError(
+            f"the run in {folder} has held nothing out",
+            expected="held-out data or tasks to evaluate on",
+            fix="--eval.source FILE_OR_FOLDER   (or --eval.tasks '[NAME]')",
+        )
     checkpoint, info = find(place), environment.current()
     if info.launcher is not None:
         topology, _ = resolve(loaded.config.mesh, launched_world_size=info.world_size)

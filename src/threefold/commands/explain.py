@@ -65,10 +65,9 @@ def explain_command(
 
 def _input() -> IO[bytes]:
     if sys.stdin.isatty():
-        fix = "threefold explain train.log, or: torchrun ... 2>&1 | tee train.log | threefold explain"
         raise ConfigError(
             "no log given, and nothing piped in",
             expected="the output of a failed program",
-            fix=fix,
+            fix="threefold explain train.log, or: torchrun ... 2>&1 | tee train.log | threefold explain",
         )
     return sys.stdin.buffer

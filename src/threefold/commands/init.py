@@ -29,13 +29,14 @@ def command(context: typer.Context) -> None:
         with open(path, "x", encoding="utf-8") as file:
             file.write(f"# {run}\n# Remove the # before a key to set it.\n\n{text}")
     except OSError as error:
-        what = f"{path}: {error.strerror}"
-        expected = "the name of a new file, in a folder that exists"
         unused = next(
             name for number in count(1) if not os.path.lexists(name := f"config-{number}.yaml")
         )
-        fix = shlex.join(
-            ["threefold", "init", unused, *(f"--{key}={value}" for key, value in overrides)]
-        )
-        raise ConfigError(what, expected=expected, fix=fix) from None
+        raise ConfigError(
+            f"{path}: {error.strerror}",
+            expected="the name of a new file, in a folder that exists",
+            fix=shlex.join(
+                ["threefold", "init", unused, *(f"--{key}={value}" for key, value in overrides)]
+            ),
+        ) from None
     typer.echo(f"{path}: every key, {len(overrides)} of them set\ntrain it: {run}")

@@ -109,9 +109,11 @@ def _print_keys(words: str) -> None:
     from threefold.config.schema import Config
 
     if not (matching := keys_about(words)):
-        expected = f"a section ({', '.join(Config.model_fields)}), section.key, or words of a key's meaning"
-        fix = f"threefold train --help {nearest_name(words)}"
-        raise ConfigError(f"no key is about {words!r}", expected=expected, fix=fix)
+        raise ConfigError(
+            f"no key is about {words!r}",
+            expected=f"a section ({', '.join(Config.model_fields)}), section.key, or words of a key's meaning",
+            fix=f"threefold train --help {nearest_name(words)}",
+        )
     for key, each in matching.items():
         values = " | ".join(each.values).replace("`", "")
         typer.echo(f"--{key}  {values}  (default: {each.default})\n      {each.meaning}")

@@ -77,9 +77,10 @@ def _question(devices: Devices, arguments: list[str]) -> Question:
     nodes = devices.nodes or -(-count // 8)
     if count % nodes:
         expected = "as many devices on each host"
-        fix = f"--nodes {max(size for size in range(1, nodes + 1) if count % size == 0)}"
         raise ConfigError(
-            f"--gpus {count} cannot be divided over --nodes {nodes}", expected=expected, fix=fix
+            f"--gpus {count} cannot be divided over --nodes {nodes}",
+            expected=expected,
+            fix=f"--nodes {max(size for size in range(1, nodes + 1) if count % size == 0)}",
         )
     loaded = load_config(arguments)
     config = with_dtype(with_default_model(loaded.config), Device("cuda"))
@@ -131,9 +132,10 @@ def _write(path: Path, text: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        expected = "a new file, in a folder that this user can write"
         raise ConfigError(
-            f"{path}: {error.strerror}", expected=expected, fix="--emit ANOTHER_FILE"
+            f"{path}: {error.strerror}",
+            expected="a new file, in a folder that this user can write",
+            fix="--emit ANOTHER_FILE",
         ) from error
 
 
@@ -145,9 +147,10 @@ def number_of(text: str) -> float:
     except (KeyError, ValueError):
         number = 0.0
     if not 0 < number < float("inf"):
-        expected = "a number above 0 with K, M, B or T"
         raise ConfigError(
-            f"--tokens {text} is not a number of tokens", expected=expected, fix="--tokens 20B"
+            f"--tokens {text} is not a number of tokens",
+            expected="a number above 0 with K, M, B or T",
+            fix="--tokens 20B",
         )
     return number
 

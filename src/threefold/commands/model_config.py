@@ -22,8 +22,11 @@ def model_keys(model: str) -> list[str]:
         return ["--model.name_or_path", model]
     values = _read(path)
     if "model_type" not in values:
-        expected = "an object with a model_type, as transformers writes it"
-        raise ConfigError(f"{model} has no model_type", expected=expected, fix="check the path")
+        raise ConfigError(
+            f"{model} has no model_type",
+            expected="an object with a model_type, as transformers writes it",
+            fix="check the path",
+        )
     return ["--model.config", json.dumps(values)]
 
 
@@ -70,6 +73,8 @@ def _from_hub(model: str, revision: str | None) -> Path:
         return Path(hf_hub_download(model, "config.json", revision=revision))
     except Exception as error:
         # Of several families: no such model, no network, a name that is none.
-        expected = "a Hub id, a folder with a config.json, or a config.json"
-        what = f"{model} has no config.json that can be read: {first_line(error)}"
-        raise ConfigError(what, expected=expected, fix="check it") from error
+        raise ConfigError(
+            f"{model} has no config.json that can be read: {first_line(error)}",
+            expected="a Hub id, a folder with a config.json, or a config.json",
+            fix="check it",
+        ) from error

@@ -125,8 +125,11 @@ def _one(keys: list[str], gpu: str | None, *, as_json: bool) -> None:
     config = with_dtype(with_default_model(load_config(keys).config), Device("cuda"))
     axes = (config.mesh.dp or config.mesh.dp_shard, config.mesh.cp, config.mesh.tp)
     if "auto" in axes:
-        expected = "the size of each axis: there are no ranks that could fill one"
-        raise ConfigError("an axis of the mesh is auto", expected=expected, fix="--mesh.dp 8")
+        raise ConfigError(
+            "an axis of the mesh is auto",
+            expected="the size of each axis: there are no ranks that could fill one",
+            fix="--mesh.dp 8",
+        )
     world_size = math.prod(int(size or 1) for size in axes)
     topology, _ = resolve(config.mesh, launched_world_size=world_size)
     name, parameters, operations, traced = _traced(config, topology)
@@ -164,9 +167,10 @@ def _refuse_without_effect(arguments: list[str]) -> None:
         for key, _ in keys
         if key.partition(".")[0] in ("eval", "log", "checkpoint", "audit", "dpo")
     ):
-        expected = "keys of model, data, mesh, train and optimizer"
         raise ConfigError(
-            f"--{key} has no effect on a step", expected=expected, fix="leave it out"
+            f"--{key} has no effect on a step",
+            expected="keys of model, data, mesh, train and optimizer",
+            fix="leave it out",
         )
 
 

@@ -42,12 +42,9 @@ def prepare(
         engine != "local"
         or not (task == _JOIN or (numbers and int(numbers[1]) < int(numbers[2])))
     ):
-        expected = (
-            "I/N, with I from 0 to N - 1, or join; and no --engine, which has tasks of its own"
-        )
         raise ConfigError(
             f"--task {task} with --engine {engine}",
-            expected=expected,
+            expected="I/N, with I from 0 to N - 1, or join; and no --engine, which has tasks of its own",
             fix="--task 0/8 --engine local",
         )
     if engine == "slurm":
@@ -187,16 +184,20 @@ def source_of(arguments: Sequence[str], command: str) -> tuple[Source, Tokenizer
     config = loaded.config
     example = f"threefold data {command} --data.source chat.jsonl --data.tokenizer bytes"
     if config.data.mixture is not None:
-        what = (
-            f"data.mixture = {', '.join(config.data.mixture)} with `threefold data {command}`"
+        raise ConfigError(
+            f"data.mixture = {', '.join(config.data.mixture)} with `threefold data {command}`",
+            expected="one source at a time",
+            fix=example,
         )
-        raise ConfigError(what, expected="one source at a time", fix=example)
     if "data.source" not in loaded.origins or not (
         config.data.tokenizer or config.model.name_or_path
     ):
         lacking = "data.source" if "data.source" not in loaded.origins else "data.tokenizer"
-        expected = "a source, and the tokenizer to read it with"
-        raise ConfigError(f"{lacking} is not given", expected=expected, fix=example)
+        raise ConfigError(
+            f"{lacking} is not given",
+            expected="a source, and the tokenizer to read it with",
+            fix=example,
+        )
     source = sources_of(config)["data.source"]
     refuse_without_effect([source])
     return source, tokenizer_of(config)

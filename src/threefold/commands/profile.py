@@ -40,10 +40,11 @@ def command(
         for path in sorted(folder.glob("rank-*.summary.json"))
     }
     if not found:
-        what = f"{run} has no traces"
-        expected = "a run whose steps were traced"
-        fix = f"threefold resume {run} --log.profile '[10, 12]'   (steps that are still to come), or a new run with it"
-        raise ConfigError(what, expected=expected, fix=fix)
+        raise ConfigError(
+            f"{run} has no traces",
+            expected="a run whose steps were traced",
+            fix=f"threefold resume {run} --log.profile '[10, 12]'   (steps that are to come), or a new run with it",
+        )
     if as_json:
         for rank, values in found.items():
             typer.echo(json.dumps({"rank": int(rank.removeprefix("rank-")), **values}))
@@ -63,10 +64,9 @@ def _read(path: Path) -> dict[str, Any]:
         reason = "it has not all of its figures"
     except (OSError, ValueError) as error:
         reason = str(error)
-    expected = "the summary that a rank wrote after the last step that it traced"
     raise ConfigError(
         f"{path} cannot be read: {reason}",
-        expected=expected,
+        expected="the summary that a rank wrote after the last step that it traced",
         fix="remove it, and trace once more",
     )
 

@@ -75,9 +75,10 @@ def _judged(arguments: list[str]) -> CommandVerdict:
         case [folder] if not folder.startswith("-"):
             return judge(Path(folder))
         case others:
-            what = f"`judge` takes one folder, not {shlex.join(others) or 'none'}"
             raise ConfigError(
-                what, expected="the folder of --record", fix="threefold referee judge DIR"
+                f"`judge` takes one folder, not {shlex.join(others) or 'none'}",
+                expected="the folder of --record",
+                fix="threefold referee judge DIR",
             )
 
 

@@ -45,8 +45,11 @@ def command(
 
     folders = [run_and_checkpoint(run_here(run))[0].absolute() for run in runs]
     if len(set(folders)) < len(folders):
-        what = f"{runs[-1]} is named twice" if len(runs) == 2 else "a run is named twice"
-        raise ConfigError(what, expected="each run once", fix=f"threefold report {runs[0]}")
+        raise ConfigError(
+            f"{runs[-1]} is named twice" if len(runs) == 2 else "a run is named twice",
+            expected="each run once",
+            fix=f"threefold report {runs[0]}",
+        )
     target = to or (Path() if is_address(str(runs[0])) else folders[0]) / "report.html"
     _refuse_other(target)
     page = report(
@@ -80,9 +83,8 @@ def _refuse_other(target: Path) -> None:
     # A device would be replaced too, and /dev/stdout with it, which may lead to a file.
     replaced = target.is_file() and Path("/dev") not in target.absolute().parents
     if not (replaced and (target.is_symlink() or _is_page(target))):
-        what = f"{target} is there already, and is no page that `threefold report` wrote"
         raise ConfigError(
-            what,
+            f"{target} is there already, and is no page that `threefold report` wrote",
             expected="a new file, or an earlier page to replace",
             fix="--to ANOTHER_FILE.html",
         )

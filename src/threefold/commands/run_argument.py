@@ -44,7 +44,9 @@ def only_here(run: Path) -> Path:
     """A run's folder, unless it is a store's address."""
     if is_address(str(run)):
         address = str(run).replace(":/", "://", 1)
-        fix = f"threefold report {address}   (to go on: threefold train CONFIG --checkpoint.store {address})"
-        what = f"{address} is an address of a store"
-        raise ConfigError(what, expected="the folder of a run on this machine", fix=fix)
+        raise ConfigError(
+            f"{address} is an address of a store",
+            expected="the folder of a run on this machine",
+            fix=f"threefold report {address}   (to go on: threefold train CONFIG --checkpoint.store {address})",
+        )
     return run

@@ -119,9 +119,8 @@ def _converse(
                 f"--chat: {error.what}", expected=error.expected, fix="say it otherwise"
             ) from None
         if isinstance(longest, int) and len(ids) + num_tokens > longest:
-            what = f"the conversation has {len(ids):,} tokens, and the model supports {longest:,} positions"
             raise ConfigError(
-                what,
+                f"the conversation has {len(ids):,} tokens, and the model supports {longest:,} positions",
                 expected=f"room for {num_tokens:,} more",
                 fix="begin again, or --tokens fewer",
             )

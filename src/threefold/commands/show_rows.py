@@ -286,9 +286,8 @@ def ledger_lines(run: Path) -> Iterator[str]:
     rows, _ = rows_of_run(run, record.read(run / record.FILE))
     parts = [part for part in parts_of(rows) if part.rows.store.has_loss_mask]
     if not parts:
-        what = f"--rows: every token of the documents of {run} is trained on"
         raise ConfigError(
-            what,
+            f"--rows: every token of the documents of {run} is trained on",
             expected="a run on conversations, or on prompts and answers",
             fix="leave --rows out",
         )

@@ -65,10 +65,9 @@ def command(
 
         if bits:
             what = "verify --bits with --against"
-            expected = "one of them: metrics of finished runs have no weights"
             raise ConfigError(
                 what,
-                expected=expected,
+                expected="one of them: metrics of finished runs have no weights",
                 fix="threefold hash RUN_A RUN_B   (compares their weights)",
             )
 
@@ -147,9 +146,11 @@ def bits_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool = 
     from threefold.verify.bits import compared, meshes_of, refuse_fast
 
     if (launcher := environment.current().launcher) is not None:
-        what = f"verify --bits under {launcher}"
-        expected = "one process, which starts the ranks of each mesh"
-        raise ConfigError(what, expected=expected, fix="threefold verify CONFIG --bits")
+        raise ConfigError(
+            f"verify --bits under {launcher}",
+            expected="one process, which starts the ranks of each mesh",
+            fix="threefold verify CONFIG --bits",
+        )
     config = loaded.config
     refuse_fast(config)
     local_ranks.preload(PRELOAD)

@@ -116,9 +116,14 @@ def _parsed(
         if not text.strip() and origin == "command line":
             # As null it would train another model, or for another number of steps, than the command means.
             open_key = key in every_key() and value_at(Config(), key) is None
-            fix = f"--{key} null" if open_key else f"leave --{key} out"
             expected = "a value (an empty or unset variable of the shell has none), or null, written out"
-            problems.append(Problem(f"{name} is empty", expected, fix))
+            problems.append(
+                Problem(
+                    f"{name} is empty",
+                    expected,
+                    f"--{key} null" if open_key else f"leave --{key} out",
+                )
+            )
             continue
         try:
             value = parse(text, name)
@@ -217,12 +222,13 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         if Path(path).name == RUN_CONFIG and is_of_program(run := Path(path).parent):
-            what = f"{run} is the run of a program with a loop of its own (threefold.Run), which has no {RUN_CONFIG}"
             expected = "a run of threefold train: what this one reads and computes, the program alone knows"
             fix = "run the program again, which resumes it; its weights: "
             problems.append(
                 Problem(
-                    what, expected, f"{fix}threefold export {shlex.quote(str(run))} --to DIR"
+                    f"{run} is the run of a program with a loop of its own (threefold.Run), which has no {RUN_CONFIG}",
+                    expected,
+                    f"{fix}threefold export {shlex.quote(str(run))} --to DIR",
                 )
             )
             return []
@@ -394,11 +400,12 @@ def _mixture_problem(entry: Any, where: str) -> Problem:
         return Problem(
             f"there is no {path}{where}", "a source and its weight under each name", MIXTURE_FIX
         )
-    expected = (
-        _expected(entry) if len(entry["loc"]) > 3 else "{name: {source: ..., weight: ...}, ...}"
-    )
     return Problem(
-        f"{path} = {as_yaml(entry['input'])} is not accepted{where}", expected, MIXTURE_FIX
+        f"{path} = {as_yaml(entry['input'])} is not accepted{where}",
+        _expected(entry)
+        if len(entry["loc"]) > 3
+        else "{name: {source: ..., weight: ...}, ...}",
+        MIXTURE_FIX,
     )
 
 

@@ -31,8 +31,11 @@ def of_optimizer(config: Config) -> Iterator[Problem]:
     if asked.min_lr > lr:
         automatic = f" (auto: {why})" if asked.lr == "auto" else ""
         what = f"optimizer.min_lr = {asked.min_lr} is above optimizer.lr = {lr}{automatic}"
-        fix = f"--optimizer.min_lr 0   (or raise optimizer.lr above {asked.min_lr})"
-        yield Problem(what, "a schedule that falls from lr to min_lr", fix)
+        yield Problem(
+            what,
+            "a schedule that falls from lr to min_lr",
+            f"--optimizer.min_lr 0   (or raise optimizer.lr above {asked.min_lr})",
+        )
     yield from _of_schedule(config)
     yield from _of_groups(asked)
 
@@ -114,12 +117,13 @@ def _of_schedule(config: Config) -> Iterator[Problem]:
         and asked.decay_steps > (most := steps - 1)
     ):
         what = f"optimizer.decay_steps = {asked.decay_steps}, but the run has train.steps = {steps}"
-        fix = (
+        yield Problem(
+            what,
+            "a fall that begins after the first step",
             f"--optimizer.decay_steps {max(1, most // 5)}"
             if most
-            else "--optimizer.schedule constant"
+            else "--optimizer.schedule constant",
         )
-        yield Problem(what, "a fall that begins after the first step", fix)
     if asked.min_lr and asked.schedule == "inverse_sqrt":
         what = f"optimizer.min_lr = {asked.min_lr} has no effect with optimizer.schedule = {asked.schedule}"
         expected = "a schedule that ends at a lowest rate: linear, cosine, wsd"

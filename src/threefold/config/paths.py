@@ -70,13 +70,12 @@ def run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
         runs = sorted(
             filter(is_run, Path("runs").glob("*")), key=lambda run: run.stat().st_mtime
         )
-        fix = (
-            f"{shlex.quote(str(runs[-1]))}   (the newest run here)"
-            if runs
-            else "check the path"
-        )
         raise ConfigError(
-            f"{path} is not a run", expected="the folder of a run (log.dir)", fix=fix
+            f"{path} is not a run",
+            expected="the folder of a run (log.dir)",
+            fix=f"{shlex.quote(str(runs[-1]))}   (the newest run here)"
+            if runs
+            else "check the path",
         )
     return folder, path if in_checkpoints else None
 
@@ -92,10 +91,9 @@ def literal_paths(config: Config) -> Iterator[Problem]:
             if address if key.endswith("source") else key == _RESUME and "://" in text:
                 yield from _address_problems(key, text)
             if "://" in text and key == "log.dir":
-                what = f"{key} = {text!r} is an address of a store"
                 kept = f" --checkpoint.store {text}" if address else ""
                 yield Problem(
-                    what,
+                    f"{key} = {text!r} is an address of a store",
                     "a folder of this machine, or of a shared disk",
                     f"--{key} runs/NAME{kept}",
                 )

@@ -132,8 +132,11 @@ def _of_float8(config: Config) -> Iterator[Problem]:
         yield Problem(f"{asked} with model.lora.r = {config.model.lora.r}", expected, without)
     if config.data.group_by_length:
         expected = "rows of one length, a multiple of 16"
-        fix = f"leave data.group_by_length out, or {without}"
-        yield Problem(f"{asked} with data.group_by_length = true", expected, fix)
+        yield Problem(
+            f"{asked} with data.group_by_length = true",
+            expected,
+            f"leave data.group_by_length out, or {without}",
+        )
 
 
 def _of_objective(config: Config) -> Iterator[Problem]:
@@ -199,12 +202,13 @@ def _of_exports(config: Config) -> Iterator[Problem]:
     if exports and (not every or exports % every):
         what = f"checkpoint.export_every = {exports}, but a checkpoint is saved "
         what += f"every {every} steps" if every else "at the end only"
-        fix = (
+        yield Problem(
+            what,
+            "a multiple of checkpoint.every",
             f"--checkpoint.every {exports}"
             if not every
-            else f"--checkpoint.export_every {-(-exports // every) * every}"
+            else f"--checkpoint.export_every {-(-exports // every) * every}",
         )
-        yield Problem(what, "a multiple of checkpoint.every", fix)
 
 
 def _of_skip(skip: Sequence[tuple[int, int]]) -> Iterator[Problem]:
@@ -218,8 +222,11 @@ def _of_skip(skip: Sequence[tuple[int, int]]) -> Iterator[Problem]:
     if any(later <= earlier for earlier, later in itertools.pairwise(firsts)):
         ascending = sorted({first: [first, last] for first, last in skip}.values())
         what = f"data.skip has ranges that begin with steps {', '.join(map(str, firsts))}: they do not ascend"
-        expected = "ranges in the order in which the run reaches them, each beginning with a different step"
-        yield Problem(what, expected, f"--data.skip '{ascending}'")
+        yield Problem(
+            what,
+            "ranges in the order in which the run reaches them, each beginning with a different step",
+            f"--data.skip '{ascending}'",
+        )
 
 
 def _of_profile(config: Config) -> Iterator[Problem]:
@@ -248,10 +255,9 @@ def _of_rows(config: Config) -> Iterator[Problem]:
     if config.audit.rows is not True:
         return
     if not config.audit.every:
-        expected = "an audit: its record says which rows a step has read"
         yield Problem(
             "audit.rows = true with audit.every = 0",
-            expected,
+            "an audit: its record says which rows a step has read",
             "--audit.every 10   (or leave audit.rows out)",
         )
 
@@ -289,11 +295,15 @@ def _of_mixture(config: Config) -> Iterator[Problem]:
         yield Problem("data.mixture names no source", "at least one", MIXTURE_FIX)
     if source != DataConfig().source:
         what = f"data.source = {as_yaml(source)} and data.mixture are both set"
-        fix = f"leave data.source out, or add it to the mixture: {{source: {as_yaml(source)}, weight: 1}}"
         yield Problem(
-            what, "one of them: a mixture names all of its sources, each with a weight", fix
+            what,
+            "one of them: a mixture names all of its sources, each with a weight",
+            f"leave data.source out, or add it to the mixture: {{source: {as_yaml(source)}, weight: 1}}",
         )
     if config.train.epochs is not None:
         what = f"train.epochs = {config.train.epochs} with data.mixture"
-        expected = "train.steps: a mixture has no end, because each of its sources starts over when it is exhausted"
-        yield Problem(what, expected, "--train.steps N, and leave train.epochs out")
+        yield Problem(
+            what,
+            "train.steps: a mixture has no end, because each of its sources starts over when it is exhausted",
+            "--train.steps N, and leave train.epochs out",
+        )

@@ -69,9 +69,10 @@ def parse(text: str, origin: str) -> Any:
         )
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         fix = f"text needs quotes inside the shell's quotes: {pasted(text.strip())}"
-        what = f"{place}: {reason}"
         raise ConfigError(
-            what, expected="YAML 1.2", fix=fix if "\n" not in text else "correct the line"
+            f"{place}: {reason}",
+            expected="YAML 1.2",
+            fix=fix if "\n" not in text else "correct the line",
         ) from None
 
 

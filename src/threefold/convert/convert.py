@@ -73,8 +73,9 @@ def import_model(source: Path, to: Path, config: Config) -> tuple[Imported, Expo
 def refuse_filled(to: Path) -> None:
     """ConfigError if something is there already."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        what = f"{to} is not empty"
-        raise ConfigError(what, expected="a new or empty folder", fix="--to ANOTHER_FOLDER")
+        raise ConfigError(
+            f"{to} is not empty", expected="a new or empty folder", fix="--to ANOTHER_FOLDER"
+        )
 
 
 def _made(source: Path, to: Path, config: Config, *, weights_alone: bool) -> Imported:

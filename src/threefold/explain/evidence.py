@@ -180,9 +180,10 @@ def _values(lines: Sequence[dict[str, Any]], name: str, kind: type) -> list[Any]
 
 
 def _nothing(what: str) -> ConfigError:
-    fix = "threefold explain train.log, or a pipe: ... 2>&1 | threefold explain"
     return ConfigError(
-        what, expected="a log, or a folder with .log, .err, .out, .txt or .gz files", fix=fix
+        what,
+        expected="a log, or a folder with .log, .err, .out, .txt or .gz files",
+        fix="threefold explain train.log, or a pipe: ... 2>&1 | threefold explain",
     )
 
 

@@ -113,9 +113,10 @@ def export(
     try:
         to.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        what = f"{to} cannot be made: {error.strerror}"
         raise ConfigError(
-            what, expected="a folder that this user can write", fix="--to ANOTHER_FOLDER"
+            f"{to} cannot be made: {error.strerror}",
+            expected="a folder that this user can write",
+            fix="--to ANOTHER_FOLDER",
         ) from error
     work = _Export(
         checkpoint, index, to, config, architecture, max_shard_bytes, verify, with_tokenizer

@@ -82,12 +82,10 @@ def checked_name(name: str, *, longest: int, lower: bool = False) -> str:
         .strip("-")[:longest]
         .strip("-")
     )
-    what = f"--name {name!r} is not a valid name for this cluster's jobs"
-    fix = f"--name {proposed or 'threefold'}"
     raise ConfigError(
-        what,
+        f"--name {name!r} is not a valid name for this cluster's jobs",
         expected=f"{kind}, digits and single dashes inside, at most {longest} characters",
-        fix=fix,
+        fix=f"--name {proposed or 'threefold'}",
     )
 
 
@@ -166,13 +164,13 @@ def with_set(described: dict[str, Any], given: Mapping[str, str]) -> dict[str, A
             place = place.setdefault(key, {}) if isinstance(place, dict) else None
         is_secret = _SECRET_VALUE.match(text) is not None
         if is_secret or not isinstance(place, dict):
-            what = (
+            raise ConfigError(
                 f"the value of --set {path} looks like a secret"
                 if is_secret
-                else f"--set {path}: there is no place"
+                else f"--set {path}: there is no place",
+                expected="a field of the job, and no secret: --dry-run shows the job as it is without --set",
+                fix=f"leave --set {path} out",
             )
-            expected = "a field of the job, and no secret: --dry-run shows the job as it is without --set"
-            raise ConfigError(what, expected=expected, fix=f"leave --set {path} out")
         place[name] = parse(text, f"--set {path}")
     return described
 
@@ -197,6 +195,9 @@ def handed_to(
         [path, *arguments], input=text, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        what = f"{program} did not accept the job: {done.stderr.strip()}"
-        raise RunError(what, expected=refused[0], fix=refused[1])
+        raise RunError(
+            f"{program} did not accept the job: {done.stderr.strip()}",
+            expected=refused[0],
+            fix=refused[1],
+        )
     return done.stdout.strip()

@@ -119,9 +119,10 @@ def problems(config: Config, ranks: Ranks, options: KubernetesSettings) -> Itera
         where = "is not set" if run is None else f"= {run} is not on a volume"
         shared = " that all pods share" if ranks.num_hosts > 1 else ""
         what = f"log.dir {where}: the files that a pod writes are lost with it"
-        fix = "--volume CLAIM=/runs --log.dir /runs/my-run"
         yield Problem(
-            what, f"a folder on a volume{shared}, so that a restarted pod can resume", fix
+            what,
+            f"a folder on a volume{shared}, so that a restarted pod can resume",
+            "--volume CLAIM=/runs --log.dir /runs/my-run",
         )
 
 

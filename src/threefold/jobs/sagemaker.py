@@ -129,8 +129,11 @@ def problems(config: Config, ranks: Ranks, options: SageMakerSettings) -> Iterat
             what = f"{option} {path!r} is not a place in S3"
             yield Problem(what, "s3://BUCKET/PREFIX", f"{option} s3://BUCKET/PREFIX")
     if options.spot and not config.checkpoint.every:
-        expected = "checkpoints during the run: the container gets no signal before an instance is taken away"
-        yield Problem("--spot with checkpoint.every = 0", expected, "--checkpoint.every 100")
+        yield Problem(
+            "--spot with checkpoint.every = 0",
+            "checkpoints during the run: the container gets no signal before an instance is taken away",
+            "--checkpoint.every 100",
+        )
     if (
         config.log.dir is not None
         and ranks.num_hosts == 1
@@ -326,7 +329,9 @@ def _create(made: Mapping[str, Any], source: bytes, to: str, region: str | None)
         session.client("s3").put_object(Bucket=bucket, Key=key, Body=source)
         return str(session.client("sagemaker").create_training_job(**made)["TrainingJobArn"])
     except (BotoCoreError, ClientError) as error:
-        what = f"AWS did not accept the job: {error}"
-        expected = "credentials that may write to the bucket, pass the role and create training jobs, and a region"
         fix = "aws sts get-caller-identity shows who you are; --region, AWS_PROFILE; or see the request: --dry-run"
-        raise RunError(what, expected=expected, fix=fix) from error
+        raise RunError(
+            f"AWS did not accept the job: {error}",
+            expected="credentials that may write to the bucket, pass the role and create training jobs, and a region",
+            fix=fix,
+        ) from error

@@ -208,9 +208,10 @@ def _value(known: JobSetting, texts: Sequence[str], environ: Mapping[str, str]) 
     if known.kind is tuple:
         return tuple(known.inner(text) for text in texts)
     if len(texts) > 1:
-        fix = f"{known.option} {texts[-1]}"
         raise ConfigError(
-            f"{known.option} is given {len(texts)} times", expected="one value", fix=fix
+            f"{known.option} is given {len(texts)} times",
+            expected="one value",
+            fix=f"{known.option} {texts[-1]}",
         )
     (text,) = texts
     if known.kind is bool:
@@ -231,12 +232,11 @@ def _value(known: JobSetting, texts: Sequence[str], environ: Mapping[str, str]) 
         and (most is None or int(text) <= most)
     )
     if not fits:
-        expected = (
-            "a whole number"
-            + (f" of at least {least}" if least else "")
-            + (f", at most {most}" if most else "")
-        )
         raise ConfigError(
-            f"{known.option} = {text!r}", expected=expected, fix=f"{known.option} {least or 1}"
+            f"{known.option} = {text!r}",
+            expected="a whole number"
+            + (f" of at least {least}" if least else "")
+            + (f", at most {most}" if most else ""),
+            fix=f"{known.option} {least or 1}",
         )
     return int(text)

@@ -105,22 +105,23 @@ def problems(config: Config, ranks: Ranks, options: SlurmSettings) -> Iterator[P
             )
         elif limit <= (least := ahead + _SIGNAL_EARLY_S):
             minutes = -(-2 * least // 60)
-            what = f"--time {options.time}: ranks are told to save {ahead} s before it ends, as soon as they have begun"
             expected = (
                 f"more than {least} s (--signal-ahead {ahead}, which Slurm may send a "
                 "minute early), and time to train"
             )
-            yield Problem(what, expected, f"--time {minutes // 60:02}:{minutes % 60:02}:00")
+            yield Problem(
+                f"--time {options.time}: ranks are told to save {ahead} s before it ends, as soon as they have begun",
+                expected,
+                f"--time {minutes // 60:02}:{minutes % 60:02}:00",
+            )
 
 
 def missing_setup(options: SlurmSettings) -> Iterator[Problem]:
     """Yields that --setup names no file on this host."""
     if options.setup is not None and not Path(options.setup).is_file():
-        what = f"--setup {options.setup} is no file here"
-        expected = "a shell file that the job sources first"
         yield Problem(
-            what,
-            expected,
+            f"--setup {options.setup} is no file here",
+            "a shell file that the job sources first",
             "--setup FILE   (or leave it out; --dry-run prints the script for another host)",
         )
 
@@ -286,9 +287,8 @@ def preparation(
     checked_name(options.name, longest=64)
     one = ranks_of(MeshConfig(dp=1), num_hosts=1, per_host=1)
     if options.retries or options.signal_ahead_s or options.gpus_per_node:
-        what = "--retries, --signal-ahead and --gpus-per-node have no effect on a preparation"
         raise ConfigError(
-            what,
+            "--retries, --signal-ahead and --gpus-per-node have no effect on a preparation",
             expected="tasks on a CPU, which are started again by Slurm",
             fix="leave them out",
         )

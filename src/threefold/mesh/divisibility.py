@@ -59,10 +59,11 @@ def batch_problems(config: Config, topology: Topology) -> Iterator[Problem]:
         expected = (
             f"a multiple of {unit}, so that each tp rank has an equal part between the layers"
         )
-        fix = (
-            f"--data.seq_len {-(-seq_len // unit) * unit}   (or --mesh.sequence_parallel false)"
+        yield Problem(
+            what,
+            expected,
+            f"--data.seq_len {-(-seq_len // unit) * unit}   (or --mesh.sequence_parallel false)",
         )
-        yield Problem(what, expected, fix)
     elif seq_len % unit:
         what = f"data.seq_len = {seq_len} cannot be split over {cp} cp ranks"
         expected = f"a multiple of 2 x mesh.cp ({unit}): each rank takes a chunk of the head and one of the tail"

@@ -379,9 +379,11 @@ def _size_from(variable: str) -> int | str | None:
         return text
     if text.isascii() and text.isdigit() and int(text):
         return int(text)
-    expected = "a number of ranks from 1 on, or auto"
-    fix = f"export {variable}=2"
-    raise ConfigError(f"{variable} is {text!r}", expected=expected, fix=fix)
+    raise ConfigError(
+        f"{variable} is {text!r}",
+        expected="a number of ranks from 1 on, or auto",
+        fix=f"export {variable}=2",
+    )
 
 
 @naming_lost_peers()

@@ -69,11 +69,10 @@ def problems(
     asked = f"train.float8 = {recipe}"
     leave_out = "leave train.float8 out"
     if importlib.util.find_spec("torchao") is None:
-        fix = f"pip install 'threefold[torchao]', or {leave_out}"
         yield Problem(
             f"{asked}, but torchao is not installed",
             "the package that has these products",
-            fix,
+            f"pip install 'threefold[torchao]', or {leave_out}",
         )
     if (lacking := _lacking(device)) is not None:
         expected = "a CUDA device of capability 8.9 or newer (Ada, Hopper, Blackwell)"

@@ -88,8 +88,11 @@ def _unreachable(name: str, error: Exception) -> ConfigError:
         fix = "check the name, your connection, and `hf auth login` for gated models"
         if near := near_folder(Path(name)):
             fix = f"did you mean the folder {near}? Otherwise {fix}"
-    what = f"model.name_or_path = {name!r} cannot be read: {first_line(error)}"
-    return ConfigError(what, expected=expected, fix=fix)
+    return ConfigError(
+        f"model.name_or_path = {name!r} cannot be read: {first_line(error)}",
+        expected=expected,
+        fix=fix,
+    )
 
 
 def _refused(what: str, error: Exception, expected: str) -> ConfigError:

@@ -65,12 +65,13 @@ def _problems(module: nn.Module, mesh: Mesh) -> Iterator[Problem]:
     for axis in ("tp", "cp"):
         if mesh.size(axis) > 1:
             what = f"mesh.{axis} = {mesh.size(axis)}, but a {kind} is a module of your own"
-            expected = (
-                "data ranks alone: how its layers or its rows could be split is not known"
-            )
             ranks = mesh.world_size
             fix = f"threefold.init_mesh(dp={ranks}, {axis}=1)   (dp_shard={ranks} shards its parameters)"
-            yield Problem(what, expected, fix)
+            yield Problem(
+                what,
+                "data ranks alone: how its layers or its rows could be split is not known",
+                fix,
+            )
     wrappers = "torch.nn.parallel", "torch.distributed", "torch._dynamo"
     if any(base.__module__.startswith(wrappers) for base in type(module).__mro__):
         yield Problem(
@@ -98,13 +99,17 @@ def _of_shards(module: nn.Module) -> Iterator[Problem]:
     for name, each in module.named_parameters():
         if not each.ndim:
             what = f"the parameter {name} is a single number, and is to be sharded"
-            fix = "nn.Parameter(torch.ones(1)), or threefold.init_mesh(dp_shard=1)"
-            yield Problem(what, "a dimension, of which each rank holds a part", fix)
+            yield Problem(
+                what,
+                "a dimension, of which each rank holds a part",
+                "nn.Parameter(torch.ones(1)), or threefold.init_mesh(dp_shard=1)",
+            )
         if each._backward_hooks or each._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
             what = f"the parameter {name} has hooks, and is to be sharded"
-            expected = "none: nobody would call those of a parameter that shards replace"
             yield Problem(
-                what, expected, "threefold.init_mesh(dp_shard=1), or the same in forward"
+                what,
+                "none: nobody would call those of a parameter that shards replace",
+                "threefold.init_mesh(dp_shard=1), or the same in forward",
             )
 
 

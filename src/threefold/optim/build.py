@@ -136,10 +136,10 @@ def optimizer_problems(
         yield from group_problems([name for name, _ in outline.named_parameters()], asked)
     named = OPTIMIZERS.get(asked.name)
     if config.mesh.cpu_offload and named is not None and named.needs_whole_matrices:
-        what = f"mesh.cpu_offload = true with optimizer.name = {asked.name}"
-        expected = "an optimizer that updates each weight by itself: nothing of a whole matrix is on the host"
         yield Problem(
-            what, expected, "--optimizer.name adamw   (or leave mesh.cpu_offload out)"
+            f"mesh.cpu_offload = true with optimizer.name = {asked.name}",
+            "an optimizer that updates each weight by itself: nothing of a whole matrix is on the host",
+            "--optimizer.name adamw   (or leave mesh.cpu_offload out)",
         )
 
 
@@ -152,7 +152,6 @@ def group_problems(names: Sequence[str], config: OptimizerConfig) -> Iterator[Pr
         nothing = "no parameter that is trained"
         if any(re.search(group.match, name) for name in names):
             nothing = "only parameters that the groups before it take"
-        what = f"optimizer.groups[{number}].match = {as_yaml(group.match)} matches {nothing}"
         shapes = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
         near = (
             difflib.get_close_matches(
@@ -160,11 +159,11 @@ def group_problems(names: Sequence[str], config: OptimizerConfig) -> Iterator[Pr
             )
             or shapes[:3]
         )
-        fix = f"a pattern of their names: {', '.join(near)}"
-        expected = (
-            "a pattern that is found in names of parameters; the first that matches counts"
+        yield Problem(
+            f"optimizer.groups[{number}].match = {as_yaml(group.match)} matches {nothing}",
+            "a pattern that is found in names of parameters; the first that matches counts",
+            f"a pattern of their names: {', '.join(near)}",
         )
-        yield Problem(what, expected, fix)
 
 
 def said(

@@ -405,6 +405,10 @@ def _trust_problems(
         if (torch.cat(parts, dim) - whole.parameters[0]).abs().max() > _BOUND * furthest:
             what = f"{name} does not update a part of a matrix as it updates the whole, and this mesh holds parts"
             expected = "an update of each weight by itself, or dp ranks alone, each with the whole model"
-            fix = "--optimizer.name adamw   (or --mesh.dp_shard 1 --mesh.cp 1 --mesh.tp 1)"
-            yield Problem(what, expected, fix, (*another, ""))
+            yield Problem(
+                what,
+                expected,
+                "--optimizer.name adamw   (or --mesh.dp_shard 1 --mesh.cp 1 --mesh.tp 1)",
+                (*another, ""),
+            )
             return

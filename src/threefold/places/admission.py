@@ -105,10 +105,10 @@ def require_create(place: ObjectPlace) -> None:
     finally:
         place.delete([key])
     if second is not None:
-        what = "the store writes over what is there although it was asked not to (it ignores If-None-Match)"
-        fix = f"--to a local folder, and copy that; or {_ELSEWHERE}"
         raise ThreefoldError(
-            what, expected="put if absent, which keeps two writers apart", fix=fix
+            "the store writes over what is there although it was asked not to (it ignores If-None-Match)",
+            expected="put if absent, which keeps two writers apart",
+            fix=f"--to a local folder, and copy that; or {_ELSEWHERE}",
         )
 
 
@@ -127,12 +127,10 @@ def require_conditions(place: ObjectPlace) -> None:
     finally:
         place.delete([key])
     if ignored:
-        what = f"the store writes over what is there although it was asked not to (it ignores {ignored})"
-        expected = (
-            "conditional writes: on them rest the lease of a run and the seal of a checkpoint"
-        )
         raise ThreefoldError(
-            what, expected=expected, fix=f"leave checkpoint.store out; or {_ELSEWHERE}"
+            f"the store writes over what is there although it was asked not to (it ignores {ignored})",
+            expected="conditional writes: on them rest the lease of a run and the seal of a checkpoint",
+            fix=f"leave checkpoint.store out; or {_ELSEWHERE}",
         )
 
 

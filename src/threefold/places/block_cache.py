@@ -154,9 +154,10 @@ def open_cache(folder: Path, num_blocks: int, *, block_bytes: int) -> BlockCache
         used = sum(name.isdecimal() for name in os.listdir(folder))
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        what = f"{folder} cannot be written: {error.strerror}"
         raise RunError(
-            what, expected="a folder for blocks of the data that is in a store", fix=fix
+            f"{folder} cannot be written: {error.strerror}",
+            expected="a folder for blocks of the data that is in a store",
+            fix=fix,
         ) from error
     room = math.floor(_SHARE * (free / block_bytes + used))
     if room < (least := min(LEAST_BLOCKS, num_blocks)):

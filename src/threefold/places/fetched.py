@@ -66,8 +66,11 @@ def fetched(
     try:
         blocks = parse(content[0], Path(name + _LIST))
     except ThreefoldError as error:
-        what = f"{place.url}: {error.problems[0].what}"
-        raise DataError(what, expected=error.problems[0].expected, fix=WHO_WRITES) from None
+        raise DataError(
+            f"{place.url}: {error.problems[0].what}",
+            expected=error.problems[0].expected,
+            fix=WHO_WRITES,
+        ) from None
     for suffix, (size, _, _) in blocks.files.items():
         _check_size(place, there.get(name + suffix), name + suffix, size)
     folder = cache / xxhash.xxh3_128_hexdigest(str(place.url).encode() + content[0])

@@ -53,9 +53,10 @@ def open_store(
     try:
         library = importlib.import_module("obstore")
     except ImportError as error:
-        what = f"{url} is in a store, and the package obstore is not installed"
         raise ConfigError(
-            what, expected="threefold with its extra s3", fix="pip install 'threefold[s3]'"
+            f"{url} is in a store, and the package obstore is not installed",
+            expected="threefold with its extra s3",
+            fix="pip install 'threefold[s3]'",
         ) from error
     return ObjectStore(url, library, _settings(url, environ), retry_s=retry_s)
 
@@ -107,16 +108,12 @@ def _endpoint(environ: Mapping[str, str], of_profile: str | None) -> str:
     ):
         if given is not None and not re.match(r"https?://[^/\s]", given):
             host = given.rpartition("//")[2].strip()
-            fix = (
-                f"{name}=https://{host}   (http:// without TLS)"
-                if host
-                else f"leave {name} out"
-            )
-            what = f"{name} is {given!r}, which is no server's address"
             raise ConfigError(
-                what,
+                f"{name} is {given!r}, which is no server's address",
                 expected="http:// or https://, a host, and its port: http://localhost:9000",
-                fix=fix,
+                fix=f"{name}=https://{host}   (http:// without TLS)"
+                if host
+                else f"leave {name} out",
             )
         if given:
             return given
@@ -316,12 +313,10 @@ class ObjectStore:
     def _asking(self, doing: str) -> Iterator[None]:
         """Errors of the library in three parts, without its text and without itself: both may show credentials."""
         if os.getpid() != self._pid:
-            what = f"{self.url}: a store was opened before this process was forked"
-            fix = "open it in the process that uses it, and start processes by spawn"
             raise RunError(
-                what,
+                f"{self.url}: a store was opened before this process was forked",
                 expected="a store of the process's own: its connections do not follow a fork",
-                fix=fix,
+                fix="open it in the process that uses it, and start processes by spawn",
             )
         try:
             yield

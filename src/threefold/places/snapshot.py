@@ -135,9 +135,10 @@ def seal(place: ObjectStore, snapshot: Snapshot) -> str:
     """
     content = checked_text(snapshot.to_values())
     if persist(place.create, _seal_key(snapshot.name), content) is None:
-        what = f"{place.url}/{_seal_key(snapshot.name)} is there, of another writer"
         raise PlaceError(
-            what, expected="one writer below a prefix", fix="--checkpoint.store ANOTHER_PREFIX"
+            f"{place.url}/{_seal_key(snapshot.name)} is there, of another writer",
+            expected="one writer below a prefix",
+            fix="--checkpoint.store ANOTHER_PREFIX",
         )
     return xxhash.xxh3_128_hexdigest(content)
 

@@ -66,11 +66,10 @@ def text_files(
     if not wanted:
         what = f"{address} is neither a token store nor text: it holds {len(there):,} objects of other kinds"
         what = what if there else f"{address} holds nothing"
-        fix = f"--data.source {folder}   (or another prefix of the bucket)"
         raise DataError(
             what,
             expected=f"{kinds}; or what `threefold data prepare --to` has written",
-            fix=fix,
+            fix=f"--data.source {folder}   (or another prefix of the bucket)",
         )
     for each in wanted:
         if _NO_NAMES & {*each.key.split("/")} or "\0" in each.key:

@@ -69,8 +69,11 @@ def refuse_filled(place: ObjectStore) -> None:
 
 
 def _filled(what: str) -> ConfigError:
-    fix = "--to ANOTHER_PREFIX   (or empty this one first, if nobody needs it)"
-    return ConfigError(what, expected=_EMPTY, fix=fix)
+    return ConfigError(
+        what,
+        expected=_EMPTY,
+        fix="--to ANOTHER_PREFIX   (or empty this one first, if nobody needs it)",
+    )
 
 
 def _listed(claim: bytes) -> set[str]:

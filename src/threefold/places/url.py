@@ -49,8 +49,11 @@ def parse(text: str) -> StoreUrl:
     if not colon or scheme not in _SCHEMES:
         what = f"{text} is no store that threefold can use"
         expected = "s3://BUCKET/PREFIX (any store with S3's protocol) or gs://BUCKET/PREFIX"
-        fix = "s3://bucket/prefix   (yours; of another S3 store with AWS_ENDPOINT_URL=https://ITS_ADDRESS)"
-        raise ConfigError(what, expected=expected, fix=fix)
+        raise ConfigError(
+            what,
+            expected=expected,
+            fix="s3://bucket/prefix   (yours; of another S3 store with AWS_ENDPOINT_URL=https://ITS_ADDRESS)",
+        )
     if not rest.startswith("//"):
         what = f"{text} is not the address of a store"
         fixed = f"{scheme}://{rest.lstrip('/') or 'bucket/prefix'}"

@@ -98,8 +98,11 @@ def named(name: str) -> Accelerator:
     """
     if (found := ACCELERATORS.get(name.lower())) is not None:
         return found
-    expected = f"one of {', '.join(ACCELERATORS)}"
-    raise ConfigError(f"--gpu {name} is not known", expected=expected, fix="--gpu h100-80gb")
+    raise ConfigError(
+        f"--gpu {name} is not known",
+        expected=f"one of {', '.join(ACCELERATORS)}",
+        fix="--gpu h100-80gb",
+    )
 
 
 def peak_flops(device_name: str) -> float | None:

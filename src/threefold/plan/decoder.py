@@ -183,9 +183,12 @@ def _family(values: Mapping[str, Any]) -> Family:
         )
     for key in _OTHER_LAYERS:
         if values.get(key):
-            what = f"{key} = {values[key]} of {model_type!r} cannot be estimated"
             expected = "layers as the family's published models have them: others have more parameters, or keep more"
-            raise ConfigError(what, expected=expected, fix=TRACED)
+            raise ConfigError(
+                f"{key} = {values[key]} of {model_type!r} cannot be estimated",
+                expected=expected,
+                fix=TRACED,
+            )
     return family
 
 
@@ -214,9 +217,11 @@ class _Sizes:
     def number(self, key: str) -> int:
         value = self.values.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            what = f"the config of a {self.values['model_type']!r} has {key} = {value!r}"
-            expected = "a number above 0; transformers' own default is not known here"
-            raise ConfigError(what, expected=expected, fix=f'"{key}": N in the config.json')
+            raise ConfigError(
+                f"the config of a {self.values['model_type']!r} has {key} = {value!r}",
+                expected="a number above 0; transformers' own default is not known here",
+                fix=f'"{key}": N in the config.json',
+            )
         return value
 
     def says(self, key: Key | bool) -> bool:

@@ -79,7 +79,8 @@ def _rate(option: str, text: str, known: Mapping[str, float]) -> float:
         rate := float(found["number"]) * _UNITS[found["unit"]]
     ):
         return rate / _REACHED
-    expected = f"one of {', '.join(known)}, or a bus bandwidth as `threefold doctor` measures it: 41.5GiB/s"
     raise ConfigError(
-        f"{option} {text} is not known", expected=expected, fix=f"{option} {next(iter(known))}"
+        f"{option} {text} is not known",
+        expected=f"one of {', '.join(known)}, or a bus bandwidth as `threefold doctor` measures it: 41.5GiB/s",
+        fix=f"{option} {next(iter(known))}",
     )

@@ -73,10 +73,10 @@ def check_files(run: Path) -> None:
         ConfigError: one of them is no file: a FIFO or a device, of which nobody can say when it ends.
     """
     for path in _no_files(run):
-        what = f"{path} is not a file, but a FIFO, a socket or a device"
-        fix = f"was this run copied from somebody? Look at: ls -l {shlex.quote(str(path))}"
         raise ConfigError(
-            what, expected="a run as threefold writes it: files and folders", fix=fix
+            f"{path} is not a file, but a FIFO, a socket or a device",
+            expected="a run as threefold writes it: files and folders",
+            fix=f"was this run copied from somebody? Look at: ls -l {shlex.quote(str(path))}",
         )
 
 

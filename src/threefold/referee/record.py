@@ -132,10 +132,10 @@ def read_command(folder: Path) -> WatchedCommand:
         values = json.loads((folder / COMMAND_FILE).read_text(encoding="utf-8"))
         command, exit_code = list(values["command"]), values["exit_code"]
     except (OSError, ValueError, LookupError, TypeError):
-        what = f"{folder} holds no record of the referee"
-        fix = f"threefold referee --record {folder} -- torchrun --nproc-per-node 2 train.py"
         raise DataError(
-            what, expected=f"a folder with {COMMAND_FILE} and rank-*.jsonl", fix=fix
+            f"{folder} holds no record of the referee",
+            expected=f"a folder with {COMMAND_FILE} and rank-*.jsonl",
+            fix=f"threefold referee --record {folder} -- torchrun --nproc-per-node 2 train.py",
         ) from None
     starts: dict[int, Records] = {1: []}
     wrong: list[str] = []

@@ -39,10 +39,10 @@ def watch(
         ConfigError: the folder is not empty, or the command cannot be started.
     """
     if shutil.which(command[0]) is None:
-        what = f"there is no program {command[0]!r} to watch"
-        fix = f"threefold referee -- {shlex.join([sys.executable, *command])}"
         raise ConfigError(
-            what, expected="the command that starts your training, after --", fix=fix
+            f"there is no program {command[0]!r} to watch",
+            expected="the command that starts your training, after --",
+            fix=f"threefold referee -- {shlex.join([sys.executable, *command])}",
         )
     _prepare(folder, command)
     settings = {

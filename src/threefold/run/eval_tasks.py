@@ -113,10 +113,9 @@ def _loaded(names: Sequence[str]) -> Any:
         ) from error
     for name, task in loaded["tasks"].items():
         if (kind := task.get_config("output_type")) not in _SCORED:
-            what = f"eval.tasks has {name}, which is scored by {kind}"
             expected = "tasks that are scored by the probability of texts, which the model gives on any mesh"
             raise ConfigError(
-                what,
+                f"eval.tasks has {name}, which is scored by {kind}",
                 expected=expected,
                 fix=f"leave {name} out; lm-eval runs it on an exported model",
             )
@@ -129,10 +128,10 @@ def _own(path: str) -> dict[str, Any]:
     """A task of one's own. One that names functions is refused: they would be run from the files beside it."""
     text = task_text(path)
     if "!function" in text:
-        expected = "a task without code of its own"
-        fix = "a task of an installed package, which lm-eval finds by its name"
         raise ConfigError(
-            f"{path} names a function, which would be run", expected=expected, fix=fix
+            f"{path} names a function, which would be run",
+            expected="a task without code of its own",
+            fix="a task of an installed package, which lm-eval finds by its name",
         )
     values = parse(text, path)
     if not isinstance(values, dict) or not isinstance(values.get("task"), str):

@@ -108,10 +108,10 @@ def _depths(
 
 
 def _too_large(values: dict[str, Any], why: str) -> ConfigError:
-    what = f"two layers of {values['model_type']!r} cannot be measured here: {why}"
-    expected = "a model of two layers, its gradients and moments on one device"
     return ConfigError(
-        what, expected=expected, fix="--train.micro_batch 1   (or leave --measure out)"
+        f"two layers of {values['model_type']!r} cannot be measured here: {why}",
+        expected="a model of two layers, its gradients and moments on one device",
+        fix="--train.micro_batch 1   (or leave --measure out)",
     )
 
 

@@ -43,8 +43,11 @@ def explained(asked: Asked, mesh: Mesh, folder: Path) -> Iterator[None]:
         reason = str(error).strip().split("\n")[0].split(". GPU")[0].rstrip(".")
         snapshot = _snapshot(folder.resolve() / "memory" / f"rank-{mesh.rank:04d}.pickle")
         expected, fix = _advice(asked, mesh)
-        what = f"rank {mesh.rank} has no memory left: {reason}"
-        raise DeviceMemoryError(what, expected=expected + snapshot, fix=fix) from error
+        raise DeviceMemoryError(
+            f"rank {mesh.rank} has no memory left: {reason}",
+            expected=expected + snapshot,
+            fix=fix,
+        ) from error
 
 
 def _advice(asked: Asked, mesh: Mesh) -> tuple[str, str]:

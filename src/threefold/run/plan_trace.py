@@ -77,9 +77,11 @@ def refused(config: Config) -> Iterator[Problem]:
             "leave mesh.cpu_offload out",
         )
     if config.train.activation_checkpointing == "offload":
-        what = "train.activation_checkpointing = offload cannot be traced"
-        fix = "--train.activation_checkpointing full   (which holds a layer's input more for each layer)"
-        yield Problem(what, expected, fix)
+        yield Problem(
+            "train.activation_checkpointing = offload cannot be traced",
+            expected,
+            "--train.activation_checkpointing full   (which holds a layer's input more for each layer)",
+        )
     eager = "what is computed as it is written: weights and their averages, layers and products as they are"
     for key, value, plain in (
         ("train.objective", config.train.objective, "next_token"),
@@ -125,13 +127,12 @@ def trace(config: Config, architecture: PretrainedConfig, topology: Topology) ->
         )
         reason = first_line(error)
         expected = "operators that tell their results' shapes without values, in the types that are asked for"
-        fix = (
-            "--model.dtype bfloat16"
-            if "BF16" in reason
-            else "train a step of it, and read peak_memory_bytes"
-        )
         raise ConfigError(
-            f"{name!r} cannot be traced: {reason}", expected=expected, fix=fix
+            f"{name!r} cannot be traced: {reason}",
+            expected=expected,
+            fix="--model.dtype bfloat16"
+            if "BF16" in reason
+            else "train a step of it, and read peak_memory_bytes",
         ) from error
     finally:
         dist.destroy_process_group()

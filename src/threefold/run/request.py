@@ -157,5 +157,8 @@ def setup_problems(
     longest = longest_row(architecture, outline)
     if 0 < longest < config.data.seq_len:
         what = f"data.seq_len = {config.data.seq_len}, but the model supports at most {longest} positions"
-        expected = "rows that are no longer than the model's max_position_embeddings"
-        yield Problem(what, expected, f"--data.seq_len {longest}")
+        yield Problem(
+            what,
+            "rows that are no longer than the model's max_position_embeddings",
+            f"--data.seq_len {longest}",
+        )

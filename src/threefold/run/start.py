@@ -203,9 +203,11 @@ def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = 
     if info.launcher is not None:
         _refuse_unrestartable(loaded.config, info, max_restarts)
         if force:
-            what = "--force, but a launcher started this rank"
-            expected = "an option for ranks that are started here"
-            raise ConfigError(what, expected=expected, fix="leave --force out")
+            raise ConfigError(
+                "--force, but a launcher started this rank",
+                expected="an option for ranks that are started here",
+                fix="leave --force out",
+            )
         if info.launcher == "torchrun":
             local_ranks.die_with_parent()
         environment.settle_rank(info)
@@ -291,14 +293,22 @@ def _refuse_unrestartable(
     problems = []
     if max_restarts:
         what = f"--max-restarts {max_restarts}, but a launcher started this rank"
-        fix = f"torchrun --max-restarts {max_restarts} ... -m threefold train ..., and no --max-restarts after train"
-        problems.append(Problem(what, "the launcher to restart the ranks that it started", fix))
+        problems.append(
+            Problem(
+                what,
+                "the launcher to restart the ranks that it started",
+                f"torchrun --max-restarts {max_restarts} ... -m threefold train ..., and no --max-restarts after train",
+            )
+        )
     if info.max_restarts and config.log.dir is None:
         what = f"torchrun --max-restarts {info.max_restarts} without log.dir"
-        expected = (
-            "a folder that restarted ranks can find; otherwise they would begin another run"
+        problems.append(
+            Problem(
+                what,
+                "a folder that restarted ranks can find; otherwise they would begin another run",
+                "--log.dir FOLDER",
+            )
         )
-        problems.append(Problem(what, expected, "--log.dir FOLDER"))
     ConfigError.raise_for(problems)
 
 

@@ -40,9 +40,10 @@ class Scores:
         if (
             most := max((len(continuation) for _, continuation in requests), default=0)
         ) > self.longest:
-            what = f"a task of eval.tasks scores a text of {most:,} tokens, but the model takes {self.longest:,}"
             raise ConfigError(
-                what, expected="texts that the model takes whole", fix="leave the task out"
+                f"a task of eval.tasks scores a text of {most:,} tokens, but the model takes {self.longest:,}",
+                expected="texts that the model takes whole",
+                fix="leave the task out",
             )
         model, mesh = self._model, self._model.mesh
         order = sorted(

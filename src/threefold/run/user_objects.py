@@ -111,9 +111,11 @@ def _loss_problems(config: Config) -> Iterator[Problem]:
 def _optimizer_problems(make: Any, config: OptimizerConfig) -> Iterator[Problem]:
     if not callable(make) or not hasattr(make, "__qualname__"):
         what = f"optimizer is a {type(make).__name__}"
-        expected = "a function of the model that makes one on the ranks"
-        fix = "def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.01)"
-        yield Problem(what, expected, fix)
+        yield Problem(
+            what,
+            "a function of the model that makes one on the ranks",
+            "def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.01)",
+        )
     usual = OptimizerConfig()
     for name in ("name", "options", "betas", "eps", "weight_decay", "groups", "moments"):
         if getattr(config, name) != getattr(usual, name):
@@ -126,8 +128,7 @@ def _callback_problems(callback: Any) -> Iterator[Problem]:
     begun = [each for each in dir(callback) if each.startswith("on_")]
     if isinstance(callback, type):
         what = f"the callback {name} is a class"
-        fix = f"callbacks=[{callback.__name__}()]"
-        yield Problem(what, "an object of it", fix)
+        yield Problem(what, "an object of it", f"callbacks=[{callback.__name__}()]")
     elif unknown := [each for each in begun if each not in HOOKS]:
         what = f"the callback {name} has {unknown[0]}, which nothing calls"
         yield Problem(what, f"one of {shown}", "rename it")
@@ -192,8 +193,13 @@ def with_rows(config: Config, handed: Mapping[str, Any]) -> Config:
         section, _, key = PLACES[name].partition(".")
         if getattr(getattr(config, section), key) != place_of(name):
             both = f"{name}= and {PLACES[name]} are both given"
-            expected = f"one of them: {name}=, or {PLACES[name]}"
-            problems.append(Problem(both, expected, f"leave {PLACES[name]} out"))
+            problems.append(
+                Problem(
+                    both,
+                    f"one of them: {name}=, or {PLACES[name]}",
+                    f"leave {PLACES[name]} out",
+                )
+            )
     ConfigError.raise_for(problems)
     if "tokenizer" in handed:
         path = str(_written_tokenizer(handed["tokenizer"]))

@@ -102,9 +102,12 @@ class Batches:
                 fix=f"batch.pop({unknown[0]!r}), or a loss that reads it: TrainStep(model, loss=...)",
             )
         if "labels" not in batch and self._labels:
-            fix = _COUNTED if self._own_loss else f"{_COUNTED}, or TrainStep(model, loss=...)"
             raise ConfigError(
-                "the batch has no labels", expected="labels, shifted by one token", fix=fix
+                "the batch has no labels",
+                expected="labels, shifted by one token",
+                fix=_COUNTED
+                if self._own_loss
+                else f"{_COUNTED}, or TrainStep(model, loss=...)",
             )
         for name in (name for name in _PER_TOKEN if name in batch):
             if not isinstance(batch[name], Tensor) or batch[name].shape != ids.shape:

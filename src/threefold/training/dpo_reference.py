@@ -227,9 +227,11 @@ def _read(path: Path, identity: ReferenceIdentity, num_documents: int) -> Float6
     try:
         line, _, content = path.read_bytes().partition(b"\n")
     except OSError as error:
-        what = f"{path} cannot be read: {error.strerror}"
-        expected = "the reference of a run"
-        raise CheckpointError(what, expected=expected, fix=f"chmod u+r {path}") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}",
+            expected="the reference of a run",
+            fix=f"chmod u+r {path}",
+        ) from error
     try:
         head = json.loads(line)
         checksum = head.pop("checksum")

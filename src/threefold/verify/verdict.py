@@ -208,9 +208,10 @@ def compare_runs(
     curves = [_curve_of(run, steps) for run in (first, second)]
     common = sorted(curves[0].keys() & curves[1].keys())
     if not common:
-        what = f"{first} and {second} have no logged step in common"
         raise ConfigError(
-            what, expected="two runs that logged the same steps", fix="--log.every 1 in both"
+            f"{first} and {second} have no logged step in common",
+            expected="two runs that logged the same steps",
+            fix="--log.every 1 in both",
         )
     logged = [[curve[step] for step in common] for curve in curves]
     comparison = compare_curves(
@@ -241,9 +242,10 @@ def _curve_of(run: Path, steps: int | None) -> dict[int, list[float]]:
     """(loss, gradient norm) of the training steps that stand, by step."""
     path = run / METRICS
     if not path.exists():
-        fix = "threefold verify --against RUN_A RUN_B"
         raise ConfigError(
-            f"{run} has no {METRICS}", expected="the folders of two runs", fix=fix
+            f"{run} has no {METRICS}",
+            expected="the folders of two runs",
+            fix="threefold verify --against RUN_A RUN_B",
         )
     metrics = Metrics(path)
     # A torn last line is that of a run that was killed, and belongs to no step.

@@ -104,11 +104,11 @@ class Whole:
         )
         owners = [number for number in found if number is not None]
         if len(owners) < len(found):
-            what = (
+            raise RowError(
                 f"the template marks {len(filled)} stretches as generated, and there are "
-                f"{len(turns)} assistant turns"
+                f"{len(turns)} assistant turns",
+                "stretches that are each of one turn of the assistant",
             )
-            raise RowError(what, "stretches that are each of one turn of the assistant")
         made = []
         for at, (number, stretch) in enumerate(zip(owners, one_each or filled, strict=True)):
             # What follows a stretch is the turn's end only if no other stretch of it follows.
@@ -164,9 +164,8 @@ class Whole:
             if turn is not None and place.begin < turn.begin:
                 whole[message] = turn._replace(begin=texts.begin_of(place))
             elif turn is not None and place.end > max(turn.end, turn.reach):
-                what = f"messages[{message}]: the chat template writes its {key} outside of its turn"
                 raise RowError(
-                    what,
+                    f"messages[{message}]: the chat template writes its {key} outside of its turn",
                     "a template that writes a turn in one stretch, or marks it: {% generation %}",
                 )
         for turn in whole.values():
@@ -338,9 +337,8 @@ class Whole:
                 return self.closed(Turn(turn.begin, turn.reach, number))
             if each is message and message.get("tool_calls"):
                 # The calls follow the content: without them, a part of the turn would be left out.
-                what = f"messages[{number}]: the chat template renders the tool calls differently in their place"
                 raise RowError(
-                    what,
+                    f"messages[{number}]: the chat template renders the tool calls differently in their place",
                     "a template that renders earlier turns as they were, or marks them: {% generation %}",
                 )
             return turn
@@ -399,9 +397,8 @@ class Whole:
     ) -> tuple[str, str]:
         """What stands before and after the content of a message, found by writing other contents."""
         if "content" not in messages[number]:
-            what = f"messages[{number}] has only tool calls, and the chat template renders it differently in its place"
             raise RowError(
-                what,
+                f"messages[{number}] has only tool calls, and the chat template renders it differently in its place",
                 "a template that renders earlier turns as they were, or marks them: {% generation %}",
             )
         one, other = (

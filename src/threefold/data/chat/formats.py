@@ -262,9 +262,8 @@ def _with_system(values: Values, messages: Any) -> Any:
     if not system:
         return messages
     if not isinstance(system, str) or not isinstance(messages, list):
-        what = f"'system' is {kind_of(system)}, beside {kind_of(messages)}"
         raise RowError(
-            what,
+            f"'system' is {kind_of(system)}, beside {kind_of(messages)}",
             "a system text beside messages   (or data.fields without it, and texts that hold it)",
         )
     begins = (
@@ -311,8 +310,10 @@ def _completed(
             raise RowError("the completion is empty", "a text after the prompt")
         return Example(texts=(prompt, completion), tools=tools, variables=variables)
     if isinstance(prompt, str) or isinstance(completion, str):
-        what = f"the prompt is {kind_of(prompt)} and the completion {kind_of(completion)}"
-        raise RowError(what, "two texts, or two lists of messages")
+        raise RowError(
+            f"the prompt is {kind_of(prompt)} and the completion {kind_of(completion)}",
+            "two texts, or two lists of messages",
+        )
     asked, answered = (
         _messages(prompt, "prompt", columns),
         _messages(completion, "completion", columns),
@@ -415,9 +416,9 @@ def _trained(message: Values, where: str) -> bool:
     """Whether a message may be trained on: not with `weight: 0` (OpenAI, Mistral) or `train: false` (axolotl)."""
     for key in ("weight", "train"):
         if message.get(key, 1) not in (0, 1):  # true and false are equal to these
-            what = f"{where}: {key!r} is {message[key]!r}"
             raise RowError(
-                what, f"{key!r} as 0 or 1, false or true: a message is trained on, or it is not"
+                f"{where}: {key!r} is {message[key]!r}",
+                f"{key!r} as 0 or 1, false or true: a message is trained on, or it is not",
             )
     return bool(message.get("weight", 1) and message.get("train", 1))
 

@@ -170,9 +170,9 @@ class Encoder:
         lost = texts.lost
         if self.lost_texts == "refuse":
             for what in unwritten:
-                expected = "a chat template that knows tools: data.chat_template   (or --data.lost_texts count)"
                 raise RowError(
-                    f"it has {what}, and the chat template does not write them", expected
+                    f"it has {what}, and the chat template does not write them",
+                    "a chat template that knows tools: data.chat_template   (or --data.lost_texts count)",
                 )
             texts.refuse(lost)
         return Counter([*lost.values(), *unwritten])

@@ -77,11 +77,13 @@ def _with_prompts(values: Values, keys: Mapping[str, str]) -> Sequence[tuple[Any
         if not isinstance(answer, str | list):
             raise RowError(f"{name!r} is {kind_of(answer)}", "a text, or a list of messages")
     if len({type(answer) for answer in answers}) > 1:
-        what = " and ".join(
-            f"{name!r} is {kind_of(answer)}"
-            for name, answer in zip(SIDES, answers, strict=True)
+        raise RowError(
+            " and ".join(
+                f"{name!r} is {kind_of(answer)}"
+                for name, answer in zip(SIDES, answers, strict=True)
+            ),
+            "two texts, or two lists of messages",
         )
-        raise RowError(what, "two texts, or two lists of messages")
     if isinstance(prompt, list):
         begun = [
             isinstance(answer, list) and answer[: len(prompt)] == prompt for answer in answers
@@ -121,9 +123,9 @@ def _apart(chosen: Any, rejected: Any) -> list[tuple[Any, Any]]:
     else:
         length = min(length, len(chosen) - 1, len(rejected) - 1)
         if length < 1:
-            what = "there is no prompt, and 'chosen' and 'rejected' do not begin with a turn in common"
             raise RowError(
-                what, "a prompt, or two conversations that begin with the same turns"
+                "there is no prompt, and 'chosen' and 'rejected' do not begin with a turn in common",
+                "a prompt, or two conversations that begin with the same turns",
             )
     return [(answer[:length], answer[length:]) for answer in (chosen, rejected)]
 

@@ -100,11 +100,11 @@ class ChatTemplate:
                 "one date for all rows: data.template_variables",
             )
         if taken := sorted(_RENDERERS & {*self.variables, *(variables or {})}):
-            what = (
+            raise RowError(
                 f"chat_template_kwargs or data.template_variables has {taken[0]!r}, which "
-                "is no variable of a template"
+                "is no variable of a template",
+                f"variables of the template, without {', '.join(taken)}",
             )
-            raise RowError(what, f"variables of the template, without {', '.join(taken)}")
         return self._rendered(
             [self._as_taken(message) for message in messages],
             tools,
@@ -127,8 +127,10 @@ class ChatTemplate:
                 **{**self.special, **self.variables, **variables},
             )
         except TemplateError as error:
-            expected = "a conversation as the template takes it   (its variables: data.template_variables)"
-            raise RowError(f"the chat template refuses it: {error}", expected) from None
+            raise RowError(
+                f"the chat template refuses it: {error}",
+                "a conversation as the template takes it   (its variables: data.template_variables)",
+            ) from None
         except (
             TypeError,
             ValueError,
@@ -227,8 +229,11 @@ class ChatTemplate:
             messages[:num_prompt], tools=tools, variables=variables, prompt=True
         )
         if not text.startswith(prompt):
-            what = "the chat template renders the prompt in another way when the completion follows"
-            raise RowError(what, "a template that renders it as it was", train_on="assistant")
+            raise RowError(
+                "the chat template renders the prompt in another way when the completion follows",
+                "a template that renders it as it was",
+                train_on="assistant",
+            )
         whole = self._whole(messages, tools, variables, text)
         return Rendered(text, (whole.closed(Turn(len(prompt), len(text), len(messages) - 1)),))
 
@@ -243,8 +248,10 @@ class ChatTemplate:
             or len(pieces) % 2 == 0
             or "".join(_BORDER.findall(shown)) != _OPEN_CLOSE * (len(pieces) // 2)
         ):
-            what = "what the template marks as generated cannot be told: its marks are inside what it changes"
-            raise RowError(what, "{% generation %} around texts as they are written")
+            raise RowError(
+                "what the template marks as generated cannot be told: its marks are inside what it changes",
+                "{% generation %} around texts as they are written",
+            )
         places = [0, *accumulate(map(len, pieces))]
         return list(zip(places[1::2], places[2::2], strict=False))
 

@@ -217,5 +217,8 @@ def problem_of(
         fix = f"rm -r {folder}   (it is made again from the text)"
     elif store.info is None:
         fix = f"copy its files again from their origin; if they were changed on purpose: rm {store.blocks_at}"
-    expected = f"the bytes as they were hashed: {store.blocks_at.name} has a hash of each block"
-    return Problem(changed(store.blocks, change, store.named, rows), expected, fix)
+    return Problem(
+        changed(store.blocks, change, store.named, rows),
+        f"the bytes as they were hashed: {store.blocks_at.name} has a hash of each block",
+        fix,
+    )

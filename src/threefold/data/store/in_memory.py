@@ -120,9 +120,8 @@ def _store(rows: Any, name: str, folder: Path, tokenizer: Tokenizer) -> Path:
                 )
             content = content_digest(f"{writer.content_hash()} {loss_mask}")
             if with_labels and not writer.num_loss_tokens:
-                what = f"{name} has labels of -100 alone: nothing would be trained on"
                 raise DataError(
-                    what,
+                    f"{name} has labels of -100 alone: nothing would be trained on",
                     expected="labels that are the input_ids where a token is trained on",
                     fix="labels=...",
                 )

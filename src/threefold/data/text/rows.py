@@ -229,8 +229,11 @@ def parquet_pieces(
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         if skip_bad:
             return [Piece(number, 0, 0, 0)]
-        what = f"{path} is not readable as .parquet: {first_line(error)}"
-        raise DataError(what, expected="a complete .parquet file", fix=AGAIN) from error
+        raise DataError(
+            f"{path} is not readable as .parquet: {first_line(error)}",
+            expected="a complete .parquet file",
+            fix=AGAIN,
+        ) from error
     refuse_repeated(str(path), schema.names, take.columns)
     if isinstance(take, TextField):
         require_text(str(path), schema, take.name)

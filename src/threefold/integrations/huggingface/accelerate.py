@@ -107,12 +107,10 @@ def prepare_evaluation_loader(
     """
     check_loader(loader)
     if not isinstance(loader.sampler, SequentialSampler):
-        what = f"the evaluation loader draws its rows with a {type(loader.sampler).__name__}"
-        fix = "DataLoader(dataset, batch_size=...) without shuffle and sampler"
         raise ConfigError(
-            what,
+            f"the evaluation loader draws its rows with a {type(loader.sampler).__name__}",
             expected="the dataset's order, in which gather_for_metrics returns the rows",
-            fix=fix,
+            fix="DataLoader(dataset, batch_size=...) without shuffle and sampler",
         )
     axis = _axis(accelerator)
     if axis.sharers > 1:

@@ -41,9 +41,11 @@ _OF_TRL = {"SFTTrainer", "DPOTrainer", "RewardTrainer"}
 def check_version(trainer: type, version: str) -> None:
     """Refuses a transformers whose loop lacks a method that ours overrides (ConfigError)."""
     if missing := [name for name in _HOOKS if not hasattr(trainer, name)]:
-        what = f"transformers {version} has no Trainer.{missing[0]}"
-        expected = "a version whose loop this Trainer supports: with another one its promises would not hold"
-        raise ConfigError(what, expected=expected, fix="pip install 'transformers==5.23.*'")
+        raise ConfigError(
+            f"transformers {version} has no Trainer.{missing[0]}",
+            expected="a version whose loop this Trainer supports: with another one its promises would not hold",
+            fix="pip install 'transformers==5.23.*'",
+        )
 
 
 def is_of_trl(trainer: type) -> bool:
@@ -67,10 +69,10 @@ def check_model(model: Any) -> None:
     """Refuses a model that is already wrapped or sharded for data parallelism (ConfigError)."""
     if isinstance(model, (DistributedDataParallel, DataParallel, FullyShardedDataParallel)):
         name = type(model).__name__
-        what = f"the Trainer got a model inside {name}"
-        expected = "the model itself: the Trainer wraps it, and a wrapped one is saved under other names"
         raise ConfigError(
-            what, expected=expected, fix=f"delete the line   model = {name}(model, ...)"
+            f"the Trainer got a model inside {name}",
+            expected="the model itself: the Trainer wraps it, and a wrapped one is saved under other names",
+            fix=f"delete the line   model = {name}(model, ...)",
         )
     if isinstance(model, FSDPModule) and not getattr(
         model, "is_distributed_loading_by_transformers", False
@@ -147,24 +149,20 @@ def _reading(args: Any) -> Iterator[Problem]:
             "leave average_tokens_across_devices out",
         )
     if args.world_size > 1 and args.eval_use_gather_object:
-        what = "eval_use_gather_object = True"
-        fix = "leave eval_use_gather_object out, and pad in preprocess_logits_for_metrics"
         yield Problem(
-            what,
+            "eval_use_gather_object = True",
             "tensors with one row per sample: only these can be put into the dataset's order",
-            fix,
+            "leave eval_use_gather_object out, and pad in preprocess_logits_for_metrics",
         )
 
 
 def _parallelism(trainer: Any) -> Iterator[Problem]:
     """Ways to shard that accelerate silently leaves out, or that train something else."""
     if trainer.args.deepspeed and not trainer.is_deepspeed_enabled:
-        what = "deepspeed is given, but DeepSpeed is not in use"
-        fix = "unset ACCELERATE_USE_CPU, and on CPUs TrainingArguments(use_cpu=True)"
         yield Problem(
-            what,
+            "deepspeed is given, but DeepSpeed is not in use",
             "its engine: with ACCELERATE_USE_CPU set, accelerate silently trains with plain DDP",
-            fix,
+            "unset ACCELERATE_USE_CPU, and on CPUs TrainingArguments(use_cpu=True)",
         )
     if (
         trainer.args.fsdp
@@ -194,9 +192,11 @@ def _sharded(model: Any, args: Any) -> Iterator[Problem]:
     asked = model.config.distributed_config
     config = model.config.get_text_config()
     if asked.pp_size > 1:
-        what = f"DistributedConfig has pp_size = {asked.pp_size}"
-        fix = "DistributedConfig(tp_size=..., fsdp_size=...)"
-        yield Problem(what, "1: the Trainer has no schedule for pipeline stages", fix)
+        yield Problem(
+            f"DistributedConfig has pp_size = {asked.pp_size}",
+            "1: the Trainer has no schedule for pipeline stages",
+            "DistributedConfig(tp_size=..., fsdp_size=...)",
+        )
     if (
         asked.tp_size > 1
         and args.gradient_accumulation_steps > 1

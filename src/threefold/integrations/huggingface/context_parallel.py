@@ -69,8 +69,11 @@ def problems(trainer: Any) -> Iterator[Problem]:
     else:
         yield from limits.direction_problems(trainer.model, pretrained=True)
     if mesh.size("tp") > 1 or mesh.topology.dp_shard > 1:
-        expected = "data and context ranks: transformers' loop has tensor ranks and shards by its DistributedConfig"
-        yield Problem(f"the mesh is {mesh.topology}", expected, f"threefold.init_mesh(cp={cp})")
+        yield Problem(
+            f"the mesh is {mesh.topology}",
+            "data and context ranks: transformers' loop has tensor ranks and shards by its DistributedConfig",
+            f"threefold.init_mesh(cp={cp})",
+        )
     if trainer.compute_loss_func is not None or args.label_smoothing_factor > 0:
         what = "a custom loss (compute_loss_func or label_smoothing_factor) together with split rows"
         fix = "leave it out, or threefold train --train.label_smoothing"
@@ -156,10 +159,11 @@ def cut_rows(model: Any, mesh: Mesh) -> None:
         if others := sorted(
             name for name in kwargs.keys() - _IGNORED_ARGUMENTS if kwargs[name] is not None
         ):
-            what = f"the model splits its rows among {context.size} context ranks, and was given {', '.join(others)}"
-            expected = "input_ids, attention_mask, position_ids and labels: anything else would be ignored"
-            fix = "leave it out; to generate, save_model(DIR) and from_pretrained(DIR) in one process"
-            raise ConfigError(what, expected=expected, fix=fix)
+            raise ConfigError(
+                f"the model splits its rows among {context.size} context ranks, and was given {', '.join(others)}",
+                expected="input_ids, attention_mask, position_ids and labels: anything else would be ignored",
+                fix="leave it out; to generate, save_model(DIR) and from_pretrained(DIR) in one process",
+            )
         length = input_ids.shape[1]
         numbered = position_ids is None
         whole = _filled_up(

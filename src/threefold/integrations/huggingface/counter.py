@@ -88,11 +88,10 @@ class RowCounter:
         if len(missing) < self._largest_step:
             log.warning(f"{text}: they fill no step at its end.")
             return
-        fix = "threefold.integrations.huggingface.Trainer; or check what the sampler leaves out"
         raise RunError(
             text,
             expected="every row once per epoch, except for fewer rows than a step has",
-            fix=fix,
+            fix="threefold.integrations.huggingface.Trainer; or check what the sampler leaves out",
         )
 
     def save(self, checkpoint: Path) -> None:

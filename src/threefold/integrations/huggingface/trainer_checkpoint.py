@@ -95,9 +95,10 @@ def _read_place(checkpoint: Path) -> tuple[int, dict[str, Any], int]:
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         found = f"cannot be read ({error!r})"
-    what = f"{path} {found}"
     raise CheckpointError(
-        what, expected=f"what the Trainer of this version writes (format {_FORMAT})", fix=_OLDER
+        f"{path} {found}",
+        expected=f"what the Trainer of this version writes (format {_FORMAT})",
+        fix=_OLDER,
     )
 
 
@@ -111,13 +112,9 @@ def newest_complete(output_dir: Path) -> Path:
         (int(step), path) for step, path in steps if step.isdecimal() and _is_complete(path)
     ]
     if not numbered:
-        what = f"resume_from_checkpoint = True, but {output_dir} has no complete checkpoint"
-        expected = (
-            "a folder checkpoint-STEP with a complete trainer_state.json, which is written last"
-        )
         raise CheckpointError(
-            what,
-            expected=expected,
+            f"resume_from_checkpoint = True, but {output_dir} has no complete checkpoint",
+            expected="a folder checkpoint-STEP with a complete trainer_state.json, which is written last",
             fix="trainer.train() to begin, or resume_from_checkpoint=PATH",
         )
     return max(numbered)[1]
@@ -192,11 +189,11 @@ def load_shards(
     folder = checkpoint / STATE_FOLDER
     if not folder.is_dir():
         what = f"{checkpoint} has no {STATE_FOLDER}: the model that was saved there was not sharded"
-        expected = (
-            "a checkpoint of a model that was loaded with DistributedConfig, as this one was"
+        raise CheckpointError(
+            what,
+            expected="a checkpoint of a model that was loaded with DistributedConfig, as this one was",
+            fix="from_pretrained(CHECKPOINT, distributed_config=...) begins with its weights, without its optimizer",
         )
-        fix = "from_pretrained(CHECKPOINT, distributed_config=...) begins with its weights, without its optimizer"
-        raise CheckpointError(what, expected=expected, fix=fix)
     mesh = all_ranks()
     if (reason := damage_found(checkpoint_at(folder), mesh)) is not None:
         what = f"{folder} is damaged: {reason}"

@@ -99,9 +99,11 @@ class Variables:
         """
         port = self.number("MASTER_PORT")
         if port is not None and not 0 < port < 2**16:
-            what = f"MASTER_PORT = {port} is not a port"
-            fix = f"export MASTER_PORT={DEFAULT_PORT}"
-            raise ConfigError(what, expected="a number from 1 to 65535", fix=fix)
+            raise ConfigError(
+                f"MASTER_PORT = {port} is not a port",
+                expected="a number from 1 to 65535",
+                fix=f"export MASTER_PORT={DEFAULT_PORT}",
+            )
         return port
 
 

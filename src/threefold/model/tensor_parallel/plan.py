@@ -109,13 +109,10 @@ def expert_problems(config: PretrainedConfig, ep_size: int, tp_size: int) -> Ite
         yield Problem(what, "a model with experts that can be distributed", "--mesh.ep 1")
         return
     if ep_size != tp_size:
-        expected = (
-            "1, or the number of tp ranks, which hold the same tokens: experts shared by more ranks would be sharded "
-            "over another mesh than the rest of the model, which is not supported"
-        )
         yield Problem(
             f"mesh.ep = {ep_size} is not mesh.tp ({tp_size})",
-            expected,
+            "1, or the number of tp ranks, which hold the same tokens: experts shared by more ranks would be sharded "
+            "over another mesh than the rest of the model, which is not supported",
             f"--mesh.ep {tp_size}",
         )
     if experts % ep_size:

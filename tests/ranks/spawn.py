@@ -15,6 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 PRELOAD = [
@@ -52,11 +53,15 @@ LOADED_WITH = {
     "DS_ACCELERATOR": "cpu",
 }
 TESTS = str(Path(__file__).parents[1])
+_OWN = SimpleNamespace(pid=None)  # this process' server
 
 
 def server() -> Any:
     """The forkserver's multiprocessing context; the server runs, one for each process of pytest."""
     context = multiprocessing.get_context("forkserver")
+    its = forkserver._forkserver
+    if its._forkserver_pid != _OWN.pid:  # type: ignore[attr-defined]
+        its._stop()  # type: ignore[attr-defined]  # a test of loaders may have started one that has imported nothing
     context.set_forkserver_preload(PRELOAD)
     kept = dict(os.environ)
     # The server of some versions of Python does not take the path from here.
@@ -67,6 +72,7 @@ def server() -> Any:
     finally:
         os.environ.clear()
         os.environ.update(kept)
+    _OWN.pid = its._forkserver_pid  # type: ignore[attr-defined]
     return context
 
 

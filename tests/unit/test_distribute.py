@@ -32,6 +32,7 @@ from threefold.data.sampling.distribute import (
     distribute,
     require_distributed,
 )
+from threefold.data.sampling.sampler import DistributedSampler
 from threefold.errors import ConfigError, DataError
 
 RANKS = st.integers(1, 6)
@@ -275,8 +276,23 @@ def test_set_epoch_wins_and_the_sampler_is_torchs_place_for_it() -> None:
 def test_another_loader_over_its_sampler_is_refused() -> None:
     """accelerator.prepare reads a part of what the sampler gives, which is a share already."""
     (loader,) = per_rank(numbers(12, batch_size=2), 1)
-    with pytest.raises(ConfigError, match="read by another loader"):
+    with pytest.raises(ConfigError, match="would read a part of this rank's share"):
         next(iter(DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)))
+
+
+@pytest.mark.parametrize("split_batches", [False, True])
+def test_a_share_is_not_divided_again(split_batches: bool) -> None:
+    """What accelerator.prepare makes of a loader with the sampler, on two processes: half of the rows were read."""
+    from accelerate.data_loader import BatchSamplerShard
+
+    def shared(num_replicas: int) -> BatchSamplerShard:
+        sampler = DistributedSampler(range(12), num_replicas=num_replicas, rank=0)
+        batches = BatchSampler(sampler, 2, drop_last=False)
+        return BatchSamplerShard(batches, 2, 0, split_batches=split_batches)
+
+    with pytest.raises(ConfigError, match="would read a part of this rank's share"):
+        next(iter(shared(2)))
+    assert sum(map(len, shared(1))) == 6, "one share of one is the whole, and may be divided"
 
 
 def test_state_between_epochs_goes_on_at_the_next() -> None:

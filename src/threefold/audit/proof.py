@@ -259,8 +259,7 @@ def _check_digests(line: StepsLine, start: SegmentLine, rows: Rows | None) -> No
             )
             for fault in line.faults
         )
-    num_steps = line.last - line.first + 1
-    indices = start.order.rows(line.place, num_steps)
+    indices = start.order.rows(line.place, line.last - line.first + 1)
     predicted = predicted_samples(indices, first_step=line.first, dp_size=dp)
     for dp_rank in range(max(dp, len(line.samples))):
         recorded = line.samples[dp_rank] if dp_rank < len(line.samples) else None

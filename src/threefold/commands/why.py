@@ -28,8 +28,7 @@ def command(
     from threefold.why.batch_rows import StepBatches
     from threefold.why.lookback import Lookback
 
-    folder = run_and_checkpoint(run_here(run))[0]
-    batches = StepBatches(Lookback.of(folder))
+    batches = StepBatches(Lookback.of(run_and_checkpoint(run_here(run))[0]))
     if as_json:
         typer.echo(json.dumps(format.values(batches, step)))
         return

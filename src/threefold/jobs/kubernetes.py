@@ -313,8 +313,7 @@ def _pytorch_job(job: Job, options: KubernetesSettings) -> list[dict[str, Any]]:
 
 def _train_job(job: Job, options: KubernetesSettings) -> list[dict[str, Any]]:
     """A runtime of the job's own, and the job; Trainer gives torchrun its rank and rendezvous by PET_ variables."""
-    pod = _pod(job, options, _container(job, options, name="node"))
-    spec = _jobs(pod, options)
+    spec = _jobs(_pod(job, options, _container(job, options, name="node")), options)
     # By this label Trainer knows the job whose container gets the command.
     spec["replicatedJobs"][0]["template"]["metadata"] = {
         "labels": {f"{_TRAINER}/trainjob-ancestor-step": "trainer"}

@@ -214,8 +214,7 @@ class _End:
             # Each rank knows what its part of the vocabulary contributes.
             hidden = sum_gradient(hidden, self.splitters)
         bend = _bend(self.model, self.kind)
-        size = self._size(hidden)
-        return sums_of(hidden, head, labels, token_loss, bend=bend, size=size)
+        return sums_of(hidden, head, labels, token_loss, bend=bend, size=self._size(hidden))
 
     def by_chunks(
         self, found: Any, labels: Tensor, token_loss: Loss

@@ -93,8 +93,7 @@ def sums_of(
         size: tokens at a time.
     """
     weight = local_part(head.weight)
-    bias = local_part(head.bias)
-    given = (hidden, weight, bias)
+    given = (hidden, weight, local_part(head.bias))
     grows = torch.is_grad_enabled()
     wanted = tuple(grows and each is not None and each.requires_grad for each in given)
     found: Any = _SumsByChunks.apply(*given, labels, _Work(loss, bend, size, wanted))  # type: ignore[arg-type]

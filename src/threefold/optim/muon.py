@@ -112,8 +112,7 @@ class Muon(torch.optim.AdamW):
         rank = self._mesh.rank if self._mesh is not None else 0
         own: Tensor | None = None
         for owner, (matrix, _) in enumerate(turn):
-            direction = self._direction(matrix)
-            whole = whole_of(direction)
+            whole = whole_of(self._direction(matrix))
             if owner == rank:
                 own = orthogonalised(whole, *self._iteration)
         for owner, (matrix, group) in enumerate(turn):

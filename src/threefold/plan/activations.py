@@ -85,8 +85,7 @@ def _working(decoder: Decoder, layer: Layer, setup: Setup) -> float:
     if setup.compiled or decoder.family.norm == "layer":
         return wide + streams
     done = tokens * _mlp(decoder, layer, setup)
-    norm = setup.stream * hidden * (4 * FLOAT + element) - done
-    return streams + max(wide, norm)
+    return streams + max(wide, setup.stream * hidden * (4 * FLOAT + element) - done)
 
 
 def _product_is_let_go(layer: Layer) -> bool:

@@ -281,8 +281,7 @@ def open_run(
             is asked for or files that no run wrote, another process is using it, or it cannot be written.
         CheckpointError: a checkpoint given by path does not exist.
     """
-    words = Words(program)
-    refuse = partial(resume_choice.of, config, words=words)
+    refuse = partial(resume_choice.of, config, words=Words(program))
     path = open_folder(config, lock, program=program, refuse=refuse)
     return RunFolder(path, None, *refuse(path), program=program)
 

@@ -195,8 +195,7 @@ class Run:
             asked = self.config.checkpoint
             if asked.store is not None or "://" in asked.resume:
                 self._open_stored(stack)
-            opened = self.mesh.share("run", self._opened)
-            folder = RunFolder.from_values(opened)
+            folder = RunFolder.from_values(self.mesh.share("run", self._opened))
             require_shared(folder.path, self.mesh, Words(self._program))
             end = log_to_file(folder.path, self.mesh.rank)
             if self._program:

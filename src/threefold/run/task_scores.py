@@ -101,8 +101,7 @@ class Scores:
             end = min(self.longest, len(context) + len(continuation) - 1)
             targets = torch.tensor(continuation, device=logits.device)
             values = logits[row, end - len(targets) : end].log_softmax(-1)
-            picked = values.gather(-1, targets[:, None])
-            found[row, 0] = picked.sum()
+            found[row, 0] = values.gather(-1, targets[:, None]).sum()
             found[row, 1] = (values.argmax(-1) == targets).all()
         return found
 

@@ -65,5 +65,4 @@ class Profiled(Progress):
     def _mark(self, phase: str | None) -> None:
         self._phase.close()
         if phase is not None:
-            named = torch.profiler.record_function(f"{PHASE}{phase}")
-            self._phase.enter_context(named)
+            self._phase.enter_context(torch.profiler.record_function(f"{PHASE}{phase}"))

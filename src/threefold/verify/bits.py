@@ -107,8 +107,7 @@ def steps_on(mesh: Mesh, config: Config, options: VerifyOptions) -> list[Step]:
     exact = train.reduce == "exact"
     size = choices.micro_batch(config, mesh.topology).value
     for number in range(1, options.steps + 1):
-        batch = next(loader)
-        pieces = micro_batches(batch, size, spread=exact)
+        pieces = micro_batches(next(loader), size, spread=exact)
         lr = learning_rate(number, num_steps=options.steps, config=config.optimizer)
         result = step.run(
             with_noise(pieces, model, seed=train.seed, step=number, spread=exact), lr=lr

@@ -229,8 +229,7 @@ def checked(indices: Indices, num_rows: int) -> Int64:
 
 def fingerprint_of(store: TokenStore, *settings: object) -> str:
     """Identity of rows: the store's content and every setting of the cut."""
-    recipe = f"{store.fingerprint} {settings!r}"
-    return content_digest(recipe)
+    return content_digest(f"{store.fingerprint} {settings!r}")
 
 
 def counted(number: int, noun: str) -> str:

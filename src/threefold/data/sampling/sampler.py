@@ -15,9 +15,11 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
@@ -166,13 +168,13 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         pass that it has opened.
         """
         now = self._opened if self._by_loop else self.open_pass()
-        if now is None:
+        if now is None or (self.num_replicas > 1 and _is_divided_again()):
             raise ConfigError(
-                "the sampler of a distributed loader was read by another loader",
-                expected="its own loader, which counts what the loop has: another one (accelerator.prepare's) would "
-                "read a part of this rank's share",
-                fix="leave the loader as threefold.distribute returns it; with accelerate: "
-                "prepare_loader(accelerator, DataLoader(...)) of threefold.integrations.huggingface",
+                "the sampler is read by a loader that would read a part of this rank's share",
+                expected="threefold.distribute's loader itself, which counts what the loop has, or one of torch's: "
+                "accelerator.prepare divides a sampler's indices among the processes",
+                fix="leave the loader as it is; with accelerate: prepare_loader(accelerator, DataLoader(...)) of "
+                "threefold.integrations.huggingface",
             )
         return itertools.chain.from_iterable(self._blocks(now))
 
@@ -339,6 +341,14 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         if self.order == "torch":
             return _torch_order(self._num_rows, seed=seed + epoch).__getitem__
         return Permutation(self._num_rows, seed=seed, epoch=epoch).at
+
+
+def _is_divided_again() -> bool:
+    """Whether accelerate asks for indices, to give each process a part of them: nothing else tells a sampler."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and "BatchSamplerShard" not in frame.f_code.co_qualname:
+        frame = frame.f_back
+    return frame is not None
 
 
 def check_not_before(loaded: int, epoch: int) -> None:

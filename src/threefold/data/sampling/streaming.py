@@ -171,8 +171,7 @@ class StreamingLoader:
 
         Plain values with `replay`; with `seek` also the state of torchdata and datasets, under `stream`.
         """
-        place = self._begin or self._done
-        state = Cursor(self.epoch, place, self._made_from).state_dict()
+        state = Cursor(self.epoch, self._begin or self._done, self._made_from).state_dict()
         if self._resume == "replay":
             return state
         return {**state, "stream": self._loader.state_dict() if self._done else self._seek_to}

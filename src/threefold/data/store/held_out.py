@@ -60,8 +60,7 @@ class StoreSide(TokenStore):
 
     @cached_property
     def fingerprint(self) -> str:
-        recipe = f"{self._whole.fingerprint} held out 1 {self._recipe!r}"
-        return content_digest(recipe)
+        return content_digest(f"{self._whole.fingerprint} held out 1 {self._recipe!r}")
 
     def places(self, start: int, stop: int) -> list[tuple[int, int]]:
         """As `TokenStore`."""

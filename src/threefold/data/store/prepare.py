@@ -176,8 +176,7 @@ def _no_folder(to: Path, reason: str) -> DataError:
 
 def request_of(source: TextSource, tokenizer: Tokenizer, *, skip_bad: bool) -> str:
     """Name of a request: content, tokenizer and the way documents are read."""
-    recipe = f"{_FORMAT} {source.fingerprint} {tokenizer.recipe} {skip_bad}"
-    return content_digest(recipe)
+    return content_digest(f"{_FORMAT} {source.fingerprint} {tokenizer.recipe} {skip_bad}")
 
 
 def found(prefix: Path, request: str) -> PreparedStore | None:

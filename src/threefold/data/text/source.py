@@ -393,8 +393,7 @@ class ConcatSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        recipe = f"joined 1 {[source.fingerprint for source in self.sources]}"
-        return content_digest(recipe)
+        return content_digest(f"joined 1 {[source.fingerprint for source in self.sources]}")
 
     @cached_property
     def pieces(self) -> Sequence[Piece]:

@@ -59,8 +59,7 @@ class GroupedSampler(DistributedSampler):
 
     def _indices_at(self, epoch: int, seed: int) -> Callable[[Int64], Int64]:
         size = len(self._lengths)
-        shuffle = Permutation(size, seed=seed, epoch=epoch)
-        rows = shuffle.at(np.arange(size, dtype=np.int64))
+        rows = Permutation(size, seed=seed, epoch=epoch).at(np.arange(size, dtype=np.int64))
         stretch = np.arange(size) // min(_LONGEST_STRETCH, max(size // 4, 1))
         # Equal lengths stay in the order of the shuffle.
         rows = rows[np.lexsort((self._lengths[rows] * np.where(stretch % 2, 1, -1), stretch))]

@@ -174,8 +174,7 @@ def refuse_other_copies(args: Any, model: nn.Module, optimizer: Any, *, step: in
     if args.deepspeed or args.fsdp or not dist.is_initialized():
         return
     held = state_held(model, getattr(optimizer, "optimizer", optimizer), buffers=False)
-    when = f"after step {step}"
-    refuse_drift(held, all_ranks(), when=when, fix=_COPIES)
+    refuse_drift(held, all_ranks(), when=f"after step {step}", fix=_COPIES)
 
 
 def load_shards(

@@ -218,8 +218,7 @@ class RankRecorder:
             "logits", next(iter(outputs.values())) if len(outputs) == 1 else None
         )
         if call.tensors and logits is not None and logits.ndim > 1:
-            values = logits.detach()
-            logits.register_hook(partial(self.guard, call.note_targets, values))
+            logits.register_hook(partial(self.guard, call.note_targets, logits.detach()))
         # Of SFTTrainer, at temperature 1.
         if call.tensors and getattr(output, "is_top1", None) is not None:
             outputs["log_probs"].register_hook(partial(self.guard, call.note_log_probs))

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from threefold.checkpoint import lineage
 from threefold.checkpoint.checkpoint_folder import Checkpoint, CheckpointFolder
-from threefold.checkpoint.lineage import Identity
+from threefold.checkpoint.lineage import Author, Identity
 from threefold.config import loading
 from threefold.config.paths import run_and_checkpoint
 from threefold.config.schema import Config
@@ -67,6 +68,33 @@ def test_resolved_config_is_written_when_the_request_is_accepted_and_reads_back(
     opened.begin()
     opened.accept(asked)
     assert loading.load(str(opened.path / "config.yaml"), environ={}).config == asked
+
+
+def test_a_start_saves_no_more_in_a_folder_that_is_not_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = open_run(config())
+    opened.begin()
+    author = opened.accept(config())["author"]
+    opened = dataclasses.replace(opened, author=Author(**author))
+    assert opened.refusal() is None
+
+    def unreadable(path: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lineage, "open_file", unreadable)
+        assert opened.refusal() is None, "what lasts is for the save to find"
+    kept = (opened.path / "run.json").read_bytes()
+    (opened.path / "run.json").write_bytes(kept[:-20])
+    assert "run.json cannot be read" in str(opened.refusal())
+    (opened.path / "run.json").write_bytes(kept)
+    again = open_run(config())
+    again.begin()
+    again.accept(config())
+    assert "is another start's now" in str(opened.refusal())
+    opened.path.rename("moved")
+    assert "was moved or removed" in str(opened.refusal())
 
 
 def test_default_folders_do_not_collide() -> None:

@@ -215,10 +215,11 @@ class RunFolder:
         try:
             identity = Identity.read(self.path)
         except ConfigError as error:
-            return error
-        if identity is not None and identity.author == self.author:
+            # What a file system refuses for a while, the save finds too: `checkpoint.on_error` says what follows.
+            return None if isinstance(error.__cause__, OSError) else error
+        if identity and identity.author == self.author:
             return None
-        what = "was moved or removed" if identity is None else "is another start's now"
+        what = "is another start's now" if identity else "was moved or removed"
         return RunError(
             f"the run's folder {self.path} {what}, while this start trained",
             expected="its metrics, audit and checkpoints in the folder that it began in, and nobody else's",

@@ -165,9 +165,8 @@ class Run:
         self._passes = dict[int, Iterator[Any]]()
         self._saved = -1
         self._began = False
-        self._open: int | None = (
-            None  # not yet; then the process that may use it, or 0 when it is over
-        )
+        # None: not yet; then the process that may use it, and 0 when it is over.
+        self._open: int | None = None
         self._window = Window()
         self._trained: bool | None = None  # in this step; None: outside of one
         self._stopping = False
@@ -490,7 +489,6 @@ class Run:
             self.guards.prove(self.step, saving=True)
             self.guards.progress.enter("save")
             states = {name: each.state_dict() for name, each in self._stateful.items()}
-            asked = self.config.checkpoint
             refusal = self.folder.refusal
             ends = saving.Ends(partial(self._commit, self.step), refusal=refusal)
             checkpoints = self.folder.checkpoints
@@ -505,7 +503,7 @@ class Run:
                 checkpoints,
                 extra=extra,
                 ends=ends,
-                on_error=asked.on_error,
+                on_error=self.config.checkpoint.on_error,
             )
         self._saved = self.step
 

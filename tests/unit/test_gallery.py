@@ -115,6 +115,6 @@ def test_config_is_read_and_fits_as_the_page_says(
     monkeypatch.setattr("sys.argv", command)
     with pytest.raises(SystemExit) as ended:
         main.run()
-    assert ended.value.code == 0
+    assert not ended.value.code
     (setup,) = json.loads(capsys.readouterr().out)
     assert setup["fits"] and f"{setup['memory_bytes'] / 2**30:.1f}" == memory

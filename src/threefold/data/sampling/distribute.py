@@ -157,7 +157,7 @@ class DistributedLoader(DataLoader[Any]):
     def _counting(self, batches: Iterator[Any], now: Pass) -> Iterator[Any]:
         sampler = self.sampler
         uneven = sampler.is_uneven(now)
-        lacks_one = bool(uneven and now.positions and now.positions[-1] >= sampler.epoch_size)
+        lacks_one = uneven and now.positions and now.positions[-1] >= sampler.epoch_size
         for batch in batches:
             rows = min(self.batch_size or 1, len(now.positions) - now.had)
             if uneven and now.had == 0 and self._ignore_last_row is None:

@@ -220,9 +220,8 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the head of `epoch`; in that of a state just loaded the place stays, an earlier one is refused."""
-        check_not_before(self._loaded, epoch)
-        if epoch != self.epoch:
-            self.epoch, self._begin, self._pass = _whole("epoch", epoch, from_=0), 0, None
+        if (epoch := checked_epoch(epoch, self._loaded)) != self.epoch:
+            self.epoch, self._begin, self._pass = epoch, 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: the epoch, the global position after the last index handed out, the ingredients of the order.
@@ -351,14 +350,15 @@ def _is_divided_again() -> bool:
     return frame is not None
 
 
-def check_not_before(loaded: int, epoch: int) -> None:
-    """Refuses an epoch before that of a state just loaded (ConfigError)."""
-    if epoch < loaded:
+def checked_epoch(epoch: int, loaded: int) -> int:
+    """A whole epoch, not before that of a state just loaded (ConfigError)."""
+    if (epoch := _whole("epoch", epoch, from_=0)) < loaded:
         raise ConfigError(
             f"set_epoch({epoch}) after a state of epoch {loaded} was loaded",
             expected="that epoch or a later one: the rows of earlier epochs would be read again",
             fix=f"begin the loop's epochs there: for epoch in range({loaded}, ...)   (it is state['epoch'])",
         )
+    return epoch
 
 
 def _torch_order(num_rows: int, *, seed: int) -> Array:

@@ -22,7 +22,6 @@ the dp ranks are left out. The first row is compared over all ranks; of the othe
 
 from __future__ import annotations
 
-import operator
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
@@ -37,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from threefold.data.order.order import Cursor, Plain
-from threefold.data.sampling.sampler import check_not_before, data_axis
+from threefold.data.sampling.sampler import checked_epoch, data_axis
 from threefold.errors import ConfigError, DataError
 from threefold.mesh.mesh import Mesh, active_mesh
 
@@ -160,9 +159,8 @@ class StreamingLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the head of `epoch`; in that of a state just loaded the place stays, an earlier one is refused."""
-        check_not_before(self._loaded, epoch)
-        if epoch != self.epoch:
-            self.epoch = operator.index(epoch)
+        if (epoch := checked_epoch(epoch, self._loaded)) != self.epoch:
+            self.epoch = epoch
             self._begin = self._done = 0
             self._seek_to = None
 

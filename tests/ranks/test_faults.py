@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,6 +152,7 @@ def test_killed_rank_restarts_and_the_run_ends_with_the_same_losses(
     folder: Path, whole: Path
 ) -> None:
     run = folder / "killed"
+    shutil.rmtree(run, ignore_errors=True)  # of a first attempt
     with started(
         folder,
         "train",

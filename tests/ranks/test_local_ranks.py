@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -291,6 +292,44 @@ def test_ranks_that_are_starting(program: str, code: int, error: str, tmp_path: 
         timeout=50,
     )
     assert (done.returncode, done.stderr.partition("\n")[0]) == (code, error)
+
+
+KILLED_AFTER_ANOTHER = """
+import os, signal, sys, time
+
+from threefold.mesh import local_ranks
+
+
+def entry():
+    if os.environ["RANK"] == "0":
+        while not os.path.exists("ready"):
+            time.sleep(0.01)
+        sys.exit(1)
+    open("ready", "w").close()
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(local_ranks.start_ranks(entry, (), num_ranks=2, ended=lambda rank, code, error: print(rank, code)))
+"""
+
+
+def test_killed_rank_is_named_though_another_is_known_to_have_ended_before(
+    tmp_path: Path,
+) -> None:
+    """The others of a killed rank lose their connections, and may be reaped first: it was named nowhere."""
+    (tmp_path / "killed.py").write_text(KILLED_AFTER_ANOTHER)
+    done = subprocess.run(
+        [sys.executable, "killed.py"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert (done.returncode, done.stdout) == (1, "1 -9\n")
+    assert re.match(r"rank 1 \(process \d+\) was ended by SIGKILL\n  expected: ", done.stderr)
 
 
 SCRIPT = """

@@ -150,8 +150,7 @@ def _positions_of(order: Order, row: int, *, epoch: int, stop: int) -> Iterator[
     mixture = order.mixture
     ends = np.cumsum(mixture.sizes)
     source = int(np.searchsorted(ends, row, side="right"))
-    size = mixture.sizes[source]
-    index = row - (int(ends[source]) - size)
+    index = row - (int(ends[source]) - mixture.sizes[source])
     for epoch_of_source in itertools.count():
         # Later epochs of the source come after this one.
         if mixture.position_of(source, epoch_of_source, 0) >= stop:

@@ -87,8 +87,7 @@ def admit_full_size(
         probe.rows_apart()
         probe.round(0, changes)
         pair_s = mesh.share("a probe's time", lambda: probe.seconds)
-        needed = -(-len(changes) // probe.slots)
-        rounds = min(needed, 1 + int(_MOST_S / max(pair_s, 1e-6)))
+        rounds = min(-(-len(changes) // probe.slots), 1 + int(_MOST_S / max(pair_s, 1e-6)))
         for number in range(1, rounds):
             probe.round(number, changes)
         if mesh.decide("full size", bool(probe.failures), any):

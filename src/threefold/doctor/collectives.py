@@ -247,8 +247,7 @@ def _time_pair(
 
     there_and_back(one)
     latency_s = statistics.median(there_and_back(one) for _ in range(_NUM_TIMED))
-    seconds = min(there_and_back(large) for _ in range(_NUM_LARGE))
-    return latency_s, large.numel() * 4 / seconds
+    return latency_s, large.numel() * 4 / min(there_and_back(large) for _ in range(_NUM_LARGE))
 
 
 def _begun(

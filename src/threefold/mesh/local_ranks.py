@@ -208,16 +208,12 @@ class _Ranks:
                 and stopped is None
                 and (failed := self._first_failed()) is not None
             ):
-                # It could not report that itself.
-                if (failed.exitcode or 0) < 0 or failed.exitcode == _SERVER_GONE:
-                    sys.stderr.write(f"{_how_ended(failed, failed.exitcode or 0)}\n")
-                alone_s = (
+                ask_at = time.monotonic() + (
                     grace_s if failed.exitcode == EXIT_STOPPED_WITH_CHECKPOINT else _ALONE_S
                 )
-                ask_at = time.monotonic() + alone_s
                 until = ask_at + _END_WITHIN_S
-            if time.monotonic() >= ask_at:
-                ask_at = float("inf")
+            if time.monotonic() >= ask_at or (ask_at < until and not self._alive()):
+                ask_at, failed = float("inf"), self._name_failed()
                 self._send(signal.SIGTERM)
                 self._send(signal.SIGCONT)  # a rank that is stopped would not hear it
         codes = [process.exitcode for process in self._all]
@@ -238,7 +234,7 @@ class _Ranks:
     def _tell(self, failed: BaseProcess | None, stopped: int | None, ended: _Ended) -> None:
         """Tells of the rank that a start has failed by, if it has: one that does not end as it was asked, too."""
         late = self._alive() if stopped is not None else []
-        if (failed := next(iter(late), failed)) is not None and failed.exitcode not in _FINAL:
+        if (failed := next(iter(late), failed)) and failed.exitcode not in _FINAL:
             code = 128 + (stopped or 0) if late else failed.exitcode or 0
             rank, number = self._all.index(failed), code
             if code == _SERVER_GONE:
@@ -259,6 +255,13 @@ class _Ranks:
             key=lambda each: each.exitcode or 0,
             default=None,
         )
+
+    def _name_failed(self) -> BaseProcess | None:
+        """Whom the others have failed by, which may be known to have ended after them; printed if it could not."""
+        failed = self._first_failed()
+        if failed and ((failed.exitcode or 0) < 0 or failed.exitcode == _SERVER_GONE):
+            sys.stderr.write(f"{_how_ended(failed, failed.exitcode or 0)}\n")
+        return failed
 
     def _send(self, number: int) -> None:
         for process in self._alive():

@@ -166,9 +166,8 @@ def _around_update(setup: Setup) -> int:
 
 def _attention(decoder: Decoder, setup: Setup) -> float:
     """Operations of a token forward, of keys that it sees; backward is 2.5 times that, as scores are computed again."""
-    keys = causal_keys(setup.seq_len)
     # Half of what is counted for published figures, where a token of a row has all keys of it.
-    return decoder.flops.of_attention(keys) / 6 / setup.topology.tp
+    return decoder.flops.of_attention(causal_keys(setup.seq_len)) / 6 / setup.topology.tp
 
 
 def _passes(decoder: Decoder, setup: Setup) -> float:

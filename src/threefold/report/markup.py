@@ -29,8 +29,7 @@ def shown(value: Any, *, most: int = _MOST) -> Html:
         return value
     whole = str(value)
     cut = whole if len(whole) <= most else f"{whole[:most]}... ({len(whole):,} characters)"
-    text = _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", cut)
-    return Html(escape(text, quote=True))
+    return Html(escape(_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", cut), quote=True))
 
 
 def tag(name: str, /, *inside: Any, **attributes: Any) -> Html:

@@ -87,8 +87,7 @@ def prompts_of(run: Built) -> list[Prompt]:
     for number, prompt in enumerate(config.eval.sample):
         what = f"eval.sample[{number}] = {as_yaml(prompt)}"
         if template is None:
-            own = for_texts(run.tokenizer, labels)
-            ids = own.encode_batch([prompt])[0].tolist()
+            ids = for_texts(run.tokenizer, labels).encode_batch([prompt])[0].tolist()
             end_id = run.tokenizer.end_id
         else:
             encoder = encoder_of(run.tokenizer, labels, "last", template)

@@ -86,8 +86,7 @@ def forward_own(
     """
     if model.context is None:
         moved = {name: _moved(values, model.mesh.device) for name, values in batch.items()}
-        outputs = model.own_outputs(moved)
-        yield _sums(outputs, loss, moved, model.mesh, failures=failures)
+        yield _sums(model.own_outputs(moved), loss, moved, model.mesh, failures=failures)
         return
     with model.computing(batch) as local:
         token_loss = token_loss_of(model, model.mesh) if of == "log_probabilities" else None

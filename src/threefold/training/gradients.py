@@ -70,8 +70,7 @@ class Gradients:
             self._mesh.device
         )
         self._mesh.all_reduce(axis, together)
-        sizes = [gradient.numel() for gradient in gradients]
-        parts = together.div_(divisor).split(sizes)
+        parts = together.div_(divisor).split([gradient.numel() for gradient in gradients])
         torch._foreach_copy_(
             gradients, [p.view_as(own) for p, own in zip(parts, gradients, strict=True)]
         )

@@ -112,8 +112,7 @@ class TokenLoss:
                 normaliser, target, spread, own, width
             )
             # Of a label that no part has there is no loss.
-            known = (labels >= 0) & (labels < self.vocabulary)
-            target = torch.where(known, target, math.nan)
+            target = torch.where((labels >= 0) & (labels < self.vocabulary), target, math.nan)
         cross_entropy = torch.where(counted, -target, 0.0)
         objective = cross_entropy
         if spread is not None:

@@ -53,8 +53,7 @@ def refuse_nothing(what: str, count: float) -> None:
 
 def mean_loss(result: StepResult, mesh: Mesh) -> float:
     """The step's own loss, NaN of no target tokens: one small collective, then a wait for the device."""
-    total = over_ranks(result.loss_sum.clone(), mesh)
-    return (total / result.target_tokens).item()
+    return (over_ranks(result.loss_sum.clone(), mesh) / result.target_tokens).item()
 
 
 def mean_measures(result: StepResult, mesh: Mesh) -> list[float]:

@@ -118,6 +118,5 @@ def count_targets(batch: Batch) -> Int64:
 def count_pairs(batch: Batch) -> Int64:
     """The pairs of each row of which something is trained on, [rows]: documents 2k and 2k + 1."""
     trained = (batch["labels"] != IGNORED).numpy(force=True)
-    documents = batch["document_ids"].numpy(force=True)
-    rows = zip(trained, documents, strict=True)
+    rows = zip(trained, batch["document_ids"].numpy(force=True), strict=True)
     return np.array([len(np.unique(ids[own & (ids % 2 == 0)])) for own, ids in rows], np.int64)

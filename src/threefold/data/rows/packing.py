@@ -230,8 +230,7 @@ class MixedRows:
     def locate(self, row: int) -> tuple[str, int]:
         """(name of the source, number of the row in it) of one row."""
         part = int(np.searchsorted(self._ends, row, side="right"))
-        name = list(self.parts)[part]
-        return name, row - (int(self._ends[part]) - self._rows[part].num_rows)
+        return list(self.parts)[part], row - (int(self._ends[part]) - self._rows[part].num_rows)
 
     def rows(self, indices: Indices) -> RowArrays:
         """As `Rows.rows`; each source is asked once."""

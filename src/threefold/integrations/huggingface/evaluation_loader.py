@@ -98,8 +98,7 @@ class EvaluationLoader(DataLoader[Any]):
             lengths = [block] * self._axis.dp_size
         else:
             lengths = of_ranks[:, 0].tolist()
-        places = max(lengths)
-        padded = tensor.new_zeros((places, *tensor.shape[1:]))
+        padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
         padded[: len(tensor)] = tensor
         gathered = self._accelerator.gather(padded).view(
             self._axis.dp_size, self._axis.sharers, *padded.shape

@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import threading
 from collections.abc import Collection, Iterator, Sequence
@@ -248,7 +249,55 @@ def test_a_full_disk_keeps_what_it_has_and_reads_on(
     assert len(file.cache.numbers()) == 3 and not list((tmp_path / "a").glob(".*.partial"))
     most[0] = 0
     assert file.read(0, file.size) == place.data and file.cache.numbers() == []
-    assert caplog.text.count("no space left on the disk") == 1
+    assert (
+        caplog.text.count("keeps no more blocks, which are fetched each time they are read")
+        == 1
+    )
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EIO, errno.EACCES])
+def test_a_cache_that_cannot_be_written_any_more_is_read_past(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+) -> None:
+    file, place = known_file(tmp_path / "a", 8, room=8)
+    file.fetch(0)
+    file.cache.path(0).write_bytes(b"damaged")
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        for name in ("write_bytes", "unlink"):
+            patch.setattr(Path, name, refused)
+        assert file.read(0, file.size) == place.data
+        assert caplog.text.count(f"each time they are read: {os.strerror(number)}") == 1
+        patch.setattr(os, "open", refused)
+        assert file.read(0, file.size) == place.data
+    assert file.read(0, file.size) == place.data
+
+
+def test_a_cache_that_is_removed_is_read_past(tmp_path: Path) -> None:
+    file, place = known_file(tmp_path / "a", 8, room=8)
+    file.fetch(0)
+    shutil.rmtree(tmp_path / "a")
+    assert file.read(0, file.size) == place.data
+
+
+def test_a_damaged_block_that_appears_while_it_is_fetched_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, place = known_file(tmp_path / "a", 8, room=8)
+    fetch = file.cache.fetch
+
+    def another_was_first(number: int, *arguments: Any) -> bytes:
+        file.cache.path(number).write_bytes(bytes(BLOCK))
+        return fetch(number, *arguments)
+
+    monkeypatch.setattr(file.cache, "fetch", another_was_first)
+    assert file.read(0, file.size) == place.data
 
 
 def test_a_disk_that_is_too_small_is_refused(

@@ -63,12 +63,21 @@ class BlockCache:
         Args:
             steps_until: how many steps later a block is read.
         """
-        with self._locked(number):
-            if (there := self.get(number)) is not None:
-                return there
-            data = read()
-            self._keep(number, data, steps_until)
-            return data
+        data = None
+        try:
+            with self._locked(number):
+                if (data := self.get(number)) is None:
+                    data = read()
+                    self._keep(number, data, steps_until)
+        except OSError as error:
+            if not self._is_full:
+                self._is_full = True
+                log.warning(
+                    "%s keeps no more blocks, which are fetched each time they are read: %s",
+                    self._folder,
+                    error.strerror,
+                )
+        return read() if data is None else data
 
     def drop(self, number: int) -> None:
         """Removes a block, if it is there."""
@@ -93,24 +102,18 @@ class BlockCache:
             os.close(file)
 
     def _keep(self, number: int, data: bytes, steps_until: StepsUntil) -> None:
-        """Keeps a block; on a disk that others have filled, in the place of one of ours, or not at all."""
+        """Keeps a block; on a disk that others have filled, in the place of one of ours; OSError if that fails, too."""
         part = self._folder / f".{number:08d}.{os.getpid()}.{threading.get_ident()}.partial"
         try:
             self._make_room(self.num_blocks, steps_until)
-            for _ in range(2):
-                try:
-                    part.write_bytes(data)
-                    return os.replace(part, self.path(number))
-                except OSError as error:
-                    if error.errno not in NO_SPACE:
-                        raise
-                    self._make_room(len(self.numbers()), steps_until, now=True)
-            if not self._is_full:
-                self._is_full = True
-                log.warning(
-                    "no space left on the disk of %s: blocks are fetched each time they are read",
-                    self._folder,
-                )
+            try:
+                part.write_bytes(data)
+            except OSError as error:
+                if error.errno not in NO_SPACE:
+                    raise
+                self._make_room(len(self.numbers()), steps_until, now=True)
+                part.write_bytes(data)
+            os.replace(part, self.path(number))
         finally:
             part.unlink(missing_ok=True)
 

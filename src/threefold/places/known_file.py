@@ -92,7 +92,7 @@ class KnownFile:
                 self._checked[number] = stat.st_ino, stat.st_mtime_ns
                 return data[inside : inside + length]
             self.cache.drop(number)
-        except FileNotFoundError:
+        except OSError:  # it is not there, or its disk fails
             pass
         return self.fetch(number)[inside : inside + length]
 
@@ -102,7 +102,9 @@ class KnownFile:
 
     def fetch(self, number: int, steps_until: StepsUntil = _unknown) -> bytes:
         """A block, from the store if it is not in the cache; arguments and errors as there, and as for `read`."""
-        return self.cache.fetch(number, lambda: self.from_store(number), steps_until)
+        data = self.cache.fetch(number, lambda: self.from_store(number), steps_until)
+        # What another process has put there meanwhile was not compared yet.
+        return data if self._is_right(number, data) else self.from_store(number)
 
     def from_store(self, number: int) -> bytes:
         """A block as it is in the store now; errors as for `read`."""

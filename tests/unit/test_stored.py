@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from store_stub import StubStore, serving
 from threefold.errors import CheckpointError, ConfigError, ThreefoldError
-from threefold.places import head, mirror, snapshot
+from threefold.places import head, mirror, run_copy, snapshot
 from threefold.places.faults import PlaceError
 from threefold.places.head import (
     HeldHead,
@@ -32,6 +32,7 @@ from threefold.places.lease import FILE, give_back, take_lease
 from threefold.places.mirror import Mirror, Sent, SentFiles, UploadError
 from threefold.places.object_store import ObjectStore, open_store
 from threefold.places.restore import Restore, checkpoints_of, forget_interrupted, restore
+from threefold.places.run_copy import RunCopies
 from threefold.places.snapshot import RECORDS, STATE, Snapshot, StoredDamage
 
 URL = "s3://runs/a/b"
@@ -560,3 +561,87 @@ def test_a_folder_that_was_half_filled_is_filled_again(
         "journal.jsonl",
         "run.json",
     ]
+
+
+def copies_in(folder: Path) -> RunCopies:
+    return RunCopies(folder, identity_file="run.json", mark="copied-from.json")
+
+
+def copied(folder: Path, address: str = URL, say: Callable[[str], None] = print) -> Path:
+    return copies_in(folder).of(address, os.environ, state=True, say=say)
+
+
+@pytest.mark.parametrize(
+    "name", ["journal.jsonl", "checkpoints/step-00000004/state/rank-00000.safetensors"]
+)
+@pytest.mark.parametrize("damage", ["byte", "cut", "gone"])
+def test_a_damaged_copy_of_a_run_is_fetched_again(
+    place: ObjectStore,
+    taken: Callable[..., HeldHead],
+    tmp_path: Path,
+    name: str,
+    damage: str,
+) -> None:
+    added = sent(place, folder_of(tmp_path / "run", 4), 4)
+    taken().update(lambda before: replace(before, identity={}, checkpoints=(added,)))
+    said: list[str] = []
+    path = copied(tmp_path / "cache", say=said.append) / name
+    right = path.read_bytes()
+    assert copied(tmp_path / "cache", say=said.append) / name == path and len(said) == 2
+    path.write_bytes({"byte": b"?" + right[1:], "cut": right[:-1], "gone": b""}[damage])
+    if damage == "gone":
+        path.unlink()
+    assert copied(tmp_path / "cache", say=said.append) / name == path
+    assert path.read_bytes() == right and len(said) == 4
+
+
+def test_a_copy_of_a_run_that_goes_on_meanwhile_is_of_its_newest_checkpoint(
+    place: ObjectStore,
+    taken: Callable[..., HeldHead],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The run removes what it no longer keeps: first before a seal is read, and then before the pieces are."""
+    held = taken()
+    added = [sent(place, folder_of(tmp_path / "run", step), step) for step in (4, 8, 12)]
+    held.update(lambda before: replace(before, identity={}, checkpoints=(added[0],)))
+    read_seal, asked = snapshot.read_seal, list[str]()
+
+    def and_go_on(place: ObjectStore, name: str, seal: str | None) -> Snapshot:
+        asked.append(name)
+        found = read_seal(place, name, seal) if len(asked) == 2 else None
+        if len(asked) < 3:
+            newer = replace(held.head, checkpoints=(added[len(asked)],))
+            held.update(lambda before: newer)
+            snapshot.remove(place, [name])
+        return found or read_seal(place, name, seal)
+
+    monkeypatch.setattr("threefold.places.run_copy.read_seal", and_go_on)
+    there = copied(tmp_path / "cache")
+    assert asked == [each.name for each in added]
+    assert [path.name for path in (there / "checkpoints").iterdir()] == ["step-00000012"]
+    snapshot.remove(place, asked)
+    with pytest.raises(StoredDamage, match="it is not there"):
+        copied(tmp_path / "cache")
+
+
+def test_a_copy_that_a_command_reads_is_not_removed(
+    place: ObjectStore,
+    taken: Callable[..., HeldHead],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    added = [sent(place, folder_of(tmp_path / "run", step), step) for step in (4, 8)]
+    taken().update(lambda before: replace(before, identity={}, checkpoints=tuple(added)))
+    locks, lock_of = list[int](), run_copy._lock_of
+    monkeypatch.setattr(
+        run_copy, "_lock_of", lambda copy: locks.append(lock_of(copy)) or locks[-1]
+    )
+    older = copied(tmp_path / "cache", f"{URL}/checkpoints/{added[0].name}")
+    newest = copied(tmp_path / "cache")
+    assert len(list(older.rglob("*.safetensors"))) == 4
+    for lock in (locks[0], locks[-1]):  # as when both commands have ended
+        os.close(lock)
+    next(older.rglob("*.safetensors")).unlink()
+    assert copied(tmp_path / "cache", f"{URL}/checkpoints/{added[0].name}") == older
+    assert not newest.exists()

@@ -5,7 +5,9 @@ The copy is of what the store's seal names, and compared with it; it is made onc
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,9 +17,9 @@ from typing import Any
 import xxhash
 
 from threefold.places.head import CHECKPOINTS, read_head
-from threefold.places.object_store import open_store
-from threefold.places.restore import Restore, checkpoints_of, parted, restore
-from threefold.places.snapshot import read_seal
+from threefold.places.object_store import ObjectStore, open_store
+from threefold.places.restore import Restore, checkpoints_of, is_restored, parted, restore
+from threefold.places.snapshot import StoredDamage, read_seal
 from threefold.places.text_files import locked
 
 
@@ -33,6 +35,22 @@ class _Alone:
         self, name: str, make: Callable[[], Any], conclude: Callable[[list[Any]], Any]
     ) -> Any:
         return conclude([make()])
+
+
+def _lock_of(copy: Path) -> int:
+    return os.open(copy.with_name(f".lock-{copy.name}"), os.O_RDWR | os.O_CREAT)
+
+
+def _is_read(copy: Path) -> bool:
+    """Whether a command that still runs has asked for a copy."""
+    lock = _lock_of(copy)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 @dataclass(frozen=True)
@@ -69,27 +87,41 @@ class RunCopies:
         """
         prefix, asked = parted(address)
         place = open_store(prefix, environ)
-        name, seal = checkpoints_of(place, asked)[0]
+        while True:
+            there = checkpoints_of(place, asked)
+            try:
+                return self._of(place, there[0], asked, state, say)
+            except StoredDamage:
+                # A run that goes on removes what it does not keep.
+                if checkpoints_of(place, asked) == there:
+                    raise
+
+    def _of(
+        self,
+        place: ObjectStore,
+        checkpoint: tuple[str, str | None],
+        asked: str | None,
+        state: bool,
+        say: Callable[[str], None],
+    ) -> Path:
+        prefix, (name, seal) = str(place.url), checkpoint
         whole = read_seal(place, name, seal)
         folder = (
             self.folder
             / f"{xxhash.xxh3_64_hexdigest(prefix.encode())}{'' if state else '-records'}"
         )
         into = folder / xxhash.xxh3_64_hexdigest(repr(whole).encode())
+        files = [(self.mark, f"{prefix}/{CHECKPOINTS}/{name}")]
+        if (there := read_head(place)) is not None:
+            files.append((self.identity_file, json.dumps(there[0].identity) + "\n"))
+        wanted = Restore(
+            [checkpoint], str(into), whole=True, state=state, records=("",), files=tuple(files)
+        )
         with locked(folder, "run"):
-            if not into.exists():
+            if not is_restored(whole.only(wanted.wants), into):
                 for earlier in folder.glob("[!.]*"):
-                    shutil.rmtree(earlier)
-                files = [(self.mark, f"{prefix}/{CHECKPOINTS}/{name}")]
-                if (there := read_head(place)) is not None:
-                    files.append((self.identity_file, json.dumps(there[0].identity) + "\n"))
-                wanted = Restore(
-                    [(name, seal)],
-                    str(into),
-                    whole=True,
-                    state=state,
-                    records=("",),
-                    files=tuple(files),
-                )
+                    if earlier == into or not _is_read(earlier):
+                        shutil.rmtree(earlier)
                 restore(wanted, place, _Alone(), say)
+            fcntl.flock(_lock_of(into), fcntl.LOCK_SH)  # until this process ends
         return into if asked is None else into / CHECKPOINTS / f"step-{whole.step:08d}"

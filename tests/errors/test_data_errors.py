@@ -212,6 +212,11 @@ def test_address(folder: Path) -> None:
         assert said(read(("a.txt", address))) == [
             (what, expected, fix.replace("--data.source ", "in the list: "))
         ]
+    for address in (
+        "https://me:key@host/a.jsonl",
+        "https://host/a.jsonl?X-Amz-Signature=key#key",
+    ):
+        assert said(read(address)) == said(read("https://host/a.jsonl"))
 
 
 def test_store_in_a_list(folder: Path) -> None:

@@ -21,8 +21,9 @@ from threefold.places import object_store
 from threefold.places.admission import PROBE, admit, require_admitted
 from threefold.places.faults import PlaceError
 from threefold.places.object_store import ObjectStore, open_store
+from threefold.places.text_files import text_files
 from threefold.places.upload import CLAIM, MARK, send_files, sent_to
-from threefold.places.url import StoreUrl, parse
+from threefold.places.url import StoreUrl, parse, without_pattern
 
 SECRET = "5ecret/Of+The/Tests"
 URL = "s3://runs/a/b"
@@ -125,14 +126,61 @@ def test_address_that_is_none(text: str, what: str, fix: str) -> None:
     assert problem.fix.startswith(fix)
 
 
-def test_address_with_a_secret_is_not_shown() -> None:
+@pytest.mark.parametrize(
+    "address",
+    [
+        f"s3://AKIDOFTEST:{SECRET}@runs/x",
+        f"s3://runs:{SECRET}/x",
+        f"s3://runs/me:{SECRET}@host",
+        f"s3://runs/x?X-Amz-Signature={SECRET}",
+        f"https://runs.s3.amazonaws.com/x?X-Amz-Signature={SECRET}",
+        f"s3://runs/x#{SECRET}",
+    ],
+)
+def test_address_with_a_secret_is_not_shown(address: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(f"s3://AKIDOFTEST:{SECRET}@runs/x")
+        parse(address)
     assert SECRET not in str(caught.value) and "AKIDOFTEST" not in str(caught.value)
     assert (
         caught.value.problems[0].what
-        == "the address s3://... holds more than a bucket and a prefix"
+        == f"the address {address.partition(':')[0]}://... holds more than a bucket and a prefix"
     )
+
+
+def test_signed_text_is_not_shown(environ: dict[str, str], tmp_path: Path) -> None:
+    for address in (
+        f"s3://runs/a.jsonl?X-Amz-Signature={SECRET}",
+        f"s3://runs/*.txt?sig={SECRET}",
+    ):
+        with pytest.raises(
+            ConfigError, match="holds more than a bucket and a prefix"
+        ) as caught:
+            text_files(
+                address,
+                environ,
+                tmp_path,
+                lambda key: key.endswith((".txt", ".jsonl")),
+                kinds="",
+            )
+        assert SECRET not in str(caught.value)
+    assert without_pattern("s3://runs/x-?.txt") == ("s3://runs", "x-?.txt")
+
+
+@pytest.mark.parametrize(
+    ("given", "told", "fix"),
+    [
+        (f"https://me:{SECRET}@host:9000", "...host:9000", "https://host:9000"),
+        (f"me:{SECRET}@host:9000", "...host:9000", "https://host:9000"),
+        (f"https://host/?sig={SECRET}", "https://host/...", "https://host/"),
+    ],
+)
+def test_servers_address_with_a_secret_is_not_shown(given: str, told: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(URL, {"AWS_ENDPOINT_URL": given})
+    assert str(caught.value).startswith(
+        f"AWS_ENDPOINT_URL is {told!r}, which is no server's address\n"
+    )
+    assert caught.value.problems[0].fix == f"AWS_ENDPOINT_URL={fix}   (http:// without TLS)"
 
 
 def test_library_that_is_not_installed(

@@ -106,10 +106,11 @@ def _endpoint(environ: Mapping[str, str], of_profile: str | None) -> str:
         *((name, environ.get(name)) for name in names),
         ("endpoint_url", of_profile),
     ):
-        if given is not None and not re.match(r"https?://[^/\s]", given):
-            host = given.rpartition("//")[2].strip()
+        if given is not None and not re.fullmatch(r"https?://[^/\s@?#][^\s@?#]*", given):
+            told = re.sub(r".*@|[?#].*", "...", given)  # it may hold a key
+            host = told.rpartition("//")[2].strip(" .")
             raise ConfigError(
-                f"{name} is {given!r}, which is no server's address",
+                f"{name} is {told!r}, which is no server's address",
                 expected="http:// or https://, a host, and its port: http://localhost:9000",
                 fix=f"{name}=https://{host}   (http:// without TLS)"
                 if host

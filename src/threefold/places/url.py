@@ -12,6 +12,8 @@ _MARKS = frozenset("*?[{")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 # What no store, shell or listing writes in another way.
 _PART = re.compile(r"[A-Za-z0-9._=+@,-]+")
+# Of a signed address; a pattern has no name after its question mark.
+_OPTION = re.compile(r"\?[A-Za-z][\w-]*=")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,9 @@ class StoreUrl:
 
 
 def without_pattern(text: str) -> tuple[str, str]:
-    """An address up to its first part with a mark of patterns (* ? [ {), and the rest."""
+    """An address up to its first part with a mark of patterns (* ? [ {), and the rest; ConfigError if it is signed."""
+    if _OPTION.search(text):
+        raise _secret(text.partition(":")[0])
     parts = text.split("/")
     marked = next((place for place, part in enumerate(parts) if _MARKS & {*part}), len(parts))
     return "/".join(parts[:marked]), "/".join(parts[marked:])
@@ -37,15 +41,8 @@ def parse(text: str) -> StoreUrl:
     """The parts of an address; ConfigError if it is none, or one of a kind of store that is not supported."""
     scheme, colon, rest = text.partition(":")
     bucket, _, path = rest.removeprefix("//").partition("/")
-    if any(mark in rest for mark in ("@", "?", "#")) and not _BUCKET.fullmatch(bucket):
-        # Not shown: it may hold a key.
-        what = f"the address {scheme}://... holds more than a bucket and a prefix"
-        expected = "no key, secret or option in an address: they come from the environment, so that no log shows them"
-        raise ConfigError(
-            what,
-            expected=expected,
-            fix=f"{scheme}://bucket/prefix   (yours, and AWS_... in the environment)",
-        )
+    if "@" in bucket or re.search("[:?#]", rest):
+        raise _secret(scheme)
     if not colon or scheme not in _SCHEMES:
         what = f"{text} is no store that threefold can use"
         expected = "s3://BUCKET/PREFIX (any store with S3's protocol) or gs://BUCKET/PREFIX"
@@ -73,3 +70,12 @@ def parse(text: str) -> StoreUrl:
         expected = "letters, digits and . _ = + @ , - between single slashes: others differ from store to store"
         raise ConfigError(what, expected=expected, fix=f"{scheme}://{bucket}/another-prefix")
     return StoreUrl(scheme, bucket, path)
+
+
+def _secret(scheme: str) -> ConfigError:
+    """The error for an address that is not shown: it may hold a key."""
+    return ConfigError(
+        f"the address {scheme}://... holds more than a bucket and a prefix",
+        expected="no key, secret or option in an address: they come from the environment, so that no log shows them",
+        fix=f"{scheme}://bucket/prefix   (yours, and AWS_... in the environment)",
+    )

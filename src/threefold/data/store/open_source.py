@@ -34,7 +34,8 @@ from threefold.errors import DataError, ThreefoldError
 from threefold.progress_bars import Bars
 
 _STORES = ("s3:", "gs:")
-_REMOTE = re.compile(r"([a-z][a-z0-9+.-]*)://")
+# Without a user and without options, which may be a key.
+_REMOTE = re.compile(r"([a-z][a-z0-9+.-]*)://(?:[^/]*@)?([^?#]*)")
 # Keys that say what is trained on of rows that are not text, and how these become text.
 _OF_LABELS = ("lost_texts", "chat_template", "template_variables")
 _LABELLED = (*FORMATS[1:], *TRAIN_ON[:-1])
@@ -204,7 +205,8 @@ def _open_one(
         text = _open_one(source, str(text_at(name)), known, labeller_for, memory)
         return replace(text, name=name) if isinstance(text, Files) else text
     if found := _REMOTE.match(name):
-        download = f"wget {name} -P" if found[1].startswith("http") else f"download {name} to"
+        name = found.expand(r"\1://\2")
+        download = f"wget {name} -P" if name.startswith("http") else f"download {name} to"
         fix = f"{download} DIR   then --data.source DIR"
         if name.startswith("hf://datasets/"):
             fix = f"--data.source hf:{'/'.join(name.split('/')[3:5])}   (all files of the dataset)"

@@ -19,7 +19,8 @@ from store_stub import StubStore, serving
 from threefold.errors import ConfigError, RunError, ThreefoldError
 from threefold.places import object_store
 from threefold.places.admission import PROBE, admit, require_admitted
-from threefold.places.faults import PlaceError
+from threefold.places.faults import MissingObject, PlaceError
+from threefold.places.fetched import fetched
 from threefold.places.object_store import ObjectStore, open_store
 from threefold.places.text_files import text_files
 from threefold.places.upload import CLAIM, MARK, send_files, sent_to
@@ -234,6 +235,15 @@ def test_bytes_that_are_not_there(place: ObjectStore, key: str, start: int, what
     with pytest.raises(PlaceError) as caught:
         place.read(key, start=start, length=5)
     assert caught.value.problems[0].what == what
+
+
+def test_hashes_that_are_listed_and_not_there(
+    environ: dict[str, str], store: StubStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.objects["a/b/tokens.blocks"] = b"1"
+    monkeypatch.setattr(ObjectStore, "get", lambda self, key: None)
+    with pytest.raises(MissingObject, match=r"s3://runs/a/b/tokens\.blocks is gone"):
+        fetched(URL, environ, tmp_path, lambda data, path: pytest.fail("none"))
 
 
 ANSWERS = [
@@ -508,6 +518,16 @@ def test_other_faults_of_a_store(
     assert fault != "header" or "it answered out of protocol" in failed[probe]
 
 
+def test_a_run_that_cannot_remember_what_it_asked_goes_on(
+    environ: dict[str, str], store: StubStore, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    said = list[str]()
+    for _ in range(2):
+        require_admitted(URL, environ, tmp_path / "file/kept", said.append)
+    assert len(said) == 2 and store.objects == {}
+
+
 def test_a_run_asks_a_bucket_once(
     url: str, environ: dict[str, str], store: StubStore, tmp_path: Path
 ) -> None:
@@ -569,6 +589,21 @@ def test_prefix_that_holds_something_is_refused(
     held = {"a/b/other": "other", "a/b": "an object of its own name", f"a/b/{CLAIM}": CLAIM}
     assert caught.value.problems[0].what == f"s3://runs/a/b holds {held[there]}"
     assert store.objects == {there: b"of somebody"}
+
+
+def test_export_is_not_sent_over_another_one_that_is_not_listed_yet(
+    environ: dict[str, str], store: StubStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sent_to(URL, environ) as folder:
+        (folder / "model.safetensors").write_bytes(b"first")
+    monkeypatch.setattr(ObjectStore, "list", lambda self, folder="": iter(()))
+    there = dict(store.objects)
+    with (
+        pytest.raises(ConfigError, match=f"holds {MARK}, of other files"),
+        sent_to(URL, environ) as folder,
+    ):
+        (folder / "model.safetensors").write_bytes(b"other")
+    assert store.objects == there
 
 
 def prepared(folder: Path, text: bytes = b"1") -> dict[str, Path]:

@@ -23,7 +23,7 @@ def is_text(key: str) -> bool:
 class Objects:
     """Objects by their keys; `before_stat` is called before one is looked up, `fails` names one that cannot be read."""
 
-    url = "s3://b/p"
+    url = "s3://bkt/p"
 
     def __init__(self, objects: dict[str, bytes]) -> None:
         self.objects, self.read_keys = objects, list[str]()
@@ -57,7 +57,7 @@ def objects(monkeypatch: pytest.MonkeyPatch) -> Objects:
     return there
 
 
-def fetch(cache: Path, address: str = "s3://b/p") -> Path:
+def fetch(cache: Path, address: str = "s3://bkt/p") -> Path:
     return text_files(address, {}, cache, is_text, kinds=".txt or .jsonl")
 
 
@@ -72,12 +72,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("address", "folder", "pattern"),
     [
-        ("s3://b/p", "s3://b/p", ""),
-        ("s3://b/v1.0/", "s3://b/v1.0", ""),
-        ("s3://b/p/a.txt", "s3://b/p", "a.txt"),
-        ("s3://b/p/*/x-?.txt", "s3://b/p", "*/x-?.txt"),
-        ("s3://b", "s3://b", ""),
-        ("s3://b.txt", "s3://b.txt", ""),
+        ("s3://bkt/p", "s3://bkt/p", ""),
+        ("s3://bkt/v1.0/", "s3://bkt/v1.0", ""),
+        ("s3://bkt/p/a.txt", "s3://bkt/p", "a.txt"),
+        ("s3://bkt/p/*/x-?.txt", "s3://bkt/p", "*/x-?.txt"),
+        ("s3://bkt", "s3://bkt", ""),
+        ("s3://bkt.txt", "s3://bkt.txt", ""),
         ("s3:/x", "s3:/x", ""),
     ],
 )
@@ -97,7 +97,9 @@ def test_one_listing_is_one_folder(objects: Objects, tmp_path: Path) -> None:
     assert second != first and contents(second)["a.txt"] == b"b" * 100
     objects.objects["c.bin"] = b"??"  # is not read
     assert fetch(tmp_path) == second
-    assert fetch(tmp_path, "s3://b/p/*.txt").parent not in (first, second)
+    (second / "a.txt").write_bytes(b"b" * 99)  # as a machine that lost its power left it
+    assert fetch(tmp_path) == second and contents(second)["a.txt"] == b"b" * 100
+    assert fetch(tmp_path, "s3://bkt/p/*.txt").parent not in (first, second)
 
 
 def test_what_a_killed_fetch_left_is_kept_or_fetched_again(
@@ -114,6 +116,31 @@ def test_what_a_killed_fetch_left_is_kept_or_fetched_again(
     objects.read_keys.clear()
     assert contents(fetch(tmp_path))["sub/b.jsonl"] == objects.objects["sub/b.jsonl"]
     assert set(objects.read_keys) == {"sub/b.jsonl"}
+
+
+def test_listing_that_names_an_object_twice_is_that_of_its_objects(
+    objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, listed = fetch(tmp_path), objects.list
+    monkeypatch.setattr(objects, "list", lambda: [*listed(), *listed()])
+    assert fetch(tmp_path) == first
+    assert contents(fetch(tmp_path / "new")) == contents(first)
+
+
+def test_text_of_another_server_is_another_one(
+    objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where etags count versions, equal ones are no equal bytes."""
+    monkeypatch.setattr(
+        objects,
+        "_described",
+        lambda key: StoredObject(key, len(objects.objects[key]), "1", 0.0),
+    )
+    fetch(tmp_path)
+    objects.objects["a.txt"] = b"b" * 100
+    environ = {"AWS_ENDPOINT_URL": "https://another"}
+    there = text_files("s3://bkt/p", environ, tmp_path, is_text, kinds=".txt")
+    assert contents(there)["a.txt"] == b"b" * 100
 
 
 def test_object_that_changes_while_it_is_fetched_is_named(
@@ -141,21 +168,21 @@ class Usage(NamedTuple):
 
 
 def test_bad_input(objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def said(error: type[ThreefoldError], address: str = "s3://b/p") -> Any:
+    def said(error: type[ThreefoldError], address: str = "s3://bkt/p") -> Any:
         with pytest.raises(error) as caught:
             fetch(tmp_path, address)
         (problem,) = caught.value.problems
         return problem
 
-    assert said(DataError, "s3://b/p/none.txt").what == (
-        "s3://b/p/none.txt is neither a token store nor text: it holds 4 objects of other kinds"
+    assert said(DataError, "s3://bkt/p/none.txt").what == (
+        "s3://bkt/p/none.txt is neither a token store nor text: it holds 4 objects of other kinds"
     )
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100))
     assert said(RunError).what == f"the disk of {tmp_path} has 100 bytes left"
     objects.objects.clear()
     problem = said(DataError)
-    assert problem.what == "s3://b/p holds nothing"
+    assert problem.what == "s3://bkt/p holds nothing"
     assert (
         problem.expected == ".txt or .jsonl; or what `threefold data prepare --to` has written"
     )
-    assert problem.fix == "--data.source s3://b/p   (or another prefix of the bucket)"
+    assert problem.fix == "--data.source s3://bkt/p   (or another prefix of the bucket)"

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,9 @@ def require_admitted(
                 expected=probe.expected,
                 fix=probe.fix,
             )
-    kept.mkdir(parents=True, exist_ok=True)
-    mark.write_text(server)
+    with suppress(OSError):  # then the next start asks, too
+        kept.mkdir(parents=True, exist_ok=True)
+        mark.write_text(server)
     say(f"{server}: {len(told.probes)} probes hold; {told.seconds:.1f} s")
 
 

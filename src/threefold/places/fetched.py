@@ -61,8 +61,8 @@ def fetched(
     there = {each.key: each for each in place.list() if "/" not in each.key}
     if (name := _name(place, there)) is None:
         return None
-    content = place.get(name + _LIST)
-    assert content is not None
+    if (content := place.get(name + _LIST)) is None:
+        raise _damaged(place, name + _LIST, "is gone")
     try:
         blocks = parse(content[0], Path(name + _LIST))
     except ThreefoldError as error:

@@ -20,7 +20,7 @@ import xxhash
 
 from threefold.errors import DataError, RunError, size_text
 from threefold.places.faults import WHO_WRITES, MissingObject
-from threefold.places.object_store import open_store
+from threefold.places.object_store import open_store, server_of
 from threefold.places.place import ObjectPlace, StoredObject
 from threefold.places.url import without_pattern
 
@@ -59,7 +59,8 @@ def text_files(
     """
     folder, pattern = parted(address, is_text)
     place = open_store(folder, environ)
-    there = sorted(place.list(), key=lambda each: each.key)
+    # A listing that is made while somebody writes may name an object twice.
+    there = [each for _, each in sorted({each.key: each for each in place.list()}.items())]
     # What a pattern of files means here is known to those who open them: more may be fetched than they choose.
     loose = pattern.partition("{")[0] + "*" if "{" in pattern else pattern or "*"
     wanted = [each for each in there if is_text(each.key) and fnmatchcase(each.key, loose)]
@@ -78,9 +79,12 @@ def text_files(
                 what, expected="keys of names between single slashes", fix=WHO_WRITES
             )
     listing = "\n".join(f"{each.key}\0{each.size}\0{each.etag}" for each in wanted)
-    to = cache / xxhash.xxh3_128_hexdigest(f"{place.url}\n{listing}".encode())
+    to = cache / xxhash.xxh3_128_hexdigest(
+        f"{server_of(folder, environ)}\n{folder}\n{listing}".encode()
+    )
     with locked(cache, to.name):
-        if not to.is_dir():
+        if not all(_is_whole(to / each.key, each) for each in wanted):
+            shutil.rmtree(to, ignore_errors=True)
             _fetch_all(place, wanted, to)
     return to / pattern
 

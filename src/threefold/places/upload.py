@@ -111,8 +111,11 @@ def _mark_of(files: Mapping[str, Path]) -> bytes:
 
 def _send(place: ObjectStore, files: Mapping[str, Path]) -> None:
     mark, sizes = _mark_of(files), {key: path.stat().st_size for key, path in files.items()}
-    if (there := place.get(MARK)) and there[0] == mark and place.stat(CLAIM) is None:
-        return
+    if there := place.get(MARK):
+        if there[0] != mark:  # a listing may lag behind
+            raise _filled(f"{place.url} holds {MARK}, of other files")
+        if place.stat(CLAIM) is None:
+            return
     _claim(place, mark)
     with Bars().show(f"sending to {place.url}", total=sum(sizes.values())) as bar:
         for key, path in files.items():

@@ -246,6 +246,29 @@ def test_hashes_that_are_listed_and_not_there(
         fetched(URL, environ, tmp_path, lambda data, path: pytest.fail("none"))
 
 
+def test_cache_that_cannot_be_written_is_named(
+    environ: dict[str, str], store: StubStore, tmp_path: Path
+) -> None:
+    store.objects |= {"a/b/tokens.blocks": b"1", "a/b/text/a.txt": b"text"}
+    (tmp_path / "file").touch()
+    blocks = type("Blocks", (), {"files": {}, "block_bytes": 1})()
+    for fetch in (
+        lambda: fetched(URL, environ, tmp_path / "file", lambda data, path: blocks),
+        lambda: text_files(
+            f"{URL}/text",
+            environ,
+            tmp_path / "file/a",
+            lambda key: key.endswith(".txt"),
+            kinds="",
+        ),
+    ):
+        with pytest.raises(
+            RunError, match=r"^.*/file/.* cannot be written: Not a directory"
+        ) as caught:
+            fetch()
+        assert caught.value.problems[0].fix.startswith("XDG_CACHE_HOME=FOLDER threefold ...")
+
+
 ANSWERS = [
     (404, "NoSuchBucket", "there is no bucket runs", ConfigError),
     (
@@ -367,6 +390,9 @@ def test_store_that_is_not_there(
         ("http://", "leave {} out"),
         ("localhost:9000", "{}=https://localhost:9000   (http:// without TLS)"),
         ("ftp://host", "{}=https://host   (http:// without TLS)"),
+        ("http://[::1", "{}=https://[::1   (http:// without TLS)"),
+        ("http://host:90000", "{}=https://host:90000   (http:// without TLS)"),
+        ("http://höst", "{}=https://höst   (http:// without TLS)"),
     ],
 )
 @pytest.mark.parametrize(

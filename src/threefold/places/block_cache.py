@@ -143,31 +143,40 @@ class BlockCache:
             self._allowed = together - 1
 
 
+_FIX = "XDG_CACHE_HOME=FOLDER threefold ...   (a folder on a larger disk)"
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises RunError if a folder of the cache cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{folder} cannot be written: {error.strerror}",
+            expected="a folder for the data that is in a store",
+            fix=_FIX,
+        ) from error
+
+
 def open_cache(folder: Path, num_blocks: int, *, block_bytes: int) -> BlockCache:
     """The cache in a folder, of half of the space that is left there, or of all blocks.
 
     Raises:
         RunError: the folder cannot be written, or the disk is too small.
     """
-    fix = "XDG_CACHE_HOME=FOLDER threefold ...   (a folder on a larger disk)"
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f".lock-{0:03d}").open("a"):
             pass
         used = sum(name.isdecimal() for name in os.listdir(folder))
         free = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise RunError(
-            f"{folder} cannot be written: {error.strerror}",
-            expected="a folder for blocks of the data that is in a store",
-            fix=fix,
-        ) from error
     room = math.floor(_SHARE * (free / block_bytes + used))
     if room < (least := min(LEAST_BLOCKS, num_blocks)):
         raise RunError(
             f"the disk of {folder} has {size_text(free)} left",
             expected=f"{size_text(round(least * block_bytes / _SHARE))}: half of the space is for blocks of the data "
             "that is in a store",
-            fix=fix,
+            fix=_FIX,
         )
     return BlockCache(folder, block_bytes=block_bytes, num_blocks=min(room, num_blocks))

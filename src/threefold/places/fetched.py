@@ -17,7 +17,7 @@ from typing import Protocol
 import xxhash
 
 from threefold.errors import DataError, ThreefoldError
-from threefold.places.block_cache import open_cache
+from threefold.places.block_cache import open_cache, writing
 from threefold.places.faults import WHO_WRITES, MissingObject
 from threefold.places.known_file import KnownFile
 from threefold.places.object_store import ObjectStore, open_store
@@ -74,14 +74,13 @@ def fetched(
     for suffix, (size, _, _) in blocks.files.items():
         _check_size(place, there.get(name + suffix), name + suffix, size)
     folder = cache / xxhash.xxh3_128_hexdigest(str(place.url).encode() + content[0])
-    folder.mkdir(parents=True, exist_ok=True)
-    for suffix, (size, _, hashes) in blocks.files.items():
-        if suffix != _TOKENS:
-            _fetch(
-                place, name + suffix, size, hashes, blocks.block_bytes, folder / (name + suffix)
-            )
-    _write(folder / (name + _LIST), content[0])
-    _write(folder / f"{name}.stored", json.dumps({"address": str(place.url)}).encode())
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for suffix, (size, _, hashes) in blocks.files.items():
+            if suffix != _TOKENS:
+                _fetch(place, name + suffix, size, hashes, blocks.block_bytes, folder)
+        _write(folder / (name + _LIST), content[0])
+        _write(folder / f"{name}.stored", json.dumps({"address": str(place.url)}).encode())
     return folder / name
 
 
@@ -155,10 +154,12 @@ def _damaged(place: ObjectStore, key: str, how: str) -> MissingObject:
 
 
 def _fetch(
-    place: ObjectStore, key: str, size: int, hashes: bytes, block_bytes: int, to: Path
+    place: ObjectStore, key: str, size: int, hashes: bytes, block_bytes: int, folder: Path
 ) -> None:
     """A file, unless it lies here as it was hashed."""
-    if to.exists() and _wrong_block(to.read_bytes(), hashes, block_bytes) is None:
+    if (to := folder / key).exists() and _wrong_block(
+        to.read_bytes(), hashes, block_bytes
+    ) is None:
         return
     ranges = (
         (start, min(_RANGE_BYTES, size - start)) for start in range(0, size, _RANGE_BYTES)

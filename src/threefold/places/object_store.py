@@ -36,6 +36,10 @@ _PROVIDED = (
     "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
 )
+# A host or an address in brackets, a port, a path; neither a user nor options, which may be a key.
+_SERVER = re.compile(
+    r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:([0-6]?\d{1,4})?)?(/[^\s@?#]*)?"
+)
 _OF_PROFILE = {
     "aws_access_key_id": "access_key_id",
     "aws_secret_access_key": "secret_access_key",
@@ -106,7 +110,7 @@ def _endpoint(environ: Mapping[str, str], of_profile: str | None) -> str:
         *((name, environ.get(name)) for name in names),
         ("endpoint_url", of_profile),
     ):
-        if given is not None and not re.fullmatch(r"https?://[^/\s@?#][^\s@?#]*", given):
+        if given is not None and not _SERVER.fullmatch(given):
             told = re.sub(r".*@|[?#].*", "...", given)  # it may hold a key
             host = told.rpartition("//")[2].strip(" .")
             raise ConfigError(

@@ -104,14 +104,13 @@ class RunCopies:
         state: bool,
         say: Callable[[str], None],
     ) -> Path:
-        prefix, (name, seal) = str(place.url), checkpoint
-        whole = read_seal(place, name, seal)
+        whole = read_seal(place, *checkpoint)
         folder = (
             self.folder
-            / f"{xxhash.xxh3_64_hexdigest(prefix.encode())}{'' if state else '-records'}"
+            / f"{xxhash.xxh3_64_hexdigest(str(place.url).encode())}{'' if state else '-records'}"
         )
         into = folder / xxhash.xxh3_64_hexdigest(repr(whole).encode())
-        files = [(self.mark, f"{prefix}/{CHECKPOINTS}/{name}")]
+        files = [(self.mark, f"{place.url}/{CHECKPOINTS}/{whole.name}")]
         if (there := read_head(place)) is not None:
             files.append((self.identity_file, json.dumps(there[0].identity) + "\n"))
         wanted = Restore(

@@ -19,6 +19,7 @@ from pathlib import Path
 import xxhash
 
 from threefold.errors import DataError, RunError, size_text
+from threefold.places.block_cache import writing
 from threefold.places.faults import WHO_WRITES, MissingObject
 from threefold.places.object_store import open_store, server_of
 from threefold.places.place import ObjectPlace, StoredObject
@@ -82,7 +83,7 @@ def text_files(
     to = cache / xxhash.xxh3_128_hexdigest(
         f"{server_of(folder, environ)}\n{folder}\n{listing}".encode()
     )
-    with locked(cache, to.name):
+    with writing(cache), locked(cache, to.name):
         if not all(_is_whole(to / each.key, each) for each in wanted):
             shutil.rmtree(to, ignore_errors=True)
             _fetch_all(place, wanted, to)

@@ -430,6 +430,31 @@ def test_the_newest_and_the_best_are_kept(
     assert "a/b/checkpoints/notes/of/mine" in store.objects
 
 
+def test_whole_checkpoints_whose_head_is_gone_are_not_removed(
+    place: ObjectStore, store: StubStore, taken: Callable[..., HeldHead], tmp_path: Path
+) -> None:
+    first = taken()
+    mirror.begin(first, {"id": "run"}, 0)
+    copies = mirror_of(place, first, tmp_path)
+    for step in (4, 8):
+        copies.send(Sent(tmp_path / f"step-{step:08d}", step, False))
+        copies.wait(lambda: None)
+    first._ended.set()
+    del store.objects[f"a/b/{head.KEY}"]
+    there = {key for key in store.objects if "/checkpoints/" in key}
+    for owner in ("second", "third"):  # the second has made a head
+        held = taken(owner)
+        with pytest.raises(CheckpointError) as caught:
+            mirror.sweep(held)
+        (problem,) = caught.value.problems
+        assert problem.what == (
+            f"{URL}/run-head.json was removed, and {URL}/checkpoints/step-00000008-x is whole"
+        )
+        assert problem.fix.startswith(f"--checkpoint.resume {URL}/checkpoints/step-00000008-x ")
+        held.release()
+    assert there == {key for key in store.objects if "/checkpoints/" in key}
+
+
 def test_a_slow_store_gets_the_newest_and_the_best(
     place: ObjectStore,
     taken: Callable[..., HeldHead],

@@ -18,9 +18,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from threefold.errors import RunError, ThreefoldError, described_error, error_of
+from threefold.errors import (
+    CheckpointError,
+    RunError,
+    ThreefoldError,
+    described_error,
+    error_of,
+)
 from threefold.places import snapshot
-from threefold.places.head import CHECKPOINTS, HeldHead, LeaseLost, RunHead, StoredCheckpoint
+from threefold.places.head import (
+    CHECKPOINTS,
+    KEY,
+    HeldHead,
+    LeaseLost,
+    RunHead,
+    StoredCheckpoint,
+)
 from threefold.places.object_store import ObjectStore
 from threefold.places.snapshot import PIECE_BYTES, Snapshot, StoredFile
 
@@ -292,9 +305,21 @@ def begin(held: HeldHead, identity: Mapping[str, Any], step: int) -> None:
 
 
 def sweep(held: HeldHead) -> None:
-    """Removes what killed writers have left; before anything is sent, since that is not named by the head either."""
+    """Removes what killed writers have left; before anything is sent, since that is not named by the head either.
+
+    Raises:
+        CheckpointError: there are whole checkpoints, and the head that named them is gone.
+    """
     place, now = held.place, held.head
     if left := snapshot.unsealed(place, [*(each.name for each in now.checkpoints), *now.aside]):
+        whole = [key for key in left if key.endswith(snapshot.SEAL)]
+        if whole and now.identity is None:
+            there = f"{place.url}/{max(whole).removesuffix(f'/{snapshot.SEAL}')}"
+            raise CheckpointError(
+                f"{place.url}/{KEY} was removed, and {there} is whole",
+                expected="the record of the run that wrote it: what it does not name is removed",
+                fix=f"--checkpoint.resume {there} --checkpoint.store ANOTHER_PREFIX   (or empty this one)",
+            )
         log.info("%s: removing %d objects that a killed upload has left", place.url, len(left))
         place.delete(left)
 

@@ -27,7 +27,7 @@ from threefold.places.object_store import ObjectStore
 PIECE_BYTES = 32 * 2**20
 # A write that fails behind a run is repeated for so long: a store may be away for a while.
 PATIENCE_S = 300.0
-_SEAL = "sealed.json"
+SEAL = "sealed.json"
 # In a snapshot: the checkpoint as it lies on the disk, and what of the folder of its run a start elsewhere needs.
 STATE, RECORDS = "checkpoint/", "records/"
 _RANGE_BYTES = 16 * 2**20
@@ -250,7 +250,7 @@ def _key(name: str, file: str, number: int) -> str:
 
 
 def _seal_key(name: str) -> str:
-    return f"{CHECKPOINTS}/{name}/{_SEAL}"
+    return f"{CHECKPOINTS}/{name}/{SEAL}"
 
 
 def _damaged(place: ObjectStore, key: str, reason: str) -> StoredDamage:

@@ -167,8 +167,7 @@ def open_cache(folder: Path, num_blocks: int, *, block_bytes: int) -> BlockCache
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f".lock-{0:03d}").open("a"):
-            pass
+        (folder / ".lock-000").touch()
         used = sum(name.isdecimal() for name in os.listdir(folder))
         free = shutil.disk_usage(folder).free
     room = math.floor(_SHARE * (free / block_bytes + used))

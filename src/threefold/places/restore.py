@@ -6,7 +6,6 @@ checkpoint gets its name. A folder that is filled by a start that is killed is f
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -18,8 +17,6 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from threefold.errors import CheckpointError, size_text
 from threefold.places import snapshot
@@ -205,14 +202,15 @@ def is_restored(files: Snapshot, into: Path) -> bool:
     """Whether the files of a snapshot have the places that `restore` gives them, and are those that were sent."""
     checkpoint = into / CHECKPOINTS / f"step-{files.step:08d}"
     try:
-        for name, sent in files.files.items():
-            path = (checkpoint if name.startswith(STATE) else into) / name.partition("/")[2]
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, xxhash.xxh3_128).hexdigest() != sent.checksum:
-                    return False
+        return all(
+            snapshot.digest(
+                (checkpoint if name.startswith(STATE) else into) / name.partition("/")[2]
+            )
+            == sent.checksum
+            for name, sent in files.files.items()
+        )
     except OSError:
         return False
-    return True
 
 
 def forget_interrupted(folder: Path, *, begun: bool) -> None:

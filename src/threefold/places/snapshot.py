@@ -7,6 +7,7 @@ every file and of every piece, so that what was damaged, swapped, cut or removed
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 import time
@@ -90,6 +91,12 @@ class Snapshot:
             if len(file.pieces) != -(-file.size // snapshot.piece_bytes):
                 raise ValueError(f"{name} has not the pieces of its size")
         return snapshot
+
+
+def digest(path: Path) -> str:
+    """The checksum of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def send(place: ObjectStore, name: str, file: str, path: Path) -> StoredFile:

@@ -7,19 +7,17 @@ and indexes after them, and the mark last: who finds it finds them all.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import xxhash
-
 from threefold.errors import ConfigError
 from threefold.places.admission import PROBE, require_create
 from threefold.places.faults import PlaceError
 from threefold.places.object_store import ObjectStore, open_store
+from threefold.places.snapshot import digest
 from threefold.progress_bars import Bars
 
 CLAIM = ".threefold-export"
@@ -103,7 +101,7 @@ def _files_of(folder: Path) -> dict[str, Path]:
 
 def _mark_of(files: Mapping[str, Path]) -> bytes:
     described = {
-        key: {"bytes": path.stat().st_size, "xxh3_128": _digest(path)}
+        key: {"bytes": path.stat().st_size, "xxh3_128": digest(path)}
         for key, path in files.items()
     }
     return json.dumps({"files": described}, indent=1).encode()
@@ -131,8 +129,3 @@ def _send(place: ObjectStore, files: Mapping[str, Path]) -> None:
         what = f"{place.url}/{MARK} is there, of another writer"
         raise PlaceError(what, expected="one writer for each prefix", fix="--to ANOTHER_PREFIX")
     place.delete([CLAIM])
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

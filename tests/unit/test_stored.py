@@ -516,6 +516,31 @@ def test_a_failed_upload_ends_the_run_or_is_printed(
         assert steps(held.head) == [(2, False)]
 
 
+def test_a_library_that_panics_fails_the_upload_and_does_not_end_its_thread(
+    place: ObjectStore,
+    taken: Callable[..., HeldHead],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a library in Rust raises then is no Exception: the run would wait for the upload without an end."""
+
+    class PanicException(BaseException):
+        pass
+
+    def panics(*_: Any, **__: Any) -> None:
+        raise PanicException("called `Result::unwrap()` on an `Err` value")
+
+    copies = mirror_of(place, taken(), tmp_path)
+    monkeypatch.setattr(place, "write", panics)
+    copies.send(Sent(tmp_path / "step-00000001", 1, False))
+
+    def tick() -> None:
+        assert copies._thread is None or copies._thread.is_alive()
+
+    with pytest.raises(UploadError, match="the checkpoint of step 1 is saved, and not stored"):
+        copies.wait(tick)
+
+
 def test_a_store_that_is_away_is_waited_for(
     place: ObjectStore, store: StubStore, taken: Callable[..., HeldHead], tmp_path: Path
 ) -> None:

@@ -182,7 +182,7 @@ class HeldHead:
             except ThreefoldError as error:
                 # Who wants the lease finds the store as it is; a swap after that says whether somebody took it.
                 log.warning("the lease could not be renewed: %s", error.problems[0].what)
-            except Exception:
+            except BaseException:
                 log.exception("the lease could not be renewed")
 
 

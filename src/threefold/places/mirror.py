@@ -180,7 +180,7 @@ class Mirror:
                 self._number += 1
             try:
                 error = self._together(str(self._number), sent, skipped)
-            except Exception as raised:  # the ranks' store is gone, and with it the run
+            except BaseException as raised:  # the ranks' store is gone, and with it the run
                 log.exception("the upload of step %d", sent.step)
                 error = described_error(raised)
             if error is not None:
@@ -327,7 +327,7 @@ def sweep(held: HeldHead) -> None:
 def _attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return work()
-    except Exception as error:
+    except BaseException as error:  # a library in Rust that panics raises no Exception
         log.exception("an upload failed")
         if isinstance(error, OSError):
             error = RunError(

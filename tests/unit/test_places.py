@@ -16,6 +16,10 @@ import pytest
 import xxhash
 
 from store_stub import StubStore, serving
+from threefold.commands.arguments import is_address, on_this_machine
+from threefold.commands.run_argument import only_here
+from threefold.config.paths import literal_paths
+from threefold.config.schema import Config
 from threefold.errors import ConfigError, RunError, ThreefoldError
 from threefold.places import object_store
 from threefold.places.admission import PROBE, admit, require_admitted
@@ -165,6 +169,30 @@ def test_signed_text_is_not_shown(environ: dict[str, str], tmp_path: Path) -> No
             )
         assert SECRET not in str(caught.value)
     assert without_pattern("s3://runs/x-?.txt") == ("s3://runs", "x-?.txt")
+
+
+@pytest.mark.parametrize(
+    "address",
+    [f"https://me:{SECRET[:6]}@host/x", f"s3://runs/x?X-Amz-Signature={SECRET[:6]}"],
+)
+@pytest.mark.parametrize(
+    "key", ["log.dir", "data.source", "model.name_or_path", "checkpoint.resume"]
+)
+def test_no_key_of_a_config_shows_a_secret(key: str, address: str) -> None:
+    section, name = key.split(".")
+    config = Config().changed(**{section: {name: address}})
+    with pytest.raises(ConfigError, match="holds more than a bucket and a prefix") as caught:
+        list(literal_paths(config))
+    assert SECRET[:6] not in str(caught.value)
+
+
+def test_no_command_shows_a_secret() -> None:
+    for address in (f"s3://runs/x?sig={SECRET[:6]}", f"s3://{SECRET[:6]}@runs/x"):
+        for ask in (only_here, on_this_machine):
+            with pytest.raises(ConfigError) as caught:
+                ask(Path(address))
+            assert SECRET[:6] not in str(caught.value)
+    assert not is_address("runs/a@b?c=d") and is_address("hf:name@revision")
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,10 @@ def literal_paths(config: Config) -> Iterator[Problem]:
         for text in _names(value_at(config, key)):
             home = text.startswith("~") and key in _UNEXPANDED
             address = text.startswith(("s3:", "gs:"))
+            if "://" in text:
+                from threefold.places.url import refuse_key
+
+                refuse_key(text)
             if address if key.endswith("source") else key == _RESUME and "://" in text:
                 yield from _address_problems(key, text)
             if "://" in text and key == "log.dir":

@@ -12,8 +12,8 @@ _MARKS = frozenset("*?[{")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 # What no store, shell or listing writes in another way.
 _PART = re.compile(r"[A-Za-z0-9._=+@,-]+")
-# Of a signed address; a pattern has no name after its question mark.
-_OPTION = re.compile(r"\?[A-Za-z][\w-]*=")
+# A user, or the options of a signed address; a pattern has no name after its question mark.
+_KEY = re.compile(r"[\w+.-]+:(/+[^/]*@|.*\?[A-Za-z][\w-]*=)")
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,15 @@ class StoreUrl:
         return f"{self.scheme}://{self.bucket}/{self.prefix}".rstrip("/")
 
 
+def refuse_key(address: str) -> None:
+    """ConfigError, which does not show it, if an address of any kind may hold a key."""
+    if _KEY.match(address):
+        raise _secret(address.partition(":")[0])
+
+
 def without_pattern(text: str) -> tuple[str, str]:
-    """An address up to its first part with a mark of patterns (* ? [ {), and the rest; ConfigError if it is signed."""
-    if _OPTION.search(text):
-        raise _secret(text.partition(":")[0])
+    """An address up to its first part with a mark of patterns (* ? [ {), and the rest; errors of `refuse_key`."""
+    refuse_key(text)
     parts = text.split("/")
     marked = next((place for place, part in enumerate(parts) if _MARKS & {*part}), len(parts))
     return "/".join(parts[:marked]), "/".join(parts[marked:])

@@ -194,8 +194,7 @@ def documents_of(batch: Batch, row: int) -> Iterator[Document]:
     for number in numbers.unique_consecutive().tolist():
         places = numbers == number
         ids = batch["input_ids"][row, places][None]
-        labels = batch["labels"][row, places]
-        yield Document(row, ids, labels, places, number == PADDING)
+        yield Document(row, ids, batch["labels"][row, places], places, number == PADDING)
 
 
 def _compute(

@@ -269,8 +269,7 @@ def _verdict(
         accepted = json.loads(store.compare_set("verdict", "", json.dumps(verdict)))
         return accepted, accepted["by"] == verdict["by"]
 
-    key = f"here/{info.rank}"
-    before = json.loads(store.compare_set(key, "", json.dumps(said)))
+    before = json.loads(store.compare_set(f"here/{info.rank}", "", json.dumps(said)))
     if (before["host"], before["process"]) != (said["host"], said["process"]):
         return publish(_failed([errors.twice(info, before, said)], present=info.world_size))
     keys = [f"here/{rank}" for rank in range(info.world_size)]

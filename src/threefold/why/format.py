@@ -67,8 +67,7 @@ def values(batches: StepBatches, step: int | None) -> dict[str, Any]:
 
 def _numbers(batches: StepBatches, step: int) -> str:
     run = batches.run
-    of_rows = dict(zip(*run.table.losses(), strict=True))
-    loss = of_rows.get(step, run.number(step, "loss"))
+    loss = dict(zip(*run.table.losses(), strict=True)).get(step, run.number(step, "loss"))
     norm = run.number(step, "grad_norm")
     return (f", loss {loss:.4f}" if loss is not None else "") + (
         f", grad norm {norm:.3g}" if norm is not None else ""

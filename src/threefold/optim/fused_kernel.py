@@ -201,5 +201,4 @@ def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tenso
     whole = torch.tensor(sizes, dtype=torch.int64)
     counts = (whole + _BLOCK - 1) // _BLOCK
     owners = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(counts)
-    firsts = (counts.cumsum(0) - counts).int()
-    return whole.to(device), firsts.to(device), owners.to(device)
+    return whole.to(device), (counts.cumsum(0) - counts).int().to(device), owners.to(device)

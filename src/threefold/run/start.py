@@ -344,11 +344,13 @@ def topology_here(config: Config, *, force: bool = False) -> tuple[Topology, str
 
 
 def _run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
+    collects = gc.isenabled()
     gc.disable()  # a second of seven would go into looking for garbage in what is imported, and stays
     from threefold.run.rank import run_rank
 
-    gc.freeze()
-    gc.enable()
+    if collects:
+        gc.freeze()
+        gc.enable()
     return run_rank(loaded, topology, why)
 
 

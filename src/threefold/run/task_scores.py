@@ -71,8 +71,7 @@ class Scores:
             if mesh.size("cp") * mesh.size("tp") > 1
             else 1
         )
-        taken = min(self.longest, sum(map(len, request)) - 1)
-        return max(unit, -(-taken // unit) * unit)
+        return max(unit, -(-min(self.longest, sum(map(len, request)) - 1) // unit) * unit)
 
     def _batches(
         self, order: Sequence[int], requests: Sequence[Request]

@@ -202,8 +202,7 @@ def mark_documents(begins: Bool, starts: Int64, ends: Int64) -> None:
         ends: the documents' ends in the stream, ascending; empty documents repeat an end.
     """
     first = np.searchsorted(ends, starts, "right")
-    last = np.searchsorted(ends, starts + begins.shape[1], "left")
-    counts = np.maximum(last - first, 0)
+    counts = np.maximum(np.searchsorted(ends, starts + begins.shape[1], "left") - first, 0)
     row = np.repeat(np.arange(len(starts)), counts)
     # The k-th end inside row r is ends[first[r] + k].
     k = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -45,8 +45,7 @@ def starts_of_documents(documents: Tensor) -> Tensor:
     A document is a run of equal numbers: a number that returns behind another one is another document.
     """
     places = torch.arange(documents.shape[1], device=documents.device)
-    begins = F.pad(places[1:] * (documents.diff(dim=1) != 0), (1, 0))
-    return begins.cummax(dim=1).values
+    return F.pad(places[1:] * (documents.diff(dim=1) != 0), (1, 0)).cummax(dim=1).values
 
 
 def follow_lengths(model: nn.Module, lengths: Callable[[], Tensor | None]) -> None:

@@ -173,9 +173,8 @@ def _family(cls: type[ThreefoldError]) -> Iterator[type[ThreefoldError]]:
 
 def full_disk(error: BaseException) -> RunError | None:
     """The user's error for one of a disk that is full; None for any other."""
-    safetensors = (
-        type(error).__name__ == "SafetensorError"
-    )  # which is no OSError, and says the number
+    # Which is no OSError, and says the number.
+    safetensors = type(error).__name__ == "SafetensorError"
     if getattr(error, "errno", None) not in NO_SPACE and not (
         safetensors and any(f"(os error {number})" in str(error) for number in NO_SPACE)
     ):

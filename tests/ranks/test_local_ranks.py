@@ -252,6 +252,19 @@ def test_nohup_protects_the_ranks(tmp_path: Path) -> None:
         assert going.wait(20) == 128 + signal.SIGTERM
 
 
+def _run_cold(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own, which nothing has been imported in."""
+    (folder / "program.py").write_text(program)
+    return subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+
+
 INTERRUPTED = """
 import os, signal, sys, time
 from multiprocessing.process import BaseProcess
@@ -282,15 +295,7 @@ LOST = INTERRUPTED.replace("    start(process)", "    raise EOFError")
 )
 def test_ranks_that_are_starting(program: str, code: int, error: str, tmp_path: Path) -> None:
     """A rank that was just forked lost a Ctrl-C, or printed where it found it; the others waited for it."""
-    (tmp_path / "starts.py").write_text(program)
-    done = subprocess.run(
-        [sys.executable, "starts.py"],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
+    done = _run_cold(program, tmp_path)
     assert (done.returncode, done.stderr.partition("\n")[0]) == (code, error)
 
 
@@ -319,15 +324,7 @@ def test_killed_rank_is_named_though_another_is_known_to_have_ended_before(
     tmp_path: Path,
 ) -> None:
     """The others of a killed rank lose their connections, and may be reaped first: it was named nowhere."""
-    (tmp_path / "killed.py").write_text(KILLED_AFTER_ANOTHER)
-    done = subprocess.run(
-        [sys.executable, "killed.py"],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
+    done = _run_cold(KILLED_AFTER_ANOTHER, tmp_path)
     assert (done.returncode, done.stdout) == (1, "1 -9\n")
     assert re.match(r"rank 1 \(process \d+\) was ended by SIGKILL\n  expected: ", done.stderr)
 

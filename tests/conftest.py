@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
@@ -42,13 +43,19 @@ FIRST = ("ranks", "errors", "gpu", "examples", "launchers", "unit")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Caches of the tests' own, which all processes of a worker share."""
+    """Caches and temporary files of the tests' own, which all processes of a worker share."""
     # A shell starts what it puts in the background with Ctrl-C ignored, and so would what the tests interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # pytest keeps the folders of its last runs, and torch what it compiled. All else goes at the end, with what the
+    # processes that tests kill have left.
+    temporary = tempfile.gettempdir()
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", temporary)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{temporary}/torchinductor_{os.getuid()}")
     folder = tempfile.mkdtemp(prefix="threefold-tests-")
-    os.environ["XDG_CACHE_HOME"] = folder
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ["XDG_CACHE_HOME"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
+    # After multiprocessing's own folder (-100), which lies in it. A worker's lies in that of pytest's main process.
+    Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)
     # Taken out of the environment: neither workers nor what tests start has a journal of its own.
     if results := os.environ.pop("THREEFOLD_CI_JOURNAL", None):
         journal = Journal(Path(results))

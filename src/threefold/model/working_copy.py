@@ -1,9 +1,10 @@
 """A bfloat16 copy of float32 weights, with which one process computes: no wrapper, and no cast in a micro-batch.
 
 A model's parameters are its float32 weights, as optimizers, checkpoints, averages and exports see them. While it
-computes (`in_place`), its modules hold the copies instead. Backward leaves each micro-batch's gradient in bfloat16 in a
-copy, from where it goes to the weight: as it is while it is the only one, in float32 from the second on. That is the
-sum that FSDP2 makes with `reduce_dtype=float32`, bit for bit.
+computes (`in_place`), its modules hold the copies instead. Backward leaves each micro-batch's gradient in a copy, in
+bfloat16 (from torch 2.15 on, one that a model computes in float32 stays that), from where it goes to the weight: as it
+is while it is the only one, in float32 from the second on. That is the sum that FSDP2 makes with
+`reduce_dtype=float32`, bit for bit.
 
 An optimizer that writes the copies beside the weights says so (`note_written`). Copies of weights that anything else
 has changed are written again before the next forward, as torch counts what is written into a tensor.
@@ -109,8 +110,10 @@ class WorkingCopy:
                 if weight is None or weight in kept or weight.dtype != torch.float32:
                     continue
                 if weight not in self._copies:
-                    copy = torch.empty_like(weight, dtype=self._dtype)
-                    self._copies[weight] = nn.Parameter(copy, requires_grad=False)
+                    copy = nn.Parameter(torch.empty_like(weight, dtype=self._dtype), False)
+                    if torch.__version__ >= "2.15":
+                        copy.grad_dtype = None  # as FSDP2's parameters from there on
+                    self._copies[weight] = copy
                     self._versions[weight] = -1
                     weight.grad_dtype = None  # its gradient may be in bfloat16
                 self._places.append((module._parameters, name, weight))
@@ -119,9 +122,4 @@ class WorkingCopy:
 def _hand_over(weight: nn.Parameter, copy: Tensor) -> None:
     """Adds a micro-batch's gradient to the weight's."""
     gradient, copy.grad = copy.grad, None
-    if weight.grad is None:
-        weight.grad = gradient
-    elif weight.grad.dtype == torch.float32:
-        weight.grad.add_(gradient)
-    else:
-        weight.grad = weight.grad.float().add_(gradient)
+    weight.grad = gradient if weight.grad is None else weight.grad.float().add_(gradient)

@@ -342,7 +342,7 @@ def test_they_compile_for_a_gpu(
             if types[name] in ("i32",) or "*" in types[name]
         }
         source = ASTSource(function, types, constants, attrs=aligned)
-        text = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm[
+        text = compile(source, target=GPUTarget("cuda", 90, 32), options=kernel.OPTIONS).asm[
             "ptx"
         ]
         assert re.search(r"ld\.global\S*\.v4\.b32", text), function

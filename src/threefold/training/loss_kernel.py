@@ -17,7 +17,9 @@ from torch import Tensor
 from threefold.optim.fused_kernel import as_bfloat16, larger
 
 # Numbers of a row that a program reads at once: 16 for each thread of 8 warps.
-_BLOCK, _WARPS = 4096, 8
+_BLOCK = 4096
+# Products and sums may be fused, whatever a version of Triton does by default.
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 
 
 @triton.jit
@@ -78,9 +80,7 @@ def row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
     largest, logs, totals = sums = torch.empty(3, len(logits), device=logits.device)
     if len(logits):
-        _sums[(len(logits),)](
-            logits, largest, logs, totals, logits.shape[1], _BLOCK, num_warps=_WARPS
-        )
+        _sums[(len(logits),)](logits, largest, logs, totals, logits.shape[1], _BLOCK, **OPTIONS)
     return sums[:2], totals
 
 
@@ -117,6 +117,6 @@ def gradients(
             at_target,
             dtype == torch.bfloat16,
             _BLOCK,
-            num_warps=_WARPS,
+            **OPTIONS,
         )
     return found

@@ -360,7 +360,7 @@ def test_a_fault_in_either_is_found(kernel: Any, fault: str) -> None:
 
 
 FAULTS = {
-    "no clipping": (" * tl.load(clip)", ""),
+    "no clipping": ("gradient *= tl.load(clip)", ""),
     "the bias of the means is another tensor's": ("tl.load(rates + number)", "tl.load(rates)"),
     "no bias of the squares": (" * tl.load(root_scales + number)", ""),
     "a stale copy": ("if WITH_COPY:", "if False:"),

@@ -7,6 +7,7 @@ weights. The optimizer is built afterwards, on the parameters as they are then.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -214,7 +215,9 @@ def _checkpoint_layers(model: PreTrainedModel, kind: str, mesh: Mesh) -> None:
     settings: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    # From transformers 5.24 on an alias, of a name that the versions before do not have.
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        model.gradient_checkpointing_enable(settings)
     if kind == "offload":
         own = HostActivations(mesh.device).checkpoint
         for module in model.modules():

@@ -127,18 +127,15 @@ def _update(
     left = tl.load(sizes + number) - begin
     weights = _start(table, number, begin, tl.float32)
     means = 2 * count + number
-    gradient = _load(_start(table, count + number, begin, GRADIENT), left, BLOCK) * tl.load(
-        clip
-    )
-    mean = (
-        _load_moment(table, means, count, begin, left, MOMENTS, BLOCK) * beta + gradient * rest
-    )
+    gradient = _load(_start(table, count + number, begin, GRADIENT), left, BLOCK)
+    gradient *= tl.load(clip)
+    mean = _load_moment(table, means, count, begin, left, MOMENTS, BLOCK)
+    mean = mean * beta + gradient * rest
     square = _load_moment(table, means + count, count, begin, left, MOMENTS, BLOCK)
     square = square * beta_square + (gradient * gradient) * rest_square
     root = tl.sqrt_rn(square) * tl.load(root_scales + number) + eps
-    weight = _load(weights, left, BLOCK) * decay + tl.div_rn(mean, root) * tl.load(
-        rates + number
-    )
+    update = tl.div_rn(mean, root) * tl.load(rates + number)
+    weight = _load(weights, left, BLOCK) * decay + update
     _store(weights, weight, left, tl.float32, BLOCK)
     _store_moment(mean, table, means, count, begin, left, MOMENTS, BLOCK)
     _store_moment(square, table, means + count, count, begin, left, MOMENTS, BLOCK)

@@ -140,25 +140,30 @@ def refuse_other(
 
 # Keys that change what is trained, and nothing else in a run would show it.
 _CONFIRMED = (
-    *("model.dtype", "train.label_smoothing", "train.z_loss"),
-    *(
-        "optimizer.name",
-        "optimizer.options",
-        "optimizer.moments",
-        "optimizer.betas",
-        "optimizer.eps",
-    ),
-    *("train.reduce", "train.objective", "dpo.beta", "dpo.loss", "dpo.label_smoothing"),
+    "model.dtype",
+    "train.label_smoothing",
+    "train.z_loss",
+    "optimizer.name",
+    "optimizer.options",
+    "optimizer.moments",
+    "optimizer.betas",
+    "optimizer.eps",
+    "train.reduce",
+    "train.objective",
+    "dpo.beta",
+    "dpo.loss",
+    "dpo.label_smoothing",
 )
 # With train.reduce exact: what the gradient of a micro-batch is made of.
 _OF_BITS = (
-    *(
-        "train.micro_batch",
-        "train.loss_chunk_tokens",
-        "train.activation_checkpointing",
-        "model.attention",
-    ),
-    *("mesh.cp", "mesh.tp", "mesh.cp_method", "mesh.sequence_parallel"),
+    "train.micro_batch",
+    "train.loss_chunk_tokens",
+    "train.activation_checkpointing",
+    "model.attention",
+    "mesh.cp",
+    "mesh.tp",
+    "mesh.cp_method",
+    "mesh.sequence_parallel",
 )
 # What changes no weight, of sections that do.
 _WITHOUT_EFFECT = ("data.num_workers", "train.memory_check", "train.deterministic")

@@ -26,20 +26,18 @@ from threefold.jsonl import from_json
 
 # Types by safetensors' names.
 _TYPES: dict[str, torch.dtype] = {
-    **{
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-    },
-    **{
-        "I64": torch.int64,
-        "I32": torch.int32,
-        "I16": torch.int16,
-        "I8": torch.int8,
-        "U8": torch.uint8,
-    },
-    **{"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
 TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 _ALIGNMENT = 64
@@ -232,7 +230,7 @@ def read_box(state: Path, entry: Entry, wanted: Box, target: Tensor) -> None:
         else:
             content = torch.empty(rows * row_bytes, dtype=torch.uint8)
             _read(state / chunk.file, start, bytes_of(content))
-            read = content.view(dtype).view(rows, *row_shape)[(slice(None), *inside[1:])]
+            read = content.view(dtype).view(rows, *row_shape)[slice(None), *inside[1:]]
             into.copy_(read.reshape(part.sizes))
 
 

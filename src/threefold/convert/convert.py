@@ -218,10 +218,15 @@ def _write(
     )
     manifest = {
         **asdict(identity.author),
-        **{"mesh": [], "device": "cpu", "data": {}, "seed": config.train.seed},
+        "mesh": [],
+        "device": "cpu",
+        "data": {},
+        "seed": config.train.seed,
         "architecture": architecture_of(architecture),
         "config": with_absolute_paths(config).model_dump(mode="json"),
-        **{"base": None, "admission": config.model.admission, "versions": versions()},
+        "base": None,
+        "admission": config.model.admission,
+        "versions": versions(),
     }
     checkpoints.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
 

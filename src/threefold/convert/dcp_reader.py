@@ -195,17 +195,20 @@ class _PickledObject:
         return self.values[name]
 
 
-_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _RECORDS = {
     *(
-        (_METADATA_MODULE, name)
-        for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "MetadataIndex",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
     ),
-    *(
-        (_METADATA_MODULE, name)
-        for name in ("ChunkStorageMetadata", "TensorProperties", "MetadataIndex")
-    ),
-    *((_METADATA_MODULE, name) for name in ("StorageMeta", "_MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
 }

@@ -308,7 +308,7 @@ def _index(folder: Path) -> dict[str, Path]:
     for file in [whole] if whole.exists() else sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensors:
-                found.update({name: file for name in tensors.keys()})  # noqa: SIM118 (no mapping)
+                found.update(dict.fromkeys(tensors.keys(), file))
         except (OSError, SafetensorError) as error:
             raise weight_check.damaged(file, error, name=str(folder)) from error
     return found

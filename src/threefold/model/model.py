@@ -312,7 +312,7 @@ class Model:
                 f"the batch has {', '.join(map(repr, batch)) or 'no entries'}; {type(self.module).__name__}.forward "
                 f"takes {', '.join(sorted(takes)) or 'none by name'}",
                 expected="entries by the names that forward takes; the others go to the loss alone",
-                fix=f"batch = {{{sorted(takes)[0]!r}: ..., 'labels': ...}}"
+                fix=f"batch = {{{min(takes)!r}: ..., 'labels': ...}}"
                 if takes
                 else "name forward's arguments",
             )

@@ -76,8 +76,8 @@ def _routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         recorded = (getattr(module, "_can_record_outputs", None) or {}).get(
             "router_logits"
         ) or ()
-        for each in recorded if isinstance(recorded, list | tuple) else (recorded,):
-            kinds.add(getattr(each, "target_class", each))
+        several = recorded if isinstance(recorded, list | tuple) else (recorded,)
+        kinds |= {getattr(each, "target_class", each) for each in several}
     yield from (
         (name, module) for name, module in model.named_modules() if type(module) in kinds
     )

@@ -288,7 +288,7 @@ class _ReducedSizes:
                 lambda value: min(value, WINDOW) if value <= self._real_seq_len else value,
             ),
             (_POSITIONS.__contains__, lambda value: max(2 * self._seq_len, 64)),
-            (_VOCABULARY.search, lambda value: value if value < VOCABULARY else VOCABULARY),
+            (_VOCABULARY.search, lambda value: min(VOCABULARY, value)),
             (
                 re.compile(r"(moe|expert|shared)\w*(intermediate|hidden)_size$").search,
                 self._width(32),

@@ -45,8 +45,8 @@ class _Part:
             )
             for (*before, row, column), inside in self.boxes:
                 squares = self.gradient[inside].square()
-                rows[(*before, row, slice(None))] += squares.sum(-1, keepdim=True)
-                columns[(*before, slice(None), column)] += squares.sum(-2, keepdim=True)
+                rows[*before, row, slice(None)] += squares.sum(-1, keepdim=True)
+                columns[*before, slice(None), column] += squares.sum(-2, keepdim=True)
             found += [rows.flatten(), columns.flatten()]
         return [each / self.copies for each in found]
 
@@ -149,9 +149,7 @@ class Adafactor(torch.optim.Adafactor):
         columns.lerp_(totals[1].view(columns.shape) / shape[-2], moved)
         scale = rows.mean(dim=-2, keepdim=True).clamp_(min=smallest)
         for (*before, row, column), inside in part.boxes:
-            estimate = (
-                rows[(*before, row, slice(None))] @ columns[(*before, slice(None), column)]
-            )
+            estimate = rows[*before, row, slice(None)] @ columns[*before, slice(None), column]
             estimate.div_(scale[tuple(before)])
             part.gradient[inside].mul_(estimate.clamp_(min=smallest**2).rsqrt_())
 

@@ -105,7 +105,7 @@ def gradients(
     tokens, width = logits.shape
     found = torch.empty_like(logits, dtype=dtype)
     if tokens:
-        _gradients[(tokens, triton.cdiv(width, _BLOCK))](
+        _gradients[tokens, triton.cdiv(width, _BLOCK)](
             logits,
             found,
             largest,

@@ -32,19 +32,21 @@ _OPTIONAL = {
     "preference": ("prompt", "system", "tools", "chat_template_kwargs"),
 }
 FIELDS = (
-    *(
-        "text",
-        "messages",
-        "conversations",
-        "role",
-        "content",
-        "prompt",
-        "completion",
-        "instruction",
-        "input",
-        "output",
-    ),
-    *("chosen", "rejected", "system", "tools", "chat_template_kwargs"),
+    "text",
+    "messages",
+    "conversations",
+    "role",
+    "content",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "chosen",
+    "rejected",
+    "system",
+    "tools",
+    "chat_template_kwargs",
 )
 # ShareGPT's names of who speaks, and those of other collections.
 _ROLES = {

@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 
 from logs.cases import PUBLIC
 from threefold.commands.explain import explain_command
-from threefold.errors import ConfigError
+from threefold.convert.dcp_reader import open_dcp
+from threefold.errors import CheckpointError, ConfigError
 from threefold.explain import evidence
 from threefold.explain.answer import answer, text
 from threefold.explain.evidence import JobEvidence, gather
@@ -300,6 +302,24 @@ def test_file_that_is_no_dump_is_named(tmp_path: Path, content: bytes) -> None:
     file.write_bytes(content)
     with pytest.raises(ValueError, match="is no Flight Recorder dump"):
         read_dump(file)
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "error"),
+    [(read_dump, "nccl_trace_rank_0", ValueError), (open_dcp, ".metadata", CheckpointError)],
+)
+def test_spoilt_pickles_take_no_memory(
+    tmp_path: Path, read: Any, name: str, error: type[Exception]
+) -> None:
+    """An empty dict, memorized in place 2 ** 24 of a list of the unpickler's."""
+    file = tmp_path / name
+    file.write_bytes(b"\x80\x02}r" + (2**24).to_bytes(4, "little") + b".")
+    tracemalloc.start()
+    with pytest.raises(error):
+        read(file if name != ".metadata" else tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10**7
 
 
 # ---- a run of ours, several files, JSON

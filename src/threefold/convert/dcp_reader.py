@@ -117,8 +117,8 @@ class _Native:
     @classmethod
     def open(cls, folder: Path) -> _Native:
         try:
-            with (folder / METADATA).open("rb") as file:
-                return _described(folder, _Inert(file).load())
+            content = io.BytesIO((folder / METADATA).read_bytes())
+            return _described(folder, _Inert(content).load())
         except CheckpointError:
             raise
         except Exception as error:  # a pickle can fail in any way
@@ -237,8 +237,11 @@ def _named(name: str) -> CheckpointError:
     )
 
 
-class _Inert(pickle.Unpickler):
-    """Reads the structure of a `.metadata`, and nothing else: no class or function of the pickle's choice is found."""
+class _Inert(pickle._Unpickler):
+    """Reads the structure of a `.metadata`, and nothing else: no class or function of the pickle's choice is found.
+
+    In Python, as a spoilt byte makes the one in C take up to 64 GB for its memo.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         place = (module, name)

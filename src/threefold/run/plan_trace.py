@@ -37,8 +37,9 @@ from threefold.plan.live_tensors import LiveTensors
 from threefold.training.forward import token_loss_of
 from threefold.training.step import TrainStep
 
-# The interpreter and libraries of a rank's process on a CPU, and of one without ranks: measured (docs/plan.md).
-_HOST_BYTES = 370 * 2**20, 440 * 2**20
+# The interpreter and libraries of a rank's process on a CPU, and of one without ranks: measured (docs/plan.md), of
+# torch's builds for CPUs and for CUDA.
+_HOST_BYTES = (370 * 2**20, 440 * 2**20), (525 * 2**20, 815 * 2**20)
 # Changes nothing that is traced.
 _RATE = 1e-4
 Sent: TypeAlias = dict[tuple[str, str], tuple[int, int]]
@@ -196,7 +197,7 @@ def _traced(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Trace
     found = _repeated(of_one.found, sent.found, num_batches)
     # DDP sums the gradients of the micro-batches before the last outside of its buckets.
     sums = gradients * (replicated and num_batches > 1)
-    host = _HOST_BYTES[mesh.topology.world_size == 1]
+    host = _HOST_BYTES[torch.version.cuda is not None][mesh.topology.world_size == 1]
     resident = (
         host + round(memory.resident_bytes) + sums + (held + state) * config.saves_between
     )

@@ -206,6 +206,17 @@ def test_other_files_beside_the_model_are_not_its_weights(plain: Path, tmp_path:
     assert loaded(folder).keys() == loaded(plain).keys()
 
 
+def test_base_with_one_other_byte_in_its_middle_is_another(plain: Path, tmp_path: Path) -> None:
+    """Adapters are resumed beside the base that they began with, whose first and last MiB say little of it."""
+    folder = changed(plain, tmp_path / "m", with_tensor("x", lambda _: torch.ones(3 << 18)))
+    asked = validate({"model": {"name_or_path": str(folder)}}).model
+    before = load.fingerprint(asked)
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[len(weights) // 2] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    assert load.fingerprint(asked) != before
+
+
 def test_weights_that_are_meant_to_be_new_come_from_the_seed(
     plain: Path, tmp_path: Path
 ) -> None:

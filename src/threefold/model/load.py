@@ -47,7 +47,7 @@ _CONFIG_READERS = (
 # Mappings whose keys are data.
 _FREE_FORM = ("label2id", "id2label", "task_specific_params")
 _STAGED_FILE_BYTES = 2 * 1024**3
-_SEEN_BYTES = 1024**2
+_READ_BYTES = 16 * 1024**2
 
 
 def read_config(asked: ModelConfig, *, vocab_size: int | None = None) -> PretrainedConfig:
@@ -356,7 +356,7 @@ def whole(
 
 
 def fingerprint(asked: ModelConfig) -> str:
-    """Identifies the weight files of a named model: by their names and sizes, and a MiB of either end of each.
+    """Identifies the weight files of a named model: by their names, sizes and all their bytes.
 
     `random` for random weights, which config and seed identify.
     """
@@ -366,12 +366,10 @@ def fingerprint(asked: ModelConfig) -> str:
     for file in sorted(
         path for path in _download(asked).iterdir() if path.suffix in (".safetensors", ".bin")
     ):
-        size = file.stat().st_size
-        seen.update(f"{file.name} {size} ".encode())
+        seen.update(f"{file.name} {file.stat().st_size} ".encode())
         with file.open("rb") as opened:
-            seen.update(opened.read(_SEEN_BYTES))
-            opened.seek(max(0, size - _SEEN_BYTES))
-            seen.update(opened.read())
+            while block := opened.read(_READ_BYTES):
+                seen.update(block)
     return f"xxh3:{seen.hexdigest()}"
 
 

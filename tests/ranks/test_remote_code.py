@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ranks.keeping import write_corpus
 from ranks.spawn import run_ranks
 from threefold.errors import ThreefoldError
 
@@ -174,6 +176,42 @@ def test_side_effects_of_a_probe_are_undone_or_refused(
 ) -> None:
     own = _write(tmp_path / "own", line)
     assert said in run_ranks(_probed, 1, own, str(tmp_path / "cache"))[0]
+
+
+def _resumed(name: str, cache: str, run: str) -> str:
+    """Saves a step of the run, after resuming it if it has been saved before; what it was refused for."""
+    from safetensors.torch import save_file
+
+    from ranks.keeping import Miniature
+    from threefold.model import load
+
+    asked = _config(name, cache).model
+    outline = load.outline(load.read_config(asked), trust_remote_code=True)
+    weights = {key: torch.ones(each.shape) for key, each in outline.state_dict().items()}
+    save_file(weights, f"{name}/model.safetensors", metadata={"format": "pt"})
+    model = {"config": None, "name_or_path": name, "trust_remote_code": True}
+    try:
+        kept = Miniature((1, 1, 1, 1), run, model=model, data={"tokenizer": "bytes"})
+    except ThreefoldError as error:
+        return str(error)
+    kept.advance(1)
+    kept.checkpointer.save(kept.done, None, True)
+    kept.checkpointer.saver.wait()
+    return str(kept.done)
+
+
+def test_a_run_goes_on_with_the_code_that_it_began_with_alone(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    own, cache, run = _write(tmp_path / "own", PLAIN), str(tmp_path / "cache"), tmp_path / "run"
+    config = {**CONFIG, "vocab_size": 257}
+    (tmp_path / "own" / "config.json").write_text(json.dumps(config))
+    assert [run_ranks(_resumed, 1, own, cache, str(run))[0] for _ in range(2)] == ["1", "2"]
+    (tmp_path / "own" / "modeling_own.py").write_text(CODE.replace("{line}", "x = 2 * x"))
+    assert run_ranks(_resumed, 1, own, cache, str(run))[0] == (
+        f"the code of the model {own} has changed since {run}/checkpoints/step-00000002 was saved\n"
+        "  expected: the code of the run: with another one the same weights compute something else\n"
+        "  fix: restore it, or name the revision: --model.revision COMMIT   (or --accept-changes, to train on)"
+    )
 
 
 def test_numbers_as_text_in_a_config_are_named(tmp_path: Path) -> None:

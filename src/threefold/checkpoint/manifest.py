@@ -332,6 +332,18 @@ def refuse_other_base(
         )
 
 
+def refuse_other_code(
+    manifest: Values, code: str | None, config: Config, checkpoint: Checkpoint
+) -> None:
+    """Raises CheckpointError if the code that came with the model is another one than `code`, the one in use now."""
+    if manifest.get("code", code) != code:
+        raise CheckpointError(
+            f"the code of the model {config.model.name_or_path} has changed since {checkpoint.path} was saved",
+            expected="the code of the run: with another one the same weights compute something else",
+            fix="restore it, or name the revision: --model.revision COMMIT   (or --accept-changes, to train on)",
+        )
+
+
 def refuse_other_given(manifest: Values, given: Values, checkpoint: Checkpoint) -> None:
     """Raises CheckpointError if a program gave the run another loss or optimizer than it has now."""
     before, now = manifest.get("given") or {}, dict(given)

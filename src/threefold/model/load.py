@@ -373,6 +373,21 @@ def fingerprint(asked: ModelConfig) -> str:
     return f"xxh3:{seen.hexdigest()}"
 
 
+def own_code(model: nn.Module) -> str | None:
+    """Identifies the code that came with a named model; None: an installed package has it."""
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    folders = {
+        Path(inspect.getfile(each)).parent
+        for each in classes
+        if each.__module__.startswith("transformers_modules.")
+    }
+    files = sorted((path.name, path) for folder in folders for path in folder.glob("*.py"))
+    seen = xxhash.xxh3_128()
+    for name, path in files:
+        seen.update(f"{name} {path.stat().st_size} ".encode() + path.read_bytes())
+    return f"xxh3:{seen.hexdigest()}" if files else None
+
+
 def as_argument(key: str, value: Any) -> str:
     """What sets this key of a config in a program."""
     name, _, inner = key.partition(".")[2].partition(".")

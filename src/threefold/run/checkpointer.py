@@ -29,6 +29,7 @@ from threefold.checkpoint.manifest import (
     read_manifest,
     refuse_other,
     refuse_other_base,
+    refuse_other_code,
     refuse_other_given,
     refuse_unconfirmed,
     versions,
@@ -89,6 +90,8 @@ class Checkpointer:
             if based
             else None
         )
+
+        self._code = load.own_code(self.model.module)
 
     def _best_before(self) -> float | None:
         """The best evaluation loss of the steps that the run resumes after."""
@@ -170,6 +173,7 @@ class Checkpointer:
             "architecture": architecture_of(self.architecture),
             "config": with_absolute_paths(self.config).model_dump(mode="json"),
             "base": self._base,
+            "code": self._code,
             chat_template.KEY: chat_template.digest_of(self.template),
             "admission": self.config.model.admission,
             "versions": versions(),
@@ -196,6 +200,7 @@ class Checkpointer:
             )
         if not self.folder.accepts_changes:
             refuse_other_given(manifest, self.given, checkpoint)
+            refuse_other_code(manifest, self._code, self.config, checkpoint)
         chat_template.refuse_other(manifest, self.template, self.config, checkpoint)
         self.changed = changes(manifest, self.config)
         exact = self.config.train.reduce == "exact"

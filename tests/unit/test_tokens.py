@@ -175,6 +175,22 @@ def test_older_vocabulary_through_transformers(tmp_path: Path) -> None:
     assert (ids.tolist(), tokenizer.end_id, tokenizer.vocab_size) == ([5, 6, 7], 3, 8)
 
 
+def test_fingerprint_of_a_tokenizer_in_python_follows_its_merges(tmp_path: Path) -> None:
+    """The vocabulary is the same, and the ids of a text are others: a store of these must not be taken for those."""
+    vocabulary = {text: id for id, text in enumerate(["<unk>", "a@@", "b", "ab", "c"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    config = {"tokenizer_class": "CTRLTokenizer", "eos_token": "c"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "ctrl"}))
+    seen = []
+    for merges in ("#version\na b</w>\n\n", "#version\nb a\n\n"):
+        (tmp_path / "merges.txt").write_text(merges)
+        tokenizer = load_tokenizer(str(tmp_path))
+        seen.append((tokenizer.encode_batch(["ab"])[0].tolist(), tokenizer.fingerprint))
+    assert [ids for ids, _ in seen] == [[3], [1, 2]]
+    assert seen[0][1] != seen[1][1]
+
+
 def test_hub_id_comes_from_the_cache_without_a_network(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -183,7 +183,11 @@ def load_tokenizer(
     elif isinstance(backend, Backend):
         end_id, content, loaded = loaded.eos_token_id, backend.to_str().encode(), backend
     else:
+        # In Python: the files say how it cuts a text (merges, cases), which its vocabulary does not.
+        names = (*VOCABULARIES, *loaded.vocab_files_names.values(), *CONFIGS[:2])
+        files = (path for name in names for path in sorted(folder.glob(name)))
         content = f"{type(loaded).__name__} {sorted(loaded.get_vocab().items())!r}".encode()
+        content += b"".join(map(Path.read_bytes, files))
         end_id = loaded.eos_token_id
     if end_id is None:
         raise DataError(

@@ -829,6 +829,14 @@ def test_marks_inside_a_macro_are_where_they_are_written() -> None:
     assert labelled(template, TWO) == ["b c<|im_end|>", "e<|im_end|>"]
 
 
+def test_head_before_a_first_answer_is_not_learnt_where_it_depends_on_what_follows() -> None:
+    said = (assistant("b c"), user("d"), assistant("e"))
+    assert labelled("{{ messages | length }} messages\n" + PLAIN + ASKS, said) == [
+        "b c<|im_end|>",
+        "e<|im_end|>",
+    ]
+
+
 def test_end_token_is_not_the_end_of_the_conversation() -> None:
     template = (
         PLAIN

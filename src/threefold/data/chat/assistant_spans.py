@@ -21,6 +21,7 @@ from threefold.data.chat.row_texts import REASONING, RowTexts
 # Two texts that begin and end differently, and that no template takes for anything but words.
 _PROBES = ("Aqx", "Bqz")
 EVERYWHERE = 1 << 62
+_NOWHERE = "\ufdd2"  # a character that is in no text
 _OPEN = re.compile(r"(<[^<>]*|\[[^\[\]]*)$")
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 
@@ -364,21 +365,22 @@ class Whole:
         return content - len(lead) if lead and self.text[:content].endswith(lead) else content
 
     def _prompt_of_nothing(self) -> str:
-        """The beginning of a conversation that the assistant begins; what all of them have in common."""
-        first = self.render([self.messages[0]])
-        try:
-            begin, _ = self._content(self.messages, 0)
-            question: list[Message] = [{"role": "user", "content": ""}]
+        """What stands before what the assistant writes in a conversation that it begins, up to its header's end.
+
+        Without a header it is what stands before its content; all of the text if that cannot be known either.
+        """
+        question: list[Message] = [{"role": "user", "content": ""}]
+        header, until = _NOWHERE, len(self.text)
+        with contextlib.suppress(RowError):
             (_, asked), (_, closed) = (
                 self._around(question, 0, prompt=True),
                 self._around(question, 0),
             )
-        except RowError:
-            return ""
-        header = asked[_alike(asked, closed) :]
-        if header and header in first[:begin]:
-            begin = first.index(header) + len(header)
-        return first[:begin] if self.text.startswith(first[:begin]) else ""
+            header = asked[_alike(asked, closed) :] or header
+        with contextlib.suppress(RowError):
+            until, _ = self._content(self.messages, 0)
+        before, shown, _ = self.text[:until].partition(header)
+        return before + shown
 
     def _content(self, messages: list[Message], number: int) -> tuple[int, int]:
         """Where the content of a message lies in the whole text; RowError if that cannot be known."""

@@ -87,7 +87,7 @@ class RowLabeller:
             shown,
         ]
         parts += [made.train_on, made.lost_texts, made.control_ids, made.bos_id]
-        return f"labels 2 {content_digest(json.dumps(parts, sort_keys=True, default=str))}"
+        return f"labels 3 {content_digest(json.dumps(parts, sort_keys=True, default=str))}"
 
     def documents(self, row: Any, log: ReadLog) -> Documents:
         """As `Labeller`."""

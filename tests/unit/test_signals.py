@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from multiprocessing import connection
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +57,23 @@ def test_program_that_goes_on_has_its_own_handlers_again(own_handlers: list[obje
         assert sorted(signals.arrived()) == sorted(PASSED_ON)
         assert signals.arrived() == b""
     assert [signal.getsignal(number) for number in PASSED_ON] == own_handlers
+
+
+def test_signal_that_another_thread_gets_is_heard(own_handlers: list[object]) -> None:
+    """A process that was stopped gives it to any of its threads, which wakes no handler of Python."""
+    leave = threading.Event()
+    other = threading.Thread(target=leave.wait)
+    other.start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        with Signals(last=False) as signals:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert connection.wait([signals.reader], 2)
+            assert signals.arrived() == bytes([signal.SIGTERM])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        leave.set()
+        other.join()
 
 
 def test_what_is_ignored_stays_ignored(own_handlers: list[object]) -> None:

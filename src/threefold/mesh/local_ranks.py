@@ -409,13 +409,16 @@ class Signals:
         """
         self.reader, self._writer = os.pipe()
         self._last, self._previous = last, dict[int, Any]()
+        self._woken_before: int | None = None
 
     def __enter__(self) -> Self:
         os.set_blocking(self._writer, False)
         os.set_blocking(self.reader, False)
         if threading.current_thread() is threading.main_thread():
+            # The kernel may give one to another thread, as it does after a stop (SIGSTOP): that wakes no Python.
+            self._woken_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             self._previous = {
-                number: signal.signal(number, self._note)
+                number: signal.signal(number, lambda *_: None)  # what is heard is written
                 for number in PASSED_ON
                 if signal.getsignal(number) is not signal.SIG_IGN
             }
@@ -426,16 +429,15 @@ class Signals:
             if not self._last or number not in STOPS:
                 signal.signal(number, handler)
         if not self._last:
+            if self._woken_before is not None:
+                signal.set_wakeup_fd(self._woken_before)
             os.close(self.reader)
             os.close(self._writer)
-
-    def _note(self, number: int, frame: object) -> None:
-        os.write(self._writer, bytes([number]))
 
     def arrived(self) -> bytes:
         """The numbers of the signals since the last call, in order."""
         with contextlib.suppress(BlockingIOError):
-            return os.read(self.reader, 1024)
+            return bytes(each for each in os.read(self.reader, 1024) if each in self._previous)
         return b""
 
 

@@ -32,6 +32,7 @@ class Miniature:
     Args:
         values: sections of the config that differ from the usual ones.
         background: checkpoints are written while the next steps run; else at once, as a run's last one is.
+        evaluation: the fingerprint of the evaluated rows.
         seed: of the weights that the model has before anything is resumed.
     """
 
@@ -42,6 +43,7 @@ class Miniature:
         *,
         micro_batch: int = 2,
         background: bool = True,
+        evaluation: str | None = None,
         **values: Any,
     ) -> None:
         from threefold.checkpoint.lineage import Author
@@ -100,6 +102,7 @@ class Miniature:
                 architecture,
             ),
             ema=self.ema,
+            evaluation=evaluation,
         )
         self.checkpointer.resume()
         self.done = self.folder.resume.step if self.folder.resume is not None else 0

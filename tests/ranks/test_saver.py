@@ -350,3 +350,19 @@ def _keep_some(folder: str) -> Any:
 def test_newest_and_best_are_kept(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     assert run_ranks(_keep_some, 1, str(tmp_path / "run")) == [([2, 7], (2, 4.0))]
+
+
+def _evaluated(folder: str, rows: str | None, eval_loss: float | None) -> Any:
+    run = Miniature((1, 1, 1, 1), folder, checkpoint={"keep": 1}, evaluation=rows)
+    run.advance(1)
+    run.checkpointer.save(run.done, eval_loss, True)
+    run.checkpointer.saver.wait()
+    return run.folder.checkpoints.best()
+
+
+def test_best_is_of_the_rows_that_are_evaluated(tmp_path: Path) -> None:
+    """Losses of other rows are not compared, and a start without an evaluation leaves the best where it is."""
+    write_corpus(tmp_path)
+    starts = (("a", 4.0), ("a", 4.5), (None, None), ("a", 4.4), ("b", 9.0), ("b", 9.5))
+    best = [run_ranks(_evaluated, 1, str(tmp_path / "run"), *each)[0] for each in starts]
+    assert best == [*[(1, 4.0)] * 4, *[(5, 9.0)] * 2]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import hashlib
 import inspect
 import json
 import re
@@ -47,7 +48,6 @@ _CONFIG_READERS = (
 # Mappings whose keys are data.
 _FREE_FORM = ("label2id", "id2label", "task_specific_params")
 _STAGED_FILE_BYTES = 2 * 1024**3
-_READ_BYTES = 16 * 1024**2
 
 
 def read_config(asked: ModelConfig, *, vocab_size: int | None = None) -> PretrainedConfig:
@@ -368,24 +368,21 @@ def fingerprint(asked: ModelConfig) -> str:
     ):
         seen.update(f"{file.name} {file.stat().st_size} ".encode())
         with file.open("rb") as opened:
-            while block := opened.read(_READ_BYTES):
-                seen.update(block)
+            seen.update(hashlib.file_digest(opened, xxhash.xxh3_128).digest())  # type: ignore[arg-type]
     return f"xxh3:{seen.hexdigest()}"
 
 
 def own_code(model: nn.Module) -> str | None:
     """Identifies the code that came with a named model; None: an installed package has it."""
     classes = {base for module in model.modules() for base in type(module).__mro__}
-    folders = {
-        Path(inspect.getfile(each)).parent
+    files = {
+        path
         for each in classes
         if each.__module__.startswith("transformers_modules.")
+        for path in Path(inspect.getfile(each)).parent.glob("*.py")
     }
-    files = sorted((path.name, path) for folder in folders for path in folder.glob("*.py"))
-    seen = xxhash.xxh3_128()
-    for name, path in files:
-        seen.update(f"{name} {path.stat().st_size} ".encode() + path.read_bytes())
-    return f"xxh3:{seen.hexdigest()}" if files else None
+    code = b"".join(path.read_bytes() for path in sorted(files))
+    return f"xxh3:{xxhash.xxh3_128_hexdigest(code)}" if files else None
 
 
 def as_argument(key: str, value: Any) -> str:

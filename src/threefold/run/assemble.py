@@ -157,6 +157,7 @@ def build_run(
         template,
         given.described,
         ema,
+        getattr(held_out, "fingerprint", None),
     )
     enter("resuming")
     checkpointer.resume()

@@ -73,9 +73,11 @@ class Checkpointer:
     given: Mapping[str, Any] = field(default_factory=dict)
     """names of a program's objects that change the results."""
     ema: Ema | None = None
+    evaluation: str | None = None
+    """the fingerprint of the evaluated rows, if there are some."""
 
     def __post_init__(self) -> None:
-        self._best: float | None = self.mesh.share("best", self._best_before)
+        self._best, self.evaluation = self.mesh.share("best", self._best_before)
         # Keys that are not as they were when the checkpoint was saved.
         self.changed: list[ChangedKey] = []
         # Why an exact run continues with other bits; None: it does not resume.
@@ -93,15 +95,16 @@ class Checkpointer:
 
         self._code = load.own_code(self.model.module)
 
-    def _best_before(self) -> float | None:
-        """The best evaluation loss of the steps that the run resumes after."""
-        best = self.folder.checkpoints.best()
-        resume = self.folder.resume
-        return (
-            best[1]
-            if best is not None and resume is not None and best[0] <= resume.step
-            else None
-        )
+    def _best_before(self) -> tuple[float | None, str | None]:
+        """The best loss of the steps that the run resumes after, on the rows evaluated now; and the last such rows."""
+        best, resume = self.folder.checkpoints.best(), self.folder.resume
+        if resume is None:
+            return None, self.evaluation
+        rows = read_manifest(resume).get("evaluation")
+        now = self.evaluation or rows
+        if best is None or best[0] > resume.step or rows not in (now, None):
+            return None, now
+        return best[1], now
 
     def start(self, step: TrainStep) -> None:
         """Prepares to save beside these steps; call this when the state is the one that training begins with."""
@@ -174,6 +177,7 @@ class Checkpointer:
             "config": with_absolute_paths(self.config).model_dump(mode="json"),
             "base": self._base,
             "code": self._code,
+            "evaluation": self.evaluation,
             chat_template.KEY: chat_template.digest_of(self.template),
             "admission": self.config.model.admission,
             "versions": versions(),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
 import math
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -48,6 +51,29 @@ def test_a_head_fits_a_terminal_of_100_columns_and_keeps_whole_words() -> None:
     assert folded(f"{SAMPLE}{'word ' * 50}", 100) == f"{SAMPLE}{'word ' * 50}", (
         "a sample stays as it is"
     )
+
+
+@pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EIO])
+def test_output_that_cannot_be_written_stops_a_run_as_a_signal_does(
+    reason: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the output the steps since the last checkpoint are still saved."""
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(reason, os.strerror(reason))
+
+    asked: list[int] = []
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # the output of the tests stays
+    before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    try:
+        shown = Screen(file=Full())
+        shown.print("step 1")
+        shown.print("step 2")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert asked == [signal.SIGTERM]
+    assert capfd.readouterr().err == f"nothing can be printed any more: {os.strerror(reason)}\n"
 
 
 def test_lines_stay_whole_without_a_terminal() -> None:

@@ -6,14 +6,13 @@ they are searched.
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import os
 import signal
 import sys
 import textwrap
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from rich.console import Console
@@ -32,8 +31,8 @@ _INDENT = " " * 9
 class Screen(Console):
     """The terminal; what is printed is also logged.
 
-    Once nobody reads it any more (`| head`, a terminal that was closed), the run stops as at a signal, and nothing is
-    printed.
+    Once nobody reads it any more (`| head`, a terminal that was closed), or its disk is full, the run stops as at a
+    signal, and nothing is printed.
 
     Attributes:
         bars: of what takes long.
@@ -90,9 +89,10 @@ class Screen(Console):
         try:
             super()._check_buffer()
         except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            self.on_broken_pipe()  # rich knows a closed pipe, not a closed terminal
+            # rich knows a closed pipe; a closed terminal and a full disk are no reason to lose steps either.
+            with suppress(OSError):
+                sys.stderr.write(f"nothing can be printed any more: {error.strerror}\n")
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

@@ -294,6 +294,43 @@ def test_state_of_an_optimizer_for_no_parameter_is_refused(mesh: Any, tmp_path: 
     assert not (tmp_path / "checkpoints").exists()
 
 
+class Averaging(torch.optim.SGD):
+    """Keeps slow weights beside its state, as wrappers like Lookahead do."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.slow = {each: each.detach().clone() for each in self.param_groups[0]["params"]}
+
+
+class Wrapping(torch.optim.SGD):
+    """Keeps its state in another optimizer, as ZeroRedundancyOptimizer does."""
+
+    def __init__(self, parameters: Any, **settings: Any) -> None:
+        super().__init__(parameters, **settings)
+        self.inner = torch.optim.AdamW(self.param_groups, lr=0.1)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step()
+
+
+@pytest.mark.parametrize(("kind", "where"), [(Averaging, "slow"), (Wrapping, "inner")])
+def test_state_that_an_optimizer_keeps_elsewhere_is_refused(
+    kind: Any, where: str, mesh: Any, tmp_path: Path
+) -> None:
+    model = threefold.load_model(Net(), mesh=mesh)
+    step = threefold.TrainStep(model, kind(model.parameters(), lr=0.1), loss=loss)
+    step(rows())
+    with pytest.raises(ConfigError) as error:
+        threefold.save(tmp_path, model=model, step=1, optimizer=step)
+    assert str(error.value).startswith(
+        f"the optimizer {kind.__name__} has a state that cannot be kept: its {where} has some, beside optimizer.state\n"
+    )
+    inner = getattr(step.optimizer, "inner", None)
+    if inner is not None:  # it may share what it keeps
+        step.optimizer.state = inner.state
+        threefold.save(tmp_path, model=model, step=1, optimizer=step)
+
+
 class Keeping(nn.Linear):
     def get_extra_state(self) -> Any:
         return {"steps": 1}

@@ -57,6 +57,14 @@ def optimizer_state(
     for key in optimizer.state:
         if not isinstance(key, Tensor):
             raise _refused(optimizer, f"{key!r} belongs to no parameter")
+    for name, value in vars(optimizer).items():
+        beside = value.state if isinstance(value, torch.optim.Optimizer) else value
+        if beside is optimizer.state or not isinstance(beside, dict):
+            continue
+        if any(
+            isinstance(key, Tensor) and isinstance(beside[key], Tensor | dict) for key in beside
+        ):
+            raise _refused(optimizer, f"its {name} has some, beside optimizer.state")
     return state
 
 

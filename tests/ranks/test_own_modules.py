@@ -38,8 +38,9 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(3))
         self.head = nn.Linear(width, 5)
         self.rare = nn.Linear(width, 5)
-        self.unused = nn.Parameter(torch.ones(7))
-        self.register_buffer("scale", torch.full((width,), 0.5))
+        # Of a layout that neither shards nor what a checkpoint is read into can have.
+        self.unused = nn.Parameter(torch.ones(7, 2).t())
+        self.register_buffer("scale", torch.full((1,), 0.5).expand(width))
 
     def forward(self, pixels: Any, rare: Any = None) -> dict[str, Any]:
         x = pixels * self.scale

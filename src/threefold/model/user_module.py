@@ -45,10 +45,12 @@ def on_mesh(module: nn.Module, mesh: Mesh, *, dtype: str) -> Model:
 
     mesh.decide("own module", seen, judge)
     module.to(mesh.device)
-    if (group := mesh.group("world")) is not None:
-        with torch.no_grad():
-            for values in (*module.parameters(), *module.buffers()):
-                dist.broadcast(values.data, src=0, group=group)
+    group = mesh.group("world")
+    for values in (*module.parameters(), *module.buffers()):
+        # As shards must be, and what a checkpoint is read into.
+        values.data = values.data.contiguous()
+        if group is not None:
+            dist.broadcast(values.data, src=0, group=group)
     kind, why = choices.data_parallel(mesh.topology)
     if kind == "fsdp":
         # Gathered in float32 and cast by operation: the same arithmetic as where the module is whole.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,12 @@ def _scaled() -> nn.Module:
     return module
 
 
+def _empty() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.scale = nn.Parameter(torch.ones(0, 3))
+    return module
+
+
 def _refused_parameters(sizes: dict[str, int]) -> list[str]:
     import threefold
 
@@ -298,6 +305,7 @@ def _refused_parameters(sizes: dict[str, int]) -> list[str]:
         nn.Embedding(5, 4, scale_grad_by_freq=True),
         _hooked(),
         _scaled(),
+        _empty(),
     ):
         try:
             threefold.load_model(module, mesh=mesh)
@@ -311,21 +319,22 @@ def _refused_parameters(sizes: dict[str, int]) -> list[str]:
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_parameters_that_ranks_would_change_or_lose_are_refused(shards: int) -> None:
-    for norm, counting, hook, scale in run_ranks(
+    for norm, counting, hook, scale, empty in run_ranks(
         _refused_parameters, 2, {"dp": 2, "dp_shard": shards}
     ):
         for said in (norm, counting):
             assert said.startswith("Embedding '' mixes the rows of a rank")
         assert hook == (
-            "the parameter weight has hooks, and is to be sharded\n"
-            "  expected: none: nobody would call those of a parameter that shards replace\n"
-            "  fix: threefold.init_mesh(dp_shard=1), or the same in forward"
-        ) * (shards - 1)
+            "the parameter weight has hooks on its gradient\n"
+            "  expected: none: a mesh or micro-batches would give them parts of it, and shards nothing\n"
+            "  fix: optimizer.register_step_pre_hook(hook), where parameter.grad is complete"
+        )
         assert scale == (
-            "the parameter scale is a single number, and is to be sharded\n"
+            "the parameter scale is of shape [], and is to be sharded\n"
             "  expected: a dimension, of which each rank holds a part\n"
             "  fix: nn.Parameter(torch.ones(1)), or threefold.init_mesh(dp_shard=1)"
         ) * (shards - 1)
+        assert empty == scale.replace("[]", "[0, 3]")
 
 
 def _after_a_call(sizes: dict[str, int]) -> list[float]:
@@ -352,6 +361,48 @@ def test_optimizer_that_is_made_after_a_call_of_the_module_trains_its_shards() -
         run_ranks(_after_a_call, 2, {"dp": 2, "dp_shard": each})[0] for each in (1, 2)
     )
     assert shards == pytest.approx(whole, rel=1e-5)
+
+
+def _past_the_shards(sizes: dict[str, int]) -> list[str]:
+    """What a step says of a gradient that FSDP2 would not see, or that nobody would change."""
+    import threefold
+
+    mesh = threefold.init_mesh(**sizes)
+    model = threefold.load_model(Net(), mesh=mesh)
+    said = []
+
+    def penalised(outputs: Any, batch: Any, *, whole: bool = True) -> Any:
+        total, count = loss(outputs, batch)
+        weight: Any = dict(model.named_parameters())["head.weight"]
+        weight = weight.full_tensor() if whole and hasattr(weight, "full_tensor") else weight
+        return total + count * weight.square().sum(), count
+
+    for own in (penalised, partial(penalised, whole=False), loss):
+        if own is loss:
+            model.module.head.weight.register_hook(lambda gradient: 2 * gradient)
+        try:
+            threefold.TrainStep(model, loss=own)(batch_of(0))
+        except ConfigError as error:
+            said.append(str(error).splitlines()[0])
+        else:
+            said.append("")
+    mesh.close()
+    return said
+
+
+def test_gradient_that_goes_past_the_shards_is_refused() -> None:
+    copies, shards = (
+        run_ranks(_past_the_shards, 2, {"dp": 2, "dp_shard": each}) for each in (1, 2)
+    )
+    hooked = "the parameter head.weight has hooks on its gradient"
+    assert copies == 2 * [["", "", hooked]]
+    assert shards == 2 * [
+        [
+            "the loss reads parameters of the model itself, of which each rank holds shards",
+            "the loss gave a DTensor, whose parts are on other ranks too, as its sum",
+            hooked,
+        ]
+    ]
 
 
 def _split(sizes: dict[str, int]) -> str:

@@ -431,6 +431,27 @@ def test_gradient_that_is_there_before_a_step_is_refused(mesh: Any) -> None:
     step(batch(1))
 
 
+def test_hooks_that_a_mesh_would_give_parts_of_gradients_are_refused(mesh: Any) -> None:
+    def clipped(parameter: Any) -> Any:
+        return parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+    def updated_early(parameter: Any) -> Any:
+        return parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+
+    model = model_of(mesh)
+    step = threefold.TrainStep(model)
+    for add in (clipped, updated_early):
+        hook = add(next(model.parameters()))
+        with pytest.raises(ConfigError) as error:
+            step(batch(1))
+        assert str(error.value) == (
+            "the parameter model.embed_tokens.weight has hooks on its gradient\n"
+            "  expected: none: a mesh or micro-batches would give them parts of it, and shards nothing\n"
+            "  fix: optimizer.register_step_pre_hook(hook), where parameter.grad is complete"
+        )
+        hook.remove()
+
+
 def test_text_that_is_longer_than_the_model_has_positions_for_is_refused(mesh: Any) -> None:
     model = model_of(mesh, DYNAMIC)
     step, evaluate = threefold.TrainStep(model), threefold.EvalStep(model)

@@ -6,12 +6,13 @@ ranks are added, and so does not know which of the two it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from threefold.errors import Problem
 from threefold.mesh.mesh import Mesh
 
 _Result = TypeVar("_Result")
@@ -84,3 +85,15 @@ def _square_sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     )
     norms = [norm for some in alike for norm in torch._foreach_norm(some, dtype=torch.float32)]
     return torch.stack(norms).square().sum().to(device)
+
+
+def hook_problems(module: Any) -> Iterator[Problem]:
+    """The first parameter with hooks on its gradient, which shards do not call, and copies with parts of it."""
+    for name, each in module.named_parameters():
+        if each._backward_hooks or each._post_accumulate_grad_hooks:
+            yield Problem(
+                f"the parameter {name} has hooks on its gradient",
+                "none: a mesh or micro-batches would give them parts of it, and shards nothing",
+                "optimizer.register_step_pre_hook(hook), where parameter.grad is complete",
+            )
+            return

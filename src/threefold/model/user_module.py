@@ -12,6 +12,7 @@ from torch import nn
 from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh
 from threefold.model import data_parallel
+from threefold.model.gradient_sums import hook_problems
 from threefold.model.model import Model
 from threefold.plan import choices
 
@@ -84,6 +85,7 @@ def _problems(module: nn.Module, mesh: Mesh) -> Iterator[Problem]:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         what = f"a {kind} has no parameter that is trained"
         yield Problem(what, "at least one with requires_grad", "parameter.requires_grad_(True)")
+    yield from hook_problems(module)
     yield from [*_of_state(module, kind)][:1]  # many alike, as all of a module in float16
     if (mixing := mixes_rows(module, but=nn.SyncBatchNorm)) is not None and mesh.dp_size > 1:
         what = f"{mixing} mixes the rows of a rank, of which {mesh.dp_size} dp ranks have each their own"
@@ -99,19 +101,12 @@ def _problems(module: nn.Module, mesh: Mesh) -> Iterator[Problem]:
 
 def _of_shards(module: nn.Module) -> Iterator[Problem]:
     for name, each in module.named_parameters():
-        if not each.ndim:
-            what = f"the parameter {name} is a single number, and is to be sharded"
+        if not each.ndim or not each.numel():
+            what = f"the parameter {name} is of shape {[*each.shape]}, and is to be sharded"
             yield Problem(
                 what,
                 "a dimension, of which each rank holds a part",
                 "nn.Parameter(torch.ones(1)), or threefold.init_mesh(dp_shard=1)",
-            )
-        if each._backward_hooks or each._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-            what = f"the parameter {name} has hooks, and is to be sharded"
-            yield Problem(
-                what,
-                "none: nobody would call those of a parameter that shards replace",
-                "threefold.init_mesh(dp_shard=1), or the same in forward",
             )
 
 

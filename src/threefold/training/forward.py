@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -22,6 +23,7 @@ from threefold.errors import ConfigError, OtherRankError, RunError, check_argume
 from threefold.mesh.mesh import Mesh
 from threefold.model import noise
 from threefold.model.context_parallel.split import local_positions
+from threefold.model.data_parallel import is_sharded
 from threefold.model.head import Sums
 from threefold.model.model import Model, OutputsOf, arguments_of, check_model
 from threefold.model.user_module import mixes_rows
@@ -182,6 +184,7 @@ def _checked(answer: Any) -> tuple[Tensor, Tensor | float]:
         problem = f"gave {_described(answer)}"
     elif (
         not isinstance(total := answer[0], Tensor)
+        or isinstance(total, DTensor)
         or total.ndim
         or not total.is_floating_point()
     ):
@@ -210,6 +213,8 @@ def _is_count(count: Any) -> bool:
 
 
 def _described(value: Any) -> str:
+    if isinstance(value, DTensor):
+        return "a DTensor, whose parts are on other ranks too,"
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, int | float):
@@ -321,6 +326,26 @@ def refuse_unequal(
             expected="how many terms its sum has: a number that is not negative; nothing was updated",
             fix="return losses.sum(), losses.numel()",
         )
+
+
+def refuse_past_shards(model: Model) -> list[Any]:
+    """Lets a gradient that reaches a shard, and not by FSDP2, raise as long as what is returned lives."""
+    nodes = [
+        torch.autograd.graph.get_gradient_edge(each).node
+        for each in model.parameters()
+        if each.requires_grad and is_sharded(each)
+    ]
+    for node in nodes:
+        node.register_prehook(_refuse_direct)
+    return nodes
+
+
+def _refuse_direct(gradients: object) -> NoReturn:
+    raise ConfigError(
+        "the loss reads parameters of the model itself, of which each rank holds shards",
+        expected="a function of the outputs and the batch: the gradient of theirs would not be averaged over ranks",
+        fix="return what it reads from forward, of a module of one's own; or a mesh without dp_shard and cp",
+    )
 
 
 def _who_raised(texts: list[str | None]) -> str:

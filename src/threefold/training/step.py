@@ -24,6 +24,7 @@ from threefold.data.rows.concat import IGNORED
 from threefold.errors import ConfigError, RunError, ThreefoldError
 from threefold.model import noise
 from threefold.model.data_parallel import last_backward
+from threefold.model.gradient_sums import hook_problems
 from threefold.model.model import Model, OutputsOf, wait_for_trained
 from threefold.optim.bfloat16_moments import NarrowAdamW
 from threefold.optim.build import build_optimizer, refuse_other_parameters
@@ -39,6 +40,7 @@ from threefold.training.forward import (
     forward_own,
     forward_sums,
     measures_of,
+    refuse_past_shards,
     refuse_unequal,
     token_loss_of,
     warm_up_buckets,
@@ -158,6 +160,7 @@ class TrainStep:
         self.before_update: Callable[[], object] = lambda: None
         """Is called when gradients are complete, before weights, moments and averages are written."""
         self._left = False  # by an error in the middle of a step
+        self._past_shards = [] if loss is None else refuse_past_shards(model)
         self._steps, self._compare_every = (
             0,
             model.asked.audit.every if model.asked is not None else AuditConfig().every,
@@ -327,6 +330,7 @@ class TrainStep:
 
     def _refuse_changed(self) -> None:
         """ConfigError if what is trained would not be updated, or has a gradient to which the step would add."""
+        ConfigError.raise_for(hook_problems(self.model))
         for name, parameter in self.model.named_parameters():
             known, trained = self._parameters.get(name, (None, False))
             if parameter is not known:

@@ -171,6 +171,10 @@ WORDS = {
         asked(n_gpu=4),
         "torchrun --nproc_per_node 4 SCRIPT.py   (or CUDA_VISIBLE_DEVICES=0 python SCRIPT.py)",
     ),
+    "loss_type has 'aot'": (
+        asked(loss_type=["sigmoid", "aot"]),
+        "another loss_type, or trl.DPOTrainer alone",
+    ),
     "deepspeed is given, but DeepSpeed is not in use": (
         asked(deepspeed={"zero_optimization": {"stage": 2}}),
         "unset ACCELERATE_USE_CPU, and on CPUs TrainingArguments(use_cpu=True)",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -340,7 +340,7 @@ def refuse_past_shards(model: Model) -> list[Any]:
     return nodes
 
 
-def _refuse_direct(gradients: object) -> NoReturn:
+def _refuse_direct(gradients: object) -> None:
     raise ConfigError(
         "the loss reads parameters of the model itself, of which each rank holds shards",
         expected="a function of the outputs and the batch: the gradient of theirs would not be averaged over ranks",

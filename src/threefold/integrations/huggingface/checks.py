@@ -48,13 +48,12 @@ def check_version(trainer: type, version: str) -> None:
         )
 
 
-def is_of_trl(trainer: type) -> bool:
-    """Whether a Trainer is composed with one of TRL's, whose losses have no outputs without another forward pass."""
-    return any(kind.__module__.startswith("trl.") for kind in trainer.__mro__)
+def check_class(trainer: type) -> bool:
+    """Whether a Trainer is composed with one of TRL's, whose losses have no outputs without another forward pass.
 
-
-def check_class(trainer: type) -> None:
-    """Refuses a Trainer that is composed with one of TRL's whose loss is no mean over targets or rows (ConfigError)."""
+    Raises:
+        ConfigError: with one whose loss is no mean over targets or rows.
+    """
     of_trl = [kind.__name__ for kind in trainer.__mro__ if kind.__module__.startswith("trl.")]
     if of_trl and not _OF_TRL.intersection(of_trl):
         raise ConfigError(
@@ -63,6 +62,7 @@ def check_class(trainer: type) -> None:
             "their samplers draw in a way that is not known, so that no promise of this Trainer would hold",
             fix=f"use trl.{of_trl[0]} alone, with callbacks=[AuditCallback()]",
         )
+    return bool(of_trl)
 
 
 def check_model(model: Any) -> None:
@@ -119,6 +119,14 @@ def _processes(args: Any) -> Iterator[Problem]:
 
 
 def _reading(args: Any) -> Iterator[Problem]:
+    for name in ("aot", "aot_unpaired", "sft"):  # of TRL's DPOTrainer
+        if name in (getattr(args, "loss_type", None) or ()):
+            yield Problem(
+                f"loss_type has {name!r}",
+                "a mean over pairs: this one sorts the pairs of a micro-batch, or counts its tokens, so that ranks and "
+                "micro-batches would change the curve",
+                "another loss_type, or trl.DPOTrainer alone",
+            )
     if args.train_sampling_strategy not in ("random", "sequential", "group_by_length"):
         yield Problem(
             f"train_sampling_strategy = {args.train_sampling_strategy!r}",

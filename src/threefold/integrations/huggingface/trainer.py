@@ -58,7 +58,7 @@ class Trainer(transformers.Trainer):
         # The next class may be another Trainer (TRL's), with arguments of its own.
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         checks.check_version(transformers.Trainer, transformers.__version__)
-        checks.check_class(type(self))
+        of_trl = checks.check_class(type(self))
         checks.check_model(given.get("model"))
         self._train_loader: Any = None
         self._checkpoint: Path | None = None
@@ -70,7 +70,7 @@ class Trainer(transformers.Trainer):
         self.loss_weight, self._collects, self._of_trl = (
             1.0,
             False,
-            checks.is_of_trl(type(self)),
+            of_trl,
         )
         self._mean: RunningMean | None = None
         with trainer_checkpoint.may_save_shards(given.get("model"), given.get("args")):

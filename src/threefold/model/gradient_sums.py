@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from threefold.errors import Problem
+from threefold.errors import ConfigError, Problem
 from threefold.mesh.mesh import Mesh
 
 _Result = TypeVar("_Result")
@@ -90,10 +90,20 @@ def _square_sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 def hook_problems(module: Any) -> Iterator[Problem]:
     """The first parameter with hooks on its gradient, which shards do not call, and copies with parts of it."""
     for name, each in module.named_parameters():
-        if each._backward_hooks or each._post_accumulate_grad_hooks:
+        hooks = {*(each._backward_hooks or {}).values()} - {refuse_direct}
+        if hooks or each._post_accumulate_grad_hooks:
             yield Problem(
                 f"the parameter {name} has hooks on its gradient",
                 "none: a mesh or micro-batches would give them parts of it, and shards nothing",
                 "optimizer.register_step_pre_hook(hook), where parameter.grad is complete",
             )
             return
+
+
+def refuse_direct(gradient: Tensor) -> None:
+    """ConfigError: a hook on parameters in shards, whose gradients are FSDP2's, which does not call it."""
+    raise ConfigError(
+        "the loss reads parameters of the model itself, of which each rank holds shards",
+        expected="a function of the outputs and the batch: the gradient of theirs would not be averaged over ranks",
+        fix="return what it reads from forward, of a module of one's own; or a mesh without dp_shard and cp",
+    )

@@ -24,6 +24,7 @@ from threefold.mesh.mesh import Mesh
 from threefold.model import noise
 from threefold.model.context_parallel.split import local_positions
 from threefold.model.data_parallel import is_sharded
+from threefold.model.gradient_sums import refuse_direct
 from threefold.model.head import Sums
 from threefold.model.model import Model, OutputsOf, arguments_of, check_model
 from threefold.model.user_module import mixes_rows
@@ -328,24 +329,11 @@ def refuse_unequal(
         )
 
 
-def refuse_past_shards(model: Model) -> list[Any]:
-    """Lets a gradient that reaches a shard, and not by FSDP2, raise as long as what is returned lives."""
-    nodes = [
-        torch.autograd.graph.get_gradient_edge(each).node
-        for each in model.parameters()
-        if each.requires_grad and is_sharded(each)
-    ]
-    for node in nodes:
-        node.register_prehook(_refuse_direct)
-    return nodes
-
-
-def _refuse_direct(gradients: object) -> None:
-    raise ConfigError(
-        "the loss reads parameters of the model itself, of which each rank holds shards",
-        expected="a function of the outputs and the batch: the gradient of theirs would not be averaged over ranks",
-        fix="return what it reads from forward, of a module of one's own; or a mesh without dp_shard and cp",
-    )
+def watch_shards(model: Model) -> None:
+    """Lets a gradient that reaches a parameter in shards, and not by FSDP2, raise in every backward from now on."""
+    for each in model.parameters():
+        if each.requires_grad and is_sharded(each):
+            each.register_hook(refuse_direct)
 
 
 def _who_raised(texts: list[str | None]) -> str:

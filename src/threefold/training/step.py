@@ -40,10 +40,10 @@ from threefold.training.forward import (
     forward_own,
     forward_sums,
     measures_of,
-    refuse_past_shards,
     refuse_unequal,
     token_loss_of,
     warm_up_buckets,
+    watch_shards,
 )
 from threefold.training.gradients import Gradients, clip_factor
 from threefold.training.loss import RouterLoss, TokenLoss
@@ -160,7 +160,8 @@ class TrainStep:
         self.before_update: Callable[[], object] = lambda: None
         """Is called when gradients are complete, before weights, moments and averages are written."""
         self._left = False  # by an error in the middle of a step
-        self._past_shards = [] if loss is None else refuse_past_shards(model)
+        if loss is not None:
+            watch_shards(model)
         self._steps, self._compare_every = (
             0,
             model.asked.audit.every if model.asked is not None else AuditConfig().every,

@@ -6,7 +6,7 @@ ranks are added, and so does not know which of the two it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -87,9 +87,9 @@ def _square_sum(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack(norms).square().sum().to(device)
 
 
-def hook_problems(module: Any) -> Iterator[Problem]:
+def hook_problems(parameters: Iterable[tuple[str, Any]]) -> Iterator[Problem]:
     """The first parameter with hooks on its gradient, which shards do not call, and copies with parts of it."""
-    for name, each in module.named_parameters():
+    for name, each in parameters:
         hooks = {*(each._backward_hooks or {}).values()} - {refuse_direct}
         if hooks or each._post_accumulate_grad_hooks:
             yield Problem(

@@ -331,8 +331,9 @@ class TrainStep:
 
     def _refuse_changed(self) -> None:
         """ConfigError if what is trained would not be updated, or has a gradient to which the step would add."""
-        ConfigError.raise_for(hook_problems(self.model))
-        for name, parameter in self.model.named_parameters():
+        named = [*self.model.named_parameters()]
+        ConfigError.raise_for(hook_problems(named))
+        for name, parameter in named:
             known, trained = self._parameters.get(name, (None, False))
             if parameter is not known:
                 raise ConfigError(

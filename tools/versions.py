@@ -38,7 +38,7 @@ TESTS = (
     "tests/ranks/test_runs.py::test_torchrun_trains_the_same",
     "tests/ranks/test_huggingface_training.py::test_training_follows_a_loop_by_hand",
 )
-# Besides: the order of samples, conversations, the command's errors.
+# Besides: the order of samples, conversations, kernels (a build of torch for CUDA brings Triton), the command's errors.
 ALL_TESTS = (
     "tests/unit/test_every_module.py",
     "tests/ranks/test_parity.py",
@@ -54,6 +54,8 @@ ALL_TESTS = (
     "tests/unit/test_permutation.py",
     "tests/unit/test_sampler.py",
     "tests/unit/test_conversations.py",
+    "tests/unit/test_fused_adamw.py",
+    "tests/unit/test_loss_kernel.py",
     "tests/errors",
 )
 PACKAGES = ("torch", "transformers", "datasets", "tokenizers", "numpy", "pydantic")

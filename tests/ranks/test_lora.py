@@ -277,6 +277,24 @@ def test_adapters_beside_other_weights_are_refused(tmp_path: Path) -> None:
         "  fix: restore them, or name the revision: --model.revision COMMIT"
     )
     assert not (tmp_path / "merged").exists()
+    evaluated = run_ranks(_evaluated, 2, str(tmp_path / "run"), model)
+    assert evaluated == [str(caught.value)] * 2
+
+
+def _evaluated(run: str, model: dict[str, Any]) -> str:
+    """What an evaluation of the run's checkpoint by itself is refused for."""
+    from threefold.config.loading import validate
+    from threefold.mesh.mesh import init_mesh
+    from threefold.run import evaluate, request
+
+    mesh = init_mesh(dp=2, device="cpu")
+    data = {"tokenizer": "bytes", "allow_other_tokenizer": True, "seq_len": 16}
+    config = validate({"model": model, "data": data})
+    try:
+        evaluate._evaluated(request.asked_of(config, mesh), mesh, find(Path(run)), ema=False)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def _named_steps(sizes: Sizes, folder: str, values: dict[str, Any]) -> None:

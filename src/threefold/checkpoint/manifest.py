@@ -322,8 +322,8 @@ def _other_model(manifest: Values, now: Values, checkpoint: Checkpoint) -> list[
 def refuse_other_base(
     manifest: Values, base: str | None, config: Config, checkpoint: Checkpoint
 ) -> None:
-    """Raises CheckpointError if a run began with another base than `base`, the one in use now."""
-    if manifest.get("base") != base:
+    """Raises CheckpointError if a run began with another base than `base`, the one in use now; None: it needs none."""
+    if base is not None and manifest.get("base") != base:
         what = "the adapters" if config.model.lora.r else "the preferences"
         raise CheckpointError(
             f"{what} of {checkpoint.path} were trained on other weights than {config.model.name_or_path} has",

@@ -32,7 +32,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 from transformers.modeling_rope_utils import RopeParameters
 
 from threefold.config.paths import MODEL_FOLDER, near_folder, refuse_wrong_model
-from threefold.config.schema import EMBEDDED_DEFAULT, ModelConfig
+from threefold.config.schema import EMBEDDED_DEFAULT, Config, ModelConfig
 from threefold.errors import ConfigError, first_line
 from threefold.mesh.mesh import Mesh
 from threefold.model import weight_check
@@ -370,6 +370,13 @@ def fingerprint(asked: ModelConfig) -> str:
         with file.open("rb") as opened:
             seen.update(hashlib.file_digest(opened, xxhash.xxh3_128).digest())  # type: ignore[arg-type]
     return f"xxh3:{seen.hexdigest()}"
+
+
+def base_of(config: Config, mesh: Mesh) -> str | None:
+    """Identifies what adapters lie on, and pairs are compared with; None: neither. Every rank calls it."""
+    if config.model.lora.r or config.train.objective == "dpo":
+        return mesh.once_per_host("base", lambda: fingerprint(config.model))
+    return None
 
 
 def own_code(model: nn.Module) -> str | None:

@@ -85,14 +85,7 @@ class Checkpointer:
         self.saved: Checkpoint | None = None  # the last one, on the rank that completes it
         self.saver: Saver  # made by `start`
         self.stored: StoredRun | None = None  # the run's copy in a store
-        # Adapters only work with the base weights they were trained on, and pairs are compared with them.
-        based = bool(self.config.model.lora.r) or self.config.train.objective == "dpo"
-        self._base = (
-            self.mesh.once_per_host("base", lambda: load.fingerprint(self.config.model))
-            if based
-            else None
-        )
-
+        self._base = load.base_of(self.config, self.mesh)
         self._code = load.own_code(self.model.module)
 
     def _best_before(self) -> tuple[float | None, str | None]:
@@ -213,8 +206,7 @@ class Checkpointer:
             self.lost_bits = lost_bits(manifest, self.changed, versions())
         if self.folder.origin is None and not self.folder.accepts_changes:
             refuse_unconfirmed(self.changed, checkpoint, exact=exact)
-        if self._base is not None:
-            refuse_other_base(manifest, self._base, self.config, checkpoint)
+        refuse_other_base(manifest, self._base, self.config, checkpoint)
         if manifest["data"]:  # what another program has read of its data is not known here
             self.loader.load_state_dict(manifest["data"])
         index = Index.read(checkpoint.state)

@@ -7,7 +7,12 @@ from functools import partial
 from threefold.check.admit import admit
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.checkpoint_folder import Checkpoint, damaged
-from threefold.checkpoint.manifest import read_manifest, refuse_other
+from threefold.checkpoint.manifest import (
+    read_manifest,
+    refuse_other,
+    refuse_other_base,
+    refuse_other_code,
+)
 from threefold.checkpoint.tensors import read_whole
 from threefold.config.loading import LoadedConfig
 from threefold.config.schema import Config
@@ -16,7 +21,7 @@ from threefold.data.sampling.loader import evaluation_batches
 from threefold.jsonl import Metrics, as_json
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
-from threefold.model import float8
+from threefold.model import float8, load
 from threefold.model.build import build
 from threefold.model.model import Model
 from threefold.plan import choices
@@ -67,7 +72,9 @@ def _evaluated(asked: Asked, mesh: Mesh, checkpoint: Checkpoint, *, ema: bool) -
     compute_alike(config)
     if (reason := run_state.damage_found(checkpoint, mesh)) is not None:
         raise damaged(checkpoint, reason)
-    refuse_other(read_manifest(checkpoint), config, asked.architecture, checkpoint)
+    manifest = read_manifest(checkpoint)
+    refuse_other(manifest, config, asked.architecture, checkpoint)
+    refuse_other_base(manifest, load.base_of(config, mesh), config, checkpoint)
     admit(config, asked.architecture, mesh)
     rows = None
     if config.evaluates:
@@ -76,6 +83,7 @@ def _evaluated(asked: Asked, mesh: Mesh, checkpoint: Checkpoint, *, ema: bool) -
             config, asked.tokenizer, mesh, held_out=True, vocab_size=vocabulary
         )
     model, evaluate = _evaluation(asked, mesh, checkpoint, rows, ema=ema)
+    refuse_other_code(manifest, load.own_code(model.module), config, checkpoint)
     found = {} if rows is None else _over(rows, evaluate, config, mesh)
     return {**found, **(EvalTasks(config, model)(checkpoint.step) if config.eval.tasks else {})}
 

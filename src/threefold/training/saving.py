@@ -49,7 +49,6 @@ from threefold.errors import (
     in_program,
 )
 from threefold.jsonl import Values
-from threefold.mesh.mesh import Mesh
 from threefold.model import load as weights
 from threefold.model import noise
 from threefold.model.model import Model, check_model
@@ -434,11 +433,6 @@ def _saver_of(
 
 def _manifest(model: Model, described: Values) -> dict[str, Any]:
     config = model.asked or Config()
-    base = (
-        model.mesh.once_per_host("base", lambda: weights.fingerprint(config.model))
-        if config.model.lora.r
-        else None
-    )
     return {
         "mesh": list(model.mesh.topology.sizes),
         "device": model.mesh.device.type,
@@ -448,7 +442,7 @@ def _manifest(model: Model, described: Values) -> dict[str, Any]:
         if model.architecture is not None
         else {},
         "config": with_absolute_paths(config).model_dump(mode="json"),
-        "base": base,
+        "base": weights.base_of(config, model.mesh),
         "loop": dict(described),
         "versions": versions(),
     }
@@ -476,10 +470,7 @@ def _refuse_other_model(manifest: Values, model: Model, checkpoint: Checkpoint) 
     config = model.asked.changed(train={"seed": manifest["seed"]})
     with in_program(weights.as_argument):
         refuse_other(manifest, config, model.architecture, checkpoint)
-    if config.model.lora.r:
-        mesh: Mesh = model.mesh
-        base = mesh.once_per_host("base", lambda: weights.fingerprint(config.model))
-        refuse_other_base(manifest, base, config, checkpoint)
+    refuse_other_base(manifest, weights.base_of(config, model.mesh), config, checkpoint)
 
 
 def optimizer_of(

@@ -245,6 +245,22 @@ def test_penalty_on_the_weights_is_no_fault_and_hides_none(model: Any) -> None:
     assert judged(model, noisy).status is PartStatus.REFUTED
 
 
+def test_a_term_that_the_program_adds_to_its_model_s_loss_is_no_fault(model: Any) -> None:
+    """Such as a z-loss: its gradient at the logits is that of no cross-entropy, as the recorder notes."""
+    torch.manual_seed(4)
+    added = {
+        name: value + 0.1 * value.norm() * torch.randn_like(value)
+        for name, value in combined(model, mean).items()
+    }
+    rows = labelled(ROWS, later=1)
+    for unit in rows:
+        del unit.inputs["attention_mask"]
+    assert judged(model, added, rows=rows).status is PartStatus.REFUTED
+    part = judged(model, added, rows=[replace(unit, is_other_loss=True) for unit in rows])
+    assert part.status is PartStatus.NOT_JUDGED
+    assert part.what.endswith("as with a term that the program adds")
+
+
 def test_gradient_of_the_step_before_is_found(model: Any) -> None:
     own = copy.deepcopy(model)
     steps: list[CheckedStep] = []

@@ -31,6 +31,7 @@ class TrainedRows:
         has_own_loss: whether the program trains on the loss that the model computes from labels.
         random: the state of the random numbers before the call, for a model with dropout.
         counted: the weights, each times the targets of its call on its own rank.
+        is_other_loss: whether the gradient at the logits is that of no cross-entropy.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class TrainedRows:
     has_own_loss: bool = False
     random: Tensor | None = None
     counted: Tensor | None = None
+    is_other_loss: bool = False
 
     def without(self, name: str) -> TrainedRows:
         """The same rows without one of their inputs."""
@@ -217,11 +219,10 @@ def _units(groups: RankGroups, record: RankRecord, place: int) -> Iterator[Train
         random = mine.pop("!random", None)
         is_whole = random is not None or any(len(value) != 1 for value in of_all.values())
         for row in [None] if is_whole else range(len(call["rows"])):
-            inputs = (
-                dict(mine)
-                if row is None
-                else {name: value[row : row + 1] for name, value in mine.items()}
-            )
+            inputs = {
+                name: value if row is None else value[row : row + 1]
+                for name, value in mine.items()
+            }
             shown = [inputs.pop(name, None) for name in ("!targets", "!weights", "!counted")]
             targets, weights, counted = shown if call.get("targets") else (None, None, None)
             inputs |= of_all
@@ -235,4 +236,5 @@ def _units(groups: RankGroups, record: RankRecord, place: int) -> Iterator[Train
                 call.get("own_loss", False),
                 random,
                 counted,
+                call.get("targets") is False,
             )

@@ -157,16 +157,17 @@ def _judged(model: OwnModel, steps: list[CheckedStep], device: str) -> JudgedPar
                 f"{work:.0e} operations to compute the gradients of step {step.number} here, of at most "
                 f"{_MOST_WORK:.0e}: train fewer rows, or a smaller config"
             )
+        if not all(value.isfinite().all() for value in step.gradients.values()):
+            raise Unjudgeable(f"step {step.number} has a gradient that is not finite")
         found = _fit_step(model, step, fits[-1].step if fits else None)
         _check(found)
         fits.append(found)
     first = fits[0]
     total = sum(size.num_targets for size in first.sizes)
     law = _known_factors(first)[0].law
-    steps_text = numbers_text(first.step.number, fits[-1].step.number)
     what = (
-        f"in {steps_text} each of {len(first.compared)} parameters has the gradient of {law} "
-        f"({total} in step {first.step.number})"
+        f"in {numbers_text(first.step.number, fits[-1].step.number)} each of {len(first.compared)} parameters has the "
+        f"gradient of {law} ({total} in step {first.step.number})"
     )
     num_silent = len(first.step.gradients) - len(first.compared)
     silent = f"; {num_silent} are zero but for rounding, and not compared" if num_silent else ""
@@ -185,8 +186,6 @@ def _fit_step(model: OwnModel, step: CheckedStep, before: CheckedStep | None) ->
         )
         for unit in units
     ]
-    if not all(value.isfinite().all() for value in step.gradients.values()):
-        raise Unjudgeable(f"step {step.number} has a gradient that is not finite")
     laws = known_laws(sizes)
     counts = [unit.mean_weight for unit in units]
     if None not in counts:
@@ -242,6 +241,10 @@ def _fit_step(model: OwnModel, step: CheckedStep, before: CheckedStep | None) ->
                 "a part of each row that was trained on",
                 "zero_grad between micro-batches, no_sync on the last one, a gradient that is not summed over ranks",
             )
+    if any(unit.is_other_loss for unit in units):
+        raise Unjudgeable(
+            f"in step {step.number} the loss is no cross-entropy of the outputs, as with a term that the program adds"
+        )
     raise NoLaw(
         f"in step {step.number} the gradient is no sum of the gradients of its rows",
         _AS_ALONE,

@@ -83,11 +83,21 @@ def test_another_model_is_one_problem() -> None:
         "seed": 0,
         "architecture": architecture_of(then),
     }
-    assert text(lambda: refuse_other(manifest, config, now, checkpoint)) == problem(
+    what = (
         "the checkpoint run/checkpoints/step-00000005 has the model my-qwen with num_hidden_layers = 3, this run 4; "
-        "hidden_size = 64, this run 128; num_attention_heads = 2, this run 8; 3 more keys differ",
-        "the same model: its tensors would not fit, or would mean something else",
+        "hidden_size = 64, this run 128; num_attention_heads = 2, this run 8; 3 more keys differ"
+    )
+    expected = "the same model: its tensors would not fit, or would mean something else"
+    assert text(lambda: refuse_other(manifest, validate({}), now, checkpoint)) == problem(
+        what,
+        expected,
         "threefold resume run   to resume the run, or another folder for a new one",
+    )
+    # Its files were changed since: to resume the run leads here again.
+    assert text(lambda: refuse_other(manifest, config, now, checkpoint)) == problem(
+        what,
+        expected,
+        "restore its config.json, or name the revision: --model.revision COMMIT, or another folder for a new one",
     )
     refuse_other(manifest, config, then, checkpoint)
 

@@ -114,7 +114,7 @@ def refuse_other(
 ) -> None:
     """Raises CheckpointError if the checkpoint belongs to another model or seed."""
     problems, at, seed = [], f"the checkpoint {checkpoint.path}", manifest["seed"]
-    problems += _other_model(manifest, architecture_of(architecture), checkpoint)
+    problems += _other_model(manifest, architecture_of(architecture), config, checkpoint)
     asked, trained = (
         config.model.model_dump(mode="json")["lora"],
         manifest["config"]["model"].get("lora", {}),
@@ -292,7 +292,9 @@ def refuse_unconfirmed(
         raise CheckpointError.of(problems)
 
 
-def _other_model(manifest: Values, now: Values, checkpoint: Checkpoint) -> list[Problem]:
+def _other_model(
+    manifest: Values, now: Values, config: Config, checkpoint: Checkpoint
+) -> list[Problem]:
     """One problem for all keys of the architecture that differ, the sizes that tell most first."""
     then = manifest["architecture"]
     differing = sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
@@ -309,14 +311,18 @@ def _other_model(manifest: Values, now: Values, checkpoint: Checkpoint) -> list[
     )
     name = manifest["config"].get("model", {}).get("name_or_path")
     model = f"the model {name}" if name else "a model"
-    what = f"the checkpoint {checkpoint.path} has {model} with {'; '.join(named)}{more}"
-    expected = "the same model: its tensors would not fit, or would mean something else"
     fix, run = "use the model of the run", checkpoint.path.parents[1]
-    if (run / "config.yaml").is_file():
-        quoted = shlex.quote(str(run))
-        fix = f"threefold resume {quoted}   to resume the run"
-    fix += ", or another folder for a new one"
-    return [Problem(what, expected, fix)]
+    if name and name == with_absolute_paths(config).model.name_or_path:
+        fix = "restore its config.json, or name the revision: --model.revision COMMIT"
+    elif (run / "config.yaml").is_file():
+        fix = f"threefold resume {shlex.quote(str(run))}   to resume the run"
+    return [
+        Problem(
+            f"the checkpoint {checkpoint.path} has {model} with {'; '.join(named)}{more}",
+            "the same model: its tensors would not fit, or would mean something else",
+            f"{fix}, or another folder for a new one",
+        )
+    ]
 
 
 def refuse_other_base(

@@ -200,17 +200,60 @@ def _resumed(name: str, cache: str, run: str) -> str:
     return str(kept.done)
 
 
+def _kept_by_a_loop(name: str, cache: str, folder: str, save: bool) -> str:
+    """Saves a model of a custom loop, or loads it; what it was refused for."""
+    import threefold
+
+    _config(name, cache)
+    mesh = threefold.init_mesh(device="cpu")
+    model = threefold.load_model(
+        name, mesh=mesh, dtype="float32", trust_remote_code=True, admission="off"
+    )
+    try:
+        if save:
+            threefold.save(folder, model=model, step=1)
+        else:
+            threefold.load(folder, model=model)
+    except ThreefoldError as error:
+        return str(error)
+    finally:
+        mesh.close()
+    return ""
+
+
+def _whole(name: str, cache: str, run: str) -> str:
+    """Loads the model of a run to write with it, or to export it; what it was refused for."""
+    from threefold.checkpoint.checkpoint_folder import find
+    from threefold.export.model_folder import load_whole
+
+    _config(name, cache)
+    try:
+        load_whole(find(Path(run)), trust_remote_code=True)
+    except ThreefoldError as error:
+        return str(error)
+    return ""
+
+
 def test_a_run_goes_on_with_the_code_that_it_began_with_alone(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     own, cache, run = _write(tmp_path / "own", PLAIN), str(tmp_path / "cache"), tmp_path / "run"
     config = {**CONFIG, "vocab_size": 257}
     (tmp_path / "own" / "config.json").write_text(json.dumps(config))
     assert [run_ranks(_resumed, 1, own, cache, str(run))[0] for _ in range(2)] == ["1", "2"]
+    loop = str(tmp_path / "loop")
+    assert not run_ranks(_kept_by_a_loop, 1, own, cache, loop, True)[0]
+    assert not run_ranks(_kept_by_a_loop, 1, own, cache, loop, False)[0]
+    assert not run_ranks(_whole, 1, own, cache, str(run))[0]
     (tmp_path / "own" / "modeling_own.py").write_text(CODE.replace("{line}", "x = 2 * x"))
-    assert run_ranks(_resumed, 1, own, cache, str(run))[0] == (
+    refused = run_ranks(_resumed, 1, own, cache, str(run))[0]
+    assert refused == (
         f"the code of the model {own} has changed since {run}/checkpoints/step-00000002 was saved\n"
         "  expected: the code of the run: with another one the same weights compute something else\n"
-        "  fix: restore it, or name the revision: --model.revision COMMIT   (or --accept-changes, to train on)"
+        "  fix: restore it, or --model.revision COMMIT   (to train on: threefold resume RUN --accept-changes)"
+    )
+    assert run_ranks(_whole, 1, own, cache, str(run))[0] == refused
+    assert run_ranks(_kept_by_a_loop, 1, own, cache, loop, False)[0].startswith(
+        f"the code of the model {own} has changed since {loop}/"
     )
 
 

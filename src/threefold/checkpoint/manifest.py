@@ -346,7 +346,7 @@ def refuse_other_code(
         raise CheckpointError(
             f"the code of the model {config.model.name_or_path} has changed since {checkpoint.path} was saved",
             expected="the code of the run: with another one the same weights compute something else",
-            fix="restore it, or name the revision: --model.revision COMMIT   (or --accept-changes, to train on)",
+            fix="restore it, or --model.revision COMMIT   (to train on: threefold resume RUN --accept-changes)",
         )
 
 

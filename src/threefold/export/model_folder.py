@@ -30,6 +30,7 @@ from threefold.checkpoint.manifest import (
     read_architecture,
     read_manifest,
     refuse_layers_without_tensors,
+    refuse_other_code,
 )
 from threefold.checkpoint.tensor_index import Index
 from threefold.config.loading import validate
@@ -43,7 +44,7 @@ from threefold.export.weights import (
     write_weights,
 )
 from threefold.model import lora
-from threefold.model.load import build_without_storage
+from threefold.model.load import build_without_storage, own_code
 from threefold.progress_bars import Bars
 
 MAX_SHARD_BYTES = 5 * 1000**3
@@ -314,14 +315,16 @@ def load_whole(
     index = index or run_state.index_of(checkpoint)
     config, architecture = described(checkpoint, trust_remote_code)
     if config.model.lora.r:
-        return model_with_adapters(checkpoint, config, architecture, index).eval(), config
-    model: Any = AutoModelForCausalLM.from_config(
-        architecture,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        trust_remote_code=trust_remote_code,
-    )
-    run_state.read_weights(model, checkpoint.state, index)
+        model: Any = model_with_adapters(checkpoint, config, architecture, index)
+    else:
+        model = AutoModelForCausalLM.from_config(
+            architecture,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            trust_remote_code=trust_remote_code,
+        )
+        run_state.read_weights(model, checkpoint.state, index)
+    refuse_other_code(read_manifest(checkpoint), own_code(model), config, checkpoint)
     return model.eval(), config
 
 

@@ -32,6 +32,7 @@ from threefold.checkpoint.manifest import (
     read_manifest,
     refuse_other,
     refuse_other_base,
+    refuse_other_code,
     versions,
 )
 from threefold.checkpoint.seal import Seal
@@ -443,6 +444,7 @@ def _manifest(model: Model, described: Values) -> dict[str, Any]:
         else {},
         "config": with_absolute_paths(config).model_dump(mode="json"),
         "base": weights.base_of(config, model.mesh),
+        "code": weights.own_code(model.module),
         "loop": dict(described),
         "versions": versions(),
     }
@@ -471,6 +473,7 @@ def _refuse_other_model(manifest: Values, model: Model, checkpoint: Checkpoint) 
     with in_program(weights.as_argument):
         refuse_other(manifest, config, model.architecture, checkpoint)
     refuse_other_base(manifest, weights.base_of(config, model.mesh), config, checkpoint)
+    refuse_other_code(manifest, weights.own_code(model.module), config, checkpoint)
 
 
 def optimizer_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 
 from ranks.keeping import Miniature, Sizes, write_corpus
 from ranks.spawn import run_ranks
+from threefold.data.text.listing import FILE
+from threefold.errors import DataError
 
 DP2: Sizes = (2, 1, 1, 1)
 
@@ -366,3 +369,35 @@ def test_best_is_of_the_rows_that_are_evaluated(tmp_path: Path) -> None:
     starts = (("a", 4.0), ("a", 4.5), (None, None), ("a", 4.4), ("b", 9.0), ("b", 9.5))
     best = [run_ranks(_evaluated, 1, str(tmp_path / "run"), *each)[0] for each in starts]
     assert best == [*[(1, 4.0)] * 4, *[(5, 9.0)] * 2]
+
+
+def _refused(folder: str, data: dict[str, Any]) -> str:
+    try:
+        run = Miniature((1, 1, 1, 1), folder, data=data)
+    except DataError as error:
+        return str(error)
+    run.advance(1)
+    run.checkpointer.save(run.done, None, True)
+    run.checkpointer.saver.wait()
+    return ""
+
+
+def test_other_data_is_named_by_its_keys_and_files(tmp_path: Path) -> None:
+    """Not by a digest alone. Keys that change no order, and lines that nobody wrote, are no matter."""
+    write_corpus(tmp_path)
+    run, corpus = tmp_path / "run", tmp_path / "corpus.txt"
+    text, size = corpus.read_text(), corpus.stat().st_size
+    assert not run_ranks(_refused, 1, str(run), {})[0]
+    lines = [{"path": str(corpus), "bytes": size}, {"path": 3, "bytes": "3"}, {}]
+    (run / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert not run_ranks(_refused, 1, str(run), {"num_workers": 1})[0]
+    at, expected = run / "checkpoints" / "step-00000002", "  expected: what the run began with"
+    [longer] = run_ranks(_refused, 1, str(run), {"seq_len": 32, "num_workers": 1})
+    assert longer.startswith(
+        f"data.seq_len 16 -> 32 since {at}\n{expected}\n  fix: --data.seq_len 16\n\nthe saved state has data = "
+    )
+    corpus.write_text(f"{text} and more")
+    [changed] = run_ranks(_refused, 1, str(run), {"num_workers": 1})
+    assert changed.startswith(
+        f"{corpus} no longer has {size:,} bytes\n{expected}\n  fix: restore it\n\nthe saved state has data = "
+    )

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,10 +42,13 @@ from threefold.checkpoint.tensors import TensorPart
 from threefold.config.auto_lr import peak_rate
 from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config
+from threefold.config.yaml_text import to_set
 from threefold.data.order.permutation import seed_of
 from threefold.data.rows.known_rows import digests_of
 from threefold.data.sampling.loader import TokenLoader
-from threefold.errors import CheckpointError
+from threefold.data.text.listing import FILE
+from threefold.errors import CheckpointError, DataError, Problem
+from threefold.jsonl import Lines
 from threefold.mesh.mesh import Mesh
 from threefold.model import load, noise
 from threefold.model.model import Model
@@ -208,7 +212,10 @@ class Checkpointer:
             refuse_unconfirmed(self.changed, checkpoint, exact=exact)
         refuse_other_base(manifest, self._base, self.config, checkpoint)
         if manifest["data"]:  # what another program has read of its data is not known here
-            self.loader.load_state_dict(manifest["data"])
+            try:
+                self.loader.load_state_dict(manifest["data"])
+            except DataError as error:
+                raise DataError.of([*self._other_data(checkpoint), *error.problems]) from error
         index = Index.read(checkpoint.state)
         begin_state(self.model.module, self.optimizer, index)
         state = run_state.state_of(self.model.module, self.optimizer, index.entries)
@@ -224,6 +231,19 @@ class Checkpointer:
         run_state.restore_or_draw_random(checkpoint, manifest["mesh"], index, self.mesh, seed)
         # Until every rank has read the checkpoint, no rank may start anything that could remove it.
         self.mesh.decide("resumed", "", lambda parts: "")
+
+    def _other_data(self, checkpoint: Checkpoint) -> Iterator[Problem]:
+        """The keys and files of the data that have changed: of the data itself the order knows a digest alone."""
+        expected = "what the run began with"
+        for change in self.changed:
+            if change.key.startswith("data."):
+                yield to_set(
+                    f"{change} since {checkpoint.path}", expected, change.key, change.before
+                )
+        for line in Lines(checkpoint.path.parents[1] / FILE).read():
+            path, size = Path(str(line.values.get("path"))), line.values.get("bytes")
+            if isinstance(size, int) and path.is_file() and path.stat().st_size != size:
+                yield Problem(f"{path} no longer has {size:,} bytes", expected, "restore it")
 
 
 def rate_of(config: Config, folder: RunFolder) -> tuple[float, str]:

@@ -9,9 +9,11 @@ import logging
 import math
 import os
 import signal
+import sys
 from typing import Any
 
 import pytest
+from rich.file_proxy import FileProxy
 
 from threefold.run.terminal import SAMPLE, Screen, Terminal, folded
 
@@ -68,6 +70,8 @@ def test_output_that_cannot_be_written_stops_a_run_as_a_signal_does(
     before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     try:
         shown = Screen(file=Full())
+        # As while a bar is shown: what is written to it is printed.
+        monkeypatch.setattr(sys, "stderr", FileProxy(shown, sys.stderr))
         shown.print("step 1")
         shown.print("step 2")
     finally:

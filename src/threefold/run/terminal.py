@@ -90,8 +90,9 @@ class Screen(Console):
             super()._check_buffer()
         except OSError as error:
             # rich knows a closed pipe; a closed terminal and a full disk are no reason to lose steps either.
+            # Not by sys.stderr, which may be a bar's and print here.
             with suppress(OSError):
-                sys.stderr.write(f"nothing can be printed any more: {error.strerror}\n")
+                os.write(2, f"nothing can be printed any more: {error.strerror}\n".encode())
             self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:

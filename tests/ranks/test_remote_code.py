@@ -243,6 +243,9 @@ def test_a_run_goes_on_with_the_code_that_it_began_with_alone(tmp_path: Path) ->
     loop = str(tmp_path / "loop")
     assert not run_ranks(_kept_by_a_loop, 1, own, cache, loop, True)[0]
     assert not run_ranks(_kept_by_a_loop, 1, own, cache, loop, False)[0]
+    # As transformers puts a tokenizer's code beside the model's once that is loaded too.
+    for folder in {path.parent for path in Path(cache).rglob("modeling_own.py")}:
+        (folder / "tokenization_own.py").write_text("SIZE = 1")
     assert not run_ranks(_whole, 1, own, cache, str(run))[0]
     (tmp_path / "own" / "modeling_own.py").write_text(CODE.replace("{line}", "x = 2 * x"))
     refused = run_ranks(_resumed, 1, own, cache, str(run))[0]

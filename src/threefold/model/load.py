@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.modeling_rope_utils import RopeParameters
 
 from threefold.config.paths import MODEL_FOLDER, near_folder, refuse_wrong_model
@@ -380,15 +381,19 @@ def base_of(config: Config, mesh: Mesh) -> str | None:
 
 
 def own_code(model: nn.Module) -> str | None:
-    """Identifies the code that came with a named model; None: an installed package has it."""
+    """Identifies the code that came with a named model; None: an installed package has it.
+
+    Of the files of its classes, and those that they import: a tokenizer's may lie beside them, or not yet.
+    """
     classes = {base for module in model.modules() for base in type(module).__mro__}
     files = {
         path
         for each in classes
         if each.__module__.startswith("transformers_modules.")
-        for path in Path(inspect.getfile(each)).parent.glob("*.py")
+        for own in [inspect.getfile(each)]
+        for path in (own, *get_relative_import_files(own))
     }
-    code = b"".join(path.read_bytes() for path in sorted(files))
+    code = b"".join(sorted(Path(path).read_bytes() for path in files))
     return f"xxh3:{xxhash.xxh3_128_hexdigest(code)}" if files else None
 
 

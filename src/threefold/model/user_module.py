@@ -102,9 +102,8 @@ def _problems(module: nn.Module, mesh: Mesh) -> Iterator[Problem]:
 def _of_shards(module: nn.Module) -> Iterator[Problem]:
     for name, each in module.named_parameters():
         if not each.ndim or not each.numel():
-            what = f"the parameter {name} is of shape {[*each.shape]}, and is to be sharded"
             yield Problem(
-                what,
+                f"the parameter {name} is of shape {[*each.shape]}, and is to be sharded",
                 "a dimension, of which each rank holds a part",
                 "nn.Parameter(torch.ones(1)), or threefold.init_mesh(dp_shard=1)",
             )

@@ -111,6 +111,7 @@ class Miniature:
         self.checkpointer.saver = dataclasses.replace(
             self.checkpointer.saver, background=background
         )
+        self.step.before_update = self.checkpointer.saver.before_update
         self._micro_batch = micro_batch
         self._batches: Iterator[Any] = iter(self.loader)
 

@@ -396,8 +396,12 @@ def test_other_data_is_named_by_its_keys_and_files(tmp_path: Path) -> None:
     assert longer.startswith(
         f"data.seq_len 16 -> 32 since {at}\n{expected}\n  fix: --data.seq_len 16\n\nthe saved state has data = "
     )
+    [order] = run_ranks(_refused, 1, str(run), {"seed": 3, "num_workers": 1})
+    assert order.startswith("the saved state has seed = 0, but here seed = 3\n"), (
+        "of the same data"
+    )
     corpus.write_text(f"{text} and more")
     [changed] = run_ranks(_refused, 1, str(run), {"num_workers": 1})
     assert changed.startswith(
-        f"{corpus} no longer has {size:,} bytes\n{expected}\n  fix: restore it\n\nthe saved state has data = "
+        f"{corpus} no longer has {size} bytes\n{expected}\n  fix: restore it\n\nthe saved state has data = "
     )

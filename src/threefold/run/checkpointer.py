@@ -92,15 +92,15 @@ class Checkpointer:
         self._base = load.base_of(self.config, self.mesh)
         self._code = load.own_code(self.model.module)
 
-    def _best_before(self) -> tuple[float | None, str | None]:
+    def _best_before(self) -> tuple[float, str | None]:
         """The best loss of the steps that the run resumes after, on the rows evaluated now; and the last such rows."""
         best, resume = self.folder.checkpoints.best(), self.folder.resume
         if resume is None:
-            return None, self.evaluation
+            return math.inf, self.evaluation
         rows = read_manifest(resume).get("evaluation")
         now = self.evaluation or rows
         if best is None or best[0] > resume.step or rows not in (now, None):
-            return None, now
+            return math.inf, now
         return best[1], now
 
     def start(self, step: TrainStep) -> None:
@@ -112,7 +112,7 @@ class Checkpointer:
             continue_on_error=self.config.checkpoint.on_error == "continue",
             in_forward=[f"model.{name}" for name, _ in self.model.module.named_buffers()],
         )
-        step.before_update = lambda: self.saver.before_update()
+        step.before_update = self.saver.before_update
 
     def save(self, step: int, eval_loss: float | None, due: bool) -> None:
         """Saves after `step` if a save is due or the evaluation loss is the best so far; every rank calls it.
@@ -121,11 +121,7 @@ class Checkpointer:
             RunError: the previous save, or this one, failed.
         """
         best = None
-        if (
-            eval_loss is not None
-            and math.isfinite(eval_loss)
-            and (self._best is None or eval_loss < self._best)
-        ):
+        if eval_loss is not None and math.isfinite(eval_loss) and eval_loss < self._best:
             best = eval_loss
         if not due and best is None:
             return
@@ -133,22 +129,30 @@ class Checkpointer:
             self.ema.state() if self.ema is not None else {}
         )
         refuse_drift(copies, self.mesh, when=f"after step {step}, which is not saved")
-        keep = self.config.checkpoint.keep
         checkpoints = self.folder.checkpoints
         manifest = self._manifest()
 
         def commit(seals: Mapping[str, Seal]) -> None:
             pinned = stored.mirror.pinned() if stored is not None else ()
             self.saved = self.folder.commit(
-                step, manifest, seals, keep=keep, best=best, pinned=pinned
+                step,
+                manifest,
+                seals,
+                keep=self.config.checkpoint.keep,
+                best=best,
+                pinned=pinned,
             )
 
-        state = checkpoints.partial(step) / "state"
         stored = self.stored
-        begin = partial(checkpoints.begin, step)
-        abandon = partial(checkpoints.abandon, step)
         refusal = self.folder.refusal
-        job = Save(step, state, begin, commit, abandon, refusal)
+        job = Save(
+            step,
+            checkpoints.partial(step) / "state",
+            partial(checkpoints.begin, step),
+            commit,
+            partial(checkpoints.abandon, step),
+            refusal,
+        )
         if stored is not None:
             done = partial(stored.send, checkpoints.at(step), best=best is not None)
             job = replace(job, refusal=lambda: refusal() or stored.mirror.refusal(), done=done)
@@ -215,18 +219,26 @@ class Checkpointer:
             try:
                 self.loader.load_state_dict(manifest["data"])
             except DataError as error:
-                raise DataError.of([*self._other_data(checkpoint), *error.problems]) from error
+                saved = manifest["data"].get("fingerprint", {}).get("data")
+                other = (
+                    self._other_data(checkpoint)
+                    if saved != self.loader.rows.fingerprint
+                    else ()
+                )
+                raise DataError.of([*other, *error.problems]) from error
         index = Index.read(checkpoint.state)
         begin_state(self.model.module, self.optimizer, index)
-        state = run_state.state_of(self.model.module, self.optimizer, index.entries)
         averages = self.ema.resume(index.entries) if self.ema is not None else {}
-        run_state.fit(state | averages, index)
-        run_state.read_into(state | averages, checkpoint.state, index, self.mesh)
+        state = run_state.state_of(self.model.module, self.optimizer, index.entries) | averages
+        run_state.fit(state, index)
+        run_state.read_into(state, checkpoint.state, index, self.mesh)
         if self.ema is not None and not averages:
             self.ema.begin()
-        place = noise.places(self.mesh, self.model.tensor.sequence_group)
         seed = seed_of(
-            "a resume on another mesh", self.config.train.seed, checkpoint.step, *place
+            "a resume on another mesh",
+            self.config.train.seed,
+            checkpoint.step,
+            *noise.places(self.mesh, self.model.tensor.sequence_group),
         )
         run_state.restore_or_draw_random(checkpoint, manifest["mesh"], index, self.mesh, seed)
         # Until every rank has read the checkpoint, no rank may start anything that could remove it.
@@ -242,8 +254,8 @@ class Checkpointer:
                 )
         for line in Lines(checkpoint.path.parents[1] / FILE).read():
             path, size = Path(str(line.values.get("path"))), line.values.get("bytes")
-            if isinstance(size, int) and path.is_file() and path.stat().st_size != size:
-                yield Problem(f"{path} no longer has {size:,} bytes", expected, "restore it")
+            if path.is_file() and path.stat().st_size != size:
+                yield Problem(f"{path} no longer has {size} bytes", expected, "restore it")
 
 
 def rate_of(config: Config, folder: RunFolder) -> tuple[float, str]:

@@ -219,12 +219,8 @@ class Checkpointer:
             try:
                 self.loader.load_state_dict(manifest["data"])
             except DataError as error:
-                saved = manifest["data"].get("fingerprint", {}).get("data")
-                other = (
-                    self._other_data(checkpoint)
-                    if saved != self.loader.rows.fingerprint
-                    else ()
-                )
+                same = self.loader.rows.fingerprint in str(manifest["data"])
+                other = () if same else self._other_data(checkpoint)
                 raise DataError.of([*other, *error.problems]) from error
         index = Index.read(checkpoint.state)
         begin_state(self.model.module, self.optimizer, index)

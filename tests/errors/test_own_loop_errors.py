@@ -209,6 +209,13 @@ def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> Non
     def loss(outputs: Any, batch: Any) -> Any:
         return outputs.sum(), 4
 
+    def declared(together: Any) -> Any:
+        def declaring(outputs: Any, batch: Any) -> Any:
+            return outputs.sum(), 4
+
+        declaring.rows_together = together  # type: ignore[attr-defined]
+        return lambda: threefold.TrainStep(model, loss=declaring)
+
     mixed = threefold.load_model(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), mesh=mesh)
     others = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     mine = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -226,6 +233,11 @@ def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> Non
         (lambda: threefold.TrainStep(model, weight_decay=math.nan), "weight_decay = nan"),
         (lambda: threefold.TrainStep(model, micro_batch=0), "micro_batch = 0"),
         (lambda: threefold.TrainStep(model, loss=loss, loss_on="states"), "loss_on = 'states'"),
+        (declared(0), "loss.rows_together = 0"),
+        (declared("2"), "loss.rows_together = '2'"),
+        (declared(True), "loss.rows_together = True"),
+        (declared(None), "loss.rows_together = None"),
+        (declared([2]), "loss.rows_together is a list"),
         (
             lambda: threefold.TrainStep(own, loss=loss, loss_on="hidden_states"),
             "loss_on = 'hidden_states', but Linear",

@@ -456,3 +456,107 @@ def test_collectives_of_ones_own_along_an_axis() -> None:
         [4, 3, 5, 4],
     ]
     assert math.isclose(run_ranks(_sums, 1, {})[0][0], 0.0)
+
+
+def _negatives(outputs: Any, batch: Any) -> tuple[Any, Any]:
+    """Those of the same batch: a sum over rows in form alone."""
+    rows = nn.functional.normalize(outputs["logits"], dim=-1)
+    losses = nn.functional.cross_entropy(
+        rows @ rows.T, torch.arange(len(rows)), reduction="none"
+    )
+    return losses.sum(), len(rows)
+
+
+def _balanced(outputs: Any, batch: Any) -> tuple[Any, Any]:
+    losses = nn.functional.cross_entropy(outputs["logits"], batch["labels"], reduction="none")
+    return losses.square().sum() / losses.mean(), len(losses)
+
+
+def _dropped(outputs: Any, batch: Any) -> tuple[Any, Any]:
+    """Draws at random, and writes in what it is given a copy of."""
+    kept = nn.functional.dropout(outputs["logits"], 0.5)
+    kept[:, 0] = 0.0
+    return nn.functional.cross_entropy(kept, batch["labels"], reduction="sum"), len(kept)
+
+
+def _gathered(outputs: Any, batch: Any) -> tuple[Any, Any]:
+    """With the negatives of all ranks: the same on any mesh."""
+    rows = everyone = outputs["logits"]
+    if torch.distributed.is_initialized():
+        everyone = torch.cat(torch.distributed.nn.functional.all_gather(rows))
+    return (rows @ everyone.detach().T).logsumexp(1).sum(), len(rows)
+
+
+class _Scaled(torch.autograd.Function):
+    """As fused losses do it, it writes in what it has saved: twice would be another gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Any) -> Any:
+        ctx.gradient = torch.ones_like(rows)
+        return rows.sum()
+
+    @staticmethod
+    def backward(ctx: Any, given: Any) -> Any:  # type: ignore[override]
+        ctx.gradient *= given
+        return ctx.gradient
+
+
+class _Once:
+    """A loss that counts its calls, and can be differentiated once."""
+
+    calls = 0
+
+    def __call__(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
+        self.calls += 1
+        total = 3 * _Scaled.apply(outputs["logits"].square())
+        return total, len(outputs["logits"])
+
+
+class _Pairs:
+    """Margins of consecutive rows."""
+
+    def __init__(self, together: int) -> None:
+        self.rows_together = together
+
+    def __call__(self, outputs: Any, batch: Any) -> tuple[Any, Any]:
+        chosen, rejected = outputs["logits"][::2, 0], outputs["logits"][1::2, 0]
+        return -nn.functional.logsigmoid(chosen - rejected).sum(), len(chosen)
+
+
+def _mixing(sizes: dict[str, int], micro_batch: int | None) -> list[str]:
+    """What refused the first step with each loss; none of these changed a weight."""
+    import threefold
+
+    said = []
+    mesh = threefold.init_mesh(**sizes)
+    model = threefold.load_model(Net(), mesh=mesh)
+    right = (loss, _dropped, _Pairs(2), _gathered, once := _Once())
+    mixing = (_negatives, _balanced, _Pairs(1), _Pairs(3))
+    for own in right + mixing:
+        step = threefold.TrainStep(model, loss=own, lr=1e-3, micro_batch=micro_batch)
+        before = whole(model.module.head.weight)
+        generator = torch.Generator().manual_seed(mesh.dp_rank)
+        pixels = torch.randn(4, 12, generator=generator)
+        try:
+            step({"pixels": pixels, "labels": torch.arange(4), "weights": torch.arange(4.0)})
+            said.append("")
+        except ConfigError as error:
+            said.append(str(error).partition(":")[0])
+        assert torch.equal(before, whole(model.module.head.weight)) is bool(said[-1])
+    assert once.calls == 4 // (micro_batch or 4)
+    step = threefold.TrainStep(model, loss=once, lr=0.0, micro_batch=micro_batch)
+    batch = {"pixels": torch.ones(4, 12)}
+    assert step(batch)[1] == step(batch)[1] == step(batch)[1], (
+        "looked at in the first one alone"
+    )
+    mesh.close()
+    return said
+
+
+def test_a_loss_that_mixes_rows_is_refused_where_they_are_split() -> None:
+    """By ranks or by micro-batches. In one process they are all together; so are rows that belong together."""
+    assert run_ranks(_mixing, 1, {}, None) == [9 * [""]]
+    found = [*5 * [""], *4 * ["the loss mixes rows"]]
+    assert run_ranks(_mixing, 1, {}, 2) == [found]
+    for shards in (1, 2):
+        assert run_ranks(_mixing, 2, {"dp": 2, "dp_shard": shards}, None) == 2 * [found]

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from threefold.errors import ConfigError, OtherRankError, RunError, check_argument
 from threefold.mesh.mesh import Mesh
@@ -48,12 +50,14 @@ class OwnSums(NamedTuple):
         objective: its sum, to go backward from; through all outputs, with no gradient for those that it left out.
         totals: [2 + measures] float64: the sum, the count and the measures, detached.
         of_rows: [rows]: the sum by rows, of a loss that has it (`of_rows`).
+        mixes_rows: it was seen to be no sum over rows (`by_rows`).
     """
 
     objective: Tensor
     totals: Tensor
     router_logits: tuple[Tensor, ...]
     of_rows: Tensor | None = None
+    mixes_rows: bool = False
 
 
 @contextmanager
@@ -81,22 +85,25 @@ def forward_own(
     of: OutputsOf,
     routers: bool = False,
     failures: list[Exception] | None = None,
+    by_rows: bool = False,
 ) -> Iterator[OwnSums]:
     """The sums of a custom loss over this rank's part of a batch; backward belongs inside the `with`.
 
     Args:
         failures: takes what the loss raises, whose sums are then 0: other ranks wait for this one in the backward.
+        by_rows: look whether it is a sum over rows, or over groups of `loss.rows_together`, but for logits of tokens.
     """
+    # Of logits it would take several times their memory.
+    by_rows = by_rows and (model.context is None or of != "logits")
+    sums = partial(_sums, mesh=model.mesh, failures=failures, by_rows=by_rows)
     if model.context is None:
         moved = {name: _moved(values, model.mesh.device) for name, values in batch.items()}
-        yield _sums(model.own_outputs(moved), loss, moved, model.mesh, failures=failures)
+        yield sums(model.own_outputs(moved), loss, moved)
         return
     with model.computing(batch) as local:
         token_loss = token_loss_of(model, model.mesh) if of == "log_probabilities" else None
         found = model.outputs(local, of, token_loss=token_loss, routers=routers)
-        yield _sums(
-            found.values, loss, local, model.mesh, found.router_logits, failures=failures
-        )
+        yield sums(found.values, loss, local, router_logits=found.router_logits)
 
 
 def _moved(values: Any, device: torch.device) -> Any:
@@ -116,19 +123,23 @@ def _sums(
     outputs: Any,
     loss: OwnLoss,
     batch: Batch,
+    *,
     mesh: Mesh,
     router_logits: tuple[Tensor, ...] = (),
-    *,
-    failures: list[Exception] | None = None,
+    failures: list[Exception] | None,
+    by_rows: bool,
 ) -> OwnSums:
-    names, told = measures_of(loss), []
+    names, told, mixes = measures_of(loss), [], False
     mesh.losses.append(batch)
     try:
-        answer: Any = loss(outputs, batch)
+        given = tree_map(_alias, outputs) if by_rows else outputs
+        answer: Any = loss(given, batch)
         if names:
             *answer, measured = answer
             told.append(measured.to(mesh.device, torch.float64))
         total, count = _checked(answer)
+        with suppress(Exception):  # what cannot be differentiated twice is not judged
+            mixes = by_rows and _mixes_rows(total, given, loss, batch)
         if torch.is_grad_enabled() and not total.requires_grad and total.any():
             raise _without_gradient()  # of rows that add nothing, it may be 0
     except Exception as error:
@@ -154,7 +165,33 @@ def _sums(
         ]
     )
     rows: Tensor | None = getattr(loss, "of_rows", None)
-    return OwnSums(objective, torch.cat([totals, *told]).detach(), router_logits, rows)
+    return OwnSums(objective, torch.cat([totals, *told]).detach(), router_logits, rows, mixes)
+
+
+def _mixes_rows(total: Tensor, outputs: Any, loss: OwnLoss, batch: Batch) -> bool:
+    """Whether gradients of every other row (or group) change with those between: as second derivatives say."""
+    rows = next(len(each) for each in batch.values() if isinstance(each, Tensor) and each.ndim)
+    together = getattr(loss, "rows_together", 1)
+    if rows % together:
+        return True
+    between = torch.arange(rows) // together % 2 > 0
+    reached = [leaf for leaf in _leaves(outputs) if leaf.requires_grad and leaf.ndim]
+    leaves = [leaf for leaf in reached if len(leaf) == rows]
+    ends, nodes = {leaf.grad_fn for leaf in reached}, [total.grad_fn]
+    for node in nodes:
+        if isinstance(node, BackwardCFunction):
+            return False  # it may write in what it has saved, or send, and so must run once
+        if node is not None and node not in ends:
+            nodes += [each for each, _ in node.next_functions if each not in nodes]
+    first = torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True)
+    others = sum(each[~between].square().sum() for each in first)
+    second = torch.autograd.grad(others, leaves, retain_graph=True, materialize_grads=True)  # type: ignore[arg-type]
+    return any(bool((each[between].abs() > _SAME * each.abs().max()).any()) for each in second)
+
+
+def _alias(leaf: Any) -> Any:
+    """Where gradients of a part of the graph end: those of a model's outputs call hooks."""
+    return leaf.view_as(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
 
 def _without_gradient() -> ConfigError:
@@ -286,14 +323,15 @@ def refuse_unequal(
     """Compares this rank's [sum, count] with those of its tp ranks, and looks at the count of the global batch.
 
     Args:
-        ended: [the count, the number of ranks whose loss raised], over the dp x cp ranks.
+        ended: [the count, how many losses raised, how many mix rows], over the dp x cp ranks.
         failures: what the loss raised on this rank.
 
     Raises:
         RunError: tp ranks differ, or the count is not a number, or negative, or the loss raised on another rank; on
             every rank. What it raised on this one.
+        ConfigError: the loss mixes rows.
     """
-    count, failed = ended
+    failed = ended[1]
     if mesh.group("tp") is not None:
         both = torch.cat([totals, -totals])
         mesh.all_reduce("tp", both, dist.ReduceOp.MAX)
@@ -320,7 +358,13 @@ def refuse_unequal(
             expected="a loss that raises on all ranks or on none; nothing was updated, and all can make the next step",
             fix="see that rank's traceback; leave out rows that the loss cannot take before they are given to the step",
         )
-    number = count.item()
+    number, _, mixing = ended.tolist()
+    if mixing:
+        raise ConfigError(
+            "the loss mixes rows: the gradients of some depend on what the model gave others of the micro-batch",
+            expected="a sum over rows: which of them come together differs between meshes; nothing was updated",
+            fix="let what belongs together be one row, or declare N consecutive rows: loss.rows_together = N",
+        )
     if not (math.isfinite(number) and number >= 0):
         raise RunError(
             f"the loss has the count {number} over all ranks",

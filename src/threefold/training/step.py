@@ -21,7 +21,7 @@ from threefold.checkpoint.copies import refuse_drift, state_held
 from threefold.config.observation import AuditConfig
 from threefold.config.optimizer import OptimizerConfig
 from threefold.data.rows.concat import IGNORED
-from threefold.errors import ConfigError, RunError, ThreefoldError
+from threefold.errors import ConfigError, RunError, ThreefoldError, check_argument
 from threefold.model import noise
 from threefold.model.data_parallel import last_backward
 from threefold.model.gradient_sums import hook_problems
@@ -88,7 +88,7 @@ class TrainStep:
         """Args:
         optimizer: over `model.parameters()`; its groups keep their rates. None: AdamW with `lr` and `weight_decay`
             (None: 0.1), whose rate a scheduler of torch may set.
-        loss: (outputs, batch) -> (sum, count) of this rank's part of a batch; None: next-token cross entropy.
+        loss: (outputs, batch) -> (sum over rows, count) of this rank's part of a batch; None: next-token cross entropy.
         loss_on: what a causal model gives to `loss`: its `logits`, `hidden_states` before the head, or the
             `log_probabilities` of the labels, for which no rank holds all logits.
         lr: of AdamW here; assign `step.lr` to follow a schedule. auto: by the weights (`model.automatic_rate`).
@@ -162,6 +162,14 @@ class TrainStep:
         self._left = False  # by an error in the middle of a step
         if loss is not None:
             watch_shards(model)
+            together = getattr(loss, "rows_together", 1)
+            check_argument(
+                "loss.rows_together",
+                together,
+                type(together) is int and together >= 1,
+                expected="how many consecutive rows belong together",
+                fix="loss.rows_together = 2",
+            )
         self._steps, self._compare_every = (
             0,
             model.asked.audit.every if model.asked is not None else AuditConfig().every,
@@ -258,7 +266,8 @@ class TrainStep:
             if self._loss is None:
                 backward = partial(self._backward, batches, target_tokens)
             else:
-                backward = partial(self._backward_own, batches)
+                by_rows = due and self._mesh.size("cp") == 1
+                backward = partial(self._backward_own, batches, bool(by_rows))
             result, scale = self.model.sums.complete(backward, len(batches))
             self.progress.enter("reduce")
             if self._averages:
@@ -409,7 +418,9 @@ class TrainStep:
         )
         return found, None
 
-    def _backward_own(self, batches: Sequence[Batch]) -> tuple[StepResult, Tensor | None]:
+    def _backward_own(
+        self, batches: Sequence[Batch], by_rows: bool
+    ) -> tuple[StepResult, Tensor | None]:
         """The gradients of the sum, and what to scale them by once the count of all micro-batches is known.
 
         Where routers have a loss besides, the count must be known before: of several micro-batches by one more forward.
@@ -426,6 +437,8 @@ class TrainStep:
         losses: list[Tensor] = []
         of_rows: list[Tensor] = []
         failures: list[Exception] = []
+        by_rows = by_rows and (len(batches) > 1 or self._mesh.dp_size > 1)
+        mixes = False
         for number, batch in enumerate(batches, start=1):
             if number > 1:
                 self.progress.enter("forward")
@@ -442,9 +455,11 @@ class TrainStep:
                     of=self._loss_on,
                     routers=routers,
                     failures=failures,
+                    by_rows=by_rows and number == 1,
                 ) as sums,
             ):
                 objective = sums.objective
+                mixes |= sums.mixes_rows
                 totals += sums.totals
                 of_rows += [] if sums.of_rows is None else [sums.of_rows]
                 if aux_loss is not None:
@@ -458,9 +473,8 @@ class TrainStep:
                     aux_loss += share
                 losses.append(objective.detach())
                 self._go_backward(objective)
-        ended = over_ranks(
-            torch.stack([totals[1], torch.full_like(totals[1], bool(failures))]), self._mesh
-        )
+        told = (torch.full_like(totals[1], each) for each in (bool(failures), mixes))
+        ended = over_ranks(torch.stack([totals[1], *told]), self._mesh)
         self._left = False  # what this raises, it raises on every rank
         if failures:
             self.progress.enter("forward")  # where it is from

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -429,7 +430,9 @@ def test_saves_that_cannot_be_kept_are_refused(model: Any, tmp_path: Path) -> No
         ({"model": model.module}, "model is a LlamaForCausalLM"),
         ({"step": -1}, "step = -1"),
         ({"keep": 0}, "keep = 0"),
-        ({"extra": {"best": torch.ones(2)}}, "extra has a Tensor under 'best'"),
+        ({"extra": {"best": torch.ones(2)}}, "extra.best is a Tensor"),
+        ({"extra": {"rates": [{"at": Counter({3: 1})}]}}, "extra.rates.at is a Counter"),
+        ({"extra": {1: 2}}, "extra is a dict"),
         ({"loader": [1, 2]}, "loader is a list"),
         (
             {"optimizer": counting},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -493,7 +493,8 @@ def rates_of(
             # A rate may be a tensor, which compiled and captured updates read.
             name: value.tolist() if isinstance(value, torch.Tensor) else value
             for name, value in group.items()
-            if name != "params" and (_is_plain(value) or isinstance(value, torch.Tensor))
+            if name != "params"
+            and (isinstance(value, torch.Tensor) or not [*_not_plain(value, name)])
         }
         | {"params": names}
         for group, names in zip(inner.param_groups, _names_of(inner, model), strict=True)
@@ -589,29 +590,33 @@ def state_of_loader(loader: Any) -> dict[str, Any]:
     return dict(loader.state_dict())
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, str | int | float)
+def _not_plain(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What JSON has not of a value, each with its name."""
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        for key, each in value.items():
+            yield from _not_plain(each, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _not_plain(each, name)
+    elif not isinstance(value, str | int | float | None):
+        yield name, value
 
 
 def digests_of(described: Values, step: int) -> dict[str, Any]:
     """Digests of what is saved as JSON, to compare; ConfigError for what JSON has not."""
-    for name in ("loader", "extra"):
-        for key, value in described[name].items():
-            if not isinstance(key, str) or not _is_plain(value):
-                of = "the loader's state" if name == "loader" else "extra"
-                raise ConfigError(
-                    f"{of} has a {type(value).__name__} under {key!r}",
-                    expected="numbers, texts, lists and dicts of them by names: nothing is pickled",
-                    fix="save tensors with the model, as buffers; of others their plain values",
-                )
-    texts = {name: json.dumps(described[name], sort_keys=True) for name in described}
+    for name, value in _not_plain(described, ""):
+        raise ConfigError(
+            f"{name[1:]} is a {type(value).__name__}",
+            expected="numbers, texts, lists and dicts of them by texts: nothing is pickled",
+            fix="leave out of a state what its object is made with (the milestones of MultiStepLR); save tensors with "
+            "the model, as buffers; of others their plain values",
+        )
     return {
         "step": step,
-        **{name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()},
+        **{
+            name: hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+            for name, values in described.items()
+        },
     }
 
 

@@ -534,11 +534,14 @@ def _rows_of_cp() -> str:
         threefold.TrainStep(model)({"input_ids": IDS[:, :6], "labels": IDS[:, 1:7]})
     with pytest.raises(ConfigError, match="rows of 6 tokens"):
         model(input_ids=IDS[:, :6])
+    mean = threefold.TrainStep(model, loss=lambda logits, batch: (logits.mean(), 1))
+    with pytest.raises(ConfigError, match=f"^the loss gave 1 as its count, of {len(IDS)} rows"):
+        mean({"input_ids": IDS[:, :4]})
     mesh.close()
     return str(error.value)
 
 
-def test_rows_that_cp_cannot_split_are_refused() -> None:
+def test_rows_that_cp_cannot_split_and_means_are_refused() -> None:
     assert run_ranks(_rows_of_cp, 2)[0] == (
         "the batch has rows of 6 tokens\n"
         "  expected: a multiple of 4 on dp=1 x cp=2 x tp=1: each cp rank takes two equal chunks\n"

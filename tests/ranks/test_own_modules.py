@@ -512,6 +512,10 @@ class _Once:
         return total, len(outputs["logits"])
 
 
+def _mean(outputs: Any, batch: Any) -> tuple[Any, Any]:
+    return nn.functional.cross_entropy(outputs["logits"], batch["labels"]), 1
+
+
 class _Pairs:
     """Margins of consecutive rows."""
 
@@ -531,7 +535,7 @@ def _mixing(sizes: dict[str, int], micro_batch: int | None) -> list[str]:
     mesh = threefold.init_mesh(**sizes)
     model = threefold.load_model(Net(), mesh=mesh)
     right = (loss, _dropped, _Pairs(2), _gathered, once := _Once())
-    mixing = (_negatives, _balanced, _Pairs(1), _Pairs(3))
+    mixing = (_negatives, _balanced, _Pairs(1), _Pairs(3), _mean)
     for own in right + mixing:
         step = threefold.TrainStep(model, loss=own, lr=1e-3, micro_batch=micro_batch)
         before = whole(model.module.head.weight)
@@ -541,7 +545,7 @@ def _mixing(sizes: dict[str, int], micro_batch: int | None) -> list[str]:
             step({"pixels": pixels, "labels": torch.arange(4), "weights": torch.arange(4.0)})
             said.append("")
         except ConfigError as error:
-            said.append(str(error).partition(":")[0])
+            said.append(str(error).splitlines()[0].partition(":")[0])
         assert torch.equal(before, whole(model.module.head.weight)) is bool(said[-1])
     assert once.calls == 4 // (micro_batch or 4)
     step = threefold.TrainStep(model, loss=once, lr=0.0, micro_batch=micro_batch)
@@ -555,8 +559,10 @@ def _mixing(sizes: dict[str, int], micro_batch: int | None) -> list[str]:
 
 def test_a_loss_that_mixes_rows_is_refused_where_they_are_split() -> None:
     """By ranks or by micro-batches. In one process they are all together; so are rows that belong together."""
-    assert run_ranks(_mixing, 1, {}, None) == [9 * [""]]
-    found = [*5 * [""], *4 * ["the loss mixes rows"]]
-    assert run_ranks(_mixing, 1, {}, 2) == [found]
+    assert run_ranks(_mixing, 1, {}, None) == [10 * [""]]
+    found, mean = [*5 * [""], *4 * ["the loss mixes rows"]], "the loss gave 1 as its count, of"
+    assert run_ranks(_mixing, 1, {}, 2) == [[*found, f"{mean} 2 rows"]]
     for shards in (1, 2):
-        assert run_ranks(_mixing, 2, {"dp": 2, "dp_shard": shards}, None) == 2 * [found]
+        assert run_ranks(_mixing, 2, {"dp": 2, "dp_shard": shards}, None) == 2 * [
+            [*found, f"{mean} 4 rows"]
+        ]

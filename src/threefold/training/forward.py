@@ -91,11 +91,12 @@ def forward_own(
 
     Args:
         failures: takes what the loss raises, whose sums are then 0: other ranks wait for this one in the backward.
-        by_rows: look whether it is a sum over rows, or over groups of `loss.rows_together`, but for logits of tokens.
+        by_rows: look whether it is a sum over rows, or over groups of `loss.rows_together`.
     """
-    # Of logits it would take several times their memory.
-    by_rows = by_rows and (model.context is None or of != "logits")
-    sums = partial(_sums, mesh=model.mesh, failures=failures, by_rows=by_rows)
+    # Of the logits of tokens, second derivatives would take several times the memory.
+    by_tokens = of == "logits" or model.mesh.size("cp") > 1
+    twice = by_rows and (model.context is None or not by_tokens)
+    sums = partial(_sums, mesh=model.mesh, failures=failures, by_rows=by_rows, twice=twice)
     if model.context is None:
         moved = {name: _moved(values, model.mesh.device) for name, values in batch.items()}
         yield sums(model.own_outputs(moved), loss, moved)
@@ -128,18 +129,25 @@ def _sums(
     router_logits: tuple[Tensor, ...] = (),
     failures: list[Exception] | None,
     by_rows: bool,
+    twice: bool,
 ) -> OwnSums:
     names, told, mixes = measures_of(loss), [], False
+    tensors = (each for each in batch.values() if isinstance(each, Tensor) and each.ndim)
+    rows = next(map(len, tensors), 1) if by_rows else 1
+    together = getattr(loss, "rows_together", 1)
     mesh.losses.append(batch)
     try:
-        given = tree_map(_alias, outputs) if by_rows else outputs
+        given = tree_map(_alias, outputs) if twice else outputs
         answer: Any = loss(given, batch)
         if names:
             *answer, measured = answer
             told.append(measured.to(mesh.device, torch.float64))
         total, count = _checked(answer)
+        mixes = rows % together > 0 and by_rows
         with suppress(Exception):  # what cannot be differentiated twice is not judged
-            mixes = by_rows and _mixes_rows(total, given, loss, batch)
+            mixes |= twice and _mixes_rows(total, given, rows, together)
+        if not mixes:
+            _checked(answer, rows // together)
         if torch.is_grad_enabled() and not total.requires_grad and total.any():
             raise _without_gradient()  # of rows that add nothing, it may be 0
     except Exception as error:
@@ -164,16 +172,12 @@ def _sums(
             for each in (total, count)
         ]
     )
-    rows: Tensor | None = getattr(loss, "of_rows", None)
-    return OwnSums(objective, torch.cat([totals, *told]).detach(), router_logits, rows, mixes)
+    totals = torch.cat([totals, *told]).detach()
+    return OwnSums(objective, totals, router_logits, getattr(loss, "of_rows", None), mixes)
 
 
-def _mixes_rows(total: Tensor, outputs: Any, loss: OwnLoss, batch: Batch) -> bool:
+def _mixes_rows(total: Tensor, outputs: Any, rows: int, together: int) -> bool:
     """Whether gradients of every other row (or group) change with those between: as second derivatives say."""
-    rows = next(len(each) for each in batch.values() if isinstance(each, Tensor) and each.ndim)
-    together = getattr(loss, "rows_together", 1)
-    if rows % together:
-        return True
     between = torch.arange(rows) // together % 2 > 0
     reached = [leaf for leaf in _leaves(outputs) if leaf.requires_grad and leaf.ndim]
     leaves = [leaf for leaf in reached if len(leaf) == rows]
@@ -211,8 +215,8 @@ def _leaves(outputs: Any) -> list[Tensor]:
     ]
 
 
-def _checked(answer: Any) -> tuple[Tensor, Tensor | float]:
-    """The sum and the count, if they are that.
+def _checked(answer: Any, rows: int = 1) -> tuple[Tensor, Tensor | float]:
+    """The sum and the count, if they are that; of `rows` at least, where it is looked whether they are.
 
     Raises:
         ConfigError: the loss gave something else.
@@ -229,6 +233,8 @@ def _checked(answer: Any) -> tuple[Tensor, Tensor | float]:
         problem = f"gave {_described(answer[0])} as its sum"
     elif not _is_count(answer[1]):
         problem = f"gave {_described(answer[1])} as its count"
+    elif rows > 1 and not isinstance(answer[1], Tensor) and answer[1] == 1:
+        problem = f"gave {answer[1]} as its count, of {rows} rows"
     if problem is None:
         return answer[0], answer[1]
     raise ConfigError(

@@ -266,8 +266,7 @@ class TrainStep:
             if self._loss is None:
                 backward = partial(self._backward, batches, target_tokens)
             else:
-                by_rows = due and self._mesh.size("cp") == 1
-                backward = partial(self._backward_own, batches, bool(by_rows))
+                backward = partial(self._backward_own, batches, bool(due))
             result, scale = self.model.sums.complete(backward, len(batches))
             self.progress.enter("reduce")
             if self._averages:
@@ -437,7 +436,7 @@ class TrainStep:
         losses: list[Tensor] = []
         of_rows: list[Tensor] = []
         failures: list[Exception] = []
-        by_rows = by_rows and (len(batches) > 1 or self._mesh.dp_size > 1)
+        by_rows = by_rows and (len(batches) > 1 or ranks > 1)
         mixes = False
         for number, batch in enumerate(batches, start=1):
             if number > 1:

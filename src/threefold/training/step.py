@@ -89,6 +89,7 @@ class TrainStep:
         optimizer: over `model.parameters()`; its groups keep their rates. None: AdamW with `lr` and `weight_decay`
             (None: 0.1), whose rate a scheduler of torch may set.
         loss: (outputs, batch) -> (sum over rows, count) of this rank's part of a batch; None: next-token cross entropy.
+            An attribute `rows_together` says how many consecutive rows it looks at together, as pairs; without it, 1.
         loss_on: what a causal model gives to `loss`: its `logits`, `hidden_states` before the head, or the
             `log_probabilities` of the labels, for which no rank holds all logits.
         lr: of AdamW here; assign `step.lr` to follow a schedule. auto: by the weights (`model.automatic_rate`).
@@ -212,6 +213,7 @@ class TrainStep:
 
         Raises:
             DataError: nothing of the global batch is trained on; on every rank, and nothing is updated.
+            ConfigError: the batch is none of this model, or the loss is no sum over rows where they are split.
         """
         result = self._run(lambda: self._batches.pieces(batch, self._micro_batch), None)
         self.after(result)

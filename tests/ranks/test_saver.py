@@ -389,6 +389,7 @@ def test_other_data_is_named_by_its_keys_and_files(tmp_path: Path) -> None:
     text, size = corpus.read_text(), corpus.stat().st_size
     assert not run_ranks(_refused, 1, str(run), {})[0]
     lines = [{"path": str(corpus), "bytes": size}, {"path": 3, "bytes": "3"}, {}]
+    lines += [{"path": str(corpus)}, {"path": str(corpus), "bytes": "3"}]
     (run / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert not run_ranks(_refused, 1, str(run), {"num_workers": 1})[0]
     at, expected = run / "checkpoints" / "step-00000002", "  expected: what the run began with"
@@ -403,5 +404,5 @@ def test_other_data_is_named_by_its_keys_and_files(tmp_path: Path) -> None:
     corpus.write_text(f"{text} and more")
     [changed] = run_ranks(_refused, 1, str(run), {"num_workers": 1})
     assert changed.startswith(
-        f"{corpus} no longer has {size} bytes\n{expected}\n  fix: restore it\n\nthe saved state has data = "
+        f"{corpus} no longer has {size:,} bytes\n{expected}\n  fix: restore it\n\nthe saved state has data = "
     )

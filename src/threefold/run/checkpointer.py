@@ -219,9 +219,10 @@ class Checkpointer:
             try:
                 self.loader.load_state_dict(manifest["data"])
             except DataError as error:
-                same = self.loader.rows.fingerprint in str(manifest["data"])
-                other = () if same else self._other_data(checkpoint)
-                raise DataError.of([*other, *error.problems]) from error
+                known = self.loader.rows.fingerprint in str(manifest["data"])
+                raise DataError.of(
+                    [*(() if known else self._other_data(checkpoint)), *error.problems]
+                ) from error
         index = Index.read(checkpoint.state)
         begin_state(self.model.module, self.optimizer, index)
         averages = self.ema.resume(index.entries) if self.ema is not None else {}
@@ -250,8 +251,8 @@ class Checkpointer:
                 )
         for line in Lines(checkpoint.path.parents[1] / FILE).read():
             path, size = Path(str(line.values.get("path"))), line.values.get("bytes")
-            if path.is_file() and path.stat().st_size != size:
-                yield Problem(f"{path} no longer has {size} bytes", expected, "restore it")
+            if isinstance(size, int) and path.is_file() and path.stat().st_size != size:
+                yield Problem(f"{path} no longer has {size:,} bytes", expected, "restore it")
 
 
 def rate_of(config: Config, folder: RunFolder) -> tuple[float, str]:

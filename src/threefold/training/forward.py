@@ -133,8 +133,8 @@ def _sums(
 ) -> OwnSums:
     names, told, mixes = measures_of(loss), [], False
     tensors = (each for each in batch.values() if isinstance(each, Tensor) and each.ndim)
-    rows = next(map(len, tensors), 1) if by_rows else 1
     together = getattr(loss, "rows_together", 1)
+    rows = next(map(len, tensors), together) if by_rows else together
     mesh.losses.append(batch)
     try:
         given = tree_map(_alias, outputs) if twice else outputs
@@ -143,7 +143,7 @@ def _sums(
             *answer, measured = answer
             told.append(measured.to(mesh.device, torch.float64))
         total, count = _checked(answer)
-        mixes = rows % together > 0 and by_rows
+        mixes = rows % together > 0
         with suppress(Exception):  # what cannot be differentiated twice is not judged
             mixes |= twice and _mixes_rows(total, given, rows, together)
         if not mixes:
@@ -185,7 +185,7 @@ def _mixes_rows(total: Tensor, outputs: Any, rows: int, together: int) -> bool:
     for node in nodes:
         if isinstance(node, BackwardCFunction):
             return False  # it may write in what it has saved, or send, and so must run once
-        if node is not None and node not in ends:
+        if node and node not in ends:
             nodes += [each for each, _ in node.next_functions if each not in nodes]
     first = torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True)
     others = sum(each[~between].square().sum() for each in first)

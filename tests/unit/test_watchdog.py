@@ -14,7 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from threefold.mesh.exchange import Exchange
 from threefold.run.watch import main_thread
 from threefold.run.watch.main_thread import MainThread
 from threefold.run.watch.pulse import Peer, Pulse
@@ -367,6 +369,27 @@ def test_device_time_is_that_of_forwards() -> None:
     parts = own.parts()
     assert parts.keys() == {"data", "device"} and parts["device"] == 1.0
     assert own.parts() == parts  # asked for again, it is the same
+
+
+@pytest.mark.timing
+def test_rank_that_comes_from_exchange_to_exchange_in_one_phase_goes_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As in an admission, whose probes take longer together than a rank may stand still."""
+    store = dist.HashStore()
+    watch = Watchdog(0, stall_s=0.6, timeout_s=60.0)
+    watch.mesh = SimpleNamespace(exchange=Exchange(0, 1, dist.HashStore()))  # type: ignore[assignment]
+    with watch:
+        watch.begin(store, ["here"])
+        watch.progress.enter("admission")
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            watch.mesh.exchange.value_of(0, "probe", lambda: 1)
+            time.sleep(0.1)
+        assert capsys.readouterr().err == ""
+        time.sleep(2.0)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "no progress" in line)
+    assert "rank 0 of host here" in line and "is in admission" in line
 
 
 def test_each_place_is_mirrored() -> None:

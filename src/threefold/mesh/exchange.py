@@ -54,12 +54,17 @@ class LostPeerError(RunError):
 
 
 class Exchange:
-    """The values that the ranks of one mesh send one another. All ranks ask for the same ones in the same order."""
+    """The values that the ranks of one mesh send one another. All ranks ask for the same ones in the same order.
+
+    Attributes:
+        passed: how many this rank has got, which a watch may read at any time.
+    """
 
     def __init__(self, rank: int, world_size: int, store: dist.Store | None) -> None:
         # None in a single process.
         self._rank, self._world_size, self._store = (rank, world_size, store)
         self._numbers: Counter[str] = Counter()
+        self.passed = 0
 
     def value_of(self, maker: int, name: str, make: Make) -> Any:
         """What `make` returns on the rank `maker`.
@@ -85,6 +90,7 @@ class Exchange:
         if "value" not in told:
             leave_together(self._store, f"{key}/read", self._world_size, waits=self._rank == 0)
             raise error_of(told, name)
+        self.passed += 1
         return told["value"]
 
     def conclusion_of(self, name: str, part: Any, conclude: Conclude) -> Any:
@@ -121,6 +127,17 @@ class Exchange:
     def _number(self, name: str) -> int:
         self._numbers[name] += 1
         return self._numbers[name]
+
+
+def collectives_begun() -> dict[str, int]:
+    """The number of collectives that this rank has begun, by the ranks and the name of the process group."""
+    found: dict[str, int] = {}
+    for group in list(dist.distributed_c10d._world.pg_map):
+        # It is being made, or ends, or counts nothing.
+        with suppress(RuntimeError, ValueError, KeyError):
+            ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
+            found[f"{ranks}/{group.group_name}"] = group._get_sequence_number_for_group()
+    return found
 
 
 def leave_together(store: dist.Store, key: str, ranks: int, *, waits: bool) -> None:

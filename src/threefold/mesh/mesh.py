@@ -243,7 +243,8 @@ class Mesh:
         return batches, int(copies[:, 0, 4].sum())
 
     @cached_property
-    def _exchange(self) -> Exchange:
+    def exchange(self) -> Exchange:
+        """How plain values come from rank to rank."""
         return Exchange(self.rank, self.world_size, self.store)
 
     def share(self, name: str, make: Make) -> Any:
@@ -252,19 +253,19 @@ class Mesh:
         Raises:
             ThreefoldError: what rank 0 raised, of the same class and with the same text on every rank.
         """
-        return self._exchange.value_of(0, name, make)
+        return self.exchange.value_of(0, name, make)
 
     def once_per_host(self, name: str, work: Make) -> Any:
         """As `share`, done by the first rank of each machine."""
-        return self._exchange.value_of(self.host_leader, f"{name}/{self.host_leader}", work)
+        return self.exchange.value_of(self.host_leader, f"{name}/{self.host_leader}", work)
 
     def decide(self, name: str, part: Any, conclude: Conclude) -> Any:
         """What rank 0 concludes from the `part` of every rank, in rank order, on every rank; raises as `share`."""
-        return self._exchange.conclusion_of(name, part, conclude)
+        return self.exchange.conclusion_of(name, part, conclude)
 
     def decide_on(self, name: str, make: Make, conclude: Conclude) -> Any:
         """As `decide`, of what `make` returns on every rank; raises on all what it raises on one, of any host."""
-        return self._exchange.conclusion_of_work(name, make, conclude)
+        return self.exchange.conclusion_of_work(name, make, conclude)
 
     @cached_property
     def sharding_mesh(self) -> DeviceMesh:

@@ -28,6 +28,7 @@ from typing import Any, Self
 
 from threefold.checkpoint.lineage import Ending, Journal
 from threefold.errors import EXIT_FAILED, Problem
+from threefold.mesh.exchange import collectives_begun
 from threefold.mesh.mesh import FAILURES, Mesh
 from threefold.run.watch import flight_recorder, stall
 from threefold.run.watch.main_thread import MainThread, counters
@@ -199,15 +200,15 @@ class Watchdog:
         unheard = set(range(len(self._hosts)))
         while not self._stopped.is_set():
             self._beat += 1
-            place = self.progress.place
+            place, ticks = self.progress.place, self._signs()
             now = time.monotonic()
-            if (place.number, self.progress.ticks) != moved:
-                since, moved = now, (place.number, self.progress.ticks)
+            if (place.number, ticks) != moved:
+                since, moved = now, (place.number, ticks)
             still_s = now - since
             idle = self._main.was_idle()
-            report = self._as_it_is(
-                place, still=still_s > self._stall_s * _STACK_FROM, idle=idle
-            )
+            report = replace(self._at(place), beat=self._beat, ticks=ticks)
+            if still_s > self._stall_s * _STACK_FROM:
+                report = self._with_stack(report, idle=idle)
             if still_s > self._stall_s and place.number != kept and self.folder is not None:
                 kept = place.number
                 flight_recorder.keep(self.folder, self._rank)
@@ -243,18 +244,20 @@ class Watchdog:
     def _at(self, place: Phase) -> Report:
         return Report(self._rank, self._hosts[self._rank], os.getpid(), *place)
 
-    def _as_it_is(self, place: Phase, *, still: bool, idle: bool) -> Report:
-        """The report of this rank; `still`: with what its main thread does."""
-        report = replace(self._at(place), beat=self._beat, ticks=self.progress.ticks)
-        if not still:
-            return report
-        phase = f"{place.name} (compiling)" if self._main.compiles() else place.name
+    def _signs(self) -> int:
+        """Changes as this rank goes on within a phase: as it says itself, or comes from one collective to the next."""
+        exchanges = self.mesh.exchange.passed if self.mesh is not None else 0
+        return self.progress.ticks + exchanges + sum(collectives_begun().values())
+
+    def _with_stack(self, report: Report, *, idle: bool) -> Report:
+        """With what the main thread of this rank does."""
+        compiles = " (compiling)" * self._main.compiles()
         return replace(
             report,
-            phase=phase,
+            phase=f"{report.phase}{compiles}",
             stack=self._main.stack(),
             waits=self._main.waits(idle=idle),
-            begun=flight_recorder.begun(),
+            begun=collectives_begun(),
             kernel=self._main.stuck(),
         )
 

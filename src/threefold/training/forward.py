@@ -49,14 +49,12 @@ class OwnSums(NamedTuple):
         objective: its sum, to go backward from; through all outputs, with no gradient for those that it left out.
         totals: [2 + measures] float64: the sum, the count and the measures, detached.
         of_rows: [rows]: the sum by rows, of a loss that has it (`of_rows`).
-        mixes_rows: it was seen to be no sum over rows (`by_rows`).
     """
 
     objective: Tensor
     totals: Tensor
     router_logits: tuple[Tensor, ...]
     of_rows: Tensor | None = None
-    mixes_rows: bool = False
 
 
 @contextmanager
@@ -90,11 +88,11 @@ def forward_own(
 
     Args:
         failures: takes what the loss raises, whose sums are then 0: other ranks wait for this one in the backward.
-        by_rows: look whether it is a sum over rows, or over groups of `loss.rows_together`.
+        by_rows: refuse it if it is seen to be no sum over rows, or over groups of `loss.rows_together`.
     """
     # Of the logits of tokens, second derivatives would take several times the memory.
     by_tokens = of == "logits" or model.mesh.size("cp") > 1
-    twice = by_rows and (model.context is None or not by_tokens)
+    twice = by_rows and torch.is_grad_enabled() and (model.context is None or not by_tokens)
     sums = partial(_sums, mesh=model.mesh, failures=failures, by_rows=by_rows, twice=twice)
     if model.context is None:
         moved = {name: _moved(values, model.mesh.device) for name, values in batch.items()}
@@ -130,7 +128,7 @@ def _sums(
     by_rows: bool,
     twice: bool,
 ) -> OwnSums:
-    names, told, mixes = measures_of(loss), [], False
+    names, told = measures_of(loss), []
     tensors = (each for each in batch.values() if isinstance(each, Tensor) and each.ndim)
     together = getattr(loss, "rows_together", 1)
     rows = next(map(len, tensors), together) if by_rows else together
@@ -142,11 +140,14 @@ def _sums(
             *answer, measured = answer
             told.append(measured.to(mesh.device, torch.float64))
         total, count = _checked(answer)
-        mixes = rows % together > 0
-        with suppress(Exception):  # what cannot be differentiated twice is not judged
-            mixes |= twice and _mixes_rows(total, given, rows, together)
-        if not mixes:
-            _checked(answer, rows // together)
+        apart = torch.is_grad_enabled() and rows % together
+        if apart or (twice and _mixes_rows(total, given, rows, together)):
+            raise ConfigError(
+                "the loss mixes rows: the gradients of some depend on what the model gave others of the micro-batch",
+                expected="a sum over rows: which of them come together differs between meshes; nothing was updated",
+                fix="let what belongs together be one row, or declare N consecutive rows: loss.rows_together = N",
+            )
+        _checked(answer, rows // together)
         if torch.is_grad_enabled() and not total.requires_grad and total.any():
             raise _without_gradient()  # of rows that add nothing, it may be 0
     except Exception as error:
@@ -172,7 +173,7 @@ def _sums(
         ]
     )
     totals = torch.cat([totals, *told]).detach()
-    return OwnSums(objective, totals, router_logits, getattr(loss, "of_rows", None), mixes)
+    return OwnSums(objective, totals, router_logits, getattr(loss, "of_rows", None))
 
 
 def _mixes_rows(total: Tensor, outputs: Any, rows: int, together: int) -> bool:
@@ -187,10 +188,14 @@ def _mixes_rows(total: Tensor, outputs: Any, rows: int, together: int) -> bool:
             if node.name()[-1] > "9":
                 return False
             nodes += [each for each, _ in node.next_functions if each not in nodes]
-    first = torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True)
-    others = sum(each[~between].square().sum() for each in first)
-    second = torch.autograd.grad(others, leaves, retain_graph=True, materialize_grads=True)  # type: ignore[arg-type]
-    return any(bool((each[between].abs() > _SAME * each.abs().max()).any()) for each in second)
+    with suppress(Exception):  # what cannot be differentiated twice is not judged
+        first = torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True)
+        others = sum(each[~between].square().sum() for each in first)
+        second = torch.autograd.grad(others, leaves, retain_graph=True, materialize_grads=True)  # type: ignore[arg-type]
+        return any(
+            bool((each[between].abs() > _SAME * each.abs().max()).any()) for each in second
+        )
+    return False
 
 
 def _alias(leaf: Any) -> Any:
@@ -329,13 +334,12 @@ def refuse_unequal(
     """Compares this rank's [sum, count] with those of its tp ranks, and looks at the count of the global batch.
 
     Args:
-        ended: [the count, how many losses raised, how many mix rows], over the dp x cp ranks.
+        ended: [the count, how many losses raised], over the dp x cp ranks.
         failures: what the loss raised on this rank.
 
     Raises:
         RunError: tp ranks differ, or the count is not a number, or negative, or the loss raised on another rank; on
             every rank. What it raised on this one.
-        ConfigError: the loss mixes rows.
     """
     failed = ended[1]
     if mesh.group("tp") is not None:
@@ -364,13 +368,7 @@ def refuse_unequal(
             expected="a loss that raises on all ranks or on none; nothing was updated, and all can make the next step",
             fix="see that rank's traceback; leave out rows that the loss cannot take before they are given to the step",
         )
-    number, _, mixing = ended.tolist()
-    if mixing:
-        raise ConfigError(
-            "the loss mixes rows: the gradients of some depend on what the model gave others of the micro-batch",
-            expected="a sum over rows: which of them come together differs between meshes; nothing was updated",
-            fix="let what belongs together be one row, or declare N consecutive rows: loss.rows_together = N",
-        )
+    number = ended[0].item()
     if not (math.isfinite(number) and number >= 0):
         raise RunError(
             f"the loss has the count {number} over all ranks",

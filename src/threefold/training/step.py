@@ -439,7 +439,6 @@ class TrainStep:
         of_rows: list[Tensor] = []
         failures: list[Exception] = []
         by_rows = by_rows and (len(batches) > 1 or ranks > 1)
-        mixes = False
         for number, batch in enumerate(batches, start=1):
             if number > 1:
                 self.progress.enter("forward")
@@ -460,7 +459,6 @@ class TrainStep:
                 ) as sums,
             ):
                 objective = sums.objective
-                mixes |= sums.mixes_rows
                 totals += sums.totals
                 of_rows += [] if sums.of_rows is None else [sums.of_rows]
                 if aux_loss is not None:
@@ -474,8 +472,8 @@ class TrainStep:
                     aux_loss += share
                 losses.append(objective.detach())
                 self._go_backward(objective)
-        told = (torch.full_like(totals[1], each) for each in (bool(failures), mixes))
-        ended = over_ranks(torch.stack([totals[1], *told]), self._mesh)
+        failed = torch.full_like(totals[1], bool(failures))
+        ended = over_ranks(torch.stack([totals[1], failed]), self._mesh)
         self._left = False  # what this raises, it raises on every rank
         if failures:
             self.progress.enter("forward")  # where it is from

@@ -83,6 +83,16 @@ def test_rank_that_is_behind_but_goes_on_is_slow_and_no_stall() -> None:
     )
 
 
+def test_rank_that_falls_silent_is_not_named_where_it_was() -> None:
+    """One call may hold Python's lock in the phase after, which it could not report."""
+    ranks = {0: seen(0, 9), 1: seen(1, 7, silent_s=4.0, stack=WORKING)}
+    assert find(ranks, world_size=2, stall_s=10, silent_s=5) is None
+    ranks[1] = seen(1, 7, silent_s=6.0, stack=WORKING)
+    assert found(*ranks.values(), world_size=2).silent == (1,)
+    ranks[1] = seen(1, 7, silent_s=2.0, stack=WORKING)
+    assert found(*ranks.values(), world_size=2).silent == ()
+
+
 def test_in_the_same_phase_the_one_outside_of_a_collective_is_late() -> None:
     stall = found(seen(0, 17), seen(1, 17, stack=WORKING), seen(2, 17), seen(3, 17))
     assert [each.report.rank for each in stall.late] == [1]

@@ -230,8 +230,10 @@ def find(
         late: Sequence[Seen] = [seen for seen in stalled if seen.report.rank in silent]
     else:
         late = _behind(ranks.values()) if not missing else []
-        # A rank that is behind but progresses is slow; that is not a stall.
-        if not stalled or any(seen.still_s <= stall_s for seen in late):
+        # A rank that is behind but progresses is slow; of one that falls silent it is not known yet where it is.
+        if not stalled or any(
+            seen.still_s <= stall_s or seen.silent_s > silent_s / 2 for seen in late
+        ):
             return None
     waiting = tuple(seen for seen in ranks.values() if seen not in late)
     return Stall(tuple(late), waiting, missing, silent, max(seen.still_s for seen in stalled))

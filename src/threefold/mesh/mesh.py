@@ -77,6 +77,7 @@ class Mesh:
         store: the rendezvous store, or None in a single process.
         timeout_s: longest wait in a collective.
         losses: the batches of the custom losses that are computed now, for models that a loss calls.
+        exchange: how plain values come from rank to rank; there from the start, as a watch reads it from its thread.
     """
 
     topology: Topology
@@ -90,10 +91,14 @@ class Mesh:
     store: dist.Store | None = None
     timeout_s: float = 600.0
     losses: list[Any] = field(default_factory=list, repr=False, compare=False)
+    exchange: Exchange = field(init=False, repr=False, compare=False)
     _before_close: list[Callable[[], object]] = field(
         default_factory=list, repr=False, compare=False
     )
     _closed: Event = field(default_factory=Event, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        vars(self)["exchange"] = Exchange(self.rank, self.world_size, self.store)
 
     @cached_property
     def world_size(self) -> int:
@@ -241,11 +246,6 @@ class Mesh:
 
             self.decide_on("agreement", described, lambda parts: refuse_unlike(parts, shared))
         return batches, int(copies[:, 0, 4].sum())
-
-    @cached_property
-    def exchange(self) -> Exchange:
-        """How plain values come from rank to rank."""
-        return Exchange(self.rank, self.world_size, self.store)
 
     def share(self, name: str, make: Make) -> Any:
         """What rank 0's `make` returns, a plain value, on every rank; no collective, so it may take any time or fail.

@@ -95,21 +95,19 @@ def forward_own(
     twice = by_rows and torch.is_grad_enabled() and (model.context is None or not by_tokens)
     sums = partial(_sums, mesh=model.mesh, failures=failures, by_rows=by_rows, twice=twice)
     if model.context is None:
-        moved = {name: _moved(values, model.mesh.device) for name, values in batch.items()}
+        device = model.mesh.device
+        moved = {
+            name: each.to(device, non_blocking=True).contiguous()
+            if isinstance(each, Tensor)
+            else each
+            for name, each in batch.items()
+        }
         yield sums(model.own_outputs(moved), loss, moved)
         return
     with model.computing(batch) as local:
         token_loss = token_loss_of(model, model.mesh) if of == "log_probabilities" else None
         found = model.outputs(local, of, token_loss=token_loss, routers=routers)
         yield sums(found.values, loss, local, router_logits=found.router_logits)
-
-
-def _moved(values: Any, device: torch.device) -> Any:
-    return (
-        values.to(device, non_blocking=True).contiguous()
-        if isinstance(values, Tensor)
-        else values
-    )
 
 
 def measures_of(loss: OwnLoss | None) -> tuple[str, ...]:

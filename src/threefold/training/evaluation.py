@@ -100,9 +100,8 @@ class EvalStep:
     def _of(self, batch: Batch, failures: list[Exception]) -> torch.Tensor:
         model, mesh = self._model, self._model.mesh
         if self._loss is not None:
-            split = mesh.dp_size > 1
             with forward_own(
-                model, batch, self._loss, of=self._loss_on, failures=failures, by_rows=split
+                model, batch, self._loss, of=self._loss_on, failures=failures
             ) as own:
                 return own.totals
         with forward_sums(model, batch, mesh, token_loss_of(model, mesh)) as sums:

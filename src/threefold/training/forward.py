@@ -92,7 +92,7 @@ def forward_own(
     """
     # Of the logits of tokens, second derivatives would take several times the memory.
     by_tokens = of == "logits" or model.mesh.size("cp") > 1
-    twice = by_rows and torch.is_grad_enabled() and (model.context is None or not by_tokens)
+    twice = by_rows and (model.context is None or not by_tokens)
     sums = partial(_sums, mesh=model.mesh, failures=failures, by_rows=by_rows, twice=twice)
     if model.context is None:
         device = model.mesh.device
@@ -138,8 +138,7 @@ def _sums(
             *answer, measured = answer
             told.append(measured.to(mesh.device, torch.float64))
         total, count = _checked(answer)
-        apart = torch.is_grad_enabled() and rows % together
-        if apart or (twice and _mixes_rows(total, given, rows, together)):
+        if rows % together or (twice and _mixes_rows(total, given, rows, together)):
             raise ConfigError(
                 "the loss mixes rows: the gradients of some depend on what the model gave others of the micro-batch",
                 expected="a sum over rows: which of them come together differs between meshes; nothing was updated",

@@ -208,6 +208,6 @@ def test_save_that_failed() -> None:
     assert str(background_saver._failed(failure)) == problem(
         "the checkpoint of step 7 could not be saved: rank 3: No space left on device (while writing) on host",
         "enough space, and a folder that every rank can write; earlier checkpoints are intact",
-        "free space (`df -h RUN`) and start the run again: it resumes from the last checkpoint; or, to continue "
-        "without a checkpoint if a save fails, --checkpoint.on_error continue",
+        "free space or make the folder writable (`df -h RUN`, `ls -ld RUN`) and start the run again: it resumes; "
+        "or, to continue without a checkpoint if a save fails, --checkpoint.on_error continue",
     )

@@ -516,6 +516,16 @@ def _mean(outputs: Any, batch: Any) -> tuple[Any, Any]:
     return nn.functional.cross_entropy(outputs["logits"], batch["labels"]), 1
 
 
+def _mean_of_tensors(outputs: Any, batch: Any) -> tuple[Any, Any]:
+    return _mean(outputs, batch)[0], torch.ones(())
+
+
+def _rare(outputs: Any, batch: Any) -> tuple[Any, Any]:
+    """Of the parts of a batch, one has a single term, others another number."""
+    counted = batch["weights"] >= 3
+    return outputs["logits"].sum(1)[counted].sum(), int(counted.sum())
+
+
 class _Pairs:
     """Margins of consecutive rows."""
 
@@ -534,15 +544,18 @@ def _mixing(sizes: dict[str, int], micro_batch: int | None) -> list[str]:
     said = []
     mesh = threefold.init_mesh(**sizes)
     model = threefold.load_model(Net(), mesh=mesh)
-    right = (loss, _dropped, _Pairs(2), _gathered, once := _Once())
-    mixing = (_negatives, _balanced, _Pairs(1), _Pairs(3), _mean)
+    right = (loss, _dropped, _Pairs(2), _gathered, _rare, once := _Once())
+    mixing = (_negatives, _balanced, _Pairs(1), _Pairs(3), _mean, _mean_of_tensors)
     for own in right + mixing:
         step = threefold.TrainStep(model, loss=own, lr=1e-3, micro_batch=micro_batch)
         before = whole(model.module.head.weight)
         generator = torch.Generator().manual_seed(mesh.dp_rank)
-        pixels = torch.randn(4, 12, generator=generator)
+        pixels, weights = (
+            torch.randn(4, 12, generator=generator),
+            torch.arange(4) + mesh.dp_rank,
+        )
         try:
-            step({"pixels": pixels, "labels": torch.arange(4), "weights": torch.arange(4.0)})
+            step(given := {"pixels": pixels, "labels": torch.arange(4), "weights": weights})
             said.append("")
         except ConfigError as error:
             said.append(str(error).splitlines()[0].partition(":")[0])
@@ -553,15 +566,29 @@ def _mixing(sizes: dict[str, int], micro_batch: int | None) -> list[str]:
     assert step(batch)[1] == step(batch)[1] == step(batch)[1], (
         "looked at in the first one alone"
     )
+    for own in (loss, _rare, _mean, _mean_of_tensors):
+        try:
+            threefold.EvalStep(model, loss=own)(
+                {name: each[part] for name, each in given.items()}
+                for part in (slice(2), slice(2, 3), slice(3, 4))
+            )
+            said.append("")
+        except ConfigError as error:
+            said.append(str(error).splitlines()[0])
     mesh.close()
     return said
 
 
 def test_a_loss_that_mixes_rows_is_refused_where_they_are_split() -> None:
     """By ranks or by micro-batches. In one process they are all together; so are rows that belong together."""
-    assert run_ranks(_mixing, 1, {}, None) == [10 * [""]]
-    found, mean = [*5 * [""], *4 * ["the loss mixes rows"]], "the loss gave 1 as its count, of"
-    assert run_ranks(_mixing, 1, {}, 2) == [[*found, f"{mean} 2 rows"]]
-    split = [*found, f"{mean} 4 rows"]
+    mean = "the loss gave 1 as its count of each of"
+    evaluated = ["", "", *2 * [f"{mean} 3 micro-batches, of 4 rows in all"]]
+    assert run_ranks(_mixing, 1, {}, None) == [[*12 * [""], *evaluated]]
+    found = [*6 * [""], *4 * ["the loss mixes rows"]]
+    of_step = f"{mean} 2 micro-batches, of 4 rows in all"
+    assert run_ranks(_mixing, 1, {}, 2) == [[*found, of_step, of_step, *evaluated]]
+    of_step = f"{mean} 2 micro-batches, of 8 rows in all"
+    evaluated[2:] = 2 * [f"{mean} 6 micro-batches, of 8 rows in all"]
+    split = [*found, of_step, of_step, *evaluated]
     for shards in (1, 2):
         assert run_ranks(_mixing, 2, {"dp": 2, "dp_shard": shards}, None) == 2 * [split]

@@ -385,8 +385,8 @@ def _failed(values: Mapping[str, Any]) -> SaveError:
     error = SaveError(
         f"the checkpoint of step {values['step']} could not be saved: {values['reason']}",
         expected="enough space, and a folder that every rank can write; earlier checkpoints are intact",
-        fix="free space (`df -h RUN`) and start the run again: it resumes from the last checkpoint; or, to continue "
-        "without a checkpoint if a save fails, --checkpoint.on_error continue",
+        fix="free space or make the folder writable (`df -h RUN`, `ls -ld RUN`) and start the run again: it resumes; "
+        "or, to continue without a checkpoint if a save fails, --checkpoint.on_error continue",
     )
     error.phase, error.step, error.ranks = "save", values["step"], (values.get("rank", 0),)
     return error

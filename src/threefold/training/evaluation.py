@@ -22,6 +22,7 @@ from threefold.training.forward import (
     forward_own,
     forward_sums,
     measures_of,
+    refuse_means,
     token_loss_of,
 )
 from threefold.training.numbers import refuse_nothing
@@ -65,7 +66,8 @@ class EvalStep:
     @torch.no_grad()
     def measured(self, batches: Iterable[Values]) -> tuple[EvalNumbers, dict[str, float]]:
         """As a call, and the means of what a custom loss measures besides, by name (`forward`)."""
-        loss_sum, count, *sums = self._totals(batches)
+        loss_sum, count, parts, of_one, *sums = self._totals(batches)
+        refuse_means(parts, of_one)
         refuse_nothing("the evaluation", count)
         means = {name: total / count for name, total in zip(self._measures, sums, strict=True)}
         return EvalNumbers(loss_sum, round(count) if self._loss is None else count), means
@@ -83,7 +85,7 @@ class EvalStep:
         held = state_held(model.module, None, buffers=model.context is not None)
         refuse_drift(held, mesh, when="before an evaluation")
         model.trust_no_weight()
-        totals = torch.zeros(2 + len(self._measures), dtype=torch.float64, device=mesh.device)
+        totals = torch.zeros(4 + len(self._measures), dtype=torch.float64, device=mesh.device)
         reader = Batches(
             model, own_loss=self.own_loss, labels=self._loss_on == "log_probabilities"
         )
@@ -94,8 +96,7 @@ class EvalStep:
                 totals += found if counts else 0 * totals
         mesh.all_reduce("loss", totals)
         reshard(model.forward)
-        sums: list[float] = totals.tolist()
-        return sums
+        return [*totals.tolist()]
 
     def _of(self, batch: Batch, failures: list[Exception]) -> torch.Tensor:
         model, mesh = self._model, self._model.mesh
@@ -108,7 +109,8 @@ class EvalStep:
             targets = (batch["labels"] != IGNORED).sum().to(
                 mesh.device, torch.float64
             ) / mesh.size("cp")
-            return torch.stack([model.sums.summand(sums.cross_entropy).double(), targets])
+            loss_sum = model.sums.summand(sums.cross_entropy).double()
+            return torch.nn.functional.pad(torch.stack([loss_sum, targets]), (0, 2))
 
     def _with_stand_ins(
         self,

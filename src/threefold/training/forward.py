@@ -47,7 +47,8 @@ class OwnSums(NamedTuple):
 
     Attributes:
         objective: its sum, to go backward from; through all outputs, with no gradient for those that it left out.
-        totals: [2 + measures] float64: the sum, the count and the measures, detached.
+        totals: [4 + measures] float64, detached: the sum, the count, 1 (infinite if the loss raised), how many rows or
+            groups of them if the count is 1 (else not a number), and the measures.
         of_rows: [rows]: the sum by rows, of a loss that has it (`of_rows`).
     """
 
@@ -96,12 +97,10 @@ def forward_own(
     sums = partial(_sums, mesh=model.mesh, failures=failures, by_rows=by_rows, twice=twice)
     if model.context is None:
         device = model.mesh.device
-        moved = {
-            name: each.to(device, non_blocking=True).contiguous()
-            if isinstance(each, Tensor)
-            else each
-            for name, each in batch.items()
-        }
+        moved = dict(batch)
+        for name, each in moved.items():
+            if isinstance(each, Tensor):
+                moved[name] = each.to(device, non_blocking=True).contiguous()
         yield sums(model.own_outputs(moved), loss, moved)
         return
     with model.computing(batch) as local:
@@ -126,34 +125,37 @@ def _sums(
     by_rows: bool,
     twice: bool,
 ) -> OwnSums:
-    names, told = measures_of(loss), []
+    measured = nothing = torch.zeros(
+        len(measures_of(loss)), dtype=torch.float64, device=mesh.device
+    )
     tensors = (each for each in batch.values() if isinstance(each, Tensor) and each.ndim)
     together = getattr(loss, "rows_together", 1)
-    rows = next(map(len, tensors), together) if by_rows else together
+    rows = next(map(len, tensors), together)
     mesh.losses.append(batch)
     try:
         given = tree_map(_alias, outputs) if twice else outputs
         answer: Any = loss(given, batch)
-        if names:
+        if len(nothing):
             *answer, measured = answer
-            told.append(measured.to(mesh.device, torch.float64))
+            measured = measured.to(nothing)
         total, count = _checked(answer)
-        if rows % together or (twice and _mixes_rows(total, given, rows, together)):
+        part = 1.0
+        if (by_rows and rows % together) or (
+            twice and _mixes_rows(total, given, rows, together)
+        ):
             raise ConfigError(
                 "the loss mixes rows: the gradients of some depend on what the model gave others of the micro-batch",
                 expected="a sum over rows: which of them come together differs between meshes; nothing was updated",
                 fix="let what belongs together be one row, or declare N consecutive rows: loss.rows_together = N",
             )
-        _checked(answer, rows // together)
         if torch.is_grad_enabled() and not total.requires_grad and total.any():
             raise _without_gradient()  # of rows that add nothing, it may be 0
     except Exception as error:
         if failures is None or mesh.world_size == 1:
             raise
         failures.append(error)
-        total = torch.zeros(())
-        count = 0
-        told = [torch.zeros(len(names), dtype=torch.float64, device=mesh.device)]
+        total, measured = torch.zeros(()), nothing
+        count, part = 0, math.inf
     finally:
         mesh.losses.pop()
     # Every rank goes backward through the whole model, whatever its part of the loss depends on: there are collectives.
@@ -163,13 +165,10 @@ def _sums(
         objective = objective + leaf.reshape(-1)[:0].sum().to(objective.dtype)
     if torch.is_grad_enabled() and not objective.requires_grad:
         raise _without_gradient()
-    totals = torch.stack(
-        [
-            torch.as_tensor(each, dtype=torch.float64, device=mesh.device)
-            for each in (total, count)
-        ]
-    )
-    totals = torch.cat([totals, *told]).detach()
+    count = torch.as_tensor(count, dtype=torch.float64, device=mesh.device)
+    of_one = torch.where(count == 1, rows / together, math.nan)
+    totals = torch.stack([total.to(count), count, torch.full_like(count, part), of_one])
+    totals = torch.cat([totals, measured]).detach()
     return OwnSums(objective, totals, router_logits, getattr(loss, "of_rows", None))
 
 
@@ -217,34 +216,41 @@ def _leaves(outputs: Any) -> list[Tensor]:
     ]
 
 
-def _checked(answer: Any, rows: int = 1) -> tuple[Tensor, Tensor | float]:
-    """The sum and the count, if they are that; of `rows` at least, where it is looked whether they are.
+def refuse_means(parts: float, rows: float) -> None:
+    """ConfigError if a loss gave 1 as its count of each of several micro-batches (else `rows` is not a number)."""
+    if rows > parts > 1:
+        raise _no_sum(
+            f"gave 1 as its count of each of {parts:g} micro-batches, of {rows:g} rows in all"
+        )
 
-    Raises:
-        ConfigError: the loss gave something else.
-    """
-    problem = None
-    if not isinstance(answer, tuple | list) or len(answer) != 2:
-        problem = f"gave {_described(answer)}"
-    elif (
-        not isinstance(total := answer[0], Tensor)
-        or isinstance(total, DTensor)
-        or total.ndim
-        or not total.is_floating_point()
-    ):
-        problem = f"gave {_described(answer[0])} as its sum"
-    elif not _is_count(answer[1]):
-        problem = f"gave {_described(answer[1])} as its count"
-    elif rows > 1 and not isinstance(answer[1], Tensor) and answer[1] == 1:
-        problem = f"gave {answer[1]} as its count, of {rows} rows"
-    if problem is None:
-        return answer[0], answer[1]
-    raise ConfigError(
+
+def _no_sum(problem: str) -> ConfigError:
+    return ConfigError(
         f"the loss {problem}",
         expected="(sum, count): the sum over this rank's part of the batch, a scalar tensor, and how many terms it has "
         "(a mean could not be combined with those of other ranks and micro-batches)",
         fix="return losses.sum(), losses.numel()",
     )
+
+
+def _checked(answer: Any) -> tuple[Tensor, Tensor | float]:
+    """The sum and the count, if they are that.
+
+    Raises:
+        ConfigError: the loss gave something else.
+    """
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        raise _no_sum(f"gave {_described(answer)}")
+    if (
+        not isinstance(total := answer[0], Tensor)
+        or isinstance(total, DTensor)
+        or total.ndim
+        or not total.is_floating_point()
+    ):
+        raise _no_sum(f"gave {_described(answer[0])} as its sum")
+    if not _is_count(answer[1]):
+        raise _no_sum(f"gave {_described(answer[1])} as its count")
+    return answer[0], answer[1]
 
 
 def _is_count(count: Any) -> bool:
@@ -331,22 +337,22 @@ def refuse_unequal(
     """Compares this rank's [sum, count] with those of its tp ranks, and looks at the count of the global batch.
 
     Args:
-        ended: [the count, how many losses raised], over the dp x cp ranks.
+        ended: the second to fourth of `OwnSums.totals`, over the dp x cp ranks and all micro-batches.
         failures: what the loss raised on this rank.
 
     Raises:
         RunError: tp ranks differ, or the count is not a number, or negative, or the loss raised on another rank; on
             every rank. What it raised on this one.
     """
-    failed = ended[1]
+    failed = 2.0 * ended[1].isinf()
     if mesh.group("tp") is not None:
         both = torch.cat([totals, -totals])
         mesh.all_reduce("tp", both, dist.ReduceOp.MAX)
         highest, lowest = both[:2], -both[2:]
         apart = ((highest - lowest) > _SAME * highest.abs().maximum(lowest.abs())).any()
-        anywhere = torch.stack([apart.double(), failed])
-        mesh.all_reduce("world", anywhere, dist.ReduceOp.MAX)
-        if (failed := anywhere[1]) == 0 and anywhere[0].item():
+        failed = failed + apart
+        mesh.all_reduce("world", failed, dist.ReduceOp.MAX)
+        if failed == 1:
             found = f"{lowest[0].item():.8g} to {highest[0].item():.8g}"
             raise RunError(
                 f"tp ranks compute different losses from the same outputs: {found} here",

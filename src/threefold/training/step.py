@@ -40,6 +40,7 @@ from threefold.training.forward import (
     forward_own,
     forward_sums,
     measures_of,
+    refuse_means,
     refuse_unequal,
     token_loss_of,
     warm_up_buckets,
@@ -429,7 +430,7 @@ class TrainStep:
         ranks = self._mesh.size("loss")
         device = self._mesh.device
         loss: Any = self._loss
-        totals = torch.zeros(2 + len(measures_of(loss)), dtype=torch.float64, device=device)
+        totals = torch.zeros(4 + len(measures_of(loss)), dtype=torch.float64, device=device)
         routers = self._router is not None
         aux_loss = torch.zeros((), device=device) if routers else None
         picks, known = (
@@ -472,18 +473,19 @@ class TrainStep:
                     aux_loss += share
                 losses.append(objective.detach())
                 self._go_backward(objective)
-        failed = torch.full_like(totals[1], bool(failures))
-        ended = over_ranks(torch.stack([totals[1], failed]), self._mesh)
+        ended = over_ranks(totals[1:4].clone(), self._mesh)
         self._left = False  # what this raises, it raises on every rank
         if failures:
             self.progress.enter("forward")  # where it is from
         refuse_unequal(totals[:2], ended, failures, self._mesh)
+        if not self._steps:
+            refuse_means(*ended[1:].tolist())
         self._left = True
         count = ended[0]
         # Of no count at all the mean is not a number, and nothing is updated.
         scale = None if routers else torch.where(count > 0, ranks / count, math.nan)
         return StepResult(
-            totals[0], count, totals[0], aux_loss, tuple(losses), totals[2:], tuple(of_rows)
+            totals[0], count, totals[0], aux_loss, tuple(losses), totals[4:], tuple(of_rows)
         ), scale
 
     def _routers_share(

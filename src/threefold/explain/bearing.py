@@ -31,7 +31,7 @@ _TELLING = (
 
 
 def follows_a_program(log: Log, line: LogLine) -> bool:
-    """Whether the launcher's line stands after what the program wrote that it had started."""
+    """Whether the launcher's line follows output of the program that it had started."""
     before = log.raw[max(log.source(line.index).start, line.index - 5) : line.index]
     return not all(is_of_launcher(one[:300]) for one in before)
 

@@ -1,6 +1,6 @@
-"""What the lines of a log tell of its job: whose it is, how it went on, that it finished. No torch.
+"""What the lines of a log show of its job: whose it is, how it continued, that it finished. No torch.
 
-An event is a line of an `EventKind`, known by an expression. Whether a log is of a training job is whether it has an
+An event is a line of an `EventKind`, matched by an expression. Whether a log is of a training job is whether it has an
 event of a rank: evidence of training, never the absence of something else, a genome, a climate or a solver may be what
 is trained on. A run that finished has not failed, and trouble that progress follows was made good: both matter more
 than any line that looks like an error.
@@ -50,7 +50,7 @@ class Events:
         return bool(serves or self._signs(EventKind.FOREIGN))
 
     def made_good(self, index: int) -> bool:
-        """Whether the job went on, found another way or finished after the line at `index`; told by its own file."""
+        """Whether the job continued, found another way or finished after the line at `index`, as its own file shows."""
         end = self.log.source(index).stop
         enough = (
             (EventKind.FINISHED, 1),
@@ -60,7 +60,7 @@ class Events:
         return any(self._between(kind, index, end) >= least for kind, least in enough)
 
     def over(self, index: int) -> bool:
-        """Whether the job had finished for good before the line at `index`; told by lines of the same file."""
+        """Whether the job had finished for good before the line at `index`, as lines of the same file show."""
         place = bisect_left(self.places(EventKind.FINISHED), index)
         end = self.places(EventKind.FINISHED)[place - 1] if place else -1
         return (

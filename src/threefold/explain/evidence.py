@@ -28,7 +28,7 @@ from threefold.records.state import last_end
 
 _BEGIN = f" INFO {LOG_START}: {{"
 _LOGS = (".log", ".err", ".out", ".txt", ".gz")
-# Of a log only its beginning and its end are read: what failed stands there, and a small file can unpack to terabytes.
+# Of a log only its beginning and its end are read: what failed is there, and a small file can unpack to terabytes.
 _FIRST, _LAST, _PIECE = 2**25, 3 * 2**25, 2**20
 _MOST_UNPACKED = 2**33
 _MOST_UNREADABLE = 0.1  # characters of the beginning: more is no text

@@ -37,7 +37,7 @@ from threefold.explain.sources.wording import is_mild, is_talk
 _CLOSING = {"own-stop", "peer-gone", "stopped", "store-lost"}
 # Launchers start any program: after lines of one that does not train, they say nothing of training.
 _LAUNCHERS = {"illegal-memory-access", "mpi-start", "slurm-refused", "unschedulable"}
-_DERIVED = {"nan-loss", "silent-hang"}  # told by the whole log, not by the words of a line
+_DERIVED = {"nan-loss", "silent-hang"}  # shown by the whole log, not by the words of a line
 # What happens to a machine, a disk or a job brings errors of many kinds about, and none of them brings it about.
 _BRING_OTHERS = {
     "gpu-fault",
@@ -101,7 +101,7 @@ class Explanation:
         frame: place in the program, if a traceback names one.
         facts: sentences with the log's numbers.
         others: known errors that follow from this one, or occur next to it.
-        hint: told as a symptom, but the line mostly follows from what the page says.
+        hint: reported as a symptom, but the line mostly follows from what the page says.
         ending: what the run itself has noted of its end.
         asked: what the page's question had for an answer on this machine, if it was asked.
     """
@@ -197,7 +197,7 @@ def _confidence(first: Hit, others: Sequence[Hit], unknown: Sequence[Raised]) ->
     rivals = any(
         hit.tier is Tier.CAUSE and hit.line.index != first.line.index for hit in others
     )
-    # A line that other programs write too does not explain an error that it does not stand in.
+    # A line that other programs write too does not explain an error that it is not part of.
     worst = Tier.SYMPTOM if first.generic else Tier.HINT
     otherwise = unknown or any(hit.raised and Tier.CAUSE < hit.tier <= worst for hit in others)
     doubts = rivals or (otherwise and not first.raised)
@@ -232,7 +232,7 @@ def _hits(
         first = places[0]
         most = min(sign.most for index in places for sign in shown[index])
         if first not in ended and all(is_mild(line.text) for line in lines):
-            # An error that came after, but for attempts to connect: the program went on past the warning.
+            # An error that came after, but for attempts to connect: the program continued past the warning.
             overtaken = max(following, default=-1) > places[-1] and not any(
                 is_retry(line.text) for line in lines
             )
@@ -243,8 +243,8 @@ def _hits(
 
 def _places(log: Log, sign: Sign, following: dict[int, str]) -> Iterator[int]:
     for index in log.indices(sign.anchor):
-        found = index not in following and sign.shows_in(log.raw[index])
-        if found and not is_talk(log.raw[index], sign.anchor):
+        shows = index not in following and sign.shows_in(log.raw[index])
+        if shows and not is_talk(log.raw[index], sign.anchor):
             yield index
     for index, message in following.items():
         if sign.anchor in message and sign.shows_in(message):
@@ -254,7 +254,7 @@ def _places(log: Log, sign: Sign, following: dict[int, str]) -> Iterator[int]:
 def _precedence(log: Log, hit: Hit) -> tuple[Any, ...]:
     time = log.time(hit.line.index) if len(log.sources) > 1 else None
     text = hit.line.text
-    told = max((len(sign.anchor) for sign in hit.known.signs if sign.shows_in(text)), default=0)
+    size = max((len(sign.anchor) for sign in hit.known.signs if sign.shows_in(text)), default=0)
     return (
         hit.tier,
         hit.tier is Tier.SYMPTOM > hit.known.tier,  # its lines follow from several causes
@@ -263,7 +263,7 @@ def _precedence(log: Log, hit: Hit) -> tuple[Any, ...]:
         hit.generic and hit.tier is Tier.SYMPTOM,
         hit.line.index,
         hit.generic,
-        -told,
+        -size,
     )
 
 
@@ -323,7 +323,7 @@ def _own_error(events: Events, errors: Sequence[Raised], hits: Sequence[Hit]) ->
 
 def _unknown(errors: Sequence[Raised], hits: Sequence[Hit]) -> list[Raised]:
     """The errors that no page describes, without those that only report another one."""
-    known = {line.index for hit in hits for line in hit.lines}
+    shown = {line.index for hit in hits for line in hit.lines}
     return [
-        error for error in errors if error.line.index not in known and not error.reports_another
+        error for error in errors if error.line.index not in shown and not error.reports_another
     ]

@@ -15,7 +15,7 @@ from threefold.mesh.local_ranks import signal_name
 
 
 class Guess(str):
-    """A sentence about where to look, from what the logs of the ranks do not say; a dump would know."""
+    """A sentence about where to look, from what the logs of the ranks do not say; a dump would show it."""
 
 
 def gpu_memory(log: Log, lines: Sequence[LogLine]) -> list[str]:
@@ -24,20 +24,20 @@ def gpu_memory(log: Log, lines: Sequence[LogLine]) -> list[str]:
     if asked is None or free is None:
         return []
     short = size_text(max(0, asked - free))
-    found = [
+    sentences = [
         f"{size_text(asked)} were requested and {size_text(free)} are free: at least {short} short"
     ]
     if pieces is not None:
-        found.append(
+        sentences.append(
             f"{size_text(pieces)} are reserved but unallocated, which would be enough: start with step 1"
             if pieces + free >= asked
             else f"only {size_text(pieces)} are reserved but unallocated, so step 1 will not be enough"
         )
     if total is not None and own is not None and total - own - free > 2**30:
-        found.append(
+        sentences.append(
             f"{size_text(total - own - free)} of this GPU belong to other processes: nvidia-smi lists them"
         )
-    return found + ranks(log, lines)
+    return sentences + ranks(log, lines)
 
 
 def nccl_timeout(log: Log, lines: Sequence[LogLine]) -> list[str]:
@@ -46,20 +46,20 @@ def nccl_timeout(log: Log, lines: Sequence[LogLine]) -> list[str]:
     Only ranks of one process group are compared: operations of different groups have nothing to do with one another.
     """
     limit_ms = c10d.limit_ms(lines[0])
-    found = [] if limit_ms is None else [f"the limit was {limit_ms / 1000:g} s"]
+    sentences = [] if limit_ms is None else [f"the limit was {limit_ms / 1000:g} s"]
     where = map(where_ranks_stood, c10d.works(log).values())
-    return found + [Guess(place) for place in where if place][:1]
+    return sentences + [Guess(place) for place in where if place][:1]
 
 
 def lost_peer(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """Whether the rank that is gone has failed at all: the launcher would have reported it."""
-    found = ranks(log, lines)
+    sentences = ranks(log, lines)
     failed = launcher.failed_ranks(log)
     if failed and failed == {line.rank for line in lines if line.rank is not None}:
-        found.append(
+        sentences.append(
             "no other rank has failed: the missing one finished before the others (uneven batches?)"
         )
-    return found
+    return sentences
 
 
 def first_failure(log: Log, lines: Sequence[LogLine]) -> list[str]:
@@ -75,5 +75,5 @@ def first_failure(log: Log, lines: Sequence[LogLine]) -> list[str]:
 
 def ranks(log: Log, lines: Sequence[LogLine]) -> list[str]:
     """The ranks that show it, if there are several."""
-    seen = {line.rank for line in lines if line.rank is not None}
-    return [f"on {ranks_text(seen)}"] if len(seen) > 1 else []
+    named = {line.rank for line in lines if line.rank is not None}
+    return [f"on {ranks_text(named)}"] if len(named) > 1 else []

@@ -32,7 +32,7 @@ class Divergence:
 
 def first_differences(dumps: Sequence[Dump]) -> list[Divergence]:
     """In each group with dumps of two ranks or more, the first operation that differs; none if all agree."""
-    found = []
+    diffs = []
     for group in sorted({group for dump in dumps for group in dump.operations}):
         description, members = next(
             (dump.members[group] for dump in dumps if group in dump.members), ("", ())
@@ -43,8 +43,8 @@ def first_differences(dumps: Sequence[Dump]) -> list[Divergence]:
             if not members or dump.rank in members
         }
         if len(ranks) > 1 and (difference := _first(group, description, ranks)):
-            found.append(difference)
-    return sorted(found, key=lambda one: ("different", "absent", "unfinished").index(one.kind))
+            diffs.append(difference)
+    return sorted(diffs, key=lambda one: ("different", "absent", "unfinished").index(one.kind))
 
 
 def _first(
@@ -87,10 +87,10 @@ def _first(
 
 def ranks_by(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
     """Each value, and the ranks that have it."""
-    found: dict[_Value, list[int]] = {}
+    groups: dict[_Value, list[int]] = {}
     for rank in sorted(values):
-        found.setdefault(values[rank], []).append(rank)
-    return found
+        groups.setdefault(values[rank], []).append(rank)
+    return groups
 
 
 def _ways(groups: Sequence[tuple[str, list[int]]]) -> str:
@@ -105,7 +105,7 @@ def _at(operations: Mapping[int, Operation], which: Sequence[int | None]) -> str
 
 
 def where_ranks_stood(works: Sequence[Work]) -> str:
-    """Which ranks of one process group the others waited for; empty if they do not tell."""
+    """Which ranks of one process group the others waited for; empty if the operations do not show it."""
     late = sorted(((one.late, one.rank) for one in works if one.late), reverse=True)
     first = {rank: operation for operation, rank in late}
     by_kind = ranks_by({rank: kind for rank, (_, kind) in first.items()})

@@ -17,14 +17,14 @@ An error needs only a page: the command reads the pages and prints from them. Th
         generic:                            (the same, of lines that other programs write too: they count in
           No space left on device            the log of a training job only)
         weak:                               (the same, of lines that follow from several causes: alone they are
-          DataLoader worker .* exited        told as a symptom)
-        unsure:                             (the same, of lines that this error mostly writes, and others too: told
-          .Errno 2. No such file             as a symptom, but before other symptoms and own errors)
+          DataLoader worker .* exited        reported as a symptom)
+        unsure:                             (the same, of lines that mostly this error writes: reported as a
+          .Errno 2. No such file             symptom, but before other symptoms and the program's own errors)
         generic unsure:                     (both; so too `generic weak`)
           json.decoder.JSONDecodeError
         raised by: PIL torch/serialization  (files of installed packages: an error that they raised and that no
-                                            page's words tell is mostly this one, told as `unsure` is)
-        unless:                             (what a line has that shows another error, whatever sign it has)
+                                            page's signs show is mostly this one, reported like `unsure`)
+        unless:                             (what a line has that shows another error, whatever signs it has)
           /dev/shm
 
     Why it happens.
@@ -53,7 +53,7 @@ PAGES = Path(__file__).with_name("pages")
 
 
 class Retry(StrEnum):
-    """Whether a launcher should start the job again as it is; NO also where nobody knows what would be another time."""
+    """Whether a launcher should start the job again as it is; NO also if it is unknown what another start would do."""
 
     NO = "no"
     YES = "yes"
@@ -64,7 +64,7 @@ class Tier(IntEnum):
     """How near to the beginning of a failure an error occurs: if a log has several, the nearest explains it."""
 
     CAUSE = 0
-    WIDE = 1  # a cause, told in words that wrap others: "failed to import X because of ..."
+    WIDE = 1  # a cause, in words that wrap others: "failed to import X because of ..."
     HINT = 2  # what mostly causes such a line, but not always: no cause is claimed
     SYMPTOM = 3
     CONSEQUENCE = 4
@@ -176,10 +176,10 @@ def read_page(path: Path) -> KnownError:
 
 def _question(command: str, answers: Sequence[str]) -> SettlingQuestion:
     parts = re.findall(r"^(yes|no) (.+) => (.+)$", "\n".join(answers), re.MULTILINE)
-    found = [
+    outcomes = [
         (kind == "yes", re.compile(sign, re.MULTILINE), text) for kind, sign, text in parts
     ]
-    return SettlingQuestion(shlex.split(command), found)
+    return SettlingQuestion(shlex.split(command), outcomes)
 
 
 @cache

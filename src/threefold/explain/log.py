@@ -1,8 +1,8 @@
 """Logs of several ranks, line by line: where each line is from, and which rank on which host wrote it. No torch.
 
 Launchers and torch each have their own way to put a rank before a line (`prefixes`); a log of one process has no ranks,
-and then none is given. A long log says the same again and again: `shapes` are its different lines, digits aside, each
-with the places where it stands. Whatever is looked for is looked for in these, so 100 MB take seconds.
+and then none is set. A long log repeats itself: `shapes` are its different lines, digits aside, each with the places
+where it occurs. All searches are in these, so 100 MB take seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_PLACES = 4096
 
 @dataclass(frozen=True)
 class LogSource:
-    """One file or stream: its text, the rank that its name tells, and what of it was not read."""
+    """One file or stream: its text, the rank in its name, and what of it was not read."""
 
     name: str
     text: str
@@ -56,7 +56,7 @@ class Log:
         self.sources = list(sources)
         self.raw: list[str] = []
         self._bounds = [0]  # of the sources
-        # Of each line in `raw`: its number in its source, and what stood before it.
+        # Of each line in `raw`: its number in its source, and what was before it.
         self._numbers = array("q")
         self._prefixes: list[str] = []
         for source in self.sources:

@@ -1,4 +1,4 @@
-"""What launchers, containers and journals put before lines: taken off once, and kept as rank and host. No torch.
+"""What launchers, containers and journals put before lines: removed once, and kept as rank and host. No torch.
 
 What every line of a source begins with belongs to whoever passed the log on: a Pod's name, an actor's, a time. Without
 it, a line is what its program wrote, at its first column, wherever it was run.
@@ -63,7 +63,7 @@ _LONGEST_JSON = 2**16
 
 
 def read(text: str, rank: int | None = None, host: str | None = None) -> _Written:
-    """(the line without its prefixes, the rank and the host: what they tell, or else what is known)."""
+    """(the line without its prefixes, the rank and the host: as the prefixes name them, or else as passed)."""
     if journal := re.fullmatch(_JOURNAL, text):
         return "", rank, journal["host"]
     text = _STAMP.sub("", text)
@@ -95,19 +95,19 @@ def written(line: str, rank: int | None, host: str | None) -> _Written:
 
 
 def rank_of_file(name: str) -> int | None:
-    """The rank that the name of a log tells."""
-    found = _OF_FILE.search(name)
-    return found and int(found[1])
+    """The rank in the name of a log."""
+    match = _OF_FILE.search(name)
+    return match and int(match[1])
 
 
 def time_of(line: str) -> str | None:
     """When a line was written, in seconds as text that sorts, if its beginning says so."""
-    found = _TIME.search(line[:80])
-    return found and f"{found[1]} {found[2]}"
+    match = _TIME.search(line[:80])
+    return match and f"{match[1]} {match[2]}"
 
 
 class PrefixedLine(NamedTuple):
-    """A line as its program wrote it, what stood before it, and its number in the source, from 1."""
+    """A line as its program wrote it, what was before it, and its number in the source, from 1."""
 
     text: str
     prefix: str
@@ -116,17 +116,17 @@ class PrefixedLine(NamedTuple):
 
 def taken_off(lines: Sequence[str]) -> list[PrefixedLine]:
     """The lines without what (nearly) all of them begin with."""
-    found = [PrefixedLine(line, "", number) for number, line in enumerate(lines, 1)]
+    stripped = [PrefixedLine(line, "", number) for number, line in enumerate(lines, 1)]
     for _ in range(_ROUNDS):
-        if not (split := _split([line.text for line in found])):
+        if not (split := _split([line.text for line in stripped])):
             break
-        found = [
+        stripped = [
             PrefixedLine(text, line.prefix + prefix, line.number)
-            for line in found
+            for line in stripped
             for prefix, message in [split(line.text) or ("", line.text)]
             for text in message.removesuffix("\n").split("\n")
         ]
-    return found
+    return stripped
 
 
 def lines_of(text: str) -> list[PrefixedLine]:

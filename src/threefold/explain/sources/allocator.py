@@ -15,7 +15,7 @@ _FORMS = (
 
 
 class GpuMemory(NamedTuple):
-    """Bytes of a GPU, as far as a line tells them; `pieces` are reserved, but not in use."""
+    """Bytes of a GPU, as far as a line shows them; `pieces` are reserved, but not in use."""
 
     asked: int | None
     free: int | None

@@ -43,7 +43,7 @@ def works(log: Log) -> dict[int, list[Work]]:
         for line in lines
         if (at := _number(_AT, line)) is not None
     }
-    found: dict[int, list[Work]] = {}
+    by_group: dict[int, list[Work]] = {}
     for line in lines:
         operation, group = _LATE.search(line.text), _number(_GROUP, line)
         late = operation and (int(operation[1]), operation[2])
@@ -51,8 +51,8 @@ def works(log: Log) -> dict[int, list[Work]]:
             group = named.get((line.rank, late[0]))
         if line.rank is not None and group is not None:
             work = Work(line.rank, _number(_WITHIN, line), late, _number(_ENQUEUED, line))
-            found.setdefault(group, []).append(work)
-    return found
+            by_group.setdefault(group, []).append(work)
+    return by_group
 
 
 def limit_ms(line: LogLine) -> int | None:
@@ -61,5 +61,5 @@ def limit_ms(line: LogLine) -> int | None:
 
 
 def _number(form: str, line: LogLine) -> int | None:
-    found = re.search(form, line.text)
-    return found and int(found[1])
+    match = re.search(form, line.text)
+    return match and int(match[1])

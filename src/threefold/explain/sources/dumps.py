@@ -66,22 +66,22 @@ def read_dump(path: Path) -> Dump:
         raise ValueError(f"{path} is larger than a dump is")
     content = path.read_bytes()
     try:
-        found = (
+        dump = (
             json.loads(content)
             if content.lstrip()[:1] == b"{"
             else _Plain(io.BytesIO(content)).load()
         )
     except Exception as error:  # what bytes that are no dump raise depends on the bytes
         raise ValueError(f"{path} is no Flight Recorder dump: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
+    if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
         raise ValueError(f"{path} is no Flight Recorder dump: it has no entries")
     named = _NAME.search(path.stem)
-    rank = int(named[1] if named else found.get("rank", 0))
+    rank = int(named[1] if named else dump.get("rank", 0))
     members = {
-        str(group): _members(told) for group, told in _mapping(found.get("pg_config")).items()
+        str(group): _members(spec) for group, spec in _mapping(dump.get("pg_config")).items()
     }
     operations: dict[str, dict[int, Operation]] = {}
-    for entry in map(_mapping, found["entries"]):
+    for entry in map(_mapping, dump["entries"]):
         number, group = entry.get("collective_seq_id"), entry.get("process_group") or "0"
         name = str(group[0] if isinstance(group, list | tuple) else group)
         if isinstance(number, int) and not entry.get("is_p2p"):
@@ -107,10 +107,10 @@ def _place(frame: Any) -> str | None:
     return f"{file}:{frame.get('line')} in {frame.get('name')}"
 
 
-def _members(told: Any) -> tuple[str, list[int]]:
-    told = _mapping(told)
-    ranks = re.findall(r"\d+", str(told.get("ranks", "")))
-    return str(told.get("desc", "")), [*map(int, ranks)]
+def _members(spec: Any) -> tuple[str, list[int]]:
+    spec = _mapping(spec)
+    ranks = re.findall(r"\d+", str(spec.get("ranks", "")))
+    return str(spec.get("desc", "")), [*map(int, ranks)]
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:

@@ -13,7 +13,7 @@ _TOLD = 10  # lines from the heading of the first failure on
 
 
 class Exit(NamedTuple):
-    """How a process ended, as far as lines tell: a rank of the job, or only a `local_rank` of one host."""
+    """How a process ended, as far as lines show: a rank of the job, or only a `local_rank` of one host."""
 
     host: str | None
     rank: int | None
@@ -30,7 +30,7 @@ def first_exit(log: Log) -> Exit:
 
 
 def rank_of_exit(log: Log, line: LogLine) -> int | None:
-    """The rank whose end a line of torchrun tells: that of its entry in the table, or else of the first failure."""
+    """The rank whose end a line of torchrun reports: that of its entry in the table, or else of the first failure."""
     own = _exit(log.raw[line.index - 1 : line.index + 1]).rank
     return first_exit(log).rank if own is None else own
 

@@ -1,4 +1,4 @@
-"""The kinds of lines that tell of a job, each known by its expressions. No torch."""
+"""The kinds of lines that are evidence of a job, each recognized by its expressions. No torch."""
 
 import re
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ class EventKind(Enum):
     (?<![A-Za-z])[Tt]rain(?:ing|ed)? (?:pipeline|script|job|run|code|process|loop|model|stage)\b
     (?<![A-Za-z])[Tt]rain(?:ing|ed)? (?:on|my|a|the|with)\b
     """
-    # many programs write it: two tell of training, or one beside a word of the machines
+    # many programs write it: two are evidence of training, or one with a word of the machines
     LEARN = r"""
     checkpoint  datasets/  [Ee]pochs?(?![a-z])  (?<![A-Za-z])loss(?:es)?(?![A-Za-z]|:? \d+%)  \d%\|.*(?:it/s|s/it)
     [Ee]valuat  [Dd]ataset  [Oo]ptimizer  [Gg]radient  [/_]train[/_.]  \.ckpt  \.pth\b  \.pt\b  ckpt  tokenizer
@@ -136,11 +136,11 @@ class EventKind(Enum):
 def anchor(sign: str) -> str:
     """The longest literal part of a sign without digits at its ends, which a line must contain to have the sign."""
     masked = _NO_LITERAL.sub(
-        "\0", re.sub(r"\\([^A-Za-z0-9])", lambda found: chr(0xE000 + ord(found[1])), sign)
+        "\0", re.sub(r"\\([^A-Za-z0-9])", lambda match: chr(0xE000 + ord(match[1])), sign)
     )
     if "|" in masked:
         return ""
-    plain = re.sub("[\ue000-\uefff]", lambda found: chr(ord(found[0]) - 0xE000), masked)
+    plain = re.sub("[\ue000-\uefff]", lambda match: chr(ord(match[0]) - 0xE000), masked)
     return max(re.split(r"\0|\d+", plain), key=len)
 
 

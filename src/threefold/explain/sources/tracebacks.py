@@ -56,7 +56,7 @@ class Raised:
 
 def raised(log: Log) -> list[Raised]:
     """The errors of all tracebacks, in order; of chained errors only the last one. Of many, the first and last 500."""
-    found: list[Raised] = []
+    errors: list[Raised] = []
     # Ranks write at the same time, so each may have an open traceback: its innermost frame, and the program's own.
     frames: dict[int | None, tuple[re.Match[str] | None, re.Match[str] | None]] = {}
     chained: set[int | None] = set()
@@ -76,23 +76,23 @@ def raised(log: Log) -> list[Raised]:
         elif line.rank in frames and (error := _ERROR.match(line.text)):
             if line.rank in chained:
                 chained.discard(line.rank)
-                before = [one for one in found if one.line.rank == line.rank]
+                before = [one for one in errors if one.line.rank == line.rank]
                 if before:
-                    found.remove(before[-1])
+                    errors.remove(before[-1])
             innermost, own = frames.pop(line.rank)
             place = f"{own['file']}:{own['line']} in {own['function']}" if own else None
             file = innermost["file"] if innermost else ""
             reports = error["kind"].rpartition(".")[2] in _REPORTING
             by_program = own is innermost is not None
-            found.append(Raised(line, reports, place, by_program, file))
-    return found
+            errors.append(Raised(line, reports, place, by_program, file))
+    return errors
 
 
 def messages(log: Log, errors: Sequence[Raised]) -> dict[int, str]:
     """The whole message of each error: the next lines, if it continues there, and the file that raised it."""
     files = {error.line.index: error.file for error in errors}
     named = (log.line(places[0]) for places in log.shapes_containing("Error: "))
-    found = {}
+    texts = {}
     for first in [
         *(error.line for error in errors),
         *filter(is_error, islice(named, 2 * _MOST)),
@@ -103,21 +103,21 @@ def messages(log: Log, errors: Sequence[Raised]) -> dict[int, str]:
                 break
             parts.append(line.text.strip())
         file = files.get(first.index)
-        found[first.index] = " ".join(parts)[:2000] + (f" < {file}" if file else "")
-    return found
+        texts[first.index] = " ".join(parts)[:2000] + (f" < {file}" if file else "")
+    return texts
 
 
 def ignored_lines(log: Log) -> set[int]:
     """Indices of the lines of tracebacks that Python says it ignored: in a finalizer, or while it wrote a log."""
-    found: set[int] = set()
+    ignored: set[int] = set()
     for words in ("Exception ignored in", "--- Logging error ---"):
         for begin in (
             index for places in log.shapes_containing(words) for index in places[:_MOST]
         ):
             lines = range(begin + 1, min(begin + _LONGEST, log.source(begin).stop))
             end = next((index for index in lines if is_error(log.line(index))), begin)
-            found.update(range(begin, end + 1))
-    return found
+            ignored.update(range(begin, end + 1))
+    return ignored
 
 
 def is_error(line: LogLine) -> bool:

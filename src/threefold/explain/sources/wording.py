@@ -38,7 +38,7 @@ _MET = re.compile(
     r"^(?!.*(?:\b[Ii]f\b|[Ff]ix|[Ss]olve|[Aa]void|[Pp]revent|no longer)).*"
     r"\b(?:I|[Ww]e)(?:'m| am)? (?:get|got|getting|have|had|met|run|ran|encounter|see)"
 )
-# Lines before a launcher's that are its own, a shell's, or what somebody says: no output of what it started.
+# Lines before a launcher's that are its own, a shell's, or what somebody says: not the output of what it started.
 is_of_launcher = re.compile(
     r"^GPU core dump|nvidia-|NVRM|amdgpu"
     r"|slurm|srun|sbatch|salloc|ssh|[Mm][Pp][Ii]|O[RM]TE|PRTE|OPAL|PMI|UCX|ucx|[Ww]arning|^\W*$"
@@ -48,24 +48,24 @@ is_of_launcher = re.compile(
 
 
 def is_talk(line: str, anchor: str) -> bool:
-    """Whether the line speaks of the error that `anchor` is part of, or says that the program continues after it."""
+    """Whether the line talks about the error that `anchor` is part of, or says that the program continues after it."""
     if _TALK.search(line):
         return True
     before, _, after = line.partition(anchor)
     after = anchor + after
-    said, _, begin = before.rpartition("`")
+    lead, _, begin = before.rpartition("`")
     end, _, rest = after.partition("`")
     if (
         before.count("`") % 2
         and "`" in after
-        and "Error" not in said
-        and "Assertion" not in said
+        and "Error" not in lead
+        and "Assertion" not in lead
     ):
         # A whole line, or an error with its numbers, is quoted from a log.
         return (
-            any(map(str.isalnum, said + rest))
+            any(map(str.isalnum, lead + rest))
             and not _QUOTED.search(begin + end)
-            and not _MET.search(said)
+            and not _MET.search(lead)
         )
     in_quotes = before.count('"') % 2 and '"' in after and _PROSE.search(before)
     return bool(in_quotes) and not _TROUBLE.search(before.rpartition('"')[0])

@@ -1,7 +1,7 @@
 """The live network of a mesh: a barrier and an all-reduce on every axis, then pairs of ranks; each within a time limit.
 
 Every rank calls `measure`; nothing waits longer than the limit. Each rank notes in the store which test it begins, so a
-rank that waits in vain finds there who is missing. The measurements are plain values; `judge` reads those of all ranks.
+rank that waits in vain sees there who is missing. The measurements are plain values; `judge` reads those of all ranks.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ class Measured:
 
 def axes_of(mesh: Mesh) -> list[str]:
     """The axes of more than one rank, without those that have the same ranks as an earlier one."""
-    found: dict[tuple[int, ...], str] = {}
+    by_ranks: dict[tuple[int, ...], str] = {}
     for name in ("dp", "cp", "tp", "fsdp", "world"):
         if mesh.group(name) is not None:
-            found.setdefault(tuple(dist.get_process_group_ranks(mesh.group(name))), name)
+            by_ranks.setdefault(tuple(dist.get_process_group_ranks(mesh.group(name))), name)
     # If two axes have the same ranks here, they have the same ranks everywhere.
-    return list(found.values())
+    return list(by_ranks.values())
 
 
 def meet(mesh: Mesh, *, limit_s: float) -> None:
@@ -142,11 +142,11 @@ def judge(measured: Mapping[int, Measured], *, own_links: bool) -> list[Finding]
     """The findings from the numbers of all ranks, by axis and for pairs.
 
     Args:
-        own_links: whether pairs have links of their own; ranks on the CPU of one host share its cores, so that their
+        own_links: whether pairs have dedicated links; ranks on the CPU of one host share its cores, so that their
             pairs differ by chance.
     """
     names = next(iter(measured.values())).axes
-    found = [
+    findings = [
         _axis_finding(
             name, [each.axes[name] for each in measured.values() if name in each.axes]
         )
@@ -158,8 +158,8 @@ def judge(measured: Mapping[int, Measured], *, own_links: bool) -> list[Finding]
         for partner, timing in each.pairs.items()
     }
     if pairs:
-        found.append(_pairs_finding(pairs, own_links=own_links))
-    return found
+        findings.append(_pairs_finding(pairs, own_links=own_links))
+    return findings
 
 
 def _axis_finding(name: str, timings: Sequence[Timing]) -> Finding:

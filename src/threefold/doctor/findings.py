@@ -36,12 +36,12 @@ class Finding:
 
     def lines(self) -> list[str]:
         """The finding as text."""
-        found = [f"{_MARKS[self.level]} {self.check}: {self.what}"]
+        lines = [f"{_MARKS[self.level]} {self.check}: {self.what}"]
         if self.expected:
-            found.append(f"          expected: {self.expected}")
+            lines.append(f"          expected: {self.expected}")
         if self.fix:
-            found.append(f"          fix: {self.fix}")
-        return found
+            lines.append(f"          fix: {self.fix}")
+        return lines
 
 
 def ok(check: str, what: str) -> Finding:

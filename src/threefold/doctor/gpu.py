@@ -1,6 +1,6 @@
 """torch, CUDA and the GPUs: the build compared with driver and device, memory, links.
 
-`look` queries torch, and nvidia-smi by `nvidia`; `judge` only computes with the answers and needs no torch.
+`look` queries torch, and nvidia-smi through `nvidia`; `judge` only computes with the answers and needs no torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Torch:
         driver, driver_cuda: the NVIDIA driver, and the newest CUDA that it supports.
         installed_gpus: as nvidia-smi counts them; None without nvidia-smi.
         links: (GPU, GPU) -> kind, as nvidia-smi calls it.
-        silent: nvidia-smi is there, and could not tell (`nvidia` says why).
+        silent: nvidia-smi is installed, but failed to answer (`nvidia` says why).
         trouble: what CUDA said when it could not be used.
         rocm: the version of ROCm that it was built with.
     """
@@ -72,7 +72,7 @@ class Torch:
 
 
 def look(environ: Mapping[str, str], tools: nvidia.Nvidia) -> Torch:
-    """Queries torch; `tools`: what NVIDIA's said."""
+    """Queries torch; `tools`: the answers of NVIDIA's."""
     driver, driver_cuda = read_summary(tools.smi.text)
     hardware: dict[str, Any] = {
         "visible": environ.get("CUDA_VISIBLE_DEVICES"),
@@ -89,7 +89,7 @@ def look(environ: Mapping[str, str], tools: nvidia.Nvidia) -> Torch:
     cudnn = torch.backends.cudnn.version()
     cuda = torch.version.cuda
     has_nccl = cuda is not None and torch.distributed.is_nccl_available()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         gpus = tuple(_gpus())
     return Torch(
@@ -100,33 +100,35 @@ def look(environ: Mapping[str, str], tools: nvidia.Nvidia) -> Torch:
         architectures=tuple(torch.cuda.get_arch_list()) if torch.cuda.is_available() else (),
         gloo=torch.distributed.is_available() and torch.distributed.is_gloo_available(),
         gpus=gpus,
-        trouble=" ".join(str(each.message) for each in said if "CUDA" in str(each.message)),
+        trouble=" ".join(str(each.message) for each in caught if "CUDA" in str(each.message)),
         rocm=torch.version.hip,
         **hardware,
     )
 
 
-def judge(seen: Torch) -> list[Finding]:
+def judge(probe: Torch) -> list[Finding]:
     """What would keep a run from using torch or the GPUs."""
-    if seen.version is None:
-        why = f"cannot be imported: {seen.error.strip()}"
+    if probe.version is None:
+        why = f"cannot be imported: {probe.error.strip()}"
         fix = f"install it as described on {_START}"
         return [stop("torch", why, "torch 2.11 or newer", fix)]
-    fits = _version(seen.version) >= _LEAST_TORCH
-    found = [
+    fits = _version(probe.version) >= _LEAST_TORCH
+    findings = [
         judged(
-            "torch", seen.version, fits, "2.11 or newer", f"pip install -U torch, see {_START}"
+            "torch", probe.version, fits, "2.11 or newer", f"pip install -U torch, see {_START}"
         )
     ]
-    if not seen.gloo:
-        found.append(
+    if not probe.gloo:
+        findings.append(
             stop("gloo", "torch was built without it", "gloo", "install torch's own wheels")
         )
-    found += [*_builds(seen), *_driver(seen)]
-    found += [_gpu(number, gpu, seen.architectures) for number, gpu in enumerate(seen.gpus)]
-    if seen.links and len(seen.gpus) > 1:
-        found.append(_links(seen.links))
-    return found
+    findings += [*_builds(probe), *_driver(probe)]
+    findings += [
+        _gpu(number, gpu, probe.architectures) for number, gpu in enumerate(probe.gpus)
+    ]
+    if probe.links and len(probe.gpus) > 1:
+        findings.append(_links(probe.links))
+    return findings
 
 
 def read_summary(text: str) -> tuple[str | None, Version | None]:
@@ -136,73 +138,73 @@ def read_summary(text: str) -> tuple[str | None, Version | None]:
     return (driver[1] if driver else None), (_version(cuda[1]) if cuda else None)
 
 
-def _builds(seen: Torch) -> Iterator[Finding]:
-    if seen.rocm is not None:
-        what = f"torch {seen.version} is a build for ROCm {seen.rocm}"
+def _builds(probe: Torch) -> Iterator[Finding]:
+    if probe.rocm is not None:
+        what = f"torch {probe.version} is a build for ROCm {probe.rocm}"
         fix = "--mesh.device cpu, or a machine with NVIDIA GPUs"
         yield warning("ROCm", what, "NVIDIA GPUs or CPUs: ROCm has not been tried", fix)
-    elif seen.cuda is None and seen.installed_gpus:
-        what = f"this machine has {seen.installed_gpus} GPUs, but torch {seen.version} is a build for CPUs"
+    elif probe.cuda is None and probe.installed_gpus:
+        what = f"this machine has {probe.installed_gpus} GPUs, but torch {probe.version} is a build for CPUs"
         fix = f"pip install torch from the index for your CUDA: {_START}; or --mesh.device cpu"
         yield stop("CUDA", what, "a build of torch for CUDA", fix)
-    elif seen.cuda is None:
+    elif probe.cuda is None:
         yield note("CUDA", "none: torch is a build for CPUs, ranks communicate through gloo")
     else:
         for name, least in (("CUDA", (11, 8)), ("cuDNN", (8, 6)), ("NCCL", (2, 14))):
-            version: Version | None = getattr(seen, name.lower())
+            version: Version | None = getattr(probe, name.lower())
             fits = version is not None and version >= least
-            what = f"torch {seen.version} has none"
+            what = f"torch {probe.version} has none"
             if version is not None:
                 what = (
-                    _dotted(version) if fits else f"{_dotted(version)} in torch {seen.version}"
+                    _dotted(version) if fits else f"{_dotted(version)} in torch {probe.version}"
                 )
             fix = f"a newer build of torch, which includes it: {_START}"
             yield judged(name, what, fits, f"{_dotted(least)} or newer", fix)
 
 
-def _driver(seen: Torch) -> Iterator[Finding]:
-    if seen.cuda is None:
+def _driver(probe: Torch) -> Iterator[Finding]:
+    if probe.cuda is None:
         return
-    if seen.silent:
+    if probe.silent:
         return
-    if seen.driver is None:
+    if probe.driver is None:
         what = "no NVIDIA driver was found (nvidia-smi)"
-        expected = f"a driver for CUDA {_dotted(seen.cuda)}, which torch was built with"
+        expected = f"a driver for CUDA {_dotted(probe.cuda)}, which torch was built with"
         fix = "install the driver; in a container: docker run --gpus all; without GPUs: --mesh.device cpu"
         yield warning("driver", what, expected, fix)
         return
-    newest = f", supports CUDA up to {_dotted(seen.driver_cuda)}" if seen.driver_cuda else ""
+    newest = f", supports CUDA up to {_dotted(probe.driver_cuda)}" if probe.driver_cuda else ""
     # Within one major version a newer CUDA runs on an older driver.
-    if seen.driver_cuda is not None and seen.driver_cuda[0] < seen.cuda[0]:
-        what = f"{seen.driver}{newest}; torch was built with {_dotted(seen.cuda)}"
-        fix = f"a newer driver, or torch for CUDA {seen.driver_cuda[0]}: {_START}"
-        yield stop("driver", what, f"a driver for CUDA {seen.cuda[0]}", fix)
+    if probe.driver_cuda is not None and probe.driver_cuda[0] < probe.cuda[0]:
+        what = f"{probe.driver}{newest}; torch was built with {_dotted(probe.cuda)}"
+        fix = f"a newer driver, or torch for CUDA {probe.driver_cuda[0]}: {_START}"
+        yield stop("driver", what, f"a driver for CUDA {probe.cuda[0]}", fix)
     else:
-        yield ok("driver", f"{seen.driver}{newest}")
-    yield from _visible(seen)
+        yield ok("driver", f"{probe.driver}{newest}")
+    yield from _visible(probe)
 
 
-def _visible(seen: Torch) -> Iterator[Finding]:
-    """Whether torch has all GPUs that it is to have."""
-    installed, count = seen.installed_gpus, len(seen.gpus)
+def _visible(probe: Torch) -> Iterator[Finding]:
+    """Whether torch sees all GPUs that it should."""
+    installed, count = probe.installed_gpus, len(probe.gpus)
     chosen = (
         None
-        if seen.visible is None
-        else [name for name in seen.visible.split(",") if name.strip() not in ("", "-1")]
+        if probe.visible is None
+        else [name for name in probe.visible.split(",") if name.strip() not in ("", "-1")]
     )
-    if "802" in seen.trouble and not count:
+    if "802" in probe.trouble and not count:
         what = "CUDA waits for the fabric of the NVSwitches (error 802)"
         expected = "a fabric that is ready"
         fix = "sudo systemctl restart nvidia-fabricmanager, of the very version of the driver"
         yield stop("fabric", what, expected, fix)
-    elif seen.trouble and not count and chosen != []:
+    elif probe.trouble and not count and chosen != []:
         fix = "nvidia-smi, and sudo dmesg | grep -i nvrm; CUDA's libraries must be no newer than the driver"
-        yield stop("GPUs", seen.trouble[:300], "CUDA that can be used", fix)
+        yield stop("GPUs", probe.trouble[:300], "CUDA that can be used", fix)
     elif installed and count < (installed if chosen is None else len(chosen)):
         hides = (
             "though CUDA_VISIBLE_DEVICES is not set"
             if chosen is None
-            else f"of CUDA_VISIBLE_DEVICES={seen.visible}"
+            else f"of CUDA_VISIBLE_DEVICES={probe.visible}"
         )
         fix = (
             "nvidia-smi -L and sudo dmesg | grep -i nvrm show which is missing; "
@@ -213,13 +215,13 @@ def _visible(seen: Torch) -> Iterator[Finding]:
         expected = f"{installed if chosen is None else len(chosen)}"
         yield stop("GPUs", f"torch has {count} GPUs, {hides}", expected, fix)
     elif installed and not count:
-        what = f"0 of {installed} are visible: CUDA_VISIBLE_DEVICES={seen.visible}"
+        what = f"0 of {installed} are visible: CUDA_VISIBLE_DEVICES={probe.visible}"
         yield stop(
             "GPUs", what, "at least one", "unset CUDA_VISIBLE_DEVICES, or --mesh.device cpu"
         )
     elif installed and count < installed:
         yield note(
-            "GPUs", f"{count} of {installed} are visible: CUDA_VISIBLE_DEVICES={seen.visible}"
+            "GPUs", f"{count} of {installed} are visible: CUDA_VISIBLE_DEVICES={probe.visible}"
         )
 
 
@@ -262,12 +264,12 @@ def _links(links: Mapping[tuple[int, int], str]) -> Finding:
 def _gpus() -> list[Gpu]:
     import torch
 
-    found = []
+    gpus = []
     for number in range(torch.cuda.device_count()) if torch.cuda.is_available() else ():
         properties = torch.cuda.get_device_properties(number)
         free, total = torch.cuda.mem_get_info(number)
-        found.append(Gpu(properties.name, total, free, (properties.major, properties.minor)))
-    return found
+        gpus.append(Gpu(properties.name, total, free, (properties.major, properties.minor)))
+    return gpus
 
 
 def _version(text: str) -> Version:

@@ -171,16 +171,16 @@ def _tokens(environ: Mapping[str, str]) -> dict[str, str]:
     """Where each token is, never the token."""
     home = environ.get("HOME", str(Path.home()))
     places = {"HOME": home, "HF_HOME": environ.get("HF_HOME", f"{home}/.cache/huggingface")}
-    found: dict[str, str] = {}
+    tokens: dict[str, str] = {}
     for name, (variables, files) in _TOKENS.items():
         for variable in variables:
             if environ.get(variable):
-                found.setdefault(name, f"set in {variable}")
+                tokens.setdefault(name, f"set in {variable}")
         for file in files:
             path = Path(file.format(**places))
             if path.is_file() and (path.name != ".netrc" or "wandb" in (text_of(path) or "")):
-                found.setdefault(name, f"in {path}")
-    return found
+                tokens.setdefault(name, f"in {path}")
+    return tokens
 
 
 def _tpu(environ: Mapping[str, str]) -> str | None:

@@ -77,7 +77,7 @@ def look(environ: Mapping[str, str]) -> Network:
 def judge(network: Network, *, several_machines: bool) -> list[Finding]:
     """What would keep ranks from meeting over this network."""
     usable = [each for each in network.interfaces if each.up and each.address]
-    found = [
+    findings = [
         note("interfaces", "; ".join(map(str, usable)) or "none with an IPv4 address"),
         _gloo(network, usable, several_machines=several_machines),
         _nccl(network, usable),
@@ -85,13 +85,13 @@ def judge(network: Network, *, several_machines: bool) -> list[Finding]:
         *_infiniband(network.infiniband),
     ]
     if network.variables:
-        found.append(
+        findings.append(
             note(
                 "variables",
                 ", ".join(f"{name}={value}" for name, value in network.variables.items()),
             )
         )
-    return found
+    return findings
 
 
 def _replaced(network: Network, usable: Sequence[Interface]) -> Iterator[Finding]:
@@ -113,17 +113,17 @@ def _replaced(network: Network, usable: Sequence[Interface]) -> Iterator[Finding
 
 
 def _infiniband(ports: Sequence[str]) -> list[Finding]:
-    """A finding for each port; one that is down beside others that are up is a cable or a switch."""
+    """A finding for each port; one that is down while others are up means a cable or a switch."""
     up = any("ACTIVE" in port and port.endswith("InfiniBand") for port in ports)
-    found = []
+    findings = []
     for port in ports:
         fits = not (up and "DOWN" in port and port.endswith("InfiniBand"))
         expected = "all ports up: NCCL shares its work among them"
         fix = "ibstat; look at its cable and its switch"
-        found.append(
+        findings.append(
             note("InfiniBand", port) if fits else warning("InfiniBand", port, expected, fix)
         )
-    return found or [note("InfiniBand", "none")]
+    return findings or [note("InfiniBand", "none")]
 
 
 def gloo_interface(network: Network) -> tuple[Interface | None, str]:
@@ -213,8 +213,8 @@ def _is_bridge(interface: Interface) -> bool:
 
 def _interface(name: str) -> Interface:
     state, speed = (text_of(_CLASS / name / file) for file in ("operstate", "speed"))
-    known = int(speed) if speed is not None and speed.isdecimal() else None
-    return Interface(name, _address(name), up=state in (None, "up", "unknown"), speed=known)
+    mbit_s = int(speed) if speed is not None and speed.isdecimal() else None
+    return Interface(name, _address(name), up=state in (None, "up", "unknown"), speed=mbit_s)
 
 
 def _address(name: str) -> str | None:
@@ -235,10 +235,10 @@ def _address(name: str) -> str | None:
 
 
 def _infiniband_ports() -> list[str]:
-    found = []
+    ports = []
     for port in sorted(_INFINIBAND.glob("*/ports/*")):
         state, rate, layer = (text_of(port / name) for name in ("state", "rate", "link_layer"))
-        found.append(
+        ports.append(
             f"{port.parts[-3]} port {port.name}: {state or 'unknown'}, {rate or '?'}, {layer or '?'}"
         )
-    return found
+    return ports

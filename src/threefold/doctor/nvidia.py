@@ -1,7 +1,7 @@
-"""What NVIDIA's tools say of the GPUs' health: nvidia-smi's report, NVLink's counters, the driver's Xid messages.
+"""What NVIDIA's tools report about the GPUs' health: nvidia-smi's report, NVLink's counters, the driver's Xid messages.
 
-All of them are asked within one time limit, because a sick driver lets each of them wait. `look` asks; `judge` computes
-with what they answered, and needs neither torch nor a GPU.
+All of them run within one time limit, because each of them hangs if the driver is broken. `look` runs them; `judge`
+computes with their answers, and needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -147,9 +147,9 @@ def ask(program: str, *arguments: str, ends: float) -> Answer:
     return Answer(text, run.returncode)
 
 
-def judge(seen: Nvidia) -> list[Finding]:
-    """What of the hardware would keep a run from working, or make it slow or wrong."""
-    return [*_answers(seen), *_memory(seen), *_speed(seen), *_equal(seen)]
+def judge(tools: Nvidia) -> list[Finding]:
+    """What in the hardware would keep a run from working, or make it slow or wrong."""
+    return [*_answers(tools), *_memory(tools), *_speed(tools), *_equal(tools)]
 
 
 def read_health(text: str) -> list[Health]:
@@ -210,14 +210,14 @@ def read_links(text: str) -> dict[tuple[int, int], str]:
     rows = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
     header = next((row for row in rows if row[:1] == ["GPU0"] and "X" not in row), [])
     num_gpus = sum(re.fullmatch(r"GPU\d+", name) is not None for name in header)
-    found = {}
+    links = {}
     for row in rows:
         if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row:
             first = int(row[0][3:])
-            found.update(
+            links.update(
                 {(first, second): row[1 + second] for second in range(first + 1, num_gpus)}
             )
-    return found
+    return links
 
 
 def read_link_errors(text: str) -> dict[int, int]:
@@ -240,34 +240,34 @@ def read_inactive_links(text: str) -> dict[int, int]:
 
 
 def _by_gpu(text: str, count: Callable[[str], int]) -> dict[int, int]:
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     gpu = None
     for line in text.splitlines():
         if (name := re.match(r"GPU (\d+):", line)) is not None:
             gpu = int(name[1])
         elif gpu is not None:
-            found[gpu] += count(line)
-    return {gpu: number for gpu, number in found.items() if number}
+            counts[gpu] += count(line)
+    return {gpu: number for gpu, number in counts.items() if number}
 
 
 def read_xids(text: str) -> dict[tuple[str, int], int]:
     """How often the kernel's log has each of `_XIDS`, by (PCI bus, number)."""
-    said = re.findall(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)", text)
-    return dict(Counter((bus, int(number)) for bus, number in said if int(number) in _XIDS))
+    xids = re.findall(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)", text)
+    return dict(Counter((bus, int(number)) for bus, number in xids if int(number) in _XIDS))
 
 
 def _lost(text: str) -> list[str]:
-    """Buses of the GPUs that nvidia-smi cannot talk to, or their numbers where it does not tell."""
+    """Buses of the GPUs that nvidia-smi cannot talk to, or their numbers where it names no bus."""
     lines = re.findall(r"Unable to determine the device handle for (.*)", text)
     bus = re.compile(r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d")
     return [
-        found[0] if (found := bus.search(line)) else line.partition(":")[0] for line in lines
+        match[0] if (match := bus.search(line)) else line.partition(":")[0] for line in lines
     ]
 
 
-def _answers(seen: Nvidia) -> Iterator[Finding]:
-    smi = seen.smi
-    if smi.late or seen.listed.late:
+def _answers(tools: Nvidia) -> Iterator[Finding]:
+    smi = tools.smi
+    if smi.late or tools.listed.late:
         expected = "an answer at once: ranks would wait as long, without a word"
         fix = f"{_LOG}; {_DISMISSED}, or reboot it"
         yield stop("driver", f"nvidia-smi gave no answer in {LIMIT_S:g} s", expected, fix)
@@ -277,13 +277,13 @@ def _answers(seen: Nvidia) -> Iterator[Finding]:
         fix = f"reboot, or while nothing uses the GPUs: sudo rmmod {modules}; sudo modprobe nvidia"
         yield stop("driver", what, "libraries and a kernel module of one version", fix)
     elif smi.code:
-        said = " ".join(smi.text.split())[:200]
+        reply = " ".join(smi.text.split())[:200]
         fix = f"{_LOG}; install or load the driver (sudo modprobe nvidia); in a container: docker run --gpus all"
-        yield stop("driver", f"nvidia-smi failed: {said}", "a driver that answers", fix)
-    for bus in dict.fromkeys(_lost(smi.text) + _lost(seen.listed.text)):
+        yield stop("driver", f"nvidia-smi failed: {reply}", "a driver that answers", fix)
+    for bus in dict.fromkeys(_lost(smi.text) + _lost(tools.listed.text)):
         what = f"nvidia-smi cannot talk to the GPU at {bus}"
         yield stop("GPUs", what, "every GPU of the host", f"{_LOG}; {_DISMISSED}, or reboot it")
-    for (bus, number), count in seen.xids.items():
+    for (bus, number), count in tools.xids.items():
         what = f"Xid {number} at PCI {bus}: {_XIDS[number]}" + (
             f", {count} times" if count > 1 else ""
         )
@@ -291,8 +291,8 @@ def _answers(seen: Nvidia) -> Iterator[Finding]:
         yield stop("Xid", what, "no such message since the host was started", fix)
 
 
-def _memory(seen: Nvidia) -> Iterator[Finding]:
-    for number, gpu in enumerate(seen.gpus):
+def _memory(tools: Nvidia) -> Iterator[Finding]:
+    for number, gpu in enumerate(tools.gpus):
         name, at = f"GPU {number} memory", f"{gpu.name} at {gpu.bus}"
         if gpu.remap_failed:
             what = f"{at}: a row that failed could not be replaced"
@@ -330,8 +330,8 @@ def _memory(seen: Nvidia) -> Iterator[Finding]:
             yield stop("fabric", what, expected, fix)
 
 
-def _speed(seen: Nvidia) -> Iterator[Finding]:
-    for number, gpu in enumerate(seen.gpus):
+def _speed(tools: Nvidia) -> Iterator[Finding]:
+    for number, gpu in enumerate(tools.gpus):
         if gpu.slowed:
             why = " and ".join(dict.fromkeys(_SLOWED[reason] for reason in gpu.slowed))
             fix = "look at fans, air and power of the host; nvidia-smi -q -d PERFORMANCE,TEMPERATURE"
@@ -339,20 +339,20 @@ def _speed(seen: Nvidia) -> Iterator[Finding]:
             yield warning(
                 f"GPU {number} clocks", what, "full speed: all ranks wait for the slowest", fix
             )
-    for number, count in seen.link_errors.items():
+    for number, count in tools.link_errors.items():
         what = (
             f"GPU {number}: {count} replayed or recovered transfers since the driver was loaded"
         )
         fix = f"nvidia-smi nvlink -e; if they grow during a run, {_DISMISSED}"
         yield warning("NVLink", what, "none: each costs time, and many end in Xid 74", fix)
-    for number, count in seen.inactive_links.items():
+    for number, count in tools.inactive_links.items():
         what = f"GPU {number}: {count} links are inactive"
         fix = f"nvidia-smi nvlink -s; {_DISMISSED}"
         yield warning("NVLink", what, "all links active, as on its neighbours", fix)
 
 
-def _equal(seen: Nvidia) -> Iterator[Finding]:
-    kinds = Counter((gpu.name, gpu.memory) for gpu in seen.gpus)
+def _equal(tools: Nvidia) -> Iterator[Finding]:
+    kinds = Counter((gpu.name, gpu.memory) for gpu in tools.gpus)
     if len(kinds) > 1:
         each = "; ".join(
             f"{count} x {name} ({memory})" for (name, memory), count in kinds.items()
@@ -361,8 +361,8 @@ def _equal(seen: Nvidia) -> Iterator[Finding]:
         yield warning(
             "GPUs", f"are not equal: {each}", "one kind: all ranks wait for the slowest", fix
         )
-    by_nvlink = [pair for pair, kind in seen.links.items() if kind.startswith("NV")]
-    others = [pair for pair in seen.links if pair not in by_nvlink]
+    by_nvlink = [pair for pair, kind in tools.links.items() if kind.startswith("NV")]
+    others = [pair for pair in tools.links if pair not in by_nvlink]
     if by_nvlink and others and len(others) < len(by_nvlink):
         pairs = ", ".join(f"{a}-{b}" for a, b in others[:4])
         fix = f"nvidia-smi topo -m and nvidia-smi nvlink -s; {_DISMISSED}"

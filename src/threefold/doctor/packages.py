@@ -1,4 +1,4 @@
-"""The installed packages' versions, and which of them do not fit one another. Imports none of them."""
+"""The installed packages' versions, and which of them are incompatible. Imports none of them."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class Package:
 
 def look() -> dict[str, Package]:
     """The packages that matter, by name; those that are not installed are left out."""
-    found = {}
+    packages = {}
     for name in ("threefold", *SHOWN, *_BOUND_TO_TORCH, *_FLASH, *_needed()):
         try:
-            found[name] = Package(
+            packages[name] = Package(
                 name, metadata.version(name), tuple(metadata.requires(name) or ())
             )
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return packages
 
 
 def judge(packages: dict[str, Package], *, gpus: bool) -> list[Finding]:

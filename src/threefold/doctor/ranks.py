@@ -1,4 +1,4 @@
-"""What the ranks of a mesh find together: each looks at its machine, all measure the mesh, rank 0 gathers.
+"""What the ranks of a mesh find together: each checks its machine, all measure the mesh, rank 0 gathers.
 
 Every wait has a limit: ranks put their reports into the rendezvous store, and a rank that reports nothing in time is
 left out and named. `judge` compares the reports, without torch and communication.
@@ -80,11 +80,11 @@ def look_at_machine(config: Config, *, several_machines: bool) -> MachineReport:
     nets = network.look(environ)
     installed = packages.look()
     tools = nvidia.look()
-    seen = gpu.look(environ, tools)
+    probe = gpu.look(environ, tools)
     cards = rdma.look(environ)
     findings = machine.judge(host) + network.judge(nets, several_machines=several_machines)
-    findings += packages.judge(installed, gpus=bool(seen.gpus)) + gpu.judge(seen)
-    of_gpus = nvidia.judge(tools) + rdma.judge(cards, gpus=bool(seen.gpus))
+    findings += packages.judge(installed, gpus=bool(probe.gpus)) + gpu.judge(probe)
+    of_gpus = nvidia.judge(tools) + rdma.judge(cards, gpus=bool(probe.gpus))
     findings += of_gpus
     if config.mesh.device == "cpu":
         findings = [_unused(each) if each in of_gpus else each for each in findings]
@@ -92,7 +92,7 @@ def look_at_machine(config: Config, *, several_machines: bool) -> MachineReport:
             _unused(each) if each.check.startswith(_UNUSED_ON_CPUS) else each
             for each in findings
         ]
-    elif not seen.gpus:
+    elif not probe.gpus:
         findings = [_unused(each) if each.check == "NCCL" else each for each in findings]
     versions = {
         name: installed[name].version
@@ -100,15 +100,15 @@ def look_at_machine(config: Config, *, several_machines: bool) -> MachineReport:
         if name in installed
     }
     versions["Python"] = host.python
-    if seen.nccl is not None:
-        versions["NCCL"] = ".".join(map(str, seen.nccl))
-    if seen.driver is not None:
-        versions["driver"] = seen.driver
-    pairs = [[*pair, kind] for pair, kind in seen.links.items()]
+    if probe.nccl is not None:
+        versions["NCCL"] = ".".join(map(str, probe.nccl))
+    if probe.driver is not None:
+        versions["driver"] = probe.driver
+    pairs = [[*pair, kind] for pair, kind in probe.links.items()]
     facts = {
         **asdict(host),
         "network": asdict(nets),
-        "torch": {**asdict(seen), "links": pairs},
+        "torch": {**asdict(probe), "links": pairs},
         "rdma": asdict(cards),
     }
     return MachineReport(
@@ -207,28 +207,28 @@ def _exchange(mesh: Mesh, name: str, part: str, limit_s: float) -> dict[int, str
     if name != "report" and mesh.rank != 0:
         return {}
     ends = time.monotonic() + limit_s
-    found = {}
+    texts = {}
     for rank, key in enumerate(keys):
         try:
             store.wait([key], timedelta(seconds=max(0.01, ends - time.monotonic())))
-            found[rank] = store.get(key).decode()
+            texts[rank] = store.get(key).decode()
         except RuntimeError:  # that rank is gone or late
             continue
-    return found
+    return texts
 
 
 def _of_others(
     reports: Sequence[RankReport], heard: dict[int, dict[str, Any]]
 ) -> list[Finding]:
     """The faults of each other machine, as its first rank found them."""
-    found, seen = [], {reports[0].host}
+    findings, hosts = [], {reports[0].host}
     for report in reports:
-        if report.host in seen or report.rank not in heard:
+        if report.host in hosts or report.rank not in heard:
             continue
-        seen.add(report.host)
+        hosts.add(report.host)
         faults = [Finding(**values) for values in heard[report.rank]["machine"]]
-        found += [replace(fault, what=f"on {report.host}: {fault.what}") for fault in faults]
-    return found
+        findings += [replace(fault, what=f"on {report.host}: {fault.what}") for fault in faults]
+    return findings
 
 
 def _of_links(
@@ -237,19 +237,19 @@ def _of_links(
     from threefold.doctor import collectives
 
     stuck = [Finding(**each["stuck"]) for each in heard.values() if each["stuck"]]
-    found = list({finding.what: finding for finding in stuck}.values())
+    findings = list({finding.what: finding for finding in stuck}.values())
     missing = sorted(set(range(mesh.world_size)) - set(heard))
     if missing:
         what = f"no result came from {ranks_text(missing)}"
         fix = "look at the output of that rank and of its host"
-        found.append(stop("ranks", what, "a result from every rank", fix))
+        findings.append(stop("ranks", what, "a result from every rank", fix))
     measured = {
         rank: collectives.Measured.of(each["measured"])
         for rank, each in heard.items()
         if each["measured"]
     }
-    if found or not measured:  # if a test hung, the other ranks measured while they waited
-        return found
+    if findings or not measured:  # if a test hung, the other ranks measured while they waited
+        return findings
     own_links = mesh.device.type == "cuda" or len({report.host for report in reports}) > 1
     return collectives.judge(measured, own_links=own_links)
 
@@ -281,7 +281,7 @@ def rank_map(reports: Sequence[RankReport], topology: Topology) -> list[str]:
 
 def judge(reports: Sequence[RankReport], topology: Topology) -> list[Finding]:
     """How the ranks differ, and the axes that span several hosts."""
-    found = []
+    findings = []
     for name in sorted({name for report in reports for name in report.versions}):
         by_version: dict[str, list[int]] = {}
         for report in reports:
@@ -293,8 +293,10 @@ def judge(reports: Sequence[RankReport], topology: Topology) -> list[Finding]:
             level = stop if name in _MUST_AGREE else warning
             expected = "the same everywhere, so that all ranks compute and send the same"
             fix = "the same environment or image on every machine"
-            found.append(level("versions of the ranks", f"{name}: {versions}", expected, fix))
-    found = found or [ok("versions of the ranks", "the same on all")]
+            findings.append(
+                level("versions of the ranks", f"{name}: {versions}", expected, fix)
+            )
+    findings = findings or [ok("versions of the ranks", "the same on all")]
     first, last = (choose(reports, key=lambda report: report.clock) for choose in (min, max))
     skew_s = last.clock - first.clock
     close = f"within {max(skew_s, 0.001):.3f} s"
@@ -303,7 +305,9 @@ def judge(reports: Sequence[RankReport], topology: Topology) -> list[Finding]:
     fix = "start chrony or systemd-timesyncd on both"
     expected = f"within {_MOST_SKEW_S:g} s: logs of several machines are compared"
     what = close if fits else far
-    found.append(judged("clocks of the ranks", what, fits, expected, fix, otherwise="warning"))
+    findings.append(
+        judged("clocks of the ranks", what, fits, expected, fix, otherwise="warning")
+    )
     hosts = {report.rank: report.host for report in reports}
     for axis in ("tp", "cp"):
         cut = (
@@ -315,5 +319,5 @@ def judge(reports: Sequence[RankReport], topology: Topology) -> list[Finding]:
             text = (
                 f"{ranks_text(ranks)} are on several hosts: every layer waits for the network"
             )
-            found.append(note(f"axis {axis}", text))
-    return found
+            findings.append(note(f"axis {axis}", text))
+    return findings

@@ -43,7 +43,7 @@ class Rdma:
 def look(environ: Mapping[str, str], *, root: Path = Path("/")) -> Rdma:
     """Reads this machine, whose files lie below `root`."""
     devices = root / _DEVICES.relative_to("/")
-    found = [
+    cards = [
         (each.name, (each / "device" / "driver").resolve().name)
         for each in sorted(devices.glob("*"))
     ]
@@ -52,7 +52,7 @@ def look(environ: Mapping[str, str], *, root: Path = Path("/")) -> Rdma:
     places = [*filter(None, environ.get("LD_LIBRARY_PATH", "").split(":")), *_PLUGIN_FOLDERS]
     files = (file for place in places for file in root.glob(f"{place.strip('/')}/{_PLUGIN}"))
     return Rdma(
-        found,
+        cards,
         _locked_memory(),
         re.search(r"^nvidia_peermem ", modules, re.MULTILINE) is not None
         or "Open Kernel Module" in version,
@@ -60,28 +60,28 @@ def look(environ: Mapping[str, str], *, root: Path = Path("/")) -> Rdma:
     )
 
 
-def judge(seen: Rdma, *, gpus: bool) -> list[Finding]:
+def judge(cards: Rdma, *, gpus: bool) -> list[Finding]:
     """What would keep NCCL from these cards; `gpus`: whether this machine has any."""
-    return list(_judged(seen)) if seen.devices and gpus else []
+    return list(_judged(cards)) if cards.devices and gpus else []
 
 
-def _judged(seen: Rdma) -> Iterator[Finding]:
-    names = ", ".join(name for name, _ in seen.devices)
-    if seen.locked_memory is not None and seen.locked_memory < _LEAST_LOCKED:
-        what = f"{size_text(seen.locked_memory)} per process, with {names} here"
+def _judged(cards: Rdma) -> Iterator[Finding]:
+    names = ", ".join(name for name, _ in cards.devices)
+    if cards.locked_memory is not None and cards.locked_memory < _LEAST_LOCKED:
+        what = f"{size_text(cards.locked_memory)} per process, with {names} here"
         expected = "unlimited: NCCL registers its buffers with the card, which locks them"
         fix = "ulimit -l unlimited; Slurm: PropagateResourceLimitsExcept=MEMLOCK; docker run --ulimit memlock=-1"
         yield warning("locked memory", what, expected, fix)
-    if any(driver == "efa" for _, driver in seen.devices):
-        if seen.plugin is None:
+    if any(driver == "efa" for _, driver in cards.devices):
+        if cards.plugin is None:
             what = f"{names} is here, but NCCL's plugin for libfabric ({_PLUGIN}) was not found"
             fix = "install aws-ofi-nccl, or an image that has it; its folder belongs into LD_LIBRARY_PATH"
             yield warning(
                 "EFA", what, "the plugin: without it NCCL goes over TCP, many times slower", fix
             )
         else:
-            yield note("EFA", f"{names}, by {seen.plugin}")
-    elif not seen.direct:
+            yield note("EFA", f"{names}, by {cards.plugin}")
+    elif not cards.direct:
         what = f"{names} cannot reach the GPUs' memory: nvidia_peermem is not loaded"
         expected = "GPUDirect RDMA: otherwise all that is sent goes through the host's memory"
         yield warning("GPUDirect", what, expected, "sudo modprobe nvidia-peermem")

@@ -90,16 +90,16 @@ def checked_name(name: str, *, longest: int, lower: bool = False) -> str:
 
 
 def variables(
-    given: Sequence[str] | None, environ: Mapping[str, str], *, secret_fix: str
+    entries: Sequence[str] | None, environ: Mapping[str, str], *, secret_fix: str
 ) -> dict[str, str]:
     """Returns the job's variables from `NAME=VALUE`, or from `NAME` with its value in this environment.
 
     Raises:
         ConfigError: a name is not a variable's, is not set here, or holds a secret.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     problems = []
-    for entry in given or ():
+    for entry in entries or ():
         name, equals, value = entry.partition("=")
         if not _VARIABLE.fullmatch(name):
             expected = "NAME=VALUE, or NAME to take its value from this environment"
@@ -116,13 +116,13 @@ def variables(
             what = f"--env {name}, but {name} is not set here"
             problems.append(Problem(what, "a value to pass on", f"--env {name}=VALUE"))
         else:
-            found[name] = value if equals else environ[name]
+            values[name] = value if equals else environ[name]
     ConfigError.raise_for(problems)
-    return found
+    return values
 
 
 def secrets_in(config: Config) -> list[Problem]:
-    """The values of a config that look like secrets: every job's description has the config as it is."""
+    """The values of a config that look like secrets: every job's description contains the config as it is."""
 
     def look(value: Any, key: str) -> Iterator[str]:
         if isinstance(value, Mapping):
@@ -136,28 +136,28 @@ def secrets_in(config: Config) -> list[Problem]:
 
     expected = "no secret in a config, which the job's description holds: libraries read secrets from variables"
     fix = "leave it out of the config, and set HF_TOKEN, AWS_PROFILE or the like on the cluster"
-    found = look(config.model_dump(mode="json"), "")
-    return [Problem(f"the value of {key} looks like a secret", expected, fix) for key in found]
+    keys = look(config.model_dump(mode="json"), "")
+    return [Problem(f"the value of {key} looks like a secret", expected, fix) for key in keys]
 
 
 def named_pairs(
-    given: Sequence[str] | None, option: str, what: str, *, example: str
+    entries: Sequence[str] | None, option: str, what: str, *, example: str
 ) -> dict[str, str]:
     """{NAME: rest} of options written as NAME=REST; ConfigError if one has another form."""
-    found = {}
-    for entry in given or ():
+    pairs = {}
+    for entry in entries or ():
         name, equals, rest = entry.partition("=")
         if not (name and equals and rest):
             raise ConfigError(
                 f"{option} {entry!r} is not {what}", expected=what, fix=f"{option} {example}"
             )
-        found[name] = rest
-    return found
+        pairs[name] = rest
+    return pairs
 
 
-def with_set(described: dict[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
-    """A description with the values of `--set PATH=YAML` at the places that they name; ConfigError if one has none."""
-    for path, text in given.items():
+def with_set(described: dict[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
+    """A description with the values of `--set PATH=YAML` at the paths that they name; ConfigError if one has none."""
+    for path, text in texts.items():
         *outer, name = path.split(".")
         place: Any = described
         for key in outer:

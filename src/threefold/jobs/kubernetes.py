@@ -2,7 +2,7 @@
 
 torchrun runs in every pod and starts its ranks. A pod that ends with an error, or after a stop that saved, is restarted
 and resumes from a volume that all pods share. Secrets are named; their values stay in the cluster's own Secret objects.
-A TrainJob brings a runtime of its own: what a TrainJob may change of another's differs in every release of Trainer.
+A TrainJob brings its own runtime: what a TrainJob may change in another's differs in every release of Trainer.
 """
 
 from __future__ import annotations
@@ -208,18 +208,18 @@ def _resource(
 
 def _environment(job: Job, options: KubernetesSettings) -> list[dict[str, Any]]:
     # The cluster would put the value of another variable in place of $(NAME).
-    given = {name: value.replace("$(", "$$(") for name, value in options.variables.items()}
+    values = {name: value.replace("$(", "$$(") for name, value in options.variables.items()}
     # torchrun reads this: how long its ranks may take to save after a stop signal.
-    given["PET_SHUTDOWN_TIMEOUT"] = str(job.config.checkpoint.grace_s)
-    found: list[dict[str, Any]] = [
-        {"name": name, "value": value} for name, value in given.items()
+    values["PET_SHUTDOWN_TIMEOUT"] = str(job.config.checkpoint.grace_s)
+    entries: list[dict[str, Any]] = [
+        {"name": name, "value": value} for name, value in values.items()
     ]
     for name, secret in options.secrets.items():
         secret_name, _, key = secret.partition("/")
-        found.append(
+        entries.append(
             {"name": name, "valueFrom": {"secretKeyRef": {"name": secret_name, "key": key}}}
         )
-    return found
+    return entries
 
 
 def _resources(job: Job, options: KubernetesSettings) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def read(
     """The settings that a command line holds, and the arguments that are none of them.
 
     Args:
-        environ: from which variables of the job get values that the command line does not give.
+        environ: where variables of the job get the values that the command line does not give.
 
     Raises:
         ConfigError: a value is missing or cannot be read; all of them at once.
@@ -136,14 +136,14 @@ def read(
     problems: list[Problem] = []
     texts, rest = _split({each.option: each for each in settings}, arguments, problems)
     values: dict[str, Any] = {}
-    for known in settings:
+    for spec in settings:
         try:
-            if known.field in texts:
-                values[known.field] = _value(known, texts[known.field], environ)
-            elif known.required:
+            if spec.field in texts:
+                values[spec.field] = _value(spec, texts[spec.field], environ)
+            elif spec.required:
                 problems.append(
                     Problem(
-                        f"no {known.option}", known.info["help"], f"{known.option} {known.form}"
+                        f"no {spec.option}", spec.info["help"], f"{spec.option} {spec.form}"
                     )
                 )
         except ConfigError as error:
@@ -162,24 +162,24 @@ def _split(
     while queue:
         argument = queue.pop(0)
         name, equals, text = argument.partition("=")
-        known = by_option.get(name)
+        spec = by_option.get(name)
         is_last = not queue or queue[0].startswith("--")
         negated = (
             by_option.get(name.replace("--no-", "--", 1)) if name.startswith("--no-") else None
         )
         if (
-            known is not None
-            and known.kind is bool
+            spec is not None
+            and spec.kind is bool
             and not equals
             and (is_last or queue[0] not in _TRUTH)
         ):
-            texts[known.field] = ["true"]
-        elif known is not None and not equals and is_last:
+            texts[spec.field] = ["true"]
+        elif spec is not None and not equals and is_last:
             problems.append(
-                Problem(f"{name} has no value", known.info["help"], f"{name} {known.form}")
+                Problem(f"{name} has no value", spec.info["help"], f"{name} {spec.form}")
             )
-        elif known is not None:
-            texts.setdefault(known.field, []).append(text if equals else queue.pop(0))
+        elif spec is not None:
+            texts.setdefault(spec.field, []).append(text if equals else queue.pop(0))
         elif negated is not None and negated.kind is bool:
             texts[negated.field] = ["false"]
         elif name.startswith("--") and "." not in name:
@@ -199,31 +199,31 @@ def _split(
     return texts, rest
 
 
-def _value(known: JobSetting, texts: Sequence[str], environ: Mapping[str, str]) -> Any:
-    info = known.info
+def _value(spec: JobSetting, texts: Sequence[str], environ: Mapping[str, str]) -> Any:
+    info = spec.info
     if info["secret_fix"]:
         return variables(texts, environ, secret_fix=info["secret_fix"])
-    if known.kind is Mapping:
-        return named_pairs(texts, known.option, info["form"], example=info["example"])
-    if known.kind is tuple:
-        return tuple(known.inner(text) for text in texts)
+    if spec.kind is Mapping:
+        return named_pairs(texts, spec.option, info["form"], example=info["example"])
+    if spec.kind is tuple:
+        return tuple(spec.inner(text) for text in texts)
     if len(texts) > 1:
         raise ConfigError(
-            f"{known.option} is given {len(texts)} times",
+            f"{spec.option} is given {len(texts)} times",
             expected="one value",
-            fix=f"{known.option} {texts[-1]}",
+            fix=f"{spec.option} {texts[-1]}",
         )
     (text,) = texts
-    if known.kind is bool:
+    if spec.kind is bool:
         if text not in _TRUTH:
             raise ConfigError(
-                f"{known.option} = {text!r}",
+                f"{spec.option} = {text!r}",
                 expected="true or false",
-                fix=f"{known.option} true",
+                fix=f"{spec.option} true",
             )
         return _TRUTH[text]
-    if known.kind is not int:
-        return known.kind(text)
+    if spec.kind is not int:
+        return spec.kind(text)
     least, most = info["least"], info["most"]
     fits = (
         text.isascii()
@@ -233,10 +233,10 @@ def _value(known: JobSetting, texts: Sequence[str], environ: Mapping[str, str]) 
     )
     if not fits:
         raise ConfigError(
-            f"{known.option} = {text!r}",
+            f"{spec.option} = {text!r}",
             expected="a whole number"
             + (f" of at least {least}" if least else "")
             + (f", at most {most}" if most else ""),
-            fix=f"{known.option} {least or 1}",
+            fix=f"{spec.option} {least or 1}",
         )
     return int(text)

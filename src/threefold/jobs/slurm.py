@@ -3,9 +3,9 @@
 srun starts one rank per task; `mesh.launchers` finds rank, world size and master in srun's own variables. Before the
 time limit, Slurm sends SIGUSR1 to the ranks, which save and exit with code 75. The script then puts the job back into
 the queue, and the next start resumes in the same folder. Secrets (HF_TOKEN, WANDB_API_KEY) reach the job through the
-environment, which sbatch passes on. After a crash it submits itself once more, as a job that
-leaves out the node whose rank ended first: Slurm lets only a new job do so. The script contains the config, so editing
-the file later changes nothing.
+environment, which sbatch passes on. After a crash it submits itself once more, as a job that excludes the node whose
+rank ended first: Slurm lets only a new job do so. The script contains the config, so editing the file later changes
+nothing.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ Settings = SlurmSettings
 
 def problems(config: Config, ranks: Ranks, options: SlurmSettings) -> Iterator[Problem]:
     """Yields what would make the job fail, or requeue itself for ever."""
-    for option, given in (
+    for option, values in (
         ("--option", options.options),
         ("--srun-option", options.srun_options),
     ):
-        for each in given:
+        for each in values:
             if not each.startswith("--") or "\n" in each:
                 program = "sbatch" if option == "--option" else "srun"
                 yield Problem(
@@ -132,10 +132,10 @@ def _ahead_s(config: Config, options: SlurmSettings) -> int:
 
 def _seconds(text: str) -> int | None:
     """A time limit in Slurm's forms; None if it is none."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
-    if found is None:
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
         return None
-    days, *parts = found.groups()
+    days, *parts = match.groups()
     first, second, third = (int(part) if part is not None else None for part in parts)
     assert first is not None
     if days is not None:
@@ -253,13 +253,13 @@ def text(job: Job, options: SlurmSettings) -> str:
 
 
 def send(job: Job, options: SlurmSettings) -> str:
-    """Hands the batch script to sbatch and returns its output; raises as `handed_to`, and if a file is not here."""
-    there = "threefold submit slurm ... --dry-run > job.sh, and there: sbatch job.sh"
-    return _sent(script(job.config, job.ranks, options), options, there)
+    """Hands the batch script to sbatch and returns its output; raises like `handed_to`, and if a file is missing."""
+    by_hand = "threefold submit slurm ... --dry-run > job.sh, and there: sbatch job.sh"
+    return _sent(script(job.config, job.ranks, options), options, by_hand)
 
 
-def _sent(text: str, options: SlurmSettings, there: str, *arguments: str) -> str:
-    """What sbatch answers; `there`: what to do on a host that has none."""
+def _sent(text: str, options: SlurmSettings, by_hand: str, *arguments: str) -> str:
+    """The answer of sbatch; `by_hand`: what to do on a host that has none."""
     ConfigError.raise_for(missing_setup(options))
     fix = (
         "--dry-run shows the script; sinfo shows partitions, sacctmgr show assoc your accounts"
@@ -268,7 +268,7 @@ def _sent(text: str, options: SlurmSettings, there: str, *arguments: str) -> str
         "sbatch",
         *arguments,
         text=text,
-        missing=("a host that submits to Slurm, usually a login node", there),
+        missing=("a host that submits to Slurm, usually a login node", by_hand),
         refused=(
             "options that this cluster accepts",
             fix if not arguments else fix.partition("; ")[2],
@@ -312,16 +312,16 @@ def preparation(
 
 
 def send_preparation(text: str, options: SlurmSettings, tasks: Sequence[int]) -> str:
-    """Submits an array of these tasks, and the job that joins however they end; says which. Raises as `send`."""
+    """Submits an array of these tasks and the job that joins however they end; returns which. Raises like `send`."""
     by_hand = "on any hosts: threefold data prepare ... --task I/N, with I from 0 to N - 1; then: --task join"
-    after, said = [], ""
+    after, summary = [], ""
     if tasks:
         array = f"--array={','.join(map(str, tasks))}"
         number = _sent(text, options, by_hand, "--parsable", array).partition(";")[0]
         after = [f"--dependency=afterany:{number}"]
-        said = f"job {number} makes parts in {len(tasks)} tasks; "
+        summary = f"job {number} makes parts in {len(tasks)} tasks; "
     number = _sent(text, options, by_hand, "--parsable", *after).partition(";")[0]
-    return f"{said}job {number} joins and proves them: {options.name}-{number}.out"
+    return f"{summary}job {number} joins and proves them: {options.name}-{number}.out"
 
 
 def _directives(config: Config, ranks: Ranks, options: SlurmSettings) -> list[str]:

@@ -57,7 +57,7 @@ class RankRecord:
     """What one rank has read.
 
     Attributes:
-        start: the how manieth program of the command that trained as this rank.
+        start: number of the command's program that trained as this rank.
         placement: of the model that is trained, and what it is built from.
         checked: the steps that are recorded with their weights and gradients, as they were written.
         damaged: whether a line or a file of it is not as it was written.
@@ -101,7 +101,7 @@ class WatchedCommand:
     """All that a folder holds. `exit_code` is None while the command runs, or if the referee was killed.
 
     Attributes:
-        ranks: of the first program that trained, and of `later` ones in their order: they may go on from its save.
+        ranks: of the first program that trained, and of `later` ones in their order: they may continue from its save.
     """
 
     command: list[str]

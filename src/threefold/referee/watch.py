@@ -1,6 +1,6 @@
 """Runs a command with the referee attached: its environment, its folder, its end.
 
-The command gets the terminal, its signals and its own exit code; the referee only waits. What its ranks record lies in
+The command gets the terminal, its signals and its own exit code; the referee only waits. What its ranks record is in
 the folder, which is new.
 """
 

@@ -30,7 +30,7 @@ def take_model(folder: Path) -> None:
     names = set(groups.records[0].placement["parameters"])
 
     def called(module: Module, args: Any) -> None:
-        # A wrapper has names of its own, and is called before what it wraps.
+        # A wrapper has its own names, and is called before what it wraps.
         if module.training and {name for name, _ in module.named_parameters()} == names:
             hook.remove()
             _judge_and_end(folder, groups, module)

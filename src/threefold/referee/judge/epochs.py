@@ -1,7 +1,7 @@
 """Rows never read, or read twice, in an epoch; and their order: one for all data ranks, another in each epoch.
 
 An epoch is a pass of the DataLoader whose batches reached the model on every data rank. Its rows are known by their
-contents, so what changes from epoch to epoch (augmented rows, random masks) is not judged by them. How many rows there
+contents, so what changes from epoch to epoch (augmented rows, random masks) is not judged by this. How many rows there
 should be is known from the data set where a sampler of a known kind draws from all of it; else from the other epochs.
 """
 
@@ -86,7 +86,7 @@ class Epoch:
         counts = [each.rows for each in self.passes if each.rows is not None and is_known(each)]
         if len(counts) < len(self.passes):
             return None
-        # Without shares, each rank has a data set of its own, or all of them read the same one.
+        # Without shares, each rank has its own data set, or all of them read the same one.
         if self.replicas in (None, 1) and self.is_disjoint:
             return sum(counts)
         return counts[0] if len(set(counts)) == 1 else None
@@ -192,16 +192,16 @@ def judge_epochs(groups: RankGroups, epochs: Epochs) -> JudgedPart:
     if not ended:
         raise Unjudgeable(f"no epoch ended: {epochs[0].counts.total()} reads so far")
     num_rows = epochs[0].num_rows()
-    known = {row for epoch in epochs for row in epoch.counts}
+    rows = {row for epoch in epochs for row in epoch.counts}
     if num_rows is None:
-        return _by_one_another(ended, known)
-    if len(known) > num_rows:
+        return _by_one_another(ended, rows)
+    if len(rows) > num_rows:
         raise Unjudgeable(
-            f"{len(known)} different rows were read of a data set of {num_rows}: they change from epoch to epoch, by "
+            f"{len(rows)} different rows were read of a data set of {num_rows}: they change from epoch to epoch, by "
             "augmentation or padding"
         )
     for epoch in ended:
-        _check_complete(epoch, num_rows=num_rows, known=known)
+        _check_complete(epoch, num_rows=num_rows, rows=rows)
     if any(_num_repeated(epoch, num_rows) > 0 for epoch in ended):
         raise Unjudgeable("rows came twice in each epoch: the data set may hold equal ones")
     # Contents that never come again may be random: then only the samplers show that rows are read once.
@@ -228,14 +228,14 @@ def _known(groups: RankGroups, epochs: Epochs) -> tuple[list[Epoch], list[Epoch]
     return epochs, [epoch for epoch in epochs if epoch.ended]
 
 
-def _by_one_another(ended: list[Epoch], known: set[str]) -> JudgedPart:
+def _by_one_another(ended: list[Epoch], rows: set[str]) -> JudgedPart:
     """Judges epochs of a data set of unknown size: all of them must have read the same rows, each once."""
     if len(ended) < 2:
         raise Unjudgeable(
             "how many rows an epoch has is not known, and fewer than two epochs ended"
         )
-    if all(len(known) == len(epoch.counts) == epoch.counts.total() for epoch in ended):
-        return proved(f"{len(ended)} epochs read the same {len(known)} rows, each once")
+    if all(len(rows) == len(epoch.counts) == epoch.counts.total() for epoch in ended):
+        return proved(f"{len(ended)} epochs read the same {len(rows)} rows, each once")
     raise Unjudgeable(
         "how many rows an epoch has is not known, and the epochs read different ones"
     )
@@ -247,14 +247,14 @@ def _num_repeated(epoch: Epoch, num_rows: int) -> int:
     return counts.total() - len(counts) - max(counts.total() - num_rows, 0)
 
 
-def _check_complete(epoch: Epoch, *, num_rows: int, known: set[str]) -> None:
-    """Raises what is wrong with an epoch: too few reads, too many, or rows that it lacks and another one has."""
+def _check_complete(epoch: Epoch, *, num_rows: int, rows: set[str]) -> None:
+    """Raises what is wrong with an epoch: too few reads, too many, or missing rows that another one has."""
     counts = epoch.counts
     num_reads = counts.total()
     # What drop_last leaves out, or what fills the last batches.
     tolerated = sum(size or 1 for size in epoch.settings("batch_size"))
-    # Equal rows of a data set repeat too, but then no row is lacking that another epoch has.
-    lacking = len(known) - len(counts) - max(num_rows - num_reads, 0)
+    # Equal rows of a data set repeat too, but then no row of another epoch is missing.
+    lacking = len(rows) - len(counts) - max(num_rows - num_reads, 0)
     twice = sum(count > 1 for count in counts.values())
     if _num_repeated(epoch, num_rows) > 0 and lacking > 0:
         what = f"epoch {epoch.number} read {twice} rows more than once and {num_rows - len(counts)} of {num_rows} never"
@@ -277,7 +277,7 @@ _FEWEST_ROWS = 8
 
 @judges("order of epochs")
 def judge_order(groups: RankGroups, epochs: Epochs) -> JudgedPart:
-    """Whether all data ranks follow one order, and whether each epoch that is shuffled has one of its own."""
+    """Whether all data ranks follow one order, and whether each epoch that is shuffled has its own."""
     epochs, ended = _known(groups, epochs)
     ranks = [record.rank for record in groups.first_of_each]
     for epoch in epochs:
@@ -311,7 +311,7 @@ def judge_order(groups: RankGroups, epochs: Epochs) -> JudgedPart:
 
 
 def _check_settings(epoch: Epoch, ranks: list[int]) -> None:
-    """Raises a sampler whose order is not that of rank 0; ranks with data sets of their own have their own orders."""
+    """Raises a sampler whose order is not that of rank 0; ranks with their own data sets have their own orders."""
     for names in (("seed", "initial_seed"), ("epoch",), ("num_replicas", "num_processes")):
         values = epoch.settings(*names)
         other = next((place for place, value in enumerate(values) if value != values[0]), None)

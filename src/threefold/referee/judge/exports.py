@@ -50,14 +50,14 @@ def judge_exports(starts: Sequence[Records]) -> JudgedPart:
                 written[each["folder"]] = ranks, each["step"]
     if not written:
         return none_here("no model was written by transformers' save_pretrained")
-    there = {
+    present = {
         folder: each
         for folder, each in written.items()
         if Path(folder, "config.json").is_file()
     }
-    if not there:
+    if not present:
         raise Unjudgeable(f"{next(iter(written))} is not here, or no longer")
-    last = list(there.items())[-_MOST_READ:]
+    last = list(present.items())[-_MOST_READ:]
     for folder, (ranks, step) in last:
         try:
             wrong = _wrong(
@@ -93,7 +93,7 @@ def _expected(ranks: Records, folder: str, step: int) -> Described:
 def _wrong(folder: str, expected: Described, architecture: Values) -> str | None:
     kind, _ = model_class(architecture)
     before = logging.root.manager.disable
-    logging.disable()  # what transformers says of a load is in the verdict
+    logging.disable()  # what transformers reports about a load is in the verdict
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             model = kind.from_pretrained(
@@ -101,16 +101,16 @@ def _wrong(folder: str, expected: Described, architecture: Values) -> str | None
             )
     except (OSError, SafetensorError) as error:
         return f"no model that can be read ({str(error).splitlines()[0]})"
-    except Exception as error:  # it may be this machine that cannot
+    except Exception as error:  # possibly only on this machine
         raise Unjudgeable(
             f"transformers does not load it here ({str(error).splitlines()[0]})"
         ) from None
     finally:
         logging.disable(before)
-    values, known = model.config.to_dict(), architecture["config"]
-    for name in sorted(values.keys() & known.keys()):
-        if values[name] != known[name] and not _NOT_COMPUTED.fullmatch(name):
-            return f"{name} {values[name]!r} in its config, where the model has {known[name]!r}"
+    values, saved = model.config.to_dict(), architecture["config"]
+    for name in sorted(values.keys() & saved.keys()):
+        if values[name] != saved[name] and not _NOT_COMPUTED.fullmatch(name):
+            return f"{name} {values[name]!r} in its config, where the model has {saved[name]!r}"
     read = whole_state([state_of(model)]).weights
     if cast := {
         (read[name][0], kind)

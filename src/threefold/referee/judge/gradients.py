@@ -53,7 +53,7 @@ from threefold.referee.rank.sealed import Values
 GRADIENTS = "gradients"
 ByParameter = dict[str, float]
 
-# The most values of each parameter that rows are told apart by; all values are compared once the law is known.
+# The most values of each parameter that distinguish rows; all values are compared once the law is known.
 _NUM_VALUES = 4096
 # float32 in another order of sums; what is rounded to bfloat16 at the end; and the least factor that is named.
 _FLOAT32, _ROUNDED, _FACTOR = 1e-3, 1e-2, 0.01
@@ -123,7 +123,7 @@ def judge_gradients(
                 first = wrong
     except (Unjudgeable, Refuted):
         raise
-    except Exception as error:  # of a model that nobody here has seen
+    except Exception as error:  # of a model that is unknown here
         text = " ".join(str(error).split())[:200]
         raise Unjudgeable(
             f"the model cannot be computed here ({type(error).__name__}: {text})"
@@ -134,7 +134,7 @@ def judge_gradients(
 
 
 def _judged(model: OwnModel, steps: list[CheckedStep], device: str) -> JudgedPart:
-    """What the steps show, until one is too much work.
+    """The verdict of the steps, until one is too much work.
 
     Raises:
         Refuted: one is wrong.
@@ -159,9 +159,9 @@ def _judged(model: OwnModel, steps: list[CheckedStep], device: str) -> JudgedPar
             )
         if not all(value.isfinite().all() for value in step.gradients.values()):
             raise Unjudgeable(f"step {step.number} has a gradient that is not finite")
-        found = _fit_step(model, step, fits[-1].step if fits else None)
-        _check(found)
-        fits.append(found)
+        fit = _fit_step(model, step, fits[-1].step if fits else None)
+        _check(fit)
+        fits.append(fit)
     first = fits[0]
     total = sum(size.num_targets for size in first.sizes)
     law = _known_factors(first)[0].law
@@ -171,7 +171,7 @@ def _judged(model: OwnModel, steps: list[CheckedStep], device: str) -> JudgedPar
     )
     num_silent = len(first.step.gradients) - len(first.compared)
     silent = f"; {num_silent} are zero but for rounding, and not compared" if num_silent else ""
-    largest = max(each.left for found in fits for each in found.compared.values())
+    largest = max(each.left for fit in fits for each in fit.compared.values())
     return proved(f"{what}; the largest difference is {largest:.0e} of a gradient{silent}")
 
 
@@ -209,7 +209,7 @@ def _fit_step(model: OwnModel, step: CheckedStep, before: CheckedStep | None) ->
             )
 
     def has_beside(others: Tensors) -> bool:
-        """Whether a law explains the gradient beside a multiple of other values of each parameter."""
+        """Whether a law explains the gradient, next to a multiple of other values of each parameter."""
         values = [
             _sampled(others[name], like) for name, (_, like) in zip(noise, samples, strict=True)
         ]
@@ -292,8 +292,8 @@ def _compared(
     losses = list(zip(units, fit.law.weights.tolist(), strict=True))
     expected = dict(zip(noise, model.gradients(losses, list(noise)), strict=True))
     largest = max(float(value.norm()) for value in expected.values())
-    # A gradient that is zero but for rounding, there and here, as that of a key's bias, tells nothing.
-    told = [
+    # A gradient that is zero but for rounding, in both, like that of a key's bias, shows nothing.
+    names = [
         name
         for name in noise
         if noise[name] <= _TOO_NOISY
@@ -302,11 +302,11 @@ def _compared(
             or step.gradients[name].norm() > noise[name] * abs(fit.factor) * largest
         )
     ]
-    if not told:
+    if not names:
         raise Unjudgeable(f"in step {step.number} each gradient is as small as its rounding")
     return {
         name: Compared(*factor_of(expected[name], step.gradients[name]), noise[name])
-        for name in told
+        for name in names
     }
 
 
@@ -326,10 +326,10 @@ def _noise(
     }
 
 
-def _check(found: StepFit) -> None:
+def _check(step_fit: StepFit) -> None:
     """Raises the first thing that is wrong, or that cannot be judged."""
-    step, fit, compared = f"step {found.step.number}", found.fit, found.compared
-    # Of parameters that follow the law with a factor of their own.
+    step, fit, compared = f"step {step_fit.step.number}", step_fit.fit, step_fit.compared
+    # Of parameters that follow the law with another factor.
     odd = {
         name: f" x{each.factor / fit.factor:.4g}"
         for name, each in compared.items()
@@ -350,9 +350,9 @@ def _check(found: StepFit) -> None:
             _AS_ALONE,
             "what these layers compute: a mask, positions, a part of the gradient, a sum over ranks of one part",
         )
-    total = f"{TARGETS}, {sum(size.num_targets for size in found.sizes)} in {step}"
-    is_even = all(unit.is_even for unit in found.step.units)
-    by_rank = torch.cat([unit.by_rank for unit in found.step.units])
+    total = f"{TARGETS}, {sum(size.num_targets for size in step_fit.sizes)} in {step}"
+    is_even = all(unit.is_even for unit in step_fit.step.units)
+    by_rank = torch.cat([unit.by_rank for unit in step_fit.step.units])
     if (fit.law.name == OWN_LOSS or not is_even) and are_even(by_rank):
         raise Refuted(
             f"in {step} targets of a sequence do not count equally: each rank divides by those that it holds",
@@ -373,43 +373,43 @@ def _check(found: StepFit) -> None:
         )
     if fit.law.name != TARGETS:
         raise Refuted(
-            f"in {step} targets do not count equally: those of {found.sizes[first]} count {ratio:.3g} x those of "
-            f"{found.sizes[last]}; it is {fit.law.name}",
+            f"in {step} targets do not count equally: those of {step_fit.sizes[first]} count {ratio:.3g} x those of "
+            f"{step_fit.sizes[last]}; it is {fit.law.name}",
             total,
             "what the loss is divided by: the number of targets of all ranks and micro-batches of the step",
         )
-    known = _known_factors(found)
-    if not known:
+    factors = _known_factors(step_fit)
+    if not factors:
         raise Unjudgeable(
             f"in {step} each gradient is x{fit.factor:.4g} of {TARGETS}, as the program's loss may ask for"
         )
-    if known[0].law is None:
+    if factors[0].law is None:
         raise Refuted(
-            f"in {step} each gradient is x{fit.factor:.4f}: {' or '.join(each.name for each in known)}",
+            f"in {step} each gradient is x{fit.factor:.4f}: {' or '.join(each.name for each in factors)}",
             f"{TARGETS} of all ranks and micro-batches",
             "what the loss is divided by, and whether ranks are summed or averaged: both together count twice",
         )
 
 
-def _known_factors(found: StepFit) -> list[NamedFactor]:
-    """What the law may be multiplied by; none: nobody knows."""
-    factors = named_factors(found.sizes, found.step.ranks_a_copy)
-    away = {known: abs(found.fit.factor / known.value - 1) for known in factors}
+def _known_factors(step_fit: StepFit) -> list[NamedFactor]:
+    """What the law may be multiplied by; empty if unknown."""
+    factors = named_factors(step_fit.sizes, step_fit.step.ranks_a_copy)
+    away = {factor: abs(step_fit.fit.factor / factor.value - 1) for factor in factors}
     tolerance = max(
-        _FACTOR, statistics.median(each.tolerance for each in found.compared.values())
+        _FACTOR, statistics.median(each.tolerance for each in step_fit.compared.values())
     )
-    return [known for known, each in away.items() if each == min(away.values()) <= tolerance]
+    return [factor for factor, each in away.items() if each == min(away.values()) <= tolerance]
 
 
 @judges("targets")
 def judge_target_places(steps: list[CheckedStep]) -> JudgedPart:
     """Whether a causal model is trained on the next token, where both show."""
-    known = [
+    pairs = [
         (unit.inputs.get("input_ids"), unit.targets) for step in steps for unit in step.units
     ]
     same = [
         (i, t)
-        for i, t in known
+        for i, t in pairs
         if i is not None and t is not None and i.ndim == 2 and i.shape == t.shape
     ]
     if not same:
@@ -418,9 +418,9 @@ def judge_target_places(steps: list[CheckedStep]) -> JudgedPart:
         float(torch.cat([_hits(*each, shift) for each in same]).mean()) for shift in range(3)
     )
     if following < 0.5 and max(itself, later) > 0.95:
-        said = "the token after the next" if later > itself else "the token itself"
+        target = "the token after the next" if later > itself else "the token itself"
         raise Refuted(
-            f"{max(itself, later):.0%} of the outputs are trained to predict {said}",
+            f"{max(itself, later):.0%} of the outputs are trained to predict {target}",
             "the next token",
             "where labels are shifted: once, in the model or before it",
         )

@@ -1,4 +1,4 @@
-"""Which ranks read rows of their own (data ranks), and which compute one copy of the model together.
+"""Which ranks read their own rows (data ranks), and which compute one copy of the model together.
 
 Ranks that share a sequence, as under context parallelism, are one data rank. The positions that a model is called with
 show them: the parts of the ranks of one process group make whole rows, in an order that programs use. Where documents
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class RankGroups:
-    """Data ranks in their order, each with the ranks of its model copy; or why they cannot be told apart.
+    """Data ranks in their order, each with the ranks of its model copy; or why they cannot be distinguished.
 
     Attributes:
         how: what shows it.
         num_data_ranks: how many there are, with those that left no record.
-        unknown: why nothing shows it; then every rank is a group of its own.
+        unknown: why nothing shows it; then every rank is its own group.
         shared: of each rank, the ranks that hold parts of its rows; it alone, if it holds all.
     """
 
@@ -147,15 +147,15 @@ class SharedSequence(NamedTuple):
 
 
 def sequences_of(ranks: Records) -> dict[int, SharedSequence]:
-    """The sequence that each rank holds parts of; one of its own where the positions show no other."""
+    """The sequence that each rank holds parts of; its own where the positions show no other."""
     calls = {record.rank: list(_positions(record)) for record in ranks}
     shared: dict[int, SharedSequence] = {}
     for record in ranks:
         for group in sorted(record.placement.get("groups", []), key=len, reverse=True):
             if calls.keys() >= set(group) and (
-                found := _shared(tuple(group), [calls[rank] for rank in group])
+                sequence := _shared(tuple(group), [calls[rank] for rank in group])
             ):
-                shared[record.rank] = found
+                shared[record.rank] = sequence
     is_whole = all(shared.get(rank) == each for each in shared.values() for rank in each.ranks)
     if is_whole and len(shared) == len(ranks):
         return shared
@@ -185,10 +185,10 @@ def _positions(record: RankRecord) -> Iterator[Tensor]:
     for line in record.checked if not record.damaged else ():
         if "file" in line["inputs"]:
             tensors = load_file(record.folder / line["inputs"]["file"])
-            known = (_positions_of(tensors, str(place)) for place, _ in trained_calls(line))
+            by_call = (_positions_of(tensors, str(place)) for place, _ in trained_calls(line))
             yield from (
                 positions
-                for positions in known
+                for positions in by_call
                 if positions is not None and positions.ndim == 2
             )
 
@@ -202,7 +202,7 @@ def _shared(group: tuple[int, ...], parts: list[list[Tensor]]) -> SharedSequence
     calls = [
         [*each] for each in zip(*parts, strict=False) if len({part.shape for part in each}) == 1
     ]
-    # Rows of their own follow one another too, as documents do.
+    # Separate rows follow one another too, as documents do.
     if len(parts) == 1 or not any(part[:, 0].any() for part in chain(*calls)):
         return None
     rows = [[_joined(each, order) for each in calls] for order in range(3)]

@@ -81,7 +81,7 @@ class OwnModel:
 
         Raises:
             Unjudgeable: they are not those of this model.
-            Refuted: the program holds a weight of its own where the model shares one.
+            Refuted: the program holds a separate weight where the model shares one.
         """
         own = dict(self.model.named_parameters())
         if untied := sorted((weights.keys() - own.keys()) & self.model.state_dict().keys()):
@@ -164,19 +164,19 @@ class OwnModel:
     def _backward(self, loss: Tensor, wanted: list[nn.Parameter]) -> list[Tensor | None]:
         if not self._is_sharded:
             return list(torch.autograd.grad(loss, wanted, allow_unused=True))
-        # Hooks of sharding hand gradients over with a whole backward only.
+        # Hooks of sharding deliver gradients only in a whole backward.
         loss.backward()
-        found = [None if each.grad is None else _local(each.grad) for each in wanted]
+        gradients = [None if each.grad is None else _local(each.grad) for each in wanted]
         self.model.zero_grad()
-        return found
+        return gradients
 
     def _loss(self, unit: TrainedRows) -> Tensor:
-        given = dict(self._named(unit.inputs))
+        inputs = dict(self._named(unit.inputs))
         if unit.targets is None:
-            loss: Tensor = self.model(**given).loss
+            loss: Tensor = self.model(**inputs).loss
             return loss * self.num_targets(unit)
-        given = {name: value for name, value in given.items() if name not in _NOT_INPUTS}
-        output = self.model(**given)
+        inputs = {name: value for name, value in inputs.items() if name not in _NOT_INPUTS}
+        output = self.model(**inputs)
         logits: Tensor = output if isinstance(output, Tensor) else output.logits
         if unit.targets.ndim > 1:
             logits = logits[:, -unit.targets.shape[1] :]
@@ -203,7 +203,7 @@ def _local(tensor: Any) -> Tensor:
     return local.detach()
 
 
-# Threefold's own: labels are those of their places, and documents are told apart by their positions.
+# Threefold's own: labels are those of their places, and documents are distinguished by their positions.
 _KNOWN = "threefold"
 
 
@@ -212,7 +212,7 @@ def read_as(step: CheckedStep, labels_are_targets: bool, leaves_out_mask: bool) 
 
     Args:
         labels_are_targets: a label is what its own place predicts; else the next place's, as in transformers.
-        leaves_out_mask: the mask tells no more than the positions do.
+        leaves_out_mask: the mask adds nothing to the positions.
     """
 
     def read(unit: TrainedRows) -> TrainedRows:

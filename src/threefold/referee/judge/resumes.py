@@ -1,4 +1,4 @@
-"""A program that is started again: whether it goes on from what was saved, with the rows and learning rates as before.
+"""A program that is started again: whether it continues from what was saved, with rows and learning rates as before.
 
 The state before its first step is compared with each state that was saved, value by value through sums that are the
 same on any mesh. Where the first start trained on beyond the save, the steps of both are compared; and both together
@@ -44,7 +44,7 @@ class WholeTraining:
 
 
 def whole_training(watched: WatchedCommand) -> WholeTraining:
-    """Joins the starts of a command, each from the step from which it goes on."""
+    """Joins the starts of a command, each from the step from which it continues."""
     ranks = watched.ranks
     none = JudgedPart(RESUME, PartStatus.NONE, "no program of the command went on from a save")
     parts = [] if watched.later else [none]
@@ -85,7 +85,7 @@ def _saved(ranks: Records) -> dict[int, WholeState]:
 
 
 def _step_of(before: Records, after: Records) -> int | None:
-    """The step from which a start goes on: the last save whose weights it has, or has most of; None: from no save."""
+    """The step from which a start continues: the last save whose weights it has, or most of them; None: no save."""
     if len(after) != after[0].world_size or any(record.begins is None for record in after):
         raise Unjudgeable("not all of its ranks left a record")
     begins = _begins(after)
@@ -106,7 +106,7 @@ def _step_of(before: Records, after: Records) -> int | None:
 
 @judges(RESUME)
 def _judge(number: int, before: Records, after: Records, step: int) -> JudgedPart:
-    """Whether a start goes on from a step as if it had not stopped."""
+    """Whether a start continues from a step as if it had not stopped."""
     begins = _begins(after)
     what = f"start {number} goes on from step {step}"
     beyond = sorted(before[0].rates.keys() & {step + each for each in after[0].rates})
@@ -131,7 +131,7 @@ def _judge(number: int, before: Records, after: Records, step: int) -> JudgedPar
 def _differences(
     before: Records, after: Records, step: int, beyond: list[int]
 ) -> Iterator[tuple[str, str]]:
-    """What is not as it was after a step, and in the steps beyond it; and where to look."""
+    """What differs from the state after a step, and from the steps beyond it; and where to look."""
     saved, begins = _saved(before), _begins(after)
     if wrong := _wrong_weights(saved[step], begins):
         where = "what is saved or loaded of the model: a shard, a name, strict=False, a type, weights that were tied"
@@ -144,7 +144,7 @@ def _differences(
             rates = old.rates[each], new.rates.get(each - step)
             if rates[0] != rates[1]:
                 shown = " and ".join(
-                    ", ".join(f"{rate:.6g}" for rate in known or ()) for known in rates
+                    ", ".join(f"{rate:.6g}" for rate in groups or ()) for groups in rates
                 )
                 where = "the schedule: its state_dict must be saved and loaded too"
                 yield f"with other learning rates: in step {each} they were {shown}", where
@@ -197,7 +197,7 @@ def _division(ranks: Records) -> Any:
 
 
 def _joined(before: RankRecord, after: RankRecord, step: int) -> RankRecord:
-    """The calls of a rank up to a step, and those of the start that goes on from there."""
+    """The calls of a rank up to a step, and those of the start that continues from there."""
     kept = [call for call in before.calls if call.step <= step]
     last: Any = kept[-1].loader_pass if kept else None
     first: Any = after.calls[0].loader_pass

@@ -23,13 +23,13 @@ from threefold.referee.record import RankRecord, Records
 
 # From this share of the reads on, rows that two ranks read are no coincidence of equal rows in a data set.
 _SHARE_REFUTED = 0.5
-# A data set of which fewer rows differ, or more of the first reads repeat, does not tell its rows apart.
+# A data set of which fewer rows differ, or more of the first reads repeat, does not distinguish its rows.
 _FEWEST_ROWS, _LEAST_FRESH = 8, 0.5
 
 
 @judges("rows of data ranks")
 def judge_data_ranks(groups: RankGroups, epochs: Epochs) -> JudgedPart:
-    """Whether each data rank read rows of its own in every step."""
+    """Whether each data rank read its own rows in every step."""
     groups.check()
     if groups.num_data_ranks == 1:
         return none_here(f"there is one data rank ({groups.how})")

@@ -25,7 +25,7 @@ def distinct(name: str, parts: Sequence[Values], content: str) -> list[Values]:
     """The parts of a tensor, which make the whole, without those that another rank holds too.
 
     Args:
-        content: the key of what stands for the values of a part.
+        content: the key of what represents the values of a part.
 
     Raises:
         Unjudgeable: ranks hold other values in the same place, or not all places.

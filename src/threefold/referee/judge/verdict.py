@@ -1,6 +1,6 @@
 """The verdict on a recorded command: every part, and what all of them come to.
 
-Refuted if one part is; proved if every part is that the program has; else not judged. What could not be seen is never
+Refuted if one part is; proved if every part is that the program has; else not judged. What was not observed is never
 called right, and the parts that the referee does not know yet are named.
 """
 
@@ -134,9 +134,9 @@ def _curve_of_starts(
     parts = {part.name: part for part in _curve(folder, groups)}
     for number, later in enumerate(watched.later if training.others is None else [], start=2):
         for part in _curve(folder, groups_of([record for record in later if record.calls])):
-            known = parts.get(part.name, part)
+            earlier = parts.get(part.name, part)
             if part.status is PartStatus.REFUTED and (
-                known is part or known.status is not PartStatus.REFUTED
+                earlier is part or earlier.status is not PartStatus.REFUTED
             ):
                 parts[part.name] = replace(part, what=f"start {number}: {part.what}")
     return list(parts.values())

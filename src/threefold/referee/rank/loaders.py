@@ -1,4 +1,4 @@
-"""What torch's DataLoaders hand out: which loader, its how manieth pass, how many batches, and what its sampler says.
+"""What torch's DataLoaders yield: which loader, in which of its passes, how many batches, and what its sampler says.
 
 Only counted and read: no loader is asked for anything that the program does not ask for.
 """
@@ -89,11 +89,11 @@ def facts_of(loader: Any) -> Values:
     sampler = _first_of(loader, "batch_sampler", "sampler")
     while sampler is not None and len(samplers) < _MOST_SAMPLERS:
         kind = type(sampler)
-        known: Values = {"class": kind.__name__, "package": kind.__module__.partition(".")[0]}
+        facts: Values = {"class": kind.__name__, "package": kind.__module__.partition(".")[0]}
         for name in filter(_FACTS.fullmatch, dir(sampler)):
             if isinstance(value := getattr(sampler, name, None), int):
-                known[name] = value
-        samplers.append(known)
+                facts[name] = value
+        samplers.append(facts)
         source = _first_of(sampler, "data_source", "dataset")
         sampler = _first_of(sampler, "batch_sampler", "sampler")
     rows = loader.dataset

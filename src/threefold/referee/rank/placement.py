@@ -1,7 +1,7 @@
-"""Which ranks read data of their own and which compute one copy of the model together, as far as the model shows it.
+"""Which ranks read their own data and which compute one copy of the model together, as far as the model shows it.
 
 From the wrapper (DistributedDataParallel, FullyShardedDataParallel), from the mesh that `fully_shard` was called with,
-and from the placements of the parameters. What does not show is said in `unknown`, and is not judged.
+and from the placements of the parameters. What it does not show is reported in `unknown`, and is not judged.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def note_mesh(sharded: Any, module: Any, *args: Any, mesh: Any = None, **kwargs:
 
 
 def of(module: Module) -> Values:
-    """What a record says of this rank and its model.
+    """The record of this rank and its model.
 
     Returns:
         parameters: their names.
         together: the ranks that hold parts of the same parameters.
         groups: the ranks of each process group that this rank is in.
         splits: an axis of the parameters that may split rows among ranks, by its name.
-        data_ranks: the ranks of which each reads rows of its own, this one included, and `how` that is known;
+        data_ranks: the ranks of which each reads its own rows, this one included, and `how` that is known;
             or `unknown`, the reason why it is not.
     """
     parameters: dict[str, Any] = dict(module.named_parameters())
@@ -50,28 +50,28 @@ def of(module: Module) -> Values:
     ]
     all_axes = {axis for axis, _ in axes}
     sharded_axes = {axis for axis, how in axes if how.is_shard()}
-    known: Values = {"together": sorted(together), "parameters": list(parameters)}
-    known["splits"] = min(filter(_SEQUENCE_AXIS.search, all_axes), default=None)
+    record: Values = {"together": sorted(together), "parameters": list(parameters)}
+    record["splits"] = min(filter(_SEQUENCE_AXIS.search, all_axes), default=None)
     if not (dist.is_available() and dist.is_initialized()):
-        known["unknown"] = (
+        record["unknown"] = (
             "the launcher started several processes, and they have no process group"
         )
-        return known
+        return record
     groups = dist.distributed_c10d._world.pg_group_ranks
-    known["groups"] = [sorted(group, key=group.__getitem__) for group in groups.values()]
+    record["groups"] = [sorted(group, key=group.__getitem__) for group in groups.values()]
     try:
-        known["how"], known["data_ranks"] = _data_ranks(
-            module, sharded_axes, known["together"], len(all_axes)
+        record["how"], record["data_ranks"] = _data_ranks(
+            module, sharded_axes, record["together"], len(all_axes)
         )
     except ValueError as why:
-        known["unknown"] = str(why)
-    return known
+        record["unknown"] = str(why)
+    return record
 
 
 def _data_ranks(
     module: Module, sharded_axes: set[str], together: list[int], num_axes: int
 ) -> tuple[str, list[int]]:
-    """How it is known which ranks read rows of their own, and these.
+    """How it is known which ranks read their own rows, and these ranks.
 
     Raises:
         ValueError: it is not.

@@ -1,6 +1,6 @@
 """The recorder inside a watched process: what the outermost module is called with in each optimizer step.
 
-It hangs on torch's global hooks: the call of a module (depth 0, training, with parameters that are trained),
+It uses torch's global hooks: the call of a module (depth 0, training, with parameters that are trained),
 `backward`, the step hook of all optimizers, the DataLoaders. It writes nothing before a process trains, so launchers
 and loaders' workers leave no file. Whatever fails here is recorded and ends the recording, never the program; no random
 number is drawn and no tensor of the program is changed.
@@ -71,16 +71,16 @@ class OpenCall:
         labels = self.tensors.get("labels", gradient)[..., 1:]
         # Nothing comes after the last token.
         weights = pad(-gradient.float().cpu(), (0, 1))
-        known = None
+        weighted = None
         if labels.shape == gradient.shape:
-            known = torch.where(weights != 0, pad(labels, (0, 1)), -100), weights
-        self._trains_on(known)
+            weighted = torch.where(weights != 0, pad(labels, (0, 1)), -100), weights
+        self._trains_on(weighted)
 
-    def _trains_on(self, known: tuple[Tensor, Tensor] | None) -> None:
+    def _trains_on(self, weighted: tuple[Tensor, Tensor] | None) -> None:
         """Targets and weights of the outputs. A second time, or of None, they do not show."""
-        self.values["targets"] = known is not None and "targets" not in self.values
-        if known is not None:
-            targets, weights = (value.cpu() for value in known)
+        self.values["targets"] = weighted is not None and "targets" not in self.values
+        if weighted is not None:
+            targets, weights = (value.cpu() for value in weighted)
             counted = weights * (targets != -100).sum()
             self.tensors |= {"!targets": targets, "!weights": weights, "!counted": counted}
 
@@ -299,9 +299,9 @@ class RankRecorder:
     ) -> None:
         """Gradients were clipped to a norm; it is read in the checked steps only."""
         if (curve := self._trained_curve()) is not None:
-            found = result if total_norm is None else total_norm
-            is_known = not curve.values["clip"] and not hasattr(found, "placements")
-            norm = float(found) if is_known else None
+            total = result if total_norm is None else total_norm
+            is_known = not curve.values["clip"] and not hasattr(total, "placements")
+            norm = float(total) if is_known else None
             curve.values["clip"] = {"most": float(max_norm), "norm": norm, "by_norm": True}
 
     def clipped_values(self, *args: Any, **kwargs: Any) -> None:
@@ -376,7 +376,7 @@ class RankRecorder:
         self._file.write("saved", {"step": at[0], "optimizer": at[1], **state})
 
     def loads(self, optimizer: Optimizer, state_dict: Any) -> None:
-        """An optimizer is given a state; one that is empty is none."""
+        """An optimizer gets a state; an empty one is none."""
         self._has_loaded |= bool(state_dict.get("state"))
 
     def exports(
@@ -491,7 +491,7 @@ def _watch_calls(recorder: RankRecorder) -> None:
 
 
 def watch_sharding(fsdp: Any) -> None:
-    """Notes over which ranks `fully_shard` shards: a sharded parameter does not tell data ranks from others."""
+    """Notes over which ranks `fully_shard` shards: a sharded parameter does not distinguish data ranks from others."""
     for recorder in _recorders:
         recorder.around(fsdp, "fully_shard", after=placement.note_mesh)
         recorder.around(

@@ -23,7 +23,7 @@ Tensors = dict[str, Tensor]
 
 _IGNORED_LABEL = -100
 _DEEPEST = 4
-# What tells the number of rows, before any other tensor.
+# What shows the number of rows, before any other tensor.
 _LEADING = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
 # Made from the padding or the place in a batch, not from the row.
 _NOT_THE_ROW = ("attention_mask", "position_ids", "cache_position")
@@ -63,7 +63,7 @@ def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRows |
         if name not in host
     }
     if isinstance(caches := kwargs.get("use_cache"), bool):
-        # With a cache, transformers does not tell documents apart by their positions.
+        # With a cache, transformers does not separate documents by their positions.
         shared["!shared.use_cache"] = torch.tensor([caches])
     # A mask of more dimensions is one of attention, not of padding.
     mask = next(

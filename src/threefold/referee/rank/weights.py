@@ -1,7 +1,7 @@
 """Weights and gradients of the model that is trained, as a rank holds them: its own parts, with their places.
 
 A part is a block of a DTensor, or some values in a row: of FullyShardedDataParallel, and of DeepSpeed's ZeRO, whose
-stages 1 and 2 divide the gradients and whose stage 3 divides the weights too. All is read where it lies.
+stages 1 and 2 divide the gradients and whose stage 3 divides the weights too. All is read in place.
 
 Ranks that hold a copy write digests instead, so that a record has each weight once for each part of it.
 """
@@ -26,7 +26,7 @@ _NOT_COMPUTED = {"foreach", "fused", "capturable", "differentiable"}
 # Of packages whose replacements leave to labels the meaning that they have in transformers.
 _KEEP_MEANING = ("transformers", "accelerate", "torch", "liger_kernel")
 _INNER = re.compile(r"_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
-# Fabric has the model beside what wraps it.
+# Fabric keeps the model next to its wrapper.
 _WRAPPERS = {
     "module",
     "_orig_mod",
@@ -211,9 +211,9 @@ def architecture_of(module: Module) -> Values:
 
 
 def _replaced(model: Module) -> str | None:
-    """Whose function computes the forward or the loss, where that is not the one of transformers."""
-    given = vars(model)
-    for function in (given.get("forward", type(model).forward), given.get("_loss_function")):
+    """The function that computes the forward or the loss, where that is not the one of transformers."""
+    own = vars(model)
+    for function in (own.get("forward", type(model).forward), own.get("_loss_function")):
         home = getattr(inspect.unwrap(function), "__module__", "") if callable(function) else ""
         if home and home.partition(".")[0] not in _KEEP_MEANING:
             return f"{home}.{getattr(function, '__name__', 'a function')}"
@@ -265,10 +265,10 @@ class StepCurve:
         groups = []
         zero = zero_of(self._module)
         for group in optimizer.param_groups if zero is None else groups_of(zero):
-            known = {**group, "lr": float(group["lr"])} if "lr" in group else group
+            options = {**group, "lr": float(group["lr"])} if "lr" in group else group
             settings = {
                 name: value
-                for name, value in known.items()
+                for name, value in options.items()
                 if (name == "betas" or isinstance(value, int | float))
                 and name not in _NOT_COMPUTED
             }

@@ -1,7 +1,7 @@
 """The whole page in one file: markup, style, script and the curves' points, with nothing from elsewhere.
 
 The page's own policy (Content-Security-Policy) allows exactly its script and its style, by their hashes, and no
-request: so a text of a run that were taken for markup could do nothing.
+request: so text of a run that was mistaken for markup could do nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from threefold.report.thinned_curves import (
     with_rows,
 )
 
-# Title, unit and the names of each chart; what else is logged has a chart of its own.
+# Title, unit and the names of each chart; anything else that is logged has its own chart.
 _CHARTS = (
     ("Loss", "", ("loss", "eval_loss")),
     ("Gradient norm", "", ("grad_norm",)),
@@ -47,18 +47,18 @@ _MOST_MARKS, _MOST_BATCHES = 300, 24
 
 @cache
 def asset(name: str) -> str:
-    """A file of the page that lies in the package."""
+    """A file of the page that is in the package."""
     return (files("threefold.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _curves_of(
-    runs: Sequence[RunFacts], known: Sequence[Judged | None]
+    runs: Sequence[RunFacts], verdicts: Sequence[Judged | None]
 ) -> list[dict[str, Any]]:
     """The curves of each run, by name, in as many points as a page has room for."""
     number = sum(len(curve_names(facts.metrics)) for facts in runs)
     most = max(_FEWEST, min(_MOST, _ALL_POINTS // max(1, number)))
     curves = []
-    for facts, about in zip(runs, known, strict=True):
+    for facts, about in zip(runs, verdicts, strict=True):
         metrics = facts.metrics
         points = {name: metrics.points(name) for name in curve_names(metrics)}
         of_rows = about.reasons.losses if about is not None else None
@@ -73,8 +73,8 @@ def _curves_of(
     return curves
 
 
-def points_of(runs: Sequence[RunFacts], known: Sequence[Judged | None]) -> dict[str, Any]:
-    """What the page's script draws: charts, and of each run its curves, marks, clock, and what telling steps read."""
+def points_of(runs: Sequence[RunFacts], verdicts: Sequence[Judged | None]) -> dict[str, Any]:
+    """What the page's script draws: charts, and of each run its curves, marks, clock, and what unusual steps read."""
     usual: list[tuple[str, str, tuple[str, ...]]] = [
         (title, unit, names)
         for title, unit, names in _CHARTS
@@ -97,8 +97,8 @@ def points_of(runs: Sequence[RunFacts], known: Sequence[Judged | None]) -> dict[
             {**_drawn(facts), "curves": curves, "batches": _batches(judged), "config": config}
             for facts, curves, judged, config in zip(
                 runs,
-                _curves_of(runs, known),
-                known,
+                _curves_of(runs, verdicts),
+                verdicts,
                 differing([facts.resolved for facts in runs]),
                 strict=True,
             )
@@ -107,7 +107,7 @@ def points_of(runs: Sequence[RunFacts], known: Sequence[Judged | None]) -> dict[
 
 
 def _is_share(facts: RunFacts, name: str) -> bool:
-    """Whether a number lies between 0 and 1, as an accuracy: several such fit into one chart."""
+    """Whether a number is between 0 and 1, like an accuracy: several such fit into one chart."""
     values = facts.metrics.points(name).finite().values
     return not len(values) or bool(values.min() >= 0 and values.max() <= 1)
 
@@ -131,25 +131,25 @@ def _drawn(facts: RunFacts) -> dict[str, Any]:
 
 def _starts(facts: RunFacts) -> list[tuple[int, float]]:
     """The last step before each start, and when it was."""
-    found = ((start.get("step"), seconds_of(start.get("time"))) for start in facts.starts)
+    pairs = ((start.get("step"), seconds_of(start.get("time"))) for start in facts.starts)
     return [
-        (step, moment) for step, moment in found if type(step) is int and moment is not None
+        (step, moment) for step, moment in pairs if type(step) is int and moment is not None
     ]
 
 
 def _batches(judged: Judged | None) -> dict[str, Any]:
-    """What the steps that stand out have read, by step."""
+    """What the unusual steps have read, by step."""
     if judged is None:
         return {}
-    found = {
+    by_step = {
         str(step): judged.reasons.of_step(step) for step in judged.reasons.steps[:_MOST_BATCHES]
     }
-    return {step: read for step, read in found.items() if read is not None}
+    return {step: read for step, read in by_step.items() if read is not None}
 
 
 def _marks(facts: RunFacts) -> list[dict[str, Any]]:
     """Starts, stops, rewinds and the best checkpoint, as lines of a chart; saves are many, and in a table."""
-    found: list[dict[str, Any]] = []
+    marks: list[dict[str, Any]] = []
     for event in facts.events:
         step, kind = event.get("step"), event["event"]
         if (
@@ -160,27 +160,27 @@ def _marks(facts: RunFacts) -> list[dict[str, Any]]:
             continue
         if (
             kind == "rewind"
-            and found
-            and (found[-1]["step"], found[-1]["kind"]) == (step, "resume")
+            and marks
+            and (marks[-1]["step"], marks[-1]["kind"]) == (step, "resume")
         ):
-            found.pop()  # the start that goes back
+            marks.pop()  # the start that goes back
         moment = seconds_of(event.get("time"))
         seconds = (
             moment - facts.metrics.times[0]
             if moment is not None and len(facts.metrics.times)
             else None
         )
-        found.append(
+        marks.append(
             {"step": step, "kind": "resume" if kind == "start" else kind, "seconds": seconds}
         )
-    found += [{"step": facts.best[0], "kind": "best"}] if facts.best else []
-    return found[-_MOST_MARKS:]
+    marks += [{"step": facts.best[0], "kind": "best"}] if facts.best else []
+    return marks[-_MOST_MARKS:]
 
 
 def report(runs: Sequence[RunFacts]) -> bytes:
-    """The page of one run, or of several laid over one another, as a file that needs no other."""
-    known = [judged(facts.path) for facts in runs]
-    return page(title_of(runs), body(parts_of(runs, known), runs), points_of(runs, known))
+    """The page of one run, or of several overlaid, as a file that needs no other."""
+    verdicts = [judged(facts.path) for facts in runs]
+    return page(title_of(runs), body(parts_of(runs, verdicts), runs), points_of(runs, verdicts))
 
 
 def title_of(runs: Sequence[RunFacts]) -> str:
@@ -188,15 +188,15 @@ def title_of(runs: Sequence[RunFacts]) -> str:
 
 
 def parts_of(
-    runs: Sequence[RunFacts], known: Sequence[Judged | None]
+    runs: Sequence[RunFacts], verdicts: Sequence[Judged | None]
 ) -> dict[str, dict[str, Html]]:
-    """What stands in each box of the page, by name: `top`, before the curves, and a box of each run, by its number."""
-    told = [sections(facts, judged) for facts, judged in zip(runs, known, strict=True)]
-    return {"top": top_of(runs), **{str(number): each for number, each in enumerate(told)}}
+    """The content of each box of the page, by name: `top`, before the curves, and a box of each run, by its number."""
+    boxes = [sections(facts, judged) for facts, judged in zip(runs, verdicts, strict=True)]
+    return {"top": top_of(runs), **{str(number): each for number, each in enumerate(boxes)}}
 
 
 def top_of(runs: Sequence[RunFacts]) -> dict[str, Html]:
-    """What comes before the curves: how a run stands, or several beside one another."""
+    """What comes before the curves: the state of a run, or several side by side."""
     return {"standing": standing(runs[0])} if len(runs) == 1 else compared(runs)
 
 
@@ -206,17 +206,17 @@ def body(parts: Mapping[str, Mapping[str, Html]], runs: Sequence[RunFacts]) -> H
         name: tag("div", *inside.values(), class_="parts", data_box=name)
         for name, inside in parts.items()
     }
-    told = [boxes[str(number)] for number in range(len(runs))]
+    per_run = [boxes[str(number)] for number in range(len(runs))]
     if len(runs) > 1:
-        told = [
+        per_run = [
             tag("details", tag("summary", facts.name), box, class_="run")
-            for facts, box in zip(runs, told, strict=True)
+            for facts, box in zip(runs, per_run, strict=True)
         ]
-    return join([boxes["top"], charts_part(), *told])
+    return join([boxes["top"], charts_part(), *per_run])
 
 
 def standing(facts: RunFacts) -> Html:
-    """How a run stands, and its figures."""
+    """The state of a run, and its figures."""
     line = tag("p", tag("span", facts.state, class_=f"state {facts.state}"), " ", facts.why)
     return tag("section", line, figures(facts), class_="part", data_part="standing")
 
@@ -242,7 +242,7 @@ def page(title: str, body: Html, values: Mapping[str, Any], *, live: bool = Fals
 
     Args:
         values: for the script: `points_of`, and what a live page adds.
-        live: the page may ask its own server for more; else nobody.
+        live: the page may ask its own server for more, otherwise no server.
     """
     style = asset("uplot.min.css") + asset("page.css")
     scripts = [asset("uplot.min.js"), asset("page.js")]
@@ -257,14 +257,14 @@ def page(title: str, body: Html, values: Mapping[str, Any], *, live: bool = Fals
     )
     made = tag("footer", tag("p", f"threefold {build_id()}"), licence)
     home = tag("p", tag("a", "all runs", href="./")) if values.get("list") else ""
-    told = tag("p", "following", id_="live", role="status") if live else ""
+    status = tag("p", "following", id_="live", role="status") if live else ""
     text = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="referrer" content="no-referrer"><link rel="icon" href="data:,">'
         f"<title>{shown(title)} - threefold</title><style>{style}</style></head><body>"
-        f"<header>{home}<h1>{shown(title)}</h1>{told}</header><main>{body}</main>{made}{data('values', values)}"
+        f"<header>{home}<h1>{shown(title)}</h1>{status}</header><main>{body}</main>{made}{data('values', values)}"
         f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"
     )
     return text.encode("utf-8", "replace")

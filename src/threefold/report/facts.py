@@ -1,6 +1,6 @@
 """A run's folder as plain facts: what a page of it shows. Files only, no torch, and nothing of the run is touched.
 
-Every file may be missing, cut or damaged: what can be read is shown, and what cannot is said in `damaged` and `notes`.
+Every file may be missing, cut or damaged: what can be read is shown, what cannot is listed in `damaged` and `notes`.
 Nothing here decides how it looks (`sections`).
 """
 
@@ -68,7 +68,7 @@ class RunFacts:
     """One run.
 
     Attributes:
-        state, why: one word of how it stands (running, done, stopped, ended, empty), and what says so.
+        state, why: its state in one word (running, done, stopped, ended, empty), and what shows it.
         config: its config.yaml as plain values; empty if it cannot be read. `config_text`: the file.
         events: the journal, oldest first.
         architecture, versions, mesh: of the newest checkpoint or start.
@@ -126,9 +126,9 @@ class RunFacts:
     def commands(self) -> list[tuple[str, str]]:
         """What to do next: (a command to paste, what it does)."""
         run = shlex.quote(str(self.path))
-        found = []
+        commands = []
         if self.state in ("ended", "failed"):
-            found.append((f"threefold explain {run}", "what its logs say of its end"))
+            commands.append((f"threefold explain {run}", "what its logs say of its end"))
         of_program = is_of_program(self.path)
         if self.state not in ("running", "copied") and not of_program:
             more = (
@@ -136,7 +136,7 @@ class RunFacts:
                 if self.state == "done" and self.num_steps
                 else ""
             )
-            found.append(
+            commands.append(
                 (
                     f"threefold resume {run}{more}",
                     "go on" + (" for as many steps again" if more else ""),
@@ -144,30 +144,30 @@ class RunFacts:
             )
         if any(each.state == "whole" for each in self.saved):
             if not of_program:
-                found.append(
+                commands.append(
                     (
                         f"threefold sample {run} --prompt 'Once upon a time'",
                         "what the model writes",
                     )
                 )
-            found.append(
+            commands.append(
                 (
                     f"threefold export {run} --to {shlex.quote(self.name + '-hf')}",
                     "as a Hugging Face folder",
                 )
             )
-        # The rows of a program's run are known by their numbers, and not where they lie.
+        # Of the rows of a program's run only the numbers are known, not where they are.
         contents, show = ("", "") if of_program else (" --contents", " --show")
         what, text = ("row", "") if of_program else ("token", ", and their text")
-        found.append(
+        commands.append(
             (f"threefold data audit {run}{contents}", f"prove every {what} that it has read")
         )
         if step := self.metrics.last.get("step"):
-            found.append((f"threefold why {run}", "what stands out, and why"))
-            found.append(
+            commands.append((f"threefold why {run}", "what stands out, and why"))
+            commands.append(
                 (f"threefold data order {run} --step {step}{show}", f"the rows of a step{text}")
             )
-        return found
+        return commands
 
 
 def gather(run: Path, metrics: Metrics | None = None, *, name: str | None = None) -> RunFacts:
@@ -260,11 +260,11 @@ def _flat(values: Values, before: str = "") -> Iterator[tuple[str, str]]:
 
 
 def value_of(values: Values, *names: str) -> Any:
-    """The value under some keys in one another; None if there is none."""
-    found: Any = values
+    """The value under nested keys; None if there is none."""
+    inner: Any = values
     for name in names:
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+        inner = inner.get(name) if isinstance(inner, Mapping) else None
+    return inner
 
 
 @contextlib.contextmanager
@@ -307,11 +307,11 @@ def _checkpoints(facts: RunFacts) -> None:
     with _noted(facts, "checkpoints/best.json"):
         facts.best = folder.best()
     manifest: Values = {}
-    found = [(checkpoint, "") for checkpoint in folder.all()]
+    listed = [(checkpoint, "") for checkpoint in folder.all()]
     for path in sorted(folder.path.glob("aside-*-step-*")):
         if (step := path.name.rpartition("-")[2]).isdecimal():
-            found.append((Checkpoint(path, int(step)), "set aside by a rewind"))
-    for checkpoint, state in found:
+            listed.append((Checkpoint(path, int(step)), "set aside by a rewind"))
+    for checkpoint, state in listed:
         size: int | None = None
         try:
             described = checkpoint.manifest()

@@ -1,4 +1,4 @@
-"""What is seen first of a run, its figures with their units, and several runs beside one another."""
+"""What is shown first of a run, its figures with their units, and several runs side by side."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _left_s(facts: RunFacts, step: int) -> float | None:
 
 
 def compared(runs: Sequence[RunFacts]) -> dict[str, Html]:
-    """The runs of one page beside one another: where they stand, and the keys in which they differ."""
+    """The runs of one page side by side: their states, and the keys in which they differ."""
     rows, tasks = [], tasks_of(runs)[:_MOST_TASKS]
     for facts in runs:
         last, best = facts.metrics.last, facts.best
@@ -170,17 +170,17 @@ def compared(runs: Sequence[RunFacts]) -> dict[str, Html]:
         )
     named = [name.removeprefix(TASK) for name in tasks]
     head = ("run", "state", "step", "loss", "tokens/s", "tokens", "best evaluation", *named)
-    found = {
+    parts = {
         "compared": section("compared", "Runs", table("Where each run stands", head, rows))
     }
     named = [facts.name for facts in runs]
     configs = differing([facts.resolved for facts in runs])
     differ = [(key, *(config[key] for config in configs)) for key in configs[0]]
     if differ:
-        found["differ"] = section(
+        parts["differ"] = section(
             "differ", "Keys that differ", table("Config", ("key", *named), differ[:_MOST_KEYS])
         )
-    return found
+    return parts
 
 
 def differing(configs: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:

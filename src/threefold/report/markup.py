@@ -1,6 +1,6 @@
 """Pieces of HTML whose texts are always escaped: what is read from files can only ever be shown.
 
-`Html` is text that is markup already. Everything else that comes into a piece is escaped, and characters that steer a
+`Html` is text that is markup already. Everything else that goes into a piece is escaped, and characters that steer a
 terminal or the direction of text are shown by their codes.
 """
 
@@ -24,24 +24,24 @@ class Html(str):
 
 
 def shown(value: Any, *, most: int = _MOST) -> Html:
-    """A value as text of a page; at most so many characters of it."""
+    """A value as text of a page; at most `most` characters of it."""
     if isinstance(value, Html):
         return value
     whole = str(value)
     cut = whole if len(whole) <= most else f"{whole[:most]}... ({len(whole):,} characters)"
-    return Html(escape(_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", cut), quote=True))
+    return Html(escape(_CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", cut), quote=True))
 
 
 def tag(name: str, /, *inside: Any, **attributes: Any) -> Html:
-    """An element; `class_` and `for_` are attributes whose names Python keeps, `aria_label` is `aria-label`."""
-    told = "".join(
+    """An element; `class_` and `for_` are attributes whose names Python reserves, `aria_label` is `aria-label`."""
+    attrs = "".join(
         f" {key.rstrip('_').replace('_', '-')}"
         + ("" if value is True else f'="{shown(value)}"')
         for key, value in attributes.items()
         if value is not None and value is not False
     )
     return Html(
-        f"<{name}{told}>" if name == "input" else f"<{name}{told}>{join(inside)}</{name}>"
+        f"<{name}{attrs}>" if name == "input" else f"<{name}{attrs}>{join(inside)}</{name}>"
     )
 
 

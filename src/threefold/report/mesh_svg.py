@@ -68,8 +68,8 @@ def _label(x: int, y: int, text: str) -> Html:
 
 def _cell(rank: int, x: int, y: int, size: tuple[int, int], phase: str | None) -> Html:
     side, high = size
-    told = tag("title", f"rank {rank}: {phase}" if phase else f"rank {rank}")
-    box = tag("rect", told, x=x, y=y, width=side - 2, height=high - 2, rx=3)
+    title = tag("title", f"rank {rank}: {phase}" if phase else f"rank {rank}")
+    box = tag("rect", title, x=x, y=y, width=side - 2, height=high - 2, rx=3)
     named = [tag("text", rank, x=x + side // 2 - 1, y=y + high // 2 + 4)] if side > 20 else []
     return tag("g", box, *named, class_=f"rank {_colour(phase)}")
 

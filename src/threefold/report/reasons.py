@@ -1,6 +1,6 @@
 """What stands out in a run, and what a step read, for a page: what `threefold why` finds, ready for JSON.
 
-Of long runs with many rows that takes long, so it is asked for once and kept; above a size it is left to the command.
+For long runs with many rows this is slow, so it is computed once and kept; above a size it is left to the command.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Reasons:
         try:
             rows = telling(self._batches.rows_of(step))
             read = ordered_step(self._batches.run.segments, step)
-            told = [row.to_values() for row in rows[:_MOST_ROWS]]
+            top_rows = [row.to_values() for row in rows[:_MOST_ROWS]]
         except _ERRORS:
             return None
-        told_of: dict[str, Any] = {
+        batch: dict[str, Any] = {
             "step": step,
-            "rows": told,
+            "rows": top_rows,
             "more": max(0, len(rows) - _MOST_ROWS),
         }
         if read is not None:
@@ -79,9 +79,9 @@ class Reasons:
                 f"epoch {epoch}, positions from {position:,} on"
                 for epoch, position in read.places
             ]
-            told_of |= {
+            batch |= {
                 "where": ", ".join(places),
                 "mesh": str(read.topology),
                 "dp": read.topology.dp,
             }
-        return told_of
+        return batch

@@ -28,13 +28,13 @@ def runs_in(folder: Path) -> dict[str, Path]:
     """The runs of a folder by their paths in it, the newest first, and at most 200; itself as `.`, if it is one."""
     if is_run(folder):
         return {".": folder}
-    found = [
+    runs = [
         path
         for pattern in ("*", "*/*")
         for path in folder.glob(pattern)
         if path.is_dir() and is_run(path)
     ]
-    newest = sorted(found, key=_changed, reverse=True)[:_MOST_RUNS]
+    newest = sorted(runs, key=_changed, reverse=True)[:_MOST_RUNS]
     return {path.relative_to(folder).as_posix(): path for path in newest}
 
 

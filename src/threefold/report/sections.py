@@ -27,7 +27,7 @@ from threefold.why.batch_rows import BatchRow
 from threefold.why.findings import row_text
 
 _MOST_ROWS, _MOST_FOUND = 200, 20
-# In columns or parts of their own.
+# In their own columns or parts.
 _NOT_TOLD = ("event", "time", "step", "start", "head", "files", "own", "others")
 _SHAPE = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -52,12 +52,12 @@ def verdict_of(run: Path) -> Verdict:
     try:
         lines += proof_lines(run)
     except (ThreefoldError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        said = (
+        reason = (
             error.problems[0].what
             if isinstance(error, ThreefoldError)
             else f"its record cannot be read: {error}"
         )
-        return Verdict(False, f"not proved: {said}", [*lines, *str(error).splitlines()])
+        return Verdict(False, f"not proved: {reason}", [*lines, *str(error).splitlines()])
     return Verdict(True, lines[-1], lines[1:-1])
 
 
@@ -69,13 +69,13 @@ class Judged(NamedTuple):
 
 
 def judged(run: Path) -> Judged:
-    """Asks the audit, and looks for what stands out; may take seconds."""
+    """Runs the audit, and looks for what stands out; may take seconds."""
     return Judged(verdict_of(run), Reasons(run))
 
 
 def sections(facts: RunFacts, judged: Judged | None) -> dict[str, Html]:
     """All sections of a run by name, in the order of the page; what is not judged yet is left out."""
-    found = {
+    parts = {
         "why": _standing_out(facts, judged.reasons) if judged else Html(),
         "trained": _trained(facts),
         "mesh": mesh_part(facts),
@@ -91,7 +91,7 @@ def sections(facts: RunFacts, judged: Judged | None) -> dict[str, Html]:
         "next": _next(facts),
         "config": _config(facts),
     }
-    return {name: each for name, each in found.items() if each}
+    return {name: each for name, each in parts.items() if each}
 
 
 def _trained(facts: RunFacts) -> Html:
@@ -173,9 +173,9 @@ def _numbers(facts: RunFacts) -> Html:
     """The curves as a table: for those who cannot see them, and for what is exact."""
     rows = []
     for name in curve_names(facts.metrics):
-        told = summary(facts.metrics.points(name))
-        if told["count"]:
-            pairs = (told.get(key) for key in ("first", "last", "smallest", "largest"))
+        stats = summary(facts.metrics.points(name))
+        if stats["count"]:
+            pairs = (stats.get(key) for key in ("first", "last", "smallest", "largest"))
             cells = [
                 f"{measured(name, pair[1])} (step {pair[0]:,})" if pair else "-"
                 for pair in pairs
@@ -183,9 +183,9 @@ def _numbers(facts: RunFacts) -> Html:
             rows.append(
                 (
                     name,
-                    f"{told['count']:,}",
+                    f"{stats['count']:,}",
                     *cells,
-                    f"{told['not_finite']:,}" if told["not_finite"] else "-",
+                    f"{stats['not_finite']:,}" if stats["not_finite"] else "-",
                 )
             )
     if not rows:
@@ -209,11 +209,11 @@ def _standing_out(facts: RunFacts, reasons: Reasons) -> Html:
         steps = ", ".join(f"{step:,}" for step in each.steps[:6]) + (
             ", ..." if len(each.steps) > 6 else ""
         )
-        told = join(tag("p", fact) for fact in each.facts)
+        evidence = join(tag("p", fact) for fact in each.facts)
         rows.append(
             (
                 steps or "-",
-                join([tag("p", tag("strong", each.what)), told, *map(_row, each.rows)]),
+                join([tag("p", tag("strong", each.what)), evidence, *map(_row, each.rows)]),
             )
         )
     rows += [
@@ -288,13 +288,13 @@ def _told(values: Mapping[str, Any]) -> str:
         if value not in (None, {}, [], "", 0) and key != "run"
     }
     changed = wanted.pop("changed", {})
-    told = [
+    texts = [
         f"{key} {value if not isinstance(value, list) else ', '.join(map(str, value))}"
         for key, value in wanted.items()
     ]
     if isinstance(changed, Mapping):
-        told += [f"{key} {_arrow(value)}" for key, value in changed.items()]
-    return "; ".join(told)
+        texts += [f"{key} {_arrow(value)}" for key, value in changed.items()]
+    return "; ".join(texts)
 
 
 def _arrow(value: Any) -> str:
@@ -408,9 +408,9 @@ def _damage(facts: RunFacts) -> Html:
     if not facts.damaged:
         return Html()
     rows = [(each.file, each.line or "-", each.what) for each in facts.damaged]
-    said = tag("p", f"{facts.num_damaged:,} lines could not be read. Everything else is shown.")
+    note = tag("p", f"{facts.num_damaged:,} lines could not be read. Everything else is shown.")
     return section(
-        "damage", "Damaged lines", said, table("What is wrong", ("file", "line", "what"), rows)
+        "damage", "Damaged lines", note, table("What is wrong", ("file", "line", "what"), rows)
     )
 
 

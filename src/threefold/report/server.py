@@ -1,9 +1,9 @@
-"""The pages of runs in a browser, while they go: on this machine only, and only for holders of the address.
+"""The pages of runs in a browser, while they train: on this machine only, and only for holders of the address.
 
 A page is that of `threefold report`, with `values.live`: its script asks for `values` again and again, and is sent the
 parts of the page as they are now, and the charts' points if they are new. Only the runs' files are read.
 
-Every request must name this machine as its host, so that a page of another site cannot reach it under a name of its own
+Every request must name this machine as its host, so that a page of another site cannot reach it under its own name
 (DNS rebinding), and must carry the token: in the address once, then in a cookie that other sites cannot send.
 """
 
@@ -94,12 +94,12 @@ class View:
         raise KeyError(path)
 
     def _live(self, keys: Sequence[str]) -> list[LiveRun]:
-        """The runs of some keys, read up to now; KeyError for one that is not there."""
+        """The runs of some keys, read up to now; KeyError for a missing one."""
         with self._opening:
             if new := [key for key in keys if key not in self._runs]:
-                there = runs_in(self.root)
+                paths = runs_in(self.root)
                 self._runs |= {
-                    key: LiveRun(there[key], key if key != "." else None) for key in new
+                    key: LiveRun(paths[key], key if key != "." else None) for key in new
                 }
         runs = [self._runs[key] for key in keys]
         for run in runs:

@@ -1,6 +1,6 @@
 """The curves of a run, in as few points as a page can show.
 
-In: the numbers of its metrics as they stand. Out: for each, (step, value) pairs. Thinning keeps of each bucket of steps
+In: the numbers of its metrics as they are. Out: for each, (step, value) pairs. Thinning keeps of each bucket of steps
 the first and the last point, the smallest, the largest, and a point that is not finite, so that no extreme and no gap
 is lost.
 """
@@ -52,14 +52,14 @@ def summary(points: Points) -> dict[str, Any]:
     """How many points there are, the first and the last, the finite smallest and largest, each (step, value)."""
     steps, values = points
     finite = np.flatnonzero(np.isfinite(values))
-    known: dict[str, Any] = {"count": len(steps), "not_finite": len(steps) - len(finite)}
+    stats: dict[str, Any] = {"count": len(steps), "not_finite": len(steps) - len(finite)}
     if len(steps):
-        known |= {"first": _pair(points, 0), "last": _pair(points, len(steps) - 1)}
+        stats |= {"first": _pair(points, 0), "last": _pair(points, len(steps) - 1)}
     if len(finite):
         low = finite[np.argmin(values[finite])]
         high = finite[np.argmax(values[finite])]
-        known |= {"smallest": _pair(points, low), "largest": _pair(points, high)}
-    return known
+        stats |= {"smallest": _pair(points, low), "largest": _pair(points, high)}
+    return stats
 
 
 def drawn(now: Points, replaced: Mapping[int, Points], *, most: int) -> dict[str, Any]:
@@ -164,13 +164,13 @@ def thinned(points: Points, most: int) -> Points:
     for begin, end in _buckets(number, most):
         values = points.values[begin:end]
         finite = np.isfinite(values)
-        found = {begin, end - 1}
+        picked = {begin, end - 1}
         if not finite.all():
-            found.add(begin + int(np.argmin(finite)))
+            picked.add(begin + int(np.argmin(finite)))
         if finite.any():
-            found.add(begin + int(np.argmin(np.where(finite, values, np.inf))))
-            found.add(begin + int(np.argmax(np.where(finite, values, -np.inf))))
-        kept += sorted(found)
+            picked.add(begin + int(np.argmin(np.where(finite, values, np.inf))))
+            picked.add(begin + int(np.argmax(np.where(finite, values, -np.inf))))
+        kept += sorted(picked)
     return Points(points.steps[kept], points.values[kept])
 
 

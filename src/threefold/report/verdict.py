@@ -1,6 +1,6 @@
-"""What a run's record proves of what it has read, told as lines: coverage, shares, bytes, and the verdict at the end.
+"""What a run's record proves of what it has read, as lines: coverage, shares, bytes, and the verdict at the end.
 
-The proof itself is `audit/proof`'s. What it needs beside the record is in the run's folder: its checkpoints, the last
+The proof itself is `audit/proof`'s. What it needs besides the record is in the run's folder: its checkpoints, the last
 step that it has logged, and its config.
 """
 
@@ -56,7 +56,7 @@ def proof_lines(
             expected="rows whose order is known, and steps of a run: nothing can be proved of others",
             fix=f"for the next run: {why['audit_fix']}",
         )
-    # A run that goes on writes its record first, so that is read last: it has all that was logged or saved before.
+    # A run that continues writes its record first, so that is read last: it has all that was logged or saved before.
     past = RunRecord(run)
     logged = past.last_logged
     checkpoints = list(_checkpoints(run))
@@ -82,23 +82,23 @@ def proof_lines(
     yield from coverage_lines(stretches)
     yield from _shares(run, segments[-1].start)
     num_read = sum(stretch.stop - stretch.start for stretch in stretches if stretch.first_step)
-    known = [segment for segment in segments if segment.start.stores]
+    hashed = [segment for segment in segments if segment.start.stores]
     if not segments[-1].start.data:
         what = "samples (of a program's dataset, whose contents have no fingerprint)"
     elif contents:
         what = "samples and tokens"
-    elif len(known) == len(segments):
+    elif len(hashed) == len(segments):
         what = "samples and bytes (--contents also compares every token)"
     else:
         what = "samples"
-        until = known[0].start.first_step - 1 if known else last
+        until = hashed[0].start.first_step - 1 if hashed else last
         yield f"  bytes of steps {first:,} to {until:,}: not known, the record has no hashes (--contents reads all)"
-    yield from _byte_lines(run, known, contents=contents)
+    yield from _byte_lines(run, hashed, contents=contents)
     yield f"proved: {num_read:,} reads, each by exactly one dp rank in exactly one step: {what}"
 
 
 def _checkpoints(run: Path) -> Iterator[tuple[Checkpoint, dict[str, Any]]]:
-    """The complete checkpoints with their manifests; a run that goes on may prune one meanwhile."""
+    """The complete checkpoints with their manifests; a run that continues may prune one meanwhile."""
     for each in CheckpointFolder(run).complete():
         try:
             yield each, each.manifest()
@@ -110,7 +110,7 @@ def _checkpoints(run: Path) -> Iterator[tuple[Checkpoint, dict[str, Any]]]:
 def _check_lineage(
     run: Path, lines: Sequence[Line], checkpoints: Sequence[tuple[Checkpoint, dict[str, Any]]]
 ) -> list[str]:
-    """What is known of who wrote the record and the checkpoints, as lines; RunError for what is of no start of the run.
+    """Who wrote the record and the checkpoints, as lines; RunError for one that no start of the run wrote.
 
     A Trainer's record and a loop's checkpoints are of no run, and have no chain.
     """
@@ -138,10 +138,10 @@ def _check_lineage(
     check_saved(lines, saved)
     by_step = {each.step: (each, manifest["start"]) for each, manifest in checkpoints}
     for number, start in enumerate(identity.starts, 1):
-        there, written_by = by_step.get(start.step, (None, number))
-        if there is not None and written_by < number and there.checksum != start.resumed:
+        source, written_by = by_step.get(start.step, (None, number))
+        if source is not None and written_by < number and source.checksum != start.resumed:
             raise RunError(
-                f"{there.path} is not the checkpoint that start {number} of the run resumed",
+                f"{source.path} is not the checkpoint that start {number} of the run resumed",
                 expected=f"a manifest with the checksum {start.resumed}, which that start holds",
                 fix="copy it again from its source",
             )

@@ -1,4 +1,4 @@
-"""The rows of a step, each with its loss, what its like have, its source, its documents and, on demand, its text."""
+"""The rows of a step, each with its loss, that of comparable rows, source, documents and, on demand, its text."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class StepBatches:
     ) -> list[BatchRow]:
         names = self.run.sources[0]
         broken = {place for number, place in self.run.table.broken if number == step}
-        found = []
+        batch = []
         for place, row in enumerate(rows):
             if row is not None and row < 0:
                 continue  # a place that holds no row
@@ -145,8 +145,8 @@ class StepBatches:
             )
             loss = float("nan") if place in broken else _number(means[place])
             values = (loss, int(counts[place]), _number(like[place]), float(scores[place]))
-            found.append(BatchRow(step, place, row, source, *values, self.contents))
-        return found
+            batch.append(BatchRow(step, place, row, source, *values, self.contents))
+        return batch
 
 
 def _number(value: float) -> float | None:

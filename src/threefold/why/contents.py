@@ -123,20 +123,20 @@ class Contents:
         return paths
 
     def _documents(self, rows: PackedRows, number: int) -> list[int]:
-        ends, found = rows.store.document_ends, []
+        ends, documents = rows.store.document_ends, []
         for start, stop in rows.stretches(number):
             # The last token may be a label alone, the first of what follows.
             first, last = np.searchsorted(
                 ends, (start, max(start, stop - 2)), side="right"
             ).tolist()
-            found += [each for each in range(first, last + 1) if each not in found]
-        return found
+            documents += [each for each in range(first, last + 1) if each not in documents]
+        return documents
 
     def seen(self, row: int | None) -> str | None:
-        """How often a row's documents stand in their source, if one stands there more than once."""
+        """How often a row's documents occur in their source, if one occurs there more than once."""
         if row is None or (place := self._place(row)) is None:
             return None
-        store, told = place[0].store, []
+        store, repeats = place[0].store, []
         lengths = np.diff(store.document_ends, prepend=0)
         for document in self._documents(*place)[:_COMPARED]:
             alike = np.flatnonzero(lengths == lengths[document])[:_MOST_ALIKE].tolist()
@@ -146,10 +146,10 @@ class Contents:
                 store.read(int(ends[each] - lengths[each]), int(ends[each])) for each in alike
             )
             if (copies := sum(np.array_equal(own, other) for other in others)) > 1:
-                told.append(
+                repeats.append(
                     f"document {store.document_numbers[document]} stands {copies:,} times in its source"
                 )
-        return "; ".join(told) or None
+        return "; ".join(repeats) or None
 
     def text(self, row: int) -> str | None:
         """The beginning of a row's text, as it is; `visible` makes it fit to be shown. None if it is not known."""
@@ -170,10 +170,10 @@ class Contents:
 
 
 def _store(name: str, digest: str) -> TokenStore:
-    """A store whose bytes are those that were read, as far as they are looked at; ValueError if they are not."""
+    """A store whose bytes are those that were read, as far as they are checked; ValueError if they are not."""
     store = store_named(name)
-    found = known(store, cache=cache_folder())
-    if found.change is not None or (digest and found.blocks.digest != digest):
+    hashes = known(store, cache=cache_folder())
+    if hashes.change is not None or (digest and hashes.blocks.digest != digest):
         raise ValueError(f"{name}.bin and .idx are no longer the bytes that the run has read")
     return store
 

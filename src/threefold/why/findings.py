@@ -30,7 +30,7 @@ from threefold.why.scores import rises, scores_of_rows, scores_of_steps
 # In robust standard deviations: of steps, of logarithms of norms, of rows. Those that are named in a step anyway.
 SPIKE, NORM, ROW, NAMED = 6.0, 6.0, 10.0, 4.0
 # Least rise of a loss as a share of it, and factor of a norm: smaller ones are no news. A norm that is several times as
-# large for one step is common in runs that are well; without a rise of the loss it is told if it is far more than that.
+# large for one step is common in healthy runs; without a rise of the loss it is reported if it is far more than that.
 _LEAST_RISE, _LEAST_FACTOR, _ALONE = 0.02, 3.0, 10.0
 # Steps after which a change is no longer said to be before a spike.
 _BEFORE = 20
@@ -78,10 +78,10 @@ class Anomaly:
 def findings(batches: StepBatches, *, step: int | None = None) -> list[Anomaly]:
     """What stands out in a run, the most telling first; with a step, what concerns it."""
     run = batches.run
-    found = [*_not_finite(batches), *_spikes(batches), *_norms(batches)]
-    told = {(row.step, row.place) for finding in found for row in finding.rows}
-    found += _far_rows(batches, told)
-    found += [
+    anomalies = [*_not_finite(batches), *_spikes(batches), *_norms(batches)]
+    reported = {(row.step, row.place) for finding in anomalies for row in finding.rows}
+    anomalies += _far_rows(batches, reported)
+    anomalies += [
         *_drifts(run),
         *_late_ranks(run),
         *_waits(run),
@@ -89,7 +89,7 @@ def findings(batches: StepBatches, *, step: int | None = None) -> list[Anomaly]:
         *_changes(run),
     ]
     if (ending := run.ending) is not None:
-        found.append(
+        anomalies.append(
             Anomaly(
                 "ended",
                 [ending.step] * bool(ending.step),
@@ -99,8 +99,8 @@ def findings(batches: StepBatches, *, step: int | None = None) -> list[Anomaly]:
             )
         )
     if step is not None:
-        found = [each for each in found if step in each.steps]
-    return sorted(found, key=lambda each: -each.score)
+        anomalies = [each for each in anomalies if step in each.steps]
+    return sorted(anomalies, key=lambda each: -each.score)
 
 
 def telling(rows: list[BatchRow]) -> list[BatchRow]:
@@ -243,7 +243,7 @@ def _norms(batches: StepBatches) -> Iterator[Anomaly]:
         peak = max(group, key=lambda each: float(scores[each]))
         step = int(steps[peak])
         if step in spikes:
-            continue  # told with its loss
+            continue  # reported with its loss
         what = f"the gradient norm rose to {norms[peak]:.3g}, {np.exp(risen[peak]):.1f} times that of the steps before"
         facts = [
             f"{scores[peak]:.1f} deviations above the median of the 7 logged steps before it"
@@ -262,13 +262,13 @@ def _norms(batches: StepBatches) -> Iterator[Anomaly]:
 
 def _groups(places: list[int]) -> list[list[int]]:
     """Places that follow one another."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for place in places:
-        if found and place == found[-1][-1] + 1:
-            found[-1].append(place)
+        if groups and place == groups[-1][-1] + 1:
+            groups[-1].append(place)
         else:
-            found.append([place])
-    return found
+            groups.append([place])
+    return groups
 
 
 def _not_finite(batches: StepBatches) -> Iterator[Anomaly]:
@@ -291,8 +291,8 @@ def _not_finite(batches: StepBatches) -> Iterator[Anomaly]:
         )
 
 
-def _far_rows(batches: StepBatches, told: set[tuple[int, int]]) -> Iterator[Anomaly]:
-    """Rows whose loss is far from that of their like, without those of `told`, (step, place)."""
+def _far_rows(batches: StepBatches, reported: set[tuple[int, int]]) -> Iterator[Anomaly]:
+    """Rows whose loss is far from that of comparable rows, without those of `reported`, (step, place)."""
     table = batches.run.table
     if not table.means.size:
         return
@@ -303,7 +303,7 @@ def _far_rows(batches: StepBatches, told: set[tuple[int, int]]) -> Iterator[Anom
     for number, place in far.tolist():
         step = int(table.steps[number])
         row = next(each for each in batches.rows_of(step) if each.place == place)
-        if (step, place) in told:
+        if (step, place) in reported:
             continue
         read[(step, place) if row.row is None else row.row].append(row)
     for rows in read.values():
@@ -399,8 +399,8 @@ def _late_ranks(run: Lookback) -> Iterator[Anomaly]:
             and share > 0
         ):
             what = f"rank {event.get('rank')} was the slowest from step {event.get('since')} on"
-            told = [str(event.get("text")), "journal.jsonl"]
-            yield Anomaly("slow", [], 10 * share, what, told)
+            facts = [str(event.get("text")), "journal.jsonl"]
+            yield Anomaly("slow", [], 10 * share, what, facts)
 
 
 def _waits(run: Lookback) -> Iterator[Anomaly]:
@@ -411,8 +411,8 @@ def _waits(run: Lookback) -> Iterator[Anomaly]:
     shares = [wait / time for wait, time in pairs if wait is not None and time]
     if len(shares) >= _FEWEST and (share := float(np.median(shares))) >= _WAITS:
         what = f"steps waited for data for {share:.0%} of their time"
-        told = "the median of data_wait_s / step_time_s; --data.num_workers 2 reads ahead"
-        yield Anomaly("slow", [], 10 * share, what, [told])
+        fact = "the median of data_wait_s / step_time_s; --data.num_workers 2 reads ahead"
+        yield Anomaly("slow", [], 10 * share, what, [fact])
 
 
 def _long_steps(run: Lookback) -> Iterator[Anomaly]:

@@ -1,4 +1,4 @@
-"""What stands out, as lines for a terminal or one JSON object. What data holds cannot act on a terminal."""
+"""What stands out, as lines for a terminal or one JSON object. What the data contains cannot control a terminal."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def run_lines(batches: StepBatches) -> Iterator[str]:
         else "without losses of rows"
     )
     yield f"{run.run}: steps {first:,} to {last:,}, {kept}"
-    found = findings(batches)
-    if not found:
+    anomalies = findings(batches)
+    if not anomalies:
         yield "nothing unusual"
-    for finding in found[:MOST]:
+    for finding in anomalies[:MOST]:
         yield from _finding(finding)
-    if len(found) > MOST:
-        yield f"and {len(found) - MOST:,} more of less weight: threefold why {run.run} --json"
+    if len(anomalies) > MOST:
+        yield f"and {len(anomalies) - MOST:,} more of less weight: threefold why {run.run} --json"
     yield from _ending(batches)
 
 
@@ -37,10 +37,10 @@ def step_lines(batches: StepBatches, step: int) -> Iterator[str]:
     """What concerns a step, and its rows, the most telling first."""
     rows = telling(batches.rows_of(step))
     yield f"{batches.run.run}: step {step:,}, {len(rows):,} rows{_numbers(batches, step)}"
-    found = findings(batches, step=step)
-    if not found:
+    anomalies = findings(batches, step=step)
+    if not anomalies:
         yield "nothing unusual"
-    for finding in found:
+    for finding in anomalies:
         finding.rows = []  # below, with all others
         yield from _finding(finding)
     yield (
@@ -58,11 +58,11 @@ def step_lines(batches: StepBatches, step: int) -> Iterator[str]:
 def values(batches: StepBatches, step: int | None) -> dict[str, Any]:
     """The same, complete, ready for JSON; `rows` of one step, the most telling first."""
     first, last = batches.known
-    told: dict[str, Any] = {"run": str(batches.run.run), "steps": [first, last], "step": step}
-    told["findings"] = [each.to_values() for each in findings(batches, step=step)]
+    fields: dict[str, Any] = {"run": str(batches.run.run), "steps": [first, last], "step": step}
+    fields["findings"] = [each.to_values() for each in findings(batches, step=step)]
     if step is not None:
-        told["rows"] = [row.to_values() for row in telling(batches.rows_of(step))]
-    return {**told, "damaged": batches.run.damaged, "missing": batches.contents.missing}
+        fields["rows"] = [row.to_values() for row in telling(batches.rows_of(step))]
+    return {**fields, "damaged": batches.run.damaged, "missing": batches.contents.missing}
 
 
 def _numbers(batches: StepBatches, step: int) -> str:

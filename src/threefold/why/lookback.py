@@ -26,7 +26,7 @@ class Lookback:
     """A run's records as tables by step and row.
 
     Attributes:
-        segments: its audited history that stands; empty: it has no record, and no row can be named.
+        segments: its audited history that still holds; empty: it has no record, and no row can be named.
         kept: the losses of its rows.
         logged: its logged steps, ascending.
         skipped: why steps made no update, by step.
@@ -93,7 +93,7 @@ class Lookback:
 
     def sources_of(self, steps: list[int], width: int) -> Int64:
         """The number of the source at each place of some steps, ascending, [steps, width]; 0 where there is no row."""
-        found = np.zeros((len(steps), width), np.int64)
+        sources = np.zeros((len(steps), width), np.int64)
         rows = None
         begin = 0
         for number, step in enumerate(steps if len(self.sources[0]) > 1 else ()):
@@ -102,8 +102,8 @@ class Lookback:
                 rows = ordered_rows(self.segments, step, _AT_A_TIME)
             if rows is not None:
                 own = self.source_of(rows[step - begin, :width])
-                found[number, : len(own)] = own
-        return found
+                sources[number, : len(own)] = own
+        return sources
 
     def source_of(self, rows: Int64) -> Int64:
         """The number of each row's source."""
@@ -132,12 +132,12 @@ class Table:
     @classmethod
     def of(cls, run: Lookback) -> Table:
         steps = np.array(run.kept.steps, np.int64)
-        found = [losses for step in steps.tolist() if (losses := run.kept.of(step)) is not None]
-        width = max((len(each.sums) for each in found), default=0)
+        kept = [losses for step in steps.tolist() if (losses := run.kept.of(step)) is not None]
+        width = max((len(each.sums) for each in kept), default=0)
         means = np.full((len(steps), width), np.nan)
         counts = np.zeros((len(steps), width), np.int64)
         sources = run.sources_of(steps.tolist(), width)
-        for number, losses in enumerate(found):
+        for number, losses in enumerate(kept):
             own = slice(len(losses.sums))
             means[number, own], counts[number, own] = losses.means, losses.counts
         wrong = np.argwhere((counts > 0) & ~np.isfinite(means)).tolist()
@@ -148,7 +148,7 @@ class Table:
             counts,
             sources,
             [(int(steps[number]), place) for number, place in wrong],
-            np.array([losses.whole for losses in found], np.bool_),
+            np.array([losses.whole for losses in kept], np.bool_),
         )
 
     def losses(self) -> tuple[Int64, Float64]:

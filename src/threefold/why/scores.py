@@ -2,8 +2,8 @@
 
 A step is compared with the few before it, on a scale of how much steps differ around it. A row is compared with the
 other rows of its step, and with those of its source in the steps around: the trend of the run, what the step did to all
-rows and what its source is like anyway do not count. Medians and median absolute deviations, so that what stands out
-does not hide itself.
+rows and what is usual for its source do not count. Medians and median absolute deviations, so that an outlier does not
+hide itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OF_MAD = 1.4826
 _BEFORE, _AROUND, _FEWEST = 7, 25, 12
 # Rows whose median is a step's trend, and steps on each side of a block that give the scale of rows.
 _ROWS, _BLOCK = 8, 25
-# Rows around a step that give a scale of their own.
+# Rows around a step that give their own scale.
 _NEAR = 24
 # Least scale, as a share of the value: smaller differences are no news.
 _FLOOR = 0.005
@@ -28,16 +28,16 @@ _FLOOR = 0.005
 
 def rises(values: Float64) -> Float64:
     """How far each value is above the median of those before it, [steps]; NaN where too few are before."""
-    found = np.full(len(values), np.nan)
+    risen = np.full(len(values), np.nan)
     if len(values) > _BEFORE:
         before = np.lib.stride_tricks.sliding_window_view(values, _BEFORE)[:-1]
-        found[_BEFORE:] = values[_BEFORE:] - _median(before, 1)
-    return found
+        risen[_BEFORE:] = values[_BEFORE:] - _median(before, 1)
+    return risen
 
 
 def scores_of_steps(values: Float64, *, floor: float = _FLOOR) -> Float64:
     """`rises` in units of what is usual around each, [steps]; 0 where nothing can be said."""
-    risen, found = rises(values), np.zeros(len(values))
+    risen, scores = rises(values), np.zeros(len(values))
     for start in range(0, len(values), _AROUND):
         own = slice(start, min(start + _AROUND, len(values)))
         around = risen[max(0, start - _AROUND) : own.stop + _AROUND]
@@ -46,8 +46,8 @@ def scores_of_steps(values: Float64, *, floor: float = _FLOOR) -> Float64:
             continue
         least = floor * np.abs(values[own])
         spread = _OF_MAD * np.median(np.abs(around - np.median(around)))
-        found[own] = risen[own] / np.maximum(spread, np.maximum(least, 1e-12))
-    return np.nan_to_num(found, nan=0.0, posinf=0.0, neginf=0.0)
+        scores[own] = risen[own] / np.maximum(spread, np.maximum(least, 1e-12))
+    return np.nan_to_num(scores, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def trend(means: Float64) -> Float64:
@@ -93,7 +93,7 @@ def scores_of_rows(means: Float64, counts: Int64, sources: Int64) -> tuple[Float
             like[own][mine] += offset
             usual = np.median(counts[around][(sources[around] == source) & np.isfinite(near)])
             fewer = np.sqrt(np.maximum(1.0, usual / np.maximum(counts[own], 1)))
-            # Rows that are easy are often easier than others are hard: each side has a scale of its own.
+            # Rows that are easy are often easier than others are hard: each side has its own scale.
             apart = means[own] - like[own]
             above, below = (
                 _OF_MAD * np.median(np.abs(side)) for side in _sides(theirs - offset)
@@ -113,5 +113,5 @@ def _sides(values: Float64) -> tuple[Float64, Float64]:
 def _median(values: Float64, axis: int) -> Float64:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of nothing but NaN it is NaN
-        found: Float64 = np.nanmedian(values, axis=axis)
-    return found
+        medians: Float64 = np.nanmedian(values, axis=axis)
+    return medians

@@ -1,7 +1,7 @@
 """Trackers besides the metrics file and the screen: TensorBoard, Weights & Biases, trackio, MLflow.
 
 They get the same metrics as the metrics file, on rank 0, after the config, the mesh and the versions. If a tracker
-fails, this is reported once, training continues, and it gets later what it has missed. A tracker that is not installed
+fails, this is reported once, training continues, and it later gets what it has missed. A tracker that is not installed
 is refused before training begins.
 """
 
@@ -71,7 +71,7 @@ class RunDescription:
         return {**self.config, "run": dict(self.facts)}
 
     def gone_back(self) -> list[Metrics] | None:
-        """The logged lines that stand, where a run goes back over later steps that it has logged; else None."""
+        """The logged lines that remain valid, if a run goes back over later steps that it has logged; else None."""
         lines = [
             line.values
             for line in Lines(self.folder / METRICS).read()
@@ -81,7 +81,7 @@ class RunDescription:
             return None
         standing: list[Metrics] = []
         for line in lines:
-            # Another pass over steps that were trained before stands for them.
+            # Another pass over steps that were trained before replaces them.
             if "loss" in line:
                 standing = [each for each in standing if each["step"] < line["step"]]
             standing.append(line)
@@ -254,7 +254,7 @@ class WeightsAndBiases:
 class Trackio:
     """A run in trackio's local database (TRACKIO_DIR), which `trackio show` serves; resumed by its own name.
 
-    Where steps are gone back over, which it cannot forget, another run with what stands takes the place of that one.
+    If a run goes back over steps, which it cannot forget, another run with what remains valid replaces that one.
     """
 
     def __init__(self, run: RunDescription) -> None:
@@ -291,19 +291,19 @@ class Trackio:
 class MLflow:
     """A run of MLflow: at MLFLOW_TRACKING_URI, else in files below `mlflow` in the run's folder; resumed by its id.
 
-    Where steps are gone back over, another run with what stands takes the place of that one, which MLflow can restore.
+    If a run goes back over steps, another run with what remains valid replaces that one, which MLflow can restore.
     """
 
     def __init__(self, run: RunDescription) -> None:
-        # Read by mlflow alone: it calls its files out of fashion, and would try a dead server for many minutes.
+        # Read only by mlflow: it calls its files deprecated, and would retry a dead server for many minutes.
         for name, value in _MLFLOW.items():
             os.environ.setdefault(name, value)
         import mlflow
         from mlflow.entities import Metric, RunTag
 
-        known = mlflow.tracking.is_tracking_uri_set()
+        is_set = mlflow.tracking.is_tracking_uri_set()
         self._client: Any = mlflow.MlflowClient(
-            None if known else (run.folder / "mlflow").resolve().as_uri()
+            None if is_set else (run.folder / "mlflow").resolve().as_uri()
         )
         self._metric: Any = Metric
         before = run.ids.get("mlflow")
@@ -322,10 +322,10 @@ class MLflow:
     def _created(self, run: RunDescription) -> str:
         from mlflow.entities import Param
 
-        known = self._client.get_experiment_by_name(run.project)
+        experiment = self._client.get_experiment_by_name(run.project)
         place = (
-            known.experiment_id
-            if known is not None
+            experiment.experiment_id
+            if experiment is not None
             else self._client.create_experiment(run.project)
         )
         number = self._client.create_run(place, run_name=run.name).info.run_id
@@ -346,11 +346,11 @@ class MLflow:
             else time.time()
         )
         now = int(logged * 1000)
-        found = [
+        points = [
             self._metric(name, value, now, metrics["step"])
             for name, value in _numbers(metrics).items()
         ]
-        self._client.log_batch(self._id, metrics=found)
+        self._client.log_batch(self._id, metrics=points)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

@@ -89,14 +89,14 @@ def check_model(model: Any) -> None:
 def check_request(trainer: Any) -> None:
     """Refuses arguments that contradict what the Trainer promises, all at once (ConfigError)."""
     args, model = trainer.args, trainer.model
-    found = (
+    problems = (
         _processes(args),
         _reading(args),
         _parallelism(trainer),
         _sharded(model, args),
         context_parallel.problems(trainer),
     )
-    ConfigError.raise_for(itertools.chain.from_iterable(found))
+    ConfigError.raise_for(itertools.chain.from_iterable(problems))
 
 
 def _processes(args: Any) -> Iterator[Problem]:
@@ -208,11 +208,11 @@ def _sharded(model: Any, args: Any) -> Iterator[Problem]:
     if (
         asked.tp_size > 1
         and args.gradient_accumulation_steps > 1
-        and (found := _reduced_again(model))
+        and (layers := _reduced_again(model))
     ):
         yield Problem(
             f"gradient_accumulation_steps = {args.gradient_accumulation_steps} with tp_size = {asked.tp_size}, and "
-            f"this model has {found}",
+            f"this model has {layers}",
             "one micro-batch per step: transformers sums the gradient of these layers over tp again at every "
             "micro-batch, which would make it several times too large",
             "gradient_accumulation_steps=1   (or tp_size=1, or threefold train --mesh.tp "

@@ -3,7 +3,7 @@
 In: the batches that a loader gives to this rank, as lists of row numbers, and the loop's events that say when one was
 used. Out: an error in the step that reads a row for the second time in an epoch, and at the epoch's end
 the number of rows left out. What stays true: all ranks exchange their numbers and compute the same, so they raise
-together. Two things that transformers does by design are only reported: rows repeated to fill up the very last step of
+together. Two things that transformers does by design are only reported: rows repeated to fill the very last step of
 an epoch, and fewer rows left out than a step has. What was read is saved with the checkpoint (`threefold-rows.npz`),
 one bit per row, so that an epoch is checked across a resume.
 """
@@ -32,9 +32,9 @@ FILE = "threefold-rows.npz"
 class RowCounter:
     """The rows of an epoch that have been read, over all ranks, and what this rank read since the last exchange."""
 
-    def __init__(self, args: Any, state: Any, loader: Any, given: deque[Any]) -> None:
-        """`given`: a queue of the batches' row numbers (`queue_of`), or of what `TrainLoader.watch` tells of them."""
-        self._given = given
+    def __init__(self, args: Any, state: Any, loader: Any, queue: deque[Any]) -> None:
+        """`queue`: of the batches' row numbers (`queue_of`), or of what `TrainLoader.watch` reports about them."""
+        self._given = queue
         self._step = state.global_step
         per_epoch = math.ceil(len(loader) / args.gradient_accumulation_steps)
         # The batches that transformers reads and discards when it resumes inside an epoch.
@@ -167,16 +167,16 @@ def _of_all_ranks(
 
 
 def queue_of(batches: Any) -> deque[tuple[int, ...]]:
-    """What a batch sampler gives from now on, oldest first; a new iteration empties it."""
-    given: deque[tuple[int, ...]] = deque()
+    """The batches of a sampler from now on, oldest first; a new iteration empties it."""
+    queue: deque[tuple[int, ...]] = deque()
     kind = type(batches)
 
-    def told(self: Any) -> Iterator[Any]:
-        given.clear()
+    def queued(self: Any) -> Iterator[Any]:
+        queue.clear()
         for batch in kind.__iter__(self):
-            given.append(tuple(batch))
+            queue.append(tuple(batch))
             yield batch
 
     # The loop builds its loader around this very object, also when it resumes, so it must remain the same.
-    batches.__class__ = type(f"Told{kind.__name__}", (kind,), {"__iter__": told})
-    return given
+    batches.__class__ = type(f"Told{kind.__name__}", (kind,), {"__iter__": queued})
+    return queue

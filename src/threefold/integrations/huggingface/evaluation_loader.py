@@ -2,7 +2,7 @@
 
 The ranks read neighbouring blocks of rows, so what they computed in one step is a stretch of the dataset once it is
 gathered. What stays true: every row once; every rank makes the same number of steps, with the same number of rows, so
-that a loss may gather them; a rank without a row in the last one computes a stand-in that nobody counts.
+that a loss may gather them; a rank without a row in the last one computes a stand-in that is not counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Trainer's loaders, made from its arguments: for training, for a loader of one's own, and for evaluation."""
+"""The Trainer's loaders, made from its arguments: for training, for a custom loader, and for evaluation."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def adopted(trainer: Any, loader: Any) -> Any:
     """A loader that the user's `get_train_dataloader` made, as ours, with its place and its audit.
 
     Taken over are those of `threefold.distribute`, and those of `accelerator.prepare` whose sampler draws in a known
-    way. Any other is returned as it is. Rows that such a loader repeats to fill up an epoch become stand-ins.
+    way. Any other is returned as it is. Rows that such a loader repeats to fill an epoch become stand-ins.
     """
     if type(loader) is DistributedLoader:
         require_distributed(loader, trainer.axis)

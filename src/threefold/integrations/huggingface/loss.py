@@ -98,7 +98,7 @@ class StepPart(NamedTuple):
 
 @contextlib.contextmanager
 def weighing(trainer: Any, part: StepPart, step: StepPart) -> Iterator[None]:
-    """Weighs the trainer's loss by what `part` is of `step`, whatever computes it; a stand-in's is zero.
+    """Weighs the trainer's loss by the share of `part` in `step`, whatever computes it; a stand-in's is zero.
 
     A loss that transformers would divide by the micro-batches is a mean over rows. Any other is taken for normalised
     with num_items_in_batch: of a micro-batch in two parts, each has a share of the number and of the loss, so that a
@@ -117,12 +117,12 @@ def weighing(trainer: Any, part: StepPart, step: StepPart) -> Iterator[None]:
         trainer.loss_weight = (
             part.rows * trainer.axis.dp_size / step.rows if is_mean else part.share
         )
-        # The same on all ranks: TRL's losses compute outputs in a forward pass of their own.
+        # The same on all ranks: TRL's losses compute outputs in their own forward pass.
         with_outputs = return_outputs or part.alone or not part.rows
-        found = compute(
+        computed = compute(
             model, inputs, return_outputs=with_outputs, num_items_in_batch=num_items_in_batch
         )
-        loss, outputs = found if with_outputs else (found, None)
+        loss, outputs = computed if with_outputs else (computed, None)
         loss = loss * trainer.loss_weight if part.rows else nothing_of(outputs, loss)
         trainer.loss_is_scaled_for_ga = True
         return (loss, outputs) if return_outputs else loss
@@ -220,8 +220,8 @@ def exact_mean(
     mean = RunningMean(accelerator.device)
     for loss_sum, count in zip(loss_sums, counts, strict=True):
         mean.add(loss_sum / max(int(count), 1), count)
-    found = mean.over_ranks(accelerator)
-    return float("nan") if found is None else found
+    overall = mean.over_ranks(accelerator)
+    return float("nan") if overall is None else overall
 
 
 def sharers_of(accelerator: Accelerator) -> int:

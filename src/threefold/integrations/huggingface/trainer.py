@@ -55,11 +55,11 @@ class Trainer(transformers.Trainer):
     # Decorated, so that the signature is that of the installed transformers.
     @functools.wraps(transformers.Trainer.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # The next class may be another Trainer (TRL's), with arguments of its own.
-        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
+        # The next class may be another Trainer (TRL's), with its own arguments.
+        arguments = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         checks.check_version(transformers.Trainer, transformers.__version__)
         of_trl = checks.check_class(type(self))
-        checks.check_model(given.get("model"))
+        checks.check_model(arguments.get("model"))
         self._train_loader: Any = None
         self._checkpoint: Path | None = None
         self._resumed: trainer_checkpoint.Resumed | None = None
@@ -73,7 +73,7 @@ class Trainer(transformers.Trainer):
             of_trl,
         )
         self._mean: RunningMean | None = None
-        with trainer_checkpoint.may_save_shards(given.get("model"), given.get("args")):
+        with trainer_checkpoint.may_save_shards(arguments.get("model"), arguments.get("args")):
             super().__init__(*args, **kwargs)
         checks.check_request(self)
         self._ranks = trainer_checkpoint.all_ranks(self.axis.topology)
@@ -180,11 +180,11 @@ class Trainer(transformers.Trainer):
         self._step = StepPart(int(targets), int(rows))
         first = batch_samples[0]
         labelled = isinstance(first, Mapping) and isinstance(first.get("labels"), Tensor)
-        # An overridden compute_loss is told of targets where transformers tells it.
-        told = self.compute_loss_func is not None or (
+        # An overridden compute_loss gets the number of targets where transformers passes it.
+        is_passed = self.compute_loss_func is not None or (
             labelled and self.model_accepts_loss_kwargs
         )
-        return targets if told else None
+        return targets if is_passed else None
 
     def _parts_of(self, batch: Any) -> list[StepPart]:
         """The parts of one micro-batch; a stream's has no numbered rows, and is weighed as one."""
@@ -193,10 +193,10 @@ class Trainer(transformers.Trainer):
             if isinstance(self._train_loader, TrainLoader)
             else None
         )
-        found = [(batch, 1, False)]
+        parts = [(batch, 1, False)]
         if read is not None:
-            found = [(batch, read.rows, read.alone), (read.rest, read.rest_rows, True)]
-        total = max(sum(rows for _, rows, _ in found), 1)
+            parts = [(batch, read.rows, read.alone), (read.rest, read.rest_rows, True)]
+        total = max(sum(rows for _, rows, _ in parts), 1)
         return [
             StepPart(
                 int(targets_in(part, shifts_labels=self._loss_shifts_labels)) * (rows > 0),
@@ -205,7 +205,7 @@ class Trainer(transformers.Trainer):
                 alone,
                 part,
             )
-            for part, rows, alone in found
+            for part, rows, alone in parts
             if part is not None
         ]
 
@@ -250,16 +250,16 @@ class Trainer(transformers.Trainer):
     ) -> Any:
         """As transformers', but returns what the micro-batch contributes to the mean over the step."""
         if self._mean is not None:
-            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            loss, outputs = found if return_outputs else (found, None)
+            computed = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            loss, outputs = computed if return_outputs else (computed, None)
             if num_items_in_batch is not None and self.args.average_tokens_across_devices:
                 loss = loss / self.axis.dp_size  # transformers multiplies by it, for gradients
         elif self.compute_loss_func is not None or self._part is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         else:
             with_outputs = return_outputs or not self._of_trl or self._part.alone
-            found = super().compute_loss(model, inputs, return_outputs=with_outputs)
-            loss, outputs = found if with_outputs else (found, None)
+            computed = super().compute_loss(model, inputs, return_outputs=with_outputs)
+            loss, outputs = computed if with_outputs else (computed, None)
             targets, all_targets = self._part.targets, self._step.targets
             ranks = self.axis.dp_size / (self.loss_weight or 1.0)
             loss = part_of_mean(

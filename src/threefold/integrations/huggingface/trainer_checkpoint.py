@@ -84,7 +84,7 @@ def _read_place(checkpoint: Path) -> tuple[int, dict[str, Any], int]:
                 dict(values["loader"]),
                 int(values.get("global_batch", 1)),
             )
-        found = f"has the format {values['format']}"
+        problem = f"has the format {values['format']}"
     except FileNotFoundError:
         raise CheckpointError(
             f"{checkpoint} has no {PLACE_FILE}: another Trainer has saved it",
@@ -94,9 +94,9 @@ def _read_place(checkpoint: Path) -> tuple[int, dict[str, Any], int]:
             "the run with the Trainer that began it",
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        found = f"cannot be read ({error!r})"
+        problem = f"cannot be read ({error!r})"
     raise CheckpointError(
-        f"{path} {found}",
+        f"{path} {problem}",
         expected=f"what the Trainer of this version writes (format {_FORMAT})",
         fix=_OLDER,
     )
@@ -233,7 +233,7 @@ def may_save_shards(model: Any, args: Any) -> Iterator[None]:
 
 
 def all_ranks(topology: Topology | None = None) -> Mesh:
-    """All ranks of the process group as a mesh, of data ranks if not told; every rank calls it equally often."""
+    """All ranks of the process group as a mesh, of data ranks by default; every rank calls it equally often."""
     if not dist.is_initialized():
         return Mesh(Topology(), 0, torch.device("cpu"))
     rank = dist.get_rank()

@@ -56,7 +56,7 @@ class Numbered(NamedTuple):
     numbers: Tensor
     batch: Any
     rest: Any = None
-    """the row of an epoch's last, incomplete round, as a batch of its own"""
+    """the row of an epoch's last, incomplete round, as a separate batch"""
     real_rest: bool = False
     """`rest` is no stand-in: the last of `numbers` is its"""
     alone: bool = False
@@ -64,7 +64,7 @@ class Numbered(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A sample, its number (~i, negative, for sample i as a stand-in), and whether other ranks have none beside it."""
+    """A sample, its number (~i, negative, for sample i as a stand-in), and whether other ranks have none with it."""
 
     number: int
     row: Any
@@ -134,7 +134,7 @@ class TrainLoader(DistributedLoader):
     """The training loader: `distribute`'s, with the numbers of what it returned and accelerate's end of the loader.
 
     Attributes:
-        returned: of each returned batch, oldest first, until somebody takes it.
+        returned: of each returned batch, oldest first, until it is taken.
         taken: the numbers of the samples of these batches, once `watch` was called.
         continues: the audit's record, if there is one, is of the same order.
     """

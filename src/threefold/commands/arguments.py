@@ -59,11 +59,11 @@ def load_config(arguments: Sequence[str]) -> LoadedConfig:
 
 def is_address(text: str) -> bool:
     """Whether this means a store, rightly written or not; a path has no scheme."""
-    if found := re.match(r"\w[\w+.-]*://|(s3|gs|hf):", text):
+    if match := re.match(r"\w[\w+.-]*://|(s3|gs|hf):", text):
         from threefold.places.url import refuse_key
 
         refuse_key(text)
-    return found is not None
+    return match is not None
 
 
 def on_this_machine(to: Path | None) -> Path | None:

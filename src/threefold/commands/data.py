@@ -127,16 +127,16 @@ def overlap(context: typer.Context, as_json: AsJson = False) -> None:
             fix="--eval.source FILE_OR_FOLDER   (or --data.eval_share 0.01)",
         )
     with Bars().show("reading the training") as bar:
-        found = overlaps_of(
+        overlaps = overlaps_of(
             *sides_of(config), progress=lambda done, total: bar.at(done, total=total)
         )
     if as_json:
-        for each in found:
+        for each in overlaps:
             typer.echo(jsonl.as_json(each.to_values()))
     else:
-        for line in (line for each in found for line in each.lines()):
+        for line in (line for each in overlaps for line in each.lines()):
             typer.echo(line)
-    raise typer.Exit(any(each.exact or each.alike for each in found))
+    raise typer.Exit(any(each.exact or each.alike for each in overlaps))
 
 
 @app.command("audit", **ending("data audit"))
@@ -243,11 +243,11 @@ def show(
         lines = show_rows.text_lines(
             rows, named, show=first or _SHOWN, ids=ids, count=row is None
         )
-    there = False
+    printed = False
     for line in lines:
         typer.echo(line)
-        there = True
-    if row is not None and not there:
+        printed = True
+    if row is not None and not printed:
         raise ConfigError(
             f"--row {row} is not there",
             expected="a row of the source, counted from 0",
@@ -320,14 +320,14 @@ def _read_of(run: Path, step: int) -> tuple[list[Segment], StepRead]:
     segments = record.read(run / record.FILE)
     read = find_step(segments, step)
     if read is None:
-        known = [line for segment in segments for line in segment.steps]
-        first, last = first_and_last_step(segments) if known else (0, 0)
+        audited = [line for segment in segments for line in segment.steps]
+        first, last = first_and_last_step(segments) if audited else (0, 0)
         raise ConfigError(
             f"--step {step} is not in the record of {run}",
             expected=f"a step from {first} to {last}"
-            if known
+            if audited
             else "a run with an audited step",
-            fix=f"--step {last}" if known else "wait for the first audit (audit.every steps)",
+            fix=f"--step {last}" if audited else "wait for the first audit (audit.every steps)",
         )
     return segments, read
 

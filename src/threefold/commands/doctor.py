@@ -75,12 +75,12 @@ def _look_at_store(address: str, options: ReportOptions) -> int:
     from threefold.mesh import environment
     from threefold.places.admission import admit, facts
 
-    told = admit(address, environment.variables())
+    admission = admit(address, environment.variables())
     findings = [
         judged(each.name, each.what, each.holds, each.expected, each.fix)
-        for each in told.probes
+        for each in admission.probes
     ]
-    return _show(findings, [], {"store": facts(told)}, options)
+    return _show(findings, [], {"store": facts(admission)}, options)
 
 
 def doctor_command(loaded: LoadedConfig, options: ReportOptions, *, force: bool = False) -> int:
@@ -121,7 +121,7 @@ def _rank_entry(config: Config, topology: Topology, options: ReportOptions) -> N
 
 
 def run_rank(config: Config, topology: Topology, options: ReportOptions) -> int:
-    """Looks at this machine and, with the other ranks, at the mesh; rank 0 prints for all."""
+    """Checks this machine and, with the other ranks, the mesh; rank 0 prints for all."""
     from threefold.doctor.ranks import agree_on_code, look_at_machine, look_at_mesh
     from threefold.mesh import environment
 
@@ -145,10 +145,10 @@ def run_rank(config: Config, topology: Topology, options: ReportOptions) -> int:
         return _show(
             report.findings, ["rank 0: the only one"], {"machine": report.facts}, options
         )
-    found = look_at_mesh(mesh, report, info, limit_s=options.limit_s)
-    code = _show(found.findings, found.ranks, found.facts, options) if mesh.rank == 0 else None
-    code = agree_on_code(mesh, code, found.stuck, limit_s=options.limit_s)
-    if found.stuck is not None:
+    joint = look_at_mesh(mesh, report, info, limit_s=options.limit_s)
+    code = _show(joint.findings, joint.ranks, joint.facts, options) if mesh.rank == 0 else None
+    code = agree_on_code(mesh, code, joint.stuck, limit_s=options.limit_s)
+    if joint.stuck is not None:
         # An operation is running that will never end, and closing would wait for it.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -160,7 +160,7 @@ def run_rank(config: Config, topology: Topology, options: ReportOptions) -> int:
 def _memory(
     config: Config, topology: Topology, gpus: Sequence[Mapping[str, Any]], ranks_here: int
 ) -> list[Finding]:
-    """What a rank of the config's model is estimated to hold; nothing where that is not known here."""
+    """The estimated memory of a rank of the config's model; nothing where that is not known here."""
     from threefold.commands.model_config import values_of
     from threefold.doctor.findings import ok, warning
     from threefold.plan.accelerators import of_memory
@@ -185,17 +185,17 @@ def _memory(
     if (estimate := estimate_of(config, values, topology, device)) is None:
         return []
     moment = peak(*estimate)
-    told = f"a rank would hold about {moment.total / 2**30:.2f} GiB in the {moment.name}, as estimated"
+    what = f"a rank would hold about {moment.total / 2**30:.2f} GiB in the {moment.name}, as estimated"
     if free is None or moment.total <= free:
         return [
             ok(
                 "memory of a step",
-                told + (f"; {free / 2**30:.2f} are free" if free is not None else ""),
+                what + (f"; {free / 2**30:.2f} are free" if free is not None else ""),
             )
         ]
     expected = f"at most the {free / 2**30:.2f} GiB that are free for a rank"
     fix = "--train.micro_batch 1, --train.activation_checkpointing full, or another mesh: threefold plan"
-    return [warning("memory of a step", told, expected, fix)]
+    return [warning("memory of a step", what, expected, fix)]
 
 
 def _refused(error: ThreefoldError, findings: Sequence[Finding], facts: dict[str, Any]) -> int:

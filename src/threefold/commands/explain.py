@@ -52,15 +52,15 @@ def explain_command(
     from threefold.explain.evidence import gather, piped
     from threefold.explain.explain import Status
 
-    found = answer.answer(gather(paths) if paths else piped(_input()))
-    if ask and found.explanation is not None:
-        found = replace(found, explanation=asked(found.explanation))
-    told = (
-        json.dumps(answer.data(found), indent=2, ensure_ascii=False)
+    diagnosis = answer.answer(gather(paths) if paths else piped(_input()))
+    if ask and diagnosis.explanation is not None:
+        diagnosis = replace(diagnosis, explanation=asked(diagnosis.explanation))
+    output = (
+        json.dumps(answer.data(diagnosis), indent=2, ensure_ascii=False)
         if as_json
-        else answer.text(found)
+        else answer.text(diagnosis)
     )
-    return told, EXIT_FAILED if found.status is Status.UNKNOWN else 0
+    return output, EXIT_FAILED if diagnosis.status is Status.UNKNOWN else 0
 
 
 def _input() -> IO[bytes]:

@@ -34,21 +34,21 @@ def command(
 
     Of several it says whether they are equal, and ends with 1 if they are not.
     """
-    found = [
+    hashes = [
         _hashed(run_here(path, state=True), ema=ema, trust_remote_code=trust_remote_code)
         for path in paths
     ]
-    for each in found:
+    for each in hashes:
         step = f", step {each['step']}" if "step" in each else ""
         text = (
             f"{each['sha256']}  {each['path']}{step}: {each['num_tensors']} tensors, "
             f"{each['num_parameters']:,} numbers"
         )
         typer.echo(json.dumps(each) if as_json else text)
-    if len({each["sha256"] for each in found}) > 1:
+    if len({each["sha256"] for each in hashes}) > 1:
         typer.echo("not equal", err=as_json)
         sys.exit(EXIT_FAILED)
-    if len(found) > 1:
+    if len(hashes) > 1:
         typer.echo("equal", err=as_json)
 
 

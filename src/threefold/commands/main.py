@@ -185,7 +185,7 @@ def run() -> None:
                 time.sleep(_SPEAKS_WITHIN_S)
         sys.exit(error.exit_code)
     except Exception as error:
-        if (told := full_disk(error) or refused_path(error)) is None:
+        if (user_error := full_disk(error) or refused_path(error)) is None:
             raise
-        sys.stderr.write(f"{told}\n")
-        sys.exit(told.exit_code)
+        sys.stderr.write(f"{user_error}\n")
+        sys.exit(user_error.exit_code)

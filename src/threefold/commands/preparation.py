@@ -81,7 +81,7 @@ def prepare(
 def _asked(
     arguments: Sequence[str], to: str, *, alone: bool
 ) -> tuple[SharedParts, Source, list[FileList]]:
-    """What is prepared and where, and its files; `alone`: nobody else makes parts of it."""
+    """What is prepared and where, and its files; `alone`: no other process makes parts of it."""
     refuse_flags(arguments, "prepare")
     source, tokenizer = source_of(arguments, "prepare")
     encoder = for_texts(tokenizer, source.labels)
@@ -157,7 +157,7 @@ def _submit(arguments: Sequence[str], to: str, workers: int | None) -> None:
 
 
 def refuse_flags(arguments: Sequence[str], command: str) -> None:
-    """Raises ConfigError for a flag that is a key of the section `data` by a name of its own."""
+    """Raises ConfigError for a flag that is a key of the section `data` under another name."""
     for argument in arguments:
         flag = argument.partition("=")[0]
         key = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")

@@ -35,21 +35,21 @@ def command(
     from threefold.config.paths import PROFILE_FOLDER, run_and_checkpoint
 
     folder = run_and_checkpoint(run)[0] / PROFILE_FOLDER
-    found = {
+    ranks = {
         path.name.partition(".")[0]: _read(path)
         for path in sorted(folder.glob("rank-*.summary.json"))
     }
-    if not found:
+    if not ranks:
         raise ConfigError(
             f"{run} has no traces",
             expected="a run whose steps were traced",
             fix=f"threefold resume {run} --log.profile '[10, 12]'   (steps that are to come), or a new run with it",
         )
     if as_json:
-        for rank, values in found.items():
+        for rank, values in ranks.items():
             typer.echo(json.dumps({"rank": int(rank.removeprefix("rank-")), **values}))
         return
-    for line in _lines(found):
+    for line in _lines(ranks):
         typer.echo(line)
     typer.echo(f"traces for https://ui.perfetto.dev: {folder}/rank-*.json.gz")
 
@@ -71,12 +71,12 @@ def _read(path: Path) -> dict[str, Any]:
     )
 
 
-def _lines(found: dict[str, dict[str, Any]]) -> list[str]:
+def _lines(ranks: dict[str, dict[str, Any]]) -> list[str]:
     lines = ["           s/step  " + "  ".join(f"{name:>13}" for name in _SHARES)]
-    for rank, values in found.items():
+    for rank, values in ranks.items():
         shares = "  ".join(f"{values[name]:13.1%}" for name in _SHARES)
         lines.append(f"{rank:9}  {values['step_s']:6.3f}  {shares}")
-    rank, slowest = max(found.items(), key=lambda item: item[1]["compute"] * item[1]["step_s"])
+    rank, slowest = max(ranks.items(), key=lambda item: item[1]["compute"] * item[1]["step_s"])
     lines.append(f"{rank} computes longest; its phases, s a step, of {slowest['steps']} steps:")
     lines.append(
         "  " + ", ".join(f"{name} {time:.3f}" for name, time in slowest["phases"].items())

@@ -58,7 +58,7 @@ def command(
             for folder, name in zip(folders, names_of(folders), strict=True)
         ]
     )
-    # A new file of a name that nobody can have laid a link under.
+    # A new file, under a name where no link can have been placed.
     temporary = target.with_name(f".report-{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:
@@ -77,7 +77,7 @@ def command(
 
 
 def _refuse_other(target: Path) -> None:
-    """Raises ConfigError if what lies there is no page of a run; a link is replaced, not followed."""
+    """Raises ConfigError if what is there is no page of a run; a link is replaced, not followed."""
     if not target.exists() or target.is_dir():
         return
     # A device would be replaced too, and /dev/stdout with it, which may lead to a file.

@@ -107,10 +107,10 @@ def _converse(
     torch.manual_seed(0)
     while True:
         try:
-            said = input("> " if sys.stdin.isatty() else "")
+            line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return
-        messages.append({"role": "user", "content": said})
+        messages.append({"role": "user", "content": line})
         try:
             ids = encoder.prompt(messages)
             end_id = encoder.end_of_turn(messages)
@@ -124,7 +124,7 @@ def _converse(
                 expected=f"room for {num_tokens:,} more",
                 fix="begin again, or --tokens fewer",
             )
-        found = continued(model, ids, num_tokens=num_tokens, end_id=end_id)
-        answer = tokenizer.decode([id for id in found if id != end_id]).strip()
+        new_ids = continued(model, ids, num_tokens=num_tokens, end_id=end_id)
+        answer = tokenizer.decode([id for id in new_ids if id != end_id]).strip()
         typer.echo(answer)
         messages.append({"role": "assistant", "content": answer})

@@ -60,7 +60,7 @@ def rows_of_source(
     """The documents of a source, or one of them; of a source of pairs, the pairs."""
     pairs, documents = documents_of(source, tokenizer)
     together = zip(*[documents] * (2 if pairs else 1), strict=True)
-    found = islice(enumerate(together), row or 0, None if row is None else row + 1)
+    numbered = islice(enumerate(together), row or 0, None if row is None else row + 1)
 
     def shown(number: int, parts: Sequence[Labelled]) -> Shown:
         ids, loss_mask = (
@@ -73,7 +73,7 @@ def rows_of_source(
             number, ids, loss_mask, inside, pairs, lost, [part.texts for part in parts]
         )
 
-    return (shown(*each) for each in found), tokenizer
+    return (shown(*each) for each in numbered), tokenizer
 
 
 def documents_of(source: Source, tokenizer: Tokenizer) -> tuple[bool, Iterator[Labelled]]:
@@ -173,8 +173,8 @@ def json_lines(rows: Iterator[Shown]) -> Iterator[str]:
         more |= {"lost_texts": dict(each.lost)} if each.lost else {}
         texts = [
             {"document": document, **text._asdict(), "in_rendering": text.reason is None}
-            for document, known in enumerate(each.texts)
-            for text in known
+            for document, own in enumerate(each.texts)
+            for text in own
         ]
         more |= {"texts": texts} if texts else {}
         yield json.dumps({"row": each.row, **values, **more})
@@ -199,7 +199,7 @@ def _row(
     padding = f", {len(each.ids) - counts[0]:,} of padding" if counts[0] < len(each.ids) else ""
     lost = f"; {lost_summary(each.lost)}" if each.lost else ""
     yield f"row {each.row}: {counts[0]:,} tokens, {counts[1]:,} trained on{padding}{lost}"
-    for text in (text for known in each.texts for text in known if text.reason is not None):
+    for text in (text for own in each.texts for text in own if text.reason is not None):
         where = "" if text.message is None else f"messages[{text.message}] ({text.role}): "
         yield f"  lost, {text.reason}: {where}{text.kind}" + (
             f": {visible(repr(text.text))}" if text.text else ""

@@ -156,7 +156,7 @@ def bits_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool = 
     local_ranks.preload(PRELOAD)
     topology, _ = topology_here(config, force=force)
     refuse_impossible(config, topology)
-    meshes, found = meshes_of(config, topology), {}
+    meshes, by_mesh = meshes_of(config, topology), {}
     print(
         f"{options.steps} steps on {len(meshes)} meshes, {config.model.dtype}, train.reduce exact",
         flush=True,
@@ -165,8 +165,8 @@ def bits_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool = 
         steps = _on_ranks(True, config, options, mesh)
         if isinstance(steps, int):
             return steps
-        found[str(mesh)] = steps
-    lines, equal = compared(found)
+        by_mesh[str(mesh)] = steps
+    lines, equal = compared(by_mesh)
     print("\n".join(lines))
     return 0 if equal else EXIT_FAILED
 

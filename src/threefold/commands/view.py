@@ -39,6 +39,6 @@ def command(
         f"from elsewhere: ssh -N -L {at}:127.0.0.1:{at} THIS_HOST, then the same address. Ctrl-C ends it."
     )
     serve(server)
-    # A proof may go on in a thread, and one that the interpreter stops inside a C++ library aborts the process.
+    # A proof may continue in a thread, and one that the interpreter stops inside a C++ library aborts the process.
     sys.stdout.flush()
     os._exit(0)

@@ -18,9 +18,9 @@ def build_id() -> str:
 
 def version() -> str:
     """The release."""
-    # An import would be of all that the package hands out.
-    known: str = sys.modules["threefold"].__version__
-    return known
+    # An import would load all that the package exports.
+    release: str = sys.modules["threefold"].__version__
+    return release
 
 
 def source_digest(folder: Path) -> str:

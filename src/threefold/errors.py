@@ -70,8 +70,8 @@ class ThreefoldError(Exception):
     @classmethod
     def raise_for(cls, problems: Iterable[Problem]) -> None:
         """Raises one error that carries all `problems`, if there are any."""
-        if found := list(problems):
-            raise cls.of(found)
+        if collected := list(problems):
+            raise cls.of(collected)
 
     def for_program(self, write: Callable[[str, Any], str]) -> None:
         """Makes each fix that sets a key what a program writes for it: `write(key, value)`."""
@@ -151,17 +151,17 @@ def described_error(error: BaseException) -> dict[str, Any]:
     }
 
 
-def error_of(told: dict[str, Any], name: str) -> ThreefoldError:
-    """The error that another process described, of the same class, which it met in `name`."""
-    if told["class"] is None:
+def error_of(described: dict[str, Any], name: str) -> ThreefoldError:
+    """The error that another process described, of the same class, which it had in `name`."""
+    if described["class"] is None:
         return OtherRankError(
-            f"another rank failed in {name!r}: {told['text']}",
+            f"another rank failed in {name!r}: {described['text']}",
             expected="its result",
             fix="see that rank's traceback",
         )
     classes = {cls.__name__: cls for cls in _family(ThreefoldError)}
-    return classes.get(told["class"], RunError).of(
-        Problem(*problem) for problem in told["problems"]
+    return classes.get(described["class"], RunError).of(
+        Problem(*problem) for problem in described["problems"]
     )
 
 
@@ -215,21 +215,21 @@ def passing(error: BaseException | None) -> str:
 
 def ranks_text(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 0 to 3`, `ranks 0, 2 and 5`."""
-    found = sorted(ranks)
-    if len(found) == 1:
-        return f"rank {found[0]}"
-    if len(found) > 2 and found == list(range(found[0], found[-1] + 1)):
-        return f"ranks {found[0]} to {found[-1]}"
-    return f"ranks {', '.join(map(str, found[:-1]))} and {found[-1]}"
+    numbers = sorted(ranks)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"ranks {numbers[0]} to {numbers[-1]}"
+    return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
 def rows_text(rows: Iterable[int]) -> str:
     """`row 7`, `rows 7, 12, 3`; if there are many, the first ones and how many more."""
-    if not (found := [int(row) for row in rows if row >= 0]):
+    if not (numbers := [int(row) for row in rows if row >= 0]):
         return "no row"
-    named = ", ".join(map(str, found[:_NUM_NAMED]))
-    more = f" and {len(found) - _NUM_NAMED:,} more" if len(found) > _NUM_NAMED else ""
-    return f"{'row' if len(found) == 1 else 'rows'} {named}{more}"
+    named = ", ".join(map(str, numbers[:_NUM_NAMED]))
+    more = f" and {len(numbers) - _NUM_NAMED:,} more" if len(numbers) > _NUM_NAMED else ""
+    return f"{'row' if len(numbers) == 1 else 'rows'} {named}{more}"
 
 
 def size_text(num_bytes: float) -> str:

@@ -79,7 +79,7 @@ class _Lines(Bar):
 
 
 class Bars:
-    """Bars of one console; several at a time stand below one another.
+    """Bars of one console; several at a time are below one another.
 
     Attributes:
         quiet: nothing is shown.
@@ -101,7 +101,7 @@ class Bars:
 
     @contextmanager
     def show(self, what: str, total: float | None = None, *, done: float = 0) -> Iterator[Bar]:
-        """Shows `what` while the block runs, which tells how much of `total` is done; None: it is not known."""
+        """Shows `what` while the block runs, which reports how much of `total` is done; None: unknown."""
         if self.quiet or _silent:
             yield Bar()
         elif self.console.is_terminal:

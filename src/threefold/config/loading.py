@@ -111,10 +111,10 @@ def _parsed(
     texts: Iterable[tuple[str, str, str, str]], problems: list[Problem]
 ) -> list[tuple[str, Any, str]]:
     """(section.key, value, origin) of (section.key, text, name in an error, origin); not YAML: a problem."""
-    found = []
+    entries = []
     for key, text, name, origin in texts:
         if not text.strip() and origin == "command line":
-            # As null it would train another model, or for another number of steps, than the command means.
+            # As null it would train another model, or another number of steps, than the command means.
             open_key = key in every_key() and value_at(Config(), key) is None
             expected = "a value (an empty or unset variable of the shell has none), or null, written out"
             problems.append(
@@ -136,8 +136,8 @@ def _parsed(
             and text.lstrip()[0] not in _MARKED
             and origin == "command line"
         ):
-            # Another folder would be meant: YAML folds line breaks, and leaves out blanks at the ends and ` #` with
-            # what follows.
+            # It would name another folder: YAML folds line breaks, and drops blanks at the ends and ` #` with what
+            # follows.
             expected = "a text that YAML leaves as it is, or one in quotes"
             problems.append(
                 Problem(
@@ -147,8 +147,8 @@ def _parsed(
                 )
             )
             continue
-        found.append((key, value, origin))
-    return found
+        entries.append((key, value, origin))
+    return entries
 
 
 def _put(
@@ -175,18 +175,18 @@ def _put(
 
 def _known(values: Mapping[str, Values]) -> dict[str, Any]:
     """The values of keys that exist."""
-    found: dict[str, Any] = {}
+    sections: dict[str, Any] = {}
     for section in values.keys() & Config.model_fields.keys():
         inner = inner_sections(section)
         keys = set(keys_of(section))
-        found[section] = {
+        sections[section] = {
             key: {each: own for each, own in value.items() if f"{key}.{each}" in keys}
             if key in inner and isinstance(value, Mapping)
             else value
             for key, value in values[section].items()
             if key in keys or key in inner
         }
-    return found
+    return sections
 
 
 def validate(values: Values, origins: Mapping[str, str] | None = None) -> Config:
@@ -207,13 +207,13 @@ def validate(values: Values, origins: Mapping[str, str] | None = None) -> Config
 
 
 def _by_value(problems: Iterable[Problem]) -> Iterable[Problem]:
-    """One for each value: one that may have several types is refused once for each."""
-    found = dict[str, Problem]()
+    """One problem per value: pydantic refuses one that may have several types once for each."""
+    merged = dict[str, Problem]()
     for problem in problems:
-        if (before := found.get(problem.what)) and before.expected != problem.expected:
+        if (before := merged.get(problem.what)) and before.expected != problem.expected:
             problem = replace(problem, expected=f"{before.expected}, or {problem.expected}")
-        found[problem.what] = problem
-    return found.values()
+        merged[problem.what] = problem
+    return merged.values()
 
 
 def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
@@ -265,7 +265,7 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
 
 def _unknown(values: Values) -> list[Problem]:
     """A problem for each key that the schema does not have, with the nearest one."""
-    found = []
+    problems = []
     every = every_key()
     for section, keys in values.items():
         in_section = section in Config.model_fields
@@ -273,8 +273,8 @@ def _unknown(values: Values) -> list[Problem]:
         for name in names:
             if name in every or (in_section and not isinstance(keys, Mapping)):
                 continue
-            known = every if in_section else [*Config.model_fields, *every]
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            valid = every if in_section else [*Config.model_fields, *every]
+            nearest = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
             ends = [key for key in every if key.rpartition(".")[2] == name.rpartition(".")[2]]
             meant = next(iter(ends or nearest), None)
             expected = f"a key of the sections {', '.join(Config.model_fields)}"
@@ -286,8 +286,8 @@ def _unknown(values: Values) -> list[Problem]:
                 else "`threefold train --print-config` lists every key"
             )
             fix = DROPPED.get(name, fix)
-            found.append(Problem(f"unknown key {name}", expected, fix))
-    return found
+            problems.append(Problem(f"unknown key {name}", expected, fix))
+    return problems
 
 
 def _names(section: str, keys: Values) -> Iterator[str]:
@@ -301,7 +301,7 @@ def _names(section: str, keys: Values) -> Iterator[str]:
 
 # How a text begins that says how it is to be read: quotes, blocks, tags.
 _MARKED = "\"'|>&!*"
-# Keys whose values have keys of their own, which are checked with the value.
+# Keys whose values have their own keys, which are checked with the value.
 _WITH_KEYS_BELOW = (("data", "mixture"), ("optimizer", "groups"))
 _KEYS_BELOW = "keys below the section's name"
 _EXPECTED = {
@@ -438,10 +438,10 @@ def _group_problem(entry: Any, where: str) -> Problem:
 def _unknown_below(
     entry: Any, path: str, kind: type[MixtureSource] | type[GroupConfig], fix: str
 ) -> Problem:
-    known = list(kind.model_fields)
+    keys = list(kind.model_fields)
     section, key, *_, leaf = entry["loc"]
-    nearest = difflib.get_close_matches(str(leaf), known, n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(str(leaf), keys, n=1, cutoff=0.5)
     fix = DROPPED.get(f"{section}.{key}.{leaf}") or (
         f"did you mean {nearest[0]}?" if nearest else fix
     )
-    return Problem(f"unknown key {path}", f"one of {', '.join(known)}", fix)
+    return Problem(f"unknown key {path}", f"one of {', '.join(keys)}", fix)

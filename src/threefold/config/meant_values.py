@@ -1,4 +1,4 @@
-"""What a value that is not accepted was meant to be: its type, its spelling, or what other libraries call it.
+"""What a refused value was meant to be: its type, its spelling, or what other libraries call it.
 
 A fix that is pasted must lead to what was asked for, so a guess counts only if its key accepts it.
 """
@@ -67,9 +67,9 @@ def meant_value(key: str, value: Any) -> tuple[Any, str] | None:
 
 
 def meant_word(key: str, value: str, words: Iterable[str]) -> str | None:
-    """Which of some words was meant under a key whose words are not in its type; None if none is near."""
-    known = list(words)
-    return next((guess for guess in _guesses(key, value, known) if guess in known), None)
+    """Which of some words was meant by a key whose words are not in its type; None if none is near."""
+    choices = list(words)
+    return next((guess for guess in _guesses(key, value, choices) if guess in choices), None)
 
 
 def _accepts(key: str, value: Any) -> bool:

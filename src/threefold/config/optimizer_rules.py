@@ -13,7 +13,7 @@ from threefold.config.yaml_text import as_yaml, to_set
 from threefold.errors import Problem
 
 GROUPS_FIX = ("optimizer.groups", [{"match": "embed", "lr": 1e-4}])
-_WITH_BETAS = tuple(name for name, known in OPTIMIZERS.items() if known.has_betas)
+_WITH_BETAS = tuple(name for name, row in OPTIMIZERS.items() if row.has_betas)
 # A number in bfloat16 has 8 bits: less than a 512th of it added or taken away leaves it as it is.
 _SLOWEST_IN_BFLOAT16 = 0.98
 _OWN_KEYS = ("params", "lr", "betas", "eps", "weight_decay")
@@ -53,16 +53,16 @@ def _of_name(asked: OptimizerConfig) -> Iterator[Problem]:
             remark="" if meant else "   (the default)",
         )
     defaults = OptimizerConfig()
-    known = OPTIMIZERS.get(asked.name)
+    row = OPTIMIZERS.get(asked.name)
     for key in ("betas", "eps"):
         value = getattr(asked, key)
-        if value != getattr(defaults, key) and known is not None and not known.has_betas:
+        if value != getattr(defaults, key) and row is not None and not row.has_betas:
             what = f"optimizer.{key} = {as_yaml(value)} has no effect on optimizer.name = {asked.name}"
             expected = f"one of {', '.join(_WITH_BETAS)}, or another optimizer that has {key}"
             yield Problem(what, expected, f"leave optimizer.{key} out")
     yield from _of_moments(asked)
     for key in _OWN_KEYS:
-        if key in asked.options and (known is None or key not in known.options):
+        if key in asked.options and (row is None or key not in row.options):
             what = f"optimizer.options has {key}, which is a key of its own"
             leave = "leave it out of optimizer.options"
             if key == "params":

@@ -24,14 +24,14 @@ RUN_FILE, RUN_CONFIG = "run.json", "config.yaml"
 METRICS, JOURNAL, AUDIT = "metrics.jsonl", "journal.jsonl", "audit.jsonl"
 # The logger of the line with which each start begins in a rank's log: a JSON object with its process.
 LOG_START = "threefold.start"
-COPY_FILE = "copied-from.json"  # of a run's copy: where it goes on, or has ended
+COPY_FILE = "copied-from.json"  # of a run's copy: where it continues, or has ended
 PROFILE_FOLDER = "profile"  # what the ranks traced
 EXPORT_FOLDER = "exports"  # what transformers loads
 MODEL_FOLDER = "a folder with config.json and weights"
 _NAMES = {"stdlib", "bytes"}
 _VARIABLE = re.compile(r"\$\{?[A-Za-z_]")
 _RESUME = "checkpoint.resume"
-# A source's ~ is expanded, and that of a model has an error of its own.
+# A source's ~ is expanded, and that of a model has its own error.
 _UNEXPANDED = ("log.dir", _RESUME, "data.tokenizer")
 _PATHS = ("data.source", "eval.source", *_UNEXPANDED, "model.name_or_path")
 
@@ -81,7 +81,7 @@ def run_and_checkpoint(path: Path) -> tuple[Path, Path | None]:
 
 
 def literal_paths(config: Config) -> Iterator[Problem]:
-    """Paths with what a shell would have expanded, where nothing lies at that very name."""
+    """Paths with what a shell would have expanded, where no file has that very name."""
     if (store := config.checkpoint.store) is not None:
         yield from _address_problems("checkpoint.store", store)
     for key in _PATHS:
@@ -245,7 +245,7 @@ def _model(folder: Path) -> str:
 
 
 def near_folder(path: Path) -> Path | None:
-    """The folder beside `path` with the most similar name."""
+    """The folder next to `path` with the most similar name."""
     names = [each.name for each in path.parent.glob("*") if each.is_dir()]
-    found = difflib.get_close_matches(path.name, names, n=1)
-    return path.with_name(found[0]) if found else None
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return path.with_name(near[0]) if near else None

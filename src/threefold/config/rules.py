@@ -1,6 +1,6 @@
 """Contradictions between the values of a config, each of which is valid by itself.
 
-What the sizes of a mesh must divide, the global batch first, is looked at in `mesh/divisibility.py`.
+What the sizes of a mesh must divide, the global batch first, is checked in `mesh/divisibility.py`.
 """
 
 from __future__ import annotations
@@ -140,12 +140,12 @@ def _of_float8(config: Config) -> Iterator[Problem]:
 
 
 def _of_objective(config: Config) -> Iterator[Problem]:
-    """What does not go with train.objective, whichever it is."""
-    given = [
+    """What contradicts train.objective, whichever it is."""
+    changed = [
         name for name, value in config.dpo if value != DpoConfig.model_fields[name].default
     ]
     if config.train.objective != "dpo":
-        for name in given[:1]:
+        for name in changed[:1]:
             what = f"dpo.{name} has no effect with train.objective = {config.train.objective}"
             yield Problem(
                 what,

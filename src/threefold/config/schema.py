@@ -361,7 +361,7 @@ class Config(Section):
 
     @property
     def saves_between(self) -> bool:
-        """Whether steps run beside a save, which then writes a copy: not where only the last state is saved."""
+        """Whether steps run during a save, which then writes a copy: not if only the last state is saved."""
         return bool(self.checkpoint.every or (self.evaluates and self.eval.every))
 
     def changed(self, **sections: Mapping[str, Any]) -> Config:

@@ -15,7 +15,7 @@ AxisSize = PositiveInt | Literal["auto"] | None
 Sources = Annotated[
     Annotated[str, Tag("one source")]
     | Annotated[tuple[str, ...], Field(strict=False, min_length=1), Tag("sources")],
-    Discriminator(lambda given: "sources" if isinstance(given, list | tuple) else "one source"),
+    Discriminator(lambda entry: "sources" if isinstance(entry, list | tuple) else "one source"),
 ]
 StepRange = Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)]
 

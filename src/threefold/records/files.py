@@ -70,7 +70,7 @@ def check_files(run: Path) -> None:
     """Before the files of a run are read by a caller that waits for what they hold.
 
     Raises:
-        ConfigError: one of them is no file: a FIFO or a device, of which nobody can say when it ends.
+        ConfigError: one of them is no file: a FIFO or a device, whose end cannot be known.
     """
     for path in _no_files(run):
         raise ConfigError(

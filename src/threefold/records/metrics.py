@@ -1,7 +1,7 @@
-"""A run's metrics.jsonl: every logged number as it stands after resumes and rewinds. No torch.
+"""A run's metrics.jsonl: every logged number that is valid after resumes and rewinds. No torch.
 
 A line whose step is not later than the one before it begins another pass over steps that were trained before. Of these
-steps the last pass stands, and the others are kept as replaced. What is wrong with a line is noted; the rest of it
+steps the last pass counts, and the others are kept as replaced. What is wrong with a line is noted; the rest of it
 counts.
 """
 
@@ -146,7 +146,7 @@ class Metrics:
         series.append(len(self.first_steps), step, value)
 
     def points(self, name: str) -> Points:
-        """What stands of a number, by step; of a step with several values the last."""
+        """The valid values of a number, by step; of a step with several values the last."""
         return self._split(name)[0]
 
     def replaced(self, name: str) -> dict[int, Points]:
@@ -154,20 +154,20 @@ class Metrics:
         return self._split(name)[1]
 
     def number(self, step: int, name: str) -> float | None:
-        """A number of a step; None if it is not there, or not finite."""
+        """A number of a step; None if it is missing, or not finite."""
         steps, values = self.points(name)
         at = int(np.searchsorted(steps, step, side="right")) - 1
-        found = at >= 0 and steps[at] == step and np.isfinite(values[at])
-        return float(values[at]) if found else None
+        present = at >= 0 and steps[at] == step and np.isfinite(values[at])
+        return float(values[at]) if present else None
 
     @property
     def steps(self) -> list[int]:
-        """The logged steps that stand, ascending."""
+        """The logged steps that are valid, ascending."""
         return self.points("loss").steps.tolist()
 
     @property
     def skipped(self) -> dict[int, str]:
-        """Why a step made no update, by step, as far as it stands."""
+        """Why a step made no update, by step, of the valid steps."""
         limits = self._limits()
         return {step: why for number, step, why in self._skipped if step < limits[number]}
 
@@ -183,7 +183,7 @@ class Metrics:
         }
 
     def _limits(self) -> Int64:
-        """One past the last step that stands of each pass: the first step of any later one."""
+        """One past the last valid step of each pass: the first step of any later one."""
         firsts = np.array([_MOST_STEP, *self.first_steps, _MOST_STEP], np.int64)
         return np.minimum.accumulate(firsts[::-1])[::-1][1:]
 

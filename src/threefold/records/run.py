@@ -56,7 +56,7 @@ class RunRecord:
 
     @cached_property
     def segments(self) -> list[Segment]:
-        """Its audited history that stands; empty without a record. RunError: audit.jsonl is damaged."""
+        """Its valid audited history; empty without a record. RunError: audit.jsonl is damaged."""
         path = self.path / record.FILE
         return record.read(path) if path.exists() else []
 

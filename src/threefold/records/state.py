@@ -31,7 +31,7 @@ _HOW = {
 
 
 def last_end(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The line of a journal that says how its last start stands: start, stop, done or ending; empty: none does."""
+    """The line of a journal with the state of its last start: start, stop, done or ending; empty: there is none."""
     return next((event for event in reversed(events) if event["event"] in _ENDS), {})
 
 

@@ -19,7 +19,7 @@ EXIT_STOPPED_WITH_CHECKPOINT = 75
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Of an OSError: a full disk, a full quota, a limit on the size of files."""
 _NUM_NAMED = 6
-# Answers of HTTP that another time may bring another one to; how many causes of causes are looked at.
+# Answers of HTTP that may differ on a retry; how many causes of causes are followed.
 _PASSING, _DEEPEST = (429, 500, 502, 503, 504), 8
 
 

@@ -219,7 +219,7 @@ class Lines:
 
 
 def object_of(text: bytes) -> dict[str, Any] | None:
-    """The JSON object in a line; None if it is none."""
+    """The JSON object in a line; None if it is not one."""
     try:
         values = from_json(text)
     except ValueError:
@@ -228,7 +228,7 @@ def object_of(text: bytes) -> dict[str, Any] | None:
 
 
 def from_json(text: bytes | str) -> Any:
-    """The value of a text in JSON; ValueError if it is none, or one inside another too often to be read."""
+    """The value of a text in JSON; ValueError if it is not JSON, or nested too deeply to be read."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -238,7 +238,7 @@ def from_json(text: bytes | str) -> Any:
 def open_file(path: Path) -> BinaryIO:
     """Opens a file that another user may have made, for reading.
 
-    What is no file (a FIFO, a device) would make a reader wait for ever; a link that leads out of the folder would show
+    What is no file (a FIFO, a device) would make a reader wait forever; a link that leads out of the folder would show
     a file of the reader's own.
 
     Raises:

@@ -25,7 +25,7 @@ def run_here(run: str | Path, *, state: bool = False) -> Path:
         state: whether weights are read. Else a copy has none.
 
     Raises:
-        ConfigError: one of its files is none: a reader would wait for it.
+        ConfigError: one of its files is not a file: a reader would wait for it.
     """
     from threefold.records.files import check_files
 

@@ -25,7 +25,7 @@ def keys_in(section: str) -> list[KeyHelp]:
 
 
 def every_key_described() -> Iterator[tuple[str, KeyHelp]]:
-    """(section.key, what the schema says of it), in the order of the schema."""
+    """(section.key, its description in the schema), in the order of the schema."""
     for section in Config.model_fields:
         yield from ((f"{section}.{each.key}", each) for each in keys_in(section))
 

@@ -20,7 +20,7 @@ _MARKS: dict[Level, str] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check has looked at.
+    """One thing that a check has examined.
 
     Attributes:
         check: its name, the same on every machine.

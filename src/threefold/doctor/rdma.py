@@ -41,7 +41,7 @@ class Rdma:
 
 
 def look(environ: Mapping[str, str], *, root: Path = Path("/")) -> Rdma:
-    """Reads this machine, whose files lie below `root`."""
+    """Reads this machine, whose files are below `root`."""
     devices = root / _DEVICES.relative_to("/")
     cards = [
         (each.name, (each / "device" / "driver").resolve().name)

@@ -13,7 +13,7 @@ from threefold.explain.log import Log, LogLine
 from threefold.explain.sources.signs import EventKind
 from threefold.explain.sources.wording import is_mild, is_of_launcher, says_end
 
-# Also where a logger or a launcher hands it on.
+# Also where a logger or a launcher forwards it.
 _ENDED_ANYWHERE = ("Traceback (most recent call last)", "closing signal SIG")
 _TELLING = (
     "rror",
@@ -45,7 +45,7 @@ def ended(log: Log) -> bool:
 
 
 def said_to_hang(events: Events) -> LogLine | None:
-    """The last line of a job of several ranks that somebody says hangs; None if nobody does."""
+    """The last line of a job of several ranks that is said to hang; None if it is not."""
     log, ranks = events.log, events.places(EventKind.GROUP)
     if not ranks or all(is_mild(log.raw[index]) for index in events.places(EventKind.HANGS)):
         return None

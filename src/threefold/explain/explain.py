@@ -4,7 +4,7 @@ If a log shows several errors, the one nearest to the beginning of the failure e
 symptom before a consequence (`Tier`); of two causes the earlier one. An error that has no page but ended a rank's
 traceback is the program's own; it comes before symptoms, because the other ranks' lost connections and timeouts follow
 from it.
-A job that finished has not failed, and trouble that was made good is none (`events.py`). No torch.
+A job that finished has not failed, and trouble that was made good does not count (`events.py`). No torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from threefold.explain.sources.tracebacks import (
 )
 from threefold.explain.sources.wording import is_mild, is_talk
 
-# What the ranks of a job that has finished say of one another, or of the launcher that ends them.
+# What the ranks of a finished job report about one another, or about the launcher that ends them.
 _CLOSING = {"own-stop", "peer-gone", "stopped", "store-lost"}
 # Launchers start any program: after lines of one that does not train, they say nothing of training.
 _LAUNCHERS = {"illegal-memory-access", "mpi-start", "slurm-refused", "unschedulable"}
@@ -270,7 +270,7 @@ def _precedence(log: Log, hit: Hit) -> tuple[Any, ...]:
 def _derived(
     events: Events, known: dict[str, KnownError], hits: Sequence[Hit], errors: Sequence[Raised]
 ) -> list[Hit]:
-    """Errors that no single line shows: numbers that are not finite, and a job that somebody says hangs."""
+    """Errors that no single line shows: numbers that are not finite, and a job that is said to hang."""
     if hits:
         return []
     if "nan-loss" in known and (lines := events.not_finite()):

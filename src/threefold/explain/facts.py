@@ -52,7 +52,7 @@ def nccl_timeout(log: Log, lines: Sequence[LogLine]) -> list[str]:
 
 
 def lost_peer(log: Log, lines: Sequence[LogLine]) -> list[str]:
-    """Whether the rank that is gone has failed at all: the launcher would have reported it."""
+    """Whether the missing rank has failed at all: the launcher would have reported it."""
     sentences = ranks(log, lines)
     failed = launcher.failed_ranks(log)
     if failed and failed == {line.rank for line in lines if line.rank is not None}:

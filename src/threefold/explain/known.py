@@ -144,7 +144,7 @@ def read_page(path: Path) -> KnownError:
         )
     unless = [re.compile(text) for text in lists.get("unless", ())]
     if files := values.get("raised by"):
-        # `messages` puts the file that raised an error behind its words.
+        # `messages` appends the file that raised an error to its words.
         lists.setdefault("generic unsure", []).append(
             f" < .*-packages/({files.replace(' ', '|')})"
         )

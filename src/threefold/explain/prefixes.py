@@ -160,7 +160,7 @@ def _unwrapped(lines: list[PrefixedLine]) -> list[PrefixedLine]:
 
 
 def _split(lines: Sequence[str]) -> _Split | None:
-    """What splits the lines into prefixes and the rest, if somebody put a prefix before all of them."""
+    """What splits the lines into prefixes and the rest, if all of them have a prefix."""
     written = [line for line in lines[:: max(1, len(lines) // _SAMPLE)] if line.strip()]
     times = [partial(_begin, re.compile(form)) for form in _TIMES]
     writers = [partial(_begin, re.compile(form)) for form in _WRITERS]

@@ -170,7 +170,7 @@ def text(job: Job, options: KubernetesSettings) -> str:
 
 
 def send(job: Job, options: KubernetesSettings) -> str:
-    """Creates the objects with kubectl and returns its output; raises as `handed_to`."""
+    """Creates the objects with kubectl and returns its output; raises like `handed_to`."""
     documents = manifests(job.config, job.ranks, options)
     elsewhere = "threefold submit kubernetes ... --dry-run > job.yaml, and there: kubectl create -f job.yaml"
     fix = "kubectl auth can-i create pytorchjobs; --kind jobset or trainjob if the cluster has another operator"

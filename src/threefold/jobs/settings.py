@@ -124,7 +124,7 @@ def described(kind: type) -> Iterator[tuple[str, str]]:
 def read(
     kind: type[Kind], arguments: Sequence[str], environ: Mapping[str, str]
 ) -> tuple[Kind, list[str]]:
-    """The settings that a command line holds, and the arguments that are none of them.
+    """The settings in a command line, and the arguments that are not settings.
 
     Args:
         environ: where variables of the job get the values that the command line does not give.

@@ -82,7 +82,7 @@ Settings = SlurmSettings
 
 
 def problems(config: Config, ranks: Ranks, options: SlurmSettings) -> Iterator[Problem]:
-    """Yields what would make the job fail, or requeue itself for ever."""
+    """Yields what would make the job fail, or requeue itself forever."""
     for option, values in (
         ("--option", options.options),
         ("--srun-option", options.srun_options),
@@ -131,7 +131,7 @@ def _ahead_s(config: Config, options: SlurmSettings) -> int:
 
 
 def _seconds(text: str) -> int | None:
-    """A time limit in Slurm's forms; None if it is none."""
+    """A time limit in Slurm's forms; None if it has none of them."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
     if match is None:
         return None
@@ -145,7 +145,7 @@ def _seconds(text: str) -> int | None:
     return first * 60 + second if third is None else (first * 60 + second) * 60 + third
 
 
-# srun hands it to every rank; each start of the job has its own.
+# srun passes it to every rank; each start of the job has its own.
 _TOKEN = ("export THREEFOLD_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')", "")
 
 
@@ -226,7 +226,7 @@ def _start(options: SlurmSettings, *arguments: str) -> str:
     return " ".join([*words, shlex.quote(python), "-m", "threefold", *arguments, *kept])
 
 
-# What srun says of ranks that end: `srun: error: NODE: task 3: Exited with exit code 1`.
+# What srun reports about ranks that end: `srun: error: NODE: task 3: Exited with exit code 1`.
 _SAID = "srun.err"
 
 
@@ -253,7 +253,7 @@ def text(job: Job, options: SlurmSettings) -> str:
 
 
 def send(job: Job, options: SlurmSettings) -> str:
-    """Hands the batch script to sbatch and returns its output; raises like `handed_to`, and if a file is missing."""
+    """Passes the batch script to sbatch and returns its output; raises like `handed_to`, and if a file is missing."""
     by_hand = "threefold submit slurm ... --dry-run > job.sh, and there: sbatch job.sh"
     return _sent(script(job.config, job.ranks, options), options, by_hand)
 

@@ -208,7 +208,7 @@ class Metrics:
 
 
 def _number(value: Any) -> float | None:
-    """A logged number, NaN for the null of what was not finite; None if it is none."""
+    """A logged number, NaN for the null of what was not finite; None if it is not a number."""
     if value is None:
         return math.nan
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -220,7 +220,7 @@ def _number(value: Any) -> float | None:
 
 
 def seconds_of(text: Any) -> float | None:
-    """A time of a file in seconds since 1970; None if it is none."""
+    """A time of a file in seconds since 1970; None if it is not a time."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except (TypeError, ValueError, OverflowError):

@@ -115,7 +115,7 @@ def lock_holder(run: Path) -> int | None:
 
 
 def shown_time(text: str) -> str:
-    """A time of a file as `2026-11-22 17:36:02 UTC`; the text itself if it is none."""
+    """A time of a file as `2026-11-22 17:36:02 UTC`; the text itself if it is not a time."""
     try:
         return f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S} UTC"
     except ValueError:

@@ -19,7 +19,7 @@ from threefold.referee.rank.sealed import Values, digest, read_sealed
 
 COMMAND_FILE = "command.json"
 
-# Of the steps of the training, what other optimizers may have done beside it; and what is a trial of another model.
+# Of the steps of the training, what other optimizers may have done meanwhile; and what is a trial of another model.
 _MOST_LEFT_OUT, _MOST_TRIED = 0.1, 2
 
 

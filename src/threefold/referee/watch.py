@@ -31,7 +31,7 @@ def watch(
     """Runs the command, recorded in `folder`, and returns its exit code; 128 + n if signal n ended it.
 
     Args:
-        num_whole: so many steps are recorded with their whole inputs.
+        num_whole: number of steps that are recorded with their whole inputs.
         keep_bytes: how large the record of all ranks may become.
         to_stderr: what the command prints goes to stderr, as stdout has an answer.
 
@@ -67,7 +67,7 @@ def run_alone(command: Sequence[str], folder: Path) -> None:
 
 
 def _run(command: Sequence[str], settings: dict[str, str], *, output: TextIO | None) -> int:
-    # A torch.distributed launcher hands its environment to its ranks; srun does too.
+    # A torch.distributed launcher passes its environment to its ranks; srun does too.
     path = os.pathsep.join(filter(None, (str(_ATTACHED), os.environ.get("PYTHONPATH"))))
     environ = {**os.environ, **settings, "PYTHONPATH": path}
     with (
@@ -97,7 +97,7 @@ def _prepare(folder: Path, command: Sequence[str]) -> None:
 
 @contextmanager
 def _signals_of(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Leaves signals to the command: Ctrl-C reaches it from the terminal, others are handed on."""
+    """Leaves signals to the command: Ctrl-C reaches it from the terminal, others are forwarded."""
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         if number != signal.SIGINT:

@@ -89,7 +89,7 @@ def _score(facts: RunFacts, name: str) -> str:
 
 
 def measured(name: str, value: Any) -> str:
-    """A logged number with its unit; empty if it is none."""
+    """A logged number with its unit; empty if it is not a number."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return ""
     if not math.isfinite(value):

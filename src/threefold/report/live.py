@@ -18,7 +18,7 @@ from threefold.report.reasons import Reasons
 from threefold.report.sections import Judged, judged, mesh_part, sections
 from threefold.run.watch.pulse import place_of
 
-# Files are looked at no more often, gathered again after so long while the run goes, and proved again.
+# Seconds: files are checked no more often, gathered again after so long while the run trains, and proved again.
 _LOOK_S, _GATHER_S, _PROVE_S = 0.3, 10.0, 60.0
 _MOST_RANKS = 512
 

@@ -23,7 +23,7 @@ _ERRORS = (ThreefoldError, OSError, ValueError, KeyError, TypeError, IndexError,
 
 
 class Reasons:
-    """What can be said of one run.
+    """What is known about one run.
 
     Attributes:
         found: what stands out, the most telling first.
@@ -60,7 +60,7 @@ class Reasons:
         return list(dict.fromkeys(step for each in self.found for step in each.steps[:3]))
 
     def of_step(self, step: int) -> dict[str, Any] | None:
-        """What a step read and where, its rows the farthest from their like first; None if nothing is known of it."""
+        """What a step read and where, the rows farthest from comparable ones first; None if nothing is known."""
         if self._batches is None:
             return None
         try:

@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
 
 
 def verdict_of(run: Path) -> Verdict:
-    """What `threefold data audit` says of a run."""
+    """The verdict of `threefold data audit` on a run."""
     lines: list[str] = []
     # The audit would wait for it, or show what it holds.
     if (unsafe := next(unsafe_files(run), None)) is not None:

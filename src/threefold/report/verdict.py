@@ -152,7 +152,7 @@ def _check_lineage(
 
 
 def _byte_lines(run: Path, segments: Sequence[Segment], *, contents: bool) -> Iterator[str]:
-    """What is known of the bytes; with contents, all blocks of the stores, if they are where they were."""
+    """What is known about the bytes; with contents, all blocks of the stores, if they are where they were."""
     if segments and (not contents or are_here(segments[-1].start)):
         config = loading.load(str(run / "config.yaml"), environ={}).config
         sampled = ALL if contents else SAMPLED

@@ -85,7 +85,7 @@ class StepBatches:
         """The rows of a step, in their order.
 
         Raises:
-            ConfigError: nothing is known of the step.
+            ConfigError: nothing is known about the step.
         """
         if step not in self._known:
             self._known[step] = self._found(step)

@@ -38,7 +38,7 @@ _BEFORE = 20
 _NAMED_ROWS, _MOST_ROWS = 5, 100
 # Share of a step that waits for data; lines that say it.
 _WAITS, _FEWEST = 0.2, 5
-# A step that takes so many times as long as is usual, and so large a share of all steps' time beyond that.
+# A step that takes so many times as long as usual, and so large a share of all steps' time beyond that.
 _LONG, _LOST = 3.0, 0.05
 
 
@@ -104,7 +104,7 @@ def findings(batches: StepBatches, *, step: int | None = None) -> list[Anomaly]:
 
 
 def telling(rows: list[BatchRow]) -> list[BatchRow]:
-    """Rows by how far they are from their like, those that are not finite first.
+    """Rows by how far they are from comparable ones, those that are not finite first.
 
     Below counts half: a row that is easy has done less to a step than one that is hard.
     """

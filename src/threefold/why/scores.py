@@ -67,7 +67,7 @@ def _rows_around(values: Float64, fewest: int) -> Float64:
 
 
 def scores_of_rows(means: Float64, counts: Int64, sources: Int64) -> tuple[Float64, Float64]:
-    """(score, what its like have) of each row, [steps, places] both; 0 where nothing can be said.
+    """(score, what comparable rows have) of each row, [steps, places] both; 0 where nothing is known.
 
     Args:
         means: loss of a target, NaN for rows that have none.

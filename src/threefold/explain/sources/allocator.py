@@ -25,7 +25,7 @@ class GpuMemory(NamedTuple):
 
 
 def gpu_memory(text: str) -> GpuMemory:
-    """What a line says of the memory of a GPU."""
+    """What a line reports about the memory of a GPU."""
     sizes = (re.search(form, text) for form in _FORMS)
     return GpuMemory._make(
         size and int(float(size[1]) * 1024 ** _UNITS.index(size[2])) for size in sizes

@@ -18,7 +18,7 @@ _LIMIT = r"Timeout\(ms\)=(\d+)"
 
 
 class Work(NamedTuple):
-    """What a line of a rank says of the operations of a process group.
+    """What a line of a rank reports about the operations of a process group.
 
     Attributes:
         within: the rank's number in that group.
@@ -33,7 +33,7 @@ class Work(NamedTuple):
 
 
 def works(log: Log) -> dict[int, list[Work]]:
-    """What ranks say of the operations of each process group, in order.
+    """What ranks report about the operations of each process group, in order.
 
     A line that names no group is of the one that the same rank names elsewhere for the same operation, or of none.
     """

@@ -22,7 +22,7 @@ class Exit(NamedTuple):
 
 
 def first_exit(log: Log) -> Exit:
-    """What torchrun says of the first failure, of the job or else a host."""
+    """What torchrun reports about the first failure, of the job or else of a host."""
     if (root := next(log.indices("Root Cause (first"), None)) is not None:
         return _exit(log.raw[root : root + _TOLD])
     begin = next(log.indices("failed (exitcode: "), len(log.raw))

@@ -13,7 +13,7 @@ _NO_LITERAL = re.compile(
 
 
 _VALUE = r"\w*['\"]?\s*[:=]?\s*"
-_NO_LOSS = r"^(?!.*[Ll]oss\w*['\"]?\s*[:=]\s*\d).*"  # beside it
+_NO_LOSS = r"^(?!.*[Ll]oss\w*['\"]?\s*[:=]\s*\d).*"  # next to it
 _NOT_LEARNT = r"^(?!.*\b(?:loss|accuracy|acc|reward|score|layers?)\b).*"
 
 
@@ -123,7 +123,7 @@ class EventKind(Enum):
     loss scale: (?P<scale>\d+(?:\.0)?), reducing to (?P=scale)(?:\.0)?\b
     reducing loss scale to (?:0\.0\b|[\d.]+e-[1-9]\d)
     """
-    # somebody says that it hangs; layers are frozen, and losses are stuck, in training that goes well
+    # it is said to hang; layers are frozen, and losses are stuck, in training that goes well
     HANGS = rf"""
     {_NOT_LEARNT}\b[Hh]ang(?:s|ing)?\b  {_NOT_LEARNT}\bhung\b  {_NOT_LEARNT}\b[Ss]tuck\b  {_NOT_LEARNT}\bjam(?:s|med)\b
     {_NOT_LEARNT}\bblocks? forever\b  {_NOT_LEARNT}[Nn]othing happens\b  {_NOT_LEARNT}\bno (?:further )?progress\b

@@ -85,7 +85,7 @@ class EvaluationLoader(DataLoader[Any]):
             return self._accelerator.gather(tensor)
         block = self._blocks.block(self._step)
         full = self._blocks.batch_size
-        # What the loop repeats for every row of a full batch is longer than the last one.
+        # What the loop repeats for every row of a full batch is longer than the last batch.
         sizes = torch.tensor(
             [len(tensor), self._by_rows and len(tensor) in (block, full)], device=tensor.device
         )

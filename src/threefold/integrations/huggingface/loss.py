@@ -100,7 +100,7 @@ class StepPart(NamedTuple):
 def weighing(trainer: Any, part: StepPart, step: StepPart) -> Iterator[None]:
     """Weighs the trainer's loss by the share of `part` in `step`, whatever computes it; a stand-in's is zero.
 
-    A loss that transformers would divide by the micro-batches is a mean over rows. Any other is taken for normalised
+    A loss that transformers would divide by the micro-batches is a mean over rows. Any other is treated as normalised
     with num_items_in_batch: of a micro-batch in two parts, each has a share of the number and of the loss, so that a
     loss that ignores the number is still the mean over the micro-batch. Our own `compute_loss` knows its targets, and
     undoes `loss_weight`, which then holds for what an overridden one adds to it.

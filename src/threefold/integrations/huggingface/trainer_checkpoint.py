@@ -54,7 +54,7 @@ _TRAINER_WORDS = {
     "--data.num_workers 0": "dataloader_num_workers=0",
     "data.seed": "data_seed",
 }
-# What a saved order says of the data alone.
+# The part of a saved order that describes only the data.
 _OF_THE_DATA = ("num_rows", "data", "lengths", "weights", "num_samples")
 _OTHER_DATA = (
     "with other data, resume from a checkpoint at an epoch's end, or TrainingArguments(ignore_data_skip=True), which "

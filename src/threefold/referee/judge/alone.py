@@ -1,6 +1,6 @@
 """The model of a record as its program makes it, in one process: taken at its first step, where that process ends.
 
-For models that are not of transformers, whose config does not tell what they compute. The answer lies in the folder of
+For models that are not of transformers, whose config does not show what they compute. The answer is in the folder of
 the record, with the digest of what it was judged by.
 """
 

@@ -175,7 +175,7 @@ def _foreign_rows(epoch: Epoch) -> str | None:
         if each.setting("split_batches"):
             size //= each.setting("num_processes")
         lost = each.batches * size - len(rows)
-        # A pass that was broken off may have handed out batches that were not trained on.
+        # A pass that was broken off may have yielded batches that were not trained on.
         if lost < 0 or (each.ended and lost >= (1 if each.setting("drop_last") else size)):
             return (
                 f"the model is called with {len(rows)} rows of {each.batches} batches of {size}"

@@ -195,7 +195,7 @@ def _fit_step(model: OwnModel, step: CheckedStep, before: CheckedStep | None) ->
     samples = _samples(model, units, step)
     if (best := _explains(laws, samples, noise)) is not None:
         return StepFit(step, sizes, best, _compared(model, units, best, step, noise))
-    # What the program hands to its model, and the model may not see.
+    # What the program passes to its model, and the model may not use.
     for name in _UNSEEN:
         blind = [unit.without(name) for unit in units]
         if any(name in unit.inputs for unit in units) and _explains(

@@ -51,7 +51,7 @@ class RankGroups:
 
     @property
     def num_checked(self) -> int:
-        """How many steps all ranks have recorded with their weights; raises if that is none."""
+        """How many steps all ranks have recorded with their weights; raises if there are none."""
         num_steps = min(len(record.checked) for record in self.records)
         if not num_steps:
             raise Unjudgeable("no step was recorded with its weights (--steps 0)")

@@ -134,7 +134,7 @@ def factor_of(expected: Tensor, recorded: Tensor) -> tuple[float, float]:
 
 
 def left_beside(law: Law, samples: Samples, others: list[Tensor]) -> Tensor:
-    """Of each parameter, the share that is left of the recorded values by a law beside a multiple of other values."""
+    """Of each parameter, the share of the recorded values that a law and a multiple of other values leave."""
     left = []
     for (rows, values), other in zip(samples, others, strict=True):
         expected, values = (law.weights.float() @ rows).double(), values.double()

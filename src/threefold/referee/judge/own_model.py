@@ -28,7 +28,7 @@ def model_class(architecture: Values) -> tuple[Any, Any]:
     """The class of transformers that a program's model has, and that of its config.
 
     Raises:
-        Unjudgeable: it is none of transformers.
+        Unjudgeable: it is not a model of transformers.
     """
     if why := architecture.get("unknown"):
         raise Unjudgeable(why)

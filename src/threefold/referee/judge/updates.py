@@ -35,7 +35,7 @@ _FACTOR = 0.01
 _FACTOR_OF_FLOAT32 = 1e-4
 # Of norms that programs clip by: the root of squares, the largest value, the sum.
 _ORDERS = (2.0, torch.inf, 1.0)
-# Of an update, beside what float32 weights lose to rounding: a decay that is done twice is a few times as much.
+# Of an update, besides what float32 weights lose to rounding: a decay that is done twice is a few times as much.
 _LEFT = 1e-4
 _ROUNDING = 1.2e-7
 # Of an update: so little is lost, or is beside a multiple of it.

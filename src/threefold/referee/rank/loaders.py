@@ -35,7 +35,7 @@ class Loaders:
     """Follows every DataLoader of the process.
 
     Attributes:
-        last: the pass that has last handed out a batch.
+        last: the pass that has last yielded a batch.
         passes: what is to be recorded of each pass; `batches` grows, `ended` when the loader has no more.
     """
 

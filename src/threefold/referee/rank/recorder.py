@@ -77,7 +77,7 @@ class OpenCall:
         self._trains_on(weighted)
 
     def _trains_on(self, weighted: tuple[Tensor, Tensor] | None) -> None:
-        """Targets and weights of the outputs. A second time, or of None, they do not show."""
+        """Targets and weights of the outputs. A second time, or for None, they are unknown."""
         self.values["targets"] = weighted is not None and "targets" not in self.values
         if weighted is not None:
             targets, weights = (value.cpu() for value in weighted)

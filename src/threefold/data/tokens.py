@@ -4,8 +4,8 @@ Two kinds with one interface: `bytes`, which needs nothing, and a Hugging Face i
 tokens; the writer of documents appends `end_id`. A tokenizer pickles, for the processes that prepare a corpus.
 
 The `tokenizers` library reads a tokenizer.json, and no torch is loaded; AutoTokenizer reads folders with an older form
-of vocabulary. No code from the repository runs. A document ends with the model's own end-of-sequence token. What begins
-it, and what becomes of control tokens that it spells out, `for_texts` decides.
+of vocabulary. No code from the repository runs. A document ends with the model's own end-of-sequence token. `for_texts`
+decides what begins it, and what becomes of control tokens that it spells out.
 """
 
 from __future__ import annotations
@@ -261,8 +261,8 @@ def difference(tokenizer: Tokenizer, own: Tokenizer) -> str | None:
     if (count := len(vocabulary)) != len(expected):
         return f"it has {count:,} tokens, the model's own {len(expected):,}"
     if others := sorted(id for id, token in vocabulary.items() if expected.get(id) != token):
-        first, there = vocabulary[others[0]], expected.get(others[0])
-        return f"{len(others):,} ids are other tokens: {others[0]} is {first!r}, in the model's own {there!r}"
+        first, own_token = vocabulary[others[0]], expected.get(others[0])
+        return f"{len(others):,} ids are other tokens: {others[0]} is {first!r}, in the model's own {own_token!r}"
     if tokenizer.end_id != own.end_id:
         return f"its end token is {tokenizer.end_id}, the model's own {own.end_id}"
     if differing := sorted(_special_ids(tokenizer) ^ _special_ids(own)):
@@ -346,12 +346,12 @@ def _download(name: str, *, revision: str | None, key: str) -> Path:
             fix="check the name and the revision; for a gated model   hf auth login",
         ) from error
     except (OSError, ValueError) as error:
-        there = f"--{key} FOLDER" + ("" if key == MODEL_KEY else f"   ({_FOR_RANDOM})")
+        option = f"--{key} FOLDER" + ("" if key == MODEL_KEY else f"   ({_FOR_RANDOM})")
         raise DataError(
             f"{key} = {name!r} is not a local folder, and the Hub could not be reached: {type(error).__name__}"
             + passing(error),
             expected="a folder with tokenizer.json, an id in the Hub's cache, or a connection to the Hub",
-            fix=f"hf download {name}   on a machine with internet, then {there}",
+            fix=f"hf download {name}   on a machine with internet, then {option}",
         ) from error
 
 

@@ -1,8 +1,8 @@
 """The character spans of the assistant's turns in a rendered conversation.
 
-It goes from where the model would begin to write (the rendering of the messages before, with the generation prompt) to
-the end of its own text. The messages up to the turn are rendered, and must be the beginning of the whole; or at least
-what follows the message before must be. Where a template renders earlier turns in another way (thinking left out,
+Each goes from where the model would begin to write (the rendering of the messages before, with the generation prompt)
+to the end of its own text. The messages up to the turn are rendered, and must be the beginning of the whole; or at
+least what follows the message before must be. Where a template renders earlier turns in another way (thinking left out,
 tools put before the last question), other texts are written into the turn: what changes is the turn. What cannot be
 told apart is refused, and so is a turn with somebody else's text inside it.
 """
@@ -89,7 +89,7 @@ class Whole:
         """The stretches that the template marks as the assistant's; a turn may have several of them.
 
         Raises:
-            RowError: a stretch is of no turn, or of several, or has another's text in it.
+            RowError: a stretch belongs to no turn, or to several, or has another's text in it.
         """
         turns = [
             number
@@ -98,13 +98,13 @@ class Whole:
         ]
         filled = [(begin, end) for begin, end in stretches if end > begin]
         one_each = next((each for each in (stretches, filled) if len(each) == len(turns)), None)
-        found = (
+        numbers = (
             turns
             if one_each is not None
             else [self._owner(stretch, texts) for stretch in filled]
         )
-        owners = [number for number in found if number is not None]
-        if len(owners) < len(found):
+        owners = [number for number in numbers if number is not None]
+        if len(owners) < len(numbers):
             raise RowError(
                 f"the template marks {len(filled)} stretches as generated, and there are "
                 f"{len(turns)} assistant turns",
@@ -122,7 +122,7 @@ class Whole:
         return tuple(made)
 
     def _owner(self, stretch: tuple[int, int], texts: RowTexts) -> int | None:
-        """The turn of a marked stretch: that of the texts in it, else of the text beside it; None: none."""
+        """The turn of a marked stretch: that of the texts in it, else of the text beside it; None without one."""
         begin, end = stretch
         places = [
             (place.begin, texts.texts[place.number].message) for place in texts.places or ()
@@ -130,8 +130,8 @@ class Whole:
         within = {message for place, message in places if begin <= place < end}
         if not within and places:
             before = max((each for each in places if each[0] < begin), default=(0, -1))[1]
-            asked = before < 0 or self.messages[before]["role"] != "assistant"
-            within = {before + 1 if asked else before}
+            by_other = before < 0 or self.messages[before]["role"] != "assistant"
+            within = {before + 1 if by_other else before}
         owner = within.pop() if len(within) == 1 else -1
         ours = 0 <= owner < len(self.messages) and self.messages[owner]["role"] == "assistant"
         return owner if ours else None
@@ -140,9 +140,9 @@ class Whole:
         """The stretch of a turn that the template marks."""
         if number + 1 == len(self.messages):
             return self._ended(Turn(begin, end, number), self.text[end:])
-        said = [*self.messages[:number], {"role": "assistant", "content": _PROBES[0]}]
+        turns = [*self.messages[:number], {"role": "assistant", "content": _PROBES[0]}]
         try:
-            return self._ended(Turn(begin, end, number), self.after_mark(said))
+            return self._ended(Turn(begin, end, number), self.after_mark(turns))
         except RowError:
             return Turn(begin, end, number)
 
@@ -243,16 +243,16 @@ class Whole:
             return turn
 
     def _next_prompt(self, turn: Turn) -> int:
-        """Up to where the text is the same if the assistant would begin to write after a turn; its end at least."""
-        said = self.messages[: turn.message + 1]
+        """Up to where the text would be the same if the assistant began to write after a turn; at least its end."""
+        turns = self.messages[: turn.message + 1]
         with contextlib.suppress(RowError):
-            alike = _alike(self.text, self.render(said, prompt=True))
-            # After a question: an answer would have an end of its own there.
-            asked: list[Message] = [{"role": "user", "content": _PROBES[0]}]
-            before, prompt = self.render(asked), self.render(asked, prompt=True)
-            # From where they part, or from the token that they part in.
+            alike = _alike(self.text, self.render(turns, prompt=True))
+            # After a question: an answer would have its own end there.
+            question: list[Message] = [{"role": "user", "content": _PROBES[0]}]
+            before, prompt = self.render(question), self.render(question, prompt=True)
+            # From where they differ, or from the token in which they do.
             header = prompt[len(_OPEN.sub("", prompt[: _alike(before, prompt)])) :].strip()
-            # What headers have in common, such as <|im_start|>, ends no turn.
+            # What headers have in common, such as <|im_start|>, does not end a turn.
             if not header.startswith(self.text[turn.end : alike].strip()):
                 return alike
         return turn.end
@@ -288,13 +288,13 @@ class Whole:
             if not after.startswith(prompt):
                 return None
             for each in (message, *(other for other in (bare, silent) if other != message)):
-                said = [*self.messages[:number], each]
+                turns = [*self.messages[:number], each]
                 if (
                     each is not message
-                    and self.render([*said, *self.messages[number + 1 :]]) != self.text
+                    and self.render([*turns, *self.messages[number + 1 :]]) != self.text
                 ):
                     continue
-                until = self._after(said, number - 1)
+                until = self._after(turns, number - 1)
                 if after.startswith(until) and until.startswith(prompt):
                     place = len(self.text) - len(after)
                     return self.closed(Turn(place + len(prompt), place + len(until), number))
@@ -322,12 +322,12 @@ class Whole:
         message = self.messages[number]
         plain: Message = {"role": "assistant", "content": ""}
         wrong = None
-        # As a whole first: its thinking and its tool calls are the turn's too. Not all templates take that.
+        # As a whole first: its thinking and its tool calls are the turn's too. Not all templates accept that.
         for each in (plain, message) if set(message) - {"role", "content"} else (message,):
-            said = [*self.messages[:number], each]
+            turns = [*self.messages[:number], each]
             try:
-                begin, end = self._content([*said, *self.messages[number + 1 :]], number)
-                shown, ending = self._around(said, number)
+                begin, end = self._content([*turns, *self.messages[number + 1 :]], number)
+                shown, ending = self._around(turns, number)
             except RowError as error:
                 wrong = error
                 continue
@@ -365,18 +365,18 @@ class Whole:
         return content - len(lead) if lead and self.text[:content].endswith(lead) else content
 
     def _prompt_of_nothing(self) -> str:
-        """What stands before what the assistant writes in a conversation that it begins, up to its header's end.
+        """The text before what the assistant writes in a conversation that it begins, up to its header's end.
 
-        Without a header it is what stands before its content; all of the text if that cannot be known either.
+        Without a header, the text before its content; all of the text if that cannot be determined either.
         """
         question: list[Message] = [{"role": "user", "content": ""}]
         header, until = _NOWHERE, len(self.text)
         with contextlib.suppress(RowError):
-            (_, asked), (_, closed) = (
+            (_, prompt), (_, closed) = (
                 self._around(question, 0, prompt=True),
                 self._around(question, 0),
             )
-            header = asked[_alike(asked, closed) :] or header
+            header = prompt[_alike(prompt, closed) :] or header
         with contextlib.suppress(RowError):
             until, _ = self._content(self.messages, 0)
         before, shown, _ = self.text[:until].partition(header)

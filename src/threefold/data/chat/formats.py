@@ -124,14 +124,14 @@ class Example:
 def columns_of(
     names: Sequence[str], *, format: str = "auto", fields: Mapping[str, str] | None = None
 ) -> Columns:
-    """What rows with these columns are.
+    """What rows with these columns hold.
 
     Raises:
-        ConfigError: they are of no format or, with `auto`, of several; or lack a column of the format asked for.
+        ConfigError: they are of no format or, with `auto`, of several; or lack a column of the requested format.
     """
-    given = dict(fields or {})
-    found = formats_in(names, fields=given)
-    matching = list(found)
+    renamed = dict(fields or {})
+    readable = formats_in(names, fields=renamed)
+    matching = list(readable)
     if format == "auto" and len(matching) > 1:
         raise ConfigError(
             f"data.format = auto: the columns {', '.join(names)} are those of {' and of '.join(matching)}",
@@ -139,7 +139,7 @@ def columns_of(
             fix=f"--data.format {matching[-1]}   (or {', '.join(reversed(matching[:-1]))})",
         )
     chosen = (matching[0] if matching else None) if format == "auto" else format
-    if chosen is None or chosen not in found:
+    if chosen is None or chosen not in readable:
         sets = [
             columns
             for each, sets in _COLUMNS.items()
@@ -154,11 +154,11 @@ def columns_of(
             expected=f"the columns {wanted}",
             fix=f"name them: --data.fields '{{{sets[0][0] if sets else 'messages'}: {names[0] if names else 'NAME'}}}'",
         )
-    present = {name for name in _OPTIONAL[chosen] if given.get(name, name) in names}
+    present = {name for name in _OPTIONAL[chosen] if renamed.get(name, name) in names}
     optional = (
-        name for name in _OPTIONAL[chosen] if name in present and name not in found[chosen]
+        name for name in _OPTIONAL[chosen] if name in present and name not in readable[chosen]
     )
-    return Columns(chosen, (*found[chosen], *optional), given)
+    return Columns(chosen, (*readable[chosen], *optional), renamed)
 
 
 def formats_in(
@@ -167,20 +167,20 @@ def formats_in(
     """Each format that rows with these columns can be read as, and the columns that make it.
 
     Raises:
-        ConfigError: `fields` has a key that is none of ours, or names a column that is not there.
+        ConfigError: `fields` has an unknown key, or names a column that does not exist.
     """
     _refuse_unknown(fields, names)
     present = {ours for ours in FIELDS if fields.get(ours, ours) in names}
-    found: dict[str, tuple[str, ...]] = {"text": ("text",)} if "text" in present else {}
+    formats: dict[str, tuple[str, ...]] = {"text": ("text",)} if "text" in present else {}
     for format in FORMATS[1:]:
         if complete := [columns for columns in _COLUMNS[format] if present.issuperset(columns)]:
-            found[format] = complete[0]
-    return found
+            formats[format] = complete[0]
+    return formats
 
 
-def _refuse_unknown(given: Mapping[str, str], names: Sequence[str]) -> None:
-    """ConfigError for a key of data.fields that is none of ours, or that names a column which is not there."""
-    for ours, theirs in given.items():
+def _refuse_unknown(fields: Mapping[str, str], names: Sequence[str]) -> None:
+    """ConfigError for a key of data.fields that is unknown, or that names a column which does not exist."""
+    for ours, theirs in fields.items():
         if ours not in FIELDS:
             nearest = difflib.get_close_matches(ours, FIELDS, 1)
             raise ConfigError(
@@ -188,7 +188,7 @@ def _refuse_unknown(given: Mapping[str, str], names: Sequence[str]) -> None:
                 expected=f"one of {', '.join(FIELDS)}",
                 fix=f"--data.fields '{{{nearest[0] if nearest else FIELDS[0]}: {theirs}}}'",
             )
-        # A text may be inside another field; what reads it names those that there are.
+        # A text may be inside another field; its reader names those that exist.
         if ours not in ("role", "content", "text") and theirs not in names:
             nearest = difflib.get_close_matches(theirs, names, 1) or list(names[:1]) or ["NAME"]
             raise ConfigError(
@@ -296,8 +296,10 @@ def _prompt_and_completion(values: Values, columns: Columns) -> tuple[Any, Any]:
                 f"{name!r} is {kind_of(text)}, not text",
                 "instruction, input and output as texts",
             )
-    asked = [{"role": "user", "content": f"{instruction}\n\n{more}" if more else instruction}]
-    return asked, [{"role": "assistant", "content": output}]
+    question = [
+        {"role": "user", "content": f"{instruction}\n\n{more}" if more else instruction}
+    ]
+    return question, [{"role": "assistant", "content": output}]
 
 
 def _completed(
@@ -344,18 +346,18 @@ def _message(value: Any, where: str, columns: Columns) -> Message:
     )
     if role_key not in value and "from" in value:
         role_key, content_key = "from", columns.fields.get("content", "value")
-    said = value.get(role_key)
-    if not isinstance(said, str):
+    raw_role = value.get(role_key)
+    if not isinstance(raw_role, str):
         raise RowError(
             f"{where} has no {role_key!r}"
-            if said is None
-            else f"{where}: the role is {kind_of(said)}",
+            if raw_role is None
+            else f"{where}: the role is {kind_of(raw_role)}",
             "a role",
         )
-    role = _ROLES.get(said, said)
+    role = _ROLES.get(raw_role, raw_role)
     if role not in _KNOWN:
         raise RowError(
-            f"{where}: the role {said!r} is not known",
+            f"{where}: the role {raw_role!r} is not known",
             f"one of {', '.join((*_KNOWN, *_ROLES))}",
         )
     others = {
@@ -366,7 +368,7 @@ def _message(value: Any, where: str, columns: Columns) -> Message:
     if not _trained(value, where):
         others["train"] = False
     content = value.get(content_key)
-    if said == "function_call":
+    if raw_role == "function_call":
         others["tool_calls"], content = (
             [{"type": "function", "function": _call(content, where)}],
             None,

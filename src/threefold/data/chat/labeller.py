@@ -123,12 +123,12 @@ def labeller_for(source: Source, tokenizer: Tokenizer) -> LabellerFor:
             return None
         read = columns_of(names, format=labels.format, fields=labels.fields)
         train_on = labels.train_on or _DEFAULT[read.format]
-        if train_on not in (known := _ALLOWED[read.format]):
+        if train_on not in (allowed := _ALLOWED[read.format]):
             raise ConfigError(
                 f"data.train_on = {train_on!r} with rows of the format {read.format}",
-                expected=f"one of {', '.join(known)}"
-                if len(known) > 1
-                else f"{known[0]}: the two answers",
+                expected=f"one of {', '.join(allowed)}"
+                if len(allowed) > 1
+                else f"{allowed[0]}: the two answers",
                 fix=f"--data.train_on {_DEFAULT[read.format]}",
             )
         template = chat_template(tokenizer, labels)
@@ -145,14 +145,14 @@ def labeller_for(source: Source, tokenizer: Tokenizer) -> LabellerFor:
 
 
 def format_of(names: Sequence[str], source: Source) -> str:
-    """The format of rows with these columns; `text` also if `auto` knows none: its errors name the field.
+    """The format of rows with these columns; also `text` if `auto` recognises none: its errors name the field.
 
     Raises:
-        ConfigError: the columns are of several formats, or not those of the one asked for.
+        ConfigError: the columns are of several formats, or not those of the requested one.
     """
     labels = source.labels
-    found = {*formats_in(names, fields=labels.fields)}
-    if labels.format == "text" or (labels.format == "auto" and found <= {"text"}):
+    formats = {*formats_in(names, fields=labels.fields)}
+    if labels.format == "text" or (labels.format == "auto" and formats <= {"text"}):
         return "text"
     return columns_of(names, format=labels.format, fields=labels.fields).format
 
@@ -169,32 +169,32 @@ def template_source(tokenizer: Tokenizer, labels: Labels) -> str | None:
 def chat_template(
     tokenizer: Tokenizer, labels: Labels, source: str | None = None
 ) -> ChatTemplate | None:
-    """The chat template of a tokenizer, or the file that is named, or `source` instead; None without any."""
+    """A tokenizer's chat template, or that of the configured file, or `source` instead; None without any."""
     own, special = _own_template(tokenizer)
     if source is None:
         source = own if labels.chat_template is None else template_file(labels.chat_template)
     if source is None:
         return None
     _refuse_wrong(source, labels)
-    found = ChatTemplate(source, special, labels.template_variables)
-    if not found.prints_date:
-        return found
+    template = ChatTemplate(source, special, labels.template_variables)
+    if not template.prints_date:
+        return template
     today = f"--data.template_variables '{{date: {datetime.now(UTC).date()}}}'"
-    if found.today is None:
+    if template.today is None:
         raise ConfigError(
             "the chat template prints today's date, which is another one tomorrow",
             expected="one date for all rows, so that the same rows give the same tokens on any day",
             fix=today,
         )
     try:
-        date.fromisoformat(found.today)
+        date.fromisoformat(template.today)
     except ValueError as error:
         raise ConfigError(
-            f"data.template_variables has date: {found.today}: {error}",
+            f"data.template_variables has date: {template.today}: {error}",
             expected="a day: year, month, day",
             fix=today,
         ) from error
-    return found
+    return template
 
 
 def template_file(name: str) -> str:
@@ -225,10 +225,10 @@ def encoder_of(
 
 
 def ends_turns(encoder: Encoder) -> bool:
-    """Whether what is trained on of an answer has an end, or that cannot be known."""
-    said = ({"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER})
+    """Whether the trained part of an answer has an end, or that cannot be determined."""
+    messages = ({"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER})
     try:
-        answered = replace(encoder, train_on="assistant").labelled(Example(said))
+        answered = replace(encoder, train_on="assistant").labelled(Example(messages))
     except RowError:
         return True
     written = str(
@@ -262,10 +262,10 @@ def _own_template(tokenizer: Tokenizer) -> tuple[str | None, dict[str, str]]:
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    found = loaded.chat_template
-    if isinstance(found, dict):
-        found = found.get("default")
-    return found, {
+    template = loaded.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template, {
         name: str(token)
         for name, token in loaded.special_tokens_map.items()
         if not isinstance(token, list)

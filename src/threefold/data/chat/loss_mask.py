@@ -1,6 +1,6 @@
 """An example as token ids, and which of them are trained on.
 
-A token is trained on if all of its characters, but for white space before its first word, lie inside an answer. The
+A token is trained on if all of its characters, except white space before its first word, lie inside an answer. The
 control token that the template writes after a turn is its end, and trained on; what follows it up to the next turn is
 not. Control tokens that are spelled out inside a text stay text.
 """
@@ -64,16 +64,16 @@ class Encoder:
             RowError: the template refuses it, or its answers cannot be told apart.
         """
         example, spelled = self._with_marks(example)
-        found = (
+        tokens = (
             self._texts(example, spelled)
             if example.texts is not None
             else self._messages(example, spelled)
         )
-        if not found.loss_mask.any():
+        if not tokens.loss_mask.any():
             raise RowError(
                 "no token of it would be trained on", "a text of the assistant, or a completion"
             )
-        return found
+        return tokens
 
     def prompt(self, messages: Messages) -> list[int]:
         """The ids of a conversation, up to where the assistant would begin to write; a RowError as for `labelled`."""
@@ -121,11 +121,11 @@ class Encoder:
                 "it has messages, and the tokenizer has no chat template",
                 "a chat template: data.chat_template",
             )
-        given: dict[str, Any] = {"tools": example.tools, "variables": example.variables}
-        texts = self.template.texts(example.messages, **given)
-        unwritten = self.template.unwritten(example.messages, **given)
+        options: dict[str, Any] = {"tools": example.tools, "variables": example.variables}
+        texts = self.template.texts(example.messages, **options)
+        unwritten = self.template.unwritten(example.messages, **options)
         lost = self._lost(texts, unwritten)
-        known = [
+        known_texts = [
             KnownText(
                 message,
                 str(example.messages[message]["role"]),
@@ -135,7 +135,7 @@ class Encoder:
             )
             for number, (message, key, text) in enumerate(texts.texts)
         ]
-        known += [KnownText(None, what, what, "", "template") for what in unwritten]
+        known_texts += [KnownText(None, what, what, "", "template") for what in unwritten]
         first = {"all": 0, "completion": example.num_prompt}.get(
             self.train_on, len(example.messages)
         )
@@ -146,11 +146,11 @@ class Encoder:
             )
         if self.train_on == "all":
             ids, _ = self._encoded(texts.text, spelled)
-            return Labelled(ids, np.ones(len(ids), np.bool_), lost, known)
+            return Labelled(ids, np.ones(len(ids), np.bool_), lost, known_texts)
         shown = (
-            self._completion(example, given)
+            self._completion(example, options)
             if self.train_on == "completion"
-            else self._turns(example, given, texts)
+            else self._turns(example, options, texts)
         )
         ids, offsets = self._encoded(shown.text, spelled)
         loss_mask = np.zeros(len(ids), np.bool_)
@@ -163,7 +163,7 @@ class Encoder:
         for turn in shown.turns:
             self._begin_words(offsets, text, place(turn.begin))
             self._mark(loss_mask, ids, offsets, turn, place)
-        return Labelled(ids, loss_mask, lost, known)
+        return Labelled(ids, loss_mask, lost, known_texts)
 
     def _lost(self, texts: RowTexts, unwritten: Sequence[str]) -> Mapping[str, int]:
         """How many texts of each kind the template does not write; a RowError if none may be lost."""
@@ -177,9 +177,9 @@ class Encoder:
             texts.refuse(lost)
         return Counter([*lost.values(), *unwritten])
 
-    def _turns(self, example: Example, given: Mapping[str, Any], texts: RowTexts) -> Rendered:
+    def _turns(self, example: Example, options: Mapping[str, Any], texts: RowTexts) -> Rendered:
         assert self.template is not None
-        shown = self.template.rendered(example.messages, **given, texts=texts)
+        shown = self.template.rendered(example.messages, **options, texts=texts)
         last = (
             max((turn.message for turn in shown.turns), default=0)
             if self.train_on == "last"
@@ -192,11 +192,11 @@ class Encoder:
         )
         return Rendered(shown.text, tuple(trained))
 
-    def _completion(self, example: Example, given: Mapping[str, Any]) -> Rendered:
+    def _completion(self, example: Example, options: Mapping[str, Any]) -> Rendered:
         assert self.template is not None
         if not example.num_prompt:
             raise RowError("it has no prompt", "prompt and completion", train_on="assistant")
-        return self.template.completion(example.messages, example.num_prompt, **given)
+        return self.template.completion(example.messages, example.num_prompt, **options)
 
     def _begin_words(self, offsets: Int64, text: str, begin: int) -> None:
         """Lets the token of a turn's first word begin with the turn, if the template's white space is in it."""
@@ -252,14 +252,14 @@ class Encoder:
                 break
 
     def _run_of_controls(self, ids: Int32, last: int, length: int) -> list[int]:
-        """The control tokens at the end of a stretch, the last one first, with nothing but white space among them."""
-        found = []
+        """The control tokens at the end of a stretch, the last one first, with only white space between them."""
+        controls = []
         for at in range(last, last - length, -1):
             if self._is_control(ids[at]):
-                found.append(at)
+                controls.append(at)
             elif self._shown(ids[at]).strip():
                 break
-        return found
+        return controls
 
     def _mark_after(
         self,
@@ -324,8 +324,8 @@ class Encoder:
         """Ids [n], and the characters that each covers [n, 2], of the text or, if `spelled`, of what it stands for."""
         if spelled:
             text = self._spelled_out(text)
-        if found := _NO_TEXT.search(text):
-            what = f"a value of the type {found[1]}" if found[1] else "half of a surrogate pair"
+        if match := _NO_TEXT.search(text):
+            what = f"a value of the type {match[1]}" if match[1] else "half of a surrogate pair"
             raise RowError(f"{what} in the text", _AS_JSON)
         backend = self._apart if spelled else self._bare
         encoding = backend.encode(text, add_special_tokens=False)
@@ -354,18 +354,18 @@ class Encoder:
                 "a text without them",
             )
         return self._control_texts.sub(
-            lambda found: chr(_IN_TEXT + self._numbers[found[0]]), text
+            lambda match: chr(_IN_TEXT + self._numbers[match[0]]), text
         )
 
     def _spelled_out(self, text: str) -> str:
         """A marked text with the template's control tokens as private characters, and the users' spelled out."""
         texts = list(self._numbers)
         by_template = self._control_texts.sub(
-            lambda found: chr(_BY_TEMPLATE + self._numbers[found[0]]), text
+            lambda match: chr(_BY_TEMPLATE + self._numbers[match[0]]), text
         )
         return _PRIVATE.sub(
-            lambda found: (
-                found[0] if ord(found[0]) >= _BY_TEMPLATE else texts[ord(found[0]) - _IN_TEXT]
+            lambda match: (
+                match[0] if ord(match[0]) >= _BY_TEMPLATE else texts[ord(match[0]) - _IN_TEXT]
             ),
             by_template,
         )
@@ -374,11 +374,11 @@ class Encoder:
         """Where each character of a marked text begins once it is spelled out; a control token is one place."""
         lengths = np.ones(len(text), np.int64)
         names = list(self._numbers)
-        for found in self._control_texts.finditer(text):
-            lengths[found.start() : found.end()] = 0
-            lengths[found.end() - 1] = 1
-        for found in _PRIVATE.finditer(text):
-            lengths[found.start()] = len(names[ord(found[0]) - _IN_TEXT])
+        for match in self._control_texts.finditer(text):
+            lengths[match.start() : match.end()] = 0
+            lengths[match.end() - 1] = 1
+        for match in _PRIVATE.finditer(text):
+            lengths[match.start()] = len(names[ord(match[0]) - _IN_TEXT])
         return np.concatenate([[0], np.cumsum(lengths)])
 
     @cached_property

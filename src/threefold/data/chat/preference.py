@@ -39,7 +39,7 @@ def pair_of(row: Values, columns: Columns) -> list[Example]:
     """The row's prompt with the chosen answer, and with the rejected one.
 
     Raises:
-        RowError: a column is missing or of another form, or an answer is empty.
+        RowError: a column is missing or has another form, or an answer is empty.
     """
     values = values_of(row, columns)
     keys = {key: columns.fields[key] for key in ("role", "content") if key in columns.fields}
@@ -50,10 +50,12 @@ def pair_of(row: Values, columns: Columns) -> list[Example]:
             if answer in ("", []):
                 raise RowError("it is empty", _ANSWER)
             example = example_of({**values, "prompt": prompt, "completion": answer}, read)
-            said = example.messages[example.num_prompt :]
-            if said and said[0]["role"] != "assistant":
-                raise RowError(f"it begins with a turn of the {said[0]['role']}", _ANSWER)
-            if said and not any(each.get("content") or each.get("tool_calls") for each in said):
+            turns = example.messages[example.num_prompt :]
+            if turns and turns[0]["role"] != "assistant":
+                raise RowError(f"it begins with a turn of the {turns[0]['role']}", _ANSWER)
+            if turns and not any(
+                each.get("content") or each.get("tool_calls") for each in turns
+            ):
                 raise RowError("it is empty", _ANSWER)
             pair.append(example)
     return pair
@@ -106,8 +108,8 @@ def _asks(answer: Any, prompt: Any, keys: Mapping[str, str]) -> bool:
     for message in answer:
         role = message.get(keys.get("role", "role"), message.get("from"))
         if role != "system":
-            asked = message.get(keys.get("content", "content"), message.get("value"))
-            return role in ("user", "human") and bool(asked == prompt)
+            question = message.get(keys.get("content", "content"), message.get("value"))
+            return role in ("user", "human") and bool(question == prompt)
     return False
 
 

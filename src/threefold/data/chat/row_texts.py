@@ -1,7 +1,7 @@
 """Which texts of a conversation its chat template writes, and where.
 
-Each text is replaced by a word of its own, and the conversation is rendered once more: where the word comes out, the
-template writes the text. That holds for any template, and needs no list of families. If the rendering is otherwise the
+Each text is replaced by a unique word, and the conversation is rendered once more: where the word appears, the
+template writes the text. That works for any template, and needs no list of families. If the rendering is otherwise the
 same, each place is known to the character. If it is not, the template looks at what the texts say: then the words of a
 text must be in the rendering, in their order.
 """
@@ -70,16 +70,16 @@ class RowTexts:
     def places(self) -> list[Written] | None:
         """Every place where a text is written; None: the template renders other texts in another way."""
         places, at, done = [], 0, 0
-        for found in _WORD.finditer(self._shown):
-            literal, number = self._shown[done : found.start()], _number(found[1])
+        for match in _WORD.finditer(self._shown):
+            literal, number = self._shown[done : match.start()], _number(match[1])
             if number >= len(self.texts) or not self.text.startswith(literal, at):
                 return None
-            at, done, core = at + len(literal), found.end(), self.texts[number].text
+            at, done, core = at + len(literal), match.end(), self.texts[number].text
             forms = (core, json.dumps(core, ensure_ascii=False)[1:-1])
             form = next((form for form in forms if self.text.startswith(form, at)), None)
             if form is None:
                 return None
-            places.append(Written(number, at, at + len(form), found.start()))
+            places.append(Written(number, at, at + len(form), match.start()))
             at += len(form)
         return places if self._shown[done:] == self.text[at:] else None
 
@@ -118,7 +118,7 @@ class RowTexts:
         alike = next(
             (at for at, (one, other) in pairs if one != other), min(len(prompt), len(shown))
         )
-        before = max((found.end() for found in _WORD.finditer(shown, 0, place.word)), default=0)
+        before = max((match.end() for match in _WORD.finditer(shown, 0, place.word)), default=0)
         return (
             place.begin - (place.word - alike) if before <= alike <= place.word else place.begin
         )
@@ -262,7 +262,7 @@ class _Words:
         arguments = value.get("arguments")
         if isinstance(arguments, str):  # as JSON
             made = _VALUES.sub(
-                lambda found: found[1] + self._words(found[2], message, "tool_calls"), arguments
+                lambda match: match[1] + self._words(match[2], message, "tool_calls"), arguments
             )
             return {**value, "arguments": made}
         return (

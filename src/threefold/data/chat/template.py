@@ -1,7 +1,7 @@
 """A conversation as text, by a chat template of transformers (jinja), and which stretches of it the assistant wrote.
 
-Where `{% generation %}` marks a stretch, that is taken; else the stretches are told apart by rendering the conversation
-in other ways, or refused.
+A stretch that `{% generation %}` marks is taken as it is; otherwise the stretches are told apart by rendering the
+conversation in other ways, or refused.
 """
 
 from __future__ import annotations
@@ -189,19 +189,19 @@ class ChatTemplate:
             else {}
         )
         unwritten = []
-        for what, (said, known) in others.items():
+        for what, (bare, bare_tools) in others.items():
             text = self.render(messages, tools=tools, variables=variables)
-            with contextlib.suppress(RowError):  # it refuses to be without them
-                if self.render(said, tools=known, variables=variables) == text:
+            with contextlib.suppress(RowError):  # it refuses to render without them
+                if self.render(bare, tools=bare_tools, variables=variables) == text:
                     unwritten.append(what)
         return unwritten
 
     def _whole(
         self, messages: Messages, tools: Tools, variables: Variables, text: str
     ) -> Whole:
-        def after_mark(said: Messages) -> str:
-            shown = self.render(said, tools=tools, variables=variables)
-            marked = self._marks(said, tools, variables, shown)
+        def after_mark(turns: Messages) -> str:
+            shown = self.render(turns, tools=tools, variables=variables)
+            marked = self._marks(turns, tools, variables, shown)
             return shown[marked[-1][1] :] if marked else ""
 
         return Whole(
@@ -257,16 +257,16 @@ class ChatTemplate:
 
     def _as_taken(self, message: Message) -> Message:
         """A message in the form that the template takes."""
-        said = (
+        taken = (
             {**self._without_content, **message} if message.get("tool_calls") else dict(message)
         )
-        if self._takes_text and isinstance(calls := said.get("tool_calls"), list):
-            said["tool_calls"] = [_as_text(call) for call in calls]
-        content = said.get("content")
+        if self._takes_text and isinstance(calls := taken.get("tool_calls"), list):
+            taken["tool_calls"] = [_as_text(call) for call in calls]
+        content = taken.get("content")
         return (
-            {**said, "content": [{"type": "text", "text": content}]}
+            {**taken, "content": [{"type": "text", "text": content}]}
             if self._takes_parts and isinstance(content, str)
-            else said
+            else taken
         )
 
     @cached_property
@@ -278,22 +278,22 @@ class ChatTemplate:
 
     @cached_property
     def _takes_text(self) -> bool:
-        """Whether the template writes arguments of calls that are text, and no object."""
-        asked = {"role": "user", "content": "-"}
+        """Whether the template writes arguments of calls that are text, but not an object."""
+        question = {"role": "user", "content": "-"}
         call = {
             "id": "call00001",
             "type": "function",
             "function": {"name": "-", "arguments": {"-": _WORD}},
         }
-        said, told = (
+        as_object, as_text = (
             {"role": "assistant", **self._without_content, "tool_calls": [each]}
             for each in (call, _as_text(call))
         )
-        return not self._writes([asked, said]) and self._writes([asked, told])
+        return not self._writes([question, as_object]) and self._writes([question, as_text])
 
     @cached_property
     def _without_content(self) -> Mapping[str, Any]:
-        """What a message of calls alone has: no content, a null or an empty one, so that its calls are written."""
+        """What a message with only calls has: no content, null or an empty text, so that its calls are written."""
         calls = [
             {
                 "id": "call00001",
@@ -301,10 +301,10 @@ class ChatTemplate:
                 "function": {"name": _WORD, "arguments": {}},
             }
         ]
-        asked = {"role": "user", "content": "-"}
+        question = {"role": "user", "content": "-"}
         for content in ({}, {"content": None}, {"content": ""}):
             if any(
-                self._writes([asked, {"role": "assistant", **content, "tool_calls": each}])
+                self._writes([question, {"role": "assistant", **content, "tool_calls": each}])
                 for each in (calls, [_as_text(calls[0])])
             ):
                 return content
@@ -334,12 +334,12 @@ class ChatTemplate:
             return self.source
         day = date.fromisoformat(self.today)
         forms = set(re.findall(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", self.source))
-        known = ", ".join(
+        dates = ", ".join(
             f"{quote}{form}{quote}: {day.strftime(form)!r}" for quote, form in sorted(forms)
         )
         unknown = "raise_exception('strftime_now is asked for a form that is not written out: ' ~ form)"
-        told = f"{{{{- {{{known}}}[form] if form in {{{known}}} else {unknown} -}}}}"
-        return f"{{%- macro strftime_now(form) -%}}{told}{{%- endmacro +%}}{self.source}"
+        lookup = f"{{{{- {{{dates}}}[form] if form in {{{dates}}} else {unknown} -}}}}"
+        return f"{{%- macro strftime_now(form) -%}}{lookup}{{%- endmacro +%}}{self.source}"
 
 
 def _as_text(call: Any) -> Any:

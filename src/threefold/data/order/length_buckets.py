@@ -1,10 +1,10 @@
-"""Rows of like length together, so that little of a batch is padding: where each position of an epoch is read.
+"""Rows of similar length together, so that little of a batch is padding: where each position of an epoch is read.
 
 In: the lengths of rows, and where an epoch's whole batches begin. Out: for each position, the place in the epoch's own
 order (shuffled, without lengths) whose row is read there. What stays true: places are only exchanged inside windows of
 WINDOW global batches of that order, so every row is still read exactly once in an epoch, near to where it would have
 been; any position costs the work of its window, wherever it is. Inside a window places are sorted by length and cut
-into global batches, which are shuffled by a key of their own: short and long ones alternate as the seed says.
+into global batches, which are shuffled by their own key: short and long ones alternate as the seed says.
 
 Rows that fill no whole batch inside the epoch (`head` of them, which a step of the epoch before takes first, and those
 at its end) keep their places: which rows these are does not depend on their lengths.
@@ -57,13 +57,13 @@ class Windows:
 
     def places(self, positions: Int64) -> Int64:
         """The place in the epoch's own order of each of `positions`, [n]."""
-        found = positions.copy()
+        places = positions.copy()
         inside = np.flatnonzero((positions >= self.head) & (positions < self._end))
         of = (positions[inside] - self.head) // (WINDOW * self.batch)
         for window in np.unique(of).tolist():
             mine = inside[of == window]
-            found[mine] = self._places_of(window)[positions[mine] - self._start(window)]
-        return found
+            places[mine] = self._places_of(window)[positions[mine] - self._start(window)]
+        return places
 
     def position(self, place: int) -> int:
         """The position at which the row at a place of the epoch's own order is read: the inverse of `places`."""

@@ -139,10 +139,10 @@ def _of_first(turns: Int64, a: int, period: int) -> Int64:
     """floor(turns * a / period): the first side's turns among so many."""
     periods, rest = np.divmod(turns, period)
     # rest and a are below 2^50: the float is less than 1 off, and the low 64 bits of the products show which way.
-    found = (rest * (a / period)).astype(np.int64)
-    over = _low_bits(rest, a) - _low_bits(found, period)
+    quotient = (rest * (a / period)).astype(np.int64)
+    over = _low_bits(rest, a) - _low_bits(quotient, period)
     remainder = over.view(np.int64)
-    return periods * a + found + (remainder >= period) - (remainder < 0)
+    return periods * a + quotient + (remainder >= period) - (remainder < 0)
 
 
 def _low_bits(values: Int64, factor: int) -> Array:

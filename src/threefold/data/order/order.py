@@ -167,14 +167,14 @@ class Order:
 
     def rows(self, place: Place, num_steps: int) -> Int64:
         """Row indices of some steps, [num_steps, global_batch]: dp rank d of D reads [:, d::D]; -1 is no sample."""
-        found, read = np.full(num_steps * self.global_batch, -1, np.int64), 0
+        indices, read = np.full(num_steps * self.global_batch, -1, np.int64), 0
         for (epoch, position), count, read in self.stretches(place, num_steps):
             positions = np.arange(position, position + count, dtype=np.int64)
             rows = self.rows_at(epoch, positions % self.epoch_size)
             if self.tail == "exact":
                 rows[positions >= self.epoch_size] = -1
-            found[read : read + count] = rows
-        return found.reshape(num_steps, self.global_batch)
+            indices[read : read + count] = rows
+        return indices.reshape(num_steps, self.global_batch)
 
     def rows_of_rank(self, place: Place, *, dp_rank: int, dp_size: int) -> tuple[Int64, int]:
         """(row indices [rows] that one dp rank reads in the step at `place`, ignored rows to add)."""
@@ -290,9 +290,9 @@ class Cursor:
                 "a mapping" if name == "fingerprint" else "an integer >= 0",
             )
             if not (isinstance(value, Mapping) if name == "fingerprint" else _is_count(value)):
-                found = f"{name} = {value!r}" if name in state else f"no {name}"
+                fault = f"{name} = {value!r}" if name in state else f"no {name}"
                 raise DataError(
-                    f"this is not a saved order of samples: it has {found}",
+                    f"this is not a saved order of samples: it has {fault}",
                     expected=f"a state_dict() of threefold's sampler or loader, with {wanted} under {name!r}",
                     fix="load the state that the same sampler or loader saved, or start a new run",
                 )
@@ -307,12 +307,12 @@ class Cursor:
         }
         problems = [
             Problem(
-                f"the saved state has {name} = {saved}, but here {name} = {given}",
+                f"the saved state has {name} = {saved}, but here {name} = {current}",
                 f"the same {name}: in another order the saved position would repeat some samples and never read others",
                 _REMEDY.get(name, _OTHER_REMEDY).format(saved=saved, yaml=str(saved).lower()),
             )
-            for name, (saved, given) in pairs.items()
-            if saved != given
+            for name, (saved, current) in pairs.items()
+            if saved != current
         ]
         if problems:
             raise DataError.of(problems)

@@ -166,8 +166,8 @@ class DistributedLoader(DataLoader[Any]):
             sampler.begin_reading(now)
             now.count(rows)
             last = now.had == len(now.positions)
-            asked = [now.asked.popleft() for _ in range(min(rows, len(now.asked)))]
-            self.indices = asked[:-1] if last and lacks_one else asked
+            indices = [now.asked.popleft() for _ in range(min(rows, len(now.asked)))]
+            self.indices = indices[:-1] if last and lacks_one else indices
             yield (
                 (self._ignore_last_row or ignore_last_labels)(batch)
                 if last and lacks_one
@@ -194,17 +194,17 @@ def require_distributed(loader: Any, mesh: Any | None = None) -> None:
     if world == 1:
         return
     size, rank = data_axis(mesh)
-    found = _replica_of(loader)
-    if found is None:
+    replica = _replica_of(loader)
+    if replica is None:
         raise ConfigError(
             f"the training loader ({type(loader).__name__}) has no distributed sampler, and there are {world} ranks",
             expected=f"a loader that reads the share of dp rank {rank} of {size}: with this one the ranks would train "
             "on the same rows, or on unrelated orders",
             fix="loader = threefold.distribute(loader)",
         )
-    if found != (size, rank):
+    if replica != (size, rank):
         raise ConfigError(
-            f"the training loader reads as replica {found[1]} of {found[0]}, but this process is dp rank {rank} of "
+            f"the training loader reads as replica {replica[1]} of {replica[0]}, but this process is dp rank {rank} of "
             f"{size}",
             expected="the dp axis: cp and tp ranks of one dp rank read the same rows",
             fix="threefold.distribute(loader) with a plain loader, or num_replicas=mesh.dp_size, rank=mesh.dp_rank",
@@ -251,8 +251,8 @@ def _known_draw(sampler: Any, num_rows: int) -> dict[str, Any] | None:
 
 def draw_of(sampler: Any, num_rows: int) -> dict[str, Any]:
     """The arguments of our sampler that are equivalent to torch's sampler."""
-    if (known := _known_draw(sampler, num_rows)) is not None:
-        return known
+    if (draw := _known_draw(sampler, num_rows)) is not None:
+        return draw
     name = type(sampler).__name__
     if hasattr(sampler, "num_replicas"):
         raise ConfigError(
@@ -318,21 +318,21 @@ def check_loader(loader: Any) -> None:
 def _check_labels(batch: Any, rows: int) -> None:
     """Refuses a batch whose labels cannot mark a row as ignored (ConfigError)."""
     if not isinstance(batch, Mapping):
-        found = f"a {type(batch).__name__}"
+        kind = f"a {type(batch).__name__}"
     elif not isinstance(labels := batch.get("labels"), Tensor):
-        found = f"a dict of {', '.join(map(str, batch)) or 'nothing'}" + (
+        kind = f"a dict of {', '.join(map(str, batch)) or 'nothing'}" + (
             f" whose labels are a {type(labels).__name__}" if labels is not None else ""
         )
     elif labels.is_floating_point():
-        found = (
+        kind = (
             f"a dict whose labels are {labels.dtype}, for which {IGNORED} is an ordinary value"
         )
     elif labels.ndim == 0 or len(labels) != rows:
-        found = f"a dict whose labels have the shape {list(labels.shape)} for {rows} samples"
+        kind = f"a dict whose labels have the shape {list(labels.shape)} for {rows} samples"
     else:
         return
     raise ConfigError(
-        f"tail = 'exact', and the loader's batch is {found}",
+        f"tail = 'exact', and the loader's batch is {kind}",
         expected="a dict with integer `labels`, one row for each sample: a dp rank without a sample in the last round "
         f"reads an extra row, which labels of {IGNORED} mark as ignored",
         fix="distribute(loader, tail='exact', ignore_last_row=FUNCTION), which returns a batch whose last row is "

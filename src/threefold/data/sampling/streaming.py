@@ -209,13 +209,13 @@ def _shuffles(stream: Any) -> list[Any]:
 
 
 def _digest_of(row: Any) -> int:
-    """Of the tensors, arrays, numbers and texts in a row; of anything else it knows the kind."""
+    """A digest of the tensors, arrays, numbers and texts in a row; anything else counts by its type alone."""
     digest = 0
     for leaf in tree_leaves(row):
         value = leaf.numpy(force=True) if isinstance(leaf, Tensor) else leaf
-        known = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
+        content = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
         plain = hasattr(value, "dtype") or isinstance(value, (str, bytes, int, float))
-        digest = zlib.crc32(known if plain else type(value).__name__.encode(), digest)
+        digest = zlib.crc32(content if plain else type(value).__name__.encode(), digest)
     return digest
 
 

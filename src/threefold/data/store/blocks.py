@@ -3,7 +3,7 @@
 A block is 1 MiB, hashed with XXH3 (128 bits): 16 MB of hashes for a TB, and a row is checked by reading one block or
 two. The file also has the smallest and the largest id, which the same pass finds, and the size and the time of change
 of each file that was hashed: while these are the same, nothing is read again. It is a line of JSON, then the hashes;
-the line has a digest of everything, so that a damaged list is named and not believed.
+the line has a digest of everything, so that a damaged list is reported, not trusted.
 
 The identity of the bytes (`Blocks.digest`) is that of .idx and .bin alone: it is the same for every copy of a store.
 """
@@ -132,8 +132,8 @@ class Blocks:
     def unchanged(self, prefix: Path) -> bool:
         """Whether all files have the sizes and the times of change with which they were hashed."""
         now = stats_of(prefix)
-        there = set(IDENTITY) <= now.keys()
-        return there and all(
+        complete = set(IDENTITY) <= now.keys()
+        return complete and all(
             stat == self.files[name][:2] for name, stat in now.items() if name in self.files
         )
 
@@ -146,14 +146,14 @@ class Blocks:
     def difference(self, other: Blocks) -> Change | None:
         """The first block in which `other` has other bytes; files that only one of them has are not compared."""
         for suffix, kept in self.files.items():
-            if (found := other.files.get(suffix)) is None or found[::2] == kept[::2]:
+            if (theirs := other.files.get(suffix)) is None or theirs[::2] == kept[::2]:
                 continue
             pairs = (
                 number
                 for number in range(kept.num_blocks)
-                if kept.of(number) != found.of(number)
+                if kept.of(number) != theirs.of(number)
             )
-            return Change(suffix, next(pairs, kept.num_blocks), found.size_bytes)
+            return Change(suffix, next(pairs, kept.num_blocks), theirs.size_bytes)
         return None
 
     def change(self, prefix: Path, suffix: str, numbers: Iterable[int]) -> Change | None:
@@ -226,13 +226,13 @@ class Blocks:
 
 
 def stats_of(prefix: Path) -> dict[str, tuple[int, int]]:
-    """(size, time of change in ns) of a store's files that are there, by suffix."""
-    found = {}
+    """(size, time of change in ns) of a store's existing files, by suffix."""
+    stats = {}
     for suffix in (*IDENTITY, LOSS_MASK, ".json"):
         if (path := with_suffix(prefix, suffix)).is_file():
             stat = path.stat()
-            found[suffix] = stat.st_size, stat.st_mtime_ns
-    return found
+            stats[suffix] = stat.st_size, stat.st_mtime_ns
+    return stats
 
 
 def hashed(path: Path, *others: Callable[[bytes], object]) -> FileBlocks:

@@ -67,9 +67,9 @@ def known(store: TokenStore, *, cache: Path, sampled: int = SAMPLED) -> Known:
         and remembered.difference(beside) is not None
     ):
         remembered = None  # of a store that was here before
-    for place, found in ((own, beside), (kept, remembered)):
-        if found is not None and found.unchanged(store.prefix):
-            return Known(found, place, sample(found, store.prefix, sampled))
+    for place, blocks in ((own, beside), (kept, remembered)):
+        if blocks is not None and blocks.unchanged(store.prefix):
+            return Known(blocks, place, sample(blocks, store.prefix, sampled))
     origin, made = beside or remembered, hashed_store(store)
     if origin is not None and (change := origin.difference(made)) is not None:
         return Known(origin, own if beside else kept, change)

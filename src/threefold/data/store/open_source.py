@@ -88,45 +88,45 @@ def open_text(
 
 
 def rows_format(source: Source, *, memory: Path | None = None) -> str:
-    """The format of a source's rows, or of those that a store was made of; arguments and errors as for `open_text`."""
+    """The format of a source's rows, or of those a store was made from; arguments and errors as for `open_text`."""
     if isinstance(source.name, str) and (prefix := store_prefix(source.name)) is not None:
         info = read_info(prefix)
         return (
             info.loss_mask.format if info is not None and info.loss_mask is not None else "text"
         )
-    found = []
+    formats = []
 
     def look(names: Sequence[str]) -> None:
-        found.append(format_of(names, source))
+        formats.append(format_of(names, source))
 
     _opened(source, look, memory)
-    return found[0] if found else "text"
+    return formats[0] if formats else "text"
 
 
 def refuse_without_effect(sources: Sequence[Source], *, memory: Path | None = None) -> None:
-    """Refuses keys about labels that none of the sources has rows for: a DataError. Other errors come on reading."""
-    asked, usual = sources[0].labels, Labels()
-    given = ["fields"] if asked.fields.keys() - {"text"} else []
-    given += [name for name in _OF_LABELS if getattr(asked, name) != getattr(usual, name)]
-    given += [
+    """Raises DataError for keys about labels that no source has rows for. Other errors come on reading."""
+    labels, usual = sources[0].labels, Labels()
+    keys = ["fields"] if labels.fields.keys() - {"text"} else []
+    keys += [name for name in _OF_LABELS if getattr(labels, name) != getattr(usual, name)]
+    keys += [
         name
-        for name, value in (("format", asked.format), ("train_on", asked.train_on))
+        for name, value in (("format", labels.format), ("train_on", labels.train_on))
         if value in _LABELLED
     ]
-    begins = [] if asked.bos == "auto" else ["bos"]
-    if not given and not begins:
+    begins = [] if labels.bos == "auto" else ["bos"]
+    if not keys and not begins:
         return
     try:
         formats = {rows_format(source, memory=memory) for source in sources}
     except ThreefoldError:
         return
-    without_effect = given if formats == {"text"} else begins if formats == {"chat"} else []
+    without_effect = keys if formats == {"text"} else begins if formats == {"chat"} else []
     if not without_effect:
-        if asked.chat_template:
-            template_file(asked.chat_template)  # else a rank would be the first to look
+        if labels.chat_template:
+            template_file(labels.chat_template)  # else a rank would be the first to look
         return
     named = ", ".join(
-        f"data.{name} = {as_yaml(getattr(asked, name))}" for name in without_effect
+        f"data.{name} = {as_yaml(getattr(labels, name))}" for name in without_effect
     )
     leave = f"leave {' and '.join(f'data.{name}' for name in without_effect)} out"
     if formats == {"chat"}:
@@ -201,17 +201,17 @@ def _open_one(
     if name.startswith(_STORES):
         from threefold.data.store.at_address import text_at
 
-        # Under the name that the user has written.
+        # Under the name that the user wrote.
         text = _open_one(source, str(text_at(name)), known, labeller_for, memory)
         return replace(text, name=name) if isinstance(text, Files) else text
-    if found := _REMOTE.match(name):
-        name = found.expand(r"\1://\2")
+    if match := _REMOTE.match(name):
+        name = match.expand(r"\1://\2")
         download = f"wget {name} -P" if name.startswith("http") else f"download {name} to"
         fix = f"{download} DIR   then --data.source DIR"
         if name.startswith("hf://datasets/"):
             fix = f"--data.source hf:{'/'.join(name.split('/')[3:5])}   (all files of the dataset)"
         raise DataError(
-            f"data.source = {name!r} is an address: text at {found[1]}:// is not read",
+            f"data.source = {name!r} is an address: text at {match[1]}:// is not read",
             expected="files on this machine or at s3://BUCKET/PREFIX, or hf:OWNER/NAME for a dataset on the Hub",
             fix=fix,
         )
@@ -237,10 +237,10 @@ def cached_store(
     to = cache / "tokens" / request_of(text, tokenizer, skip_bad=skip_bad)
     with Bars().show(f"preparing {text.name}") as bar:
 
-        def told(made: PrepareProgress) -> None:
+        def report(made: PrepareProgress) -> None:
             bar.at(made.done_bytes, total=made.total_bytes)
 
-        return prepare(text, tokenizer, to=to, skip_bad=skip_bad, progress=told)
+        return prepare(text, tokenizer, to=to, skip_bad=skip_bad, progress=report)
 
 
 def store_prefix(source: str) -> Path | None:
@@ -290,17 +290,17 @@ def _check_tokenizer(source: str, store: TokenStore, tokenizer: Tokenizer | None
     )
 
 
-def _check_labels(source: str, store: TokenStore, asked: Labels) -> None:
-    """Refuses keys that ask for another loss mask than a store has recorded."""
+def _check_labels(source: str, store: TokenStore, labels: Labels) -> None:
+    """Refuses keys that ask for a loss mask other than the one that a store has recorded."""
     recorded = store.loss_mask
     format, train_on = (
         ("text", "all") if recorded is None else (recorded.format, recorded.train_on)
     )
     wrong = [
-        f"data.{key} = {given}"
-        for key, given, other in (
-            ("format", asked.format, asked.format not in ("auto", format)),
-            ("train_on", asked.train_on, asked.train_on not in (None, train_on)),
+        f"data.{key} = {setting}"
+        for key, setting, other in (
+            ("format", labels.format, labels.format not in ("auto", format)),
+            ("train_on", labels.train_on, labels.train_on not in (None, train_on)),
         )
         if other
     ]

@@ -1,4 +1,4 @@
-"""What of an evaluation is trained on: documents that are equal, and spans of 64 tokens, wherever they begin.
+"""What part of an evaluation is trained on: equal documents, and spans of 64 tokens, wherever they begin.
 
 In: the documents of two or more stores, as tokens. Out: for each document of the evaluation that is in the training,
 where. Hashes of spans only choose what is compared, token for token: nothing is found that is not there. A span counts
@@ -211,10 +211,10 @@ class _Wanted:
 
     def found(self, share_read: float) -> Overlap:
         """What has been found."""
-        found = self._found[self._which]
-        begins, found = self._places[there := found[:, 0] >= 0], found[there]
+        matches = self._found[self._which]
+        begins, matches = self._places[matched := matches[:, 0] >= 0], matches[matched]
         document = np.searchsorted(self._ends, begins, side="right") - 1
-        # Spans overlap: each has as many tokens of its own as there are up to the next one.
+        # Spans overlap: each counts for its tokens up to the next one.
         tokens = np.bincount(document, np.diff(begins, append=1 << 62).clip(max=SPAN))
         alike = [
             TrainedOn(
@@ -223,7 +223,7 @@ class _Wanted:
             for mine, at in zip(
                 *(each.tolist() for each in np.unique(document, return_index=True)), strict=True
             )
-            for source, trained_document in [found[at].tolist()]
+            for source, trained_document in [matches[at].tolist()]
             if mine not in self._exact
         ]
         exact = [self._exact[mine] for mine in sorted(self._exact)]

@@ -101,16 +101,16 @@ def prepare(
         raise _no_folder(to, os.strerror(errno.ENOTDIR))
     request = request_of(source, tokenizer, skip_bad=skip_bad)
     prefix = to / STORE_NAME
-    there, untidy = found(prefix, request), _left_over(to) or any(to.glob(f"{PARTS}*"))
-    if there and not (untidy and os.access(to, os.W_OK)):
-        return there
+    existing, untidy = found(prefix, request), _left_over(to) or any(to.glob(f"{PARTS}*"))
+    if existing and not (untidy and os.access(to, os.W_OK)):
+        return existing
     with _locked(to):
         for left in _left_over(to):
             left.unlink(missing_ok=True)
         # Another process may have made it while this one waited, or was killed before it had tidied up.
-        if there := found(prefix, request):
+        if existing := found(prefix, request):
             _remove_parts(to)
-            return there
+            return existing
         folder = to / f"{PARTS}{request}"
         _refuse_other(prefix, request=request, begun=folder.exists())
         maker = PartMaker(source, tokenizer, folder, skip_bad)
@@ -183,7 +183,7 @@ def found(prefix: Path, request: str) -> PreparedStore | None:
     """The store of a request, whose bytes are those that were written; None without one, or if it was damaged since.
 
     As at a run's start, all of it is read if its files have other sizes or times than they had, else a sample. What is
-    in the cache is compared by who reads it: a run and its audit refuse what was changed, and make nothing good.
+    in the cache is compared by its reader: a run and its audit refuse what was changed, and repair nothing.
     """
     with suppress(DataError):
         store = TokenStore(prefix)
@@ -197,20 +197,20 @@ def found(prefix: Path, request: str) -> PreparedStore | None:
 
 
 def _refuse_other(prefix: Path, *, request: str, begun: bool) -> None:
-    """Refuses to overwrite another request's or another program's store; our own unfinished or damaged one is ours."""
-    there = [
+    """Refuses to overwrite another request's or another program's store, not our own unfinished or damaged one."""
+    existing = [
         path
         for path in (with_suffix(prefix, s) for s in (".json", ".idx", ".bin"))
         if path.exists()
     ]
     # The cache has a folder of this name for each request.
     ours = begun or prefix.parent.name == request
-    with suppress(DataError):  # whose it is, a damaged record does not say
+    with suppress(DataError):  # a damaged record does not say whose it is
         if info := read_info(prefix):
             ours = info.request == request
-    if there and not ours:
+    if existing and not ours:
         raise DataError(
-            f"{prefix.parent} already holds another token store: {there[0].name}",
+            f"{prefix.parent} already holds another token store: {existing[0].name}",
             expected="an empty folder, or the store of the same source and the same tokenizer",
             fix=f"--to {prefix.parent}-2   (or remove {prefix}.bin, {prefix}.idx and {prefix}.json)",
         )
@@ -266,12 +266,12 @@ def _make_parts(
     return ordered
 
 
-def _num_workers(asked: int | None, num_parts: int, size_bytes: int) -> int:
+def _num_workers(num_workers: int | None, num_parts: int, size_bytes: int) -> int:
     if multiprocessing.current_process().daemon:
         return 1  # a daemonic process cannot have children
-    if asked is None:
-        asked = 1 if size_bytes < _SMALL_BYTES else num_cores()
-    return min(max(asked, 1), num_parts)
+    if num_workers is None:
+        num_workers = 1 if size_bytes < _SMALL_BYTES else num_cores()
+    return min(max(num_workers, 1), num_parts)
 
 
 def _refuse_bad(source: TextSource, done: Sequence[PartDone]) -> None:

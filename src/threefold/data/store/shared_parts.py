@@ -1,7 +1,7 @@
 """The parts of one store, made by tasks on many hosts, none of which knows of the others.
 
 Which parts a task makes is arithmetic: task i of n makes parts i, i + n, i + 2n, ... of the plan, which the source
-alone decides. A part that is there is not made again; one that is made twice has equal bytes, and one copy stays. So
+alone decides. A part that exists is not made again; one that is made twice has equal bytes, and one copy stays. So
 any task may end at any point, be started again, or run twice. Parts lie in a folder that all hosts see, or below the
 store's address, each as one object that is put if absent. In the end one process collects them all, or names what is
 wrong.
@@ -130,10 +130,10 @@ class SharedParts:
     def _fetch(self, part: EncodedPart) -> None:
         """Puts a part into the folder; a DataError, and it is removed, if it is not what was sealed."""
         place, key, folder = self._place, self._key(part), self.maker.folder
-        if (there := place.get(key)) is None:
+        if (fetched := place.get(key)) is None:
             return
         try:
-            with tarfile.open(fileobj=io.BytesIO(there[0])) as archive:
+            with tarfile.open(fileobj=io.BytesIO(fetched[0])) as archive:
                 archive.extractall(folder, filter="data")
             if (done := self.maker.finished(part)) is None:
                 raise tarfile.ReadError(f"part {part.number} {self._fault(part)}")

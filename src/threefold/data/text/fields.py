@@ -1,4 +1,4 @@
-"""The text of a row: of one that a line holds, or of a column of an Arrow table, and what is wrong with it."""
+"""The text of a row, from a parsed line or from a column of an Arrow table, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -41,31 +41,31 @@ class TextField:
 
     def documents(self, row: Any, log: ReadLog) -> Documents:
         """As `Labeller`."""
-        found = text_of_row(row, self.name, log)
-        return [found] if isinstance(found, str) else found
+        text = text_of_row(row, self.name, log)
+        return [text] if isinstance(text, str) else text
 
 
 def rows_of_table(
     table: Any, take: Labeller, *, where: str, first_row: int, log: ReadLog
 ) -> Iterator[Document]:
-    """The documents of an Arrow table or batch, whose rows count from `first_row`; errors of Arrow if damaged."""
+    """The documents of an Arrow table or batch, rows numbered from `first_row`; Arrow's errors if it is damaged."""
     if isinstance(take, TextField):
         yield from rows_of_texts(
             texts_of(table, take.name), where=where, first_row=first_row, log=log
         )
         return
-    table.validate(full=True)  # a text that is not UTF-8 is an error here, and not half way
+    table.validate(full=True)  # a text that is not UTF-8 is an error here, not halfway through
     decoded = _decoder(table.schema)
     for number, row in enumerate(table.to_pylist(), start=first_row):
-        found = take.documents(decoded(row), log)
-        if isinstance(found, tuple):
+        documents = take.documents(decoded(row), log)
+        if isinstance(documents, tuple):
             log.bad(
-                f"{where}, row {number}: {found[0]}",
-                expected=found[1],
+                f"{where}, row {number}: {documents[0]}",
+                expected=documents[1],
                 fix=f"correct the row, or {SKIP}",
             )
         else:
-            yield from found
+            yield from documents
 
 
 def _decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -120,10 +120,10 @@ def rows_of_texts(
 
 
 def refuse_repeated(where: str, names: Sequence[str], columns: Sequence[str]) -> None:
-    """DataError if one of the columns that are read is there more than once: readers differ in which they take."""
-    if found := [name for name in columns if names.count(name) > 1]:
+    """DataError if a column that is read occurs more than once: readers differ in which one they take."""
+    if repeated := [name for name in columns if names.count(name) > 1]:
         raise DataError(
-            f"{where} has {names.count(found[0])} columns named {found[0]!r}",
+            f"{where} has {names.count(repeated[0])} columns named {repeated[0]!r}",
             expected="a name for each column, so that nobody has to guess which is read",
             fix="rename all but one of them",
         )

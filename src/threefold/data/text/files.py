@@ -2,7 +2,7 @@
 
 .txt, .md and .py files are a document each; the others hold one per row (`rows`). Files are read in the order of their
 paths relative to the folder, with `/` between the parts (`listing`). The fingerprint names them by these paths, so a
-folder that was moved or copied is the same source. Text is UTF-8 and keeps its line ends; a byte order mark is no text.
+folder that was moved or copied is the same source. Text is UTF-8 and keeps its line ends; a byte order mark is dropped.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ class Files:
 
     @cached_property
     def _hashed(self) -> list[HashedFile]:
-        digests, found = Digests(self.root, self.memory), []
+        digests, hashed = Digests(self.root, self.memory), []
         for path in self.paths:
             try:
-                found.append(digests.of(path))
+                hashed.append(digests.of(path))
             except OSError as error:
                 full = self.root / path
                 raise DataError(
@@ -116,7 +116,7 @@ class Files:
                     fix=f"chmod u+r {full}   (or leave the file out of the source)",
                 ) from error
         digests.keep()
-        return found
+        return hashed
 
     def refuse_changed(self, pieces: Sequence[Piece]) -> None:
         """As `TextSource`."""
@@ -198,15 +198,15 @@ class Files:
 def open_stdlib() -> Files:
     """The running Python's standard library without installed packages and test folders: about 12 MB of .py files."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = listing.list_folder(root, {}, excluded=EXCLUDED_FOLDERS)
-    found = FileList(root, tuple(path for path in found.read if path.endswith(".py")))
-    if not found.read:
+    files = listing.list_folder(root, {}, excluded=EXCLUDED_FOLDERS)
+    files = FileList(root, tuple(path for path in files.read if path.endswith(".py")))
+    if not files.read:
         raise DataError(
             f"data.source = 'stdlib': no .py file in {root}",
             expected="the standard library as files (some Python builds keep it in a zip or as .pyc only)",
             fix=f"--data.source FOLDER   (any folder of {KINDS})",
         )
-    return Files("stdlib", found, None, skip_undecodable=True)
+    return Files("stdlib", files, None, skip_undecodable=True)
 
 
 def open_files(
@@ -217,29 +217,29 @@ def open_files(
     known: Known | None = None,
     labeller_for: LabellerFor | None = None,
 ) -> Files:
-    """The files that a path or glob names; a DataError without any.
+    """The files that a path or glob names; a DataError if there are none.
 
     Args:
-        labeller_for: of rows that are not text.
-        known: files that other entries of a list read already; those found are added.
+        labeller_for: for rows that are not text.
+        known: files that other entries of a list already read; the new ones are added.
     """
     known = {} if known is None else known
     path = expanded(source)
     if path.is_file():
         if (kind := kind_of(path.name)) is None:
             raise _unknown_kind(source, path)
-        found = listing.each_once(path.parent, {path.name: kind}, [], known)
+        listed = listing.each_once(path.parent, {path.name: kind}, [], known)
     elif path.is_dir():
-        found = listing.list_folder(path, known)
+        listed = listing.list_folder(path, known)
     elif listing.is_glob(source):
-        found = listing.list_glob(str(path), known)
+        listed = listing.list_glob(str(path), known)
     else:
         raise _not_there(source, path)
-    if not found.read and not any(
-        each.group == listing.READ_ALREADY for each in found.left_out
+    if not listed.read and not any(
+        each.group == listing.READ_ALREADY for each in listed.left_out
     ):
-        raise _nothing_readable(source, found)
-    files = Files(source, found, None, skip_bad=skip_bad)
+        raise _nothing_readable(source, listed)
+    files = Files(source, listed, None, skip_bad=skip_bad)
     if all(kind.suffix in TEXTS for kind in files.kinds):
         return files
     files = replace(files, text_field=text_field)
@@ -318,18 +318,18 @@ def _unknown_kind(source: str, path: Path) -> DataError:
     )
 
 
-def _nothing_readable(source: str, found: FileList) -> DataError:
-    has = listing.counted(found.left_out) or "no file"
+def _nothing_readable(source: str, files: FileList) -> DataError:
+    has = listing.counted(files.left_out) or "no file"
     what, where = (
-        f" matches no file{' that can be read' if found.left_out else ''}",
+        f" matches no file{' that can be read' if files.left_out else ''}",
         f"relative to {Path.cwd()}",
     )
-    fix = f"find -L {shlex.quote(str(found.root))} -type f | head   shows what is there"
+    fix = f"find -L {shlex.quote(str(files.root))} -type f | head   shows what is there"
     if (path := expanded(source)).exists():
         what = (
             ": no file in this folder can be read" if path.is_dir() else ": the file is empty"
         )
-        where = f"at any depth, not hidden; {found.root} has {has}"
+        where = f"at any depth, not hidden; {files.root} has {has}"
         fix = "--data.source FOLDER   (a folder that holds such files)"
     return DataError(
         f"data.source = {source!r}{what}",

@@ -1,9 +1,9 @@
 """Documents from a dataset of the Hugging Face Hub, or from a folder that `datasets` reads or wrote, one per row.
 
 The dataset is loaded as memory-mapped Arrow files in the cache of `datasets`, or in the folder of `save_to_disk`; only
-the text column is read. Their bytes identify the content, and are looked after while they are read. The Arrow files of
-a folder that `datasets` reads have a cache of their own, by the bytes of the folder: they are used only if none of its
-files had changed when they were complete. It pickles as the paths of the Arrow files, so other processes map them too.
+the text column is read. Their bytes identify the content, and are checked while they are read. The Arrow files of a
+folder that `datasets` reads have their own cache, by the bytes of the folder: they are used only if none of its files
+had changed when they were complete. It pickles as the paths of the Arrow files, so other processes map them too.
 No code from the dataset's repository runs.
 """
 
@@ -119,21 +119,21 @@ def open_hub(
     checked, place = place / "checked.json", place / "rows"
     checked.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(checked.with_suffix(".lock")):
-        known = json.loads(checked.read_text()) if checked.exists() else None
-        if known is None:  # what is there was not complete, or is of other bytes
+        digests = json.loads(checked.read_text()) if checked.exists() else None
+        if digests is None:  # what is there is incomplete, or of other bytes
             shutil.rmtree(place, ignore_errors=True)
         dataset = _loaded(source, str(folder), cache_dir=str(place))
         identity = _content(before, folder, source.config_name, source.split)
         rows = _rows_of(dataset, source, labeller_for, memory, identity=identity)
-        for path, hashed in before.items() if known is None else ():
+        for path, hashed in before.items() if digests is None else ():
             hashed.refuse_other(path)
-        known = known or {}
+        digests = digests or {}
         for path, hashed in rows.files.items():
-            if known.setdefault(str(path), hashed.content) != hashed.content:
+            if digests.setdefault(str(path), hashed.content) != hashed.content:
                 raise changed(
                     path, fix=f"rm -r {checked.parent}   (it is made again from {folder})"
                 )
-        checked.write_text(json.dumps(known))
+        checked.write_text(json.dumps(digests))
     return rows
 
 
@@ -156,12 +156,12 @@ def _loaded(source: Source, name: str, *, cache_dir: str | None = None) -> Datas
 def _hashed_below(
     root: Path, paths: Iterable[Path], memory: Path | None
 ) -> dict[Path, HashedFile]:
-    digests, found = Digests(root, memory), {}
+    digests, hashed = Digests(root, memory), {}
     for path in paths:
-        with contextlib.suppress(OSError):  # who reads it names it
-            found[path] = digests.of(path.relative_to(root).as_posix())
+        with contextlib.suppress(OSError):  # its reader names it
+            hashed[path] = digests.of(path.relative_to(root).as_posix())
     digests.keep()
-    return found
+    return hashed
 
 
 def _content(files: Mapping[Path, HashedFile], root: Path, *others: object) -> str:
@@ -246,7 +246,7 @@ def _rows_of(
 
 
 def _not_loaded(source: Source, error: Exception) -> ThreefoldError:
-    """The user's error for an error of `load_dataset`: the first known one whose class, or word of the text, fits."""
+    """The user's error for an error of `load_dataset`: the first case whose class, or word of the text, fits."""
     import datasets
 
     # A generation error only reports where it happened; its cause is the problem with the file.
@@ -260,7 +260,7 @@ def _not_loaded(source: Source, error: Exception) -> ThreefoldError:
     again = f"--data.source {dataset_id}   (reads the files of a folder directly, and names the line)"
     if not expanded(dataset_id).is_dir():
         again = f"--data.revision COMMIT   (one before the damage), or report it at hf.co/datasets/{dataset_id}"
-    known: list[tuple[type[Exception] | str, str, str, str]] = [
+    cases: list[tuple[type[Exception] | str, str, str, str]] = [
         (
             datasets.exceptions.DatasetNotFoundError,
             f"{name} is not on the Hub, or you have no access: {reason}",
@@ -304,8 +304,8 @@ def _not_loaded(source: Source, error: Exception) -> ThreefoldError:
             "pip install -U datasets   (or read the files directly: --data.source FOLDER)",
         ),
     ]
-    found = (
+    fits = (
         sign in reason if isinstance(sign, str) else isinstance(error, sign)
-        for sign, *_ in known
+        for sign, *_ in cases
     )
-    return DataError.of([Problem(*next(itertools.compress(known, found))[1:])])
+    return DataError.of([Problem(*next(itertools.compress(cases, fits))[1:])])

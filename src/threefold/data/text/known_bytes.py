@@ -1,7 +1,7 @@
-"""The bytes of a source's files as they were hashed: what is read later is compared with that, block by block.
+"""The bytes of a source's files as they were hashed: later reads are compared with them, block by block.
 
 In: files below a root. Out: a digest of each MiB of them, of which a source's fingerprint is made, and readers that
-give no byte of another block. So a store is of the bytes that its fingerprint names, whatever was written meanwhile,
+return no byte of any other block. So a store has the bytes that its fingerprint names, whatever was written meanwhile,
 and whatever a file's times say. Digests are remembered by the files' sizes, times and numbers, which a write changes.
 """
 
@@ -139,9 +139,9 @@ class Digests:
         """The file at a path below the root; OSError if it cannot be read."""
         with (self._root / path).open("rb") as file:
             facts = facts_of(os.fstat(file.fileno()))
-            known = self._known.get(path)
-            if known is not None and tuple(known[:-1]) == facts:
-                return HashedFile(facts, bytes.fromhex(known[-1]))
+            entry = self._known.get(path)
+            if entry is not None and tuple(entry[:-1]) == facts:
+                return HashedFile(facts, bytes.fromhex(entry[-1]))
             blocks = b"".join(iter(lambda: _digest(file.read(BLOCK_BYTES)), _digest(b"")))
             size = file.tell()
         if size == facts[0] and max(facts[1:3]) < time.time_ns() - _SETTLED_NS:
@@ -162,14 +162,14 @@ class Digests:
             os.replace(temporary, self._place)
 
     def _read(self) -> dict[str, list[Any]]:
-        known: dict[str, list[Any]] = {}
+        entries: dict[str, list[Any]] = {}
         if self._place is None:
-            return known
+            return entries
         with contextlib.suppress(OSError, ValueError):
             head, text, _ = self._place.read_text().split("\n")
             if head == f"{_FORMAT} {xxhash.xxh3_128_hexdigest(text.encode())}":
-                known = json.loads(text)
-        return known
+                entries = json.loads(text)
+        return entries
 
 
 def facts_of(stat: os.stat_result) -> tuple[int, ...]:

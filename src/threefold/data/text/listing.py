@@ -3,7 +3,7 @@
 A file that two paths lead to (links, a glob with two `**`, overlapping entries of a list) is read once, under the path
 that leads through no link. Linked folders are entered, each real folder once. In a folder, hidden files, the README of
 a folder of rows, files that describe a dataset, and .json and .csv files beside documents are left out; a glob
-names its files itself. Of the kinds that came later than the others, empty files are left out.
+names its files itself. Empty files of the kinds that came later than the others are left out.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class FileList:
 
 
 def kind_of(name: str) -> Kind | None:
-    """The kind of a file by its name; None if it is none that is read."""
+    """The kind of a file by its name; None if it is not one that is read."""
     stem, suffix = os.path.splitext(name.lower())
     compression = COMPRESSIONS.get(suffix)
     inner = suffix if compression is None else os.path.splitext(stem)[1]
     inner = ".jsonl" if inner in (".ndjson", ".jl") else inner
-    known = inner in TEXTS + ROWS and not (compression and inner == ".parquet")
-    return Kind(inner, compression) if known else None
+    readable = inner in TEXTS + ROWS and not (compression and inner == ".parquet")
+    return Kind(inner, compression) if readable else None
 
 
 def list_folder(root: Path, known: Known, *, excluded: Collection[str] = ()) -> FileList:
@@ -258,13 +258,13 @@ def _below(root: Path, excluded: Collection[str], left: list[LeftOut]) -> Iterat
 def each_once(
     root: Path, kinds: dict[str, Kind], left: list[LeftOut], known: Known
 ) -> FileList:
-    """The files of `kinds` without those that another path leads to, or that are `known`; the others become it."""
+    """The files of `kinds` without those that another path leads to, or are `known`; the others are added to it."""
     same: dict[tuple[int, int], list[tuple[str, os.stat_result]]] = {}
     read = []
     for path, kind in kinds.items():
         try:
             status = os.stat(root / path)
-        except OSError:  # the error that names it comes when it is read
+        except OSError:  # reading it raises the error that names it
             read.append(path)
             continue
         if not stat.S_ISREG(status.st_mode):
@@ -274,15 +274,15 @@ def each_once(
         else:
             same.setdefault((status.st_dev, status.st_ino), []).append((path, status))
     real_root = os.path.realpath(root)
-    for key, found in same.items():
-        if len(found) > 1:
-            found.sort(
+    for key, entries in same.items():
+        if len(entries) > 1:
+            entries.sort(
                 key=lambda each: (
                     os.path.realpath(root / each[0]) != os.path.join(real_root, each[0]),
                     each[0],
                 )
             )
-        for path, status in found:
+        for path, status in entries:
             first = known.get(key)
             # Some file systems give several files one inode number: only links count.
             if first and (
@@ -296,12 +296,12 @@ def each_once(
 
 
 def _either(pattern: str) -> Iterator[str]:
-    found = _BRACES.search(pattern)
-    if found is None:
+    match = _BRACES.search(pattern)
+    if match is None:
         yield pattern
         return
-    for each in found[1].split(","):
-        yield from _either(pattern[: found.start()] + each + pattern[found.end() :])
+    for each in match[1].split(","):
+        yield from _either(pattern[: match.start()] + each + pattern[match.end() :])
 
 
 def _unknown(path: str) -> tuple[str, str]:

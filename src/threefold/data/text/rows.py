@@ -1,10 +1,10 @@
 """Documents from the rows of .jsonl, .json, .csv and .parquet files, and errors by line, row or row group.
 
 A .jsonl is cut by bytes: a piece holds the lines that begin inside it, so that pieces can be made without reading the
-file. A .parquet is cut by row groups; only the text column is read. Other files are a piece each: a .json holds a list
+file. A .parquet is cut by row groups; only the text column is read. Other files are one piece each: a .json is a list
 of objects, which is read whole, or lines as a .jsonl; a .csv has the names of its columns in the first line. A row
 whose text is missing, null or not a string is treated like a line that does not parse: it is refused by file and line,
-or counted. A compressed file is read to its end before any of its rows is used, so a damaged one gives none.
+or counted. A compressed file is read to its end before any of its rows is used, so a damaged one yields none.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def read_json(
 ) -> Iterator[Document]:
     """The texts of a list of objects, of a single object, or of lines with an object each."""
     with opened(path, compression) as file:
-        # The first two lines that are not blank tell lines from a value over several lines.
+        # The first two lines that are not blank distinguish lines from a value that spans several.
         filled = (
             line.strip() for line in itertools.chain([file.readline().removeprefix(BOM)], file)
         )
@@ -132,7 +132,7 @@ def read_json(
         return
     try:
         with opened(path, compression) as file:
-            found = _decoded(file.read().removeprefix(BOM).decode() or "[]")
+            decoded = _decoded(file.read().removeprefix(BOM).decode() or "[]")
     except (ValueError, RecursionError) as error:
         log.bad(
             f"{path} is not JSON: {error}",
@@ -140,7 +140,7 @@ def read_json(
             fix=AGAIN,
         )
         return
-    rows = enumerate(found if isinstance(found, list) else [found])
+    rows = enumerate(decoded if isinstance(decoded, list) else [decoded])
     yield from _texts(rows, lambda number: f"row {number}", path, take=take, log=log)
 
 
@@ -186,12 +186,12 @@ def read_csv(
 
 
 def _refuse_separator(path: SourceFile, header: list[str]) -> None:
-    """DataError for a table whose only column is a line of others: all of them would be one text."""
-    if len(header) == 1 and (found := re.search(r"[;\t|]", header[0])):
-        read = f"csv.reader(open({str(path)!r}, newline=''), delimiter={found[0]!r})"
+    """DataError for a table whose only column holds several: all of them would be one text."""
+    if len(header) == 1 and (match := re.search(r"[;\t|]", header[0])):
+        read = f"csv.reader(open({str(path)!r}, newline=''), delimiter={match[0]!r})"
         code = f"import csv; csv.writer(open('NEW.csv', 'w', newline='')).writerows({read})"
         raise DataError(
-            f"{path} has columns that {found[0]!r} separates",
+            f"{path} has columns that {match[0]!r} separates",
             expected="columns that commas separate",
             fix=f"python3 -c {shlex.quote(code)}",
         )
@@ -286,11 +286,11 @@ def _parsed(line: bytes) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """ValueError for a key that is there twice: readers differ in which of its values they take."""
-    if len(found := dict(pairs)) < len(pairs):
+    """ValueError for a key that occurs twice: readers differ in which of its values they take."""
+    if len(mapping := dict(pairs)) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"two values of the key {max(names, key=names.count)!r} in an object")
-    return found
+    return mapping
 
 
 # A decoder that is kept takes half the time of json.loads, which makes one for each line.
@@ -307,9 +307,9 @@ def _texts(
 ) -> Iterator[Document]:
     """The documents of numbered rows; in place of a row there may be (what is wrong, what was expected)."""
     for number, row in rows:
-        found = row if isinstance(row, tuple) else take.documents(row, log)
-        if not isinstance(found, tuple):
-            yield from found
+        documents = row if isinstance(row, tuple) else take.documents(row, log)
+        if not isinstance(documents, tuple):
+            yield from documents
             continue
         field = (
             take.name
@@ -317,8 +317,8 @@ def _texts(
             else ""
         )
         # Nobody reads the place of a row that is only counted.
-        what = f"{path}, {'' if log.skip_bad else place(number)}: {found[0]}"
-        log.bad(what, expected=found[1], fix=chat_or(field, _CORRECT))
+        what = f"{path}, {'' if log.skip_bad else place(number)}: {documents[0]}"
+        log.bad(what, expected=documents[1], fix=chat_or(field, _CORRECT))
         if log.num_bad >= _ENOUGH_ROWS:
             return
 

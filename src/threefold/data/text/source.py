@@ -191,15 +191,15 @@ MISSING = object()
 
 
 def value_of(row: Values, name: str) -> Any:
-    """The value of a field, or of `inner.field`; a field that has this very name comes first. MISSING without one."""
+    """The value of a field, or of `inner.field`; a field with exactly this name comes first. MISSING without one."""
     if name in row or "." not in name:
         return row.get(name, MISSING)
-    found: Any = row
+    inner: Any = row
     for part in name.split("."):
-        if not isinstance(found, Mapping) or part not in found:
+        if not isinstance(inner, Mapping) or part not in inner:
             return MISSING
-        found = found[part]
-    return found
+        inner = inner[part]
+    return inner
 
 
 def names_in(row: Values) -> list[str]:

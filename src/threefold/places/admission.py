@@ -1,7 +1,7 @@
 """Whether a store keeps what runs rely on, found by asking it: probes of a few kilobytes, and one object of two parts.
 
-Many servers and gateways take a conditional write and ignore its condition, without an error. So nothing is believed
-that was not seen. The probes have a folder of their own below the prefix, which is removed again.
+Many servers and gateways accept a conditional write and ignore its condition, without an error. So only what was seen
+counts. The probes have their own folder below the prefix, which is removed again.
 """
 
 from __future__ import annotations
@@ -78,24 +78,24 @@ def require_admitted(
 
     Args:
         kept: a folder that remembers the buckets of which all held.
-        say: is given a line if it was asked.
+        say: receives a line if it was asked.
     """
     server = server_of(address, environ)
     mark = kept / f"store-{xxhash.xxh3_64_hexdigest(server.encode())}"
     if mark.exists():
         return
-    told = admit(address, environ)
-    for probe in told.probes:
+    admission = admit(address, environ)
+    for probe in admission.probes:
         if not probe.holds:
             raise ThreefoldError(
-                f"{told.address}: {probe.name}: {probe.what}",
+                f"{admission.address}: {probe.name}: {probe.what}",
                 expected=probe.expected,
                 fix=probe.fix,
             )
     with suppress(OSError):  # then the next start asks, too
         kept.mkdir(parents=True, exist_ok=True)
         mark.write_text(server)
-    say(f"{server}: {len(told.probes)} probes hold; {told.seconds:.1f} s")
+    say(f"{server}: {len(admission.probes)} probes hold; {admission.seconds:.1f} s")
 
 
 def require_create(place: ObjectPlace) -> None:
@@ -247,9 +247,9 @@ class _Probing:
         read = time.monotonic()
         latencies, right = [], whole == data
         for start in range(_PARTS_BYTES // 2, _PARTS_BYTES // 2 + _NUM_LATENCIES):
-            asked = time.monotonic()
+            sent = time.monotonic()
             right &= self.place.read(key, start=start, length=16) == data[start : start + 16]
-            latencies.append(time.monotonic() - asked)
+            latencies.append(time.monotonic() - sent)
         measured = {
             "write_bytes_per_s": len(data) / (written - begun),
             "read_bytes_per_s": len(data) / (read - written),
@@ -289,14 +289,14 @@ class _Probing:
         key = self._key("clock")
         before = time.time()
         self.place.write(key, b"1")
-        there = self.place.stat(key)
-        written = there.written_s if there else 0.0
+        stored = self.place.stat(key)
+        written = stored.written_s if stored else 0.0
         # Stores give whole seconds.
         apart = max(before - 1 - written, written - time.time(), 0.0)
-        told = f"{apart:.0f} s apart" if apart >= 1 else "less than a second apart"
+        gap = f"{apart:.0f} s apart" if apart >= 1 else "less than a second apart"
         return (
             apart <= _CLOCK_S,
-            f"this machine's and the store's: {told}",
+            f"this machine's and the store's: {gap}",
             "less than a minute apart",
         )
 

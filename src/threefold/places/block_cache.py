@@ -1,8 +1,8 @@
-"""Blocks of a file in a store, kept on a disk of this machine: each a file of its own, in a folder of bounded size.
+"""Blocks of a file in a store, kept on a disk of this machine: each its own file, in a folder of bounded size.
 
 All processes of a machine share the folder, and any of them may die at any moment. A block appears by a rename, so that
 it is whole or absent. It is fetched by one process, while the others wait for its lock, which ends with its holder.
-What has to go is what is used last; of that the caller knows, and without it the oldest goes.
+The block that is used last goes first; the caller knows which that is, and without it the oldest goes.
 """
 
 from __future__ import annotations
@@ -126,19 +126,19 @@ class BlockCache:
             self._allowed -= 1
             if self._allowed >= 0 and not now:
                 return
-            there = []
+            blocks = []
             for entry in os.scandir(self._folder):
                 with suppress(FileNotFoundError):
                     changed = entry.stat().st_mtime
                     if entry.name.isdecimal():
-                        there.append((-steps_until(int(entry.name)), changed, entry.name))
+                        blocks.append((-steps_until(int(entry.name)), changed, entry.name))
                     elif (
                         entry.name.endswith(".partial")
                         and time.time() - changed > _LEFT_BEHIND_S
                     ):
                         os.unlink(entry.path)  # of a process that was killed
-            together = max(1, min(len(there), most) // 256)
-            for _, _, name in sorted(there)[: max(0, len(there) + together - most)]:
+            together = max(1, min(len(blocks), most) // 256)
+            for _, _, name in sorted(blocks)[: max(0, len(blocks) + together - most)]:
                 (self._folder / name).unlink(missing_ok=True)
             self._allowed = together - 1
 

@@ -1,4 +1,4 @@
-"""What a store's answer means, as one sentence in three parts. Nothing of the answer is shown but its code and status.
+"""What a store's answer means, as one sentence in three parts. Only the answer's code and status are shown.
 
 A store's answer may hold a key id, a signature or a token, so its text is read and dropped.
 """
@@ -156,7 +156,7 @@ def unanswered(error: Exception) -> bool:
 def explained(error: Exception, url: StoreUrl, doing: str) -> ThreefoldError:
     """The error in three parts, for what was being done: `its objects cannot be listed`."""
     code, status = answer_of(error)
-    said = " ".join(filter(None, (status, code)))
+    answer = " ".join(filter(None, (status, code)))
     matches = (
         each
         for each in _MEANINGS
@@ -166,7 +166,7 @@ def explained(error: Exception, url: StoreUrl, doing: str) -> ThreefoldError:
     meaning = next(matches, _MEANINGS[-1])
     retries = re.search(r"after (\d+) retries", str(error))
     times = f", also after {retries[1]} retries" if retries else ""
-    named = {"url": url, "bucket": url.bucket, "said": said}
+    named = {"url": url, "bucket": url.bucket, "said": answer}
     what, expected, fix = (
         text.format(**named) for text in (meaning.what, meaning.expected, meaning.fix)
     )

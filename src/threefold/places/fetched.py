@@ -1,7 +1,7 @@
 """The small files of a token store at an address, on this machine: all but its tokens.
 
 They are compared with the store's list of hashes, and with what the store lists, each time it is opened: what is
-damaged, cut, swapped or missing is named by its key, and a file that lies here already is not fetched again.
+damaged, cut, swapped or missing is named by its key, and a file that is already here is not fetched again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def fetched(
     cache: Path,
     parse: Callable[[bytes, Path], HashedBlocks],
 ) -> Path | None:
-    """The prefix of the files on this machine; None if what is there is no token store.
+    """The prefix of the files on this machine; None if what is there is not a token store.
 
     Args:
         cache: the folder for all stores.
@@ -58,8 +58,8 @@ def fetched(
             ConfigError, PlaceError: the store cannot be used, or does not answer.
     """
     place = open_store(address, environ)
-    there = {each.key: each for each in place.list() if "/" not in each.key}
-    if (name := _name(place, there)) is None:
+    objects = {each.key: each for each in place.list() if "/" not in each.key}
+    if (name := _name(place, objects)) is None:
         return None
     if (content := place.get(name + _LIST)) is None:
         raise _damaged(place, name + _LIST, "is gone")
@@ -72,7 +72,7 @@ def fetched(
             fix=WHO_WRITES,
         ) from None
     for suffix, (size, _, _) in blocks.files.items():
-        _check_size(place, there.get(name + suffix), name + suffix, size)
+        _check_size(place, objects.get(name + suffix), name + suffix, size)
     folder = cache / xxhash.xxh3_128_hexdigest(str(place.url).encode() + content[0])
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,18 +103,18 @@ def tokens_at(prefix: Path, blocks: HashedBlocks, environ: Mapping[str, str]) ->
     )
 
 
-def _name(place: ObjectStore, there: Mapping[str, StoredObject]) -> str | None:
+def _name(place: ObjectStore, objects: Mapping[str, StoredObject]) -> str | None:
     endings = (_TOKENS, _INDEX, _LIST)
     names = sorted(
         {
             key.removesuffix(ending)
-            for key in there
+            for key in objects
             for ending in endings
             if key.endswith(ending)
         }
     )
     fix = _PREPARE.format(address=place.url)
-    if CLAIM in there:
+    if CLAIM in objects:
         what = f"{place.url} is being written, or its writer was killed"
         raise DataError(
             what,
@@ -130,7 +130,7 @@ def _name(place: ObjectStore, there: Mapping[str, StoredObject]) -> str | None:
             expected=f"one: NAME{_TOKENS}, NAME{_INDEX}, NAME.json and NAME{_LIST}",
             fix=fix + "-2",
         )
-    if names[0] + _LIST not in there:
+    if names[0] + _LIST not in objects:
         what = f"{place.url}/{names[0]}{_LIST} is not there"
         expected = "the hashes of the store's blocks, with which each one is compared before it is used"
         raise MissingObject(
@@ -139,12 +139,12 @@ def _name(place: ObjectStore, there: Mapping[str, StoredObject]) -> str | None:
     return names[0]
 
 
-def _check_size(place: ObjectStore, there: StoredObject | None, key: str, size: int) -> None:
-    if there is None:
+def _check_size(place: ObjectStore, stored: StoredObject | None, key: str, size: int) -> None:
+    if stored is None:
         raise _damaged(place, key, "is gone")
-    if there.size != size:
-        how = "was cut" if there.size < size else "is longer than it was"
-        raise _damaged(place, key, f"{how}, to {there.size:,} bytes instead of {size:,}")
+    if stored.size != size:
+        how = "was cut" if stored.size < size else "is longer than it was"
+        raise _damaged(place, key, f"{how}, to {stored.size:,} bytes instead of {size:,}")
 
 
 def _damaged(place: ObjectStore, key: str, how: str) -> MissingObject:

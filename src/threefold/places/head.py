@@ -92,17 +92,17 @@ def read_head(place: ObjectStore) -> tuple[RunHead, str] | None:
     Raises:
         CheckpointError: it was changed or cut.
     """
-    if (there := place.get(KEY)) is None:
+    if (stored := place.get(KEY)) is None:
         return None
     try:
-        values = checked_values(there[0])
+        values = checked_values(stored[0])
         if values.pop("format") != _FORMAT:
             raise ValueError("another release wrote it")
         lease = Lease(**values.pop("lease"))
         checkpoints = tuple(StoredCheckpoint(**each) for each in values.pop("checkpoints"))
         return RunHead(
             lease=lease, checkpoints=checkpoints, aside=tuple(values.pop("aside")), **values
-        ), there[1]
+        ), stored[1]
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
         raise CheckpointError(
             f"{place.url}/{KEY} cannot be read: {error}",
@@ -155,11 +155,11 @@ class HeldHead:
         etag = self.place.swap(KEY, _written(head), etag=self._etag)
         if (
             etag is None
-            and (there := read_head(self.place))
-            and there[0].lease.owner == head.lease.owner
+            and (current := read_head(self.place))
+            and current[0].lease.owner == head.lease.owner
         ):
             # An earlier swap of this process was carried out after it was given up.
-            etag = self.place.swap(KEY, _written(head), etag=there[1])
+            etag = self.place.swap(KEY, _written(head), etag=current[1])
         if etag is None:
             self.lost = self._lost_to(_holder(self.place))
             raise self.lost
@@ -198,18 +198,18 @@ def take(
 
     Args:
         owner: this start, new and random; `who`: the same for people.
-        dead: whether an owner is known to have ended. Of any other, a swap is waited for.
-        say: is given a line if that takes long.
+        dead: whether an owner is known to have ended. Any other is watched for a swap.
+        say: receives a line if that takes long.
 
     Raises:
         ConfigError: another run has the lease. ThreefoldError: the store does not keep conditional writes.
     """
     require_conditions(place)
-    if (there := read_head(place)) is None:
+    if (current := read_head(place)) is None:
         head = RunHead(Lease(owner, who))
         taken = place.create(KEY, _written(head))
     else:
-        before, etag = there
+        before, etag = current
         if before.lease.held and not dead(before.lease.owner):
             say(
                 f"{place.url} was held by {before.lease.who}: up to {LEASE_S:.0f} s, whether it still runs"
@@ -235,16 +235,16 @@ def _require_silence(place: ObjectStore, etag: str) -> None:
     until = time.monotonic() + LEASE_S
     while time.monotonic() < until:
         time.sleep(_LOOK_S)
-        there = place.stat(KEY)
-        if there is None or there.etag != etag:
+        stored = place.stat(KEY)
+        if stored is None or stored.etag != etag:
             raise in_use(place)
 
 
 def _holder(place: ObjectStore) -> str:
-    there = read_head(place)
-    if there is None:
+    current = read_head(place)
+    if current is None:
         return f"{KEY} was removed"
-    return f"{there[0].lease.who} {'writes there' if there[0].lease.held else 'has written there since'}"
+    return f"{current[0].lease.who} {'writes there' if current[0].lease.held else 'has written there since'}"
 
 
 def _written(head: RunHead) -> bytes:

@@ -1,8 +1,8 @@
 """Folders of a run sent to a store behind its steps: every rank its files, rank 0 the seal, last.
 
 A thread of each rank sends, and no step waits for it. At most one folder is sent and one waits, so a store that is
-slower than the saves gets the newest and the best. The threads speak through a key-value store of their own, never by
-a collective.
+slower than the saves gets the newest and the best. The threads talk through their own key-value store, never by a
+collective.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ class Mirror:
         """Sends one folder; returns rank 0's conclusion: the description of an error, or None."""
         values, rank, contents = self._values, self._ranks.rank, list[SentFiles]()
         if rank == 0:
-            said = None if skipped else _attempt(lambda: self._said(sent, contents))
-            values.set(f"{key}/begun", json.dumps(said))
+            opening = None if skipped else _attempt(lambda: self._said(sent, contents))
+            values.set(f"{key}/begun", json.dumps(opening))
         values.wait([f"{key}/begun"], _LONGEST)
         if (begun := json.loads(values.get(f"{key}/begun"))) is None:
             log.info("step %d is not stored: a later checkpoint waits", sent.step)
@@ -305,7 +305,7 @@ def begin(held: HeldHead, identity: Mapping[str, Any], step: int) -> None:
 
 
 def sweep(held: HeldHead) -> None:
-    """Removes what killed writers have left; before anything is sent, since that is not named by the head either.
+    """Removes what killed writers have left; called before anything is sent, which the head does not name either.
 
     Raises:
         CheckpointError: there are whole checkpoints, and the head that named them is gone.
@@ -314,11 +314,11 @@ def sweep(held: HeldHead) -> None:
     if left := snapshot.unsealed(place, [*(each.name for each in now.checkpoints), *now.aside]):
         whole = [key for key in left if key.endswith(snapshot.SEAL)]
         if whole and now.identity is None:
-            there = f"{place.url}/{max(whole).removesuffix(f'/{snapshot.SEAL}')}"
+            address = f"{place.url}/{max(whole).removesuffix(f'/{snapshot.SEAL}')}"
             raise CheckpointError(
-                f"{place.url}/{KEY} was removed, and {there} is whole",
+                f"{place.url}/{KEY} was removed, and {address} is whole",
                 expected="the record of the run that wrote it: what it does not name is removed",
-                fix=f"--checkpoint.resume {there} --checkpoint.store ANOTHER_PREFIX   (or empty this one)",
+                fix=f"--checkpoint.resume {address} --checkpoint.store ANOTHER_PREFIX   (or empty this one)",
             )
         log.info("%s: removing %d objects that a killed upload has left", place.url, len(left))
         place.delete(left)

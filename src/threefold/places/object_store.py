@@ -103,25 +103,25 @@ def _settings(url: StoreUrl, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _endpoint(environ: Mapping[str, str], of_profile: str | None) -> str:
-    """The address of another server than Amazon's; empty if none is given. The library panics at what is no address."""
+    """The address of a server other than Amazon's; empty if none is set. The library panics at what is not one."""
     # The library reads the last by itself.
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    for name, given in (
+    for name, endpoint in (
         *((name, environ.get(name)) for name in names),
         ("endpoint_url", of_profile),
     ):
-        if given is not None and not _SERVER.fullmatch(given):
-            told = re.sub(r".*@|[?#].*", "...", given)  # it may hold a key
-            host = told.rpartition("//")[2].strip(" .")
+        if endpoint is not None and not _SERVER.fullmatch(endpoint):
+            shown = re.sub(r".*@|[?#].*", "...", endpoint)  # it may hold a key
+            host = shown.rpartition("//")[2].strip(" .")
             raise ConfigError(
-                f"{name} is {told!r}, which is no server's address",
+                f"{name} is {shown!r}, which is no server's address",
                 expected="http:// or https://, a host, and its port: http://localhost:9000",
                 fix=f"{name}=https://{host}   (http:// without TLS)"
                 if host
                 else f"leave {name} out",
             )
-        if given:
-            return given
+        if endpoint:
+            return endpoint
     return ""
 
 
@@ -272,15 +272,15 @@ class ObjectStore:
                         or tries == _MAX_RETRIES
                     ):
                         raise
-            there = self.stat(key)
+            stored = self.stat(key)
             if (
-                there
-                and there.size == len(data)
+                stored
+                and stored.size == len(data)
                 and self.read(key, start=0, length=len(data)) == data
             ):
-                return there.etag
+                return stored.etag
             # Some stores refuse all of those who write at the same moment (409): nobody has won yet.
-            if (there.etag if there else None) != etag or tries >= _MAX_CONFLICTS:
+            if (stored.etag if stored else None) != etag or tries >= _MAX_CONFLICTS:
                 return None
             time.sleep(random.uniform(0.05, 0.1 * 2 ** min(tries, 5)))
         return None

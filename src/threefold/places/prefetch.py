@@ -85,22 +85,22 @@ class Prefetch:
             threading.Thread(target=self._fetch, name="threefold-fetch", daemon=True).start()
 
     def wait(self) -> None:
-        """Returns when all blocks of the next step are there, and goes on to the step after it.
+        """Returns when all blocks of the next step are there, and moves on to the step after it.
 
         Raises:
-            ThreefoldError: what fetching one of them has raised.
+            ThreefoldError: fetching one of them has failed.
         """
         with self._changed:
             self._look_ahead()
             here = set(self._ahead.popleft()) if self._ahead else set()
             late = {block for block in here if block in self._asked}
-            begun, said = time.monotonic(), False
+            begun, reported = time.monotonic(), False
             while not self._errors.keys() & here and (left := late & self._asked):
                 self._changed.wait(_SAID_AFTER_S)
-                if not said and time.monotonic() - begun >= _SAID_AFTER_S:
-                    said = True
+                if not reported and time.monotonic() - begun >= _SAID_AFTER_S:
+                    reported = True
                     self._waiting(self._files[min(left)[0]].address)
-            if said:
+            if reported:
                 self._waiting("")
             for block in sorted(self._errors.keys() & here):
                 raise self._errors[block]

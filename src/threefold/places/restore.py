@@ -1,7 +1,7 @@
 """From a store to a run's folder: all ranks fetch a checkpoint, each a share of the bytes.
 
-It then lies in the folder as one that was saved there. Every byte is read once over all ranks, and compared before the
-checkpoint gets its name. A folder that is filled by a start that is killed is filled again by the next.
+It is then in the folder like one that was saved there. Every byte is read once over all ranks, and compared before the
+checkpoint gets its name. A folder that a killed start was filling is filled again by the next.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def checkpoints_of(place: ObjectStore, name: str | None) -> list[tuple[str, str 
     """
     if name is not None:
         return [(name, None)]
-    there = read_head(place)
-    if there is None or not there[0].checkpoints:
+    current = read_head(place)
+    if current is None or not current[0].checkpoints:
         raise nothing(place)
-    return [(each.name, each.seal) for each in reversed(there[0].checkpoints)]
+    return [(each.name, each.seal) for each in reversed(current[0].checkpoints)]
 
 
 def restore(

@@ -1,6 +1,6 @@
 """A run in a store as a folder on this machine, for commands that read one: its newest checkpoint, or one by its name.
 
-The copy is of what the store's seal names, and compared with it; it is made once, and again when the run has gone on.
+The copy is of what the store's seal names, and compared with it; it is made once, and again when the run has continued.
 """
 
 from __future__ import annotations
@@ -79,28 +79,28 @@ class RunCopies:
 
         Args:
             state: whether its weights are fetched too.
-            say: is given lines on what is fetched.
+            say: receives lines about what is fetched.
 
         Raises:
             CheckpointError: there is no such run or checkpoint, or it is not what was sent. ConfigError, PlaceError:
                 the store cannot be used, or does not answer.
         """
-        prefix, asked = parted(address)
+        prefix, name = parted(address)
         place = open_store(prefix, environ)
         while True:
-            there = checkpoints_of(place, asked)
+            checkpoints = checkpoints_of(place, name)
             try:
-                return self._of(place, there[0], asked, state, say)
+                return self._of(place, checkpoints[0], name, state, say)
             except StoredDamage:
-                # A run that goes on removes what it does not keep.
-                if checkpoints_of(place, asked) == there:
+                # A run that continues removes what it does not keep.
+                if checkpoints_of(place, name) == checkpoints:
                     raise
 
     def _of(
         self,
         place: ObjectStore,
         checkpoint: tuple[str, str | None],
-        asked: str | None,
+        name: str | None,
         state: bool,
         say: Callable[[str], None],
     ) -> Path:
@@ -111,8 +111,8 @@ class RunCopies:
         )
         into = folder / xxhash.xxh3_64_hexdigest(repr(whole).encode())
         files = [(self.mark, f"{place.url}/{CHECKPOINTS}/{whole.name}")]
-        if (there := read_head(place)) is not None:
-            files.append((self.identity_file, json.dumps(there[0].identity) + "\n"))
+        if (current := read_head(place)) is not None:
+            files.append((self.identity_file, json.dumps(current[0].identity) + "\n"))
         wanted = Restore(
             [checkpoint], str(into), whole=True, state=state, records=("",), files=tuple(files)
         )
@@ -123,4 +123,4 @@ class RunCopies:
                         shutil.rmtree(earlier)
                 restore(wanted, place, _Alone(), say)
             fcntl.flock(_lock_of(into), fcntl.LOCK_SH)  # until this process ends
-        return into if asked is None else into / CHECKPOINTS / f"step-{whole.step:08d}"
+        return into if name is None else into / CHECKPOINTS / f"step-{whole.step:08d}"

@@ -1,6 +1,6 @@
 """A folder of files in a store, as pieces of bounded size and a seal that is put last, if absent.
 
-A piece is an object of its own, written whole or not at all: a killed writer leaves no invisible parts of one, a write
+A piece is its own object, written whole or not at all: a killed writer leaves no invisible parts of one, a write
 that fails is repeated alone, and any reader takes its share of all bytes by ranges. The seal holds size and checksum of
 every file and of every piece, so that what was damaged, swapped, cut or removed is named by its key.
 """
@@ -160,14 +160,14 @@ def read_seal(place: ObjectStore, name: str, checksum: str | None = None) -> Sna
         StoredDamage: there is no seal, or it is not what was written.
     """
     key = _seal_key(name)
-    if (there := place.get(key)) is None:
+    if (stored := place.get(key)) is None:
         raise _damaged(
             place, key, "it is not there, so nothing says that the checkpoint is whole"
         )
-    if checksum is not None and xxhash.xxh3_128_hexdigest(there[0]) != checksum:
+    if checksum is not None and xxhash.xxh3_128_hexdigest(stored[0]) != checksum:
         raise _damaged(place, key, "its checksum is not the one in the head")
     try:
-        snapshot = Snapshot.of(checked_values(there[0]))
+        snapshot = Snapshot.of(checked_values(stored[0]))
         if snapshot.name != name:
             raise ValueError(f"it is of {snapshot.name}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

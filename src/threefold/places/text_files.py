@@ -52,7 +52,7 @@ def text_files(
     Args:
         cache: the folder for all addresses.
         is_text: whether an object of this name is fetched.
-        kinds: the names that are, in words.
+        kinds: the names of those, in words.
 
     Raises:
         DataError: there is no such object, or one whose key is no path. RunError: the disk is too small.
@@ -61,13 +61,13 @@ def text_files(
     folder, pattern = parted(address, is_text)
     place = open_store(folder, environ)
     # A listing that is made while somebody writes may name an object twice.
-    there = [each for _, each in sorted({each.key: each for each in place.list()}.items())]
-    # What a pattern of files means here is known to those who open them: more may be fetched than they choose.
+    objects = [each for _, each in sorted({each.key: each for each in place.list()}.items())]
+    # Those who open the files know what a pattern means here: more may be fetched than they choose.
     loose = pattern.partition("{")[0] + "*" if "{" in pattern else pattern or "*"
-    wanted = [each for each in there if is_text(each.key) and fnmatchcase(each.key, loose)]
+    wanted = [each for each in objects if is_text(each.key) and fnmatchcase(each.key, loose)]
     if not wanted:
-        what = f"{address} is neither a token store nor text: it holds {len(there):,} objects of other kinds"
-        what = what if there else f"{address} holds nothing"
+        what = f"{address} is neither a token store nor text: it holds {len(objects):,} objects of other kinds"
+        what = what if objects else f"{address} holds nothing"
         raise DataError(
             what,
             expected=f"{kinds}; or what `threefold data prepare --to` has written",

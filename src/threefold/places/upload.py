@@ -53,7 +53,7 @@ def send_files(files: Mapping[str, Path], address: str, environ: Mapping[str, st
 
 
 def refuse_filled(place: ObjectStore) -> None:
-    """Raises ConfigError if a prefix holds something else than parts of a store, and files that a claim lists."""
+    """Raises ConfigError if a prefix holds anything other than parts of a store and files that a claim lists."""
     claim = place.get(CLAIM)
     listed = _listed(claim[0]) if claim else set()
     others = (
@@ -61,9 +61,9 @@ def refuse_filled(place: ObjectStore) -> None:
         for each in place.list()
         if not each.key.startswith((_PARTS, PROBE)) and each.key not in listed
     )
-    there = next(others, None) or (place.stat("") if place.url.prefix else None)
-    if there is not None:
-        raise _filled(f"{place.url} holds {there.key or 'an object of its own name'}")
+    other = next(others, None) or (place.stat("") if place.url.prefix else None)
+    if other is not None:
+        raise _filled(f"{place.url} holds {other.key or 'an object of its own name'}")
 
 
 def _filled(what: str) -> ConfigError:
@@ -85,7 +85,7 @@ def _listed(claim: bytes) -> set[str]:
 def _claim(place: ObjectStore, mark: bytes) -> None:
     for _ in range(2):
         refuse_filled(place)
-        if place.create(CLAIM, mark) or ((there := place.get(CLAIM)) and there[0] == mark):
+        if place.create(CLAIM, mark) or ((claim := place.get(CLAIM)) and claim[0] == mark):
             return
     raise _filled(f"something else is being written to {place.url}, or its writer was killed")
 
@@ -109,8 +109,8 @@ def _mark_of(files: Mapping[str, Path]) -> bytes:
 
 def _send(place: ObjectStore, files: Mapping[str, Path]) -> None:
     mark, sizes = _mark_of(files), {key: path.stat().st_size for key, path in files.items()}
-    if there := place.get(MARK):
-        if there[0] != mark:  # a listing may lag behind
+    if stored := place.get(MARK):
+        if stored[0] != mark:  # a listing may lag behind
             raise _filled(f"{place.url} holds {MARK}, of other files")
         if place.stat(CLAIM) is None:
             return
@@ -125,7 +125,7 @@ def _send(place: ObjectStore, files: Mapping[str, Path]) -> None:
         raise PlaceError(
             what, expected="the bytes that were sent", fix=f"threefold doctor {place.url}"
         )
-    if place.create(MARK, mark) is None and (there := place.get(MARK)) and there[0] != mark:
+    if place.create(MARK, mark) is None and (stored := place.get(MARK)) and stored[0] != mark:
         what = f"{place.url}/{MARK} is there, of another writer"
         raise PlaceError(what, expected="one writer for each prefix", fix="--to ANOTHER_PREFIX")
     place.delete([CLAIM])

@@ -91,19 +91,19 @@ def _made(source: Path, to: Path, config: Config, *, weights_alone: bool) -> Imp
         architecture, attention="eager", trust_remote_code=config.model.trust_remote_code
     )
     shapes = run_state.model_state(model)
-    found = find_names(
+    names = find_names(
         foreign,
         _wanted(model, shapes, architecture),
         where=str(source),
         weights_alone=weights_alone,
     )
-    _refuse_other_twins(foreign, found)
-    step = 0 if weights_alone else _step_of(foreign, found, source)
+    _refuse_other_twins(foreign, names)
+    step = 0 if weights_alone else _step_of(foreign, names, source)
     made = not to.exists()
     try:
         _write(
             foreign,
-            found,
+            names,
             shapes,
             to,
             config,
@@ -116,7 +116,7 @@ def _made(source: Path, to: Path, config: Config, *, weights_alone: bool) -> Imp
         if not made:
             to.mkdir()
         raise
-    return Imported(found.program, step, len(found.weights), tuple(found.left_out))
+    return Imported(names.program, step, len(names.weights), tuple(names.left_out))
 
 
 def _wanted(
@@ -134,8 +134,8 @@ def _wanted(
     )
 
 
-def _refuse_other_twins(foreign: Foreign, found: Found) -> None:
-    for name, other in found.twins:
+def _refuse_other_twins(foreign: Foreign, names: Found) -> None:
+    for name, other in names.twins:
         if not torch.equal(foreign.read(name), foreign.read(other)):
             raise CheckpointError(
                 f"{name} and {other} differ, but the model has one tensor for both",
@@ -144,9 +144,9 @@ def _refuse_other_twins(foreign: Foreign, found: Found) -> None:
             )
 
 
-def _step_of(foreign: Foreign, found: Found, source: Path) -> int:
+def _step_of(foreign: Foreign, names: Found, source: Path) -> int:
     """The number of steps that the optimizer has counted, the same for all weights."""
-    if not found.moments:
+    if not names.moments:
         beside = sorted(
             each.name for each in source.glob("optimizer*") if each.suffix in (".bin", ".pt")
         )
@@ -160,7 +160,7 @@ def _step_of(foreign: Foreign, found: Found, source: Path) -> int:
             expected="exp_avg, exp_avg_sq and step of every weight: a run continues with them",
             fix="--weights   (makes a Hugging Face folder, from which --model.name_or_path begins a new run)",
         )
-    steps = {float(foreign.read(entry)) for entry, _ in found.moments["step"].values()}
+    steps = {float(foreign.read(entry)) for entry, _ in names.moments["step"].values()}
     if len(steps) > 1 or not all(step.is_integer() and step > 0 for step in steps):
         raise CheckpointError(
             f"the optimizer in {source} has counted {' and '.join(f'{step:g}' for step in sorted(steps)[:3])} steps",
@@ -172,7 +172,7 @@ def _step_of(foreign: Foreign, found: Found, source: Path) -> int:
 
 def _write(
     foreign: Foreign,
-    found: Found,
+    names: Found,
     shapes: dict[str, Tensor],
     to: Path,
     config: Config,
@@ -183,10 +183,10 @@ def _write(
 ) -> None:
     sources: dict[str, tuple[str, Convert, tuple[int, ...]]] = {
         f"model.{name}": (*pair, tuple(shapes[f"model.{name}"].shape))
-        for name, pair in found.weights.items()
+        for name, pair in names.weights.items()
     }
     for moment in MOMENTS if not weights_alone else ():
-        for name, pair in found.moments[moment].items():
+        for name, pair in names.moments[moment].items():
             shape = () if moment == "step" else tuple(shapes[f"model.{name}"].shape)
             sources[f"optimizer.{moment}.{name}"] = (*pair, shape)
     types = {name: shapes[name].dtype if name in shapes else torch.float32 for name in sources}
@@ -214,7 +214,7 @@ def _write(
     identity.write(to)
     keep_config(to, config)
     Journal(to).append(
-        "import", program=found.program, step=step, left_out=sorted(found.left_out)[:100]
+        "import", program=names.program, step=step, left_out=sorted(names.left_out)[:100]
     )
     manifest = {
         **asdict(identity.author),

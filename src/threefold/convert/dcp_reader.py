@@ -2,7 +2,7 @@
 
 Both of its formats: `.metadata` with .distcp files, and safetensors files whose headers say where each box lies. The
 `.metadata` is a pickle and may come from anywhere, so nothing that it names is imported or called: the names that DCP
-uses stand for inert records, and any other is refused. A .distcp file holds tensors as torch.save writes them, to be
+uses become inert records, and any other is refused. A .distcp file holds tensors as torch.save writes them, to be
 read with `weights_only`.
 """
 
@@ -67,11 +67,11 @@ def open_dcp(folder: Path) -> Foreign:
             expected=_EXPECTED,
             fix="check the path",
         )
-    found: list[Foreign] = [
+    opened: list[Foreign] = [
         _Native.open(place) if (place / METADATA).exists() else _Safetensors.open(place)
         for place in places
     ]
-    return found[0] if len(found) == 1 else _Several.of(found, folder)
+    return opened[0] if len(opened) == 1 else _Several.of(opened, folder)
 
 
 def _is_dcp(folder: Path) -> bool:
@@ -134,7 +134,7 @@ class _Native:
         entry = self.entries[name]
         whole = torch.empty(
             entry.shape,
-            dtype=next(t for t, known in TYPE_NAMES.items() if known == entry.dtype),
+            dtype=next(t for t, type_name in TYPE_NAMES.items() if type_name == entry.dtype),
         )
         for chunk in entry.chunks:
             path = self.folder / chunk.file
@@ -288,28 +288,28 @@ def _described(folder: Path, metadata: Any) -> _Native:
         )
         lengths[file, start] = length
     entries, others = {}, []
-    for name, found in metadata["state_dict_metadata"].items():
-        if "size" not in found.values:
+    for name, record in metadata["state_dict_metadata"].items():
+        if "size" not in record.values:
             others.append(name)
             continue
-        dtype = found["properties"].values[0]
-        sizes = {tuple(each["offsets"]): tuple(each["sizes"]) for each in found["chunks"]}
+        dtype = record["properties"].values[0]
+        sizes = {tuple(each["offsets"]): tuple(each["sizes"]) for each in record["chunks"]}
         own = [
             Chunk(each.file, each.start, Box(each.box.offsets, sizes[each.box.offsets]))
             for each in chunks[name]
         ]
         # A rank beyond the last shard has nothing.
         own = [each for each in own if each.box.numel]
-        entries[name] = entry = Entry(str(dtype), tuple(found["size"]), own)
+        entries[name] = entry = Entry(str(dtype), tuple(record["size"]), own)
         if (problem := entry.problem()) is not None:
             raise ValueError(f"{name}: {problem}")
     return _Native(folder, entries, lengths, tuple(others))
 
 
 def _unreadable(path: Path, error: Exception, name: str = "") -> CheckpointError:
-    told = first_line(error)
+    reason = first_line(error)
     return CheckpointError(
-        f"{path} cannot be read{f' for {name}' if name else ''}: {told[:200]}",
+        f"{path} cannot be read{f' for {name}' if name else ''}: {reason[:200]}",
         expected=_EXPECTED,
         fix="copy it again",
     )

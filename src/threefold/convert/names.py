@@ -201,12 +201,12 @@ def _conversions(wanted: Wanted) -> dict[str, Convert]:
             values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
         )
 
-    found: dict[str, Convert] = {}
+    conversions: dict[str, Convert] = {}
     for name in wanted.weights:
         for kind, heads in zip(("q_proj", "k_proj"), wanted.heads, strict=True):
             if name.endswith((f".{kind}.weight", f".{kind}.bias")):
-                found[name] = halves(heads)
-    return found
+                conversions[name] = halves(heads)
+    return conversions
 
 
 def _refuse(
@@ -249,8 +249,8 @@ def _moments_of(
     *,
     where: str,
 ) -> dict[str, dict[str, tuple[str, Convert]]]:
-    """Each moment's entries by the weights' names, and what makes them this program's; nothing if there are none."""
-    found: dict[str, dict[str, tuple[str, Convert]]] = {moment: {} for moment in MOMENTS}
+    """Each moment's entries by the weights' names, and what converts them to this program's; empty without any."""
+    entries: dict[str, dict[str, tuple[str, Convert]]] = {moment: {} for moment in MOMENTS}
     strange = []
     for entry, (moment, plain) in moments.items():
         own = _in_entry(plain, names, wanted)
@@ -260,18 +260,18 @@ def _moments_of(
         if not own:
             if not _tied(names(plain), wanted):
                 strange.append(entry)
-        elif tensors[entry].shape not in allowed or own.keys() & found[moment].keys():
+        elif tensors[entry].shape not in allowed or own.keys() & entries[moment].keys():
             strange.append(entry)
         else:
             for name, part in own.items():
                 ways = () if moment == "step" else (part, convert.get(name, _same))
-                found[moment][name] = entry, partial(_through, ways)
+                entries[moment][name] = entry, partial(_through, ways)
     if not moments:
         return {}
     missing = [
         f"{moment} of {name}"
         for moment in MOMENTS
-        for name in sorted(wanted.trained - found[moment].keys())
+        for name in sorted(wanted.trained - entries[moment].keys())
     ]
     if strange or missing:
         what = (
@@ -284,7 +284,7 @@ def _moments_of(
             expected="exp_avg, exp_avg_sq and step of every weight that is trained",
             fix="--weights   (makes a Hugging Face folder of the weights alone)",
         )
-    return found
+    return entries
 
 
 def _in_entry(plain: str, names: Callable[[str], str], wanted: Wanted) -> dict[str, Convert]:

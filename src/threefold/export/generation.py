@@ -18,8 +18,8 @@ def generate_sample(
     """Returns the prompt and its continuation by the model of this process' own run, sampled with a fixed seed."""
     model = load_own(checkpoint)
     torch.manual_seed(0)
-    found = continued(model, prompt, num_tokens=num_tokens, end_id=tokenizer.end_id)
-    return tokenizer.decode([*prompt, *found])
+    ids = continued(model, prompt, num_tokens=num_tokens, end_id=tokenizer.end_id)
+    return tokenizer.decode([*prompt, *ids])
 
 
 def load_own(checkpoint: Checkpoint) -> Any:

@@ -260,8 +260,8 @@ class _Export:
 
     def _save_descriptions(self, model: Any) -> None:
         """Writes the model's config and code, its generation config and the run's tokenizer."""
-        to, asked = self.to, self.config.model
-        # Of a few models' text part alone (Emu3's) transformers finds no class; the whole config names it.
+        to, settings = self.to, self.config.model
+        # For the text part alone of a few models (Emu3) transformers finds no class; the whole config names it.
         part = (
             type(model.config) is not type(self.architecture)
             and type(model.config) not in AutoModelForCausalLM._model_mapping
@@ -276,16 +276,16 @@ class _Export:
         if not model.can_generate():
             return
         generation = model.generation_config
-        if asked.name_or_path is not None:
+        if settings.name_or_path is not None:
             with contextlib.suppress(OSError):  # the model has none, or no longer exists
                 generation = GenerationConfig.from_pretrained(
-                    asked.name_or_path, revision=asked.revision
+                    settings.name_or_path, revision=settings.revision
                 )
         elif ends:  # those of its class are ids of another vocabulary
             generation.bos_token_id = generation.eos_token_id = None
-        known = generation.eos_token_id
-        known = known if isinstance(known, list) else [known] * (known is not None)
-        generation.eos_token_id = list(dict.fromkeys((*known, *ends))) or None
+        end_ids = generation.eos_token_id
+        end_ids = end_ids if isinstance(end_ids, list) else [end_ids] * (end_ids is not None)
+        generation.eos_token_id = list(dict.fromkeys((*end_ids, *ends))) or None
         generation.save_pretrained(to)
 
 
@@ -295,10 +295,10 @@ def _compare(model: Any, reloaded: Any, to: Path, *, trained: str) -> None:
     ids = torch.randint(
         vocabulary, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0)
     )
-    expected, found = (
+    expected, actual = (
         each.eval()(input_ids=ids, use_cache=False).logits for each in (model, reloaded)
     )
-    (difference,) = compare_tensors(SAME_LOGITS, {"": found}, {"": expected})
+    (difference,) = compare_tensors(SAME_LOGITS, {"": actual}, {"": expected})
     if not difference.holds:
         reason = f": {difference.detail}" if difference.detail else ""
         raise RunError(

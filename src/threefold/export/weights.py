@@ -91,7 +91,7 @@ def converted(
     """The tensors of a checkpoint as the Hub has them, a layer at a time."""
 
     def layer(name: str) -> str:
-        return found[1] if (found := _LAYER.match(name)) else name
+        return match[1] if (match := _LAYER.match(name)) else name
 
     for _, group in itertools.groupby(
         sorted(names, key=lambda name: (layer(name), name)), key=layer

@@ -157,14 +157,14 @@ def begin(
     before = read(path) if path.stat().st_size else []
     done = start.first_step - 1
     order = start.order
-    found = start.place
-    known = place_after(before, done) if done else Place(0, 0)
-    if known is not None and (known := order.begin(known)) != found:
-        lost = rows_text(order.rows(min(found, known), 1)[0])
+    place = start.place
+    recorded = place_after(before, done) if done else Place(0, 0)
+    if recorded is not None and (recorded := order.begin(recorded)) != place:
+        lost = rows_text(order.rows(min(place, recorded), 1)[0])
         raise RunError(
-            f"step {done + 1} would begin at position {found.position} of epoch {found.epoch}, but by audit.jsonl "
-            f"step {done} ended at position {known.position} of epoch {known.epoch}: {lost} would be "
-            f"{'left out' if found > known else 'read again'}",
+            f"step {done + 1} would begin at position {place.position} of epoch {place.epoch}, but by audit.jsonl "
+            f"step {done} ended at position {recorded.position} of epoch {recorded.epoch}: {lost} would be "
+            f"{'left out' if place > recorded else 'read again'}",
             expected="a checkpoint and a record of the run that agree on what was read",
             fix=fix,
         )
@@ -173,7 +173,7 @@ def begin(
     file.log(replace(start, segment=segment, link=known_by).to_record())
     return {
         "segment": segment,
-        "epoch": found.epoch,
-        "position": found.position,
+        "epoch": place.epoch,
+        "position": place.position,
         "link": known_by,
     }

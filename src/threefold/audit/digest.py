@@ -151,10 +151,10 @@ class AuditWindow:
         for field, name in enumerate(batch):
             if not np.array_equal(batch[name], source[name]):
                 place, column = np.argwhere(batch[name] != source[name])[0].tolist()
-                found = int(batch[name][place, column])
+                actual = int(batch[name][place, column])
                 expected = int(source[name][place, column])
                 return TokenDifference(
-                    step, int(indices[place]), column, field, found, expected
+                    step, int(indices[place]), column, field, actual, expected
                 )
         return None
 
@@ -177,13 +177,13 @@ class AuditWindow:
     def evidence(self, rows_per_step: int) -> Int64:
         """The first difference and the first changed block, then all indices, of the same size on every rank.
 
-        [9 + num_steps * rows_per_step] int64; a step with fewer rows is filled up with -1.
+        [9 + num_steps * rows_per_step] int64; a step with fewer rows is padded with -1.
         """
         difference = self.difference or TokenDifference(0, 0, 0, 0, 0, 0)
-        found = self.changed
+        changed = self.changed
         block = (
-            (found.part + 1, found.change.block, found.change.size_bytes)
-            if found is not None
+            (changed.part + 1, changed.change.block, changed.change.size_bytes)
+            if changed is not None
             else (0, 0, 0)
         )
         steps = np.full((self.num_steps, rows_per_step), -1, np.int64)

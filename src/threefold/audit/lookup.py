@@ -46,8 +46,8 @@ def find_step(segments: Sequence[Segment], step: int) -> StepRead | None:
 
 def ordered_step(segments: Sequence[Segment], step: int) -> StepRead | None:
     """What the order has for a step, audited or not yet; None before the record begins."""
-    found = _placed(segments, step)
-    return None if found is None else _read_at(found[0], step, found[1])
+    placed = _placed(segments, step)
+    return None if placed is None else _read_at(placed[0], step, placed[1])
 
 
 def ordered_rows(segments: Sequence[Segment], first: int, most: int) -> Int64 | None:
@@ -55,9 +55,9 @@ def ordered_rows(segments: Sequence[Segment], first: int, most: int) -> Int64 | 
 
     None before the record begins.
     """
-    if (found := _placed(segments, first)) is None:
+    if (placed := _placed(segments, first)) is None:
         return None
-    segment, place = found
+    segment, place = placed
     ends = [
         line.step for line in segment.lines if isinstance(line, SkipLine) and line.step > first
     ]
@@ -125,7 +125,7 @@ class SampleRead:
 def find_sample(stretches: Sequence[Stretch], row: int) -> list[SampleRead]:
     """The reads of a row in each epoch that the run has touched, in their order."""
     order = stretches[0].segment.order
-    found = []
+    samples = []
     for epoch in sorted({stretch.epoch for stretch in stretches}):
         own = [stretch for stretch in stretches if stretch.epoch == epoch]
         for position in _positions_of(
@@ -138,8 +138,8 @@ def find_sample(stretches: Sequence[Stretch], row: int) -> list[SampleRead]:
                 for at in range(position, stretch.stop, order.epoch_size)
                 if stretch.start <= at
             ]
-            found += reads or [SampleRead(epoch, position, None)]
-    return found
+            samples += reads or [SampleRead(epoch, position, None)]
+    return samples
 
 
 def _positions_of(order: Order, row: int, *, epoch: int, stop: int) -> Iterator[int]:
@@ -196,7 +196,7 @@ def coverage(stretches: Sequence[Stretch]) -> list[Coverage]:
     """
     order = stretches[0].segment.order
     epochs = sorted({stretch.epoch for stretch in stretches})
-    found, over = [], is_over(stretches)
+    coverages, over = [], is_over(stretches)
     for epoch in epochs:
         own = [stretch for stretch in stretches if stretch.epoch == epoch]
         # Positions past the rows are repeats (`pad`) or ignored rows (`exact`).
@@ -204,8 +204,8 @@ def coverage(stretches: Sequence[Stretch]) -> list[Coverage]:
         for stretch in own:
             sizes[stretch.first_step > 0] += min(stretch.stop, order.num_rows) - stretch.start
         named = _unread_rows(own, epoch) if over or epoch < epochs[-1] else None
-        found.append(Coverage(epoch, order.num_rows, sizes[True], sizes[False], named))
-    return found
+        coverages.append(Coverage(epoch, order.num_rows, sizes[True], sizes[False], named))
+    return coverages
 
 
 def is_over(stretches: Sequence[Stretch]) -> bool:
@@ -278,20 +278,20 @@ def coverage_lines(stretches: Sequence[Stretch]) -> Iterator[str]:
 
 
 def _of_all_epochs(stretches: Sequence[Stretch], epochs: Sequence[Coverage]) -> Iterator[str]:
-    """How far a run is in the epochs that it was asked for, in rows: its steps may have had several global batches."""
+    """How far a run is in the requested epochs, in rows: its steps may have had several global batches."""
     last = stretches[-1]
     order = last.segment.order
     if order.epochs is None:
         return
-    asked = order.epochs
+    num_epochs = order.epochs
     read = sum(epoch.read for epoch in epochs)
-    line = f"  train.epochs {asked}: {read:,} of {asked * order.num_rows:,} reads"
+    line = f"  train.epochs {num_epochs}: {read:,} of {num_epochs * order.num_rows:,} reads"
     if not is_over(stretches):
-        yield f"{line}; {asked * order.num_rows - last.epoch * order.num_rows - last.stop:,} rows left"
-    elif read == asked * order.num_rows:
+        yield f"{line}; {num_epochs * order.num_rows - last.epoch * order.num_rows - last.stop:,} rows left"
+    elif read == num_epochs * order.num_rows:
         yield (
-            f"{line}: every sample exactly {asked} times"
-            if asked > 1
+            f"{line}: every sample exactly {num_epochs} times"
+            if num_epochs > 1
             else f"{line}: every sample exactly once"
         )
     else:

@@ -63,8 +63,8 @@ class Evidence:
 
     def difference(self, rank: int) -> TokenDifference | None:
         """The first token of a rank that is not the source's."""
-        found = TokenDifference(*self.values[rank, :_NUM_DIFFERENCE].tolist())
-        return found if found.step else None
+        difference = TokenDifference(*self.values[rank, :_NUM_DIFFERENCE].tolist())
+        return difference if difference.step else None
 
     def changed(self, rank: int) -> Changed | None:
         """The first block of a rank that is not what was hashed."""
@@ -85,18 +85,18 @@ def _order_problems(evidence: Evidence, resume: str) -> list[Problem]:
     """Ranks whose rows are not the predicted ones, those with the same explanation together."""
     topology = evidence.topology
     predicted = evidence.order.rows(evidence.begin, evidence.num_steps)
-    found: dict[tuple[str, int, int], list[int]] = {}
+    ranks_of: dict[tuple[str, int, int], list[int]] = {}
     for rank in range(topology.world_size):
         wrong = (
             evidence.read(rank) != predicted[:, topology.dp_rank(rank) :: topology.dp]
         ).any(axis=1)
         if wrong.any():
-            found.setdefault(
+            ranks_of.setdefault(
                 _elsewhere(evidence, rank, int(np.argmax(wrong)), predicted), []
             ).append(rank)
     return [
         _order_problem(evidence, ranks, reason, predicted, resume)
-        for reason, ranks in found.items()
+        for reason, ranks in ranks_of.items()
     ]
 
 
@@ -191,11 +191,11 @@ def _byte_problems(evidence: Evidence, resume: str) -> list[Problem]:
     assert evidence.known is not None or not ranks_of
     return [
         Problem(
-            f"{ranks_text(ranks)}, after step {evidence.messages[0].last_step}: {evidence.known.describe(found)}",
+            f"{ranks_text(ranks)}, after step {evidence.messages[0].last_step}: {evidence.known.describe(change)}",
             "the bytes as they were hashed, as long as a run reads them: its last steps may have trained on others",
             f"copy the store again from its origin, then go on from the last checkpoint: {resume}",
         )
-        for found, ranks in ranks_of.items()
+        for change, ranks in ranks_of.items()
         if evidence.known is not None
     ]
 
@@ -207,13 +207,13 @@ def _token_problems(evidence: Evidence, resume: str) -> list[Problem]:
             ranks_of.setdefault(difference, []).append(rank)
     return [
         Problem(
-            f"{ranks_text(ranks)} trained on a changed token in step {found.step}: row {found.row:,} has "
-            f"{TOKEN_FIELDS[found.field]}[{found.column}] = {found.found}, the source "
-            f"{'no such row' if found.expected == -1 else found.expected}",
+            f"{ranks_text(ranks)} trained on a changed token in step {token.step}: row {token.row:,} has "
+            f"{TOKEN_FIELDS[token.field]}[{token.column}] = {token.found}, the source "
+            f"{'no such row' if token.expected == -1 else token.expected}",
             "the tokens of the source: something between it and the step has changed them (a worker, memory)",
             _again(resume),
         )
-        for found, ranks in ranks_of.items()
+        for token, ranks in ranks_of.items()
     ]
 
 

@@ -59,11 +59,11 @@ def prove(segments: Sequence[Segment], rows: Rows | None = None) -> list[Stretch
     first = segments[0].start
     next_step = first.first_step
     place = first.place
-    known = dict[str, str]()
+    digests = dict[str, str]()
     for segment in segments:
         start, order = segment.start, segment.start.order
         _check_same_order(first, start)
-        _check_same_bytes(known, start)
+        _check_same_bytes(digests, start)
         _check_step(start.first_step, next_step)
         _check_place(start.place, place, step=next_step, order=order)
         for line in segment.lines:
@@ -80,7 +80,7 @@ def prove(segments: Sequence[Segment], rows: Rows | None = None) -> list[Stretch
 
 def stretches_of(segments: Sequence[Segment]) -> list[Stretch]:
     """What a run has read and left out according to its record, in its order."""
-    found = []
+    stretches = []
     for segment in segments:
         order = segment.start.order
         for line in segment.lines:
@@ -93,8 +93,8 @@ def stretches_of(segments: Sequence[Segment]) -> list[Stretch]:
                 stop = position + count
                 if order.tail == "exact":  # places past the rows are no reads
                     stop = min(stop, order.num_rows)
-                found.append(Stretch(epoch, position, stop, first, segment.start, ahead))
-    return found
+                stretches.append(Stretch(epoch, position, stop, first, segment.start, ahead))
+    return stretches
 
 
 class SavedPlace(NamedTuple):
@@ -109,14 +109,14 @@ class SavedPlace(NamedTuple):
 def check_chain(lines: Sequence[Line], starts: Sequence[tuple[str, int]]) -> None:
     """Refuses a record with a start that is none of the run's `starts`, (checksum, last step done), in their order.
 
-    And one that begins after them: rows that nothing is known of would be told as not read yet.
+    And one that begins after them: rows without a record would be reported as not read yet.
     """
-    known = {link: number for number, (link, _) in enumerate(starts, 1)}
+    numbers = {link: number for number, (link, _) in enumerate(starts, 1)}
     before = 0
     for line in lines:
         if not isinstance(line, SegmentLine):
             continue
-        number = known.get(line.link or "", 0)
+        number = numbers.get(line.link or "", 0)
         if number <= before or starts[number - 1][1] != line.first_step - 1:
             raise RunError(
                 f"the start in audit.jsonl at step {line.first_step} (segment {line.segment}) is none of the run's "
@@ -174,13 +174,13 @@ def check_logged(segments: Sequence[Segment], logged: int) -> None:
 def _places_after(
     lines: Sequence[Line], step: int, link: str | None
 ) -> list[tuple[Order, Place]]:
-    found: list[tuple[Order, Place]] = []
+    places: list[tuple[Order, Place]] = []
     for line in lines:
         if isinstance(line, SegmentLine):
             order, by = line.order, line.link
         elif isinstance(line, StepsLine) and by == link and line.first <= step <= line.last:
-            found.append((order, order.after(line.place, step - line.first + 1)))
-    return found
+            places.append((order, order.after(line.place, step - line.first + 1)))
+    return places
 
 
 def _check_same_order(first: SegmentLine, start: SegmentLine) -> None:
@@ -195,48 +195,48 @@ def _check_same_order(first: SegmentLine, start: SegmentLine) -> None:
             )
 
 
-def _check_same_bytes(known: dict[str, str], start: SegmentLine) -> None:
+def _check_same_bytes(digests: dict[str, str], start: SegmentLine) -> None:
     for name, digest in start.digests.items():
-        if known.setdefault(name, digest) != digest:
+        if digests.setdefault(name, digest) != digest:
             raise RunError(
                 f"step {start.first_step} continues with other bytes: the blocks of {name} have the digest {digest}, "
-                f"before it {known[name]}",
+                f"before it {digests[name]}",
                 expected="one store from the first step on",
                 fix="resume from a checkpoint before that step, with the data that the run began with",
             )
 
 
-def _check_step(found: int, expected: int) -> None:
-    if found > expected:
+def _check_step(step: int, expected: int) -> None:
+    if step > expected:
         text = (
             f"step {expected} has"
-            if found == expected + 1
-            else f"steps {expected} to {found - 1} have"
+            if step == expected + 1
+            else f"steps {expected} to {step - 1} have"
         )
         raise RunError(
             f"{text} no record",
             expected="every step in audit.jsonl, as a run writes it with audit.every > 0",
             fix=_LOST_LINES,
         )
-    if found < expected:
+    if step < expected:
         raise RunError(
-            f"step {found} is recorded twice within one start of the run",
+            f"step {step} is recorded twice within one start of the run",
             expected="each step once, or a start of kind segment before it is recorded again",
             fix="restore the file; a line was copied, or a segment's line was lost",
         )
 
 
-def _check_place(found: Place, expected: Place, *, step: int, order: Order) -> None:
-    found = order.begin(found)
+def _check_place(place: Place, expected: Place, *, step: int, order: Order) -> None:
+    place = order.begin(place)
     expected = order.begin(expected)
-    if found == expected:
+    if place == expected:
         return
-    if found > expected:
+    if place > expected:
         lost = f"{rows_text(order.rows(expected, 1)[0])} and all up to there were left out"
     else:
-        lost = f"{rows_text(order.rows(found, 1)[0])} were read again"
+        lost = f"{rows_text(order.rows(place, 1)[0])} were read again"
     raise RunError(
-        f"step {step} begins at position {found.position} of epoch {found.epoch}, but the steps before it ended at "
+        f"step {step} begins at position {place.position} of epoch {place.epoch}, but the steps before it ended at "
         f"position {expected.position} of epoch {expected.epoch}: {lost}",
         expected="each step to begin where the one before it ended",
         fix=f"resume from a checkpoint before step {step}; if the file was changed by hand, restore it",

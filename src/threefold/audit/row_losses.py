@@ -1,14 +1,14 @@
 """RUN/rows/rank-NNNN.bin: the loss of every row of every step, a few bytes a row, and reading them back. No torch.
 
-Each rank that holds a part of rows of its own (of tp ranks the first) appends a record a step:
+Each rank that holds its own part of rows (of tp ranks, the first) appends a record per step:
 
     header   44 bytes, see `_HEADER`: the start of the run (as in audit.jsonl), the step, whose part it is, its rows
     losses   float32 [rows]: cross entropy summed over the part's targets; of cp ranks the parts are added
     counts   uint32 [rows]: targets of the whole row, the same on all cp ranks; left out if all rows have as many
 
 A checksum covers each record, so one that was changed or cut is named and the others are read. Which row it was is not
-stored: row j of dp rank d is place j * dp + d of the step, whose rows the order knows. Of a step that was trained more
-than once, that of the start which stands counts, as in audit.jsonl.
+stored: row j of dp rank d is place j * dp + d of the step, whose rows the order knows. For a step that was trained more
+than once, the record of the start that stands counts, as in audit.jsonl.
 """
 
 from __future__ import annotations
@@ -133,30 +133,30 @@ class RowLosses:
 
 def read(run: Path, segments: Sequence[Segment]) -> RowLosses:
     """What a run has kept; nothing if it kept none. `segments`: its history that stands (`audit.record`)."""
-    found = RowLosses()
+    losses = RowLosses()
     for path in sorted((run / FOLDER).glob("rank-*.bin")):
         content = path.read_bytes()
-        number = len(found._files)
-        found._files.append(content)
+        number = len(losses._files)
+        losses._files.append(content)
         end = 0
         for offset, record in _records(content):
             if offset > end:
-                found.damaged.append(_damage(path, end, offset))
+                losses.damaged.append(_damage(path, end, offset))
             payload = offset + _HEADER.size
             end = payload + _payload_bytes(record)
             if _stands(record, segments):
-                own = found._places.setdefault(record.step, [])
+                own = losses._places.setdefault(record.step, [])
                 own[:] = [each for each in own if each.record.part != record.part]
                 own.append(_Place(number, payload, record))
         if end < len(content):
-            found.damaged.append(_damage(path, end, len(content)))
+            losses.damaged.append(_damage(path, end, len(content)))
     # Records of a step that contradict one another are of no use, whichever is wrong.
-    for step, places in list(found._places.items()):
+    for step, places in list(losses._places.items()):
         records = [each.record for each in places]
         if len({(each.rows, each.part.dp_size, each.part.cp_size) for each in records}) > 1:
-            found.damaged.append(f"the records of step {step} are of different meshes")
-            del found._places[step]
-    return found
+            losses.damaged.append(f"the records of step {step} are of different meshes")
+            del losses._places[step]
+    return losses
 
 
 def _records(content: bytes) -> Iterator[tuple[int, _LossRecord]]:

@@ -1,7 +1,7 @@
 """Whether the stores that a run has read are, on this machine and now, the bytes that it read.
 
 In: the run's record, which has the digest of each store's blocks and where the store was. Out: a line for each store,
-or the first block that differs, with the rows that read it. What is not here, or was never recorded, is said to be not
+or the first block that differs, with the rows that read it. What is not here, or was never recorded, is reported as not
 known: then only the samples are proved. No torch.
 """
 
@@ -79,12 +79,12 @@ def byte_lines(
             )
         try:
             store = store_named(prefix)
-            found = known(store, cache=cache, sampled=sampled)
+            hashes = known(store, cache=cache, sampled=sampled)
             first_row = sum(size for _, size, _ in (start.mixture or ())[:number])
-            _compare(run, store, found, digest, packing, first_row=first_row)
+            _compare(run, store, hashes, digest, packing, first_row=first_row)
         except ThreefoldError as error:
             raise RunError.of(error.problems) from error
-        counts = [found.blocks.files[suffix].num_blocks for suffix in IDENTITY]
+        counts = [hashes.blocks.files[suffix].num_blocks for suffix in IDENTITY]
         read = f"{sum(min(count, sampled) for count in counts):,} of {sum(counts):,}"
         yield f"  {name}: {prefix}.bin and .idx are the bytes that the run has read: {read} blocks read again"
     if packing.eval_share:
@@ -93,10 +93,16 @@ def byte_lines(
 
 
 def _compare(
-    run: Path, store: TokenStore, found: Known, digest: str, packing: Packing, *, first_row: int
+    run: Path,
+    store: TokenStore,
+    hashes: Known,
+    digest: str,
+    packing: Packing,
+    *,
+    first_row: int,
 ) -> None:
     """RunError names a block that is not what the run has read."""
-    blocks, _, change = found
+    blocks, _, change = hashes
     what, began = "", Blocks.read(list_at(run, digest))
     if change is not None:
         what = changed(

@@ -85,8 +85,8 @@ class Checkpoint:
         if marker != _marker(self.step, content):
             raise self._unreadable("the marker was written for another manifest")
         try:
-            found = from_json(content)
-            written_as = found["format"]
+            manifest = from_json(content)
+            written_as = manifest["format"]
         except (ValueError, KeyError, TypeError) as error:
             raise self._unreadable(f"it is not a manifest ({error!r})") from error
         if written_as != FORMAT:
@@ -95,7 +95,7 @@ class Checkpoint:
                 expected=f"format {FORMAT}",
                 fix="resume with the release of threefold that wrote it, or start a new run",
             )
-        return found
+        return manifest
 
     def seals(self) -> dict[str, Seal]:
         """Returns size and checksum of every file except marker and manifest, by its path inside the checkpoint.
@@ -206,8 +206,10 @@ class CheckpointFolder:
     def all(self) -> list[Checkpoint]:
         """Returns all folders with a checkpoint's name, oldest first, complete or not."""
         paths = [path for path in self.path.glob("step-*") if path.is_dir()]
-        found = [Checkpoint(path, step) for path in paths if (step := _step(path)) is not None]
-        return sorted(found, key=lambda checkpoint: checkpoint.step)
+        checkpoints = [
+            Checkpoint(path, step) for path in paths if (step := _step(path)) is not None
+        ]
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
     def newest(self) -> Checkpoint | None:
         """Returns the newest complete checkpoint, or None."""
@@ -220,9 +222,9 @@ class CheckpointFolder:
             CheckpointError: the record was changed or cut: the best checkpoint would be lost.
         """
         try:
-            found = from_json((self.path / _BEST).read_bytes())
-            step, eval_loss = int(found["step"]), float(found["eval_loss"])
-            if found["checksum"] != _of_best(step, eval_loss):
+            record = from_json((self.path / _BEST).read_bytes())
+            step, eval_loss = int(record["step"]), float(record["eval_loss"])
+            if record["checksum"] != _of_best(step, eval_loss):
                 raise ValueError("its checksum is another one")
             return (step, eval_loss) if math.isfinite(eval_loss) else None
         except (FileNotFoundError, NotADirectoryError):

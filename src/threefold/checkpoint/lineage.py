@@ -113,8 +113,8 @@ class Identity:
 
     def has(self, author: Author) -> bool:
         """Whether an author is one of this run's starts: of a copy, only those before the two parted are."""
-        known = author.run == self.id and 0 <= author.start <= len(self.starts)
-        return known and author.link == self._link(author.start)
+        same_run = author.run == self.id and 0 <= author.start <= len(self.starts)
+        return same_run and author.link == self._link(author.start)
 
     def stands(self, author: Author, step: int) -> bool:
         """Whether a step of one of its starts is part of what the run is now: no later start went back before it."""
@@ -144,23 +144,23 @@ class Identity:
 
     @classmethod
     def of(cls, values: Values) -> Identity:
-        """The identity of plain values; ValueError, KeyError or TypeError if they are none or its chain is broken."""
+        """The identity of plain values; ValueError, KeyError or TypeError if they are none or the chain is broken."""
         origin = Origin(**values["origin"]) if values["origin"] is not None else None
         starts = tuple(Start(**start) for start in values["starts"])
-        known = cls(
+        identity = cls(
             values["id"], values["created"], origin, starts, bool(values.get("program"))
         )
         texts = [
-            known.id,
-            known.created,
+            identity.id,
+            identity.created,
             *((origin.path, origin.run or "") if origin is not None else ()),
         ]
-        if not all(isinstance(text, str) for text in texts) or not known.id:
+        if not all(isinstance(text, str) for text in texts) or not identity.id:
             raise TypeError("a text is missing")
-        for number, start in enumerate(known.starts):
-            if type(start.step) is not int or start.before != known._link(number):
+        for number, start in enumerate(identity.starts):
+            if type(start.step) is not int or start.before != identity._link(number):
                 raise ValueError(f"its start {number + 1} does not follow from the one before")
-        return known
+        return identity
 
     def write(self, run: Path) -> None:
         temporary = run / f".{RUN_FILE}"

@@ -1,4 +1,4 @@
-"""One run, or custom loop, at a time in a folder: a lock that rank 0's process holds for the life of it.
+"""One run, or custom loop, at a time in a folder: a lock that rank 0's process holds for as long as it lives.
 
 It is a kernel record lock (`fcntl.lockf`). The end of the process releases it, and it belongs to that process alone:
 loader workers that outlive a killed rank do not keep it. On a network file system, other hosts see it. No torch.
@@ -45,9 +45,9 @@ class Words(NamedTuple):
 
     def resume(self, checkpoint: Path | str, into: str = "") -> str:
         """From a checkpoint; `into` another folder."""
-        asked = f"config={{'checkpoint.resume': {str(checkpoint)!r}}}"
+        option = f"config={{'checkpoint.resume': {str(checkpoint)!r}}}"
         if self.program:
-            return f"threefold.Run({into!r}, ..., {asked})" if into else asked
+            return f"threefold.Run({into!r}, ..., {option})" if into else option
         return f"--checkpoint.resume {checkpoint}" + (f" {self.another(into)}" if into else "")
 
 

@@ -72,9 +72,9 @@ def read_manifest(checkpoint: Checkpoint) -> dict[str, Any]:
     return manifest
 
 
-def _not_sections(config: Values, known: Values) -> Iterator[str]:
+def _not_sections(config: Values, defaults: Values) -> Iterator[str]:
     """The keys of a config that are sections in this release, and something else there; `model` must be in it."""
-    for name, default in known.items():
+    for name, default in defaults.items():
         if isinstance(default, dict) and (name in config or name == "model"):
             if not isinstance(config.get(name), dict):
                 yield name
@@ -115,17 +115,17 @@ def refuse_other(
     """Raises CheckpointError if the checkpoint belongs to another model or seed."""
     problems, at, seed = [], f"the checkpoint {checkpoint.path}", manifest["seed"]
     problems += _other_model(manifest, architecture_of(architecture), config, checkpoint)
-    asked, trained = (
+    lora, trained = (
         config.model.model_dump(mode="json")["lora"],
         manifest["config"]["model"].get("lora", {}),
     )
     for key in (
-        sorted((asked.keys() & trained.keys()) - {"dropout"})
-        if asked["r"] or trained.get("r")
+        sorted((lora.keys() & trained.keys()) - {"dropout"})
+        if lora["r"] or trained.get("r")
         else ()
     ):
-        if asked[key] != trained[key]:
-            what = f"{at} was made with model.lora.{key} = {trained[key]}, not {asked[key]}"
+        if lora[key] != trained[key]:
+            what = f"{at} was made with model.lora.{key} = {trained[key]}, not {lora[key]}"
             expected = (
                 "the adapters of the run: others would not fit, or would mean something else"
             )
@@ -193,7 +193,7 @@ class ChangedKey(NamedTuple):
 
 def changes(manifest: Values, config: Config) -> list[ChangedKey]:
     """The keys of the config that differ from the checkpoint's; keys that its release did not have are left out."""
-    found = []
+    changed = []
     now = with_absolute_paths(config).model_dump(mode="json")
     for key in every_key():
         if key in _NOT_COMPARED:
@@ -210,8 +210,8 @@ def changes(manifest: Values, config: Config) -> list[ChangedKey]:
             and isinstance(value, str)
             and value.endswith(f"/{before.removeprefix('./')}")
         )
-        found += [ChangedKey(key, before, value)] if before != value and not moved else []
-    return found
+        changed += [ChangedKey(key, before, value)] if before != value and not moved else []
+    return changed
 
 
 def with_axes(

@@ -77,8 +77,8 @@ def _refused(optimizer: torch.optim.Optimizer, what: str) -> ConfigError:
 
 
 def plain_state(kept: dict[str, object]) -> dict[str, object]:
-    """The state with tensors that are made of others (torchao's of 8 bits) as those: `exp_avg.codes` and so on."""
-    found: dict[str, object] = {}
+    """The state with tensors that are made of others (torchao's 8-bit ones) as these: `exp_avg.codes` and so on."""
+    plain: dict[str, object] = {}
     for key, value in kept.items():
         if (
             isinstance(value, DTensor)
@@ -91,13 +91,13 @@ def plain_state(kept: dict[str, object]) -> dict[str, object]:
             and not isinstance(value, DTensor)
             and is_traceable_wrapper_subclass(value)
         ):
-            found |= {
+            plain |= {
                 f"{key}.{inner}": getattr(value, inner)
                 for inner in value.__tensor_flatten__()[0]
             }
         elif value is not None:
-            found[key] = value
-    return found
+            plain[key] = value
+    return plain
 
 
 def makes_its_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -108,11 +108,11 @@ def wrong_sizes(folder: Path, seals: Mapping[str, Seal]) -> str | None:
     """Returns the first file that is missing or has a different size than when it was written, or None."""
     for name, seal in seals.items():
         try:
-            found = (folder / name).stat().st_size
+            size = (folder / name).stat().st_size
         except OSError as error:
             return f"{name}: {error.strerror}"
-        if found != seal.size_bytes:
-            return f"{name} has {found:,} bytes, not {seal.size_bytes:,}"
+        if size != seal.size_bytes:
+            return f"{name} has {size:,} bytes, not {seal.size_bytes:,}"
     return None
 
 
@@ -123,9 +123,9 @@ def wrong_checksums(
     for name in names:
         try:
             with (folder / name).open("rb", buffering=0) as file:
-                found = hashlib.file_digest(file, xxhash.xxh3_128)
+                digest = hashlib.file_digest(file, xxhash.xxh3_128)
         except OSError as error:
             return f"{name}: {error.strerror}"
-        if found.hexdigest() != seals[name].checksum:
+        if digest.hexdigest() != seals[name].checksum:
             return f"the content of {name} has changed: its checksum is not the one it was written with"
     return None

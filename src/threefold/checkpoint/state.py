@@ -169,8 +169,8 @@ def holdings(state: Mapping[str, Tensor], mesh: Mesh) -> list[Holding]:
     message.
     """
     loads: dict[tuple[int, ...], list[int]] = {}
-    known: dict[Any, tuple[tuple[int, ...], list[tuple[Box, tuple[slice, ...]]]]] = {}
-    found = []
+    by_kind: dict[Any, tuple[tuple[int, ...], list[tuple[Box, tuple[slice, ...]]]]] = {}
+    held = []
     for name, tensor in state.items():
         # Layers have the same boxes: compute them once.
         kind = (
@@ -178,18 +178,18 @@ def holdings(state: Mapping[str, Tensor], mesh: Mesh) -> list[Holding]:
             if isinstance(tensor, DTensor)
             else tensor.shape
         )
-        if kind not in known:
-            known[kind] = (
+        if kind not in by_kind:
+            by_kind[kind] = (
                 holders(sharded_axes(tensor), mesh.rank, mesh.world_size),
                 boxes_held(tensor),
             )
-        sharers, boxes = known[kind]
+        sharers, boxes = by_kind[kind]
         written = loads.setdefault(sharers, [0] * len(sharers))
         turn = written.index(min(written))
         written[turn] += tensor.numel() * tensor.element_size()
         shape, writes = tuple(tensor.shape), sharers[turn] == mesh.rank
-        found += [Holding(name, shape, box, inside, writes) for box, inside in boxes]
-    return found
+        held += [Holding(name, shape, box, inside, writes) for box, inside in boxes]
+    return held
 
 
 def boxes_held(tensor: Tensor) -> list[tuple[Box, tuple[slice, ...]]]:
@@ -277,9 +277,9 @@ def _indices(tensor: Tensor) -> list[Sequence[int]]:
                 held[dim], tensor.device_mesh[names[axis]], placement, tensor.ndim
             )
     local = tuple(tensor.to_local().shape)
-    found = tuple(len(indices) for indices in held)
-    assert found == local, (
-        f"{tensor.placements} of {tuple(tensor.shape)} gave {found}, the rank holds {local}"
+    sizes = tuple(len(indices) for indices in held)
+    assert sizes == local, (
+        f"{tensor.placements} of {tuple(tensor.shape)} gave {sizes}, the rank holds {local}"
     )
     return [_as_range(indices) for indices in held]
 
@@ -301,7 +301,7 @@ def _as_range(indices: Tensor) -> Sequence[int]:
 def damage_found(checkpoint: Checkpoint, mesh: Mesh) -> str | None:
     """Returns what is wrong with a checkpoint, or None, on every rank; the ranks share the reading of its files."""
     own = checkpoint.damage(share=(mesh.rank, mesh.world_size))
-    return mesh.decide("damage", own, lambda found: next(filter(None, found), None))
+    return mesh.decide("damage", own, lambda damages: next(filter(None, damages), None))
 
 
 def fit(

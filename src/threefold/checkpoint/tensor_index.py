@@ -198,15 +198,15 @@ class Index:
         """
         path = state / FILE
         try:
-            found = from_json(path.read_text())
-            files = [str(name) for name in found["files"]]
+            index = from_json(path.read_text())
+            files = [str(name) for name in index["files"]]
             if strange := [
                 name for name in files if Path(name).name != name or name in (".", "..")
             ]:
                 raise ValueError(f"{strange[0]!r} is not a file of this folder")
             ends = [(state / name).stat().st_size for name in files]
             entries = {
-                name: _entry(values, files, ends) for name, values in found["tensors"].items()
+                name: _entry(values, files, ends) for name, values in index["tensors"].items()
             }
         except (
             OSError,

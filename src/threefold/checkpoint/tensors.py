@@ -1,7 +1,7 @@
 """Tensors in files: safetensors, written from start to end without a second copy and read box by box.
 
 A rank's file of a checkpoint is a safetensors file that any tool for that format can open. Each entry is a box of a
-tensor and has its name; the metadata say where in the tensor it lies, as torch.distributed.checkpoint says it: its
+tensor and has its name; the metadata say where in the tensor it lies, as torch.distributed.checkpoint does: its
 `HuggingFaceStorageReader` reads the files as they are. No pickle is written or read.
 """
 
@@ -203,8 +203,8 @@ def _contents(path: Path) -> tuple[dict[str, str], list[tuple[str, str, int, tup
         header = from_json(file.read(length))
     metadata = header.pop(_METADATA, {})
     end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if (found := path.stat().st_size) != end:
-        raise ValueError(f"{path.name} has {found:,} bytes, not {end:,}")
+    if (size := path.stat().st_size) != end:
+        raise ValueError(f"{path.name} has {size:,} bytes, not {end:,}")
     return metadata, [
         (name, entry["dtype"], 8 + length + entry["data_offsets"][0], tuple(entry["shape"]))
         for name, entry in header.items()

@@ -114,7 +114,7 @@ class Audit:
 
     @property
     def place(self) -> Place:
-        """Where the order goes on after the steps that were observed."""
+        """Where the order continues after the steps that were observed."""
         return self.start.order.after(self._begin, self._window.num_steps)
 
     def close(self) -> None:

@@ -209,7 +209,7 @@ def coverage(stretches: Sequence[Stretch]) -> list[Coverage]:
 
 
 def is_over(stretches: Sequence[Stretch]) -> bool:
-    """Whether the run has read all epochs that it was asked for."""
+    """Whether the run has read all requested epochs."""
     last = stretches[-1]
     order = last.segment.order
     return order.epochs is not None and not order.steps_left(Place(last.epoch, last.stop))

@@ -385,7 +385,7 @@ def damaged(checkpoint: Checkpoint, reason: str) -> CheckpointError:
 
 
 def _is_of(identity: Identity, checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is of a run, as far as can be told: one that is damaged or not complete may be."""
+    """Whether a checkpoint is of a run, as far as can be seen: a damaged or incomplete one may be."""
     if (author := checkpoint.author) is not None:
         return identity.has(author)
     try:

@@ -24,7 +24,7 @@ from threefold.jsonl import Lines, Values, cut_torn_line, from_json, open_file, 
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that a run was forked from: where it lay, and by what it is known wherever it lies now.
+    """The checkpoint that a run was forked from: where it was, and what identifies it wherever it is now.
 
     Attributes:
         run: the id of its run, if it has one.
@@ -176,7 +176,7 @@ class Ending:
     Attributes:
         how: signal, exit, asked (it did not end as it was), gone (its process), lost (its connection), stall, worker,
             memory, device, disk, data, numbers, error (one of ours), exception (any other).
-        ranks: those that failed; empty: all of them, or nobody knows which.
+        ranks: those that failed; empty: all of them, or it is unknown which.
         host: of the first of them.
         code: the number of the signal, or the exit code.
         phase, step: where the first of them was, as the watchdog has it; 0: before its first step.

@@ -29,7 +29,7 @@ _LOOKS_PER_S = 20
 
 
 class Words(NamedTuple):
-    """How a run is asked for: by keys of the command, or by what a program writes."""
+    """How a run is requested: by keys of the command, or by what a program writes."""
 
     program: bool = False
 
@@ -62,7 +62,7 @@ class RunLock:
         """Locks the folder; a `fresh` one was made for this request.
 
         Args:
-            at, other: how the folder was asked for, and how another one is, for the error; as the command does.
+            at, other: how the folder was requested, and how another one is, for the error; as the command does.
 
         Raises:
             ConfigError: another process holds the lock.
@@ -108,7 +108,7 @@ class RunLock:
 
 
 def _locked(path: Path, at: str, other: str) -> IO[str]:
-    """Opens and locks a file; one that cannot be locked is returned closed, and said on the terminal.
+    """Opens and locks a file; one that cannot be locked is returned closed, and reported on the terminal.
 
     Raises:
         ConfigError: another process holds the lock.
@@ -129,7 +129,7 @@ def _locked(path: Path, at: str, other: str) -> IO[str]:
         else:
             if _is_at(file, path):
                 return file
-            # Whoever held it has removed the folder: what lies there now is another file.
+            # Whoever held it has removed the folder: what is there now is another file.
             file.close()
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("a+")

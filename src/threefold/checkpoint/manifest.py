@@ -33,7 +33,7 @@ _FIELDS = {
     "architecture": dict,
     "config": dict,
 }
-# Of a model that is quite another one, these are named.
+# These are named for a model that is an entirely different one.
 _TELLING = (
     "model_type",
     "num_hidden_layers",
@@ -176,7 +176,7 @@ _SECTIONS_OF_BITS = (
     "mesh.tp",
     "mesh.sequence_parallel",
 )
-# Where a run lies and resumes is said in its head.
+# The head of a run says where it is and where it resumes.
 _NOT_COMPARED = ("checkpoint.resume", "log.dir")
 
 
@@ -217,7 +217,7 @@ def changes(manifest: Values, config: Config) -> list[ChangedKey]:
 def with_axes(
     found: Sequence[ChangedKey], manifest: Values, topology: Topology
 ) -> list[ChangedKey]:
-    """`changes` with the sizes that cp and tp had and have, in place of what was asked for."""
+    """`changes` with the sizes that cp and tp had and have, in place of the requested ones."""
     then = Topology(*manifest["mesh"])
     axes = [
         ChangedKey(f"mesh.{axis}", getattr(then, axis), getattr(topology, axis))
@@ -251,7 +251,7 @@ def _processor() -> str:
 def lost_bits(
     manifest: Values, found: Sequence[ChangedKey], versions: Mapping[str, str]
 ) -> list[str]:
-    """Why a run with train.reduce exact does not continue bit for bit as if nobody had stopped it; empty if it does.
+    """Why a run with train.reduce exact does not continue bit for bit as if it had not been stopped; empty if it does.
 
     Args:
         found: `with_axes`.

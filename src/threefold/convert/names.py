@@ -116,7 +116,7 @@ def find_names(
         for name, plain in candidates.items()
         if (ours := names(plain)) in wanted.weights
     }
-    # Also what is a weight once more, such as that of another model beside: which is meant, nobody knows.
+    # Also a weight that occurs again, such as that of another model beside it: which one is meant is unknown.
     over = [name for name, plain in candidates.items() if weights.get(names(plain)) != name]
     twins = [
         (name, weights[ours])

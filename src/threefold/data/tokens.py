@@ -208,7 +208,7 @@ def for_texts(tokenizer: Tokenizer, labels: Labels) -> Tokenizer:
             `control_tokens`: `text` or `ids`.
 
     Raises:
-        DataError: a token that begins a text is asked for, and the tokenizer has none.
+        DataError: a token that begins a text is requested, and the tokenizer has none.
     """
     bos_id = _own_bos(tokenizer) if labels.bos else None
     if labels.bos is True and bos_id is None and (bos_id := _named_bos(tokenizer)) is None:

@@ -58,7 +58,7 @@ _CODE = (
 )
 _PROBE_TOKENS = 32
 _NOT_RELOADED = "not reloaded"
-# In a folder that is being written. Only an empty one gets it, so all that lies beside it is the export's.
+# In a folder that is being written. Only an empty one gets it, so everything beside it is the export's.
 _MARK = ".threefold-export"
 
 

@@ -25,7 +25,7 @@ class PlaceError(ThreefoldError):
 
 
 class MissingObject(PlaceError):
-    """An object is not there, or is shorter than what was asked for."""
+    """An object is not there, or is shorter than requested."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def answer_of(error: Exception) -> tuple[str, str]:
 
 
 def unanswered(error: Exception) -> bool:
-    """Whether the connection failed, so that nobody knows whether the request was carried out."""
+    """Whether the connection failed, so that it is unknown whether the request was carried out."""
     return answer_of(error) == ("", "")
 
 

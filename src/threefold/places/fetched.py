@@ -156,7 +156,7 @@ def _damaged(place: ObjectStore, key: str, how: str) -> MissingObject:
 def _fetch(
     place: ObjectStore, key: str, size: int, hashes: bytes, block_bytes: int, folder: Path
 ) -> None:
-    """A file, unless it lies here as it was hashed."""
+    """Fetches a file, unless it is here as it was hashed."""
     if (to := folder / key).exists() and _wrong_block(
         to.read_bytes(), hashes, block_bytes
     ) is None:

@@ -27,7 +27,7 @@ log = logging.getLogger("threefold")
 KEY = "run-head.json"
 CHECKPOINTS = "checkpoints"
 _FORMAT = 1
-# A holder swaps the head this often; who wants the lease waits so long for a swap before it takes it.
+# How often a holder swaps the head, and how long whoever wants the lease waits for a swap before it takes it.
 RENEW_S, LEASE_S = 5.0, 30.0
 _LOOK_S = 0.5
 

@@ -52,7 +52,7 @@ _OF_PROFILE = {
 def open_store(
     address: str, environ: Mapping[str, str], *, retry_s: float = RETRY_S
 ) -> ObjectStore:
-    """The place of an address, which is not asked yet; ConfigError if it is none, or the library is not installed."""
+    """The place of an address, not contacted yet; ConfigError if it is not one, or the library is not installed."""
     url = parse(address)
     try:
         library = importlib.import_module("obstore")
@@ -299,7 +299,7 @@ class ObjectStore:
                 self._call(self._library.delete, self._store, list(keys))
 
     def _call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """What a function of the library returns, from a thread: while it waits itself, nobody hears of Ctrl-C."""
+        """What a function of the library returns, from a thread: while it waits itself, Ctrl-C is not noticed."""
         if threading.current_thread() is not threading.main_thread():
             return function(*arguments, **options)
         future: Future[Any] = Future()

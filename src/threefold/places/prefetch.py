@@ -64,7 +64,7 @@ class Prefetch:
         *,
         waiting: Callable[[str], None],
     ) -> None:
-        """Args: `steps`: those to come. `waiting`: is given the address that a step waits for, and "" after that."""
+        """Args: `steps`: those to come. `waiting`: receives the address that a step waits for, and "" after that."""
         self._files, self._waiting = files, waiting
         mine, everyones = tee(steps)
         self._here = (step.here for step in mine)
@@ -72,7 +72,7 @@ class Prefetch:
         self._uses = NextUses(step.all for step in everyones)
         self._capacity = sum(file.cache.num_blocks for file in files.values())
         total = sum(file.num_blocks for file in files.values())
-        # Where all blocks have room, nothing has to go.
+        # If all blocks fit, none is removed.
         self._num_unkept = total if total > self._capacity else 0
         self._changed = threading.Condition()
         self._asked: set[Block] = set()
@@ -121,7 +121,7 @@ class Prefetch:
         ):
             if not uses.look_on():
                 break
-        # Where nothing has to go, the blocks of steps that were seen before are there or asked for.
+        # If none is removed, the blocks of steps that were seen before are there or requested.
         begin = 0 if self._num_unkept else len(self._ahead)
         self._ahead.extend(islice(self._here, max(0, AHEAD_STEPS - len(self._ahead))))
         wanted = set[Block]()
@@ -172,7 +172,7 @@ class Ahead(Generic[P]):
 
     Attributes:
         counts: what the steps so far have read.
-        enter: is given the phase of a step that waits.
+        enter: receives the phase of a step that waits.
     """
 
     def __init__(

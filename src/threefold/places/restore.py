@@ -92,7 +92,7 @@ def restore(
     """Fetches the first candidate that is whole; every rank calls it.
 
     Args:
-        say: is given lines on what was skipped and read.
+        say: receives lines about what was skipped and read.
 
     Raises:
         StoredDamage: none is whole, and nothing else can be resumed.

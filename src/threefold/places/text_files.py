@@ -92,7 +92,7 @@ def text_files(
 
 @contextmanager
 def locked(cache: Path, name: str) -> Iterator[None]:
-    """Holds what is fetched below a folder by a name: of two processes one fetches."""
+    """Holds what is fetched below a folder by a name: of two processes, only one fetches."""
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f".lock-{name}").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -147,7 +147,7 @@ class Whole:
             return Turn(begin, end, number)
 
     def checked(self, turns: Sequence[Turn], texts: RowTexts) -> tuple[Turn, ...]:
-        """The turns, which are to hold all that the assistant wrote, and nothing that another said.
+        """The turns, which must hold all that the assistant wrote, and nothing of anybody else's.
 
         A turn begins before the first of its texts: its reasoning is the model's own also where the model would be
         asked not to reason.
@@ -185,7 +185,7 @@ class Whole:
                 raise self._within(message, turn)
 
     def refuse_others(self, turns: Sequence[Turn]) -> None:
-        """RowError if what another than the assistant said lies inside one of the turns, by its words."""
+        """RowError if a text of anybody but the assistant lies inside one of the turns, by its words."""
         for number, message in enumerate(self.messages):
             words = (
                 _WORDS.findall(message.get("content") or "")
@@ -383,7 +383,7 @@ class Whole:
         return before + shown
 
     def _content(self, messages: list[Message], number: int) -> tuple[int, int]:
-        """Where the content of a message lies in the whole text; RowError if that cannot be known."""
+        """Where the content of a message lies in the whole text; RowError if that cannot be determined."""
         prefix, suffix = self._around(messages, number)
         begin, end = len(prefix), len(self.text) - len(suffix)
         if not (self.text.startswith(prefix) and self.text.endswith(suffix) and begin <= end):

@@ -219,7 +219,7 @@ def values_of(row: Values, columns: Columns) -> dict[str, Any]:
     """The columns that are read, the same from any kind of file: no object has a null in it, and all of it is JSON.
 
     Arrow gives each object the keys of all others in its place, as nulls, so a null cannot be told from a missing key.
-    Of a value that JSON does not have, such as a date, nobody knows the text: what writes it is refused.
+    A value that JSON does not have, such as a date, has no certain text: what writes it is refused.
     """
     return {
         name: _as_json(row.get(columns.fields.get(name, name))) for name in columns.all_names

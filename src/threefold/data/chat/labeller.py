@@ -59,7 +59,7 @@ class RowLabeller:
     @cached_property
     def loss_mask(self) -> LossMask:
         read = self.read
-        # Of a prompt and a completion, it is not known before they are read whether they are texts.
+        # Whether a prompt and a completion are texts is not known before they are read.
         end = "trained" if "prompt" in read.names or ends_turns(self.encoder) else "missing"
         templated = read.format == "chat" or "instruction" in read.names
         return LossMask(

@@ -27,7 +27,7 @@ from threefold.data.text.source import KnownText, Labelled
 # Private characters that stand for the control tokens of a text, and for those that the template writes.
 _IN_TEXT, _BY_TEMPLATE = 0xF0000, 0x100000
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
-# What no tokenizer takes, and what is no text in the source.
+# What no tokenizer accepts, and what is not text in the source.
 _NO_TEXT = re.compile(f"[\ud800-\udfff]|{NO_JSON}(\\w+)")
 _AS_JSON = (
     "text that can be written as UTF-8, and values that JSON has   (hf:FOLDER makes dates of texts such as "

@@ -68,7 +68,7 @@ class Order:
     """Which rows a step reads.
 
     Without a mixture an epoch is every row once. With one, the order is a single epoch without an end, in which each
-    source has epochs of its own, and `num_rows` counts the rows of all sources: row ids are unique over the sources
+    source has its own epochs, and `num_rows` counts the rows of all sources: row ids are unique over the sources
     (those of `Mixture.rows_at`), but a small source may give the same row twice within one step.
     """
 

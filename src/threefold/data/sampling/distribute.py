@@ -236,7 +236,7 @@ def is_known(sampler: Any, num_rows: int) -> bool:
 
 
 def _known_draw(sampler: Any, num_rows: int) -> dict[str, Any] | None:
-    # accelerate's SeedableRandomSampler draws as RandomSampler does, from a seed of its own.
+    # accelerate's SeedableRandomSampler draws as RandomSampler does, from its own seed.
     shuffles = (
         type(sampler) is RandomSampler or type(sampler).__name__ == "SeedableRandomSampler"
     )

@@ -29,7 +29,7 @@ SUFFIX = ".blocks"
 FORMAT = "threefold-blocks-1"
 HASH_BYTES = 16
 IDENTITY = (".idx", ".bin")
-"""The files that a store's digest is made of; a .json names sources and paths, which copies may have of their own."""
+"""The files that a store's digest is made of; a .json names sources and paths, which may differ between copies."""
 STORED = ".stored"
 """Says where a store is whose tokens are not on this machine."""
 LOSS_MASK = ".loss_mask"

@@ -158,7 +158,7 @@ class _Wanted:
             hashes.append(_spans(tokens, begins))
             places.append(start + begins)
         self._places = np.concatenate(places)
-        # Of equal spans, the first is looked for; most others of the training are told by a few bits of their hash.
+        # Of equal spans, the first is looked for; a few bits of the hash tell most others in the training apart.
         self._spans, self._first, self._which = np.unique(
             np.concatenate(hashes), return_index=True, return_inverse=True
         )

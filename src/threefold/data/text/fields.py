@@ -181,7 +181,7 @@ def text_of_row(row: Any, text_field: str, log: ReadLog) -> str | tuple[str, str
     log.num_with_field += 1
     if not isinstance(text, str):
         return f"field {text_field!r} is {kind_of(text)}, not text", "a text in every row"
-    # JSON can escape half of a surrogate pair, which no UTF-8 can hold; in a .csv it stands for a byte that is none.
+    # JSON can escape half of a surrogate pair, which UTF-8 cannot hold; in a .csv it stands for a non-UTF-8 byte.
     try:
         text.encode()
     except UnicodeEncodeError as error:

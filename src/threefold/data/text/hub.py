@@ -227,7 +227,7 @@ def _rows_of(
     paths = [Path(each["filename"]) for each in dataset.cache_files]
     root = Path(os.path.commonpath([path.parent for path in paths] or [Path("/")]))
     files = _hashed_below(root, paths, memory)
-    # The files of a split are all of it, unless it is asked for as `train[:10%]`.
+    # The files of a split are all of it, unless it is requested as `train[:10%]`.
     identity = identity or _content(
         files, root, len(dataset), source.split if "[" in source.split else ""
     )

@@ -45,7 +45,7 @@ class HashedFile(NamedTuple):
         return f"{self.size_bytes}\0{content_digest(self.blocks)}"
 
     def refuse_other(self, path: Path) -> None:
-        """DataError if a file is not as it was when it was hashed, by what is known of it without reading."""
+        """DataError if a file is not as it was when it was hashed, by what is known without reading it."""
         try:
             now = facts_of(path.stat())
         except OSError:
@@ -124,8 +124,8 @@ class _Compared(io.RawIOBase):
 class Digests:
     """The digests of files below one root, kept below the folder `memory`; None: nowhere.
 
-    A file is read again only if its size, times or number have changed. What is kept is a cache and no record: whatever
-    is wrong with it, the files are read, and it is written anew.
+    A file is read again only if its size, times or number have changed. What is kept is a cache, not a record: whatever
+    is wrong with it, the files are read, and it is rewritten.
     """
 
     def __init__(self, root: Path, memory: Path | None) -> None:

@@ -316,7 +316,7 @@ def _texts(
             if isinstance(take, TextField) and isinstance(row, dict) and take.name in row
             else ""
         )
-        # Nobody reads the place of a row that is only counted.
+        # The place of a row that is only counted is never read.
         what = f"{path}, {'' if log.skip_bad else place(number)}: {documents[0]}"
         log.bad(what, expected=documents[1], fix=chat_or(field, _CORRECT))
         if log.num_bad >= _ENOUGH_ROWS:

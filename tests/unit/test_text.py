@@ -410,6 +410,17 @@ def test_rows_of_the_hub_are_of_the_bytes_of_a_folder_and_of_nothing_else(
         )
     arrow.write_bytes(content)
     assert open_text(Source(f"hf:{folder}")).fingerprint == source.fingerprint
+    # A process that was killed, or a full disk, leaves the record of those files cut: they are made again.
+    checked = next(
+        arrow.parents[up] / "checked.json"
+        for up in range(9)
+        if (arrow.parents[up] / "checked.json").exists()
+    )
+    kept = checked.read_bytes()
+    for cut in (b"", kept[: len(kept) // 2], b"[]"):
+        checked.write_bytes(cut)
+        assert open_text(Source(f"hf:{folder}")).fingerprint == source.fingerprint
+        assert checked.read_bytes() == kept
 
 
 def test_a_folder_of_save_to_disk_is_known_by_its_bytes(tmp_path: Path) -> None:

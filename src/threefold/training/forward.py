@@ -159,10 +159,10 @@ def _sums(
     finally:
         mesh.losses.pop()
     # Every rank goes backward through the whole model, whatever its part of the loss depends on: there are collectives.
-    reached = [leaf for leaf in _leaves(outputs) if leaf.requires_grad]
     objective = total.to(mesh.device, torch.float32 if total.dtype != torch.float64 else None)
-    for leaf in reached:
-        objective = objective + leaf.reshape(-1)[:0].sum().to(objective.dtype)
+    for leaf in _leaves(outputs):
+        if leaf.requires_grad:
+            objective = objective + leaf.reshape(-1)[:0].sum().to(objective.dtype)
     if torch.is_grad_enabled() and not objective.requires_grad:
         raise _without_gradient()
     count = torch.as_tensor(count, dtype=torch.float64, device=mesh.device)

@@ -36,6 +36,7 @@ from threefold.data.text.source import (
     Source,
 )
 from threefold.errors import DataError, Problem, ThreefoldError, first_line
+from threefold.jsonl import object_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -119,15 +120,14 @@ def open_hub(
     checked, place = place / "checked.json", place / "rows"
     checked.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(checked.with_suffix(".lock")):
-        digests = json.loads(checked.read_text()) if checked.exists() else None
-        if digests is None:  # what is there is incomplete, or of other bytes
+        digests = (object_of(checked.read_bytes()) if checked.exists() else None) or {}
+        if not digests:  # what is there is incomplete, or of other bytes
             shutil.rmtree(place, ignore_errors=True)
         dataset = _loaded(source, str(folder), cache_dir=str(place))
         identity = _content(before, folder, source.config_name, source.split)
         rows = _rows_of(dataset, source, labeller_for, memory, identity=identity)
-        for path, hashed in before.items() if digests is None else ():
+        for path, hashed in before.items() if not digests else ():
             hashed.refuse_other(path)
-        digests = digests or {}
         for path, hashed in rows.files.items():
             if digests.setdefault(str(path), hashed.content) != hashed.content:
                 raise changed(

@@ -229,7 +229,7 @@ def rows_of(
 ) -> Rows:
     """Returns the rows of data.source or data.mixture, or the held-out ones: of eval.source, or of these.
 
-    One rank per machine prepares text, looks at files and compares their bytes; the others open what it found. Then
+    One rank per machine prepares text, looks at files and compares their bytes; the others open what it prepared. Then
     all ranks compare the digests of their bytes: a DataError names the ranks, the block and the rows that differ.
 
     Args:
@@ -254,9 +254,9 @@ def rows_of(
         ]
 
     def open_on_every_host() -> Rows:
-        found = mesh.once_per_host("evaluation data" if held_out else "data", open_here)
+        stores = mesh.once_per_host("evaluation data" if held_out else "data", open_here)
         parts = [
-            reopen_rows(prefix, blocks_at, packing, cache=cache) for prefix, blocks_at in found
+            reopen_rows(prefix, blocks_at, packing, cache=cache) for prefix, blocks_at in stores
         ]
         if elsewhere or data.mixture is None:
             return parts[0]

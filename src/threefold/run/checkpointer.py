@@ -219,9 +219,9 @@ class Checkpointer:
             try:
                 self.loader.load_state_dict(manifest["data"])
             except DataError as error:
-                known = self.loader.rows.fingerprint in str(manifest["data"])
+                same_rows = self.loader.rows.fingerprint in str(manifest["data"])
                 raise DataError.of(
-                    [*(() if known else self._other_data(checkpoint)), *error.problems]
+                    [*(() if same_rows else self._other_data(checkpoint)), *error.problems]
                 ) from error
         index = Index.read(checkpoint.state)
         begin_state(self.model.module, self.optimizer, index)

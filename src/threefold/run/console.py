@@ -1,4 +1,4 @@
-"""The screen of rank 0: first what will be trained, then each logged step and a live bar, at last the result."""
+"""The screen of rank 0: first what will be trained, then each logged step and a live bar, finally the result."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _LARGEST_SAMPLED = 500_000_000
 _NAMED = 3
 
 
-def head_of(run: Built, why: str, found: Sequence[tuple[str, str]]) -> Head:
-    """The head of a run; `why` is the reason for its mesh, `found` what probes and estimates say of it."""
+def head_of(run: Built, why: str, findings: Sequence[tuple[str, str]]) -> Head:
+    """The head of a run; `why` is the reason for its mesh, `findings` what probes and estimates say of it."""
     config, mesh = run.config, run.mesh
     ahead = run.done < run.num_steps
     info = environment.current()
@@ -64,7 +64,7 @@ def head_of(run: Built, why: str, found: Sequence[tuple[str, str]]) -> Head:
         hosts=(mesh.num_hosts, _who_can_join()) if mesh.num_hosts > 1 else (),
         choices=[
             *_other_tokenizer(run),
-            *found,
+            *findings,
             *run.model.choices,
             *optimizers.said(run.optimizer, config.optimizer),
             *_given_loss(run),
@@ -164,10 +164,10 @@ def _no_end(run: Built) -> Iterator[Entry]:
 
 
 def _evaluated(run: Built) -> Iterator[Entry]:
-    """What of the evaluation is trained on: then it measures what was learnt by heart."""
-    for found in run.overlaps:
-        for line in found.lines(_NAMED):
-            yield ("", f"warning: {line}") if found.exact or found.alike else ("eval", line)
+    """Which held-out rows are trained on too: on those the evaluation measures memorisation."""
+    for overlap in run.overlaps:
+        for line in overlap.lines(_NAMED):
+            yield ("", f"warning: {line}") if overlap.exact or overlap.alike else ("eval", line)
 
 
 def _shares(run: Built) -> Iterator[Entry]:

@@ -1,6 +1,6 @@
 """The losses of a run on pairs of answers (`train.objective: dpo`): of its rows, and of those that it is evaluated on.
 
-The model must be as the run began with it: before a checkpoint is read into it.
+The model must be as the run began with it: they are built before a checkpoint is read into it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def pairs_of(
     resumed: Path | None,
     say: Callable[[str], None],
 ) -> Pairs | None:
-    """The losses of a run on pairs, None of another one; every rank calls it.
+    """The losses of a run on pairs, None for any other run; every rank calls it.
 
     Args:
         resumed: folder of the run whose checkpoint is resumed.
@@ -71,8 +71,8 @@ def pairs_of(
     losses: list[PairLoss] = []
     kept: list[Kept] = []
     for each in (rows, held_out) if held_out is not None else (rows,):
-        found, references = _loss_of(config, model, each, weights, resumed, say)
-        losses.append(found)
+        loss, references = _loss_of(config, model, each, weights, resumed, say)
+        losses.append(loss)
         kept += references
     return Pairs(
         losses[0],

@@ -1,6 +1,6 @@
 """What the model writes after some prompts at each evaluation (`eval.sample`), in RUN/samples.jsonl and on the screen.
 
-All ranks write together, as `Model.generate` does. A replayed step appends its lines again; the last ones stand.
+All ranks write together, as `Model.generate` does. A replayed step appends its lines again; the last ones count.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class EvalSamples:
         for text, ids, end_id in self._prompts:
             self.progress.tick()  # it may take long
             try:
-                found = continued(
+                new_ids = continued(
                     run.model, ids, num_tokens=run.config.log.sample_tokens, end_id=end_id
                 )
-            except RunError as error:  # what is asked beside training never ends it
+            except RunError as error:  # a sample never ends training
                 self._say(f"no sample: {error}")
                 break
-            written = run.tokenizer.decode([id for id in found if id != end_id])
+            written = run.tokenizer.decode([id for id in new_ids if id != end_id])
             lines.append({"step": step, "prompt": text, "text": written})
             self._say(f"  | {_short(text)} -> {_short(written)}")
         run.mesh.share("samples", lambda: append_samples(run, lines))
@@ -83,7 +83,7 @@ def prompts_of(run: Built) -> list[Prompt]:
     if any(mask is not None and mask.templated for mask in masks):
         template = chat_template(run.tokenizer, labels, run.checkpointer.template)
     longest = run.model.positions
-    found = []
+    prompts = []
     for number, prompt in enumerate(config.eval.sample):
         what = f"eval.sample[{number}] = {as_yaml(prompt)}"
         if template is None:
@@ -91,10 +91,10 @@ def prompts_of(run: Built) -> list[Prompt]:
             end_id = run.tokenizer.end_id
         else:
             encoder = encoder_of(run.tokenizer, labels, "last", template)
-            said = [_question(prompt)]
+            turns = [_question(prompt)]
             try:
-                ids = encoder.prompt(said)
-                end_id = encoder.end_of_turn(said)
+                ids = encoder.prompt(turns)
+                end_id = encoder.end_of_turn(turns)
             except RowError as error:
                 raise ConfigError(
                     f"{what}: {error.what}", expected=error.expected, fix="another prompt"
@@ -111,8 +111,8 @@ def prompts_of(run: Built) -> list[Prompt]:
                 expected=f"room for log.sample_tokens = {config.log.sample_tokens:,} more",
                 fix=f"a shorter prompt, or --log.sample_tokens {max(1, longest - len(ids))}",
             )
-        found.append(Prompt(prompt, ids, end_id))
-    return found
+        prompts.append(Prompt(prompt, ids, end_id))
+    return prompts
 
 
 def _question(text: str) -> Message:

@@ -62,9 +62,9 @@ class EvalTasks:
         self._scores.tick = self.progress.tick
         for task in self._tasks["tasks"].values():
             task.set_fewshot_seed(seed=_SHOTS_SEED)
-        # Its bars, of every rank.
+        # Hides its progress bars on every rank.
         with noise.kept(self._mesh.device), redirect_stderr(io.StringIO()):
-            found = evaluate(
+            report = evaluate(
                 self._harness,
                 self._tasks,
                 bootstrap_iters=0,
@@ -72,7 +72,9 @@ class EvalTasks:
                 verbosity="ERROR",
             )
         return (
-            _metrics_of(found["results"]) if self._mesh.rank == 0 and found is not None else {}
+            _metrics_of(report["results"])
+            if self._mesh.rank == 0 and report is not None
+            else {}
         )
 
 
@@ -90,21 +92,21 @@ def _loaded(names: Sequence[str]) -> Any:
     # What fails is reported once, with its reason.
     datasets.logging.set_verbosity(logging.CRITICAL)
     logging.getLogger(_PACKAGE).setLevel(logging.ERROR)
-    # To list the harness' own takes its time.
+    # Listing the harness's own tasks takes time.
     manager = TaskManager(include_defaults=not all(map(is_task_file, names)))
-    known = set(manager.all_tasks)
+    listed = set(manager.all_tasks)
     for name in names:
-        if not is_task_file(name) and name not in known:
+        if not is_task_file(name) and name not in listed:
             expected = "a name that `lm-eval ls tasks` lists, or the path of a task's .yaml"
             raise ConfigError(
                 f"eval.tasks has {name}, which is not known",
                 expected=expected,
                 fix="check the name",
             )
-    asked = [name if name in known else _own(name) for name in names]
+    asked = [name if name in listed else _own(name) for name in names]
     try:
         loaded = manager.load(asked)
-    except Exception as error:  # of datasets, of the Hub, of the harness: of many families
+    except Exception as error:  # from datasets, the Hub or the harness: of many families
         expected = "tasks whose data this machine has, or can load"
         raise ConfigError(
             f"eval.tasks cannot be loaded: {first_line(error)}",
@@ -144,11 +146,11 @@ def _own(path: str) -> dict[str, Any]:
 
 
 def _metrics_of(results: Mapping[str, Mapping[str, Any]]) -> Metrics:
-    found: Metrics = {}
+    metrics: Metrics = {}
     for task, values in results.items():
         for name, value in values.items():
             metric, _, kept = name.partition(",")
             if isinstance(value, float) and not metric.endswith("_stderr"):
                 suffix = "" if kept in ("", "none") else f"_{kept}"
-                found[f"task_{task}_{metric}{suffix}"] = value
-    return found
+                metrics[f"task_{task}_{metric}{suffix}"] = value
+    return metrics

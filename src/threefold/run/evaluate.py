@@ -40,7 +40,7 @@ from threefold.training.loop import eval_metrics
 def evaluate_rank(
     loaded: LoadedConfig, topology: Topology, checkpoint: Checkpoint, *, ema: bool, values: bool
 ) -> int:
-    """Evaluates as one rank of `topology`, and returns its exit code; rank 0 prints what was found.
+    """Evaluates as one rank of `topology`, and returns its exit code; rank 0 prints the metrics.
 
     Args:
         ema: evaluate the moving average of the weights.
@@ -49,17 +49,17 @@ def evaluate_rank(
     config = float8.without(loaded.config)
 
     def work(mesh: Mesh) -> int:
-        found = _evaluated(asked_of(config, mesh), mesh, checkpoint, ema=ema)
+        metrics = _evaluated(asked_of(config, mesh), mesh, checkpoint, ema=ema)
         if mesh.rank == 0 and values:
             print(
-                as_json({"checkpoint": str(checkpoint.path), "ema": ema, "metrics": found}),
+                as_json({"checkpoint": str(checkpoint.path), "ema": ema, "metrics": metrics}),
                 flush=True,
             )
         elif mesh.rank == 0:
-            said = [evaluated(found, digits=6)] if "eval_loss" in found else []
-            said += [tasks] if (tasks := evaluated_tasks(found)) else []
+            parts = [evaluated(metrics, digits=6)] if "eval_loss" in metrics else []
+            parts += [tasks] if (tasks := evaluated_tasks(metrics)) else []
             print(
-                f"{checkpoint.path}{': moving average' if ema else ''}: {'; '.join(said)}",
+                f"{checkpoint.path}{': moving average' if ema else ''}: {'; '.join(parts)}",
                 flush=True,
             )
         return 0
@@ -84,8 +84,11 @@ def _evaluated(asked: Asked, mesh: Mesh, checkpoint: Checkpoint, *, ema: bool) -
         )
     model, evaluate = _evaluation(asked, mesh, checkpoint, rows, ema=ema)
     refuse_other_code(manifest, load.own_code(model.module), config, checkpoint)
-    found = {} if rows is None else _over(rows, evaluate, config, mesh)
-    return {**found, **(EvalTasks(config, model)(checkpoint.step) if config.eval.tasks else {})}
+    metrics = {} if rows is None else _over(rows, evaluate, config, mesh)
+    return {
+        **metrics,
+        **(EvalTasks(config, model)(checkpoint.step) if config.eval.tasks else {}),
+    }
 
 
 def _over(rows: Rows, evaluate: EvalStep, config: Config, mesh: Mesh) -> Metrics:

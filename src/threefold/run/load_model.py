@@ -48,7 +48,7 @@ def load_model(
     activation_checkpointing: Recomputed = "none",
     compile: bool | Literal["auto"] = "auto",
 ) -> Model:
-    """A Hugging Face causal language model on the mesh, or an own module on its data ranks; every rank calls it.
+    """A Hugging Face causal language model on the mesh, or a custom module on its data ranks; every rank calls it.
 
     Seeds the random numbers of this process: tp ranks must drop the same, and data ranks their own.
 
@@ -86,10 +86,10 @@ def load_model(
         )
     if isinstance(name_or_path, nn.Module):
         recomputed = None if activation_checkpointing == "none" else activation_checkpointing
-        given = {"config": config, "seq_len": seq_len, "revision": revision, "lora": lora}
+        options = {"config": config, "seq_len": seq_len, "revision": revision, "lora": lora}
         _refuse_for_modules(
             {
-                **given,
+                **options,
                 "compile": compile is True or None,
                 "activation_checkpointing": recomputed,
             }
@@ -153,8 +153,8 @@ def _problems(asked: Config, architecture: PretrainedConfig, mesh: Mesh) -> list
     return problems
 
 
-def _refuse_for_modules(given: Mapping[str, object]) -> None:
-    for name, value in given.items():
+def _refuse_for_modules(options: Mapping[str, object]) -> None:
+    for name, value in options.items():
         if value is not None:
             raise ConfigError(
                 f"load_model was given a module and {name} = {value!r}",

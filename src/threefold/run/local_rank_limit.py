@@ -1,4 +1,4 @@
-"""How many local ranks this machine has room for: a typing error in a mesh size must not end the machine."""
+"""How many local ranks this machine has room for: a typo in a mesh size must not bring the machine down."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Room:
 
 def room_here() -> Room:
     """This machine's room, or its container's if that has less."""
-    found = [_available(), *(_left(*files) for files in _LIMITS)]
-    return Room(num_cores(), min((each for each in found if each is not None), default=None))
+    limits = [_available(), *(_left(*files) for files in _LIMITS)]
+    return Room(num_cores(), min((each for each in limits if each is not None), default=None))
 
 
 def refuse_too_many(num_ranks: int, room: Room) -> None:

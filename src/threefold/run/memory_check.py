@@ -76,28 +76,28 @@ def refuse_too_much_of_host(decoder: Decoder, setup: Setup, free: int | None) ->
 
 
 def fitted_into(asked: Asked, decoder: Decoder, setup: Setup, free: int) -> Fitted:
-    """As `fitted`, into so many bytes of each rank."""
+    """Like `fitted`, with `free` bytes for each rank."""
     config, automatic = asked.config, asked.config.train.micro_batch == "auto"
     if automatic:
         setup = largest_micro_batch(decoder, setup, free)
     moment = peak(decoder, setup)
     if config.train.memory_check and _certain(setup) * moment.total > free:
         raise _too_large(moment, _what_fits(config, decoder, setup, free), free)
-    said = []
+    lines = []
     if automatic and setup.num_batches > 1:
         asked = replace(asked, config=config.changed(train={"micro_batch": setup.micro_batch}))
         why = f"the most that fits into {_gib(free)} a rank, by the estimate: {_gib(moment.total)}"
-        said.append(
+        lines.append(
             (f"micro-batch: {setup.micro_batch} rows, {setup.num_batches} of them a step", why)
         )
     elif setup.device is not None:
-        said.append(
+        lines.append(
             (
                 f"memory: about {_gib(moment.total)} a rank",
                 f"estimated for the {moment.name}; {_gib(free)} are free",
             )
         )
-    return Fitted(replace(asked, estimated_bytes=round(moment.total)), tuple(said))
+    return Fitted(replace(asked, estimated_bytes=round(moment.total)), tuple(lines))
 
 
 def _least(of_ranks: Sequence[tuple[int | None, int]]) -> tuple[int | None, int]:

@@ -194,7 +194,7 @@ def _traced(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Trace
             sum(local_part(each).nbytes for each in tensors)
             for tensors in (parameters, moments, trained)
         )
-    found = _repeated(of_one.found, sent.found, num_batches)
+    traffic = _repeated(of_one.found, sent.found, num_batches)
     # DDP sums the gradients of the micro-batches before the last outside of its buckets.
     sums = gradients * (replicated and num_batches > 1)
     host = _HOST_BYTES[torch.version.cuda is not None][mesh.topology.world_size == 1]
@@ -202,18 +202,18 @@ def _traced(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Trace
         host + round(memory.resident_bytes) + sums + (held + state) * config.saves_between
     )
     if replicated:
-        found["dp", "all-reduce"] = (1, gradients)
-    return Traced(memory.peak + sums, held, state, gradients, resident, host, found)
+        traffic["dp", "all-reduce"] = (1, gradients)
+    return Traced(memory.peak + sums, held, state, gradients, resident, host, traffic)
 
 
 def _repeated(one: Sent, two: Sent, times: int) -> Sent:
     """What `times` micro-batches send, given what one and two do."""
-    found = {}
+    traffic = {}
     for key, (calls, size) in two.items():
         first_calls, first_size = one.get(key, (0, 0))
         rest = times - 2
-        found[key] = (calls + rest * (calls - first_calls), size + rest * (size - first_size))
-    return found
+        traffic[key] = (calls + rest * (calls - first_calls), size + rest * (size - first_size))
+    return traffic
 
 
 class SentBytes(TorchDispatchMode):
@@ -232,7 +232,7 @@ class SentBytes(TorchDispatchMode):
     ) -> Any:
         if func.namespace == "c10d":
             name = func._opname
-            # The whole tensor of an all-gather or a reduce-scatter, what a rank gives of others.
+            # The whole tensor of an all-gather or a reduce-scatter; of others, what a rank contributes.
             counted = max(each.nbytes for each in tree_leaves(args) if isinstance(each, Tensor))
             group = next(
                 dist.ProcessGroup.unbox(each)

@@ -1,4 +1,4 @@
-"""What a rank's process is set to before it computes: what libraries may say, which kernels are used, its facts."""
+"""How a rank's process is set up before it computes: what libraries may log, which kernels are used, its facts."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def compute_alike(config: Config) -> None:
 def stay_near(device: torch.device, system: Path = Path("/sys")) -> None:
     """Binds this process' threads, and what they start later, to the cores of its CUDA device's NUMA node; logs it.
 
-    Does nothing in a process that was bound already: which may not use all cores of that node and of another one. What
+    Does nothing in a process that was bound already: it may not use all cores of that node and of another one. What
     torch.numa has for it is not public, and fails where numactl is not installed.
     """
-    found = torch.cuda.get_device_properties(device)
-    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    gpu = torch.cuda.get_device_properties(device)
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     try:
         # -1: not known.
         node = (system / "bus/pci/devices" / address / "numa_node").read_text().strip()

@@ -183,17 +183,17 @@ def _compute_type(asked: Config, mesh: Mesh) -> list[tuple[str, str]]:
 
 
 def _admit_full_size(run: Built) -> tuple[tuple[str, str], ...]:
-    """What of the run's own forward was probed, for its head."""
+    """What was probed of the run's own forward, for its head."""
     if run.config.model.admission == "off":
         return ()
     data = run.config.data
-    said = admit_full_size(
+    probed = admit_full_size(
         run.model,
         rows=run.micro_batch,
         seq_len=data.seq_len,
         documents=bool(data.document_mask),
     )
-    return () if said is None else (said,)
+    return () if probed is None else (probed,)
 
 
 def _accept(console: Screen, run: Run, built: Built, head: Head) -> None:

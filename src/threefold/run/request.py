@@ -37,19 +37,19 @@ from threefold.training.loss import router_problems
 
 def tokenizer_problems(config: Config, tokenizer: Tokenizer) -> list[Problem]:
     """Why a tokenizer cannot be used with pretrained weights: to them its ids mean other tokens; empty if it can."""
-    model, given = config.model.name_or_path, config.data.tokenizer
-    if model is None or given in (None, model) or config.data.allow_other_tokenizer:
+    model, name = config.model.name_or_path, config.data.tokenizer
+    if model is None or name in (None, model) or config.data.allow_other_tokenizer:
         return []
     expected = "the tokenizer that the weights were trained with: to them, another one's ids mean other tokens"
     try:
         own = own_tokenizer(config)
     except DataError as error:
-        what = f"data.tokenizer = {given!r} cannot be compared with the model's own: {error.problems[0].what}"
-        fix = f"{error.problems[0].fix}, and leave data.tokenizer out; if {given} is the model's own: "
+        what = f"data.tokenizer = {name!r} cannot be compared with the model's own: {error.problems[0].what}"
+        fix = f"{error.problems[0].fix}, and leave data.tokenizer out; if {name} is the model's own: "
         return [Problem(what, expected, fix + "--data.allow_other_tokenizer true")]
     if (differs := difference(tokenizer, own)) is None:
         return []
-    what = f"data.tokenizer = {given!r} is not the tokenizer of model.name_or_path = {model!r}: {differs}"
+    what = f"data.tokenizer = {name!r} is not the tokenizer of model.name_or_path = {model!r}: {differs}"
     fix = "leave data.tokenizer out   (or, to train the weights anew: --data.allow_other_tokenizer true)"
     return [Problem(what, expected, fix)]
 
@@ -106,9 +106,9 @@ def check(
     """
     problems = list(setup_problems(config, architecture, topology, device=device))
     problems += (foreign := tokenizer_problems(config, tokenizer))
-    known = getattr(architecture.get_text_config(), "vocab_size", None)
-    if not foreign and known is not None and known < tokenizer.vocab_size:
-        what = f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, the model only {known}"
+    vocab_size = getattr(architecture.get_text_config(), "vocab_size", None)
+    if not foreign and vocab_size is not None and vocab_size < tokenizer.vocab_size:
+        what = f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, the model only {vocab_size}"
         fix = f"--model.config '{{..., vocab_size: {tokenizer.vocab_size}}}', or the model's own tokenizer"
         if config.model.name_or_path is not None:
             fix = "the model's own tokenizer: leave data.tokenizer out"

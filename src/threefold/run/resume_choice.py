@@ -143,16 +143,16 @@ def _origin(of: Checkpoint) -> Origin:
 
 
 def _at_its_place(origin: Origin, path: Path, words: Words) -> Checkpoint:
-    """The checkpoint that a fork came from, where it lay then.
+    """The checkpoint that a fork came from, where it was then.
 
     Raises:
-        CheckpointError: another one lies there, or none.
+        CheckpointError: another one is there, or none.
     """
     place, what = Path(origin.path), "is gone"
     if place.exists():
-        there = find(place)
-        if origin.is_same(now := _origin(there)):
-            return there
+        checkpoint = find(place)
+        if origin.is_same(now := _origin(checkpoint)):
+            return checkpoint
         what = f"is another checkpoint now, of {f'run {now.run}' if now.run else 'no run'}"
     raise CheckpointError(
         f"{words.at(path)} forks step {origin.step} of run {origin.run}, and {place} {what}",

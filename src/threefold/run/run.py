@@ -268,7 +268,7 @@ class Run:
             mesh.share("start", self._link)
         info = environment.current()
         resumed = self.folder.resumed_from and str(Path(self.folder.resumed_from).resolve())
-        known = {
+        origin = {
             "from": resumed,
             "mesh": mesh.topology.sizes,
             "restart": info.restart,
@@ -276,7 +276,7 @@ class Run:
         }
         accepted = mesh.share(
             "accept",
-            lambda: self.folder.accept(self.config, facts={**known, **versions(), **facts()}),
+            lambda: self.folder.accept(self.config, facts={**origin, **versions(), **facts()}),
         )
         self.folder = dataclasses.replace(self.folder, author=Author(**accepted["author"]))
         if (stored := self.stored) is not None:
@@ -641,14 +641,14 @@ class Run:
             **audited,
         )
 
-    def _refuse_moved(self, known: Place, order: Order) -> None:
+    def _refuse_moved(self, recorded: Place, order: Order) -> None:
         """RunError if the next start would not continue where this one is: it would be refused."""
         assert self._held is not None
         state = self._held.loader.state_dict()
-        if (place := order.begin(Place(state["epoch"], state["position"]))) != known:
+        if (place := order.begin(Place(state["epoch"], state["position"]))) != recorded:
             raise RunError(
                 f"after step {self.step} the loader is at position {place.position} of epoch {place.epoch}, and the "
-                f"run at position {known.position} of epoch {known.epoch}",
+                f"run at position {recorded.position} of epoch {recorded.epoch}",
                 expected="a loader that run.steps alone reads and moves: a resume continues from its place",
                 fix="look at batches of another loader; leave out set_epoch and load_state_dict inside of the run",
             )

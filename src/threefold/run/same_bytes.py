@@ -48,15 +48,15 @@ def of_one_copy(open_rows: Callable[[], Rows], keys: Sequence[str], mesh: Mesh) 
             "digests": digests,
         }
 
-    told = mesh.decide_on("bytes", describe, _others)
+    mismatch = mesh.decide_on("bytes", describe, _others)
     (rows,) = opened
-    if not told:
+    if not mismatch:
         return rows
-    number, sent = told["source"], None
-    if mesh.rank == told["ranks"][0]:
+    number, sent = mismatch["source"], None
+    if mesh.rank == mismatch["ranks"][0]:
         content = parts_of(rows)[number].blocks.to_bytes()
         sent = base64.b64encode(content).decode() if len(content) <= _MOST_SENT_BYTES else None
-    mesh.decide("blocks", sent, functools.partial(_refuse, told, rows, keys[number]))
+    mesh.decide("blocks", sent, functools.partial(_refuse, mismatch, rows, keys[number]))
     return rows
 
 
@@ -71,10 +71,10 @@ def _others(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
     return {"ranks": ranks, "source": source, "hosts": [part["host"] for part in parts]}
 
 
-def _refuse(told: dict[str, Any], rows: Rows, key: str, sent: list[str | None]) -> None:
-    ranks = told["ranks"]
-    hosts = told["hosts"]
-    part = parts_of(rows)[told["source"]]
+def _refuse(mismatch: dict[str, Any], rows: Rows, key: str, sent: list[str | None]) -> None:
+    ranks = mismatch["ranks"]
+    hosts = mismatch["hosts"]
+    part = parts_of(rows)[mismatch["source"]]
     path, where = part.rows.store.named, "their fingerprints differ"
     if (text := sent[ranks[0]]) is not None:
         where = _difference(part, Blocks.parse(base64.b64decode(text), Path(path))) or where

@@ -181,13 +181,13 @@ def _loaded(config: Config | Values | str | Path | None, handed: Iterable[str]) 
 
 
 def _with_places(values: Values, places: Mapping[str, str]) -> dict[str, Any]:
-    found = dict(values)
+    merged = dict(values)
     for key, place in places.items():
         section, _, name = key.partition(".")
-        given = found.get(section) or {}
-        if isinstance(given, Mapping):
-            found[section] = {name: place, **given}
-    return found
+        settings = merged.get(section) or {}
+        if isinstance(settings, Mapping):
+            merged[section] = {name: place, **settings}
+    return merged
 
 
 def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = False) -> int:

@@ -231,12 +231,12 @@ def _of_own(
     """What the run in a folder needs of its own store.
 
     Raises:
-        ConfigError: the store holds another run, or this one after it has gone on elsewhere.
+        ConfigError: the store holds another run, or this one after it has continued elsewhere.
     """
     place = held.place
     identity = Identity.read(folder)
-    there = _identity_in(held)
-    if there is None:
+    stored = _identity_in(held)
+    if stored is None:
         if named_here:
             raise nothing(place)
         return _Plan(str(folder), asked)
@@ -248,20 +248,20 @@ def _of_own(
             fix=f"--checkpoint.store ANOTHER_PREFIX   (or {words.resume('auto')} to resume the run that is there)",
         )
     if identity is not None:
-        _refuse_parted(identity, there, folder, place, words)
+        _refuse_parted(identity, stored, folder, place, words)
     entries = [each for each in reversed(held.head.checkpoints) if name in (None, each.name)]
     if name is not None and not entries:
         raise nothing(place, name)
     resume = "auto" if named_here else asked
     if name is not None:
         resume = str(CheckpointFolder(folder).at(entries[0].step).path)
-        if _name(CheckpointFolder(folder).at(entries[0].step)) == name:  # it lies here, too
+        if _name(CheckpointFolder(folder).at(entries[0].step)) == name:  # it is here, too
             return _Plan(str(folder), resume)
     newest = _newest_whole(folder) if name is None else 0
     candidates = [(each.name, each.seal) for each in entries if each.step > newest]
     if not candidates or not (named_here or asked == "auto"):
         return _Plan(str(folder), resume)
-    files = ((RUN_FILE, json.dumps(asdict(there)) + "\n"),) if fresh else ()
+    files = ((RUN_FILE, json.dumps(asdict(stored)) + "\n"),) if fresh else ()
     records = ("",) if fresh else ()
     fetched = Restore(
         candidates, str(folder), records=records, files=files, required=not newest
@@ -283,13 +283,13 @@ def _identity_in(held: HeldHead) -> Identity | None:
 
 
 def _refuse_parted(
-    own: Identity, there: Identity, folder: Path, place: ObjectStore, words: Words
+    own: Identity, stored: Identity, folder: Path, place: ObjectStore, words: Words
 ) -> None:
     """Raises ConfigError unless a folder holds the run that the store does, and all of its starts."""
-    if own.id == there.id and own.starts[: len(there.starts)] == there.starts:
+    if own.id == stored.id and own.starts[: len(stored.starts)] == stored.starts:
         return
-    what = f"{folder} holds run {own.id[:8]}, and checkpoint.store = {place.url} run {there.id[:8]}"
-    if own.id == there.id:
+    what = f"{folder} holds run {own.id[:8]}, and checkpoint.store = {place.url} run {stored.id[:8]}"
+    if own.id == stored.id:
         what = f"the run in {folder} has gone on elsewhere, by checkpoint.store = {place.url}"
     raise ConfigError(
         what,

@@ -1,4 +1,4 @@
-"""Scores of texts by the model as it lies on the mesh, and the model as lm-evaluation-harness sees one.
+"""Scores of texts by the model as it is on the mesh, and the model as lm-evaluation-harness sees one.
 
 All dp ranks take their share of the same batches, so that each computes as often as the others, and exchange one number
 and one flag a request.
@@ -49,7 +49,7 @@ class Scores:
         order = sorted(
             range(len(requests)), key=lambda number: -sum(map(len, requests[number]))
         )
-        found = torch.zeros(len(requests), 2, dtype=torch.float64, device=mesh.device)
+        scores = torch.zeros(len(requests), 2, dtype=torch.float64, device=mesh.device)
         with model.evaluating():
             for batch in self._batches(order, requests):
                 own = batch[mesh.dp_rank :: mesh.dp_size]
@@ -58,10 +58,10 @@ class Scores:
                     self._length(requests[batch[0]]),
                 )
                 if own:
-                    found[own] = scored
+                    scores[own] = scored
                 self.tick()
-        mesh.all_reduce("dp", found)
-        return [(value, greedy > 0.5) for value, greedy in found.tolist()]
+        mesh.all_reduce("dp", scores)
+        return [(value, greedy > 0.5) for value, greedy in scores.tolist()]
 
     def _length(self, request: Request) -> int:
         """Places of a row that has it, as the mesh can split them."""
@@ -95,14 +95,14 @@ class Scores:
             taken = [*context, *continuation][-(self.longest + 1) : -1]
             ids[row, : len(taken)] = torch.tensor(taken)
         logits = self._model(input_ids=ids)
-        found = torch.zeros(len(requests), 2, dtype=torch.float64, device=logits.device)
+        scores = torch.zeros(len(requests), 2, dtype=torch.float64, device=logits.device)
         for row, (context, continuation) in enumerate(requests):
             end = min(self.longest, len(context) + len(continuation) - 1)
             targets = torch.tensor(continuation, device=logits.device)
             values = logits[row, end - len(targets) : end].log_softmax(-1)
-            found[row, 0] = values.gather(-1, targets[:, None]).sum()
-            found[row, 1] = (values.argmax(-1) == targets).all()
-        return found
+            scores[row, 0] = values.gather(-1, targets[:, None]).sum()
+            scores[row, 1] = (values.argmax(-1) == targets).all()
+        return scores
 
 
 def harness_of(scores: Scores, tokenizer: Any) -> Any:
@@ -146,8 +146,8 @@ def harness_of(scores: Scores, tokenizer: Any) -> Any:
                 own = [utils.make_disjoint_window(each) for each in rolling]
                 windows += own
                 counts.append(len(own))
-            found = iter(scores(windows))
-            return [math.fsum(next(found)[0] for _ in range(count)) for count in counts]
+            scored = iter(scores(windows))
+            return [math.fsum(next(scored)[0] for _ in range(count)) for count in counts]
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a run shows while it goes, on rank 0: lines, bars on a terminal below them; or JSON lines; or nothing.
+"""What a run shows while it runs, on rank 0: lines, bars on a terminal below them; or JSON lines; or nothing.
 
 On a terminal long lines of the head are folded at 100 columns. Elsewhere, and in the rank's log file, lines stay whole:
 they are searched.
@@ -142,13 +142,13 @@ def _of_pairs(metrics: Metrics, prefix: str = "") -> str:
 
 
 def evaluated_tasks(metrics: Metrics) -> str:
-    """What tasks have found; empty without tasks."""
-    found = {
+    """The metrics of tasks, as text; empty without tasks."""
+    figures = {
         name.removeprefix("task_"): value
         for name, value in metrics.items()
         if name.startswith("task_")
     }
-    return ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+    return ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
 
 
 class Terminal:

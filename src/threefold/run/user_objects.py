@@ -47,8 +47,8 @@ class Given:
     def described(self) -> dict[str, Any]:
         """Names of what changes the run's results, for its checkpoints."""
         own = {"loss": self.loss, "optimizer": self.optimizer}
-        found = {key: name_of(value) for key, value in own.items() if value is not None}
-        return {**found, **({"loss_on": self.loss_on} if self.loss is not None else {})}
+        names = {key: name_of(value) for key, value in own.items() if value is not None}
+        return {**names, **({"loss_on": self.loss_on} if self.loss is not None else {})}
 
 
 def name_of(value: Any) -> str:

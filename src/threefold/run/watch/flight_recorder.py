@@ -26,7 +26,7 @@ def keep(folder: Path, rank: int) -> None:
 
 def _keep(folder: Path, rank: int) -> None:
     dump = next(
-        (found for name in _RECORDERS if (found := getattr(_distributed_c10d, name, None))),
+        (dumper for name in _RECORDERS if (dumper := getattr(_distributed_c10d, name, None))),
         None,
     )
     if dump is None:

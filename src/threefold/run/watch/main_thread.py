@@ -4,7 +4,7 @@ A rank that waits for others has its main thread inside a collective, or idle in
 C++. Anything else that does not move is late itself.
 
 And what its kernel withholds from a rank, as counters in /proc and of its cgroup: the reasons why it is slow. They are
-read once a second by a thread of the rank's own, which does not wait for anyone. What cannot be read (no /proc, no
+read once a second by a separate thread of the rank, which waits for no one. What cannot be read (no /proc, no
 cgroup, a container that hides them) is left out.
 """
 
@@ -150,10 +150,10 @@ class MainThread:
     def _kernel_call(self) -> str:
         """The number of the kernel's call that it is in; -1: off its core, but in none (a page of its memory is read).
 
-        Empty where that is not told, or while it runs.
+        Empty where that is not reported, or while it runs.
         """
-        found = proc_text(f"self/task/{self._number}/syscall").partition(" ")[0].strip()
-        return found if found.removeprefix("-").isdigit() else ""
+        number = proc_text(f"self/task/{self._number}/syscall").partition(" ")[0].strip()
+        return number if number.removeprefix("-").isdigit() else ""
 
     def _calls(self) -> list[Call]:
         """Those of the main thread, or of the save in the background that it waits for; the innermost is the first.
@@ -178,14 +178,14 @@ def _calls_of_threads() -> dict[int, list[Call]]:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         text = file.read()
-    found: dict[int, list[Call]] = {}
+    by_thread: dict[int, list[Call]] = {}
     calls: list[Call] = []
     for line in text.splitlines():
         if (thread := _THREAD.match(line)) is not None:
-            calls = found.setdefault(int(thread[1], 16), [])
+            calls = by_thread.setdefault(int(thread[1], 16), [])
         elif (call := _CALL.fullmatch(line)) is not None:
             calls.append(Call(call[1], int(call[2]), call[3]))
-    return found
+    return by_thread
 
 
 def state_of(folder: str) -> tuple[str, str]:
@@ -206,18 +206,18 @@ def uninterruptible(folder: str) -> str:
 
 def counters() -> dict[str, float]:
     """What has been counted of this process until now, by name."""
-    found = {"major_faults": float(resource.getrusage(resource.RUSAGE_SELF).ru_majflt)}
+    counts = {"major_faults": float(resource.getrusage(resource.RUSAGE_SELF).ru_majflt)}
     # The eighth number, in ticks of all cores together; the first five are always there.
     if (stolen := re.match(r"cpu +(?:\d+ ){7}(\d+)", proc_text("stat"))) is not None:
-        found["stolen_s"] = int(stolen[1]) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
+        counts["stolen_s"] = int(stolen[1]) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
     for folder in cgroup_folders("cpu"):
-        # Of version 2 in microseconds, of version 1 in nanoseconds; a quota may be that of a cgroup around its own.
+        # Of version 2 in microseconds, of version 1 in nanoseconds; a quota may be that of a parent cgroup.
         if (
             throttled := line_of(folder / "cpu.stat", r"^throttled_(usec|time) (\d+)")
         ) is not None:
             throttled_s = int(throttled[2]) / (1e6 if throttled[1] == "usec" else 1e9)
-            found["throttled_s"] = max(throttled_s, found.get("throttled_s", 0.0))
-    return found
+            counts["throttled_s"] = max(throttled_s, counts.get("throttled_s", 0.0))
+    return counts
 
 
 def cgroup_folders(controller: str) -> Iterator[Path]:

@@ -1,7 +1,7 @@
 """A rank's pulse: its place and its last beat, in memory that the other ranks of its host read, whatever it does.
 
-A rank that is stopped, or in which one call holds Python's lock (the GIL), can tell nothing itself, and what it has
-told the store last may be a second old. Its place in this memory is current. What keeps it silent is in /proc; and if
+A rank that is stopped, or in which one call holds Python's lock (the GIL), can report nothing itself, and its last
+report to the store may be a second old. Its place in this memory is current. What keeps it silent is in /proc; and if
 it only lacks the lock, a signal makes Python write its stack. Linux only: elsewhere ranks have no pulse, and only their
 silence is noticed. The process that starts ranks keeps that memory for them, and notes in the journal how one has ended
 that could not do it itself.
@@ -205,12 +205,12 @@ class Peer:
         )
 
     def _twice(self, layout: struct.Struct, at: int) -> tuple[Any, ...]:
-        """What stands there, read again if it is being written."""
+        """What is there, read again if it is being written."""
         for _ in range(100):
-            found = layout.unpack_from(self._memory, at)
-            if found == layout.unpack_from(self._memory, at):
+            fields = layout.unpack_from(self._memory, at)
+            if fields == layout.unpack_from(self._memory, at):
                 break
-        return found
+        return fields
 
 
 def place_of(process: int, log_file: Path) -> Phase | None:
@@ -256,7 +256,7 @@ class Witness:
             how, code = "asked", code - 128
             rank = min(range(len(places)), key=lambda each: places[each].number, default=rank)
         elif how == "exit" and len(self._journal.endings()) > self._known:
-            return  # the rank has told why
+            return  # the rank has reported why
         place = places[rank] if places else Phase(0, 0, "")
         kills = memory_kills() - self._kills
         if kills and code == -signal.SIGKILL:

@@ -205,12 +205,12 @@ class Stall:
 
     @property
     def _with_stacks(self) -> list[Seen]:
-        told = (STOPPED, GONE, "")
+        no_stack = (STOPPED, GONE, "")
         return [
             s
             for s in self.late[:_MOST_DESCRIBED]
             if s.report.stack
-            and (s.report.rank not in self.silent or s.report.state not in told)
+            and (s.report.rank not in self.silent or s.report.state not in no_stack)
         ]
 
 

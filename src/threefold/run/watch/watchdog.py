@@ -394,25 +394,25 @@ class Watchdog:
             rank: Seen(report, now - moved, now - alive)
             for rank, (report, moved, alive) in self._seen.items()
         }
-        found = stall.find(
+        verdict = stall.find(
             ranks, world_size=len(self._hosts), stall_s=self._stall_s, silent_s=self._silent_s
         )
-        # A report may be as old as the time between two looks: another rank has gone on, and this one has too.
+        # A report may be as old as the time between two looks: another rank has moved on, and so has this one.
         before = self._found
-        self._found = found.key if found is not None else None
-        if found is None or found.key != before or self._stopped.is_set():
+        self._found = verdict.key if verdict is not None else None
+        if verdict is None or verdict.key != before or self._stopped.is_set():
             return
         if store.check([f"{_PREFIX}/end"]):
             os._exit(EXIT_FAILED)
-        if store.add(f"{_PREFIX}/told/{found.key}", 1) == 1:  # by no judge before
-            _print(found.text())
-        if (found.still_s > self._timeout_s and found.ends) or self.overdue():
+        if store.add(f"{_PREFIX}/told/{verdict.key}", 1) == 1:  # by no judge before
+            _print(verdict.text())
+        if (verdict.still_s > self._timeout_s and verdict.ends) or self.overdue():
             if self.mesh is not None and self.mesh.store is not None:
                 # The other ranks need not report the errors that follow.
                 self.mesh.store.clone().add(FAILURES, 1)
             if store.add(f"{_PREFIX}/told/end", 1) == 1:
-                _print(text := str(self._end(found.headline(), found.what_to_look_at())))
-                self.note(found.ending(text))
+                _print(text := str(self._end(verdict.headline(), verdict.what_to_look_at())))
+                self.note(verdict.ending(text))
             store.set(f"{_PREFIX}/end", b"1")
             # Rank 0 may host the store: let the others read this first.
             time.sleep(_HEARD_WITHIN_BEATS * self._every_s)

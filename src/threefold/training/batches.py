@@ -1,4 +1,4 @@
-"""Batches of a custom loop: what a model would leave out or misread in silence is refused, with the fix."""
+"""Batches of a custom loop: what a model would silently leave out or misread is refused, with the fix."""
 
 from __future__ import annotations
 
@@ -58,25 +58,25 @@ class Batches:
                 expected="a dict of tensors by name",
                 fix="step({'input_ids': input_ids, 'labels': labels})",
             )
-        given = dict(batch)
+        entries = dict(batch)
         if self._model.context is not None:
-            given = self._tokens(given)
+            entries = self._tokens(entries)
         if rows is None:
-            return [given]
+            return [entries]
         sizes = {
             len(values)
-            for values in given.values()
+            for values in entries.values()
             if isinstance(values, Tensor) and values.ndim
         }
         if len(sizes) != 1 or not all(
-            isinstance(values, Tensor) and values.ndim for values in given.values()
+            isinstance(values, Tensor) and values.ndim for values in entries.values()
         ):
             raise ConfigError(
                 f"micro_batch = {rows}, but the batch has other entries than tensors of as many rows",
                 expected="tensors [rows, ..], which can be cut by rows",
                 fix="micro_batch=None, or batches of tensors alone",
             )
-        return micro_batches(given, rows)
+        return micro_batches(entries, rows)
 
     def _tokens(self, batch: dict[str, Any]) -> Batch:
         ids = batch.get("input_ids")

@@ -1,9 +1,9 @@
 """The loss of pairs of answers: a custom loss, on the log-probabilities of the labels.
 
 In a row, document 2k is the prompt with the chosen answer and document 2k + 1 that with the rejected one. Of each, the
-log-probabilities of what is trained on are summed over the whole document, wherever cp ranks hold it. What the sum has
-gained on the same one of a frozen reference, the model that training began with, is the reward of the answer, in units
-of 1 / beta. The loss is the mean over the pairs of the global batch.
+log-probabilities of what is trained on are summed over the whole document, wherever cp ranks hold it. The reward of
+the answer, in units of 1 / beta, is what this sum has gained on that of a frozen reference, the model that training
+began with. The loss is the mean over the pairs of the global batch.
 """
 
 from __future__ import annotations
@@ -76,20 +76,22 @@ class PairLoss:
     def __call__(
         self, log_probabilities: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor, Tensor]:
-        found = of_documents(self._model, log_probabilities, batch, self._num_documents)
-        gained = found.sums - self._reference(batch)
-        # Both answers of a pair learn something, or neither: a row that fills up a batch has no labels.
-        counted = (found.counts > 0)[:, ::2]
+        answers = of_documents(self._model, log_probabilities, batch, self._num_documents)
+        gained = answers.sums - self._reference(batch)
+        # Both answers of a pair are trained on, or neither: a row that fills up a batch has no labels.
+        counted = (answers.counts > 0)[:, ::2]
         # Each cp rank has all of it, and returns its share.
         share = counted / self._model.mesh.size("cp")
-        losses = pair_losses(self._asked, gained, found.counts)
+        losses = pair_losses(self._asked, gained, answers.counts)
         rewards = self._asked.beta * gained.detach()
         chosen = rewards[:, ::2]
         rejected = rewards[:, 1::2]
-        told = torch.stack([chosen, rejected, chosen - rejected, (chosen > rejected).double()])
+        metrics = torch.stack(
+            [chosen, rejected, chosen - rejected, (chosen > rejected).double()]
+        )
         own = losses * share
         self.of_rows = own.detach().sum(1)
-        return own.sum(), share.sum(), (told * share).sum(dim=(1, 2))
+        return own.sum(), share.sum(), (metrics * share).sum(dim=(1, 2))
 
 
 def pair_losses(asked: DpoConfig, gained: Tensor, counts: Tensor) -> Tensor:
@@ -124,5 +126,5 @@ class WithoutAdapters:
     def __call__(self, batch: Batch) -> Tensor:
         model = self._model
         with model.evaluating(), lora.switched_off(model.module):
-            found = model.outputs(batch, "log_probabilities", token_loss=self._token_loss)
-        return of_documents(model, found.values, batch, self._num_documents).sums
+            outputs = model.outputs(batch, "log_probabilities", token_loss=self._token_loss)
+        return of_documents(model, outputs.values, batch, self._num_documents).sums

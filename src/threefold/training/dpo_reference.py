@@ -1,8 +1,8 @@
-"""What a frozen reference says of pairs of answers: computed once by all ranks, kept in a file, looked up in each step.
+"""A frozen reference's log-probabilities of pairs: computed once by all ranks, kept in a file, looked up in each step.
 
 The file holds a line of JSON (what it is of, and a checksum) and then float64 sums: of each document of the packed
-rows, in their order. It is of these rows, these weights (all their bytes) and this type of computation. Runs on the
-same ones share it in the cache, and a run keeps its own copy, from which it resumes on any mesh.
+rows, in their order. It belongs to these rows, these weights (all their bytes) and this type of computation. Runs on
+the same ones share it in the cache, and a run keeps its own copy, from which it resumes on any mesh.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def kept_reference(
 
     Args:
         model: as the run began, whatever it becomes later.
-        cache: folder of those that runs share, of each machine.
-        run: folder of the one that a run is resumed with, or None.
+        cache: folder of the references that runs share, on each machine.
+        run: folder of the run that is resumed, or None.
         micro_batch: rows of a dp rank in one forward.
         say: prints a line.
 
@@ -115,19 +115,19 @@ def kept_reference(
         CheckpointError: a file has changed, or is that of other weights; on every rank.
     """
     mesh, shared = model.mesh, cache / identity.shared_name
-    found: list[Float64] = []
+    stored: list[Float64] = []
 
     def look() -> bool:
         for path in ([run / identity.name] if run is not None else []) + [shared]:
             if path.exists():
-                found.append(_read(path, identity, int(rows.document_ends[-1])))
+                stored.append(_read(path, identity, int(rows.document_ends[-1])))
                 break
-        return bool(found)
+        return bool(stored)
 
     if mesh.share("reference", look):
         values = (
-            torch.from_numpy(found[0])
-            if found
+            torch.from_numpy(stored[0])
+            if stored
             else torch.zeros(int(rows.document_ends[-1]), dtype=torch.float64)
         )
         values = values.to(mesh.device)
@@ -140,7 +140,7 @@ def kept_reference(
     def keep_shared() -> str:
         try:
             _write(shared, identity, kept.values)
-        except OSError as error:  # a run keeps its own besides
+        except OSError as error:  # a run also keeps its own
             return f"reference: not kept in {shared.parent}: {error.strerror}"
         return ""
 
@@ -151,14 +151,14 @@ def kept_reference(
 
 def digest_of(model: Model) -> str:
     """The checksum of all weights and kept buffers, the same on every mesh; every rank calls it."""
-    seen, mesh = xxhash.xxh3_128(), model.mesh
+    hasher, mesh = xxhash.xxh3_128(), model.mesh
     for name, tensor in sorted(model.state_dict().items()):
         local: Any = tensor.detach()
         whole = local.to(mesh.device).full_tensor() if isinstance(local, DTensor) else local
         if mesh.rank == 0:
-            seen.update(f"{name} {tuple(whole.shape)} {whole.dtype} ".encode())
-            seen.update(whole.cpu().contiguous().flatten().view(torch.uint8).numpy())
-    digest: str = mesh.share("weights", lambda: f"xxh3:{seen.hexdigest()}")
+            hasher.update(f"{name} {tuple(whole.shape)} {whole.dtype} ".encode())
+            hasher.update(whole.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    digest: str = mesh.share("weights", lambda: f"xxh3:{hasher.hexdigest()}")
     return digest
 
 
@@ -171,14 +171,14 @@ def _computed(
     begins = np.concatenate([[0], ends[:-1]])
     most = most_documents([rows])
     # sums and how often each was computed: (2, documents)
-    found = torch.zeros(2, int(ends[-1]), dtype=torch.float64)
+    totals = torch.zeros(2, int(ends[-1]), dtype=torch.float64)
     token_loss = token_loss_of(model, mesh)
     dealt: Any = {
         "rows_per_rank": micro_batch,
         "dp_rank": mesh.dp_rank,
         "dp_size": mesh.dp_size,
     }
-    told = time.monotonic()
+    reported_at = time.monotonic()
     with model.evaluating():
         for number, batch in enumerate(evaluation_batches(rows, **dealt, document_mask=True)):
             with model.computing(batch) as local:
@@ -186,16 +186,16 @@ def _computed(
                 own = of_documents(model, outputs.values, local, most)
             for row, sums in zip(batch["indices"].tolist(), own.sums.cpu(), strict=True):
                 if row >= 0:
-                    found[0, begins[row] : ends[row]] += sums[: ends[row] - begins[row]]
-                    found[1, begins[row] : ends[row]] += 1
-            if time.monotonic() - told > _TELL_EVERY_S:
+                    totals[0, begins[row] : ends[row]] += sums[: ends[row] - begins[row]]
+                    totals[1, begins[row] : ends[row]] += 1
+            if time.monotonic() - reported_at > _TELL_EVERY_S:
                 done = (number + 1) * micro_batch * mesh.dp_size
-                told = time.monotonic()
+                reported_at = time.monotonic()
                 say(f"reference: {min(done, rows.num_rows):,} of {rows.num_rows:,} rows")
     reshard(model.forward)
-    found = found.to(mesh.device)
-    mesh.all_reduce("dp", found)
-    values, times = found.numpy(force=True)
+    totals = totals.to(mesh.device)
+    mesh.all_reduce("dp", totals)
+    values, times = totals.numpy(force=True)
     if not (times == 1).all() or not np.isfinite(values).all():
         wrong = int(np.flatnonzero((times != 1) | ~np.isfinite(values))[0])
         raise RunError(

@@ -92,8 +92,8 @@ class EvalStep:
         failures: list[Exception] = []
         with model.evaluating():
             for batch, counts in self._with_stand_ins(reader, batches, failures):
-                found = self._of(batch, failures)
-                totals += found if counts else 0 * totals
+                sums = self._of(batch, failures)
+                totals += sums if counts else 0 * totals
         mesh.all_reduce("loss", totals)
         reshard(model.forward)
         return [*totals.tolist()]

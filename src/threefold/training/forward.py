@@ -2,7 +2,7 @@
 
 A custom loss is a function (outputs, batch) -> (sum, count) of this rank's part of a batch. The loss of a step is
 the sum of the sums over the dp x cp ranks and all micro-batches, divided by the sum of the counts. A loss with an
-attribute `measures`, names, gives a third thing: a tensor [measures] of further sums, told as means of the same count.
+attribute `measures`, names, gives a third: a tensor [measures] of further sums, reported as means of the same count.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def forward_own(
 
     Args:
         failures: takes what the loss raises, whose sums are then 0: other ranks wait for this one in the backward.
-        by_rows: refuse it if it is seen to be no sum over rows, or over groups of `loss.rows_together`.
+        by_rows: refuse a loss that turns out to be no sum over rows, or over groups of `loss.rows_together`.
     """
     # Of the logits of tokens, second derivatives would take several times the memory.
     by_tokens = of == "logits" or model.mesh.size("cp") > 1
@@ -105,8 +105,8 @@ def forward_own(
         return
     with model.computing(batch) as local:
         token_loss = token_loss_of(model, model.mesh) if of == "log_probabilities" else None
-        found = model.outputs(local, of, token_loss=token_loss, routers=routers)
-        yield sums(found.values, loss, local, router_logits=found.router_logits)
+        outputs = model.outputs(local, of, token_loss=token_loss, routers=routers)
+        yield sums(outputs.values, loss, local, router_logits=outputs.router_logits)
 
 
 def measures_of(loss: OwnLoss | None) -> tuple[str, ...]:
@@ -133,15 +133,15 @@ def _sums(
     rows = next(map(len, tensors), together)
     mesh.losses.append(batch)
     try:
-        given = tree_map(_alias, outputs) if twice else outputs
-        answer: Any = loss(given, batch)
+        inputs = tree_map(_alias, outputs) if twice else outputs
+        answer: Any = loss(inputs, batch)
         if len(nothing):
             *answer, measured = answer
             measured = measured.to(nothing)
         total, count = _checked(answer)
         part = 1.0
         if (by_rows and rows % together) or (
-            twice and _mixes_rows(total, given, rows, together)
+            twice and _mixes_rows(total, inputs, rows, together)
         ):
             raise ConfigError(
                 "the loss mixes rows: the gradients of some depend on what the model gave others of the micro-batch",
@@ -353,9 +353,9 @@ def refuse_unequal(
         failed = failed + apart
         mesh.all_reduce("world", failed, dist.ReduceOp.MAX)
         if failed == 1:
-            found = f"{lowest[0].item():.8g} to {highest[0].item():.8g}"
+            span = f"{lowest[0].item():.8g} to {highest[0].item():.8g}"
             raise RunError(
-                f"tp ranks compute different losses from the same outputs: {found} here",
+                f"tp ranks compute different losses from the same outputs: {span} here",
                 expected="a function of the outputs and the batch alone, the same on all tp ranks; nothing was updated",
                 fix="draw what the loss draws at random from a torch.Generator with the same seed on every rank",
             )

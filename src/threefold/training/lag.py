@@ -1,9 +1,9 @@
 """Which rank the others wait for, and whether that is chance.
 
 In: at each logged step every rank's own time (`progress.OwnTime`), by the clock and by what it was spent on, which all
-tell before the collective of the loss, so that nobody waits for the store. Tp ranks have no part in one another's: what
-one has not told by then is judged at the next logged step, with the others' time of the same step. Out: the slowest
-rank and the share of the step that it costs; and once for each rank that stays it, a `Lag` with the reasons.
+report before the collective of the loss, so that nobody waits for the store. Tp ranks are not in one another's: what
+one has not reported by then is judged at the next logged step, with the others' time of the same step. Out: the slowest
+rank and the share of the step that it costs; and once for each rank that remains so, a `Lag` with the reasons.
 
 A share is noisy, so the rule counts signs. Logged steps are added up to blocks of at least 0.3 s; a rank is
 late in a block if it is the slowest there by 10 % of the time. By chance that is any rank, so one rank at most half of
@@ -148,7 +148,7 @@ class Slowest:
             self._store.set(f"{_KEY}/{self._rank}/{self._logged % 2}", json.dumps(values))
 
     def find(self, step: int, elapsed_s: float) -> Metrics:
-        """On rank 0, after that collective: who is slowest, and who stays it; nothing elsewhere, or in one process."""
+        """On rank 0, after that collective: who is slowest and who remains so; nothing elsewhere, or in one process."""
         self._logged += 1
         if self._store is None or self._rank != 0:
             return {}
@@ -156,11 +156,11 @@ class Slowest:
         while self._unread:
             oldest = self._logged - len(self._unread)
             keys = [f"{_KEY}/{rank}/{oldest % 2}" for rank in self._ranks]
-            told = list(map(json.loads, self._store.multi_get(keys)))
-            if any(count < oldest for count, *_ in told):
+            reports = list(map(json.loads, self._store.multi_get(keys)))
+            if any(count < oldest for count, *_ in reports):
                 break
             elapsed_s = self._unread.pop(0)
-            ranks = [(host, values) for _, host, values in told]
+            ranks = [(host, values) for _, host, values in reports]
             rank, share = slowest([values for _, values in ranks], elapsed_s)
             self._found = {"slowest_rank": rank, "slowest_share": share}
             if (lag := self._lags.after(step, elapsed_s, ranks)) is not None:

@@ -351,15 +351,15 @@ def _evaluate(run: Loop, step: int) -> float:
     run.guards.tell({"step": step, **metrics})
     if run.sample is not None:
         run.sample(step)
-    found: float = metrics["eval_loss"]
-    return found
+    loss: float = metrics["eval_loss"]
+    return loss
 
 
 def eval_metrics(evaluate: EvalStep, batches: Iterable[Batch]) -> Metrics:
     """The loss over all batches, how much it counts, and what it measures besides; every rank calls it."""
     (total, count), measured = evaluate.measured(batches)
-    told = {f"eval_{name}": value for name, value in measured.items()}
-    # A loss that measures more is that of pairs; any other of one's own may count weights.
-    name = "eval_pairs" if told else "eval_count" if evaluate.own_loss else "eval_tokens"
+    extra = {f"eval_{name}": value for name, value in measured.items()}
+    # A loss that measures more is that of pairs; any other custom loss may count weights.
+    name = "eval_pairs" if extra else "eval_count" if evaluate.own_loss else "eval_tokens"
     counted = round(count) if name != "eval_count" or float(count).is_integer() else count
-    return {"eval_loss": total / count, name: counted, **told}
+    return {"eval_loss": total / count, name: counted, **extra}

@@ -57,23 +57,23 @@ class TokenLoss:
         return objective.sum(), cross_entropy.sum()
 
     def of_each(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """As the sums, but of each token: [tokens], 0 where the label is -100."""
-        found: tuple[Tensor, Tensor] = _OfEach.apply(logits, labels, self)  # type: ignore[assignment]
-        return found
+        """Like the sums, but for each token: [tokens], 0 where the label is -100."""
+        losses: tuple[Tensor, Tensor] = _OfEach.apply(logits, labels, self)  # type: ignore[assignment]
+        return losses
 
     def measure(
         self, logits: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor, Callable[[torch.dtype], Tensor]]:
         """(objective, cross entropy) of each token, [tokens], and what makes the objective's gradient by the logits.
 
-        That is [tokens, part of the vocabulary], once, of the labels that count; of the others it is to be left out. It
-        is float32, or by kernels in the type that it is asked for in. Not differentiable.
+        That is [tokens, part of the vocabulary], once, for the labels that count; for the others it is to be left out.
+        It is float32, or from kernels in the requested type. Not differentiable.
         """
         by_kernel = self.fused and logits.shape[1] > 0
-        objective, cross_entropy, found = self._measured(logits, labels, by_kernel)
+        objective, cross_entropy, saved = self._measured(logits, labels, by_kernel)
         if by_kernel:
-            return objective, cross_entropy, partial(self._gradient_by_kernel, found)
-        return objective, cross_entropy, lambda _: self._gradient(found)
+            return objective, cross_entropy, partial(self._gradient_by_kernel, saved)
+        return objective, cross_entropy, lambda _: self._gradient(saved)
 
     def _measured(
         self, logits: Tensor, labels: Tensor, by_kernel: bool = False
@@ -139,18 +139,18 @@ class TokenLoss:
         largest = part.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         rest = part - largest
-        told = [rest.exp(), torch.where(own, target + rest, 0.0)]
+        terms = [rest.exp(), torch.where(own, target + rest, 0.0)]
         if spread is not None:
-            told.append(spread + width * rest if width else spread)
-        sums = torch.stack(told)
+            terms.append(spread + width * rest if width else spread)
+        sums = torch.stack(terms)
         dist.all_reduce(sums, group=self.group)
         log_sum = sums[0].log()
         whole = None if spread is None else sums[2] - self.vocabulary * log_sum
         return largest + log_sum, rest - log_sum, sums[1] - log_sum, whole
 
-    def _gradient(self, found: _Found) -> Tensor:
-        """Of the objective of each token that counts by its logits, in the place of `found.shares`."""
-        shares, shift, own, place, _, normaliser, _ = found
+    def _gradient(self, saved: _Found) -> Tensor:
+        """The gradient of each counted token's objective by its logits, in the place of `saved.shares`."""
+        shares, shift, own, place, _, normaliser, _ = saved
         gradient = (shares if shift is None else shares.add_(shift[:, None])).exp_()
         if not (width := gradient.shape[1]):
             return gradient
@@ -162,10 +162,10 @@ class TokenLoss:
         at_target = gradient.gather(1, place) - counted * (1 - self.label_smoothing)
         return gradient.scatter_(1, place, at_target)
 
-    def _gradient_by_kernel(self, found: _Found, dtype: torch.dtype) -> Tensor:
+    def _gradient_by_kernel(self, saved: _Found, dtype: torch.dtype) -> Tensor:
         from threefold.training.loss_kernel import gradients
 
-        logits, shift, own, place, _, _, sums = found
+        logits, shift, own, place, _, _, sums = saved
         assert sums is not None
         vocabulary = self.vocabulary if self._is_split else logits.shape[1]
         return gradients(
@@ -210,18 +210,18 @@ class _OfEach(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, loss: TokenLoss
     ) -> tuple[Tensor, Tensor]:
-        objective, cross_entropy, found = loss._measured(logits, labels)
+        objective, cross_entropy, saved = loss._measured(logits, labels)
         ctx.loss = loss
-        ctx.save_for_backward(*found)
-        told = cross_entropy.clone()  # the objective may be the same tensor
-        ctx.mark_non_differentiable(told)
-        return objective, told
+        ctx.save_for_backward(*saved)
+        entropy = cross_entropy.clone()  # the objective may be the same tensor
+        ctx.mark_non_differentiable(entropy)
+        return objective, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        found = _Found(*ctx.saved_tensors)
+        saved = _Found(*ctx.saved_tensors)
         return (
-            ctx.loss._gradient(found).mul_((gradients[0] * found.counted)[:, None]),
+            ctx.loss._gradient(saved).mul_((gradients[0] * saved.counted)[:, None]),
             None,
             None,
         )
@@ -291,8 +291,8 @@ _COEFFICIENT = ("router_aux_loss_coef", "aux_loss_coef")
 def _number(model: PreTrainedModel, names: tuple[str, ...]) -> float:
     """The first number under one of the names, of the model itself or of its config; NaN if there is none."""
     owners = (model, model.config, model.config.get_text_config())
-    found = [vars(owner)[name] for owner in owners for name in names if name in vars(owner)]
-    return next((value for value in found if isinstance(value, int | float)), math.nan)
+    values = [vars(owner)[name] for owner in owners for name in names if name in vars(owner)]
+    return next((value for value in values if isinstance(value, int | float)), math.nan)
 
 
 def router_problems(model: PreTrainedModel) -> list[Problem]:

@@ -1,6 +1,6 @@
 """Triton kernels of the cross entropy: a chunk's logits are read twice, and their gradient is written once.
 
-What they compute is what `loss` computes by operations of torch. A program reads one row of logits, so that its bits
+They compute what `loss` computes by operations of torch. A program reads one row of logits, so that its bits
 do not depend on the rows beside it. The head's products stay torch's.
 """
 
@@ -103,11 +103,11 @@ def gradients(
         dtype: of what is returned, [tokens, width].
     """
     tokens, width = logits.shape
-    found = torch.empty_like(logits, dtype=dtype)
+    gradient = torch.empty_like(logits, dtype=dtype)
     if tokens:
         _gradients[tokens, triton.cdiv(width, _BLOCK)](
             logits,
-            found,
+            gradient,
             largest,
             logs,
             targets,
@@ -119,4 +119,4 @@ def gradients(
             _BLOCK,
             **OPTIONS,
         )
-    return found
+    return gradient

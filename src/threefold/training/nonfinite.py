@@ -117,8 +117,8 @@ class Finite:
             _Unread(step, norm, result.target_tokens, copied, result.micro_losses, rows)
         )
         ready = len(self._unread) - (0 if now or on_cpu else 1)
-        found = [self._read(self._unread.pop(0)) for _ in range(ready)]
-        return [skipped for skipped in found if skipped is not None]
+        reports = [self._read(self._unread.pop(0)) for _ in range(ready)]
+        return [skipped for skipped in reports if skipped is not None]
 
     def _read(self, step: _Unread) -> dict[str, Any] | None:
         if step.copied is not None:
@@ -181,17 +181,17 @@ def copy_to_host(value: Tensor) -> tuple[Tensor, Any]:
     return host, copied
 
 
-def _wrong(told: Sequence[dict[str, Any]]) -> dict[int, list[int]]:
-    return {rank: part["wrong"] for rank, part in enumerate(told) if part["wrong"] is not None}
+def _wrong(parts: Sequence[dict[str, Any]]) -> dict[int, list[int]]:
+    return {rank: part["wrong"] for rank, part in enumerate(parts) if part["wrong"] is not None}
 
 
 def _what(
-    step: int, norm: float, told: Sequence[dict[str, Any]], *, empty: bool = False
+    step: int, norm: float, parts: Sequence[dict[str, Any]], *, empty: bool = False
 ) -> str:
-    wrong = _wrong(told)
+    wrong = _wrong(parts)
     if not wrong:
         read = rows_text(
-            sorted({row for part in told for rows in part["rows"] for row in rows})
+            sorted({row for part in parts for rows in part["rows"] for row in rows})
         )
         if empty:
             return f"step {step}: no token of its rows is trained on; the step read {read}"

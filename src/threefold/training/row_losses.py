@@ -1,4 +1,4 @@
-"""Keeps the loss of each row of each step: this rank's part of its rows, as the loss's forward has told it.
+"""Keeps the loss of each row of each step: this rank's part of its rows, as the loss's forward reported it.
 
 Nothing is sent, and nothing waited for: on an accelerator a step's numbers are copied to the host while the next one
 runs, and read after it. The targets of a row are counted in its labels, which are still on the host.
@@ -111,8 +111,8 @@ class KeptRows:
 
 def count_targets(batch: Batch) -> Int64:
     """The targets of each row, [rows]."""
-    found: Int64 = (batch["labels"] != IGNORED).sum(1).numpy(force=True)
-    return found
+    counts: Int64 = (batch["labels"] != IGNORED).sum(1).numpy(force=True)
+    return counts
 
 
 def count_pairs(batch: Batch) -> Int64:

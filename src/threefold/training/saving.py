@@ -240,9 +240,9 @@ def load(
     checkpoint = checkpoint_at(Path(path))
     if (reason := run_state.damage_found(checkpoint, mesh)) is not None:
         raise damaged(checkpoint, reason)
-    found = read(checkpoint, Held(model, optimizer, loader))
+    loaded = read(checkpoint, Held(model, optimizer, loader))
     model.saved[checkpoint.path.resolve().parents[1]] = checkpoint.step
-    return found
+    return loaded
 
 
 def read(checkpoint: Checkpoint, held: Held) -> Loaded:
@@ -414,21 +414,21 @@ def _saver_of(
 ) -> Saver:
     """The saver of these tensors, made at the first save; an earlier one of others is waited for."""
     key = id(optimizer) if optimizer is not None else None, background, continue_on_error
-    known = model.savers.get(key)
+    current = model.savers.get(key)
     for other in model.savers.values():
-        if other is not known:
+        if other is not current:
             other.wait()
-    if known is None:
+    if current is None:
 
         def parts() -> list[TensorPart]:
             state = _state(model, optimizer)
             return run_state.parts(state, run_state.holdings(state, model.mesh), model.mesh)
 
-        known = model.savers[key] = Saver(
+        current = model.savers[key] = Saver(
             model.mesh, parts, background=background, continue_on_error=continue_on_error
         )
-        model.mesh.before_close(known.wait)
-    saver: Saver = known
+        model.mesh.before_close(current.wait)
+    saver: Saver = current
     return saver
 
 
@@ -520,7 +520,7 @@ def set_rates(
     if inner is None or saved is None:
         return
     by_names = {tuple(group["params"]): group for group in saved["groups"]}
-    found = [
+    matches = [
         by_names.get(tuple(names)) or _of_parameters(names, group, saved["groups"])
         for names, group in zip(_names_of(inner, model), inner.param_groups, strict=True)
     ]
@@ -530,18 +530,18 @@ def set_rates(
         if saved.get("weight_decay") != optimizer.given_decay:
             not_kept.add("weight_decay")  # the program gives the step another one than it did
         # It is another one, and the mesh too, by which groups of ours are made.
-        if None in found:
+        if None in matches:
             optimizer.lr = rate if saved["lr"] is None else saved["lr"]
             return
-    if None in found or (len(found) != len(by_names) and not named):
-        number = found.index(None) if None in found else len(found)
+    if None in matches or (len(matches) != len(by_names) and not named):
+        number = matches.index(None) if None in matches else len(matches)
         raise CheckpointError(
             f"{checkpoint.path} was saved with other groups of parameters: it has no group as number {number} of "
-            f"the optimizer, of {len(found)}",
+            f"the optimizer, of {len(matches)}",
             expected=f"the groups that were saved, in any order, whose settings are restored: {_shown(by_names)}",
             fix="make the optimizer with those groups, or load without optimizer=",
         )
-    for group, values in zip(inner.param_groups, found, strict=True):
+    for group, values in zip(inner.param_groups, matches, strict=True):
         assert values is not None
         for name in values.keys() - not_kept:
             value = values[name]

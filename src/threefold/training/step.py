@@ -345,8 +345,8 @@ class TrainStep:
         named = [*self.model.named_parameters()]
         ConfigError.raise_for(hook_problems(named))
         for name, parameter in named:
-            known, trained = self._parameters.get(name, (None, False))
-            if parameter is not known:
+            registered, trained = self._parameters.get(name, (None, False))
+            if parameter is not registered:
                 raise ConfigError(
                     f"{name} is not a parameter that the step was made with",
                     expected="the model as it was: what is replaced or added later would not be trained",
@@ -378,11 +378,11 @@ class TrainStep:
         )
 
     def _backward(
-        self, batches: Sequence[Batch], known: Tensor | None
+        self, batches: Sequence[Batch], counted: Tensor | None
     ) -> tuple[StepResult, None]:
         ranks, device = self._averaged_over, self._mesh.device
         assert self._token_loss is not None
-        target_tokens = known
+        target_tokens = counted
         if target_tokens is None:
             target_tokens = torch.stack(
                 [(batch["labels"] != IGNORED).sum() for batch in batches]
@@ -405,7 +405,7 @@ class TrainStep:
                     self.model, batch, self._mesh, self._token_loss, routers=routers
                 ) as sums,
             ):
-                # Of no target tokens at all it is not a number, and nothing is updated.
+                # With no target tokens at all it is NaN, and nothing is updated.
                 objective = sums.objective * (ranks / target_tokens)
                 if aux_loss is not None:
                     share, added = self._routers_share(batch, sums.router_logits, picks)
@@ -415,10 +415,10 @@ class TrainStep:
                 self._go_backward(objective)
             loss_sum = loss_sum + self.model.sums.summand(sums.cross_entropy)
             of_rows += [] if sums.of_rows is None else [sums.of_rows]
-        found = StepResult(
+        outcome = StepResult(
             loss_sum, target_tokens, loss_sum, aux_loss, tuple(losses), of_rows=tuple(of_rows)
         )
-        return found, None
+        return outcome, None
 
     def _backward_own(
         self, batches: Sequence[Batch], by_rows: bool
@@ -433,7 +433,7 @@ class TrainStep:
         totals = torch.zeros(4 + len(measures_of(loss)), dtype=torch.float64, device=device)
         routers = self._router is not None
         aux_loss = torch.zeros((), device=device) if routers else None
-        picks, known = (
+        picks, early_count = (
             self._beforehand(batches) if routers and len(batches) > 1 else (None, None)
         )
         losses: list[Tensor] = []
@@ -463,13 +463,13 @@ class TrainStep:
                 totals += sums.totals
                 of_rows += [] if sums.of_rows is None else [sums.of_rows]
                 if aux_loss is not None:
-                    known = (
+                    early_count = (
                         over_ranks(sums.totals.clone(), self._mesh)[1]
-                        if known is None
-                        else known
+                        if early_count is None
+                        else early_count
                     )
                     share, added = self._routers_share(batch, sums.router_logits, picks)
-                    objective = objective * (ranks / known) + added
+                    objective = objective * (ranks / early_count) + added
                     aux_loss += share
                 losses.append(objective.detach())
                 self._go_backward(objective)
@@ -502,8 +502,8 @@ class TrainStep:
     def _go_backward(self, objective: Tensor) -> None:
         self.progress.enter("backward")
         # One if the loss is finite. A NaN loss can have a finite gradient: other ranks would not notice.
-        found = objective.detach()
-        objective.backward(1 + (found - found))
+        loss = objective.detach()
+        objective.backward(1 + (loss - loss))
 
     def _update(self, grad_norm: Tensor, lr: float | None) -> None:
         self.before_update()
@@ -513,8 +513,8 @@ class TrainStep:
         if takes_flag and getattr(self.optimizer, "_step_supports_amp_scaling", False):
             # Adam's fused kernels read a flag on the device and then change nothing: no wait for the norm. Others take
             # the flag too, but leave a state behind that was never written (SGD's momentum in the first step).
-            found = (~grad_norm.isfinite()).float()
-            self.optimizer.found_inf = found.to(self._parameters_on)  # type: ignore[attr-defined]
+            nonfinite = (~grad_norm.isfinite()).float()
+            self.optimizer.found_inf = nonfinite.to(self._parameters_on)  # type: ignore[attr-defined]
             self.optimizer.step()
         elif math.isfinite(grad_norm.item()):
             self.optimizer.step()

@@ -79,9 +79,9 @@ class StopRequest:
     def _listen(self, heard: socket.socket) -> None:
         first_s, all_numbers = None, set[int]()
         with heard:
-            while told := heard.recv(64):
+            while received := heard.recv(64):
                 now = time.monotonic()
-                numbers = set(told) & self._previous.keys()
+                numbers = set(received) & self._previous.keys()
                 all_numbers |= numbers
                 again = first_s is not None and now - first_s > _ONE_REQUEST_S
                 if numbers and again and signal.SIGINT in all_numbers and not self.saving:

@@ -122,29 +122,29 @@ def _operators(events: Sequence[Event]) -> list[Event]:
 
 
 def _union(events: Iterable[Event], begin: float, end: float) -> Intervals:
-    found: Intervals = []
+    merged: Intervals = []
     for start, stop in sorted(
         (max(begin, each["ts"]), min(end, each["ts"] + each["dur"])) for each in events
     ):
         if stop <= start:
             continue
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
         else:
-            found.append((start, stop))
-    return found
+            merged.append((start, stop))
+    return merged
 
 
 def _both(left: Intervals, right: Intervals) -> Intervals:
-    found, place = [], 0
+    overlaps, place = [], 0
     for start, stop in left:
         while place < len(right) and right[place][1] <= start:
             place += 1
         at = place
         while at < len(right) and right[at][0] < stop:
-            found.append((max(start, right[at][0]), min(stop, right[at][1])))
+            overlaps.append((max(start, right[at][0]), min(stop, right[at][1])))
             at += 1
-    return found
+    return overlaps
 
 
 def _without(left: Intervals, right: Intervals) -> Intervals:

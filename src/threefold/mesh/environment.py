@@ -42,8 +42,8 @@ def managed_job() -> managed.Managed | None:
 
 def defaults() -> tuple[managed.Setting, ...]:
     """The launcher's suggestions for keys that the config leaves open."""
-    said = any(name.startswith(("SM_HPS", "PARALLELISM_CONFIG_")) for name in os.environ)
-    return managed.defaults(os.environ) if said else ()
+    suggests = any(name.startswith(("SM_HPS", "PARALLELISM_CONFIG_")) for name in os.environ)
+    return managed.defaults(os.environ) if suggests else ()
 
 
 def settings() -> tuple[managed.Setting, ...]:
@@ -142,8 +142,8 @@ def token() -> bytes | None:
     """
     name = "THREEFOLD_TOKEN"
     fix = "export THREEFOLD_TOKEN=$(openssl rand -hex 32)   (the same on every host)"
-    found = os.environ.get(name)
-    if found is None and (path := os.environ.get("THREEFOLD_TOKEN_FILE")) is not None:
+    secret = os.environ.get(name)
+    if secret is None and (path := os.environ.get("THREEFOLD_TOKEN_FILE")) is not None:
         name = f"THREEFOLD_TOKEN_FILE = {path}"
         fix = f"(umask 077; openssl rand -hex 32 > {path})"
         try:
@@ -154,18 +154,18 @@ def token() -> bytes | None:
                 raise ConfigError(
                     f"{name} can be read by others", expected=expected, fix=f"chmod 600 {path}"
                 )
-            found = Path(path).read_text()
+            secret = Path(path).read_text()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not text"
             raise ConfigError(
                 f"{name}: {reason}", expected="a file with the token", fix=fix
             ) from error
-    if found is None:
+    if secret is None:
         return None
-    if len(found := found.strip()) < _LEAST_TOKEN:
+    if len(secret := secret.strip()) < _LEAST_TOKEN:
         expected = f"at least {_LEAST_TOKEN} random ones"
-        raise ConfigError(f"{name} has {len(found)} characters", expected=expected, fix=fix)
-    return found.encode()
+        raise ConfigError(f"{name} has {len(secret)} characters", expected=expected, fix=fix)
+    return secret.encode()
 
 
 def accept_local_rank(value: int) -> None:

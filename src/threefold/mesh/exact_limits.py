@@ -19,7 +19,7 @@ MOST_MICRO_BATCHES = 2**14
 # Along cp and tp, whose ranks add floats to one another: a + b is b + a, and of three numbers there are three sums.
 MOST_RANKS = 2
 # Every number is updated by itself, by operations that are rounded one at a time.
-_OPTIMIZERS = tuple(name for name, known in OPTIMIZERS.items() if known.exact_path is not None)
+_OPTIMIZERS = tuple(name for name, each in OPTIMIZERS.items() if each.exact_path is not None)
 # Key, the values that were compared, and why others may have other bits, or what was not compared.
 _COMPARED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("train.objective", ("next_token",), "the sums of pairs are floating point"),
@@ -91,12 +91,12 @@ def _problems(config: Config, topology: Topology) -> Iterator[Problem]:
                 f"leave {key} out, or {_FAST}",
             )
     optimizer = OPTIMIZERS.get(config.optimizer.name)
-    known = optimizer.exact_options if optimizer is not None else ()
+    allowed = optimizer.exact_options if optimizer is not None else ()
     if strange := [
-        key for key in config.optimizer.options if key not in known and optimizer is not None
+        key for key in config.optimizer.options if key not in allowed and optimizer is not None
     ]:
         what = f"{asked} with optimizer.options.{strange[0]} = {as_yaml(config.optimizer.options[strange[0]])}"
-        expected = f"of {config.optimizer.name} {', '.join(known) or 'none'}: its other options were not compared"
+        expected = f"of {config.optimizer.name} {', '.join(allowed) or 'none'}: its other options were not compared"
         yield Problem(
             what, expected, f"leave {strange[0]} out of optimizer.options, or {_FAST}"
         )

@@ -3,7 +3,7 @@
 A value is made on one rank and read on all, so making it may take any time, or fail: then every rank raises the same
 error. Values are those of JSON; the rank that makes one gets it in the same form as the others.
 
-Here too: how ranks are told apart that bring other rows to a call than they should (`Mesh.agree`).
+Here too: how ranks that bring other rows to a call than they should are named (`Mesh.agree`).
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ class Exchange:
                     )
                 raise
             self._store.set(key, answer)
-        (told,) = _wait_for_all(self._store, [key])
-        if "value" not in told:
+        (reply,) = _wait_for_all(self._store, [key])
+        if "value" not in reply:
             leave_together(self._store, f"{key}/read", self._world_size, waits=self._rank == 0)
-            raise error_of(told, name)
+            raise error_of(reply, name)
         self.passed += 1
-        return told["value"]
+        return reply["value"]
 
     def conclusion_of(self, name: str, part: Any, conclude: Conclude) -> Any:
         """What rank 0 concludes from the `part` of every rank, in rank order; raises as `value_of`."""
@@ -131,13 +131,13 @@ class Exchange:
 
 def collectives_begun() -> dict[str, int]:
     """The number of collectives that this rank has begun, by the ranks and the name of the process group."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for group in list(dist.distributed_c10d._world.pg_map):
         # It is being made, or ends, or counts nothing.
         with suppress(RuntimeError, ValueError, KeyError):
             ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
-            found[f"{ranks}/{group.group_name}"] = group._get_sequence_number_for_group()
-    return found
+            counts[f"{ranks}/{group.group_name}"] = group._get_sequence_number_for_group()
+    return counts
 
 
 def leave_together(store: dist.Store, key: str, ranks: int, *, waits: bool) -> None:

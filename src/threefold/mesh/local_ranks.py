@@ -2,7 +2,7 @@
 
 Local ranks are forked from a server process that has already imported the heavy libraries. They meet in a store that
 this process keeps, and which, like all that they open among themselves, listens on the loopback interface only: nobody
-outside of this machine can reach a run of local ranks. They end with this process, however it ends.
+outside this machine can reach a run of local ranks. They end with this process, however it ends.
 """
 
 from __future__ import annotations
@@ -160,9 +160,9 @@ class _Ranks:
                 name: str(value)
                 for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()
             }
-            given = (entry, tuple(args), threads, environ)
+            rank_args = (entry, tuple(args), threads, environ)
             self._all.append(
-                context.Process(target=_rank_process, args=given, name=f"rank {rank}")
+                context.Process(target=_rank_process, args=rank_args, name=f"rank {rank}")
             )
 
     def __enter__(self) -> Self:

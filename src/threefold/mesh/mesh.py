@@ -340,13 +340,13 @@ def init_mesh(
     Raises:
         ConfigError: sizes that do not match the number of ranks, or a device that this machine does not have.
     """
-    given = {"dp": dp, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    sizes = {"dp": dp, "dp_shard": dp_shard, "cp": cp, "tp": tp}
     for axis in ("dp", "cp", "tp"):
-        if given[axis] is None:
-            given[axis] = _size_from(f"{axis.upper()}_SIZE")
+        if sizes[axis] is None:
+            sizes[axis] = _size_from(f"{axis.upper()}_SIZE")
     with in_program(lambda key, value: f"threefold.init_mesh({key[5:]}={value!r})"):
         asked = validate(
-            {"mesh": {**given, "device": str(device), "timeout_s": timeout_s}}
+            {"mesh": {**sizes, "device": str(device), "timeout_s": timeout_s}}
         ).mesh
     info = environment.current()
     if dist.is_initialized() and dist.get_world_size() != info.world_size:

@@ -1,6 +1,6 @@
 """How ranks find one another: one store, each rank's report of who and what it is, and one verdict for all.
 
-Nothing here is a collective. Each rank tells the store its host, versions and settings; rank 0 waits for all of them,
+Nothing here is a collective. Each rank puts its host, versions and settings in the store; rank 0 waits for all of them,
 compares, and publishes a verdict that every rank reads. Missing ranks are named by those present, within the given
 time. torch's own rendezvous waits up to twice its time, or forever on a port where another program listens, and reports
 the host but not who is missing.
@@ -122,8 +122,8 @@ def _asked(ask: Callable[[], Any], *, otherwise: bool) -> bool:
 def rendezvous(
     info: LaunchInfo, *, timeout_s: float, facts: Mapping[str, str], token: bytes | None
 ) -> tuple[Any, tuple[str, ...], bool]:
-    """Joins the other ranks of `info`; when all are there and agree on the `facts`: their store, the host of each, and
-    whether they share one machine's loopback interface.
+    """Joins the other ranks of `info`; when all are present and agree on the `facts`: their store, the host of each,
+    and whether they share one machine's loopback interface.
 
     Raises:
         RendezvousError: within `timeout_s`: the port is taken, no rank answers, ranks are missing, two have one number,
@@ -144,14 +144,14 @@ def rendezvous(
         f"threefold/{info.generation or 'rendezvous'}/{next(_numbers)}", store
     )
     facts = {"the number of ranks": str(info.world_size), **facts}
-    said = {
+    report = {
         "host": info.host,
         "process": os.getpid(),
         "network": namespace_here("net"),
         "facts": facts,
     }
     try:
-        verdict, mine = _verdict(store, info, said, deadline, timeout_s)
+        verdict, mine = _verdict(store, info, report, deadline, timeout_s)
     except RuntimeError as error:
         raise _told(errors.store_lost(info, str(error)), first=info.local_rank == 0) from error
     if not verdict["problems"] and len(verdict["hosts"]) != info.world_size:
@@ -224,12 +224,12 @@ def _reach(info: LaunchInfo, deadline: float, timeout_s: float, token: bytes | N
             raise _told(errors.no_server_proxy(info), first=speaks) from error
         except rendezvous_auth.ProofRefusedError as error:
             raise _told(errors.other_token(info), first=speaks) from error
-    found: list[Any] = []
+    stores: list[Any] = []
 
     def connect() -> None:
         with contextlib.suppress(RuntimeError):
             left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-            found.append(
+            stores.append(
                 dist.TCPStore(*address, info.world_size, False, left, wait_for_workers=False)
             )
 
@@ -237,12 +237,12 @@ def _reach(info: LaunchInfo, deadline: float, timeout_s: float, token: bytes | N
     attempt = threading.Thread(target=connect, name="rendezvous", daemon=True)
     attempt.start()
     attempt.join(min(_ANSWERS_WITHIN_S, max(_LOOK_S, deadline - time.monotonic() - _LOOK_S)))
-    if not found and rendezvous_auth.is_server_proxy(address, _ANSWERS_WITHIN_S):
+    if not stores and rendezvous_auth.is_server_proxy(address, _ANSWERS_WITHIN_S):
         raise _told(errors.needs_token(info), first=speaks)
     attempt.join(max(_LOOK_S, deadline - time.monotonic() - _LOOK_S))
-    if not found:
+    if not stores:
         raise _told(errors.no_store(info), first=speaks)
-    return found[0]
+    return stores[0]
 
 
 def _refusal(address: tuple[str, int], deadline: float) -> str | None:
@@ -260,7 +260,7 @@ def _refusal(address: tuple[str, int], deadline: float) -> str | None:
 
 
 def _verdict(
-    store: Any, info: LaunchInfo, said: dict[str, Any], deadline: float, timeout_s: float
+    store: Any, info: LaunchInfo, report: dict[str, Any], deadline: float, timeout_s: float
 ) -> tuple[dict[str, Any], bool]:
     """The verdict of the rank that found it first, and whether that is this rank."""
 
@@ -269,15 +269,15 @@ def _verdict(
         accepted = json.loads(store.compare_set("verdict", "", json.dumps(verdict)))
         return accepted, accepted["by"] == verdict["by"]
 
-    before = json.loads(store.compare_set(f"here/{info.rank}", "", json.dumps(said)))
-    if (before["host"], before["process"]) != (said["host"], said["process"]):
-        return publish(_failed([errors.twice(info, before, said)], present=info.world_size))
+    before = json.loads(store.compare_set(f"here/{info.rank}", "", json.dumps(report)))
+    if (before["host"], before["process"]) != (report["host"], report["process"]):
+        return publish(_failed([errors.twice(info, before, report)], present=info.world_size))
     keys = [f"here/{rank}" for rank in range(info.world_size)]
     until = deadline - _LOOK_S
     if info.rank == 0:
         until = time.monotonic() + (until - time.monotonic()) * _PATIENCE_OF_RANK_0
     pauses = _pauses()
-    # Asking again costs a message; torch's wait would warn each time that it asked in vain.
+    # Asking again costs a message; torch's wait would warn each time it asks in vain.
     while not store.check(["verdict"]):
         if info.rank == 0 and store.check(keys):
             return publish(_compared(_said(store, keys)))
@@ -292,12 +292,12 @@ def _given_up(
 ) -> dict[str, Any]:
     """The verdict when the time is over: who is missing, or who expects another number of ranks."""
     absent = [rank for rank in range(info.world_size) if not store.check([keys[rank]])]
-    there = [key for rank, key in enumerate(keys) if rank not in absent]
-    compared = _compared(_said(store, there)) if 0 not in absent else _failed([])
+    present = [key for rank, key in enumerate(keys) if rank not in absent]
+    compared = _compared(_said(store, present)) if 0 not in absent else _failed([])
     if compared["problems"]:
         return compared
     missing = errors.missing(info, absent, timeout_s=timeout_s, unreachable=_self_refusal(info))
-    return _failed([missing], present=len(there))
+    return _failed([missing], present=len(present))
 
 
 def _said(store: Any, keys: Sequence[str]) -> list[dict[str, Any]]:
@@ -316,20 +316,20 @@ def _self_refusal(info: LaunchInfo) -> str | None:
 
 
 def _failed(problems: Sequence[Problem], present: int = 1) -> dict[str, Any]:
-    told = [[each.what, each.expected, each.fix] for each in problems]
-    return {"problems": told, "present": present, "hosts": [], "local": False}
+    texts = [[each.what, each.expected, each.fix] for each in problems]
+    return {"problems": texts, "present": present, "hosts": [], "local": False}
 
 
-def _compared(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _compared(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     problems = [
-        errors.differs(name, others, said[0])
-        for name, expected in said[0]["facts"].items()
-        if (others := [each for each in said if each["facts"].get(name) != expected])
+        errors.differs(name, others, reports[0])
+        for name, expected in reports[0]["facts"].items()
+        if (others := [each for each in reports if each["facts"].get(name) != expected])
     ]
-    hosts = [] if problems else [each["host"] for each in said]
-    networks = {each["network"] for each in said}
+    hosts = [] if problems else [each["host"] for each in reports]
+    networks = {each["network"] for each in reports}
     return {
-        **_failed(problems, len(said)),
+        **_failed(problems, len(reports)),
         "hosts": hosts,
         "local": len(networks) == 1 and None not in networks,
     }

@@ -1,8 +1,8 @@
 """Where rank 0's store can be reached, and by whom.
 
-The store does what anybody asks who reaches it. It listens only on the interface that the other ranks know rank 0's
+The store does what anybody who reaches it asks. It listens only on the interface that the other ranks know rank 0's
 host by, which is the loopback interface if that is MASTER_ADDR. With a token, not even there: the store stays on
-loopback, and at the known address listens a proxy, which lets a connection through after both sides have proved that
+loopback, and a proxy listens at the known address, which lets a connection through after both sides have proved that
 they know the token (HMAC-SHA256 over fresh random numbers; the token is never sent). The other ranks reach the proxy
 through a second proxy on the loopback interface of their host, which proves it for them.
 
@@ -44,8 +44,8 @@ class ProofRefusedError(Exception):
 
 def place_of(info: LaunchInfo) -> LaunchInfo:
     """The info with rank 0's address on loopback, if the launcher has started all ranks on one host."""
-    known = info.generation is None and info.launcher not in (None, "environment")
-    if known and info.local_world_size == info.world_size:
+    started = info.generation is None and info.launcher not in (None, "environment")
+    if started and info.local_world_size == info.world_size:
         return dataclasses.replace(info, master_addr=LOOPBACK)
     return info
 
@@ -91,10 +91,10 @@ def _is_meant(info: LaunchInfo) -> bool:
 
 def _addresses(name: str) -> list[tuple[int, str]]:
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except socket.gaierror:
         return []
-    pairs = dict.fromkeys((int(family), str(address[0])) for family, _, _, _, address in found)
+    pairs = dict.fromkeys((int(family), str(address[0])) for family, _, _, _, address in infos)
     return sorted(pairs, key=lambda pair: pair[0] != socket.AF_INET)
 
 

@@ -169,11 +169,11 @@ def missing(
     info: LaunchInfo, absent: Sequence[int], *, timeout_s: float, unreachable: str | None
 ) -> Problem:
     """Ranks that did not come; `unreachable`: why rank 0 does not reach itself at the address that all use."""
-    there = info.world_size - len(absent)
+    present = info.world_size - len(absent)
     reached = f"; and rank 0, on host {info.host}, does not reach itself at {_place(info)}: {unreachable}"
     return Problem(
         f"{ranks(absent)} of {info.world_size} did not come within mesh.timeout_s = {timeout_s:g} s"
-        f" ({there} {'is' if there == 1 else 'are'} there){reached if unreachable is not None else ''}",
+        f" ({present} {'is' if present == 1 else 'are'} there){reached if unreachable is not None else ''}",
         "all ranks to be started within that time, on hosts that reach one another",
         "look at the missing ranks' output: they have ended or were never started; MASTER_ADDR must be a name of rank "
         "0's host that all hosts know; more time: --mesh.timeout_s N",

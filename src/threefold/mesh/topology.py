@@ -1,4 +1,4 @@
-"""Where a rank stands on the mesh: arithmetic only, no torch.
+"""Where a rank is on the mesh: arithmetic only, no torch.
 
 A mesh has four axes in one fixed order, last fastest: dp_replicate, dp_shard, cp, tp. Tensor parallelism communicates
 most, so its ranks are neighbours. The dp = dp_replicate x dp_shard data ranks read distinct rows; the cp and tp ranks
@@ -50,13 +50,13 @@ class Topology:
 
     def groups(self, *axes: str) -> list[list[int]]:
         """The sets of ranks that differ only on `axes`, each in ascending order; together they hold every rank once."""
-        found: dict[tuple[int | None, ...], list[int]] = {}
+        groups: dict[tuple[int | None, ...], list[int]] = {}
         for rank in range(self.world_size):
             places = zip(AXES, self.coordinates(rank), strict=True)
-            found.setdefault(
+            groups.setdefault(
                 tuple(None if axis in axes else place for axis, place in places), []
             ).append(rank)
-        return list(found.values())
+        return list(groups.values())
 
     def __str__(self) -> str:
         sharded = (
@@ -128,8 +128,8 @@ def _filled(mesh: MeshConfig, available: int) -> tuple[dict[str, int], str]:
     """Sizes of dp, cp and tp, the one on auto filled from the `available` ranks; and the reason."""
     dp = mesh.dp if mesh.dp is not None else mesh.dp_shard
     asked = {"dp": dp, "cp": mesh.cp, "tp": mesh.tp}
-    given = {axis: size or 1 for axis, size in asked.items() if size != "auto"}
-    automatic = [axis for axis in asked if axis not in given]
+    sizes = {axis: size or 1 for axis, size in asked.items() if size != "auto"}
+    automatic = [axis for axis in asked if axis not in sizes]
     if len(automatic) > 1:
         raise ConfigError(
             " and ".join(f"mesh.{axis} = auto" for axis in automatic)
@@ -138,15 +138,15 @@ def _filled(mesh: MeshConfig, available: int) -> tuple[dict[str, int], str]:
             fix=f"--mesh.{automatic[1]} 1",
         )
     if not automatic:
-        return given, "as given"
-    axis, others = automatic[0], math.prod(given.values())
+        return sizes, "as given"
+    axis, others = automatic[0], math.prod(sizes.values())
     if available % others:
         raise ConfigError(
             f"mesh.{axis} = auto cannot be filled: {available} ranks are not a multiple of {others}",
             expected="world size = dp x cp x tp",
             fix=_fitting(available),
         )
-    return {**given, axis: available // others}, f"{axis} filled from {available} ranks"
+    return {**sizes, axis: available // others}, f"{axis} filled from {available} ranks"
 
 
 def _fitting(world_size: int) -> str:

@@ -38,7 +38,7 @@ class _Part:
 
     def sums(self) -> list[Tensor]:
         """Sums of squares over this part: of the weights, and of the gradient's rows and columns, as of the whole."""
-        found = [self.weight.square().sum().view(1)]
+        sums = [self.weight.square().sum().view(1)]
         if self.is_factored:
             rows, columns = (
                 self.gradient.new_zeros(shape) for shape in factors(self.parameter.shape)
@@ -47,8 +47,8 @@ class _Part:
                 squares = self.gradient[inside].square()
                 rows[*before, row, slice(None)] += squares.sum(-1, keepdim=True)
                 columns[*before, slice(None), column] += squares.sum(-2, keepdim=True)
-            found += [rows.flatten(), columns.flatten()]
-        return [each / self.copies for each in found]
+            sums += [rows.flatten(), columns.flatten()]
+        return [each / self.copies for each in sums]
 
 
 class Adafactor(torch.optim.Adafactor):

@@ -229,21 +229,21 @@ def begin_state(model: nn.Module, optimizer: torch.optim.Optimizer, index: Index
 def own_optimizer(
     make: Callable[[Any], torch.optim.Optimizer],
     model: nn.Module,
-    given: Any,
+    argument: Any,
     topology: Topology,
 ) -> torch.optim.Optimizer:
     """The optimizer that a program makes of the model on the mesh; every rank calls it.
 
-    The rates of its groups are peaks: a group's share of the first one's is kept as the schedule goes. A group's `name`
-    is its name in metrics.
+    The rates of its groups are peaks: a group's share of the first one's is kept as the schedule proceeds. A group's
+    `name` is its name in metrics.
 
     Args:
-        given: what `make` is called with.
+        argument: what `make` is called with.
 
     Raises:
         ConfigError: it is over other parameters, has a rate of 0, or cannot be used on this mesh.
     """
-    optimizer = make(given)
+    optimizer = make(argument)
     refuse_other_parameters(optimizer, model)
     rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
     if not all(math.isfinite(rate) and rate > 0 for rate in rates):

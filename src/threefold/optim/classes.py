@@ -1,6 +1,6 @@
 """Which class an optimizer's name stands for, and whether it can be trusted on a mesh and in a checkpoint.
 
-A name of ours is in the table of `config/optimizer.py`. Any other is the path of a class of an installed package: it is
+A built-in name is in `config/optimizer.py`'s table. Any other is the path of a class of an installed package: it is
 tried here on a few numbers, in every process alike and before the first collective. Its update of a matrix must be that
 of the matrix's parts, or it is refused where ranks hold parts; and its state must be tensors, or a run could not be
 resumed.
@@ -66,8 +66,8 @@ def class_of(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     Raises:
         ConfigError: there is none, or none that can be used here.
     """
-    if (known := OPTIMIZERS.get(config.name)) is not None:
-        return _at(known.path)
+    if (named := OPTIMIZERS.get(config.name)) is not None:
+        return _at(named.path)
     first, *others = OPTIMIZERS
     what = f"optimizer.name = {as_yaml(config.name)}"
     remark = f"   (or {', '.join(others)})"
@@ -86,23 +86,23 @@ def class_of(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
         raise ConfigError.of(
             [to_set(what, expected, "optimizer.name", first, remark=remark)]
         ) from error
-    found = getattr(holder, name, None)
+    member = getattr(holder, name, None)
     if (
-        not isinstance(found, type)
-        or not issubclass(found, torch.optim.Optimizer)
-        or found is torch.optim.Optimizer
+        not isinstance(member, type)
+        or not issubclass(member, torch.optim.Optimizer)
+        or member is torch.optim.Optimizer
     ):
         near = difflib.get_close_matches(
             name, [key for key in dir(holder) if key[:1].isupper()], n=1
         )
-        kind = "is not there" if found is None else "is not a class of optimizers"
+        kind = "is not there" if member is None else "is not a class of optimizers"
         expected = "a subclass of torch.optim.Optimizer"
         if near and near[0] != name:
             first, remark = f"{module}.{near[0]}", ""
         raise ConfigError.of(
             [to_set(f"{what} {kind}", expected, "optimizer.name", first, remark=remark)]
         )
-    return found
+    return member
 
 
 def exact_class_of(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
@@ -120,17 +120,17 @@ def _at(path: str) -> type[torch.optim.Optimizer]:
 
 
 def arguments_of(config: OptimizerConfig, kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
-    """What its constructor is given besides parameters and rate; weight decay belongs to the groups."""
-    known = inspect.signature(kind).parameters
+    """What its constructor takes besides parameters and rate; weight decay belongs to the groups."""
+    takes = inspect.signature(kind).parameters
     options = config.options.items()
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         name: tuple(each) if isinstance(each, list) else each for name, each in options
     }
-    if "betas" in known:
-        given["betas"] = config.betas
-    if "eps" in known and isinstance(known["eps"].default, float) and "eps" not in given:
-        given["eps"] = config.eps
-    return given
+    if "betas" in takes:
+        arguments["betas"] = config.betas
+    if "eps" in takes and isinstance(takes["eps"].default, float) and "eps" not in arguments:
+        arguments["eps"] = config.eps
+    return arguments
 
 
 def kernel_of(
@@ -153,8 +153,8 @@ def problems(config: OptimizerConfig, topology: Topology) -> list[Problem]:
         kind = class_of(config)
     except ConfigError as error:
         return list(error.problems)
-    if found := list(_argument_problems(config, kind)):
-        return found
+    if wrong := list(_argument_problems(config, kind)):
+        return wrong
     named = OPTIMIZERS.get(config.name)
     if (
         named is not None
@@ -187,7 +187,7 @@ def mesh_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
     if not any(isinstance(each, DTensor) for each in _parameters(groups)) or any(
         "lr_share" in group for group in groups
     ):
-        return []  # nothing is split; or the run has tried it
+        return []  # nothing is split, or the run has tried it
     name = type(optimizer).__name__
     kernels = [key for key in ("fused", "foreach") if any(group.get(key) for group in groups)]
     fix = (
@@ -205,10 +205,10 @@ def mesh_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
     ]
     start = [each.detach().clone() for each in _parameters(whole)]
     takes = inspect.signature(type(optimizer)).parameters
-    given = {key: value for key, value in optimizer.defaults.items() if key in takes}
+    settings = {key: value for key, value in optimizer.defaults.items() if key in takes}
     try:
         for trial in (split, whole):
-            tried = type(optimizer)(trial, **given)
+            tried = type(optimizer)(trial, **settings)
             for _ in range(2):
                 for each in _parameters(trial):
                     each.grad = (3 * each.detach() + 1).sin()
@@ -234,11 +234,11 @@ def _parameters(groups: list[dict[str, Any]]) -> list[Tensor]:
 
 def _kinds(parameters: list[Tensor]) -> list[Tensor]:
     """The smallest parameter of each kind: as many dimensions, split alike, of the same type."""
-    found: dict[Any, Tensor] = {}
+    smallest: dict[Any, Tensor] = {}
     for each in sorted(parameters, key=lambda each: each.numel()):
         split = (each.device_mesh, each.placements) if isinstance(each, DTensor) else None
-        found.setdefault((each.ndim, each.dtype, each.device, split), each)
-    return [*found.values()]
+        smallest.setdefault((each.ndim, each.dtype, each.device, split), each)
+    return [*smallest.values()]
 
 
 def _tried(
@@ -252,8 +252,8 @@ def _tried(
         )
     except Exception as error:  # whatever a constructor or a step raises
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        given = f" with optimizer.options = {as_yaml(config.options)}" if config.options else ""
-        what = f"optimizer.name = {config.name}{given}: {reason}"
+        extra = f" with optimizer.options = {as_yaml(config.options)}" if config.options else ""
+        what = f"optimizer.name = {config.name}{extra}: {reason}"
         expected = "a constructor and a step that accept matrices, vectors and these options"
         if config.options:
             return [Problem(what, expected, "leave optimizer.options out")]
@@ -271,16 +271,16 @@ def _tried(
 def _argument_problems(
     config: OptimizerConfig, kind: type[torch.optim.Optimizer]
 ) -> Iterator[Problem]:
-    known = inspect.signature(kind).parameters
+    takes = inspect.signature(kind).parameters
     named = OPTIMIZERS.get(config.name)
-    allowed = [name for name in known if name not in _SETTLED] + [
+    allowed = [name for name in takes if name not in _SETTLED] + [
         *(named.options if named is not None else ())
     ]
-    any_name = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
+    any_name = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
     for name in (each for each in config.options if each not in allowed):
         expected = f"options among {', '.join(allowed)}"
         fix = f"leave {name} out of optimizer.options"
-        if name in _SETTLED and name in known:
+        if name in _SETTLED and name in takes:
             what = f"optimizer.options has {name}, which is settled by the run"
             yield Problem(what, expected, fix)
         elif not any_name:
@@ -294,12 +294,12 @@ def _argument_problems(
         if value != getattr(OptimizerConfig(), key) and not has and named is None:
             what = f"optimizer.{key} = {as_yaml(value)} has no effect on {config.name}"
             yield Problem(what, f"an optimizer that has {key}", f"leave optimizer.{key} out")
-    if "weight_decay" not in known and any(group.weight_decay for group in config.groups):
+    if "weight_decay" not in takes and any(group.weight_decay for group in config.groups):
         what = f"optimizer.groups has weight_decay, which {config.name} does not take"
         yield Problem(
             what, "an optimizer with weight decay", "leave weight_decay out of optimizer.groups"
         )
-    if "lr" not in known:
+    if "lr" not in takes:
         what = f"{config.name} has no learning rate"
         expected = "lr, which the schedule sets"
         yield to_set(what, expected, "optimizer.name", "adamw")

@@ -1,7 +1,7 @@
 """AdamW of float32 weights that writes their bfloat16 copies too: clipping, update and copy in one pass.
 
-Of each number it reads gradient, weight and moments, and writes weight, moments and copy: on CUDA in one Triton kernel
-for all parameters of a group, elsewhere by operations of torch. Both round in the same order, so that they agree to the
+For each number it reads gradient, weight and moments, and writes weight, moments and copy: on CUDA in one Triton kernel
+for all parameters of a group, elsewhere by torch operations. Both round in the same order, so that they agree to the
 bit; no rounding depends on a number's neighbours.
 """
 
@@ -56,10 +56,10 @@ class FusedAdamW(torch.optim.AdamW):
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         device = parameters[0].device
         states = [self._state_of(each) for each in parameters]
-        given = ((self.clip_factor, 1.0), (self.found_inf, 0.0))
+        scalars = ((self.clip_factor, 1.0), (self.found_inf, 0.0))
         clip, skip = (
             torch.full((), default, device=device) if own is None else own.to(device)
-            for own, default in given
+            for own, default in scalars
         )
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, [1 - skip] * len(steps))

@@ -1,4 +1,4 @@
-"""Muon over parameters of any mesh, with AdamW for those that are no hidden matrices.
+"""Muon over parameters of any mesh, with AdamW for those that are not hidden matrices.
 
 The arithmetic is torch.optim.Muon's: bit for bit in bfloat16. There, a rounding that another order of sums moves grows
 a hundredfold in small singular values, so a run in float32 orthogonalises in float32, and follows one process. It needs
@@ -172,7 +172,7 @@ def orthogonalised(
     That is X <- aX + (bA + cA^2)X with A = XX^T, of matrices that are not taller than wide and have the norm 1.
     """
     a, b, c = coefficients
-    found = []
+    matrices = []
     for matrix in whole.reshape(-1, *whole.shape[-2:]):
         tall = matrix.shape[0] > matrix.shape[1]
         x = matrix.T if tall else matrix
@@ -180,5 +180,5 @@ def orthogonalised(
         for _ in range(steps):
             gram = x @ x.T
             x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        found.append(x.T if tall else x)
-    return torch.stack(found).view(whole.shape)
+        matrices.append(x.T if tall else x)
+    return torch.stack(matrices).view(whole.shape)

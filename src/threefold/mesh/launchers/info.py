@@ -153,7 +153,7 @@ def tasks_of_node(tasks: str, node: int) -> int | None:
     """Ranks on one node, from Slurm's `2(x3),1`; None if it does not say."""
     counts: list[int] = []
     for part in tasks.split(","):
-        if (found := re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)) is None:
+        if (match := re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)) is None:
             return None
-        counts += [int(found[1])] * min(int(found[2] or 1), node + 1)
+        counts += [int(match[1])] * min(int(match[2] or 1), node + 1)
     return counts[node] if node < len(counts) else None

@@ -114,13 +114,13 @@ def defaults(environ: Environ) -> tuple[Setting, ...]:
     Raises:
         ConfigError: sizes that are not numbers or contradict DP_SIZE, CP_SIZE or TP_SIZE.
     """
-    found = _accelerate_sizes(environ)
+    settings = _accelerate_sizes(environ)
     job = managed(environ)
     if job is not None and job.checkpoints is not None:
-        found.append(
+        settings.append(
             Setting("log.dir", as_yaml(str(job.checkpoints)), "SageMaker's checkpoint folder")
         )
-    return tuple(found)
+    return tuple(settings)
 
 
 def _accelerate_sizes(environ: Environ) -> list[Setting]:

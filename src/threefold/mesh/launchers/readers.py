@@ -32,7 +32,7 @@ def read(environ: Environ) -> LaunchInfo:
         info = _read_torchrun(environ)
         _refuse_lonely_agent(environ, info)
         return info
-    outer = next((found for reader in _READERS if (found := reader(environ)) is not None), None)
+    outer = next((each for reader in _READERS if (each := reader(environ)) is not None), None)
     plain = [name for name in _TORCH[:2] if name in environ]
     if plain and (outer is None or len(plain) == 2):
         info = _read_plain(environ, outer)
@@ -82,22 +82,22 @@ def _read_plain(environ: Environ, outer: LaunchInfo | None) -> LaunchInfo:
     variables = Variables(environ, "torchrun")
     rank, world_size, port = _torch_numbers(variables)
     # deepspeed's launcher has another name for it.
-    given = variables.number("LOCAL_WORLD_SIZE")
+    local_size = variables.number("LOCAL_WORLD_SIZE")
     local_rank = variables.number("LOCAL_RANK")
-    given = variables.number("LOCAL_SIZE") if given is None else given
+    local_size = variables.number("LOCAL_SIZE") if local_size is None else local_size
     if outer is None:
-        found = reserved(environ)
-        hosts = len(found[2]) if found is not None and world_size % len(found[2]) == 0 else 1
+        job = reserved(environ)
+        hosts = len(job[2]) if job is not None and world_size % len(job[2]) == 0 else 1
         # A PyTorchJob's RANK is the pod's; where nothing indicates other machines, there are none.
         one_per_pod = "KUBERNETES_SERVICE_HOST" in environ and local_rank is None
         local_world_size = (
-            given if given is not None else 1 if one_per_pod else world_size // hosts
+            local_size if local_size is not None else 1 if one_per_pod else world_size // hosts
         )
         host = environ.get("SM_CURRENT_HOST", "")
         own = rank % max(1, local_world_size)
         outer = LaunchInfo(local_rank=own, launcher="environment", host=host)
     else:
-        local_world_size = given if given is not None else outer.local_world_size
+        local_world_size = local_size if local_size is not None else outer.local_world_size
     info = dataclasses.replace(
         outer,
         rank=rank,
@@ -278,14 +278,14 @@ def _rendezvous_of(variables: Variables, info: LaunchInfo) -> tuple[str | None, 
     address, _, port = environ.get("AZ_BATCH_MASTER_NODE", "").partition(":")
     if address:
         return address, int(port) if is_number(port) else None
-    found = reserved(environ)
+    listed = reserved(environ)
     number = "".join(
         filter(
             str.isdecimal,
             environ.get("LSB_JOBID", "") or environ.get("PBS_JOBID", "").split(".")[0],
         )
     )
-    return (found[2][0] or None if found is not None else None), info_of.port_of_job(
+    return (listed[2][0] or None if listed is not None else None), info_of.port_of_job(
         int(number)
     ) if number else None
 
@@ -307,14 +307,14 @@ def _refuse_lonely_agent(environ: Environ, info: LaunchInfo) -> None:
         return
     names = [f"{prefix}_SIZE" for _, _, prefix in _MPIS]
     names += ["SLURM_STEP_NUM_TASKS", "PMI_SIZE", "PET_NNODES", "FLUX_JOB_SIZE"]
-    # How many agents the outer launchers have started, and the variable that tells.
+    # How many agents the outer launchers have started, and the variable that says so.
     started = {
         f"{name} = {environ[name]}": int(environ[name])
         for name in names
         if is_number(environ.get(name, ""))
     }
-    if (found := reserved(environ)) is not None:
-        started |= {f"{found[1].variable} has {len(found[2])} hosts": len(found[2])}
+    if (job := reserved(environ)) is not None:
+        started |= {f"{job[1].variable} has {len(job[2])} hosts": len(job[2])}
     for source, count in started.items():
         if count > 1:
             raise ConfigError(
@@ -335,8 +335,8 @@ def _refuse_forgotten_launcher(environ: Environ) -> None:
             expected="one process for each rank on all of the nodes",
             fix="srun python -m threefold ...   in the job script, or: unset SLURM_JOB_ID   (to use only this node)",
         )
-    if (found := reserved(environ)) is not None:
-        _, cluster, hosts = found
+    if (job := reserved(environ)) is not None:
+        _, cluster, hosts = job
         value = environ.get(cluster.variable, "")
         count = (
             f"= {value}: {cluster.several}" if cluster.several else f"has {len(hosts)} hosts"

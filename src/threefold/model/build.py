@@ -60,26 +60,26 @@ def build(
     Args:
         weights: in place of those that `config.model` names.
     """
-    found, stored = arranged(config, architecture, mesh)
-    model, seed = found.module, config.train.seed
-    given = nullcontext(weights) if weights is not None else None
-    with given or load.weights_of(
+    built, stored = arranged(config, architecture, mesh)
+    model, seed = built.module, config.train.seed
+    supplied = nullcontext(weights) if weights is not None else None
+    with supplied or load.weights_of(
         config.model, architecture, stored, seed=seed, mesh=mesh
     ) as read:
         weight_loading.fill(
             model,
             read,
             mesh=mesh,
-            tp_placements=found.tensor.placements,
+            tp_placements=built.tensor.placements,
             first_value=partial(lora.initial, seed=seed),
             offloaded=config.mesh.cpu_offload,
         )
     model.train()
-    if found.working is not None:
-        found.working.refresh()
+    if built.working is not None:
+        built.working.refresh()
     if resolved_on(mesh, config, architecture).data_parallel.value != "ddp":
-        return found
-    return dataclasses.replace(found, forward=data_parallel.replicate(model, mesh))
+        return built
+    return dataclasses.replace(built, forward=data_parallel.replicate(model, mesh))
 
 
 def resolved_on(mesh: Mesh, config: Config, architecture: PretrainedConfig) -> Resolved:
@@ -151,10 +151,10 @@ def arranged(
             )
         )
     sharing += [limits.said(config, mesh.topology)] if exact is not None else []
-    said = (f"data parallelism: {kind}", why), *(each for each in sharing if each is not None)
-    choices = (*said, *attention_choices, *split_choices, *loss_choices)
+    layout = (f"data parallelism: {kind}", why), *(each for each in sharing if each is not None)
+    choices = (*layout, *attention_choices, *split_choices, *loss_choices)
     rate, _ = automatic_rate(config.model)
-    found = Model(
+    built = Model(
         model,
         model,
         mesh,
@@ -168,7 +168,7 @@ def arranged(
         sums=exact or FloatSums(mesh),
         working=working,
     )
-    return found, stored
+    return built, stored
 
 
 def _working_copy(

@@ -88,8 +88,8 @@ class Recompiled:
 
     def look(self) -> int:
         """Recompilations so far; names what was compiled again more than `MANY` times."""
-        found = _reasons()
-        for code, (times, reason) in found.items():
+        by_code = _reasons()
+        for code, (times, reason) in by_code.items():
             if times > MANY and code not in self._said:
                 self._said.add(code)
                 why = " ".join(reason.split())
@@ -97,7 +97,7 @@ class Recompiled:
                     f"{code.co_qualname} was compiled again {times} times, each of which takes seconds or more; "
                     f"the last time because of {why}. --train.compile false trains without"
                 )
-        return sum(times for times, _ in found.values())
+        return sum(times for times, _ in by_code.values())
 
 
 def _reasons() -> dict[Any, tuple[int, str]]:
@@ -106,8 +106,8 @@ def _reasons() -> dict[Any, tuple[int, str]]:
     Each time it notes one reason for each graph that it has of the function, "GRAPH: REASON".
     """
     noted: Any = getattr(sys.modules.get("torch._dynamo.utils"), "guard_failures", {})
-    found = {}
+    by_code = {}
     for code, reasons in noted.items():
         graphs = Counter(reason.partition(":")[0] for reason in reasons)
-        found[code] = max(graphs.values()), reasons[-1].partition(":")[2]
-    return found
+        by_code[code] = max(graphs.values()), reasons[-1].partition(":")[2]
+    return by_code

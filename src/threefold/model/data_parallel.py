@@ -191,8 +191,8 @@ def replicate(model: PreTrainedModel, mesh: Mesh) -> DistributedDataParallel:
     """The model under torch's DistributedDataParallel over the dp ranks."""
     devices = [mesh.device.index] if mesh.device.type == "cuda" else None
     # Buffers are equal on all ranks and do not change; torch 2.13 renamed the setting and warns at the old name.
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    takes = inspect.signature(DistributedDataParallel.__init__).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in takes else "broadcast_buffers"
     wrapped = DistributedDataParallel(
         model,
         device_ids=devices,

@@ -198,12 +198,12 @@ def _rounded(
 
 
 def _gathered(
-    numbers: tuple[Tensor], known: Any, dtype: torch.dtype, *, out: Any = None
+    numbers: tuple[Tensor], metadata: Any, dtype: torch.dtype, *, out: Any = None
 ) -> Any:
-    """The weight of what was gathered; `out` has it already, and is given its scale."""
+    """The weight of what was gathered; `out` already holds it, and gets its scale."""
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
-    scale, products = known
+    scale, products = metadata
     if out is None:
         return Float8TrainingTensor(
             *numbers, scale, dtype, products, GemmInputRole.WEIGHT

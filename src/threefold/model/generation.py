@@ -1,7 +1,7 @@
 """What a model on the mesh writes after prompts: transformers' own generate, on every rank with its part of the model.
 
 The cp and tp ranks of a copy answer the same prompts together: each tp rank computes its heads and keeps their keys and
-values, each cp rank computes whole rows. Sharded weights are gathered for each token, by ranks that go on until the
+values, each cp rank computes whole rows. Sharded weights are gathered for each token, by ranks that continue until the
 last of them has finished. Logits are whole on each rank, and all draw from them with the same seed.
 """
 
@@ -32,7 +32,7 @@ def generate(model: Model, input_ids: Tensor, *, seed: int, **options: Any) -> A
             expected="a causal language model of transformers",
             fix="model.module, if it has a generate of its own and is not sharded",
         )
-    given = dict(options)
+    arguments = dict(options)
 
     def read() -> tuple[list[dict[str, Tensor]], int]:
         check_argument(
@@ -43,21 +43,21 @@ def generate(model: Model, input_ids: Tensor, *, seed: int, **options: Any) -> A
             fix="model.generate(tokenizer(prompts, return_tensors='pt')['input_ids'])",
         )
         model.refuse_strange("input_ids", input_ids)
-        given["input_ids"] = input_ids
-        given.setdefault("attention_mask", torch.ones_like(input_ids))
-        return [{name: each for name, each in given.items() if isinstance(each, Tensor)}], 0
+        arguments["input_ids"] = input_ids
+        arguments.setdefault("attention_mask", torch.ones_like(input_ids))
+        return [{name: each for name, each in arguments.items() if isinstance(each, Tensor)}], 0
 
     (rows,), _ = mesh.agree("generate", 0, read)
-    given |= {name: each.to(mesh.device) for name, each in rows.items()}
-    given.setdefault("use_cache", True)
-    given["synced_gpus"] = mesh.world_size > 1 and isinstance(module, FSDPModule)
+    arguments |= {name: each.to(mesh.device) for name, each in rows.items()}
+    arguments.setdefault("use_cache", True)
+    arguments["synced_gpus"] = mesh.world_size > 1 and isinstance(module, FSDPModule)
     start = _Start(model)
     model.trust_no_weight()
     # Rotary factors of a longer text than any that is trained on would stay.
     with _writing(model, start), noise.without_trace(module, mesh.device):
         torch.manual_seed(seed)
         try:
-            written: Any = module.generate(**given)
+            written: Any = module.generate(**arguments)
         except Exception as error:  # of any class: the other ranks wait for this one
             start.refuse(error)
             raise
@@ -109,10 +109,10 @@ def _writing(model: Model, start: _Start) -> Iterator[None]:
 
     @functools.wraps(own)
     def forward(*arguments: Any, **named: Any) -> Any:
-        found = own(*arguments, **named)
+        outputs = own(*arguments, **named)
         if vocabulary is not None and (group := model.mesh.group("tp")) is not None:
-            found.logits = join(found.logits, group, dim=-1, total=vocabulary)
-        return found
+            outputs.logits = join(outputs.logits, group, dim=-1, total=vocabulary)
+        return outputs
 
     with ExitStack() as stack:
         if model.context is not None:

@@ -91,9 +91,9 @@ def read_kind(source: str) -> str | None:
     for name, sign, value in re.findall(_ASSIGNED, source, flags=re.MULTILINE):
         if name.endswith("router_logits"):
             continue
-        known = {"hidden_states": _OF_HIDDEN_STATES, "logits": _OF_LOGITS}.get(name, {})
+        patterns = {"hidden_states": _OF_HIDDEN_STATES, "logits": _OF_LOGITS}.get(name, {})
         step = next(
-            (step for pattern, step in known.items() if re.fullmatch(pattern, value)), None
+            (step for pattern, step in patterns.items() if re.fullmatch(pattern, value)), None
         )
         if sign != "=" or step is None:
             return None
@@ -102,11 +102,11 @@ def read_kind(source: str) -> str | None:
 
 
 def below_head(model: PreTrainedModel) -> nn.Module | None:
-    """The model below the head; the only one there is where a class does not name it as its prefix says (llama4)."""
+    """The model below the head; the only one, where a class does not name it as its prefix says (llama4)."""
     if model.base_model is not model:
         return model.base_model
-    found = [child for child in model.children() if isinstance(child, PreTrainedModel)]
-    return found[0] if len(found) == 1 else None
+    models = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return models[0] if len(models) == 1 else None
 
 
 def first_position(model: nn.Module) -> int:
@@ -162,14 +162,14 @@ def install(
         if first:
             inputs["position_ids"] = inputs["position_ids"] + first
         by_itself = inner is None or (kind is None and outputs != "hidden_states")
-        found = own_forward(**inputs) if by_itself else inner(**inputs)  # type: ignore[misc]
-        routers = tuple(getattr(found, "router_logits", None) or ())
+        computed = own_forward(**inputs) if by_itself else inner(**inputs)  # type: ignore[misc]
+        routers = tuple(getattr(computed, "router_logits", None) or ())
         if labels is None or token_loss is None:
-            return Outputs(end.values(found, outputs), routers)
+            return Outputs(end.values(computed, outputs), routers)
         if outputs == "log_probabilities":
-            parts = end.by_chunks(found, labels.flatten(), token_loss)
+            parts = end.by_chunks(computed, labels.flatten(), token_loss)
             return Outputs(-torch.cat([each for each, _ in parts]).view_as(labels), routers)
-        objective, cross_entropy, each = end.sums(found, labels.flatten(), token_loss)
+        objective, cross_entropy, each = end.sums(computed, labels.flatten(), token_loss)
         return Sums(objective, cross_entropy, routers, each.view(labels.shape).sum(1))
 
     model.forward = forward  # type: ignore[method-assign]
@@ -186,30 +186,30 @@ class _End:
     sharers: dist.ProcessGroup | None
     splitters: dist.ProcessGroup | None
 
-    def values(self, found: Any, of: str) -> Tensor:
+    def values(self, outputs: Any, of: str) -> Tensor:
         """Hidden states or logits."""
         if of == "hidden_states":
-            hidden: Tensor = found.last_hidden_state
+            hidden: Tensor = outputs.last_hidden_state
             return hidden if self.sharers is None else join(hidden, self.sharers, dim=1)
         return (
-            found.logits
+            outputs.logits
             if self.kind is None
-            else logits_of(self.model, self._whole(found), self.kind)
+            else logits_of(self.model, self._whole(outputs), self.kind)
         )
 
     def sums(
-        self, found: Any, labels: Tensor, token_loss: Loss
+        self, outputs: Any, labels: Tensor, token_loss: Loss
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(what is minimised, the cross entropy alone) over labels [tokens], and that of each token."""
         head: Any = self.model.get_output_embeddings()
         if self.kind is None or not is_product(head):
-            parts = self.by_chunks(found, labels, token_loss)
+            parts = self.by_chunks(outputs, labels, token_loss)
             objectives, entropies = zip(
                 *((each.sum(), entropy.detach()) for each, entropy in parts), strict=True
             )
             each = torch.cat(entropies)
             return sum(objectives[1:], objectives[0]), each.sum(), each
-        hidden = self._whole(found).flatten(0, 1)
+        hidden = self._whole(outputs).flatten(0, 1)
         if self.splitters is not None and self.sharers is None:
             # Each rank knows what its part of the vocabulary contributes.
             hidden = sum_gradient(hidden, self.splitters)
@@ -217,13 +217,13 @@ class _End:
         return sums_of(hidden, head, labels, token_loss, bend=bend, size=self._size(hidden))
 
     def by_chunks(
-        self, found: Any, labels: Tensor, token_loss: Loss
+        self, outputs: Any, labels: Tensor, token_loss: Loss
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """What `token_loss` gives for each token of each chunk; backward computes its logits again."""
         if self.kind is None:
-            yield token_loss.of_each(found.logits.flatten(0, 1), labels)
+            yield token_loss.of_each(outputs.logits.flatten(0, 1), labels)
             return
-        hidden = self._whole(found).flatten(0, 1)
+        hidden = self._whole(outputs).flatten(0, 1)
         kind, size = self.kind, self._size(hidden)
 
         def one(states: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,8 +233,8 @@ class _End:
         for pair in zip(hidden.split(size), labels.split(size), strict=True):
             yield again(*pair) if torch.is_grad_enabled() and size < len(hidden) else one(*pair)
 
-    def _whole(self, found: Any) -> Tensor:
-        hidden: Tensor = found.last_hidden_state
+    def _whole(self, outputs: Any) -> Tensor:
+        hidden: Tensor = outputs.last_hidden_state
         return hidden if self.sharers is None else gather_parts(hidden, self.sharers)
 
     def _size(self, hidden: Tensor) -> int:

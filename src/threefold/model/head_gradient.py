@@ -93,11 +93,11 @@ def sums_of(
         size: tokens at a time.
     """
     weight = local_part(head.weight)
-    given = (hidden, weight, local_part(head.bias))
+    tensors = (hidden, weight, local_part(head.bias))
     grows = torch.is_grad_enabled()
-    wanted = tuple(grows and each is not None and each.requires_grad for each in given)
-    found: Any = _SumsByChunks.apply(*given, labels, _Work(loss, bend, size, wanted))  # type: ignore[arg-type]
-    return found[0], found[1], found[2]
+    wanted = tuple(grows and each is not None and each.requires_grad for each in tensors)
+    summed: Any = _SumsByChunks.apply(*tensors, labels, _Work(loss, bend, size, wanted))  # type: ignore[arg-type]
+    return summed[0], summed[1], summed[2]
 
 
 Kept: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]

@@ -86,9 +86,9 @@ def kept_layers(values: Values) -> list[int]:
     """Numbers of the layers to keep: the first of each kind, two at least, and four if there is a period."""
     depth = first_of(values, DEPTH) or 0
     traits = [
-        found
+        trait
         for name, value in values.items()
-        if (found := _trait(name, value, depth)) is not None
+        if (trait := _trait(name, value, depth)) is not None
     ]
     kinds = list(zip(*traits, strict=True)) or [()] * depth
     kept = sorted({kinds.index(kind) for kind in set(kinds)})

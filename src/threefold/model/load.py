@@ -122,11 +122,11 @@ def _config_from_values(values: dict[str, Any]) -> PretrainedConfig:
         ) from error
     if unknown:
         owner, dot, leaf = unknown[0].rpartition(".")
-        known = [
+        names = [
             *(() if dot else dir(AutoConfig.for_model(model_type))),
             *RopeParameters.__annotations__,
         ]
-        near = [f"{owner}{dot}{name}" for name in difflib.get_close_matches(leaf, known, n=1)]
+        near = [f"{owner}{dot}{name}" for name in difflib.get_close_matches(leaf, names, n=1)]
         raise ConfigError(
             f"model.config has a key that {model_type!r} does not know: {', '.join(unknown)}",
             expected="the architecture's own keys: transformers would ignore this one, and train another model",
@@ -138,30 +138,30 @@ def _config_from_values(values: dict[str, Any]) -> PretrainedConfig:
 def unknown_keys(model_type: str, values: Mapping[str, Any]) -> list[str]:
     """The keys that an architecture's config does not have, and that no source which could read them names.
 
-    Those of mappings inside are asked for too, and have their path: `rope_parameters.rope_tpye`.
+    Keys of nested mappings are checked too, and have their path: `rope_parameters.rope_tpye`.
     """
-    known = AutoConfig.for_model(model_type)
-    # Not by `hasattr`, which a config refuses for a value that its layers have each.
-    names = {*dir(known), *known.to_dict(), *known.attribute_map}
-    found: dict[str, str] = {key: key for key in values if key not in names}
+    config = AutoConfig.for_model(model_type)
+    # Not by `hasattr`, which a config refuses for a value that each of its layers has.
+    names = {*dir(config), *config.to_dict(), *config.attribute_map}
+    unknown: dict[str, str] = {key: key for key in values if key not in names}
     parts: list[str] = []
     for key, value in values.items():
         if isinstance(value, dict) and key in names and key not in _FREE_FORM:
-            kind = value.get("model_type") or known.to_dict().get(key, {}).get("model_type")
+            kind = value.get("model_type") or config.to_dict().get(key, {}).get("model_type")
             if kind in CONFIG_MAPPING:
                 parts += [f"{key}.{path}" for path in unknown_keys(kind, value)]
             elif kind is None:
-                found |= {f"{key}.{path}": path.rpartition(".")[2] for path in _paths(value)}
-    if not found:
+                unknown |= {f"{key}.{path}": path.rpartition(".")[2] for path in _paths(value)}
+    if not unknown:
         return parts
-    files = list(Path(inspect.getfile(type(known))).parent.glob("*.py"))
+    files = list(Path(inspect.getfile(type(config))).parent.glob("*.py"))
     files += [Path(transformers.__file__).with_name(f"{name}.py") for name in _CONFIG_READERS]
     words = {
         word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))
     }
     # A number is that of a layer.
     return [
-        path for path, key in found.items() if key not in words and not key.isdigit()
+        path for path, key in unknown.items() if key not in words and not key.isdigit()
     ] + parts
 
 
@@ -244,9 +244,9 @@ def weights_of(
     """
     names = set(stored.shapes)
     if asked.name_or_path is not None:
-        found = _index(Path(mesh.once_per_host("download", lambda: _checked(asked, stored))))
-        if names <= found.keys():
-            yield readers(found)
+        files = _index(Path(mesh.once_per_host("download", lambda: _checked(asked, stored))))
+        if names <= files.keys():
+            yield readers(files)
             return
 
     def stage() -> str:
@@ -304,15 +304,15 @@ def _index(folder: Path) -> dict[str, Path]:
             return {name: folder / Path(file).name for name, file in weight_map.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise weight_check.damaged(index, error, name=str(folder)) from error
-    found, whole = {}, folder / "model.safetensors"
+    files, whole = {}, folder / "model.safetensors"
     # Without an index transformers reads that one file; others (adapters, another layout) are not the model's.
     for file in [whole] if whole.exists() else sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensors:
-                found.update(dict.fromkeys(tensors.keys(), file))
+                files.update(dict.fromkeys(tensors.keys(), file))
         except (OSError, SafetensorError) as error:
             raise weight_check.damaged(file, error, name=str(folder)) from error
-    return found
+    return files
 
 
 def _stage(
@@ -363,14 +363,14 @@ def fingerprint(asked: ModelConfig) -> str:
     """
     if asked.name_or_path is None:
         return "random"
-    seen = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     for file in sorted(
         path for path in _download(asked).iterdir() if path.suffix in (".safetensors", ".bin")
     ):
-        seen.update(f"{file.name} {file.stat().st_size} ".encode())
+        hasher.update(f"{file.name} {file.stat().st_size} ".encode())
         with file.open("rb") as opened:
-            seen.update(hashlib.file_digest(opened, xxhash.xxh3_128).digest())  # type: ignore[arg-type]
-    return f"xxh3:{seen.hexdigest()}"
+            hasher.update(hashlib.file_digest(opened, xxhash.xxh3_128).digest())  # type: ignore[arg-type]
+    return f"xxh3:{hasher.hexdigest()}"
 
 
 def base_of(config: Config, mesh: Mesh) -> str | None:
@@ -410,13 +410,13 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     Not parts of one, nor what has the embedding (bert's), whose weight may be the head's too.
     """
     if blocks := set(getattr(model, "_no_split_modules", None) or ()):
-        found, inside = list[nn.Module](), set[nn.Module]()
+        layers, inside = list[nn.Module](), set[nn.Module]()
         for module in model.modules():
             if type(module).__name__ in blocks and module not in inside:
                 inside.update(module.modules())
                 if not any(isinstance(part, nn.Embedding) for part in module.children()):
-                    found.append(module)
-        return found
+                    layers.append(module)
+        return layers
     lists = [[*each.children()] for each in model.modules() if isinstance(each, nn.ModuleList)]
     alike = [each for each in lists if len({type(module) for module in each}) == 1]
     return max(alike, key=len, default=[])

@@ -164,15 +164,15 @@ class Model:
         """
         if self.context is None:
             with self.casting():
-                found = self.forward(*arguments, **inputs)
+                outputs = self.forward(*arguments, **inputs)
             if not torch.is_grad_enabled():
                 reshard(self.forward)
-            for values in tree_leaves(found):
+            for values in tree_leaves(outputs):
                 _for_scoring(values)
-            return found
-        given = {**dict(zip(_ROWS, arguments, strict=False)), **inputs}
+            return outputs
+        named = {**dict(zip(_ROWS, arguments, strict=False)), **inputs}
         rows = {
-            name: rows for name, rows in given.items() if rows is not None and name != "padding"
+            name: rows for name, rows in named.items() if rows is not None and name != "padding"
         }
         if unknown := sorted(rows.keys() - set(_ROWS)):
             raise ConfigError(
@@ -196,7 +196,7 @@ class Model:
                 self.refuse_rows(rows)
                 return [rows], 0
 
-            # What one rank refuses, all that share its rows raise: none waits for it.
+            # All that share its rows raise what one rank refuses: none waits for it.
             if cp * self.mesh.size("tp") > 1:
                 self.mesh.agree("model(...)", 0, read)
             else:
@@ -291,23 +291,23 @@ class Model:
                 if isinstance(self.forward, DistributedDataParallel)
                 else self.forward
             )
-            found: Outputs = called(
+            outputs: Outputs = called(
                 **arguments_of(local), **targets, outputs=of, output_router_logits=routers
             )
-        values = found.values.float()
+        values = outputs.values.float()
         start = self.tensor.vocabulary_start
         group = self.mesh.group("tp")
         if of == "logits" and group is not None and start is not None:
             total = self.module.get_output_embeddings().weight.shape[0]
             values = join(values, group, dim=-1, total=total)
-        return Outputs(values, found.router_logits)
+        return Outputs(values, outputs.router_logits)
 
     def own_outputs(self, batch: Mapping[str, Any]) -> Any:
         """What a custom module returns for the entries of a batch that its forward takes by name."""
         parameters = inspect.signature(self.module.forward).parameters
         takes = {name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD}
-        given = {name: values for name, values in batch.items() if name in takes}
-        if not given:
+        entries = {name: values for name, values in batch.items() if name in takes}
+        if not entries:
             raise ConfigError(
                 f"the batch has {', '.join(map(repr, batch)) or 'no entries'}; {type(self.module).__name__}.forward "
                 f"takes {', '.join(sorted(takes)) or 'none by name'}",
@@ -317,7 +317,7 @@ class Model:
                 else "name forward's arguments",
             )
         with self.casting():
-            return self.forward(**given)
+            return self.forward(**entries)
 
     def refuse_strange(self, name: str, ids: Tensor, besides: int | None = None) -> None:
         """ConfigError for ids that the vocabulary does not have: on tp ranks no part of it would know them."""

@@ -2,7 +2,7 @@
 
 A model in bfloat16 has float32 weights, of which FSDP2 gives each forward a copy in bfloat16 (one process keeps it:
 `working_copy`), and sums the gradients in float32. What comes in between is transformers' own arithmetic, with no
-cast of ours. Some tensors stay float32: those that transformers lists, and those that its layers take as float32
+further cast. Some tensors stay float32: those that transformers lists, and those that its layers take as float32
 whatever the others are.
 """
 
@@ -98,8 +98,8 @@ def _computes_in_float32(router: nn.Module, hidden_size: int) -> bool:
             for name, each in router.named_parameters()
         }
         states = torch.zeros(4, hidden_size, dtype=torch.bfloat16)
-        found = torch.func.functional_call(router, {**own, **buffers}, (states,))
-        return [leaf.dtype for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+        outputs = torch.func.functional_call(router, {**own, **buffers}, (states,))
+        return [leaf.dtype for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
     try:
         return types(torch.float32) == types(torch.bfloat16)

@@ -214,16 +214,16 @@ class _ReducedSizes:
         self._tokens: dict[int, int] = {}
 
     def values(self) -> Values:
-        found = {name: self._reduced(name, value) for name, value in self._real.items()}
+        small = {name: self._reduced(name, value) for name, value in self._real.items()}
         depth = first_of(self._real, DEPTH) or 0
-        found = {
-            name: cut_depth(name, value, self._layers, depth) for name, value in found.items()
+        small = {
+            name: cut_depth(name, value, self._layers, depth) for name, value in small.items()
         }
-        for layer, own in (found.get("per_layer_config") or {}).items():
-            found["per_layer_config"][layer] = self._own_sizes(own)
-        self._fit_heads(found)
-        self._fit_positions(found)
-        return found
+        for layer, own in (small.get("per_layer_config") or {}).items():
+            small["per_layer_config"][layer] = self._own_sizes(own)
+        self._fit_heads(small)
+        self._fit_positions(small)
+        return small
 
     def _head_pair(self, heads: int, kv_heads: int) -> tuple[int, int]:
         """(query heads, key-value heads): all the same, in groups, or one of them for all, as the real ones are."""
@@ -264,7 +264,7 @@ class _ReducedSizes:
     def _size(self, name: str, value: Any) -> Any:
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             return value
-        return next((size(value) for found, size in self._rules() if found(name)), value)
+        return next((size(value) for fits, size in self._rules() if fits(name)), value)
 
     def _rules(self) -> Sequence[tuple[Callable[[str], Any], Callable[[int], int]]]:
         ranks, hidden = self._ranks, self._hidden
@@ -366,40 +366,40 @@ class _ReducedSizes:
             )
         return sizes
 
-    def _fit_heads(self, found: Values) -> None:
+    def _fit_heads(self, small: Values) -> None:
         """Latent attention: a head's width is the sum of two, and `head_dim` can mean one of them."""
         rope = self._real.get("qk_rope_head_dim")
         nope = self._real.get("qk_nope_head_dim")
-        if isinstance(rope, int) and isinstance(found.get("head_dim"), int):
-            found["head_dim"] = (
-                max(1, self._real["head_dim"] // rope) * found["qk_rope_head_dim"]
+        if isinstance(rope, int) and isinstance(small.get("head_dim"), int):
+            small["head_dim"] = (
+                max(1, self._real["head_dim"] // rope) * small["qk_rope_head_dim"]
             )
         if (
             isinstance(rope, int)
             and isinstance(nope, int)
             and self._real.get("qk_head_dim") == rope + nope
         ):
-            found["qk_head_dim"] = found["qk_rope_head_dim"] + found["qk_nope_head_dim"]
+            small["qk_head_dim"] = small["qk_rope_head_dim"] + small["qk_nope_head_dim"]
             if self._real.get("head_dim") == rope + nope:
-                found["head_dim"] = found["qk_head_dim"]
+                small["head_dim"] = small["qk_head_dim"]
         if isinstance(rotary := self._real.get("rotary_dim"), int):
             real = self._real.get("head_dim") or self._real_head
-            head = found.get("head_dim") or self._hidden // self._heads
-            found["rotary_dim"] = head if rotary >= real else head // 2
+            head = small.get("head_dim") or self._hidden // self._heads
+            small["rotary_dim"] = head if rotary >= real else head // 2
 
-    def _fit_positions(self, found: Values) -> None:
+    def _fit_positions(self, small: Values) -> None:
         """Positions that a rotary embedding was first trained for: half a row, so that both of its regimes are met."""
         head = (
-            found.get("qk_rope_head_dim")
-            or found.get("head_dim")
+            small.get("qk_rope_head_dim")
+            or small.get("head_dim")
             or self._hidden // self._heads
         )
-        share = found.get("partial_rotary_factor") or 1.0
+        share = small.get("partial_rotary_factor") or 1.0
         for name in ("rope_parameters", "rope_scaling"):
-            if isinstance(found.get(name), dict):
-                found[name] = self._rope(found[name], head=head, share=share)
-        if isinstance(found.get("original_max_position_embeddings"), int):
-            found["original_max_position_embeddings"] = self._seq_len // 2
+            if isinstance(small.get(name), dict):
+                small[name] = self._rope(small[name], head=head, share=share)
+        if isinstance(small.get("original_max_position_embeddings"), int):
+            small["original_max_position_embeddings"] = self._seq_len // 2
 
     def _rope(self, values: Values, *, head: int, share: float) -> Values:
         share = values.get("partial_rotary_factor") or share
@@ -423,9 +423,9 @@ class _RealSizes(_ReducedSizes):
 
     def values(self) -> Values:
         depth = first_of(self._real, DEPTH) or 0
-        found = {name: self._reduced(name, value) for name, value in self._real.items()}
+        small = {name: self._reduced(name, value) for name, value in self._real.items()}
         return {
-            name: cut_depth(name, value, self._layers, depth) for name, value in found.items()
+            name: cut_depth(name, value, self._layers, depth) for name, value in small.items()
         }
 
     def _reduced(self, name: str, value: Any) -> Any:

@@ -29,7 +29,7 @@ def on_mesh(module: nn.Module, mesh: Mesh, *, dtype: str) -> Model:
     Raises:
         ConfigError: the mesh or the module has what cannot be kept exact; on every rank.
     """
-    seen = [
+    tensors = [
         [name, [*values.shape], str(values.dtype)]
         for name, values in (*module.named_parameters(), *module.named_buffers())
     ]
@@ -44,7 +44,7 @@ def on_mesh(module: nn.Module, mesh: Mesh, *, dtype: str) -> Model:
             )
         return ""
 
-    mesh.decide("own module", seen, judge)
+    mesh.decide("own module", tensors, judge)
     module.to(mesh.device)
     group = mesh.group("world")
     for values in (*module.parameters(), *module.buffers()):

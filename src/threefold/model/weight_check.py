@@ -1,7 +1,7 @@
 """Whether a named model's files hold its weights: every tensor once, under its own name, in its own shape, as floats.
 
 In: the names and shapes of the architecture, and the files' headers (the tensors themselves are not read), or what
-transformers reports of a load of its own. Out: nothing, or one error that names what is missing, unexpected, misshapen,
+transformers reports of its own load. Out: nothing, or one error that names what is missing, unexpected, misshapen,
 quantised or damaged. A missing tensor would be trained from random numbers, and a tensor that the model lacks would be
 left out, and no curve would show it. `model.init_missing` allows weights that are meant to be new.
 """
@@ -81,12 +81,12 @@ def _read(file: Path, name: str) -> Tensor:
 
 def refuse_quantised(config: PretrainedConfig, *, name: str) -> None:
     """ConfigError where a model's config says that its tensors are codes of a quantisation."""
-    found = getattr(config, "quantization_config", None)
-    if found:
+    settings = getattr(config, "quantization_config", None)
+    if settings:
         method = (
-            found.get("quant_method")
-            if isinstance(found, Mapping)
-            else getattr(found, "quant_method", None)
+            settings.get("quant_method")
+            if isinstance(settings, Mapping)
+            else getattr(settings, "quant_method", None)
         )
         raise ConfigError(
             f"model.name_or_path = {name!r} is quantised ({method or 'quantization_config'})",
@@ -153,8 +153,8 @@ def check_loaded(info: Mapping[str, Any], *, name: str, allowed: Sequence[str]) 
         if not any(fnmatchcase(key, each) for each in allowed)
     )
     misshapen = [
-        f"{key} {list(found)} instead of {list(own)}"
-        for key, found, own in info["mismatched_keys"]
+        f"{key} {list(stored)} instead of {list(own)}"
+        for key, stored, own in info["mismatched_keys"]
     ]
     fix = _fix_of_missing(missing[0], unexpected) if missing else ""
     _refuse(
@@ -166,9 +166,9 @@ def check_loaded(info: Mapping[str, Any], *, name: str, allowed: Sequence[str]) 
     )
 
 
-def refuse_not_finite(found: Sequence[Sequence[str]]) -> None:
-    """ConfigError where any rank has read a weight that is NaN or infinite; `found` has their names by rank."""
-    names = sorted({each for own in found for each in own})
+def refuse_not_finite(by_rank: Sequence[Sequence[str]]) -> None:
+    """ConfigError where any rank has read a weight that is NaN or infinite; `by_rank` has their names."""
+    names = sorted({each for own in by_rank for each in own})
     if names:
         raise ConfigError(
             f"the model has {len(names):,} tensors with NaN or infinite values: {_named(names)}",
@@ -179,7 +179,7 @@ def refuse_not_finite(found: Sequence[Sequence[str]]) -> None:
 
 def _headers(files: Mapping[str, Path], name: str) -> dict[str, tuple[str, Shape]]:
     """(type, shape) of each tensor, from the files' headers."""
-    found: dict[str, tuple[str, Shape]] = {}
+    headers: dict[str, tuple[str, Shape]] = {}
     for file in sorted(set(files.values())):
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -190,10 +190,10 @@ def _headers(files: Mapping[str, Path], name: str) -> dict[str, tuple[str, Shape
                             f"its index names {tensor}, which the file does not hold"
                         )
                     part = tensors.get_slice(tensor)
-                    found[tensor] = part.get_dtype(), tuple(part.get_shape())
+                    headers[tensor] = part.get_dtype(), tuple(part.get_shape())
         except (OSError, SafetensorError, KeyError) as error:
             raise damaged(file, error, name=name) from error
-    return found
+    return headers
 
 
 def damaged(file: Path, error: Exception, *, name: str) -> ConfigError:

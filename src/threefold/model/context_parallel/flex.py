@@ -56,7 +56,7 @@ def block_mask(
     Args:
         mask_function: (row, head, query's place, key's place) -> whether the query sees the key.
         queries: true places in the row of the local queries, int64 [queries]; as many as keys: those are whole rows.
-        num_keys: of a row; they stand in its order.
+        num_keys: of a row; they are in its order.
         documents: [batch, sequence] number of each token's document by its true place, or None.
     """
     starts = starts_of_documents(documents).int() if documents is not None else None
@@ -68,14 +68,14 @@ def block_mask(
         if starts is None:
             return mask_function(row, head, own, key)
         start = starts[row, own]
-        # Of the keys up to the query those of its document begin at its start; of later ones only their own start says.
+        # Keys up to the query are of its document from its start on; of later ones only their own start says so.
         inside = key >= start if causal else starts[row, key] == start
         return inside & mask_function(row, head, own - start, key - start)
 
     create = _compiled(create_block_mask) if queries.is_cuda else create_block_mask
     rows = batch if documents is not None else None
-    found: BlockMask = create(sees, rows, None, len(queries), num_keys, device=queries.device)
-    return found
+    mask: BlockMask = create(sees, rows, None, len(queries), num_keys, device=queries.device)
+    return mask
 
 
 def hides_later_keys(mask_function: MaskFunction) -> bool:

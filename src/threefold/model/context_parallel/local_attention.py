@@ -72,11 +72,11 @@ class BatchMasks:
             )
         skips = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
         kwargs |= dict.fromkeys(skips, False)
-        seen = self._boolean(batch_size, mask_function=mask_function, device=device, **kwargs)
-        assert isinstance(seen, Tensor)
+        shown = self._boolean(batch_size, mask_function=mask_function, device=device, **kwargs)
+        assert isinstance(shown, Tensor)
         dtype = kwargs.get("dtype", torch.float32)
-        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(
-            ~seen, torch.finfo(dtype).min
+        return torch.zeros(shown.shape, dtype=dtype, device=device).masked_fill_(
+            ~shown, torch.finfo(dtype).min
         )
 
     def _boolean(
@@ -173,12 +173,12 @@ def _halved(mask: Tensor, in_row: Tensor) -> HalvedMask:
     """
     halves: list[tuple[slice, Tensor | None]] = []
     for own, wide in zip(mask.chunk(2, dim=2), in_row.chunk(2, dim=2), strict=True):
-        seen = slice(None)
-        if not own.is_cuda:  # which would have to be waited for
+        span = slice(None)
+        if not own.is_cuda:  # there the host would have to wait
             keys = wide.any(dim=2).flatten(0, 1).any(dim=0).nonzero()
             # A mask may be made for no layer (a window of 0), and show nothing.
-            seen = slice(int(keys[0]), int(keys[-1]) + 1) if len(keys) else slice(None)
-        halves.append((seen, own[..., seen]))
+            span = slice(int(keys[0]), int(keys[-1]) + 1) if len(keys) else slice(None)
+        halves.append((span, own[..., span]))
     return tuple(halves)
 
 
@@ -201,9 +201,9 @@ def attend(
         return attend_lengths((query, key, value), mask, scaling=kwargs.get("scaling")), None
     if isinstance(mask, tuple):
         outputs = []
-        for queries, (seen, own) in zip(query.chunk(2, dim=2), mask, strict=True):
+        for queries, (span, own) in zip(query.chunk(2, dim=2), mask, strict=True):
             outputs.append(
-                attend(module, queries, key[:, :, seen], value[:, :, seen], own, **kwargs)[0]
+                attend(module, queries, key[:, :, span], value[:, :, span], own, **kwargs)[0]
             )
         return torch.cat(outputs, dim=1), None  # (batch, queries, heads, head)
     if (

@@ -134,21 +134,21 @@ def keep_documents_apart(model: nn.Module, rows: Callable[[], DocumentRows | Non
     Args:
         rows: those of the batch at hand; None if it has no documents.
     """
-    found = list(carriers(model))
-    for module in found:
+    layers = list(carriers(model))
+    for module in layers:
         module.forward = _apart(module.forward, rows)
-    return bool(found)
+    return bool(layers)
 
 
 def _apart(
     own: Callable[..., Any], rows: Callable[[], DocumentRows | None]
 ) -> Callable[..., Any]:
     def forward(*arguments: Any, **keywords: Any) -> Any:
-        known = rows()
+        documents = rows()
         return (
             own(*arguments, **keywords)
-            if known is None
-            else known.run(own, *arguments, **keywords)
+            if documents is None
+            else documents.run(own, *arguments, **keywords)
         )
 
     return forward

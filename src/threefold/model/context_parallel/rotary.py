@@ -92,11 +92,11 @@ def _at_positions(
     own: Callable[..., Tensor], positions: Callable[[], Tensor | None]
 ) -> Callable[..., Tensor]:
     def forward(*arguments: Any, **keywords: Any) -> Tensor:
-        known = positions()
-        if known is None:
+        position_ids = positions()
+        if position_ids is None:
             return own(*arguments, **keywords)
-        found = own(*arguments, **{**keywords, "position_ids": known})
-        return found.view(*known.shape, found.shape[-1])
+        embedded = own(*arguments, **{**keywords, "position_ids": position_ids})
+        return embedded.view(*position_ids.shape, embedded.shape[-1])
 
     return forward
 
@@ -106,10 +106,10 @@ def _by_length(module: Any, lengths: Callable[[], Tensor | None]) -> Callable[..
 
     def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         kind: Any = {} if layer_type is None else {"layer_type": layer_type}
-        known = lengths()
+        length = lengths()
         settings = module.config.rope_parameters
         if (
-            known is None
+            length is None
             or (module.rope_type if layer_type is None else module.rope_type[layer_type])
             != _LONG
         ):
@@ -120,7 +120,7 @@ def _by_length(module: Any, lengths: Callable[[], Tensor | None]) -> Callable[..
         short = own(x, position_ids.clamp(max=limit - 1), **kind)
         beyond = position_ids.new_full((*position_ids.shape[:-1], 1), limit)
         long = own(x, torch.cat([position_ids, beyond], dim=-1), **kind)
-        is_long = (known > limit)[..., None]
+        is_long = (length > limit)[..., None]
         if isinstance(short, Tensor):
             return torch.where(is_long, long[..., :-1, :], short)
         return tuple(

@@ -70,8 +70,8 @@ def split_problems(
         what = f"mesh.cp = {topology.cp}, but {config.model_type!r} has recurrent layers ({', '.join(carried)})"
         expected = "attention layers only: a recurrent state runs along the whole sequence"
         return [Problem(what, expected, "--mesh.cp 1   (use mesh.dp or mesh.tp instead)")]
-    if model is not None and (found := limits.cp_problems(model, topology)):
-        return found
+    if model is not None and (problems := limits.cp_problems(model, topology)):
+        return problems
     if method == "ulysses" and not heads_divide(heads_of(config), topology):
         what = f"mesh.cp_method = ulysses, but the heads of a tp rank do not divide by mesh.cp ({topology.cp})"
         expected = "attention heads and key-value heads that are multiples of mesh.tp x mesh.cp"

@@ -279,10 +279,10 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 def _refuse_strangers(model: nn.Module, gradients: Sequence[Tensor | None]) -> None:
     """RunError if a parameter has a gradient that is not a part of a unit's, and so was not summed."""
-    known = {each.untyped_storage().data_ptr() for each in gradients if each is not None}
+    summed = {each.untyped_storage().data_ptr() for each in gradients if each is not None}
     for name, parameter in model.named_parameters():
         own = None if parameter.grad is None else local_part(parameter.grad)
-        if own is not None and own.numel() and own.untyped_storage().data_ptr() not in known:
+        if own is not None and own.numel() and own.untyped_storage().data_ptr() not in summed:
             raise RunError(
                 f"the gradient of {name} was not summed exactly",
                 expected="gradients that FSDP2 makes of what it reduced, as in torch 2.11 to 2.13",

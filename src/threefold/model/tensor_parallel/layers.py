@@ -163,8 +163,8 @@ class SharedInput:
         opened, self._opened = self._opened, None
         if opened is not None and opened[0] is x and opened[1] is module.weight:
             return opened[2](bias)
-        known = self._last is not None and self._last[0] is x
-        if self.scattered or known or not _leaves(x, weight):
+        same_input = self._last is not None and self._last[0] is x
+        if self.scattered or same_input or not _leaves(x, weight):
             return F.linear(self.take(x), weight, bias)
         beside = _Beside(start_sum)
         taken: Tensor = _Entry.apply(x, weight, self, beside)  # type: ignore[assignment]
@@ -239,7 +239,7 @@ def vocabulary_forward(
     """Token ids -> embeddings [.., hidden], or of this rank's part of the sequence where tensors are scattered.
 
     Each rank looks up the entries it holds, from `start` on. An id that the vocabulary lacks, at which torch's lookup
-    fails, becomes NaN: nothing is computed from it in silence.
+    fails, becomes NaN: nothing is silently computed from it.
     """
     size = module.num_embeddings
 
@@ -250,17 +250,17 @@ def vocabulary_forward(
         padding = module.padding_idx - start if module.padding_idx is not None else -1
         padding_idx = padding if 0 <= padding < weight.shape[0] else None
         empty = not weight.shape[0]
-        found = (
+        embedded = (
             weight.new_zeros(*ids.shape, weight.shape[1])
             if empty
             else F.embedding(place, weight, padding_idx)
         )
-        rest = torch.where((ids >= 0) & (ids < size), 0.0, math.nan).to(found.dtype)
-        found = torch.where(own[..., None], found, rest[..., None])
+        rest = torch.where((ids >= 0) & (ids < size), 0.0, math.nan).to(embedded.dtype)
+        embedded = torch.where(own[..., None], embedded, rest[..., None])
         return (
-            scatter_sum(found, shared.group)
+            scatter_sum(embedded, shared.group)
             if shared.scattered
-            else _total(found, shared.group)
+            else _total(embedded, shared.group)
         )
 
     return forward

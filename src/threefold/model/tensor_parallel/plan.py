@@ -129,16 +129,16 @@ def expert_problems(config: PretrainedConfig, ep_size: int, tp_size: int) -> Ite
 
 def _expanded(model: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, str]:
     """A plan's rules by the names that they stand for: a module's parameters, then the module; `*` is any number."""
-    found = {}
+    rules = {}
     for name, module in model.named_modules():
         rule = plan.get(_NUMBER.sub(".*", name))
         for own, _ in module.named_parameters(recurse=False):
             parameter = f"{name}.{own}" if name else own
             if (style := plan.get(_NUMBER.sub(".*", parameter), rule)) is not None:
-                found[parameter] = style
+                rules[parameter] = style
         if rule is not None:
-            found[name] = rule
-    return found
+            rules[name] = rule
+    return rules
 
 
 def split_over_tp(
@@ -252,7 +252,7 @@ def _without_rule(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> 
     They are those of activations between columns and rows (Apertus' xIELU), and of norms of heads (q_norm behind a
     q_proj, as GLM-4.5 has it).
     """
-    found = []
+    names = []
     for name, module in modules.items():
         owner = name.rpartition(".")[0]
         siblings = {
@@ -262,8 +262,8 @@ def _without_rule(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> 
             type(module).__module__ == "transformers.activations"
             and {"colwise", "rowwise"} <= siblings
         ) or (name.endswith("_norm") and plan.get(f"{name[:-4]}proj") == "colwise"):
-            found += [f"{name}.{own}" for own, _ in module.named_parameters()]
-    return found
+            names += [f"{name}.{own}" for own, _ in module.named_parameters()]
+    return names
 
 
 def _known_in_part(
@@ -297,8 +297,8 @@ def _sequence(
     if wanted is False:
         return False, why
     possible, why = layers.allowed(modules, plan, layers_of(model))
-    known, head_why = kind_of(model)
-    if possible and known is None:
+    head_kind, head_why = kind_of(model)
+    if possible and head_kind is None:
         possible, why = False, head_why
     if wanted != "possible" and not possible:
         raise ConfigError(

@@ -38,7 +38,7 @@ def lacking(mesh: Mesh) -> str | None:
 
 
 def unfit(mesh: Mesh) -> str | None:
-    """Why the tp ranks had better not send so unasked; None: NVLink joins them, and what they compute so is right.
+    """Why the tp ranks should not send so by default; None: NVLink joins them, and what they compute so is right.
 
     Every rank calls it. Where it is None, they share memory.
     """
@@ -46,11 +46,11 @@ def unfit(mesh: Mesh) -> str | None:
     assert group is not None
     for look in (lacking, _unlinked, _wrong_entry, _wrong_exit):
         if (
-            found := mesh.decide(
+            reason := mesh.decide(
                 look.__name__, look(mesh), lambda own: next(filter(None, own), None)
             )
         ) is not None:
-            return str(found)
+            return str(reason)
     return None
 
 

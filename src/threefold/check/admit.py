@@ -271,9 +271,9 @@ def _refusal(
 def _diagnosis(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[str, str]:
     """(where the model fails, what works instead), by trying parts of the request; every rank calls it."""
     if (
-        found := mesh.share("admission alone", lambda: _alone(config, architecture, mesh))
+        alone := mesh.share("admission alone", lambda: _alone(config, architecture, mesh))
     ) is not None:
-        return found[0], found[1]
+        return alone[0], alone[1]
     wrong = [axis for axis, smaller in _axes(mesh) if not _holds(config, architecture, smaller)]
     if not wrong:
         return f"on {mesh.topology} (each of its axes alone works)", _without(_several(mesh))
@@ -283,9 +283,9 @@ def _diagnosis(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tu
 def _where_it_raises(
     config: Config, architecture: PretrainedConfig, mesh: Mesh
 ) -> tuple[str, str]:
-    """As `_diagnosis`, without other ranks."""
-    if (found := _alone(config, architecture, mesh)) is not None:
-        return found
+    """Like `_diagnosis`, without other ranks."""
+    if (alone := _alone(config, architecture, mesh)) is not None:
+        return alone
     return f"on {mesh.topology}", _without(_several(mesh))
 
 

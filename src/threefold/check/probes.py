@@ -430,11 +430,11 @@ def _beyond_rounding(gradients: Tensors, expected: Tensors, rounded: Tensors) ->
     )
     explained = {each.place: 3 * min(each.figure, 1.0) for each in plain}
     beyond = [max(0.0, each.figure - explained.get(each.place, 0.0)) for each in own]
-    found = [
+    excess = [
         replace(each, quantity=KERNELS.quantity, bound=KERNELS.limit, figure=more)
         for each, more in zip(own, beyond, strict=True)
     ]
-    return Comparison(found).worst()
+    return Comparison(excess).worst()
 
 
 def _replicas(model: Model, group: dist.ProcessGroup) -> Difference:

@@ -95,7 +95,7 @@ def real_sizes(
             ),
         ),
     )
-    found: list[RealSize] = []
+    sizes: list[RealSize] = []
     for width, make in candidates:
         try:
             cut = make()
@@ -115,8 +115,8 @@ def real_sizes(
         most = math.sqrt(parameters**2 + pairs * share * _MOST_OPERATIONS[kind]) - parameters
         tokens = min(whole, most / pairs, math.sqrt(_MOST_SCORES[kind] / heads))
         if seq_len := int(tokens) // unit * unit:
-            found.append(RealSize(cut, seq_len, width))
-    return tuple(found)
+            sizes.append(RealSize(cut, seq_len, width))
+    return tuple(sizes)
 
 
 def compare_real_sizes(

@@ -91,13 +91,13 @@ def of_memory(memory_bytes: int) -> Accelerator:
 
 
 def named(name: str) -> Accelerator:
-    """The one that a user named.
+    """The accelerator that a user named.
 
     Raises:
         ConfigError: there is none of that name.
     """
-    if (found := ACCELERATORS.get(name.lower())) is not None:
-        return found
+    if (accelerator := ACCELERATORS.get(name.lower())) is not None:
+        return accelerator
     raise ConfigError(
         f"--gpu {name} is not known",
         expected=f"one of {', '.join(ACCELERATORS)}",

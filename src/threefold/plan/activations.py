@@ -1,7 +1,7 @@
 """The bytes that a layer keeps from its forward to its backward, and those that its backward works with.
 
 Counted from what autograd saves in transformers' layers: the inputs of products, norms and activations. A norm computes
-in float32 and keeps that copy of its input besides what it gives; attention keeps queries, keys, values, its result and
+in float32 and keeps that copy of its input besides its output; attention keeps queries, keys, values, its result and
 a float32 for each head (FlashAttention, arXiv:2205.14135); an MLP keeps gate, its activation, up and their product.
 """
 
@@ -44,20 +44,20 @@ def norm_bytes(family: Family, element: int, *, frozen: bool = False) -> float:
 
 
 def activations_of(decoder: Decoder, layer: Layer, setup: Setup) -> Activations:
-    """As the set-up has it."""
+    """For this set-up."""
     saved = (
         _compiled(decoder, layer, setup) if setup.compiled else _eager(decoder, layer, setup)
     )
     working = _working(decoder, layer, setup)
-    given = setup.stream * decoder.hidden * setup.element
+    inputs = setup.stream * decoder.hidden * setup.element
     if setup.recompute == "none":
         return Activations(saved, 0.0, working)
     if setup.recompute == "offload":
-        return Activations(0.0, saved + 2 * given, working)
+        return Activations(0.0, saved + 2 * inputs, working)
     if setup.recompute == "full":
-        return Activations(given, saved, working)
+        return Activations(inputs, saved, working)
     products = _products(decoder, layer, setup)
-    return Activations(given + products, max(0.0, saved - products), working)
+    return Activations(inputs + products, max(0.0, saved - products), working)
 
 
 def _working(decoder: Decoder, layer: Layer, setup: Setup) -> float:
@@ -131,31 +131,31 @@ def _eager(decoder: Decoder, layer: Layer, setup: Setup) -> float:
 
 def _adapters(layer: Layer, setup: Setup, *, products: bool) -> float:
     """Of one token: results of the first of two products, and of both `products`; inputs where they are dropped."""
-    found, element = 0.0, setup.element
+    kept, element = 0.0, setup.element
     # Of what is dropped; on a CPU it is multiplied by.
     mask = 1 if setup.device is not None else element
     for weight in layer.weights:
         if weight.name in layer.adapters:
             outputs, inputs = weight.local(setup.topology.tp)
-            found += element * (layer.rank + (outputs if products else 0))
-            found += (element + mask) * inputs * (layer.dropped and not products)
-    return found
+            kept += element * (layer.rank + (outputs if products else 0))
+            kept += (element + mask) * inputs * (layer.dropped and not products)
+    return kept
 
 
 def _attention(decoder: Decoder, layer: Layer, setup: Setup) -> float:
     tokens, element, cp = setup.tokens, setup.element, setup.topology.cp
     queries, keys = _queries(layer, setup)
-    seen = keys * (cp if cp > 1 and not setup.ulysses else 1)
+    all_keys = keys * (cp if cp > 1 and not setup.ulysses else 1)
     if setup.device is None and layer.window is not None and layer.window < setup.seq_len:
         # Of a CPU's attention with a mask, for which keys are repeated for each query.
-        seen = max(seen, queries)
-    found = element * (2 * queries + 2 * seen) + FLOAT * layer.heads / setup.topology.tp
+        all_keys = max(all_keys, queries)
+    kept = element * (2 * queries + 2 * all_keys) + FLOAT * layer.heads / setup.topology.tp
     if cp > 1:
         # The result in the order of the row, and in that of this rank.
-        found += element * queries
+        kept += element * queries
     if any(weight.name == "q norm" for weight in layer.weights):
-        found += (queries + keys) * norm_bytes(decoder.family, element, frozen=bool(layer.rank))
-    return tokens * found + _masks(setup)
+        kept += (queries + keys) * norm_bytes(decoder.family, element, frozen=bool(layer.rank))
+    return tokens * kept + _masks(setup)
 
 
 def _masks(setup: Setup) -> float:

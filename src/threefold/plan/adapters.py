@@ -44,16 +44,16 @@ def adapted(decoder: Decoder, asked: LoraConfig) -> Decoder:
         if targets == "all-linear"
         else {_WEIGHTS.get(each, each) for each in targets}
     )
-    there = {weight.name for layer in decoder.layers for weight in layer.weights} & set(
+    present = {weight.name for layer in decoder.layers for weight in layer.weights} & set(
         _WEIGHTS.values()
     )
     if targets != "all-linear" and (
-        unknown := [each for each in targets if _WEIGHTS.get(each, each) not in there]
+        unknown := [each for each in targets if _WEIGHTS.get(each, each) not in present]
     ):
         what = f"model.lora.target_modules has {unknown[0]}, which cannot be estimated for {decoder.model_type!r}"
-        known = ", ".join(module for module, weight in _WEIGHTS.items() if weight in there)
+        possible = ", ".join(module for module, weight in _WEIGHTS.items() if weight in present)
         raise ConfigError(
-            what, expected=f"of {known}", fix="--model.lora.target_modules all-linear"
+            what, expected=f"of {possible}", fix="--model.lora.target_modules all-linear"
         )
     dropped = asked.dropout > 0
     layers = {

@@ -85,8 +85,8 @@ class Plan:
             most += f"; and {self.host_bytes / 2**30:.1f} GiB of its host's memory"
         if self.fits:
             return f"{self.memory_bytes / 2**30:.1f} GiB, {most}"
-        there = THERE * self.setup.device.memory_bytes / 2**30
-        return f"needs {self.memory_bytes / 2**30:.1f} GiB of {there:.1f}: {most}"
+        capacity = THERE * self.setup.device.memory_bytes / 2**30
+        return f"needs {self.memory_bytes / 2**30:.1f} GiB of {capacity:.1f}: {most}"
 
     def to_json(self) -> dict[str, Any]:
         """As `--json` has it."""
@@ -306,12 +306,12 @@ def what_pays(question: Question, plans: Sequence[Plan]) -> list[str]:
             )
             continue
         slower = others[0].slower_than(best)
-        said = (
+        verdict = (
             f"without it {slower:.1%} slower" if used else f"would not pay, {slower:.1%} slower"
         )
         lines.append(
             f"{axis}: "
-            + (said if slower else _untold(best, "without it" if used else "with it"))
+            + (verdict if slower else _untold(best, "without it" if used else "with it"))
         )
     if best.setup.topology.tp > 1:
         other = question.plan(

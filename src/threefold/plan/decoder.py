@@ -1,7 +1,7 @@
 """A causal model as its config.json describes it: the parameters of each layer, and what a token meets there.
 
 Without torch and without transformers: a family's rules are a row of `families`, sizes are the config's. A model that
-this cannot tell exactly is refused by name.
+this cannot describe exactly is refused by name.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Decoder:
 
 
 def decoder_of(values: Mapping[str, Any]) -> Decoder:
-    """Of a config.json's object, or of a config's `to_dict()`.
+    """From a config.json's object, or from a config's `to_dict()`.
 
     Raises:
         ConfigError: a family that is not known, or sizes that are missing.
@@ -153,9 +153,9 @@ def decoder_of(values: Mapping[str, Any]) -> Decoder:
     hidden = sizes.number("hidden_size")
     vocabulary = sizes.number("vocab_size")
     depth = sizes.number("num_hidden_layers")
-    known: dict[Layer, Layer] = {}
+    distinct: dict[Layer, Layer] = {}
     layers = tuple(
-        known.setdefault(each, each)
+        distinct.setdefault(each, each)
         for each in (_layer(sizes, place) for place in range(depth))
     )
     tied = bool(values.get("tie_word_embeddings", family.tied))
@@ -193,19 +193,19 @@ def _family(values: Mapping[str, Any]) -> Family:
 
 
 def _kept_problems(family: Family, values: Mapping[str, Any]) -> list[Problem]:
-    found, expected = [], "layers whose kept tensors were compared with traced ones"
+    reasons, expected = [], "layers whose kept tensors were compared with traced ones"
     if family.written_out:
-        found.append(
+        reasons.append(
             f"the attention of {values['model_type']!r}, which is computed operator by operator"
         )
     if values.get("attention_dropout"):
-        found.append(
+        reasons.append(
             f"attention_dropout = {values['attention_dropout']}, for which kernels differ"
         )
     activation = values.get("hidden_act") or values.get("hidden_activation") or "silu"
     if activation not in _ACTIVATIONS:
-        found.append(f"hidden_act = {activation}, which is computed operator by operator")
-    return [Problem(f"{what}, cannot be estimated", expected, TRACED) for what in found]
+        reasons.append(f"hidden_act = {activation}, which is computed operator by operator")
+    return [Problem(f"{what}, cannot be estimated", expected, TRACED) for what in reasons]
 
 
 class _Sizes:
@@ -288,11 +288,11 @@ def _attention(sizes: _Sizes, hidden: int, queries: int, keys: int) -> Sequence[
         if family.fused_qkv
         else {"q": queries, "k": keys, "v": keys}
     )
-    found = [Weight(name, (width, hidden), 0) for name, width in parts.items()]
-    found += [Weight(f"{name} bias", (width,), 0) for name, width in parts.items() if bias]
-    found.append(Weight("o", (hidden, queries), 1))
+    weights = [Weight(name, (width, hidden), 0) for name, width in parts.items()]
+    weights += [Weight(f"{name} bias", (width,), 0) for name, width in parts.items() if bias]
+    weights.append(Weight("o", (hidden, queries), 1))
     if sizes.says(family.o_bias):
-        found.append(Weight("o bias", (hidden,)))
+        weights.append(Weight("o bias", (hidden,)))
     head_dim = sizes.head_dim
     wide = (
         sizes.says(Key("use_qk_norm", False))
@@ -300,17 +300,17 @@ def _attention(sizes: _Sizes, hidden: int, queries: int, keys: int) -> Sequence[
         else bool(family.qk_norm)
     )
     if wide and family.qk_norm == "head":
-        found += [Weight("q norm", (head_dim,)), Weight("k norm", (head_dim,))]
+        weights += [Weight("q norm", (head_dim,)), Weight("k norm", (head_dim,))]
     elif wide and family.qk_norm == "all":
-        found += [Weight("q norm", (queries,)), Weight("k norm", (keys,))]
+        weights += [Weight("q norm", (queries,)), Weight("k norm", (keys,))]
     elif wide:
-        found += [
+        weights += [
             Weight("q norm", (queries // head_dim, head_dim)),
             Weight("k norm", (keys // head_dim, head_dim)),
         ]
     if family.sinks:
-        found.append(Weight("sinks", (queries // head_dim,), 0))
-    return found
+        weights.append(Weight("sinks", (queries // head_dim,), 0))
+    return weights
 
 
 def _mlp(sizes: _Sizes, hidden: int, width: int, *, name: str = "") -> Sequence[Weight]:
@@ -321,18 +321,18 @@ def _mlp(sizes: _Sizes, hidden: int, width: int, *, name: str = "") -> Sequence[
         "fused": {"gate up": 2 * width},
         "plain": {"up": width},
     }[kind]
-    found = [Weight(name + each, (size, hidden), 0) for each, size in entries.items()]
-    found.append(Weight(f"{name}down", (hidden, width), 1))
+    weights = [Weight(name + each, (size, hidden), 0) for each, size in entries.items()]
+    weights.append(Weight(f"{name}down", (hidden, width), 1))
     if bias:
-        found += [Weight(f"{name}{each} bias", (size,), 0) for each, size in entries.items()]
-        found.append(Weight(f"{name}down bias", (hidden,)))
-    return found
+        weights += [Weight(f"{name}{each} bias", (size,), 0) for each, size in entries.items()]
+        weights.append(Weight(f"{name}down bias", (hidden,)))
+    return weights
 
 
 def _experts(
     sizes: _Sizes, hidden: int, width: int, experts: int, met: float
 ) -> Sequence[Weight]:
-    found = [
+    weights = [
         Weight("router", (experts, hidden)),
         Weight("experts gate up", (experts, 2 * width, hidden), 1, met),
         Weight("experts down", (experts, hidden, width), 2, met),
@@ -343,8 +343,8 @@ def _experts(
             "experts gate up": (experts, 2 * width),
             "experts down": (experts, hidden),
         }
-        found += [Weight(f"{name} bias", shape, met=met) for name, shape in biases.items()]
-    return found
+        weights += [Weight(f"{name} bias", shape, met=met) for name, shape in biases.items()]
+    return weights
 
 
 def _norm(name: str, width: int, kind: str) -> Sequence[Weight]:

@@ -197,16 +197,16 @@ def _passes(decoder: Decoder, setup: Setup) -> float:
 
 def _host(decoder: Decoder, setup: Setup, shard: int, computing: float) -> float:
     """Weights and gradients on their way, an update on the host's processors, and layers' inputs beside computing."""
-    found = 0.0
+    seconds = 0.0
     if setup.recompute == "offload":
-        given = setup.tokens * decoder.hidden * setup.element * len(decoder.layers)
-        found += setup.num_batches * max(0.0, 2 * given / _HOST_LINK - computing)
+        inputs = setup.tokens * decoder.hidden * setup.element * len(decoder.layers)
+        seconds += setup.num_batches * max(0.0, 2 * inputs / _HOST_LINK - computing)
     if setup.cpu_offload:
-        found += (
+        seconds += (
             setup.num_batches * (2 + 1) * 4 * shard / _HOST_LINK
             + shard * (_UPDATE + 16) / _HOST_MEMORY
         )
-    return found
+    return seconds
 
 
 def _waits(

@@ -87,12 +87,9 @@ def efficiency_of(device: Accelerator, slowness: float = 1.0) -> Efficiency:
         slowness: how many times as long they took when they were measured; 1: not measured.
     """
     family = family_of(device)
-    known = _UNKNOWN if family is None else EFFICIENCIES[family]
-    return known._replace(
-        **{
-            name: getattr(known, name) / slowness
-            for name in ("products", "attention", "passes")
-        }
+    base = _UNKNOWN if family is None else EFFICIENCIES[family]
+    return base._replace(
+        **{name: getattr(base, name) / slowness for name in ("products", "attention", "passes")}
     )
 
 

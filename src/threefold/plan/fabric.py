@@ -71,16 +71,16 @@ def fabric_of(
     return Fabric(in_host, own, _rate("--network", network or "ib-ndr", between))
 
 
-def _rate(option: str, text: str, known: Mapping[str, float]) -> float:
+def _rate(option: str, text: str, presets: Mapping[str, float]) -> float:
     """Bytes/s of a preset, or that a measured bandwidth is part of."""
-    if text in known:
-        return known[text]
-    if (found := _MEASURED.fullmatch(text)) is not None and (
-        rate := float(found["number"]) * _UNITS[found["unit"]]
+    if text in presets:
+        return presets[text]
+    if (match := _MEASURED.fullmatch(text)) is not None and (
+        rate := float(match["number"]) * _UNITS[match["unit"]]
     ):
         return rate / _REACHED
     raise ConfigError(
         f"{option} {text} is not known",
-        expected=f"one of {', '.join(known)}, or a bus bandwidth as `threefold doctor` measures it: 41.5GiB/s",
-        fix=f"{option} {next(iter(known))}",
+        expected=f"one of {', '.join(presets)}, or a bus bandwidth as `threefold doctor` measures it: 41.5GiB/s",
+        fix=f"{option} {next(iter(presets))}",
     )

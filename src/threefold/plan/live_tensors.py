@@ -57,10 +57,10 @@ class LiveTensors(TorchDispatchMode):
         resize = self._resize
 
         def watched(storage: torch.UntypedStorage, size: int) -> Any:
-            found = resize(storage, size)
+            resized = resize(storage, size)
             if storage in self._bytes:
                 self._change(storage, size)
-            return found
+            return resized
 
         torch.UntypedStorage.resize_ = watched  # type: ignore[method-assign,assignment]
         return super().__enter__()
@@ -73,12 +73,12 @@ class LiveTensors(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func._opname in _COPIED:
-            copy = max(each.nbytes for each in args[:2])  # what is given and what is received
+            copy = max(each.nbytes for each in args[:2])  # what is sent and what is received
             self._count(copy)
             self._count(-copy)
-        found = func(*args, **(kwargs or {}))
-        self._add(each for each in tree_leaves(found) if isinstance(each, Tensor))
-        return found
+        outputs = func(*args, **(kwargs or {}))
+        self._add(each for each in tree_leaves(outputs) if isinstance(each, Tensor))
+        return outputs
 
     def _add(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:

@@ -1,7 +1,7 @@
 """What a rank holds at each moment of a step, line by line; its peak is the largest moment, not a sum of all.
 
 A step is: the forward, at whose end all layers' activations are kept; the loss, chunk by chunk; the backward of each
-layer, in which its activations go and its gradients come; the reduction of what is outside of the layers; the update.
+layer, in which its activations go and its gradients come; the reduction of what is outside the layers; the update.
 What an optimizer keeps of a weight is in the table of `config/optimizer.py`.
 """
 
@@ -45,13 +45,13 @@ def peak(decoder: Decoder, setup: Setup) -> Moment:
 
 def host_bytes(decoder: Decoder, setup: Setup) -> float:
     """What a rank keeps in its host's memory: offloaded weights, gradients and moments; offloaded inputs of layers."""
-    found = 0.0
+    held = 0.0
     if setup.cpu_offload:
         units = units_of(decoder, setup.topology.tp, setup.shards).whole
-        found += FLOAT * units.shard + (FLOAT + setup.moments) * units.trained_shard
+        held += FLOAT * units.shard + (FLOAT + setup.moments) * units.trained_shard
     if setup.recompute == "offload":
-        found += len(decoder.layers) * setup.stream * decoder.hidden * setup.element
-    return found
+        held += len(decoder.layers) * setup.stream * decoder.hidden * setup.element
+    return held
 
 
 def _weights(units: Unit, setup: Setup) -> float:
@@ -155,12 +155,12 @@ class _Step:
         if not self._sharded:
             return 0.0
         units = self._gathers
-        found = self._rest + (
+        gathered = self._rest + (
             units[computing] if computing is not None and computing < len(units) else 0
         )
         if self._whole:
-            return found + self._below[below]
-        return found + (units[below - 1] if below and self._setup.shards > 1 else 0)
+            return gathered + self._below[below]
+        return gathered + (units[below - 1] if below and self._setup.shards > 1 else 0)
 
     def _loss(self, kept: float, before: float, left: float) -> Moment:
         decoder, setup = self._decoder, self._setup

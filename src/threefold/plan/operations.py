@@ -76,10 +76,10 @@ def formula(flops: Flops, seq_len: int) -> list[str]:
     for attention, layers in sorted(flops.attention.items(), key=str):
         heads = attention.heads
         width = attention.query_width + attention.value_width
-        seen = keys(attention.window)
+        num_keys = keys(attention.window)
         window = "" if attention.window is None else f" (window {attention.window})"
         lines.append(
-            f"  {6 * layers * heads * width * seen / 1e9:10,.2f} GFLOP = 6 x {layers} layers x {heads} heads x "
-            f"({attention.query_width} + {attention.value_width}) x {seen:,.0f} keys{window}"
+            f"  {6 * layers * heads * width * num_keys / 1e9:10,.2f} GFLOP = 6 x {layers} layers x {heads} heads x "
+            f"({attention.query_width} + {attention.value_width}) x {num_keys:,.0f} keys{window}"
         )
     return lines

@@ -112,9 +112,9 @@ def kind_of(device: Accelerator | None) -> choices.Device:
 
 
 def _moment_bytes(config: Config) -> float:
-    """As of AdamW where it is not known."""
-    known = OPTIMIZERS.get(config.optimizer.name, OPTIMIZERS["adamw"])
-    return 8.0 if known.moment_bytes is None else known.moment_bytes
+    """AdamW's where they are not known."""
+    optimizer = OPTIMIZERS.get(config.optimizer.name, OPTIMIZERS["adamw"])
+    return 8.0 if optimizer.moment_bytes is None else optimizer.moment_bytes
 
 
 def setup_of(

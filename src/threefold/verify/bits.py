@@ -59,9 +59,9 @@ def meshes_of(config: Config, topology: Topology) -> list[Topology]:
     """1, 2 and 4 data ranks that the global batch can be dealt to, with the cp and tp of `topology`; and that mesh."""
     size = config.train.micro_batch
     assert isinstance(size, int), "mesh.exact_limits refuses `auto`, which depends on the mesh"
-    found = [Topology(*sizes, topology.cp, topology.tp) for sizes in _DATA_RANKS]
-    found = [each for each in found if config.train.global_batch % (each.dp * size) == 0]
-    return [*(each for each in found if each != topology), topology]
+    meshes = [Topology(*sizes, topology.cp, topology.tp) for sizes in _DATA_RANKS]
+    meshes = [each for each in meshes if config.train.global_batch % (each.dp * size) == 0]
+    return [*(each for each in meshes if each != topology), topology]
 
 
 def bits_rank(config: Config, options: VerifyOptions, topology: Topology, answer: str) -> int:
@@ -176,10 +176,10 @@ def _difference(first: Sequence[Step], other: Sequence[Step]) -> str | None:
                 if numbers
                 else ""
             )
-            known = all(
+            in_both = all(
                 step["weights"].get(tensors[0].place) is not None for step in (actual, expected)
             )
-            reason = "" if known else f" ({tensors[0].detail})"
+            reason = "" if in_both else f" ({tensors[0].detail})"
             return f"step {number} differs first, in {tensors[0].place}{more}{reason}{so}"
         if numbers:
             return f"step {number} differs first, in its {' and its '.join(each.place for each in numbers)}"

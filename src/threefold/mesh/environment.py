@@ -209,7 +209,7 @@ def keep_compiled() -> None:
     Not in a run's folder: torch runs what it finds there, and a folder may come from somebody else.
     """
     folder = cache_folder() / "compiled"
-    with contextlib.suppress(OSError):  # then torch has a folder of its own
+    with contextlib.suppress(OSError):  # then torch has its own folder
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 

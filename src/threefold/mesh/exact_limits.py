@@ -1,4 +1,4 @@
-"""What `train.reduce: exact` does not go with, as far as a config and a mesh tell. No torch.
+"""What `train.reduce: exact` cannot be combined with, as far as a config and a mesh show. No torch.
 
 Each of these is let in when the bits of whole runs on several meshes were compared with it; until then it is refused.
 """

@@ -1,4 +1,4 @@
-"""Plain values that ranks send one another outside of collectives, over the rendezvous store.
+"""Plain values that ranks send one another outside collectives, over the rendezvous store.
 
 A value is made on one rank and read on all, so making it may take any time, or fail: then every rank raises the same
 error. Values are those of JSON; the rank that makes one gets it in the same form as the others.

@@ -232,7 +232,7 @@ class _Ranks:
         return code if code is not None and 0 < code != _SERVER_GONE else EXIT_FAILED, True
 
     def _tell(self, failed: BaseProcess | None, stopped: int | None, ended: _Ended) -> None:
-        """Tells of the rank that a start has failed by, if it has: one that does not end as it was asked, too."""
+        """Reports the rank by which a start has failed, if it has; also one that does not end when asked to."""
         late = self._alive() if stopped is not None else []
         if (failed := next(iter(late), failed)) and failed.exitcode not in _FINAL:
             code = 128 + (stopped or 0) if late else failed.exitcode or 0

@@ -74,7 +74,7 @@ def join_group(
 
     def make() -> None:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # each thread has a current device of its own
+            torch.cuda.set_device(device)  # each thread has its own current device
         try:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

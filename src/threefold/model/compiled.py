@@ -47,7 +47,7 @@ def compile_layers(
 
     Args:
         left_out: layers that stay as they are.
-        recomputed_around: the recomputation of a whole layer stays outside of its graph. torch cannot compile it with
+        recomputed_around: the recomputation of a whole layer stays outside its graph. torch cannot compile it with
             weights that tp has split, nor what sends a layer's inputs to the host.
     """
     from torch._dynamo import config

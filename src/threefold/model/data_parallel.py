@@ -96,7 +96,7 @@ def shard(
 ) -> ExactSums | None:
     """Applies FSDP2 in place over (dp_replicate, fsdp): to each layer, small ones together, the ends, and the rest.
 
-    What layers are given is not cast: `_units` is not the same on every mesh, and the arithmetic must be.
+    Inputs of layers are not cast: `_units` is not the same on every mesh, and the arithmetic must be.
 
     Args:
         cpu_offload: keep shards, gradients and moments in the host's memory.

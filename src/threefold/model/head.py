@@ -177,7 +177,7 @@ def install(
 
 @dataclass(frozen=True)
 class _End:
-    """From what the model below the head gives to what is asked for; `found` is its output, or with logits if `kind`
+    """From what the model below the head gives to what is asked for; `outputs` is its output, or with logits if `kind`
     is None."""
 
     model: PreTrainedModel

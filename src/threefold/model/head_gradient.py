@@ -31,7 +31,7 @@ class Loss(Protocol):
     ) -> tuple[Tensor, Tensor, Callable[[torch.dtype], Tensor]]:
         """(objective, cross entropy) of each token, and what makes the objective's gradient by the logits.
 
-        That is given in float32, or in the type that it is asked for in.
+        That is in float32, or in the requested type.
         The gradient is that of the labels that count; those of the others, `ignored`, are to be left out.
         """
 

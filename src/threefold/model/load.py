@@ -268,7 +268,7 @@ def weights_of(
 
 
 def _checked(asked: ModelConfig, stored: Stored) -> str:
-    """The folder of a named model, whose files were compared with what the model holds as far as headers tell."""
+    """The folder of a named model, whose files were compared with what the model holds as far as headers show."""
     folder = _download(asked)
     weight_check.check_files(_index(folder), stored, name=str(asked.name_or_path))
     return str(folder)
@@ -374,7 +374,7 @@ def fingerprint(asked: ModelConfig) -> str:
 
 
 def base_of(config: Config, mesh: Mesh) -> str | None:
-    """Identifies what adapters lie on, and pairs are compared with; None: neither. Every rank calls it."""
+    """Identifies what adapters are based on, and pairs are compared with; None: neither. Every rank calls it."""
     if config.model.lora.r or config.train.objective == "dpo":
         return mesh.once_per_host("base", lambda: fingerprint(config.model))
     return None
@@ -383,7 +383,7 @@ def base_of(config: Config, mesh: Mesh) -> str | None:
 def own_code(model: nn.Module) -> str | None:
     """Identifies the code that came with a named model; None: an installed package has it.
 
-    Of the files of its classes, and those that they import: a tokenizer's may lie beside them, or not yet.
+    Of the files of its classes, and those that they import: a tokenizer's may be beside them, or not yet.
     """
     classes = {base for module in model.modules() for base in type(module).__mro__}
     files = {

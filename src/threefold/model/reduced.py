@@ -125,8 +125,8 @@ def reduced(
     Args:
         ranks: that heads, experts or widths are divided among, over all axes that divide them.
         seq_len: tokens of a row.
-        real_seq_len: tokens of a row of the real model: what begins inside of it begins inside of `seq_len` too.
-        leading: number of its first layers that are kept besides.
+        real_seq_len: tokens of a row of the real model: what begins inside it begins inside `seq_len` too.
+        leading: number of its first layers that are also kept.
     """
     values = _ReducedSizes(
         config, ranks, leading, seq_len=seq_len, real_seq_len=real_seq_len

@@ -196,7 +196,7 @@ def said(
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """The rate of each group that has one of its own, by its name in metrics."""
+    """The rate of each group that has its own, by its name in metrics."""
     return {
         f"lr_{group['label']}": group["lr"]
         for group in optimizer.param_groups

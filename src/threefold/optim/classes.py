@@ -323,7 +323,7 @@ def _numbers() -> tuple[Tensor, list[Tensor]]:
 
 
 class _Trial(NamedTuple):
-    """What the trial leaves: the parameters, the optimizer, and what has changed outside of its state."""
+    """What the trial leaves: the parameters, the optimizer, and what has changed outside its state."""
 
     parameters: list[Tensor]
     optimizer: torch.optim.Optimizer
@@ -351,7 +351,7 @@ def _trial(
 
 
 def _kept(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Plain values outside of the state: of the groups, and of the object."""
+    """Plain values outside the state: of the groups, and of the object."""
     group = optimizer.param_groups[0]
     return {name: value for name, value in group.items() if name != "params"} | {
         name: value

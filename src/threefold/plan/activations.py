@@ -21,8 +21,8 @@ class Activations(NamedTuple):
 
     Attributes:
         kept: from forward to backward, with the recomputation that is asked for.
-        again: what exists besides while the layer is computed again; 0 where it is not.
-        working: gradients inside of it, at the most.
+        again: what else exists while the layer is computed again; 0 where it is not.
+        working: gradients inside it, at most.
     """
 
     kept: float
@@ -61,7 +61,7 @@ def activations_of(decoder: Decoder, layer: Layer, setup: Setup) -> Activations:
 
 
 def _working(decoder: Decoder, layer: Layer, setup: Setup) -> float:
-    """Gradients inside of a layer at the most, less what was kept and has gone by then.
+    """Gradients inside a layer at most, less what was kept and has gone by then.
 
     In its MLP: those of gate, up and their product, beyond what they replace. In the norm before it, whose backward
     computes in float32 and whose MLP is done: four tensors as large as the hidden states.

@@ -24,7 +24,7 @@ from threefold.plan.setup import Setup, refused, setup_of
 
 # Of a device's memory that is there: data sheets round up, and the driver keeps some.
 THERE = 0.97
-# Times that differ by less are put in the order of memory. What is told apart is another thing: see `Margin`.
+# Times that differ by less are put in the order of memory. Which are distinguished is another matter: see `Margin`.
 _ALIKE = 0.01
 _MOST_ROWS = 64
 # And of which the shorter is not worth another key.
@@ -71,7 +71,7 @@ class Plan:
         return figure / self.margin.figure, figure * self.margin.figure
 
     def slower_than(self, other: Plan) -> float:
-        """By which part of the other's time; 0.0 where the estimate does not tell them apart."""
+        """By which part of the other's time; 0.0 where the estimate does not distinguish them."""
         slower = self.duration.total / other.duration.total - 1
         return slower if abs(slower) >= self.margin.difference else 0.0
 
@@ -187,7 +187,7 @@ class Question:
         )
 
     def topologies(self) -> Iterator[Topology]:
-        """Meshes of all devices; tp stays inside of a host, and rows divide over dp and cp."""
+        """Meshes of all devices; tp stays inside a host, and rows divide over dp and cp."""
         mesh = self.config.mesh
         heads = math.gcd(*self.decoder.heads)
         plan = self.decoder.family.plan

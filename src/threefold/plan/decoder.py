@@ -101,8 +101,8 @@ class Decoder:
     """A model; itself alone is equal to it.
 
     Attributes:
-        around: the parameters outside of the layers, the head too unless it is `tied` to the embedding.
-        positions: the longest row that it takes; None: not told.
+        around: the parameters outside the layers, the head too unless it is `tied` to the embedding.
+        positions: the longest row that it takes; None: unknown.
         unsure: why it is not known what its layers keep for their backward; empty if it is.
     """
 

@@ -171,7 +171,7 @@ def _attention(decoder: Decoder, setup: Setup) -> float:
 
 
 def _passes(decoder: Decoder, setup: Setup) -> float:
-    """Bytes of a token that are read and written outside of products, forward and backward, of all layers."""
+    """Bytes of a token that are read and written outside products, forward and backward, of all layers."""
     tp, hidden, element = setup.topology.tp, decoder.hidden, setup.element
     stream = hidden / tp if setup.sequence_parallel else hidden
     forward = 0.0

@@ -40,7 +40,7 @@ class Margin(NamedTuple):
 
     Attributes:
         figure: most speeds lie between the estimate over this and the estimate times this.
-        difference: two set-ups of one model whose times differ by a smaller part are not told apart.
+        difference: two set-ups of one model whose times differ by a smaller part are not distinguished.
         source: what both come from, in words.
     """
 

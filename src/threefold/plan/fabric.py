@@ -1,4 +1,4 @@
-"""How fast a collective of some ranks is: links inside of a host, and the network between hosts."""
+"""How fast a collective of some ranks is: links inside a host, and the network between hosts."""
 
 from __future__ import annotations
 

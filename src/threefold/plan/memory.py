@@ -148,7 +148,7 @@ class _Step:
         return Moment(name, held)
 
     def _gathered(self, computing: int | None, *, below: int) -> float:
-        """Bytes that are whole: outside of the units, of the unit that computes, and of those `below` it.
+        """Bytes that are whole: outside the units, of the unit that computes, and of those `below` it.
 
         Of these all, if they stay from forward to backward, else the next one, which is on its way.
         """
@@ -168,7 +168,7 @@ class _Step:
         part = -(-decoder.vocabulary // setup.topology.tp)
         size = setup.chunk(decoder)
         last = setup.stream * hidden * norm_bytes(decoder.family, element)
-        # float32 before the softmax exists as a tensor of its own on a CPU only. Kernels write the gradient alone.
+        # float32 before the softmax exists as a separate tensor on a CPU only. Kernels write the gradient alone.
         softmax = element + FLOAT * (2 if setup.device is None and element < FLOAT else 1)
         if setup.fused_loss:
             softmax = 2 * element
@@ -256,7 +256,7 @@ class _Step:
     def _rest_of_backward(
         self, hidden: float, gradients: float, reducing: float, head: float
     ) -> Iterator[Moment]:
-        """The embedding, and the reduction of what is outside of the layers."""
+        """The embedding, and the reduction of what is outside the layers."""
         rest, element = self._last, self._setup.element
         embedding = (
             element

@@ -108,7 +108,7 @@ def build_run(
     """Opens the data, builds model and optimizer, and resumes if the folder has a checkpoint; all ranks call it.
 
     Args:
-        say, enter: print a line on what takes long, and are given what begins.
+        say, enter: print a line on what takes long, and take what begins.
 
     Raises:
         DataError: the data cannot be read, or is not what the run began with.
@@ -213,7 +213,7 @@ def average_of(config: Config, model: Model) -> Ema | None:
 
 
 def tracked_facts(run: Built) -> dict[str, Any]:
-    """What trackers are given besides the config."""
+    """What trackers get besides the config."""
     mesh = run.mesh
     sizes = {"mesh": str(mesh.topology), "ranks": mesh.world_size, "device": mesh.device.type}
     return {**sizes, "parameters": run.num_parameters, **versions()}

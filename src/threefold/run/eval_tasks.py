@@ -127,7 +127,7 @@ def _loaded(names: Sequence[str]) -> Any:
 
 
 def _own(path: str) -> dict[str, Any]:
-    """A task of one's own. One that names functions is refused: they would be run from the files beside it."""
+    """A custom task. One that names functions is refused: they would be run from the files beside it."""
     text = task_text(path)
     if "!function" in text:
         raise ConfigError(

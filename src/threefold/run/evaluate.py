@@ -113,7 +113,7 @@ def _evaluation(
 ) -> tuple[Model, EvalStep]:
     """The checkpoint's model, and its evaluation over rows.
 
-    Adapters lie on the weights that the run began with, and pairs of answers are compared with these.
+    Adapters are based on the weights that the run began with, and pairs of answers are compared with these.
     """
     index = run_state.index_of(checkpoint, ema=ema)
     if asked.config.model.lora.r or asked.config.train.objective == "dpo":

@@ -69,7 +69,7 @@ class Traced:
 
 
 def refused(config: Config) -> Iterator[Problem]:
-    """What cannot be traced: it would be told wrongly; empty if all can."""
+    """What cannot be traced: it would be reported wrongly; empty if all can."""
     expected = "what is on the device at the peak: the trace has one memory"
     if config.mesh.cpu_offload:
         yield Problem(
@@ -116,7 +116,7 @@ def trace(config: Config, architecture: PretrainedConfig, topology: Topology) ->
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # It tells a failure once more.
+            # It reports a failure once more.
             logging.getLogger("torch._subclasses").setLevel(logging.CRITICAL)
             mesh = join_mesh(
                 topology, LaunchInfo(0, topology.world_size), device="cpu", timeout_s=60
@@ -195,7 +195,7 @@ def _traced(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Trace
             for tensors in (parameters, moments, trained)
         )
     traffic = _repeated(of_one.found, sent.found, num_batches)
-    # DDP sums the gradients of the micro-batches before the last outside of its buckets.
+    # DDP sums the gradients of the micro-batches before the last outside its buckets.
     sums = gradients * (replicated and num_batches > 1)
     host = _HOST_BYTES[torch.version.cuda is not None][mesh.topology.world_size == 1]
     resident = (

@@ -252,7 +252,7 @@ def _followed(run: Run, built: Built, console: Screen, extras: Extras, hooks: Ho
     if built.mesh.device.type == "cuda" and built.mesh.world_size > 1:
         watch.progress.device = DeviceForward(partial(torch.cuda.Event, enable_timing=True))
         stay_near(built.mesh.device)  # only now: data are prepared by all cores
-    # The gradients of a custom loss are averaged outside of those buckets.
+    # The gradients of a custom loss are averaged outside those buckets.
     if built.pairs is None and built.given.loss is None:
         watch.progress.enter("the warm-up")
         warm_up_buckets(

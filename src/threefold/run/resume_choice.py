@@ -92,7 +92,7 @@ def of(config: Config, path: Path, words: Words = _COMMAND) -> Choice:
 
 
 def place_of(asked: str, run: Path) -> Path:
-    """Where the checkpoint that is asked for lies: what is in a store is fetched into the run's folder."""
+    """Where the checkpoint that is asked for is: what is in a store is fetched into the run's folder."""
     return (
         run / f"{FETCHED}{checksum_of(asked.encode())[:8]}" if "://" in asked else Path(asked)
     )
@@ -172,7 +172,7 @@ def _named(asked: Path) -> Checkpoint:
 
 
 def _is_own(named: Checkpoint, path: Path, identity: Identity | None) -> bool:
-    """Whether a checkpoint is of the run in the folder: it lies there, or is a copy."""
+    """Whether a checkpoint is of the run in the folder: it is there, or is a copy."""
     inside = named.path.resolve().parent == CheckpointFolder(path).path.resolve()
     return inside or (
         identity is not None and (author := named.author) is not None and identity.has(author)

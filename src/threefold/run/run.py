@@ -1,9 +1,9 @@
-"""A run, as `threefold train` makes it and as a program with a loop of its own does: one object with every guarantee.
+"""A run, as `threefold train` makes it and as a program with its own loop does: one object with every guarantee.
 
 In: a folder, a mesh, and keys of the config that concern a run. Out: a folder that one process at a time writes, whose
 checkpoints, journal and records belong to one chain of starts. What stays true: nothing of a run is changed before the
 request is accepted (`begin`); what the ranks have read is compared before anything is saved; a signal to any rank, or a
-number that is not finite, ends all of them after the same step; a rank that does not go on is named.
+number that is not finite, ends all of them after the same step; a rank that does not continue is named.
 
 The command builds what it trains from a config and steps in `training.loop`; a program calls `load`, `steps`, `log`,
 `save`.
@@ -520,7 +520,7 @@ class Run:
         ).to_values()
 
     def _open_stored(self, stack: contextlib.ExitStack) -> None:
-        # Nothing of it is loaded by a run that lies on a disk alone.
+        # Nothing of it is loaded by a run that is on a disk alone.
         from threefold.places.restore import beating
         from threefold.run.stored import open_stored
 

@@ -1,6 +1,6 @@
 """A run that is kept in a store too (`checkpoint.store`), or resumes from one: what of it `places` sends and fetches.
 
-What is fetched lies in the run's folder before that is opened, so that resuming, comparing and forking are those of
+What is fetched is in the run's folder before that is opened, so that resuming, comparing and forking are those of
 the disk.
 """
 

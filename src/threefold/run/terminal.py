@@ -126,7 +126,7 @@ def folded(text: str, width: int) -> str:
 
 
 def evaluated(metrics: Metrics, digits: int = 4) -> str:
-    """What an evaluation has found, from its metrics."""
+    """The figures of an evaluation, from its metrics."""
     loss = f"loss {metrics['eval_loss']:.{digits}f}"
     if "eval_pairs" in metrics:
         return f"{loss}  {_of_pairs(metrics, 'eval_')} over {metrics['eval_pairs']:,} pairs"
@@ -159,7 +159,7 @@ class Terminal:
         self._compares = True
         self._open = ExitStack()
         self._bar = Bar()
-        if screen.is_terminal:  # elsewhere the lines of the steps tell it
+        if screen.is_terminal:  # elsewhere the lines of the steps show it
             self._bar = self._open.enter_context(
                 screen.bars.show("training", num_steps, done=done)
             )
@@ -194,7 +194,7 @@ class Terminal:
         self._screen.tell(kind, metrics, line)
 
     def _live_text(self, metrics: Metrics) -> str:
-        """What stands before the live bar."""
+        """What comes before the live bar."""
         parts = [f"step {metrics['step']:,}/{self._num_steps:,}", f"loss {metrics['loss']:.4f}"]
         parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
         parts += (

@@ -138,7 +138,7 @@ def _callback_problems(callback: Any) -> Iterator[Problem]:
 
 
 def refuse_unsendable(given: Given, num_ranks: int) -> None:
-    """ConfigError if an object cannot reach ranks that are started here, each a process of its own."""
+    """ConfigError if an object cannot reach ranks that are started here, each its own process."""
     own = (("loss", given.loss), ("optimizer", given.optimizer))
     for name, value in (*own, *(("callbacks", each) for each in given.callbacks)):
         if value is not None and (why := _unsendable(value)) is not None:

@@ -29,7 +29,7 @@ class Batches:
     """
 
     def __init__(self, model: Model, *, own_loss: bool, labels: bool = False) -> None:
-        """Args: `labels`: a custom loss is given what the model says of them."""
+        """Args: `labels`: a custom loss gets what the model says of them."""
         self._model, self._own_loss = model, own_loss
         self._labels = labels or not own_loss
         self.taken = 0
@@ -203,7 +203,7 @@ def with_noise(
 
 
 def _unshifted(ids: Tensor, labels: Tensor) -> bool:
-    """Whether the labels are what stands at their own places, and not what stands at the next ones."""
+    """Whether the labels are what is at their own places, and not what is at the next ones."""
     counted = labels != IGNORED
     if (
         ids.shape[1] < 2

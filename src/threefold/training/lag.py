@@ -34,7 +34,7 @@ _LATE_SHARE, _BLOCK_S = 0.1, 0.3
 _LATE = math.log(0.9 / 0.5)
 _NOT_LATE = math.log(0.1 / 0.5)
 _ENOUGH = math.log(1e6)
-# What own time is spent on, and how that is said; what may be behind it, if nothing else is known to be.
+# What own time is spent on, and how that is reported; what may be behind it, if nothing else is known to be.
 PARTS = {
     "data": "waits for its data",
     "compute": "computes",
@@ -144,7 +144,7 @@ class Slowest:
         """Tells this rank's own time since the last logged step; before the collective of the loss."""
         if self._store is not None:
             values = [self._logged, self._host, own.parts() | own.counts()]
-            # No rank tells the logged step after the next one before all have read this one.
+            # No rank reports the logged step after the next one before all have read this one.
             self._store.set(f"{_KEY}/{self._rank}/{self._logged % 2}", json.dumps(values))
 
     def find(self, step: int, elapsed_s: float) -> Metrics:
@@ -175,7 +175,7 @@ def own_s(values: Mapping[str, float]) -> float:
 
 
 def slowest(ranks: Sequence[Mapping[str, float]], elapsed_s: float) -> tuple[int, float]:
-    """(rank with the most time of its own, share of the elapsed time by which it exceeds the others' mean).
+    """(rank with the most own time, share of the elapsed time by which it exceeds the others' mean).
 
     A share of 0.3: if that rank were as fast as the others, a step would take about 30 % less time.
     """
@@ -216,7 +216,7 @@ class Lags:
         """The rank that is to be named at a logged step.
 
         Args:
-            ranks: of each its host, and what it has told since the last logged step. The first logged step of a start
+            ranks: of each its host, and what it reported since the last logged step. The first logged step of a start
                 has what a start costs, and does not count.
         """
         if not self._block:

@@ -75,7 +75,7 @@ class Guards:
     def look_for_nonfinite(
         self, step: int, result: StepResult, rows: Callable[[], list[list[int]]], *, now: bool
     ) -> None:
-        """Ends the run, or tells of it, if a step was not finite (`Finite.after`)."""
+        """Ends the run, or reports it, if a step was not finite (`Finite.after`)."""
         try:
             for skipped in self.finite.after(step, result, rows(), now=now):
                 self.tell(skipped)
@@ -336,7 +336,7 @@ def _step_metrics(
 
 
 def _evaluated(run: Loop, step: int, due: _Due) -> float | None:
-    """The loss of held-out rows, if they are due; tasks are evaluated besides."""
+    """The loss of held-out rows, if they are due; tasks are evaluated too."""
     eval_loss = _evaluate(run, step) if due.evaluation else None
     if due.tasks:
         assert run.tasks is not None

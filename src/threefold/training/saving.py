@@ -391,7 +391,7 @@ def _state(
 ) -> dict[str, torch.Tensor]:
     """The live tensors of what a checkpoint has `held`, or is to hold: beside adapters what was trained before.
 
-    That has moments. Of a module of one's own it is all of it: nobody knows its files.
+    That has moments. Of a custom module it is all of it: nobody knows its files.
     """
     if held is None:
         kept = optimizer.state if optimizer is not None else {}

@@ -179,7 +179,7 @@ class TrainStep:
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """The names of what a custom loss tells besides (`forward`)."""
+        """The names of what a custom loss also returns (`forward`)."""
         return measures_of(self._loss)
 
     @property

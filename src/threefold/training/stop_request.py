@@ -96,7 +96,7 @@ class StopRequest:
             os._exit(128 + signal.SIGINT)
         self._first_s = self._first_s or now
         times.append(now)
-        # A terminal that is closed tells it several times: the shell, the kernel and a launcher each to every process.
+        # A closed terminal signals it several times: the shell, the kernel and a launcher each to every process.
         impatient = (
             len(times) == _AT_ONCE
             and now - times[0] <= _ONE_REQUEST_S

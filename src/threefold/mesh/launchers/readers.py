@@ -3,7 +3,7 @@
 torchrun inside another launcher decides alone: the outer one has started an agent on each host. Plain RANK and
 WORLD_SIZE decide too, but must agree with the outer launcher. Otherwise the first of jsrun, Open MPI, MVAPICH2,
 Horovod, Flux, PALS, MPICH, Slurm and Kubernetes decides; in this order, because mpirun starts its processes through
-srun in a Slurm job, and several set what MPICH's does besides. Launchers that contradict one another or were left out
+srun in a Slurm job, and several also set what MPICH's does. Launchers that contradict one another or were left out
 are refused: ranks would wait forever or train alone.
 """
 
@@ -353,5 +353,5 @@ def _refuse_forgotten_launcher(environ: Environ) -> None:
         )
 
 
-# In this order: mpirun starts its processes through srun in a Slurm job, and several set what MPICH's does besides.
+# In this order: mpirun starts its processes through srun in a Slurm job, and several also set what MPICH's does.
 _READERS = (_read_mpi, _read_flux, _read_pals, _read_mpich, _read_slurm, _read_kubernetes)

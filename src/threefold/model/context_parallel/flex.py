@@ -100,7 +100,7 @@ def attend_blocks(
 ) -> Tensor:
     """Output [batch, queries, heads, head] of query [batch, heads, queries, head] over [batch, kv heads, keys, head].
 
-    A sink is a key of its own that gives nothing: with the logarithm l of the softmax' sum and the sink's score s it
+    A sink is an extra key that gives nothing: with the logarithm l of the softmax' sum and the sink's score s it
     leaves the share exp(l) / (exp(l) + exp(s)) of the output.
     """
 

@@ -1,7 +1,7 @@
 """Attention of local queries over all keys, for every term that a model adds to it, and the masks that it takes.
 
 A layer's mask is the model's own mask function, evaluated at true positions in the row, so windows and chunks mean what
-they mean in one process. Plain causal attention has no mask in memory: keys stand in the order of the row, so that each
+they mean in one process. Plain causal attention has no mask in memory: keys are in the order of the row, so that each
 half of a rank's queries sees the keys from the first to its own last. The kernel is torch's fused one if the model's
 attention is plain; flex_attention if the mask is made of blocks; varlen_attn if it is causal in the documents of whole
 rows; one written out here if a layer caps its scores (gemma2) or has sinks (gpt_oss), which the fused kernel would
@@ -264,7 +264,7 @@ def _fused(
 
 
 def lower_right(queries: int, keys: int) -> Tensor:
-    """What tells torch's kernels on CUDA that the last query stands at the last key, with no mask in memory."""
+    """What tells torch's kernels on CUDA that the last query is at the last key, with no mask in memory."""
     # Which allocates a tensor of its sizes that no kernel reads.
     bias = causal_lower_right(1, 1)
     bias.seq_len_q, bias.seq_len_kv = queries, keys

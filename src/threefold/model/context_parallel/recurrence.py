@@ -52,7 +52,7 @@ def _carries(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class DocumentRows:
-    """Where the tokens of a batch stand when each document is a row.
+    """Where the tokens of a batch are when each document is a row.
 
     Attributes:
         shape: (batch, sequence) of the batch.

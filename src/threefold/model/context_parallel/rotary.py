@@ -52,7 +52,7 @@ def follow_lengths(model: nn.Module, lengths: Callable[[], Tensor | None]) -> No
     """Lets the model's rotary embeddings take the length of each token's text from `lengths`.
 
     Args:
-        lengths: those of the tokens at hand, [batch, sequence / cp]; None outside of a batch.
+        lengths: those of the tokens at hand, [batch, sequence / cp]; None outside a batch.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)

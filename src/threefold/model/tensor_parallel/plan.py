@@ -154,7 +154,7 @@ def split_over_tp(
     Args:
         scatter: sequence parallelism between the split parts (`plan.choices.sequence_parallel`).
         whole_experts: give each tp rank some experts instead of a part of all.
-        exact: sums do not depend on the mesh, and are not sent beside products unasked.
+        exact: sums do not depend on the mesh, and are not sent beside products by default.
 
     Raises:
         ConfigError: sequence parallelism was asked for and the plan or the devices do not allow it.
@@ -202,7 +202,7 @@ def split_over_tp(
             part, shared, next((each for each in part.modules() if each in columns), None)
         )
     if tied:
-        # Splitting gave each of the two modules a parameter of its own; they are one again.
+        # Splitting gave each of the two modules its own parameter; they are one again.
         head._parameters["weight"] = embedding._parameters["weight"]
     partial += _without_rule(modules, plan)
     parameters = dict(model.named_parameters())

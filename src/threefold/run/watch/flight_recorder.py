@@ -17,7 +17,7 @@ _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 def keep(folder: Path, rank: int) -> None:
     """Writes the last collectives of this rank to logs/flight_recorder_rank_0001.json of a run's folder, for `explain`.
 
-    In a thread of its own: it waits for a lock that a stuck driver may hold.
+    In its own thread: it waits for a lock that a stuck driver may hold.
     """
     threading.Thread(
         target=_keep, args=(folder, rank), name="flight recorder", daemon=True

@@ -33,7 +33,7 @@ _STORES = (os.path.join("mesh", "exchange.py"), os.path.join("mesh", "rendezvous
 _WAITING_CALLS = (".wait(", "wait_tensor", ".item()", ".tolist()", ".synchronize(")
 _INNERMOST = 3
 _BACKWARD = "_engine_run_backward"
-# A rank's own code; what is outside of it started the rank.
+# A rank's own code; what is outside it started the rank.
 _LOOP = os.path.join("training", "loop.py")
 _RANK = os.path.join("run", "rank.py")
 _SAVER = os.path.join("checkpoint", "background_saver.py")
@@ -51,7 +51,7 @@ _IDLE_BELOW = 0.05
 _WAITS_FOR_OTHERS = {
     "x86_64": frozenset(("202", "449", "7", "271", "23", "270", "232", "281", "45", "47")),
     "aarch64": frozenset(("98", "449", "73", "72", "22", "207", "212")),
-    # Not known: nothing is said to be blocked.
+    # Unknown: nothing is reported as blocked.
 }.get(platform.machine(), frozenset(map(str, range(1024))))
 # As faulthandler writes them.
 _THREAD = re.compile(r"(?:Thread|Current thread) 0x([0-9a-f]+) ")

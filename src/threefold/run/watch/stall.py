@@ -107,7 +107,7 @@ class Stall:
     @property
     def key(self) -> str:
         """Equal for the same stall, on every rank that finds it."""
-        # Another rank of its host may tell a later place of a silent one.
+        # Another rank of its host may report a later place of a silent one.
         late = [
             f"{each.rank}:{each.beat if each.rank in self.silent else each.number}"
             for each in (seen.report for seen in self.late)
@@ -145,7 +145,7 @@ class Stall:
         report, what = seen.report, f"is {seen.report.place()}"
         state = _STATES[report.state].format(process=report.process, kernel=report.kernel)
         if report.rank in self.silent:
-            last = "" if report.state else "last "  # seen on its host, or told some time ago
+            last = "" if report.state else "last "  # seen on its host, or reported earlier
             what = f"has given no sign of life for {seen.silent_s:.0f} s, {last}{report.place()}: {state}"
         elif report.kernel:
             what += f", waiting uninterruptibly in {report.kernel}: a disk, a file system or a driver is stuck"

@@ -52,7 +52,7 @@ _IN_STEPS = ("exchange", "forward", "backward", "reduce", "optimizer", "the prog
 _AT_STEPS = (*_IN_STEPS, "log", "audit")
 # A thread that asks for no core gets one within this time where cores are free; later, its process stood still.
 _LATE_S = 0.02
-# How often a rank tells a new place between two beats, and how many of them the store is to take from all ranks.
+# How often a rank reports a new place between two beats, and how many of them the store is to take from all ranks.
 _PLACE_EVERY_S, _PLACES_A_SECOND = 0.25, 2000
 _MEET_WITHIN_S = 2.0
 _PREFIX = "threefold/watch"
@@ -82,7 +82,7 @@ class Watchdog:
         """Args:
         stall_s: time without progress after which the late rank is named, once per stall.
         timeout_s: time without progress after which the run ends with that report.
-        program: the run is of a program with a loop of its own, which sets these times.
+        program: the run is of a program with its own loop, which sets these times.
         pulse: where the process that has started this rank sees its place.
         """
         longer = f"--train.timeout_s {2 * timeout_s:g}, with a larger --mesh.timeout_s"
@@ -157,13 +157,13 @@ class Watchdog:
                 self._pulse.close()
 
     def speaks_for_its_host(self, after: float = 1.0) -> bool:
-        """Whether no lower rank of this host lives (`after`: so many times `_silent_s`), or has told a reason."""
+        """Whether no lower rank of this host lives (`after`: so many times `_silent_s`), or has reported a reason."""
         return not self.told_by_another() and all(
             peer.silenced_by(after * self._silent_s) for peer in self._lower()
         )
 
     def told_by_another(self) -> bool:
-        """Whether a lower rank of this host has failed with a reason, which it has told."""
+        """Whether a lower rank of this host has failed with a reason, which it has reported."""
         return any(peer.place.name == "failure" for peer in self._lower())
 
     def note(self, ending: Ending) -> None:
@@ -180,7 +180,7 @@ class Watchdog:
             Journal(self.folder).end(ending)
 
     def gone(self) -> dict[int, Phase]:
-        """Where the ranks of this host were whose process is gone, and has told nothing."""
+        """Where the ranks of this host were whose process is gone, and has reported nothing."""
         gone = {
             rank: peer.place
             for rank, peer in self._peers.items()
@@ -230,7 +230,7 @@ class Watchdog:
             self._keep_current(store, report)
 
     def _keep_current(self, store: Any, report: Report) -> None:
-        """Until the next beat, tells now and then where this rank is: it may not come to another."""
+        """Until the next beat, reports now and then where this rank is: it may not come to another."""
         until = time.monotonic() + self._every_s
         pause = max(_PLACE_EVERY_S, len(self._hosts) / _PLACES_A_SECOND)
         while (left := until - time.monotonic()) > 0 and not self._stopped.wait(
@@ -245,7 +245,7 @@ class Watchdog:
         return Report(self._rank, self._hosts[self._rank], os.getpid(), *place)
 
     def _signs(self) -> int:
-        """Changes as this rank goes on within a phase: as it says itself, or comes from one collective to the next."""
+        """Changes as this rank moves on in a phase: as it says itself, or comes from one collective to the next."""
         exchanges = self.mesh.exchange.passed if self.mesh is not None else 0
         return self.progress.ticks + exchanges + sum(collectives_begun().values())
 

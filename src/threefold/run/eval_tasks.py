@@ -64,7 +64,7 @@ class EvalTasks:
             task.set_fewshot_seed(seed=_SHOTS_SEED)
         # Hides its progress bars on every rank.
         with noise.kept(self._mesh.device), redirect_stderr(io.StringIO()):
-            report = evaluate(
+            evals = evaluate(
                 self._harness,
                 self._tasks,
                 bootstrap_iters=0,
@@ -72,9 +72,7 @@ class EvalTasks:
                 verbosity="ERROR",
             )
         return (
-            _metrics_of(report["results"])
-            if self._mesh.rank == 0 and report is not None
-            else {}
+            _metrics_of(evals["results"]) if self._mesh.rank == 0 and evals is not None else {}
         )
 
 

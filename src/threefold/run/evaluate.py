@@ -84,11 +84,8 @@ def _evaluated(asked: Asked, mesh: Mesh, checkpoint: Checkpoint, *, ema: bool) -
         )
     model, evaluate = _evaluation(asked, mesh, checkpoint, rows, ema=ema)
     refuse_other_code(manifest, load.own_code(model.module), config, checkpoint)
-    metrics = {} if rows is None else _over(rows, evaluate, config, mesh)
-    return {
-        **metrics,
-        **(EvalTasks(config, model)(checkpoint.step) if config.eval.tasks else {}),
-    }
+    means = {} if rows is None else _over(rows, evaluate, config, mesh)
+    return {**means, **(EvalTasks(config, model)(checkpoint.step) if config.eval.tasks else {})}
 
 
 def _over(rows: Rows, evaluate: EvalStep, config: Config, mesh: Mesh) -> Metrics:

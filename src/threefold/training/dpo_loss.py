@@ -86,12 +86,10 @@ class PairLoss:
         rewards = self._asked.beta * gained.detach()
         chosen = rewards[:, ::2]
         rejected = rewards[:, 1::2]
-        metrics = torch.stack(
-            [chosen, rejected, chosen - rejected, (chosen > rejected).double()]
-        )
+        stats = torch.stack([chosen, rejected, chosen - rejected, (chosen > rejected).double()])
         own = losses * share
         self.of_rows = own.detach().sum(1)
-        return own.sum(), share.sum(), (metrics * share).sum(dim=(1, 2))
+        return own.sum(), share.sum(), (stats * share).sum(dim=(1, 2))
 
 
 def pair_losses(asked: DpoConfig, gained: Tensor, counts: Tensor) -> Tensor:

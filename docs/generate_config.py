@@ -25,7 +25,7 @@ def page() -> str:
         "    threefold train job.yaml --print-config      # every value, its origin, and what auto becomes",
         "    threefold --install-completion               # the shell completes keys, their values and runs",
         "",
-        "What `--print-config` prints is a config again, and trains the same run.",
+        "The output of `--print-config` is itself a config, and trains the same run.",
     ]
     for section, field in Config.model_fields.items():
         kind: Any = field.annotation

@@ -40,7 +40,7 @@ AcceptChanges = Annotated[
     bool, typer.Option("--accept-changes", help="Resume with keys that change what is trained.")
 ]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", help="Print nothing but errors; the run's logs keep it all.")
+    bool, typer.Option("--quiet", help="Print only errors; the run's logs keep everything.")
 ]
 
 

@@ -43,7 +43,7 @@ def prepare(
     to: Annotated[
         str,
         typer.Option(
-            help="The folder to make, or s3://BUCKET/PREFIX; the same command resumes an unfinished one."
+            help="The folder to create, or s3://BUCKET/PREFIX; the same command resumes an unfinished one."
         ),
     ],
     workers: Annotated[
@@ -54,12 +54,12 @@ def prepare(
     ] = None,
     engine: Annotated[
         Literal["local", "slurm", "ray"],
-        typer.Option(help="What makes the parts: here, a Slurm array, a Ray cluster."),
+        typer.Option(help="Where to make the parts: here, in a Slurm array, on a Ray cluster."),
     ] = "local",
     task: Annotated[
         str | None,
         typer.Option(
-            help="Make only the parts of task I of N, I/N; or `join` what tasks have made."
+            help="I/N: make only the parts of task I of N; `join`: join those of all tasks."
         ),
     ] = None,
 ) -> None:
@@ -76,15 +76,13 @@ def prepare(
 def order(
     run: _Run,
     sample: Annotated[
-        int | None, typer.Option(help="Show which ranks have read this row, and when.")
+        int | None, typer.Option(help="Show which ranks read this row, and when.")
     ] = None,
-    step: Annotated[
-        int | None, typer.Option(help="Show the rows that this step has read.")
-    ] = None,
+    step: Annotated[int | None, typer.Option(help="Show the rows that this step read.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Also print the rows' text.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show which steps and ranks have read a row, or which rows a step has read."""
+    """Show which steps and ranks read a row, or which rows a step read."""
     folder = run_here(run)
     if as_json and show:
         raise ConfigError(
@@ -114,7 +112,7 @@ def order(
 
 @app.command("overlap", context_settings=CONTEXT, **ending("data overlap"))
 def overlap(context: typer.Context, as_json: AsJson = False) -> None:
-    """Find the documents of the evaluation, and spans of 64 tokens of them, that are trained on; all are named."""
+    """Find evaluation documents, and 64-token spans of them, that are trained on, and name them all."""
     from threefold.commands.show_rows import sides_of
     from threefold.progress_bars import Bars
     from threefold.run.assemble import overlaps_of
@@ -145,7 +143,7 @@ def audit(
     contents: Annotated[
         bool,
         typer.Option(
-            "--contents", help="Also read every token of the source again and compare it."
+            "--contents", help="Also reread every token of the source and compare it."
         ),
     ] = False,
     rows: Annotated[
@@ -157,9 +155,9 @@ def audit(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that every sample was read exactly once an epoch, over all restarts and meshes of a run.
+    """Prove that every sample was read exactly once per epoch, across all restarts and meshes of a run.
 
-    Of a folder that `threefold data prepare` has made: that each document of its source is in exactly one part.
+    For a folder made by `threefold data prepare`: that each document of its source is in exactly one part.
     """
     from threefold.data.store.prepare import STORE_NAME
 
@@ -213,10 +211,10 @@ def show(
         bool, typer.Option("--ids", help="Also print token ids; those trained on in brackets.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="A line of JSON for each row.")
+        bool, typer.Option("--json", help="Print one line of JSON per row.")
     ] = False,
 ) -> None:
-    """Show rows as text, what is trained on in [[ ]] or in colour: of data.source, or the packed rows of a RUN.
+    """Show rows as text, with what is trained on in [[ ]] or colour: of data.source, or the packed rows of a RUN.
 
     Documents of a source are numbered as they are in it, before they are packed; rows of a run as in its audit. A token
     is trained on if it is the label of the token before it.

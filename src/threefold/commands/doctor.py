@@ -45,12 +45,12 @@ def command(
     as_json: AsJson = False,
     force: Force = False,
     limit: Annotated[
-        float, typer.Option(min=0.1, help="Longest time of one test between ranks, s.")
+        float, typer.Option(min=0.1, help="Longest time for one test between ranks, s.")
     ] = 30.0,
 ) -> None:
     """Find what would stop a run: threefold doctor [CONFIG.yaml] [--section.key value ...].
 
-    Alone it checks this machine. With a mesh (--mesh.tp 2) it starts ranks here; under a launcher, each of its ranks
+    Alone, it checks this machine. With a mesh (--mesh.tp 2) it starts ranks here; under a launcher, each of its ranks
     reports. It then tests and measures every axis of the mesh, and pairs of ranks. With s3://BUCKET/PREFIX instead, it
     asks a store whether it keeps what runs rely on, by objects that it removes again.
     """

@@ -30,8 +30,8 @@ def command(
 ) -> None:
     """Evaluate a run: threefold eval RUN [--eval.source SOURCE] [--eval.tasks '[NAME]'] [--section.key value ...].
 
-    The newest checkpoint, or the one that is named, is evaluated exactly, every row once, on the run's mesh or on the
-    one that is given, and in the tasks of lm-evaluation-harness that eval.tasks names. The run's folder stays as it is.
+    Evaluates the newest checkpoint, or the one named, exactly, every row once, on the run's mesh or the one given, and
+    on the lm-evaluation-harness tasks that eval.tasks names. The run's folder stays as it is.
     """
     from threefold.checkpoint.checkpoint_folder import find
     from threefold.commands.arguments import load_config

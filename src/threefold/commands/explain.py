@@ -20,7 +20,7 @@ def command(
     logs: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Logs, folders of logs, Flight Recorder dumps, or the folder of a run; default: a pipe."
+            help="Logs, folders of logs, Flight Recorder dumps, or a run's folder; default: a pipe."
         ),
     ] = None,
     ask: Annotated[

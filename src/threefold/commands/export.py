@@ -23,15 +23,15 @@ def _folder_of(address: str) -> AbstractContextManager[Path]:
 
 def command(
     run: RunOrCheckpoint,
-    to: Annotated[str, typer.Option(help="The folder to make, or s3://BUCKET/PREFIX.")],
+    to: Annotated[str, typer.Option(help="The folder to create, or s3://BUCKET/PREFIX.")],
     max_shard_size: Annotated[
-        str, typer.Option(help="Largest file of weights: 500MB, 5GB, 2GiB.")
+        str, typer.Option(help="Largest weights file: 500MB, 5GB, 2GiB.")
     ] = "5GB",
     verify: Annotated[
         bool | None,
         typer.Option(
             "--verify/--no-verify",
-            help="Reload the folder and compare logits. Default: if the model fits into memory.",
+            help="Reload the folder and compare logits. Default: if the model fits in memory.",
         ),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -39,7 +39,7 @@ def command(
         bool,
         typer.Option(
             "--ema",
-            help="Write the moving average of the weights (optimizer.ema), not the last ones.",
+            help="Write the moving average of the weights (optimizer.ema) instead.",
         ),
     ] = False,
     adapter: Annotated[
@@ -52,7 +52,7 @@ def command(
 ) -> None:
     """Write a checkpoint as a Hugging Face folder, which AutoModelForCausalLM.from_pretrained loads.
 
-    One process exports a run from any mesh, with memory for one file of weights and one layer. If the run trained
+    One process exports a run from any mesh, in memory for one weights file and one layer. If the run trained
     adapters (model.lora.r), they are merged into the complete model, which needs memory for that model.
     """
     from threefold.checkpoint.checkpoint_folder import find

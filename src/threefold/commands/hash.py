@@ -25,14 +25,14 @@ def command(
     ],
     ema: Annotated[
         bool,
-        typer.Option("--ema", help="Of the moving average of the weights (optimizer.ema)."),
+        typer.Option("--ema", help="Hash the moving average of the weights (optimizer.ema)."),
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the SHA-256 of a model's weights, the same on any mesh and for its export.
 
-    Of several it says whether they are equal, and ends with 1 if they are not.
+    Given several, it says whether they are equal, and exits with 1 if they are not.
     """
     hashes = [
         _hashed(run_here(path, state=True), ema=ema, trust_remote_code=trust_remote_code)

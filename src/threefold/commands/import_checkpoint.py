@@ -18,10 +18,10 @@ def command(
         Path,
         typer.Argument(
             metavar="CHECKPOINT",
-            help="A folder of torch.distributed.checkpoint, or DeepSpeed's universal.",
+            help="A torch.distributed.checkpoint or DeepSpeed universal checkpoint folder.",
         ),
     ],
-    to: Annotated[Path, typer.Option(callback=on_this_machine, help="The folder to make.")],
+    to: Annotated[Path, typer.Option(callback=on_this_machine, help="The folder to create.")],
     weights: Annotated[
         bool,
         typer.Option("--weights", help="Make a Hugging Face folder of the weights, not a run."),
@@ -30,10 +30,10 @@ def command(
 ) -> None:
     """Take over a checkpoint: threefold import CHECKPOINT --to RUN [CONFIG.yaml] [--section.key value ...].
 
-    Reads what torch.distributed.checkpoint writes (torchtitan, accelerate, a program of your own), with transformers'
-    names or torchtitan's of Llama 3 and Qwen3, and DeepSpeed's universal checkpoints. The config names the model and
-    the data of the run, which resumes at the checkpoint's step, with its weights and AdamW's moments, and reads its
-    data from the first row on.
+    Reads what torch.distributed.checkpoint writes (torchtitan, accelerate, your own program), with transformers' names
+    or torchtitan's for Llama 3 and Qwen3, and DeepSpeed universal checkpoints. The config names the run's model and
+    data. The run resumes at the checkpoint's step, with its weights and AdamW's moments, and reads its data from the
+    first row.
     """
     from threefold.commands.arguments import load_config
     from threefold.convert.convert import import_model, import_run, refuse_filled

@@ -14,8 +14,8 @@ from threefold.errors import ConfigError
 def command(context: typer.Context) -> None:
     """Write a commented config: threefold init [CONFIG.yaml] [--section.key value ...].
 
-    The file has every key with its meaning. The keys that are given are set; the others are commented out, at their
-    defaults. The file is config.yaml if none is named; one that exists is never overwritten.
+    The file has every key with its meaning. Keys that you give are set; the others are commented out, at their
+    defaults. The file is config.yaml if none is named; an existing one is never overwritten.
     """
     from threefold.commands.arguments import split
     from threefold.config import loading

@@ -31,25 +31,26 @@ def command(
         typer.Option(
             min=1,
             max=2**20,
-            help="Every legal mesh of so many devices, estimated and ranked; needs --gpu.",
+            help="Estimate and rank every legal mesh of this many devices; needs --gpu.",
         ),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="The device, and whether it fits there: h100-80gb.")
+        str | None, typer.Option(help="The device, to see whether it fits there: h100-80gb.")
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Hosts; default: one for every 8 devices.")
+        int | None, typer.Option(min=1, help="Hosts; default: one per 8 devices.")
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(help="Also the days of a run of so many tokens: 20B.")
+        str | None, typer.Option(help="Also the days it takes for this many tokens: 20B.")
     ] = None,
     price: Annotated[
-        float | None, typer.Option(min=0, help="Also its cost, of a device's hour: 2.5.")
+        float | None,
+        typer.Option(min=0, help="Also the cost, at this price per device-hour: 2.5."),
     ] = None,
     link: Annotated[
         str | None,
         typer.Option(
-            help="Inside of a host: nvlink4, nvlink5, pcie4, pcie5, or as measured: 9GB/s."
+            help="Inside a host: nvlink4, nvlink5, pcie4, pcie5, or as measured: 9GB/s."
         ),
     ] = None,
     network: Annotated[
@@ -60,20 +61,20 @@ def command(
     ] = None,
     emit: Annotated[
         Path | None,
-        typer.Option(help="Write the first as a config that `threefold train` takes."),
+        typer.Option(help="Write the first-ranked as a config for `threefold train`."),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Times by layers that run here, on a --gpu.")
+        bool, typer.Option("--measure", help="Base times on layers measured here, on a --gpu.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="JSON: a list with --gpus, else one object.")
+        bool, typer.Option("--json", help="Print JSON: a list with --gpus, else one object.")
     ] = False,
 ) -> None:
-    """What a mesh needs before there is one: threefold plan MODEL --gpus 64 --gpu h100-80gb --data.seq_len 8192.
+    """Estimate a mesh before you have one: threefold plan MODEL --gpus 64 --gpu h100-80gb --data.seq_len 8192.
 
-    With --gpus every legal mesh, micro-batch and checkpointing is estimated, without torch, and ranked by time; keys
-    (--mesh.tp 2) are kept as given. Without it one set-up (--mesh.dp 8 --train.micro_batch 1) is traced: the model's
-    own code, split for any number of ranks on this CPU. The weights are not read.
+    With --gpus it estimates every legal mesh, micro-batch and checkpointing, without torch, and ranks them by time;
+    keys (--mesh.tp 2) are kept as given. Without it, it traces one set-up (--mesh.dp 8 --train.micro_batch 1): the
+    model's own code, split for any number of ranks on this CPU. The weights are not read.
     """
     from threefold.commands.model_config import model_keys
 

@@ -29,8 +29,8 @@ def command(
 ) -> None:
     """Print what the traces of a run show: threefold profile RUN.
 
-    For each rank the time of a step and its shares: computing; communication that nothing hides; work of the host;
-    idle, which is waiting for data or for nothing that the trace has. Then the longest kernels of the slowest rank.
+    For each rank, the time of a step and its shares: computing; exposed communication; host work; idle, which is
+    waiting for data or for nothing in the trace. Then the longest kernels of the slowest rank.
     """
     from threefold.config.paths import PROFILE_FOLDER, run_and_checkpoint
 

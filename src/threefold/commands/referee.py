@@ -23,29 +23,29 @@ _EXAMPLE = "threefold referee -- torchrun --nproc-per-node 2 train.py"
 def command(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="COMMAND...", help="What starts the training; or: judge DIR"),
+        typer.Argument(
+            metavar="COMMAND...", help="The command that starts the training; or: judge DIR"
+        ),
     ] = None,
     steps: Annotated[
-        int, typer.Option(min=0, help="Record the whole inputs of so many steps.")
+        int, typer.Option(min=0, help="Record the full inputs of this many steps.")
     ] = 3,
     record: Annotated[
         Path | None,
-        typer.Option(help="The new folder to record in; default: one that is removed."),
+        typer.Option(help="New folder for the record; default: a temporary one."),
     ] = None,
     alone: Annotated[
         str | None,
-        typer.Option(
-            metavar="COMMAND", help="What trains the model in one process, for a step."
-        ),
+        typer.Option(metavar="COMMAND", help="Trains the model in one process, for one step."),
     ] = None,
     keep: Annotated[
-        float, typer.Option(min=0, help="How large the record may become, in GiB.")
+        float, typer.Option(min=0, help="Maximum size of the record, in GiB.")
     ] = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Watch any training and judge it: rows, gradients, copies and updates; no line of it is changed.
+    """Watch any training and judge it: rows, gradients, copies and updates, without changing a line of it.
 
-    threefold referee judge DIR judges a record that was made elsewhere.
+    threefold referee judge DIR judges a record made elsewhere.
     """
     match arguments or []:
         case ["judge", *rest]:

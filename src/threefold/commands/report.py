@@ -20,9 +20,7 @@ from threefold.errors import ConfigError
 def command(
     runs: Annotated[
         list[str],
-        typer.Argument(
-            autocompletion=runs_here, help="Folders of runs; several are laid over one another."
-        ),
+        typer.Argument(autocompletion=runs_here, help="Folders of runs; several are overlaid."),
     ],
     to: Annotated[
         Path | None,
@@ -33,7 +31,7 @@ def command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a page of a run: threefold report RUN [--to FILE]; several runs are compared.
+    """Write a page about a run: threefold report RUN [--to FILE]; several runs are compared.
 
     One HTML file that needs no network and no other file: what was trained, its curves with starts and rewinds, what
     was read and whether that is proved, checkpoints, samples, late ranks and warnings. It only reads the run's files.

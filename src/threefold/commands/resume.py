@@ -34,7 +34,7 @@ def command(
 ) -> None:
     """Resume a run: threefold resume RUN [--section.key value ...].
 
-    RUN/config.yaml is what the run was trained with; keys that are given replace its own: --train.steps 2000 trains on.
+    RUN/config.yaml is what the run was trained with; keys given here override it: --train.steps 2000 trains on.
     With RUN/checkpoints/step-... the run goes back there, and its later checkpoints are set aside.
     """
     from threefold.config.paths import RUN_CONFIG, run_and_checkpoint

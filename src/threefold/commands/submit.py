@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Make a cluster's job from a config, and submit it. --section.key value works as in `threefold train`.",
+    help="Make a cluster job from a config and submit it. --section.key value works as in `threefold train`.",
 )
 _KEYS = "[CONFIG.yaml] [--section.key VALUE ...] [OPTIONS]"
 _CODES = "0 submitted, or shown; 1 the cluster refused it; 2 the request was wrong"
@@ -45,7 +45,7 @@ def _command_of(name: str) -> Callable[..., None]:
         nodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 1,
         ranks_per_node: Annotated[
             int | None,
-            typer.Option(min=1, help="Ranks on each host; default: what the mesh asks for."),
+            typer.Option(min=1, help="Ranks per host; default: what the mesh asks for."),
         ] = None,
         dry_run: Annotated[
             bool, typer.Option("--dry-run", help="Print the job, but do not submit it.")

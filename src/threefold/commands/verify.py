@@ -31,14 +31,14 @@ def command(
         int | None, typer.Option(min=1, help="Use only the first N layers.")
     ] = None,
     random: Annotated[
-        bool, typer.Option("--random", help="Random weights instead of the named ones.")
+        bool, typer.Option("--random", help="Use random weights instead of the model's own.")
     ] = False,
     force: Force = False,
     bits: Annotated[
         bool,
         typer.Option(
             "--bits",
-            help="Compare hashes on several numbers of data ranks (train.reduce: exact).",
+            help="Compare hashes across several numbers of data ranks (train.reduce: exact).",
         ),
     ] = False,
     against: Annotated[

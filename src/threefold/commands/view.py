@@ -14,17 +14,17 @@ from threefold.commands.run_argument import only_here
 
 def command(
     folder: Annotated[
-        Path, typer.Argument(callback=only_here, help="A run's folder, or one of runs.")
+        Path, typer.Argument(callback=only_here, help="A run's folder, or a folder of runs.")
     ] = Path("runs"),
     port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Default: 8733, or another that is free."),
+        typer.Option(min=1, max=65535, help="Default: 8733, or another free port."),
     ] = None,
 ) -> None:
-    """Show runs in the browser while they go: threefold view [RUN or FOLDER] [--port N].
+    """Show runs live in the browser: threefold view [RUN or FOLDER] [--port N].
 
-    The page of `threefold report`, which follows the run; of a folder a list of its runs, to be compared. Only this
-    machine is answered, and only who has the printed address. The runs notice nothing: their files are read.
+    The page of `threefold report`, which follows the run; for a folder, a list of its runs to compare. It answers only
+    this machine, and only those who have the printed address. The runs notice nothing: only their files are read.
     """
     from threefold.config.paths import is_run, run_and_checkpoint
     from threefold.report.server import listen, serve

@@ -14,14 +14,14 @@ from threefold.commands.run_argument import run_here
 
 def command(
     run: Annotated[str, typer.Argument(autocompletion=runs_here, help="A run's folder.")],
-    step: Annotated[int | None, typer.Option(help="This step alone, with its rows.")] = None,
+    step: Annotated[int | None, typer.Option(help="Only this step, with its rows.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Explain how a run went: threefold why RUN [--step N].
 
-    Spikes of the loss and of the gradient norm, with the rows that made them; rows whose loss is an outlier among
-    comparable rows; sources that drift apart; slow ranks; changed keys. The five that matter most, each with the facts
-    that show it. The run's files are only read.
+    Spikes of the loss and the gradient norm, with the rows that caused them; rows whose loss is an outlier among
+    comparable rows; sources that drift apart; slow ranks; changed keys. It shows the five that matter most, each with
+    its evidence, and only reads the run's files.
     """
     from threefold.config.paths import run_and_checkpoint
     from threefold.why import format

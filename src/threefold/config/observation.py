@@ -28,7 +28,7 @@ with warnings.catch_warnings():
             description="trackers that get the metrics besides metrics.jsonl: tensorboard, wandb, trackio, mlflow",
         )
         project: str = Field(
-            "threefold", description="project name at wandb and trackio, experiment at mlflow"
+            "threefold", description="project name in wandb and trackio, experiment in mlflow"
         )
         profile: StepRange | None = Field(
             None,
@@ -52,9 +52,9 @@ class AuditConfig(Section):
 
     every: Count = Field(
         10,
-        description="steps between audits; each save and the end of the run audit too; 0: none",
+        description="steps between audits; each save and the end of the run are audited too; 0: none",
     )
     rows: bool | Literal["auto"] = Field(
         "auto",
-        description="keep the loss of every row of every step (threefold why); auto: where the loss tells it",
+        description="keep the loss of every row of every step (threefold why); auto: where the loss gives it",
     )

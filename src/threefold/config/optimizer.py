@@ -84,7 +84,7 @@ class GroupConfig(Section):
         None, description="peak learning rate; default: optimizer.lr"
     )
     weight_decay: NonNegativeFloat | None = Field(
-        None, description="of all that match; default: as without groups"
+        None, description="for all that match; default: as without groups"
     )
     name: str | None = Field(
         None, description="name in metrics (lr_NAME); default: group0, group1, .."
@@ -99,41 +99,41 @@ class OptimizerConfig(Section):
         description=f"{', '.join(OPTIMIZERS)}, or the path of an installed class: torch.optim.NAdam",
     )
     options: dict[str, Any] = Field(
-        {}, description="further arguments of its class: {momentum: 0.9}"
+        {}, description="further arguments to its class: {momentum: 0.9}"
     )
     lr: PositiveFloat | Literal["auto"] = Field(
         "auto",
         description="peak learning rate; auto: 2e-3 for random weights, 2e-5 for pretrained ones, 2e-4 for LoRA",
     )
     betas: Annotated[tuple[float, float], Field(strict=False)] = Field(
-        (0.9, 0.95), description="Adam's two decays"
+        (0.9, 0.95), description="Adam's two decay rates"
     )
     eps: PositiveFloat = Field(1e-8, description="added to the root of the second moment")
     moments: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="type in which adamw keeps its two moments between steps; bfloat16: half their memory",
+        description="dtype of adamw's two moments between steps; bfloat16: half their memory",
     )
     weight_decay: NonNegativeFloat = Field(0.1, description="decoupled, on matrices only")
     groups: Annotated[tuple[GroupConfig, ...], Field(strict=False)] = Field(
         (),
-        description="[{match: REGEX, lr: 1e-4, weight_decay: 0, name: NAME}, ..]; the first that matches counts",
+        description="[{match: REGEX, lr: 1e-4, weight_decay: 0, name: NAME}, ..]; the first match applies",
     )
     warmup_steps: Count = Field(10, description="steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine", "wsd", "inverse_sqrt"] = Field(
         "cosine",
-        description="shape after the warm-up; wsd: constant, then a fall over the last decay_steps",
+        description="shape after the warm-up; wsd: constant, then a decay over the last decay_steps",
     )
     decay_steps: PositiveInt | None = Field(
-        None, description="wsd: number of last steps in which the rate falls"
+        None, description="wsd: number of final steps over which the rate decays"
     )
     decay_shape: Literal["linear", "1-sqrt"] = Field(
         "linear",
-        description="wsd: how it falls; 1-sqrt: by the root of the share of decay_steps that is done",
+        description="wsd: shape of the decay; 1-sqrt: by the square root of the fraction of decay_steps done",
     )
     ema: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] | None = Field(
         None,
-        description="decay of a moving average of the weights, kept besides them: 0.999; null: none",
+        description="decay of a moving average of the weights, kept alongside them: 0.999; null: none",
     )
     min_lr: NonNegativeFloat = Field(
-        0.0, description="learning rate at the last step of a falling schedule"
+        0.0, description="learning rate at the last step of a decaying schedule"
     )

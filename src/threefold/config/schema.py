@@ -35,16 +35,16 @@ class LoraConfig(Section):
         description="rank of the adapters; above 0, only they are trained; 0: all weights are trained",
     )
     alpha: PositiveFloat | None = Field(
-        None, description="scales the adapters' products by alpha / r; default: 2 x r"
+        None, description="scales the adapters' output by alpha / r; default: 2 x r"
     )
     dropout: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
-        0.0, description="share of an adapter's inputs to drop"
+        0.0, description="fraction of an adapter's inputs to drop"
     )
     target_modules: (
         Annotated[tuple[str, ...], Field(strict=False)] | Literal["all-linear"] | None
     ) = Field(
         None,
-        description="projections that get adapters, by name; default: peft's own for the architecture",
+        description="names of the projections that get adapters; default: peft's for the architecture",
     )
     rslora: bool = Field(False, description="scale by alpha / sqrt(r) instead")
 
@@ -56,12 +56,12 @@ class ModelConfig(Section):
         None, description="Hub id or local folder of a causal language model"
     )
     config: dict[str, Any] | None = Field(
-        None, description="mapping with `model_type`: random weights from train.seed"
+        None, description="config with `model_type`; random weights from train.seed"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="compute type, the same arithmetic on every mesh, with weights kept in float32; auto: bfloat16 on "
-        "CUDA, float32 on a CPU",
+        description="compute dtype, with the same arithmetic on every mesh and weights kept in float32; auto: bfloat16 "
+        "on CUDA, float32 on a CPU",
     )
     revision: str | None = Field(None, description="branch, tag or commit on the Hub")
     trust_remote_code: bool = Field(
@@ -69,7 +69,7 @@ class ModelConfig(Section):
     )
     init_missing: list[str] = Field(
         [],
-        description="patterns of weights that may be missing from the files; drawn from train.seed",
+        description="patterns of weights that the files may lack; those are drawn from train.seed",
     )
     admission: Literal["auto", "full", "off"] = Field(
         "auto",
@@ -77,8 +77,8 @@ class ModelConfig(Section):
     )
     attention: Literal["auto", "sdpa", "flex", "varlen"] = Field(
         "auto",
-        description="masks in memory (sdpa), by blocks (flex), or causal documents by their lengths and other masks by "
-        "blocks (varlen); auto: varlen or flex on CUDA, sdpa on a CPU",
+        description="masks in memory (sdpa), block masks (flex), or document lengths for causal documents and block "
+        "masks for the rest (varlen); auto: varlen or flex on CUDA, sdpa on a CPU",
     )
     lora: LoraConfig = LoraConfig()
 
@@ -94,7 +94,7 @@ class MixtureSource(Section):
     config_name: str | None = Field(None, description="configuration of a Hub dataset")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub dataset")
     fields: dict[str, str] | None = Field(
-        None, description="the source's names of columns and keys"
+        None, description="the source's own names for columns and keys"
     )
 
 
@@ -117,40 +117,40 @@ class DataConfig(Section):
     )
     allow_other_tokenizer: bool = Field(
         False,
-        description="train pretrained weights with a tokenizer that is not theirs: its ids mean other tokens",
+        description="allow pretrained weights with a tokenizer other than their own, whose ids mean other tokens",
     )
     seq_len: PositiveInt = Field(256, description="tokens per row")
     format: Literal["auto", "text", "chat", "prompt_completion", "preference"] = Field(
-        "auto", description="what rows are; auto: by their columns"
+        "auto", description="what the rows are; auto: from their columns"
     )
     fields: dict[str, str] = Field(
         {},
-        description="the source's names of columns and keys: {text: body}, a.b being b inside a; {messages: dialog, "
-        "role: speaker, content: said}",
+        description="the source's own names for columns and keys: {text: body}, where a.b is b inside a; {messages: "
+        "dialog, role: speaker, content: said}",
     )
     train_on: Literal["assistant", "last", "completion", "all"] | None = Field(
         None,
-        description="what is trained on of rows that are not text; default: assistant for chats, else completion",
+        description="for rows that are not text, the part to train on; default: assistant for chats, else completion",
     )
     lost_texts: Literal["refuse", "count"] = Field(
         "refuse",
-        description="a text of a row that the chat template does not write, such as a system prompt or reasoning: "
-        "refuse the row; count: train without it",
+        description="texts of a row that the chat template leaves out, such as a system prompt or reasoning: refuse "
+        "the row; count: train without them",
     )
     chat_template: str | None = Field(
         None, description="file with a chat template; default: the tokenizer's own"
     )
     template_variables: dict[str, Any] = Field(
         {},
-        description="variables of the chat template; {date: 2026-01-31} for one that prints today's date",
+        description="variables for the chat template; {date: 2026-01-31} for one that prints today's date",
     )
     control_tokens: Literal["text", "ids"] = Field(
         "text",
-        description="control tokens that are spelled out in a text: stay text, or become control tokens",
+        description="control tokens spelled out in a text: they stay text, or become control tokens (ids)",
     )
     bos: bool | Literal["auto"] = Field(
         "auto",
-        description="a token before each document of text; auto: as the tokenizer does for a single text",
+        description="start each text document with the BOS token; auto: as the tokenizer does for a single text",
     )
     packing: Literal["concat", "best_fit", "none"] | None = Field(
         None,
@@ -158,38 +158,38 @@ class DataConfig(Section):
     )
     document_mask: bool | None = Field(
         None,
-        description="keep attention and positions inside each document; default: for conversations and the like",
+        description="keep attention and positions within each document; default: on for conversations and the like",
     )
     truncate: bool = Field(
         False,
-        description="best_fit, none: drop what does not fit in a row, not split it; of a pair, keep half a row each",
+        description="best_fit, none: cut documents to one row instead of splitting them; those of a pair to half a row",
     )
     group_by_length: bool = Field(
         False,
-        description="none: batches of rows of like length, cut to their longest row; within 50 batches",
+        description="none: batch rows of similar length, cut to their longest row; within windows of 50 batches",
     )
     skip_bad_lines: bool = Field(
         False,
-        description="count what cannot be read, and rows with nothing to train on, instead of refusing them",
+        description="skip and count what cannot be read, and rows with nothing to train on, instead of refusing them",
     )
     eval_share: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="share of the documents that is never trained on, chosen by data.seed: the evaluation, unless "
+        description="share of the documents to hold out of training, chosen by data.seed; evaluated on unless "
         "eval.source is given; 0: none",
     )
     shuffle: bool = Field(True, description="keyed shuffle of the rows, new in every epoch")
     tail: Literal["carry", "drop"] = Field(
         "carry",
-        description="rows at an epoch's end that fill no global batch: carry: the next epoch's first batch begins with "
-        "them; drop: they are left out; no effect on a mixture, which has no end",
+        description="rows at an epoch's end that do not fill a global batch; carry: they start the next epoch's first "
+        "batch; drop: they are left out; no effect on a mixture, which has no end",
     )
-    seed: Count = Field(0, description="seed of the order of rows")
+    seed: Count = Field(0, description="seed for the order of rows")
     num_workers: Count = Field(0, description="loader processes per rank")
     skip: Annotated[tuple[StepRange, ...], Field(strict=False)] = Field(
         (),
-        description="[first, last] ranges of steps whose batches are left out; set it when resuming",
+        description="[first, last] ranges of steps whose batches are skipped; set it when resuming",
     )
 
 
@@ -198,29 +198,29 @@ class MeshConfig(Section):
 
     dp: AxisSize = Field(
         None,
-        description="data ranks, each with its own rows; `auto`: the ranks that the other axes leave",
+        description="data ranks, each with its own rows; `auto`: the ranks left by the other axes",
     )
     dp_shard: AxisSize = Field(
-        None, description="data ranks that share one copy of the weights; 1: DDP, dp: FSDP"
+        None, description="data ranks that split one copy of the weights; 1: DDP, dp: FSDP"
     )
-    cp: AxisSize = Field(None, description="ranks that share one sequence")
-    tp: AxisSize = Field(None, description="ranks that share one layer")
+    cp: AxisSize = Field(None, description="ranks that split each sequence")
+    tp: AxisSize = Field(None, description="ranks that split each layer")
     ep: PositiveInt = Field(
         1,
-        description="tp ranks that divide the experts, each with complete ones; 1: each has a part of all",
+        description="tp ranks that divide the experts, each holding whole ones; 1: each holds a part of every expert",
     )
     sequence_parallel: bool | Literal["auto", "async"] = Field(
         "auto",
-        description="tp ranks share the sequence between layers; async (auto: on NVLink): sent beside products",
+        description="tp ranks split the sequence between layers; async (auto: on NVLink): overlap sending with matmuls",
     )
     cp_method: Literal["auto", "gather", "ulysses"] = Field(
         "auto", description="how cp ranks exchange data in attention"
     )
     cpu_offload: bool = Field(
-        False, description="keep shards, their gradients and moments in the host's memory"
+        False, description="keep shards, their gradients and moments in host memory"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: cuda if there is one, else cpu"
+        "auto", description="auto: cuda if available, else cpu"
     )
     timeout_s: PositiveFloat = Field(600.0, description="longest wait in a collective, s")
 
@@ -236,86 +236,87 @@ class TrainConfig(Section):
     )
     objective: Literal["next_token", "dpo"] = Field(
         "next_token",
-        description="what is minimised: cross entropy, or dpo of pairs of answers (data.format preference)",
+        description="what to minimise: cross entropy, or DPO on pairs of answers (data.format preference)",
     )
     global_batch: PositiveInt = Field(
         16, description="rows per optimizer step over all dp ranks"
     )
     micro_batch: PositiveInt | Literal["auto"] = Field(
         "auto",
-        description="rows per dp rank in one forward; auto: all of a step, or as many as are estimated to fit",
+        description="rows per dp rank in one forward pass; auto: all of a step, or as many as are estimated to fit",
     )
     reduce: Literal["fast", "exact"] = Field(
         "fast", description="exact: same bits on any mesh.dp ([page](verify.md))"
     )
     memory_check: bool = Field(
-        True, description="refuse a run that is estimated not to fit, before it loads anything"
+        True,
+        description="refuse a run estimated not to fit in memory, before it loads anything",
     )
-    seed: Count = Field(0, lt=2**63, description="seed of the random weights and of dropout")
+    seed: Count = Field(0, lt=2**63, description="seed for random weights and dropout")
     grad_clip: NonNegativeFloat = Field(
-        1.0, description="largest gradient norm; 0 turns clipping off"
+        1.0, description="maximum gradient norm; 0: no clipping"
     )
     label_smoothing: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
-        0.0, description="share of the target's probability to spread over the vocabulary"
+        0.0, description="fraction of the target's probability to spread over the vocabulary"
     )
     z_loss: NonNegativeFloat = Field(
-        0.0, description="weight of the squared log of the softmax sum; 0: none"
+        0.0, description="weight of the squared log-sum-exp of the logits; 0: none"
     )
     loss_chunk_tokens: Count | Literal["auto"] = Field(
         "auto",
-        description="tokens whose logits exist at one time; auto: 256 MiB of logits, 1 GiB on CUDA; 0: all",
+        description="tokens whose logits are in memory at once; auto: 256 MiB of logits, 1 GiB on CUDA; 0: all",
     )
     fused_loss: bool | Literal["auto"] = Field(
         "auto",
-        description="the loss of a chunk's logits and its gradient by kernels of Triton; auto: on CUDA",
+        description="compute the loss of a chunk's logits and its gradient in Triton kernels; auto: on CUDA",
     )
     compile: bool | Literal["auto"] = Field(
         "auto", description="compile each layer; auto: on CUDA"
     )
     float8: Literal["none", "tensorwise", "rowwise"] = Field(
         "none",
-        description="products of large layers in 8 bits (torchao), with a scale for each tensor or row; CUDA only",
+        description="matmuls of large layers in 8 bits (torchao), with a scale for each tensor or row; CUDA only",
     )
     activation_checkpointing: Literal["none", "full", "selective", "offload"] = Field(
         "none",
-        description="recompute layers in backward; selective: all but products and attention; offload: full, with what "
-        "layers are given kept in the host's memory",
+        description="recompute layers in backward; selective: all but matmuls and attention; offload: full, with the "
+        "layers' inputs kept in host memory",
     )
     deterministic: bool = Field(
         False,
-        description="use only algorithms that give the same bits every time; otherwise an error",
+        description="use only algorithms that give the same bits every time; an error where there is none",
     )
     nonfinite: Literal["error", "skip"] = Field(
         "error",
-        description="if a step's loss or gradient is not finite, or none of its tokens is trained on: end the run, or "
-        "skip its update; ten in a row end it",
+        description="if a step's loss or gradient is not finite, or it trains on no token: end the run, or skip the "
+        "update; ten such steps in a row end it",
     )
     timeout_s: PositiveFloat | None = Field(
         None,
-        description="longest time without progress, s; default: 0.9 of mesh.timeout_s, on one rank none",
+        description="longest time without progress, s; default: 0.9 x mesh.timeout_s, none on one rank",
     )
 
 
 class CheckpointConfig(Section):
-    """What to keep, and where to resume."""
+    """What to keep, and where to resume from."""
 
     every: Count = Field(0, description="steps between checkpoints; 0: at the end only")
     keep: PositiveInt = Field(
-        2, description="number of newest complete checkpoints to keep, besides the best"
+        2, description="how many of the newest complete checkpoints to keep, besides the best"
     )
     export_every: Count = Field(
         0,
-        description="also write every n-th step's as transformers loads it, verified, to RUN/exports; 0: none",
+        description="also export every n-th step's checkpoint for transformers, verified, to RUN/exports; 0: none",
     )
     on_error: Literal["error", "continue"] = Field(
         "error", description="if a save fails: end the run, or print the error and continue"
     )
     store: str | None = Field(
-        None, description="keep a copy in an object store, sent behind: s3://BUCKET/PREFIX"
+        None, description="also copy to an object store, in the background: s3://BUCKET/PREFIX"
     )
     resume: str = Field(
         "auto",
-        description="`auto`, `never`, or the path of a checkpoint or its address in a store",
+        description="`auto`, `never`, or a checkpoint's path or address in a store",
     )
     grace_s: PositiveInt = Field(
         110, description="time for ranks to finish and save after a stop signal, s"
@@ -332,11 +333,11 @@ class EvalConfig(Section):
     every: Count = Field(0, description="steps between evaluations; 0: at the end only")
     sample: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         (),
-        description="prompts; what the model writes after each evaluation goes to samples.jsonl",
+        description="prompts; the model's completions after each evaluation go to samples.jsonl",
     )
     tasks: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         (),
-        description="tasks of lm-evaluation-harness, by name or by a .yaml: [hellaswag, my-task.yaml]",
+        description="lm-evaluation-harness tasks, by name or .yaml file: [hellaswag, my-task.yaml]",
     )
 
 

@@ -75,8 +75,8 @@ class KubernetesSettings:
         form="NAME=COUNT",
         example="vpc.amazonaws.com/efa=4",
     )
-    queue: str | None = setting("local queue of Kueue's")
-    volcano_queue: str | None = setting("queue of Volcano's, for a gang of all pods")
+    queue: str | None = setting("Kueue local queue")
+    volcano_queue: str | None = setting("Volcano queue, for a gang of all pods")
     more: Mapping[str, str] = setting(
         "another field of the pods",
         {},

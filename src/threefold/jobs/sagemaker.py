@@ -100,9 +100,9 @@ class SageMakerSettings:
         example="HF_TOKEN=my-secret",
     )
     packages: tuple[Path, ...] = setting("a wheel to install first", (), option="package")
-    spot: bool = setting("spot instances; interrupted, the job resumes", False)
+    spot: bool = setting("use spot instances; an interrupted job resumes", False)
     max_run_s: int = setting("longest time, s", 86_400, option="max-run", least=60)
-    retries: int | None = setting("starts after SageMaker's own errors", least=1, most=30)
+    retries: int | None = setting("retries after SageMaker's own errors", least=1, most=30)
     more: Mapping[str, str] = setting(
         "another field of the request", {}, option="set", form="PATH=YAML",
         example="ResourceConfig.VolumeSizeInGB=200",

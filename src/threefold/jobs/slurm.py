@@ -57,7 +57,7 @@ class SlurmSettings:
         option="signal-ahead",
         least=1,
     )
-    requeue: bool = setting("queue again after a stop that saved", True)
+    requeue: bool = setting("requeue after a stop that saved", True)
     setup: str | None = setting(
         "shell file to source first: modules, an environment", form="FILE"
     )
@@ -71,7 +71,7 @@ class SlurmSettings:
         "image with threefold: a .sif file or docker://... (apptainer), else pyxis'"
     )
     retries: int = setting(
-        "submissions after a crash, each without the node that failed first", 0
+        "resubmissions after a crash, each without the node that failed first", 0
     )
     python: str = setting(
         "interpreter with threefold on the hosts; default: this one, a container's python", ""

@@ -37,7 +37,7 @@ TrustRemoteCode = Annotated[
     typer.Option("--trust-remote-code", help="Allow code from the model's repository to run."),
 ]
 AcceptChanges = Annotated[
-    bool, typer.Option("--accept-changes", help="Resume with keys that change what is trained.")
+    bool, typer.Option("--accept-changes", help="Resume even if keys change what is trained.")
 ]
 Quiet = Annotated[
     bool, typer.Option("--quiet", help="Print only errors; the run's logs keep everything.")

@@ -28,7 +28,7 @@ def command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Take over a checkpoint: threefold import CHECKPOINT --to RUN [CONFIG.yaml] [--section.key value ...].
+    """Import a checkpoint: threefold import CHECKPOINT --to RUN [CONFIG.yaml] [--section.key value ...].
 
     Reads what torch.distributed.checkpoint writes (torchtitan, accelerate, your own program), with transformers' names
     or torchtitan's for Llama 3 and Qwen3, and DeepSpeed universal checkpoints. The config names the run's model and

@@ -50,14 +50,14 @@ class KubernetesSettings:
     memory: str | None = setting("memory for each pod: 64Gi")
     shm: str = setting("size of /dev/shm", "8Gi")
     volumes: Mapping[str, str] = setting(
-        "folder of a volume claim",
+        "a volume claim, mounted at a folder",
         {},
         option="volume",
         form="CLAIM=/folder",
         example="my-claim=/runs",
     )
     variables: Mapping[str, str] = setting(
-        "variable of the pods, or a name to pass it on", {}, option="env", form="NAME=VALUE",
+        "variable for the pods, or a name to pass yours on", {}, option="env", form="NAME=VALUE",
         secret_fix="--secret {name}=SECRET/KEY",
     )  # fmt: skip
     secrets: Mapping[str, str] = setting(

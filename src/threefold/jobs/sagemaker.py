@@ -89,7 +89,7 @@ class SageMakerSettings:
         example="train=s3://BUCKET/PREFIX",
     )  # fmt: skip
     variables: Mapping[str, str] = setting(
-        "variable of the container, or a name to pass it on", {}, option="env", form="NAME=VALUE",
+        "variable for the container, or a name to pass yours on", {}, option="env", form="NAME=VALUE",
         secret_fix="--secret {name}=ID_IN_SECRETS_MANAGER",
     )  # fmt: skip
     secrets: Mapping[str, str] = setting(

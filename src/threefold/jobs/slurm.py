@@ -68,7 +68,7 @@ class SlurmSettings:
         "an srun option: --srun-option=--mpi=pmix", (), option="srun-option"
     )
     container: str | None = setting(
-        "image with threefold: a .sif file or docker://... (apptainer), else pyxis'"
+        "image with threefold: a .sif file or docker://... (apptainer), else for pyxis"
     )
     retries: int = setting(
         "resubmissions after a crash, each without the node that failed first", 0

@@ -17,8 +17,8 @@ def page() -> str:
     lines = [
         "# Configuration",
         "",
-        "Written by `python docs/generate_config.py` from the classes in `src/threefold/config`. You can set every key in",
-        "a YAML file, below its section's name, or as `--section.key value`. Values are YAML 1.2.",
+        "Written by `python docs/generate_config.py` from the classes in `src/threefold/config`. You can set every",
+        "key in a YAML file, below its section's name, or as `--section.key value`. Values are YAML 1.2.",
         "",
         "    threefold init job.yaml --train.steps 500    # a config with every key and its meaning",
         "    threefold train --help learning rate         # the keys about these words; or of a section, or one key",

@@ -164,7 +164,7 @@ def test_a_run_does_not_continue_where_nobody_knows_what_was_read(
     ended = runs.command(tmp_path, "train", "config.yaml", *asked)
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert (
-        "was saved by a custom loop, without the place of its data"
+        "was saved by a custom loop, without its position in the data"
         in ended.stdout + ended.stderr
     )
 
@@ -226,7 +226,7 @@ def _inside(folder: Path) -> dict[str, Any]:
     [
         (
             _filled,
-            "is not empty, and no run lies there: it has thesis.txt",
+            "is not empty and holds no run: it has thesis.txt",
             "threefold.Run('runs/",
         ),
         (

@@ -23,7 +23,7 @@ from threefold.run.start import train
 
 WORDS = {"a": 0, "b": 1, "</s>": 2}
 EXPECTED = "a folder with config.json and weights"
-OWN = "the tokenizer that the weights were trained with: to them, another one's ids mean other tokens"
+OWN = "the tokenizer that the weights were trained with: others' ids mean other tokens"
 
 
 def write_tokenizer(

@@ -27,7 +27,7 @@ def test_pairs_are_those_of_the_script() -> None:
 def test_answers_to_other_questions_are_told_apart(tmp_path: Path) -> None:
     run = tmp_path / "run"
     said = threefold(tmp_path, "train", "examples/dpo.yaml", "--log.dir", str(run))
-    assert "  dpo    sigmoid, beta 0.1; reference: the model at its start, as kept in " in said
+    assert "  dpo    sigmoid, beta 0.1; reference: the initial model, as kept in " in said
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     evaluated = [line for line in lines if "eval_loss" in line]
     assert [line["eval_pairs"] for line in evaluated] == [40, 40]

@@ -294,7 +294,7 @@ def test_what_cannot_be_scored_is_refused(
     cases = {
         "gsm8k.yaml": "gsm8k.yaml: No such file or directory",
         "code.yaml": "code.yaml names a function, which would be run",
-        "list.yaml": "list.yaml is no task",
+        "list.yaml": "list.yaml is not a task",
         "nodata.yaml": "eval.tasks cannot be loaded",
         "written.yaml": "eval.tasks has written, which is scored by generate_until",
     }

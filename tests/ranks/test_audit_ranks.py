@@ -178,7 +178,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder, "train", *arguments, "--mesh.dp", "4", "--mesh.dp_shard", "2", *skip
     )
     assert resumed.returncode == 0, resumed.stderr
-    assert "data.skip: the batches of the steps [11, 12] are left out" in resumed.stdout
+    assert "data.skip: the batches of steps [11, 12] are left out" in resumed.stdout
     return folder
 
 

@@ -98,8 +98,8 @@ def test_folder_that_is_moved_while_its_run_goes(folder: Path, run: Path) -> Non
     assert (done.returncode, done.stderr) == (
         1,
         "the run's folder copy was moved or removed, while this start trained\n"
-        "  expected: its metrics, audit and checkpoints in the folder that it began in, and nobody else's\n"
-        "  fix: threefold resume FOLDER   (where it lies now), and move a folder when its run has ended\n",
+        "  expected: only its own metrics, audit and checkpoints in the folder that it began in\n"
+        "  fix: threefold resume FOLDER   (its new path), and move a folder only after its run has ended\n",
     )
     assert not run.exists() and _steps(moved)[-1] == 6
     again = command(folder, "resume", "copy-moved")

@@ -479,7 +479,7 @@ def test_run_over_a_list_continues_where_it_is_told(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     whole, begun, again, rest, before = run_ranks(_over_a_list, 1, str(folder))[0]
     assert again[0].startswith(
-        "the run resumes after step 3, and run.steps(...) is given list, which begins again"
+        "the run resumes after step 3, but run.steps(...) is given list, which starts over"
     )
     assert (
         "fix: run.steps(itertools.islice(itertools.cycle(batches), run.step, None), until=...)"
@@ -491,7 +491,7 @@ def test_run_over_a_list_continues_where_it_is_told(tmp_path: Path) -> None:
     told = runs.command(tmp_path, "data", "audit", "run")
     assert (
         told.returncode == 2
-        and "run was not audited: islice does not tell its rows" in told.stderr
+        and "run was not audited: islice does not say which rows it reads" in told.stderr
     )
     assert (
         "fix: for the next run: loader = threefold.distribute(DataLoader(...))" in told.stderr

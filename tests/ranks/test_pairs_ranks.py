@@ -202,7 +202,7 @@ def test_a_reference_of_other_weights_is_refused(folder: Path) -> None:
     assert adapted.returncode == 0 and not (folder / "adapted/reference").exists(), (
         adapted.stderr
     )
-    assert "reference: the model at its start, without the adapters" in adapted.stdout
+    assert "reference: the initial model, without the adapters" in adapted.stdout
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[3, 5] += 1e-3
     model.save_pretrained(folder / "model")

@@ -85,7 +85,7 @@ def test_allowed_tokenizer_is_said(folder: Path) -> None:
     other = ("--data.tokenizer", "bytes", "--data.allow_other_tokenizer", "true")
     done = command(folder, *TUNED, *SHORT, "--log.dir", "other", *other)
     assert done.returncode == 0, done.stderr
-    said = "  tokenizer: bytes, which is not compared with the model's own: data.allow_other_tokenizer"
+    said = "  tokenizer: bytes, not compared with the model's own: data.allow_other_tokenizer"
     assert said in done.stdout.splitlines()
 
 

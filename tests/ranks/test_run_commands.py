@@ -99,7 +99,7 @@ def test_resume_goes_on_in_the_named_folder_or_not_at_all(
         ),
         (
             (str(run), "--train.steps", "6"),
-            f"{run} has a run's files, and no run.json says which run is",
+            f"{run} has a run's files, but no run.json that names",
         ),
         (("project",), "project is not a run"),
     ):

@@ -237,7 +237,10 @@ def test_what_is_refused(here: Path, place: ObjectStore, address: str) -> None:
     assert {each.key for each in place.list()} == objects and not head_of(place).lease.held
     train(here, *store, "--train.steps", "8", "--log.dir", "a")
     text = train(here, *store, "--train.steps", "12", "--log.dir", "copy", code=2)
-    assert f"the run in copy has gone on elsewhere, by checkpoint.store = {address}" in text
+    assert (
+        f"the run in copy has continued elsewhere, according to checkpoint.store = {address}"
+        in text
+    )
 
 
 def test_commands_read_a_run_in_a_store(here: Path, place: ObjectStore, address: str) -> None:

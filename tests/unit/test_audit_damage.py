@@ -252,6 +252,6 @@ def test_record_of_a_run_without_run_json_is_not_proved(tmp_path: Path) -> None:
     chained(tmp_path / "run")
     (tmp_path / "run/run.json").unlink()
     with pytest.raises(
-        ThreefoldError, match=r"has a run's files, and no run.json says which run is here"
+        ThreefoldError, match=r"has a run's files, but no run.json that names the run"
     ):
         proved(tmp_path / "run")

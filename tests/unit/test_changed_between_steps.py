@@ -542,8 +542,8 @@ def loader_of(mesh: Any) -> Any:
 
 OUTSIDE = (
     " outside of the run\n"
-    "  expected: calls inside of its `with`: before and after, nothing is locked, watched or saved\n"
-    "  fix: with threefold.Run(folder) as run: a new one continues in the folder of the one before"
+    "  expected: calls inside its `with`: before and after it, nothing is locked, watched or saved\n"
+    "  fix: with threefold.Run(folder) as run: a new Run continues in the same folder"
 )
 
 
@@ -573,9 +573,9 @@ def test_run_is_used_inside_of_its_with_alone(
     with pytest.raises(ConfigError) as error, run:
         pass
     assert str(error.value) == (
-        "a Run is entered again\n"
-        "  expected: one `with` for each: what it guards ends with it\n"
-        "  fix: with threefold.Run(folder) as run: a new one continues in the folder of the one before"
+        "a Run is entered twice\n"
+        "  expected: one `with` for each Run, which guards it until the block ends\n"
+        "  fix: with threefold.Run(folder) as run: a new Run continues in the same folder"
     )
 
 
@@ -622,6 +622,6 @@ def test_loader_that_a_program_moves_ends_its_run_before_a_save_that_could_not_g
                 move(loader)
     assert str(error.value) == (
         f"after step 2 the loader is at position {found[0]} of epoch {found[1]}, and the run at position 4 of epoch 0\n"
-        "  expected: a loader that run.steps alone reads and moves: a resume continues from its place\n"
-        "  fix: look at batches of another loader; leave out set_epoch and load_state_dict inside of the run"
+        "  expected: a loader that only run.steps advances: a resume continues from its position\n"
+        "  fix: inspect batches of another loader; leave out set_epoch and load_state_dict inside of the run"
     )

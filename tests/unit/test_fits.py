@@ -150,7 +150,7 @@ def test_what_the_host_cannot_hold_is_refused(
     assert str(error.value) == (
         f"a rank would keep about {gib} in its host's memory, of which {int(needed * 0.89) / 2**30:,.2f} GiB are free: "
         f"{key}\n"
-        "  expected: a host that holds what its devices do not, as estimated before anything is loaded (docs/plan.md)\n"
+        "  expected: host memory for what devices do not hold, as estimated before anything is loaded (docs/plan.md)\n"
         f"  fix: {fix}   (on more or larger devices; or, to start it all the same: --train.memory_check false)"
     )
     _, setup, decoder = _fitted(int(1e13))

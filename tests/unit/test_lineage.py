@@ -213,8 +213,7 @@ def test_runs_files_without_an_id_are_refused_and_taken_by_the_pasted_fix() -> N
         kept = {path: path.stat().st_mtime_ns for path in Path(left_out).rglob("*")}
         problem = refused(left_out)
         assert (
-            problem.what
-            == f"{left_out} has a run's files, and no run.json says which run is here"
+            problem.what == f"{left_out} has a run's files, but no run.json that names the run"
         )
         assert {path: path.stat().st_mtime_ns for path in Path(left_out).rglob("*")} == kept
         subprocess.run(["bash", "-c", problem.fix], check=True)
@@ -268,7 +267,7 @@ def test_checkpoint_that_was_left_behind_is_not_taken_under_its_old_name() -> No
     assert start("a", step("a", 5), saves=(7,)) == 5
     Path("a/checkpoints/aside-1-step-00000010").rename(step("a", 10))
     with pytest.raises(
-        ConfigError, match=r"is left behind: start 2 of the run went back to step 5"
+        ConfigError, match=r"is abandoned: start 2 of the run went back to step 5"
     ):
         open_run(config("a", step("a", 10)))
     assert start("a") == 7

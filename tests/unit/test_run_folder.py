@@ -92,7 +92,7 @@ def test_a_start_saves_no_more_in_a_folder_that_is_not_its_own(
     again = open_run(config())
     again.begin()
     again.accept(config())
-    assert "is another start's now" in str(opened.refusal())
+    assert "now belongs to another start" in str(opened.refusal())
     opened.path.rename("moved")
     assert "was moved or removed" in str(opened.refusal())
 
@@ -206,7 +206,7 @@ def test_folder_with_files_of_others_is_refused_and_left_as_it_was(
     with pytest.raises(ConfigError) as error:
         open_run(config(log_dir="."))
     (problem,) = error.value.problems
-    assert problem.what.startswith("log.dir = . is not empty, and no run lies there: it has ")
+    assert problem.what.startswith("log.dir = . is not empty and holds no run: it has ")
     assert sorted(path.name for path in folder.iterdir()) == sorted(
         name.strip("/") for name in names
     )
@@ -216,9 +216,7 @@ def test_folder_with_files_of_others_is_refused_and_left_as_it_was(
 
 
 def test_the_file_systems_root_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"log\.dir = / is not empty, and no run lies there: "
-    ):
+    with pytest.raises(ConfigError, match=r"log\.dir = / is not empty and holds no run: "):
         open_run(config(log_dir="/"))
 
 

@@ -128,7 +128,7 @@ def test_rank_without_a_sign_of_life_is_named_whatever_it_said_last() -> None:
             "its process is stopped (SIGSTOP or a debugger): resume it with kill -CONT 101",
         ),
         ("gone", "its process is gone"),
-        ("held", "its process lives, but one call holds Python's lock (the GIL)"),
+        ("held", "its process is alive, but one call holds Python's lock (the GIL)"),
         (
             "uninterruptible",
             "its process waits uninterruptibly in nfs_wait: a disk, a file system or a driver is stuck",

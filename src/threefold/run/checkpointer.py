@@ -199,8 +199,8 @@ class Checkpointer:
         refuse_other(manifest, self.config, self.architecture, checkpoint)
         if "loop" in manifest and not manifest["data"]:
             raise CheckpointError(
-                f"{checkpoint.path} was saved by a custom loop, without the place of its data",
-                expected="what was read until then: the run would begin with the first rows again",
+                f"{checkpoint.path} was saved by a custom loop, without its position in the data",
+                expected="what was read until then: the run would start again from the first rows",
                 fix=f"threefold export {checkpoint.path} --to MODEL, and a new run with --model.name_or_path MODEL",
             )
         if not self.folder.accepts_changes:

@@ -183,12 +183,12 @@ def _pairs(run: Built) -> Iterator[Entry]:
             if run.config.model.lora.r
             else f"as kept in {run.folder.path / REFERENCE}"
         )
-        yield "dpo", f"{dpo.loss}, beta {dpo.beta:g}; reference: the model at its start, {how}"
+        yield "dpo", f"{dpo.loss}, beta {dpo.beta:g}; reference: the initial model, {how}"
 
 
 def _other_tokenizer(run: Built) -> Iterator[Entry]:
     if run.config.data.allow_other_tokenizer:
-        why = "which is not compared with the model's own: data.allow_other_tokenizer"
+        why = "not compared with the model's own: data.allow_other_tokenizer"
         yield "tokenizer", f"{run.tokenizer.name}, {why}"
 
 
@@ -200,7 +200,7 @@ def _given_loss(run: Built) -> Iterator[Entry]:
 def _skips(run: Built) -> Iterator[Entry]:
     if run.config.data.skip:
         skips = ", ".join(f"[{first}, {last}]" for first, last in run.config.data.skip)
-        yield "data.skip", f"the batches of the steps {skips} are left out"
+        yield "data.skip", f"the batches of steps {skips} are left out"
 
 
 def epochs_ahead(run: Built) -> str | None:
@@ -238,7 +238,7 @@ def epochs_read(run: Built) -> str:
     if order.epochs is None or order.steps_left(loader.place):
         return f"{read}; {order.num_rows - loader.place.position:,} rows of epoch {loader.epoch} are left"
     return f"{read}; none is left" + (
-        ", but for what data.skip left out" if loader.left_out else ""
+        ", except what data.skip left out" if loader.left_out else ""
     )
 
 
@@ -287,7 +287,7 @@ def conclude(console: Screen, run: Built, outcome: Outcome) -> int:
             else "there is no checkpoint"
         )
         console.print(f"not saved: the state after step {outcome.step}; {kept}, in {path}")
-        console.print(f"train the steps since again: threefold resume {shlex.quote(str(path))}")
+        console.print(f"repeat the steps since then: threefold resume {shlex.quote(str(path))}")
         return EXIT_FAILED
     if by_signal:
         console.print(

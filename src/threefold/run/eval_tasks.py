@@ -113,7 +113,7 @@ def _loaded(names: Sequence[str]) -> Any:
         ) from error
     for name, task in loaded["tasks"].items():
         if (kind := task.get_config("output_type")) not in _SCORED:
-            expected = "tasks that are scored by the probability of texts, which the model gives on any mesh"
+            expected = "tasks scored by the probability of texts, which any mesh computes"
             raise ConfigError(
                 f"eval.tasks has {name}, which is scored by {kind}",
                 expected=expected,
@@ -136,7 +136,7 @@ def _own(path: str) -> dict[str, Any]:
     values = parse(text, path)
     if not isinstance(values, dict) or not isinstance(values.get("task"), str):
         raise ConfigError(
-            f"{path} is no task",
+            f"{path} is not a task",
             expected="a mapping with `task`, its name",
             fix="see lm-eval's guide",
         )

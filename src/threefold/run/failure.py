@@ -76,8 +76,8 @@ def report_failure(
         what = f"a rank failed: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
         other = RunError(
             what,
-            expected="ranks that run to their end",
-            fix="see the traceback that it has printed",
+            expected="all ranks to run until the end",
+            fix="see the traceback that it printed",
         )
         Path(keep).write_text(json.dumps(described_error(error if expected else other)))
     if first:

@@ -219,11 +219,11 @@ class RunFolder:
             return None if isinstance(error.__cause__, OSError) else error
         if identity and identity.author == self.author:
             return None
-        what = "is another start's now" if identity else "was moved or removed"
+        what = "now belongs to another start" if identity else "was moved or removed"
         return RunError(
             f"the run's folder {self.path} {what}, while this start trained",
-            expected="its metrics, audit and checkpoints in the folder that it began in, and nobody else's",
-            fix="threefold resume FOLDER   (where it lies now), and move a folder when its run has ended",
+            expected="only its own metrics, audit and checkpoints in the folder that it began in",
+            fix="threefold resume FOLDER   (its new path), and move a folder only after its run has ended",
         )
 
     def commit(
@@ -354,7 +354,7 @@ def refuse_other_kind(path: Path, words: Words) -> None:
         fix = "run that program again, which resumes it"
     raise ConfigError(
         f"{words.at(path)} holds a run of {whose}",
-        expected="what began the run, to continue it: its checkpoints fit nothing else",
+        expected="what began the run: its checkpoints fit nothing else",
         fix=f"{fix}; or, for a new run, {words.another()}",
     )
 
@@ -365,7 +365,7 @@ def _refuse_inside(path: Path, words: Words) -> None:
         if (parent / RUN_FILE).is_file():
             raise ConfigError(
                 f"{words.at(path)} is inside the folder of another run: {parent}",
-                expected="a folder beside it: what lies in a run's folder is part of that run",
+                expected="a folder outside it: everything in a run's folder is part of that run",
                 fix=words.another(str(parent.parent / path.name)),
             )
 
@@ -383,7 +383,7 @@ def _refuse_filled(path: Path, words: Words) -> None:
     if others:
         more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""
         raise ConfigError(
-            f"{words.at(path)} is not empty, and no run lies there: it has {', '.join(others[:3])}{more}",
+            f"{words.at(path)} is not empty and holds no run: it has {', '.join(others[:3])}{more}",
             expected=f"a run's folder, or a new or empty one: a run writes {RUN_CONFIG}, logs and much more there",
             fix=words.another(str(new_path())),
         )

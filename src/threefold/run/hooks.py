@@ -98,5 +98,5 @@ class Hooks:
                 f"{name_of(callback)}.{name} raised {type(error).__name__} after step {facts.step}: {error} "
                 f"({where.filename}, line {where.lineno})",
                 expected="a hook that returns; what was trained since the last checkpoint is not saved",
-                fix="correct the hook, and train again: the run resumes from its last checkpoint",
+                fix="fix the hook and train again: the run resumes from its last checkpoint",
             ) from error

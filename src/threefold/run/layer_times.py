@@ -42,18 +42,18 @@ _VOCABULARY = 1024
 
 def require_here(device: Accelerator, name: str) -> None:
     """Raises ConfigError unless this machine's first CUDA device is of that kind."""
-    expected = f"a {device.sign} in this machine: what is measured is what is planned for"
+    expected = f"a {device.sign} in this machine: the plan is for the device that is measured"
     fix = "leave --measure out, for published speeds; or plan on such a machine"
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"--gpu {name} --measure, and torch sees no CUDA device here",
+            f"--gpu {name} --measure, but torch sees no CUDA device here",
             expected=expected,
             fix=fix,
         )
     here = torch.cuda.get_device_name()
     if device.sign not in here:
         raise ConfigError(
-            f"--gpu {name} --measure, and the device here is {here!r}",
+            f"--gpu {name} --measure, but the device here is {here!r}",
             expected=expected,
             fix=fix,
         )
@@ -85,9 +85,9 @@ def slowness(
     low, median, high = statistics.quantiles((deep - shallow for shallow, deep in times), n=4)
     if median <= 0 or high - low > _SPREAD * median:
         raise ConfigError(
-            f"what layers take on this device varies from {low:.4f} to {high:.4f} s",
+            f"layer times on this device vary from {low:.4f} to {high:.4f} s",
             expected=f"half of the measurements within {_SPREAD:.0%}, as on an idle device",
-            fix="repeat it when nothing else runs there; or leave --measure out, for published speeds",
+            fix="repeat it when nothing else runs on it; or leave --measure out, for published speeds",
         )
     return median / (_estimate(many, device) - _estimate(few, device))
 

@@ -102,7 +102,7 @@ def load_model(
         "name_or_path",
         name_or_path,
         isinstance(name_or_path, str | PathLike | None),
-        expected="a Hub id, a folder, or an nn.Module; an architecture without weights is config",
+        expected="a Hub id, a folder, or an nn.Module; for an architecture without weights: config",
         fix="threefold.load_model(config=config, mesh=mesh)",
     )
     model = {
@@ -158,7 +158,7 @@ def _refuse_for_modules(options: Mapping[str, object]) -> None:
         if value is not None:
             raise ConfigError(
                 f"load_model was given a module and {name} = {value!r}",
-                expected="a module that is complete: this has no effect on it",
+                expected="a complete module, on which this has no effect",
                 fix=f"leave {name} out"
                 + (", and compile the module first" if name == "compile" else ""),
             )

@@ -70,7 +70,7 @@ def refuse_too_much_of_host(decoder: Decoder, setup: Setup, free: int | None) ->
         key, fix = "mesh.cpu_offload = true", "--mesh.cpu_offload false"
     raise ConfigError(
         f"a rank would keep about {_gib(needed)} in its host's memory, of which {_gib(free)} are free: {key}",
-        expected="a host that holds what its devices do not, as estimated before anything is loaded (docs/plan.md)",
+        expected="host memory for what devices do not hold, as estimated before anything is loaded (docs/plan.md)",
         fix=f"{fix}   (on more or larger devices; or, to start it all the same: --train.memory_check false)",
     )
 

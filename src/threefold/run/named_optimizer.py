@@ -76,7 +76,7 @@ def _refuse_other_key(name: str, key: str, value: Any) -> None:
         else f"options={{{key!r}: {value!r}}}, if its class takes {key}"
     )
     if key in _OF_THE_LOOP:
-        expected = "what one step needs: the rates of later steps and an average over them are the loop's"
+        expected = "arguments of one step: schedules and averages over steps belong to the loop"
         fix = f"leave {key} out; {_OF_THE_LOOP[key]}"
     raise ConfigError(
         f"threefold.optimizer({name!r}, ...) has {key} = {value!r}", expected=expected, fix=fix

@@ -70,7 +70,7 @@ class Traced:
 
 def refused(config: Config) -> Iterator[Problem]:
     """What cannot be traced: it would be reported wrongly; empty if all can."""
-    expected = "what is on the device at the peak: the trace has one memory"
+    expected = "tensors on the device: the trace models one memory"
     if config.mesh.cpu_offload:
         yield Problem(
             "mesh.cpu_offload = true cannot be traced",
@@ -81,7 +81,7 @@ def refused(config: Config) -> Iterator[Problem]:
         yield Problem(
             "train.activation_checkpointing = offload cannot be traced",
             expected,
-            "--train.activation_checkpointing full   (which holds a layer's input more for each layer)",
+            "--train.activation_checkpointing full   (which holds one more layer input per layer)",
         )
     eager = "what is computed as it is written: weights and their averages, layers and products as they are"
     for key, value, plain in (
@@ -102,9 +102,7 @@ def trace(config: Config, architecture: PretrainedConfig, topology: Topology) ->
         ConfigError: this process has a process group already, or torch cannot trace the model.
     """
     if dist.is_initialized():
-        expected = (
-            "a process of its own: a group that sends nothing takes the place of the ranks"
-        )
+        expected = "a separate process: a group that sends nothing replaces the ranks"
         raise ConfigError(
             "tracing in a process that is a rank",
             expected=expected,
@@ -127,13 +125,13 @@ def trace(config: Config, architecture: PretrainedConfig, topology: Topology) ->
             "model_type", "the model"
         )
         reason = first_line(error)
-        expected = "operators that tell their results' shapes without values, in the types that are asked for"
+        expected = "operators with output shapes that need no values, in these dtypes"
         raise ConfigError(
             f"{name!r} cannot be traced: {reason}",
             expected=expected,
             fix="--model.dtype bfloat16"
             if "BF16" in reason
-            else "train a step of it, and read peak_memory_bytes",
+            else "train one step, and read peak_memory_bytes",
         ) from error
     finally:
         dist.destroy_process_group()

@@ -40,7 +40,7 @@ def tokenizer_problems(config: Config, tokenizer: Tokenizer) -> list[Problem]:
     model, name = config.model.name_or_path, config.data.tokenizer
     if model is None or name in (None, model) or config.data.allow_other_tokenizer:
         return []
-    expected = "the tokenizer that the weights were trained with: to them, another one's ids mean other tokens"
+    expected = "the tokenizer that the weights were trained with: others' ids mean other tokens"
     try:
         own = own_tokenizer(config)
     except DataError as error:

@@ -100,8 +100,8 @@ def place_of(asked: str, run: Path) -> Path:
 
 def unnamed(path: Path, words: Words = _COMMAND) -> ConfigError:
     """The error for a run's files without the file that says whose they are."""
-    what = f"{path} has a run's files, and no {RUN_FILE} says which run is here"
-    expected = f"{RUN_FILE}, which lies in a run's folder from its first start on: a copy may have left it out"
+    what = f"{path} has a run's files, but no {RUN_FILE} that names the run"
+    expected = f"{RUN_FILE}, which a run's folder has from its first start: a copy may have left it out"
     journal = Journal(path)
     checkpoints = CheckpointFolder(path).all()
     authors = [each.author for each in checkpoints]
@@ -156,7 +156,7 @@ def _at_its_place(origin: Origin, path: Path, words: Words) -> Checkpoint:
         what = f"is another checkpoint now, of {f'run {now.run}' if now.run else 'no run'}"
     raise CheckpointError(
         f"{words.at(path)} forks step {origin.step} of run {origin.run}, and {place} {what}",
-        expected="the checkpoint that the run forks, for it has saved none of its own yet",
+        expected="the checkpoint that the run forks: it has saved none of its own yet",
         fix=f"{words.resume('WHERE_IT_LIES_NOW')}   (or {words.resume(place, 'ANOTHER_FOLDER')})",
     )
 
@@ -194,8 +194,8 @@ def _refuse_left(named: Checkpoint, identity: Identity | None, words: Words) -> 
         (number, start.step) for number, start in later if start.step < named.step
     )
     raise ConfigError(
-        f"checkpoint.resume = {named.path} is left behind: start {number} of the run went back to step {back}",
-        expected=f"a checkpoint of what the run is now: its records of the steps after {back} are of later starts",
+        f"checkpoint.resume = {named.path} is abandoned: start {number} of the run went back to step {back}",
+        expected=f"a checkpoint of the run's current history: its records after step {back} are from later starts",
         fix=f"{words.resume(named.path, 'ANOTHER_FOLDER')}   to fork it",
     )
 
@@ -237,8 +237,8 @@ def _taken_up(
     if not taken and (own or identity is not None or (path / METRICS).exists()):
         raise ConfigError(
             f"{words.at(path)} holds a run, and {writer(named, identity)} wrote checkpoint.resume = {named.path}",
-            expected="a new folder for a run that is forked: two runs would be mixed in this one",
-            fix=f"{words.another()}   (or {words.resume('auto')} to resume the run that is there)",
+            expected="a new folder for the fork: two runs would be mixed in this one",
+            fix=f"{words.another()}   (or {words.resume('auto')} to resume the existing run)",
         )
     return taken
 

@@ -182,9 +182,9 @@ class Run:
         """
         if self._open is not None:
             raise ConfigError(
-                "a Run is entered again",
-                expected="one `with` for each: what it guards ends with it",
-                fix="with threefold.Run(folder) as run: a new one continues in the folder of the one before",
+                "a Run is entered twice",
+                expected="one `with` for each Run, which guards it until the block ends",
+                fix="with threefold.Run(folder) as run: a new Run continues in the same folder",
             )
         with contextlib.ExitStack() as stack, self._in_own_words():
             if self._own_watch:
@@ -360,8 +360,8 @@ class Run:
             if missing := sorted(stateful.keys() - loaded.extra.keys()):
                 raise CheckpointError(
                     f"{self.folder.resume.path} has no state of {missing[0]}",
-                    expected="what the run has saved until then",
-                    fix=f"run.load(...) without {missing[0]}=, which begins anew; name it in the next start",
+                    expected="state that the run has saved",
+                    fix=f"run.load(...) without {missing[0]}=, which starts it afresh; pass it at the next start",
                 )
         self.extra = {
             name: value for name, value in loaded.extra.items() if name not in stateful
@@ -443,7 +443,7 @@ class Run:
             "numbers",
             numbers,
             isinstance(numbers, StepNumbers | EvalNumbers | None),
-            expected="what a step or an evaluation returned; other numbers have names",
+            expected="what a step or an evaluation returned; other numbers need names",
             fix="run.log(numbers, accuracy=0.5)",
         )
         metrics: dict[str, Any] = {"step": self.step}
@@ -467,7 +467,7 @@ class Run:
                 name,
                 each,
                 isinstance(number, int | float) and name not in metrics,
-                expected="a number, by a name that the run does not use itself",
+                expected="a number, under a name that the run does not use itself",
                 fix=f"run.log(numbers, my_{name}=0.5)",
             )
             metrics[name] = number
@@ -546,7 +546,7 @@ class Run:
         if self._start is not None and self._trained is None:
             raise ConfigError(
                 "step(batch) outside of run.steps(...)",
-                expected="steps of the run, which counts them and proves what they have read",
+                expected="steps inside run.steps, which counts them and proves what they read",
                 fix="for batch in run.steps(loader, until=...): step(batch)",
             )
         self._require_begun("step(batch)")
@@ -572,13 +572,13 @@ class Run:
         if self._held is None:
             raise ConfigError(
                 "run.steps(...) before run.load(...)",
-                expected="to know what the run saves, and continues from if its folder has a checkpoint",
+                expected="run.load first: it says what the run saves, and resumes if the folder has a checkpoint",
                 fix="run.load(step, loader), inside of `with threefold.Run(...) as run:`",
             )
         if hasattr(batches, "state_dict") and batches is not self._held.loader:
             raise ConfigError(
                 f"run.steps(...) is given a {type(batches).__name__} that run.load(...) was not",
-                expected="the loader whose place the run saves: a resume would read its first rows again",
+                expected="the loader whose position the run saves: a resume would read its first rows again",
                 fix="run.load(step, loader)",
             )
         if (
@@ -588,7 +588,7 @@ class Run:
         ):
             kind = type(batches).__name__
             raise ConfigError(
-                f"the run resumes after step {self.step}, and run.steps(...) is given {kind}, which begins again",
+                f"the run resumes after step {self.step}, but run.steps(...) is given {kind}, which starts over",
                 expected="batches that continue: the first ones would be read again, and the last ones never",
                 fix="run.steps(itertools.islice(itertools.cycle(batches), run.step, None), until=...); or a loader of "
                 "threefold.distribute, with run.load(step, loader)",
@@ -649,8 +649,8 @@ class Run:
             raise RunError(
                 f"after step {self.step} the loader is at position {place.position} of epoch {place.epoch}, and the "
                 f"run at position {recorded.position} of epoch {recorded.epoch}",
-                expected="a loader that run.steps alone reads and moves: a resume continues from its place",
-                fix="look at batches of another loader; leave out set_epoch and load_state_dict inside of the run",
+                expected="a loader that only run.steps advances: a resume continues from its position",
+                fix="inspect batches of another loader; leave out set_epoch and load_state_dict inside of the run",
             )
 
     def _start_of(self, loader: Any, order: Order) -> SegmentLine:
@@ -726,8 +726,8 @@ class Run:
         if self._open != os.getpid():
             raise ConfigError(
                 f"{what} outside of the run",
-                expected="calls inside of its `with`: before and after, nothing is locked, watched or saved",
-                fix="with threefold.Run(folder) as run: a new one continues in the folder of the one before",
+                expected="calls inside its `with`: before and after it, nothing is locked, watched or saved",
+                fix="with threefold.Run(folder) as run: a new Run continues in the same folder",
             )
 
     def _require_begun(self, what: str) -> None:
@@ -738,7 +738,7 @@ class Run:
         if not self._began:
             raise ConfigError(
                 f"{what} before run.steps(...)",
-                expected="a run that has begun: its folder is not changed before",
+                expected="a run that has begun: its folder is left unchanged until then",
                 fix="call it inside of `for batch in run.steps(loader, until=...)`, or after it",
             )
 
@@ -777,7 +777,7 @@ def _passes(batches: Iterable[Any], run: Run) -> Iterator[Any]:
         if run.step == before == last:
             raise DataError(
                 f"there are no batches for step {run.step + 1}",
-                expected="batches up to the last step: an iterator that is over gives none when it is read again",
+                expected="batches up to the last step: an exhausted iterator gives none when it is read again",
                 fix="give run.steps a loader or a list; or until=None, to read it once",
             )
 
@@ -789,7 +789,7 @@ def _order_of(loader: Any) -> tuple[Order | None, str, str]:
     if not isinstance(loader, DistributedLoader):
         return (
             None,
-            f"{type(loader).__name__} does not tell its rows",
+            f"{type(loader).__name__} does not say which rows it reads",
             "loader = threefold.distribute(DataLoader(...))",
         )
     sampler, rows = loader.sampler, loader.sampler.epoch_size
@@ -797,7 +797,7 @@ def _order_of(loader: Any) -> tuple[Order | None, str, str]:
         drawn = "drawn with weights" if sampler.replacement else "in torch's order"
         return (
             None,
-            f"rows {drawn} are not each read once by an order that is known",
+            f"rows {drawn} are not each read exactly once in a known order",
             "distribute(DataLoader(...))",
         )
     uneven = rows % sampler.num_replicas

@@ -114,7 +114,7 @@ def _compare_with_run(rows: Rows, folder: RunFolder) -> None:
         path = part.rows.store.named
         raise DataError(
             f"{path} has changed since the checkpoint {folder.resume.path}: {where or 'its hashes differ'}",
-            expected="the bytes that the run began with: it would go on with others, and nothing would show it",
+            expected="the bytes that the run began with: it would continue with others unnoticed",
             fix=f"copy the store to {os.path.dirname(path)} again from its origin, or "
             "start a new run (another log.dir)",
         )

@@ -151,9 +151,9 @@ def train(
         if reason.exists():
             raise error_of(json.loads(reason.read_text()), "training")
     raise (ConfigError if code == EXIT_WRONG_REQUEST else RunError)(
-        f"training ended with exit code {code}, and no rank has said why",
+        f"training ended with exit code {code}, and no rank reported why",
         expected="exit code 0, or 75 after a stop signal",
-        fix="see what the ranks have printed, and logs/ of the run's folder",
+        fix="see the ranks' output, and logs/ in the run's folder",
     )
 
 

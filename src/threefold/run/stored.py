@@ -244,8 +244,8 @@ def _of_own(
     if fresh and asked != "auto" and not named_here:
         raise ConfigError(
             f"checkpoint.store = {place.url} holds a run, and checkpoint.resume is {asked}",
-            expected="a prefix that holds nothing, for a new run",
-            fix=f"--checkpoint.store ANOTHER_PREFIX   (or {words.resume('auto')} to resume the run that is there)",
+            expected="an empty prefix for a new run",
+            fix=f"--checkpoint.store ANOTHER_PREFIX   (or {words.resume('auto')} to resume the existing run)",
         )
     if identity is not None:
         _refuse_parted(identity, stored, folder, place, words)
@@ -290,11 +290,11 @@ def _refuse_parted(
         return
     what = f"{folder} holds run {own.id[:8]}, and checkpoint.store = {place.url} run {stored.id[:8]}"
     if own.id == stored.id:
-        what = f"the run in {folder} has gone on elsewhere, by checkpoint.store = {place.url}"
+        what = f"the run in {folder} has continued elsewhere, according to checkpoint.store = {place.url}"
     raise ConfigError(
         what,
-        expected="one run in both: what is in the store would not continue what is in the folder",
-        fix=f"{words.another()} to go on from the store; or --checkpoint.store ANOTHER_PREFIX for the run that is here",
+        expected="the same run in both: the store would not continue the folder's run",
+        fix=f"{words.another()} to continue from the store; or --checkpoint.store ANOTHER_PREFIX for the folder's run",
     )
 
 

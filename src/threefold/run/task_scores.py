@@ -42,7 +42,7 @@ class Scores:
         ) > self.longest:
             raise ConfigError(
                 f"a task of eval.tasks scores a text of {most:,} tokens, but the model takes {self.longest:,}",
-                expected="texts that the model takes whole",
+                expected="texts that fit into the model whole",
                 fix="leave the task out",
             )
         model, mesh = self._model, self._model.mesh

@@ -80,10 +80,8 @@ def _problems(given: Given, config: Config) -> Iterator[Problem]:
     if config.train.reduce == "exact":
         for name, value in (("loss", given.loss), ("optimizer", given.optimizer)):
             if value is not None:
-                what = f"train.reduce = exact and the {name} is one of your own"
-                expected = (
-                    f"no {name} of your own: its bits were not compared on several meshes"
-                )
+                what = f"train.reduce = exact with a custom {name}"
+                expected = f"no custom {name}: its bits were not compared on several meshes"
                 yield Problem(what, expected, f"{name}=None, or --train.reduce fast")
     if given.optimizer is not None:
         yield from _optimizer_problems(given.optimizer, config.optimizer)
@@ -93,18 +91,18 @@ def _loss_problems(config: Config) -> Iterator[Problem]:
     train = config.train
     for key, value in (("label_smoothing", train.label_smoothing), ("z_loss", train.z_loss)):
         if value:
-            what = f"train.{key} = {value} has no effect with a loss of your own"
-            yield Problem(what, "what that loss itself adds", f"--train.{key} 0")
+            what = f"train.{key} = {value} has no effect with a custom loss"
+            yield Problem(what, "what the loss itself adds", f"--train.{key} 0")
     if train.objective != "next_token":
-        what = f"train.objective = {train.objective} and a loss of your own"
+        what = f"train.objective = {train.objective} and a custom loss"
         yield Problem(what, "one of them", "loss=None, or --train.objective next_token")
     if train.fused_loss is True:
-        what = "train.fused_loss = true has no effect with a loss of your own"
+        what = "train.fused_loss = true has no effect with a custom loss"
         expected = "the kernels compute the cross entropy alone"
         yield Problem(what, expected, "--train.fused_loss auto")
     if config.audit.rows is True:
-        what = "audit.rows = true with a loss of your own"
-        expected = "the loss of each row: yours tells its sum alone"
+        what = "audit.rows = true with a custom loss"
+        expected = "the loss of each row: a custom loss returns only their sum"
         yield Problem(what, expected, "--audit.rows auto")
 
 
@@ -113,14 +111,14 @@ def _optimizer_problems(make: Any, config: OptimizerConfig) -> Iterator[Problem]
         what = f"optimizer is a {type(make).__name__}"
         yield Problem(
             what,
-            "a function of the model that makes one on the ranks",
+            "a function of the model that returns an optimizer, called on each rank",
             "def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.01)",
         )
     usual = OptimizerConfig()
     for name in ("name", "options", "betas", "eps", "weight_decay", "groups", "moments"):
         if getattr(config, name) != getattr(usual, name):
-            what = f"optimizer.{name} = {as_yaml(getattr(config, name))} has no effect with an optimizer of your own"
-            yield Problem(what, "what that optimizer itself has", f"leave optimizer.{name} out")
+            what = f"optimizer.{name} = {as_yaml(getattr(config, name))} has no effect with a custom optimizer"
+            yield Problem(what, "the optimizer's own settings", f"leave optimizer.{name} out")
 
 
 def _callback_problems(callback: Any) -> Iterator[Problem]:
@@ -128,7 +126,7 @@ def _callback_problems(callback: Any) -> Iterator[Problem]:
     begun = [each for each in dir(callback) if each.startswith("on_")]
     if isinstance(callback, type):
         what = f"the callback {name} is a class"
-        yield Problem(what, "an object of it", f"callbacks=[{callback.__name__}()]")
+        yield Problem(what, "an instance of it", f"callbacks=[{callback.__name__}()]")
     elif unknown := [each for each in begun if each not in HOOKS]:
         what = f"the callback {name} has {unknown[0]}, which nothing calls"
         yield Problem(what, f"one of {shown}", "rename it")

@@ -25,7 +25,7 @@ _STATES = {
     "": "its process or its host is gone, frozen or cut off",
     GONE: "its process is gone",
     STOPPED: "its process is stopped (SIGSTOP or a debugger): resume it with kill -CONT {process}",
-    HELD: "its process lives, but one call holds Python's lock (the GIL)",
+    HELD: "its process is alive, but one call holds Python's lock (the GIL)",
     UNINTERRUPTIBLE: "its process waits uninterruptibly in {kernel}: a disk, a file system or a driver is stuck",
 }
 CLOSING = "closing"

@@ -245,7 +245,7 @@ def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> Non
         ),
         (
             lambda: setattr(threefold.TrainStep(model, mine), "lr", 0.1),
-            "step.lr = 0.1, but the optimizer is one of ",
+            "step.lr = 0.1, but the optimizer is a custom ",
         ),
         (
             lambda: threefold.TrainStep(model, mine, lr=0.5),
@@ -261,7 +261,7 @@ def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> Non
         ),
         (
             lambda: torch.no_grad()(threefold.TrainStep(model))(BATCH),
-            "the step is made under torch.no_grad()",
+            "the step runs under torch.no_grad()",
         ),
         (
             lambda: threefold.freeze(model, ["none"]),
@@ -289,7 +289,7 @@ def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> Non
         (lambda: own.generate(IDS), "generate: a Linear is a module of your own"),
         (
             lambda: threefold.TrainStep(model).load_state_dict({"lr": 1}),
-            "this is not the state of such a step: it has ",
+            "this is not the state of a TrainStep like this one: it has ",
         ),
     ]
     for do, said in cases:
@@ -455,7 +455,7 @@ def test_damaged_torn_and_foreign_saves_are_refused(
     assert threefold.load(tmp_path, model=model, optimizer=step) == threefold.load(
         path, model=model
     )
-    with pytest.raises(ThreefoldError, match="has no place of a loader"):
+    with pytest.raises(ThreefoldError, match="has no loader position"):
         threefold.load(
             path,
             model=model,
@@ -535,7 +535,7 @@ def _rows_of_cp() -> str:
     with pytest.raises(ConfigError, match="rows of 6 tokens"):
         model(input_ids=IDS[:, :6])
     mean = threefold.TrainStep(model, loss=lambda logits, batch: (logits.mean(), 1))
-    with pytest.raises(ConfigError, match=r"^the loss gave 1 as its count of each of 2 micro"):
+    with pytest.raises(ConfigError, match=r"^the loss gave 1 as its count for each of 2 micro"):
         mean({"input_ids": IDS[:, :4]})
     mesh.close()
     return str(error.value)

@@ -581,14 +581,14 @@ def _mixing(sizes: dict[str, int], micro_batch: int | None) -> list[str]:
 
 def test_a_loss_that_mixes_rows_is_refused_where_they_are_split() -> None:
     """By ranks or by micro-batches. In one process they are all together; so are rows that belong together."""
-    mean = "the loss gave 1 as its count of each of"
-    evaluated = ["", "", *2 * [f"{mean} 3 micro-batches, of 4 rows in all"]]
+    mean = "the loss gave 1 as its count for each of"
+    evaluated = ["", "", *2 * [f"{mean} 3 micro-batches, with 4 rows in all"]]
     assert run_ranks(_mixing, 1, {}, None) == [[*12 * [""], *evaluated]]
     found = [*6 * [""], *4 * ["the loss mixes rows"]]
-    of_step = f"{mean} 2 micro-batches, of 4 rows in all"
+    of_step = f"{mean} 2 micro-batches, with 4 rows in all"
     assert run_ranks(_mixing, 1, {}, 2) == [[*found, of_step, of_step, *evaluated]]
-    of_step = f"{mean} 2 micro-batches, of 8 rows in all"
-    evaluated[2:] = 2 * [f"{mean} 6 micro-batches, of 8 rows in all"]
+    of_step = f"{mean} 2 micro-batches, with 8 rows in all"
+    evaluated[2:] = 2 * [f"{mean} 6 micro-batches, with 8 rows in all"]
     split = [*found, of_step, of_step, *evaluated]
     for shards in (1, 2):
         assert run_ranks(_mixing, 2, {"dp": 2, "dp_shard": shards}, None) == 2 * [split]

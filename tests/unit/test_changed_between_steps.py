@@ -260,7 +260,7 @@ def test_parameters_that_are_replaced_or_added_later_are_refused(mesh: Any) -> N
             step(rows())
         assert str(error.value) == (
             f"{name} is not a parameter that the step was made with\n"
-            "  expected: the model as it was: what is replaced or added later would not be trained\n"
+            "  expected: the model unchanged: what is replaced or added later would not be trained\n"
             "  fix: change the model first, and make the optimizer and TrainStep(model, ...) after it"
         )
         threefold.TrainStep(model, loss=loss)(rows())
@@ -408,7 +408,7 @@ def test_unfreezing_needs_an_optimizer_that_has_the_parameter(mesh: Any) -> None
         step(batch(2))
     assert str(error.value) == (
         "requires_grad of model.embed_tokens.weight was set to True, and the step's own optimizer does not have it\n"
-        "  expected: an optimizer over all that is ever trained: this one would leave it as it is\n"
+        "  expected: an optimizer over all parameters ever trained: this one would leave it unchanged\n"
         "  fix: TrainStep(model, torch.optim.AdamW(model.parameters()))"
     )
     before = next(model.parameters()).clone()
@@ -424,8 +424,8 @@ def test_gradient_that_is_there_before_a_step_is_refused(mesh: Any) -> None:
         step(batch(1))
     assert str(error.value) == (
         "model.embed_tokens.weight has a gradient before the step\n"
-        "  expected: none: a step adds up its own, and divides them by what it counts\n"
-        "  fix: model.module.zero_grad(), or what it is the gradient of as a part of the loss"
+        "  expected: none: a step accumulates its own, and divides them by its count\n"
+        "  fix: model.module.zero_grad(), or make its source a part of the loss"
     )
     model.module.zero_grad()
     step(batch(1))
@@ -511,8 +511,8 @@ def test_step_under_autocast_is_refused(mesh: Any) -> None:
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError) as error:
         step(batch(1))
     assert str(error.value) == (
-        "the step is made under torch.autocast()\n"
-        "  expected: none: the forward has the model's own types, and only the gradients would lose bits\n"
+        "the step runs under torch.autocast()\n"
+        "  expected: none: the forward uses the model's own dtypes, and only the gradients would lose bits\n"
         "  fix: threefold.load_model(..., dtype='bfloat16'), and step(batch) outside of torch.autocast()"
     )
     step(batch(1))
@@ -591,8 +591,8 @@ def test_optimizer_that_a_run_does_not_keep_is_refused_inside_of_it(
             other(rows)
         kept(rows)
     assert str(error.value) == (
-        "the run keeps another optimizer of this model than that of the step\n"
-        "  expected: the step that run.load was given: the state of this one would be in no checkpoint\n"
+        "the run saves another optimizer for this model than the step's\n"
+        "  expected: the step that was passed to run.load: no checkpoint would have the state of this one\n"
         "  fix: run.load(step, loader) with the step that is called"
     )
     other(rows)

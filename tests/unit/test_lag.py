@@ -236,7 +236,7 @@ STOPPED = {"looks/1": 20.0, "stopped/1": 14.0}
         (
             "still",
             STOPPED,
-            "it stands still for 70% of the time, the others for 10%: its process is stopped in 70% of the looks at it "
+            "it stands still for 70% of the time, the others for 10%: its process is stopped in 70% of the checks "
             "(SIGSTOP: cpulimit, a debugger)",
         ),
         (

@@ -72,9 +72,9 @@ class Batches:
             isinstance(values, Tensor) and values.ndim for values in entries.values()
         ):
             raise ConfigError(
-                f"micro_batch = {rows}, but the batch has other entries than tensors of as many rows",
-                expected="tensors [rows, ..], which can be cut by rows",
-                fix="micro_batch=None, or batches of tensors alone",
+                f"micro_batch = {rows}, but the batch has entries that are not tensors of that many rows",
+                expected="tensors [rows, ..], which can be split by rows",
+                fix="micro_batch=None, or batches of tensors only",
             )
         return micro_batches(entries, rows)
 
@@ -98,7 +98,7 @@ class Batches:
         if (unknown := [name for name in batch if name not in _KNOWN]) and not self._own_loss:
             raise ConfigError(
                 f"the batch has {unknown[0]!r}, which the step does not know",
-                expected=f"{', '.join(_KNOWN[:-2])}: anything else would be left out",
+                expected=f"{', '.join(_KNOWN[:-2])}: anything else would be ignored",
                 fix=f"batch.pop({unknown[0]!r}), or a loss that reads it: TrainStep(model, loss=...)",
             )
         if "labels" not in batch and self._labels:
@@ -149,7 +149,7 @@ class Batches:
         ):
             raise ConfigError(
                 "the batch has an attention_mask that is not all ones",
-                expected="documents by number, which any mesh keeps apart; padding is number -1, with labels -100",
+                expected="document numbers, which any mesh keeps apart; padding is number -1, with labels -100",
                 fix="batch['document_ids'] = batch.pop('attention_mask') - 1",
             )
 

@@ -200,7 +200,7 @@ def _computed(
         wrong = int(np.flatnonzero((times != 1) | ~np.isfinite(values))[0])
         raise RunError(
             f"the reference's log-probability of document {wrong} is {values[wrong]}, computed {times[wrong]:g} times",
-            expected="a finite one, computed once: nothing can be compared with it",
+            expected="a finite value, computed once: nothing can be compared with this one",
             fix="try another dtype, --model.dtype float32, and look at the model's weights",
         )
     return np.ascontiguousarray(values)

@@ -138,8 +138,8 @@ class EvalStep:
             if number == 1 and some < mesh.dp_size and sharded and self._model.context is None:
                 raise DataError(
                     "a rank has no batch to evaluate",
-                    expected="at least one on every dp rank: a sharded module of one's own is computed by all of them",
-                    fix="threefold.distribute(loader, tail='exact') gives every rank as many",
+                    expected="at least one on every dp rank: a sharded custom module is computed by all of them",
+                    fix="threefold.distribute(loader, tail='exact') gives every rank the same number",
                 )
             if batch is not nothing:
                 last = dict(batch)

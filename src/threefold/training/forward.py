@@ -144,9 +144,9 @@ def _sums(
             twice and _mixes_rows(total, inputs, rows, together)
         ):
             raise ConfigError(
-                "the loss mixes rows: the gradients of some depend on what the model gave others of the micro-batch",
-                expected="a sum over rows: which of them come together differs between meshes; nothing was updated",
-                fix="let what belongs together be one row, or declare N consecutive rows: loss.rows_together = N",
+                "the loss mixes rows: the gradients of some depend on the outputs for others in the micro-batch",
+                expected="a sum over rows: which rows share a micro-batch differs between meshes; nothing was updated",
+                fix="put what belongs together into one row, or declare N consecutive rows: loss.rows_together = N",
             )
         if torch.is_grad_enabled() and not total.requires_grad and total.any():
             raise _without_gradient()  # of rows that add nothing, it may be 0
@@ -220,7 +220,7 @@ def refuse_means(parts: float, rows: float) -> None:
     """ConfigError if a loss gave 1 as its count of each of several micro-batches (else `rows` is not a number)."""
     if rows > parts > 1:
         raise _no_sum(
-            f"gave 1 as its count of each of {parts:g} micro-batches, of {rows:g} rows in all"
+            f"gave 1 as its count for each of {parts:g} micro-batches, with {rows:g} rows in all"
         )
 
 
@@ -357,7 +357,7 @@ def refuse_unequal(
             raise RunError(
                 f"tp ranks compute different losses from the same outputs: {span} here",
                 expected="a function of the outputs and the batch alone, the same on all tp ranks; nothing was updated",
-                fix="draw what the loss draws at random from a torch.Generator with the same seed on every rank",
+                fix="draw the loss's random numbers from a torch.Generator with the same seed on every rank",
             )
     if failed.item():
         error = failures[0] if failures else None
@@ -368,8 +368,8 @@ def refuse_unequal(
             raise error
         raise OtherRankError(
             what,
-            expected="a loss that raises on all ranks or on none; nothing was updated, and all can make the next step",
-            fix="see that rank's traceback; leave out rows that the loss cannot take before they are given to the step",
+            expected="a loss that raises on all ranks or on none; nothing was updated, and all can take the next step",
+            fix="see that rank's traceback; drop rows that the loss cannot handle before they reach the step",
         )
     number = ended[0].item()
     if not (math.isfinite(number) and number >= 0):

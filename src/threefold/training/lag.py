@@ -114,7 +114,7 @@ class Lag:
             self.own.get(name, 0.0) for name in ("throttled_s", "stolen_s", "major_faults")
         )
         if part == "still" and self.stopped >= _EXPLAINS * excess:
-            return f"its process is stopped in {self.stopped:.0%} of the looks at it (SIGSTOP: cpulimit, a debugger)"
+            return f"its process is stopped in {self.stopped:.0%} of the checks (SIGSTOP: cpulimit, a debugger)"
         if part == "blocked" and reads >= _READS:
             return f"{reads:.0f} times a second it reads memory from a disk (swapped out, or a file's)"
         if part == "core" and throttled >= _EXPLAINS * excess:

@@ -46,7 +46,7 @@ def refuse_nothing(what: str, count: float) -> None:
     if not count:
         raise DataError(
             f"{what} has no token that is trained on: all labels of all ranks are -100, or the loss has the count 0",
-            expected="at least one on some rank: the mean loss of none is not a number; nothing was updated",
+            expected="at least one on some rank: a mean loss over no tokens is not a number; nothing was updated",
             fix="leave out rows whose labels are all -100, or make them longer, so that they reach an answer",
         )
 

@@ -253,9 +253,9 @@ def read(checkpoint: Checkpoint, held: Held) -> Loaded:
     saved = manifest.get("loop", {"loader": manifest["data"], "extra": {}, "optimizer": None})
     if loader is not None and not saved["loader"]:
         raise DataError(
-            f"{checkpoint.path} has no place of a loader",
+            f"{checkpoint.path} has no loader position",
             expected="one that was saved: threefold.save(..., loader=loader)",
-            fix="leave loader out, and begin with the first rows again",
+            fix="leave loader out, and start again from the first rows",
         )
     index = Index.read(checkpoint.state)
     if (inner := optimizer_of(optimizer)) is not None:
@@ -292,7 +292,7 @@ def _check(held: Held, folder: str | Path) -> None:
         "optimizer",
         inner,
         isinstance(inner, torch.optim.Optimizer | None),
-        expected="a torch optimizer, or the TrainStep that has it; a scheduler's state is a part of extra",
+        expected="a torch optimizer, or the TrainStep that has it; a scheduler's state goes into extra",
         fix="optimizer=step",
     )
 
@@ -333,7 +333,7 @@ def _refuse_folder(folder: Path, step: int, model: Model) -> None:
     if Identity.read(folder) is not None:
         raise ConfigError(
             f"{asked}: this is the folder of a run",
-            expected="a folder of this loop: a resume of the run would take its checkpoints for the run's own",
+            expected="a folder for this loop alone: a resume of the run would take its checkpoints for the run's own",
             fix=f"run.save(), inside of `with threefold.Run({str(folder)!r})`, if it is this loop's run; or {other}",
         )
     if place not in model.locks:
@@ -352,13 +352,13 @@ def _refuse_folder(folder: Path, step: int, model: Model) -> None:
         moved = " ".join(str(folder / "checkpoints" / f"step-{each:08d}") for each in later)
         raise ConfigError(
             f"{asked}: step {later[-1]} is there, and this loop has gone back to step {last}",
-            expected="no later checkpoints: the next load would take the newest, of the steps that were gone back over",
+            expected="no later checkpoints: the next load would take the newest, from the abandoned steps",
             fix=f"mkdir -p {aside} && mv {moved} {aside}   (or {other})",
         )
     if steps and step <= steps[-1]:
         raise ConfigError(
             f"{asked}: step = {step}, and step {steps[-1]} is saved there already",
-            expected="a later step: a checkpoint is not written over",
+            expected="a later step: a checkpoint is never overwritten",
             fix=f"save once a step, with the number of the last step done, or {other}",
         )
 
@@ -536,7 +536,7 @@ def set_rates(
     if None in matches or (len(matches) != len(by_names) and not named):
         number = matches.index(None) if None in matches else len(matches)
         raise CheckpointError(
-            f"{checkpoint.path} was saved with other groups of parameters: it has no group as number {number} of "
+            f"{checkpoint.path} was saved with other groups of parameters: it has no group like number {number} of "
             f"the optimizer, of {len(matches)}",
             expected=f"the groups that were saved, in any order, whose settings are restored: {_shown(by_names)}",
             fix="make the optimizer with those groups, or load without optimizer=",
@@ -607,9 +607,9 @@ def digests_of(described: Values, step: int) -> dict[str, Any]:
     for name, value in _not_plain(described, ""):
         raise ConfigError(
             f"{name[1:]} is a {type(value).__name__}",
-            expected="numbers, texts, lists and dicts of them by texts: nothing is pickled",
-            fix="leave out of a state what its object is made with (the milestones of MultiStepLR); save tensors with "
-            "the model, as buffers; of others their plain values",
+            expected="numbers, strings, lists of them and dicts keyed by strings: nothing is pickled",
+            fix="leave constructor arguments out of a state (the milestones of MultiStepLR); save tensors with "
+            "the model, as buffers, and plain values of other objects",
         )
     return {
         "step": step,
@@ -625,9 +625,9 @@ def refuse_other_values(parts: list[dict[str, Any]]) -> str:
         if wrong := [name for name in part if part[name] != parts[0][name]]:
             raise ConfigError(
                 f"ranks 0 and {rank} save different values as {wrong[0]}",
-                expected="the same on every rank: a checkpoint has one, for any mesh",
+                expected="the same value on every rank: a checkpoint has one, for any mesh",
                 fix="threefold.distribute(loader) has the same state on every rank"
                 if wrong[0] == "loader"
-                else f"take {wrong[0]} from what is the same on all ranks, as the loss of a step is",
+                else f"take {wrong[0]} from values that all ranks share, such as a step's loss",
             )
     return ""

@@ -192,8 +192,8 @@ class TrainStep:
     def lr(self, rate: float) -> None:
         if not self._own_optimizer:
             raise ConfigError(
-                f"step.lr = {rate}, but the optimizer is one of your own",
-                expected="its own rates, which its param_groups or a scheduler of torch set",
+                f"step.lr = {rate}, but the optimizer is a custom one",
+                expected="its own rates, set in its param_groups or by a torch scheduler",
                 fix="for group in optimizer.param_groups: group['lr'] = ...",
             )
         self._set_rates(checked_rate("step.lr", rate))
@@ -228,8 +228,8 @@ class TrainStep:
         """The inverse of `state_dict`."""
         if set(state) != {"lr", "optimizer"} or (state["lr"] is None) == self._own_optimizer:
             raise ConfigError(
-                f"this is not the state of such a step: it has {', '.join(map(str, state)) or 'nothing'}",
-                expected="what state_dict() gave of a TrainStep whose optimizer was made in the same way",
+                f"this is not the state of a TrainStep like this one: it has {', '.join(map(str, state)) or 'nothing'}",
+                expected="the state_dict() of a TrainStep whose optimizer was made in the same way",
                 fix="step.load_state_dict(step.state_dict())",
             )
         self.optimizer.load_state_dict(state["optimizer"])
@@ -307,26 +307,26 @@ class TrainStep:
         def begin() -> tuple[Sequence[Batch], int]:
             if self._left and together:
                 raise RunError(
-                    f"step {number} was left by an error on rank {self._mesh.rank}, while other ranks were in it",
-                    expected="steps that all ranks make: the others still wait for the part of this one",
+                    f"step {number} was abandoned by an error on rank {self._mesh.rank}, while other ranks were in it",
+                    expected="steps that all ranks finish: the others still wait for this one",
                     fix="let the error end the program, and load the last checkpoint",
                 )
             if not torch.is_grad_enabled():
                 raise ConfigError(
-                    "the step is made under torch.no_grad()",
+                    "the step runs under torch.no_grad()",
                     expected="gradients: a step trains",
                     fix="call step(batch) outside of torch.no_grad(); threefold.EvalStep(model) evaluates",
                 )
             if torch.is_autocast_enabled(self._mesh.device.type):
                 raise ConfigError(
-                    "the step is made under torch.autocast()",
-                    expected="none: the forward has the model's own types, and only the gradients would lose bits",
+                    "the step runs under torch.autocast()",
+                    expected="none: the forward uses the model's own dtypes, and only the gradients would lose bits",
                     fix="threefold.load_model(..., dtype='bfloat16'), and step(batch) outside of torch.autocast()",
                 )
             if self.model.kept.get("optimizer", self.optimizer) is not self.optimizer:
                 raise ConfigError(
-                    "the run keeps another optimizer of this model than that of the step",
-                    expected="the step that run.load was given: the state of this one would be in no checkpoint",
+                    "the run saves another optimizer for this model than the step's",
+                    expected="the step that was passed to run.load: no checkpoint would have the state of this one",
                     fix="run.load(step, loader) with the step that is called",
                 )
             self._refuse_changed()
@@ -349,20 +349,20 @@ class TrainStep:
             if parameter is not registered:
                 raise ConfigError(
                     f"{name} is not a parameter that the step was made with",
-                    expected="the model as it was: what is replaced or added later would not be trained",
+                    expected="the model unchanged: what is replaced or added later would not be trained",
                     fix="change the model first, and make the optimizer and TrainStep(model, ...) after it",
                 )
             if parameter.requires_grad > trained and self._own_optimizer:
                 raise ConfigError(
                     f"requires_grad of {name} was set to True, and the step's own optimizer does not have it",
-                    expected="an optimizer over all that is ever trained: this one would leave it as it is",
+                    expected="an optimizer over all parameters ever trained: this one would leave it unchanged",
                     fix="TrainStep(model, torch.optim.AdamW(model.parameters()))",
                 )
             if parameter.grad is not None:
                 raise ConfigError(
                     f"{name} has a gradient before the step",
-                    expected="none: a step adds up its own, and divides them by what it counts",
-                    fix="model.module.zero_grad(), or what it is the gradient of as a part of the loss",
+                    expected="none: a step accumulates its own, and divides them by its count",
+                    fix="model.module.zero_grad(), or make its source a part of the loss",
                 )
 
     def _compare_copies(self) -> None:

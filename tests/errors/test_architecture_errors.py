@@ -21,12 +21,12 @@ ALONE = "--mesh.cp 1   (use mesh.dp or mesh.dp_shard instead)"
 SPLIT = {
     "bloom": (
         "mesh.cp = 2, but 'bloom' keeps its own attention: BloomForCausalLM computes attention in layers of its own",
-        "attention that is asked for by name: it is given the keys of the other cp ranks",
+        "attention that is selected by name: it gets the keys of the other cp ranks",
     ),
     "deepseek_v4": (
         "mesh.cp = 2, but 'deepseek_v4' keeps its own attention: DeepseekV4Attention derives a mask of its own from "
         "the one that it is given",
-        "attention that is asked for by name: it is given the keys of the other cp ranks",
+        "attention that is selected by name: it gets the keys of the other cp ranks",
     ),
     "rwkv": (
         "mesh.cp = 2, but 'rwkv' has layers that carry a state along the sequence (RwkvFeedForward, RwkvSelfAttention)",
@@ -44,7 +44,7 @@ DOCUMENTS = {
     ),
     "roformer": (
         "data.document_mask = true, but 'roformer' gives every row the same positions",
-        "positions that can begin again with each document",
+        "positions that can restart with each document",
     ),
     "deepseek_v4": (
         "data.document_mask = true, but 'deepseek_v4' has a DeepseekV4Attention, which takes keys of a row several at "

@@ -76,7 +76,7 @@ CASES: list[tuple[Call, str, str]] = [
     ),
     (
         lambda model, _: threefold.freeze(model, ["("]),
-        "freeze: '(' is no regular expression: missing ), unterminated subpattern at position 0",
+        "freeze: '(' is not a regular expression: missing ), unterminated subpattern at position 0",
         r"freeze(model, ['\\('])",
     ),
     (

@@ -222,8 +222,8 @@ def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> Non
     mine = torch.optim.SGD(model.parameters(), lr=0.1)
     cases = [
         (lambda: threefold.TrainStep(nn.Linear(2, 2)), "model is a Linear"),
-        (lambda: threefold.TrainStep(own), "a Linear has no loss of ours"),
-        (lambda: threefold.EvalStep(own), "a Linear has no loss of ours"),
+        (lambda: threefold.TrainStep(own), "a Linear has no built-in loss"),
+        (lambda: threefold.EvalStep(own), "a Linear has no built-in loss"),
         (
             lambda: threefold.TrainStep(model, others),
             "the optimizer has 2 parameters that are not the model's, which ",
@@ -286,7 +286,7 @@ def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> Non
             "the model is called with attention_mask",
         ),
         (lambda: own.save_pretrained("x"), "save_pretrained: a Linear is a module of your own"),
-        (lambda: own.generate(IDS), "generate: a Linear is a module of your own"),
+        (lambda: own.generate(IDS), "generate: a Linear is a custom module"),
         (
             lambda: threefold.TrainStep(model).load_state_dict({"lr": 1}),
             "this is not the state of a TrainStep like this one: it has ",

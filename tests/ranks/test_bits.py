@@ -445,5 +445,6 @@ def _growing() -> str:
 def test_gradients_that_are_others_when_computed_again_end_the_run_on_every_rank() -> None:
     said = run_ranks(_growing, 2)
     assert (
-        said[0] == said[1] and "a step that was computed again had other gradients" in said[0]
+        said[0] == said[1]
+        and "a step that was computed again had different gradients" in said[0]
     )

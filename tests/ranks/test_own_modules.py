@@ -264,7 +264,7 @@ def test_what_would_differ_between_data_ranks_is_refused(tmp_path: Path) -> None
     ranks = run_ranks(_refused, 2, {"dp": 2}, str(tmp_path))
     for norm, other, buffer, extra, _ in ranks:
         assert norm.startswith(
-            "ConfigError: BatchNorm1d '1' mixes the rows of a rank, of which 2 dp ranks have each their own"
+            "ConfigError: BatchNorm1d '1' mixes the rows of a rank, and each of 2 dp ranks has its own"
         )
         assert other.startswith(
             "ConfigError: rank 1 gives load_model another Linear than rank 0"
@@ -326,12 +326,12 @@ def test_parameters_that_ranks_would_change_or_lose_are_refused(shards: int) -> 
             assert said.startswith("Embedding '' mixes the rows of a rank")
         assert hook == (
             "the parameter weight has hooks on its gradient\n"
-            "  expected: none: a mesh or micro-batches would give them parts of it, and shards nothing\n"
+            "  expected: none: they would get parts of it on a mesh or in micro-batches, and nothing with shards\n"
             "  fix: optimizer.register_step_pre_hook(hook), where parameter.grad is complete"
         )
         assert scale == (
             "the parameter scale is of shape [], and is to be sharded\n"
-            "  expected: a dimension, of which each rank holds a part\n"
+            "  expected: a dimension, to be split over the ranks\n"
             "  fix: nn.Parameter(torch.ones(1)), or threefold.init_mesh(dp_shard=1)"
         ) * (shards - 1)
         assert empty == scale.replace("[]", "[0, 3]")
@@ -421,8 +421,8 @@ def _split(sizes: dict[str, int]) -> str:
 @pytest.mark.parametrize("axis", ["tp", "cp"])
 def test_axes_that_a_module_cannot_have_are_refused_by_name(axis: str) -> None:
     assert run_ranks(_split, 2, {axis: 2}) == 2 * [
-        f"mesh.{axis} = 2, but a Net is a module of your own\n"
-        "  expected: data ranks alone: how its layers or its rows could be split is not known\n"
+        f"mesh.{axis} = 2, but a Net is a custom module\n"
+        "  expected: data ranks only: how to split its layers or its rows is not known\n"
         f"  fix: threefold.init_mesh(dp=2, {axis}=1)   (dp_shard=2 shards its parameters)"
     ]
 

@@ -304,7 +304,7 @@ def test_a_model_of_both_sides_is_no_causal_one(name: str) -> None:
     model = load.outline(reduced(AutoConfig.for_model(name)))
     found = limits.direction_problems(model, pretrained=False)
     assert [str(problem) for problem in found] == [
-        f"the model {name!r} is not causal: with its config each token sees the ones behind it\n"
+        f"the model {name!r} is not causal: with its config each token sees the ones after it\n"
         "  expected: a model that predicts each token from the ones before it\n"
         "  fix: --model.config '{..., is_decoder: true}'"
     ]
@@ -313,9 +313,9 @@ def test_a_model_of_both_sides_is_no_causal_one(name: str) -> None:
 def test_given_weights_of_a_model_of_both_sides() -> None:
     model = load.outline(reduced(AutoConfig.for_model("bert")))
     assert [str(problem) for problem in limits.direction_problems(model, pretrained=True)] == [
-        "the model 'bert' is not causal: with its config each token sees the ones behind it\n"
+        "the model 'bert' is not causal: with its config each token sees the ones after it\n"
         "  expected: a causal language model: these weights were trained to see both sides of a token\n"
-        "  fix: use a causal model; to train this one on as if it were: is_decoder: true in config.json"
+        "  fix: use a causal model; to continue training this one as causal: is_decoder: true in config.json"
     ]
 
 

@@ -349,7 +349,7 @@ def _with(**tensors: Any) -> nn.Module:
     [
         (
             lambda: Keeping(2, 2),
-            "a Keeping has a state of its own, _extra_state, which no checkpoint would have\n"
+            "a Keeping has a state of its own, _extra_state, which no checkpoint would hold\n"
             "  expected: parameters and buffers\n"
             "  fix: register_buffer, not get_extra_state",
         ),
@@ -362,18 +362,18 @@ def _with(**tensors: Any) -> nn.Module:
         (
             lambda: _with(count=nn.Parameter(torch.zeros(2).long(), requires_grad=False)),
             "the parameter count of a Linear is int64\n"
-            "  expected: float32 weights; dtype= says in what they compute\n"
+            "  expected: float32 weights; dtype= sets the type they compute in\n"
             "  fix: a buffer in its place, or a parameter of torch.view_as_real(...)",
         ),
         (
             lambda: _embedding(sparse=True),
             "Embedding '0' has sparse gradients\n"
-            "  expected: gradients of all rows: they are summed over ranks, and clipped\n"
+            "  expected: dense gradients: they are summed over ranks, and clipped\n"
             "  fix: Embedding(..., sparse=False)",
         ),
         (
             lambda: torch.compile(nn.Linear(2, 2)),
-            "a OptimizedModule is a module that torch has wrapped\n"
+            "a OptimizedModule is a module wrapped by torch\n"
             "  expected: the module itself: load_model copies or shards it\n"
             "  fix: load_model(module, mesh=mesh) with what was wrapped; then module.compile()",
         ),
@@ -446,7 +446,7 @@ def test_hooks_that_a_mesh_would_give_parts_of_gradients_are_refused(mesh: Any) 
             step(batch(1))
         assert str(error.value) == (
             "the parameter model.embed_tokens.weight has hooks on its gradient\n"
-            "  expected: none: a mesh or micro-batches would give them parts of it, and shards nothing\n"
+            "  expected: none: they would get parts of it on a mesh or in micro-batches, and nothing with shards\n"
             "  fix: optimizer.register_step_pre_hook(hook), where parameter.grad is complete"
         )
         hook.remove()

@@ -28,7 +28,7 @@ def generate(model: Model, input_ids: Tensor, *, seed: int, **options: Any) -> A
     mesh, module = model.mesh, model.module
     if model.context is None:
         raise ConfigError(
-            f"generate: a {type(module).__name__} is a module of your own",
+            f"generate: a {type(module).__name__} is a custom module",
             expected="a causal language model of transformers",
             fix="model.module, if it has a generate of its own and is not sharded",
         )

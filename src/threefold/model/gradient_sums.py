@@ -94,7 +94,7 @@ def hook_problems(parameters: Iterable[tuple[str, Any]]) -> Iterator[Problem]:
         if hooks or each._post_accumulate_grad_hooks:
             yield Problem(
                 f"the parameter {name} has hooks on its gradient",
-                "none: a mesh or micro-batches would give them parts of it, and shards nothing",
+                "none: they would get parts of it on a mesh or in micro-batches, and nothing with shards",
                 "optimizer.register_step_pre_hook(hook), where parameter.grad is complete",
             )
             return
@@ -104,6 +104,6 @@ def refuse_direct(gradient: Tensor) -> None:
     """ConfigError: a hook on parameters in shards, whose gradients are FSDP2's, which does not call it."""
     raise ConfigError(
         "the loss reads parameters of the model itself, of which each rank holds shards",
-        expected="a function of the outputs and the batch: the gradient of theirs would not be averaged over ranks",
-        fix="return what it reads from forward, of a module of one's own; or a mesh without dp_shard and cp",
+        expected="a function of the outputs and the batch: gradients of parameters would not be averaged over ranks",
+        fix="return what it reads from the forward of a custom module; or a mesh without dp_shard and cp",
     )

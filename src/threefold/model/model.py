@@ -71,8 +71,8 @@ class LossBatch(dict[str, Tensor]):
             return None
         raise ConfigError(
             f"a loss calls a model with rows of {rows['input_ids'].shape[1]} tokens, of {length} in the batch",
-            expected="entries of the batch itself, whose logits are then this cp rank's, or whole rows: of a changed "
-            "part of a row no rank knows the rest",
+            expected="entries of the batch itself, whose logits are then this cp rank's, or whole rows: no rank knows "
+            "the rest of a row that was changed in part",
             fix="model(input_ids=batch['input_ids']), or make the rows of batch.whole['input_ids']",
         )
 
@@ -135,7 +135,7 @@ class Model:
         """Refused: what is trained is known before the optimizer is made."""
         raise ConfigError(
             f"model.requires_grad_({requires_grad})",
-            expected="parameters frozen by name; a model that nothing trains is called under torch.no_grad()",
+            expected="parameters frozen by name; a model that is not trained is called under torch.no_grad()",
             fix="threefold.freeze(model, ['embed_tokens'])",
         )
 
@@ -311,7 +311,7 @@ class Model:
             raise ConfigError(
                 f"the batch has {', '.join(map(repr, batch)) or 'no entries'}; {type(self.module).__name__}.forward "
                 f"takes {', '.join(sorted(takes)) or 'none by name'}",
-                expected="entries by the names that forward takes; the others go to the loss alone",
+                expected="entries named as forward's arguments; the others go to the loss only",
                 fix=f"batch = {{{min(takes)!r}: ..., 'labels': ...}}"
                 if takes
                 else "name forward's arguments",
@@ -327,7 +327,7 @@ class Model:
             raise ConfigError(
                 f"the batch has {int(strange[0])} among its {name}",
                 expected=f"ids from 0 to {size - 1}, as the model's vocabulary has"
-                + (f", and {besides} where nothing is learnt" if besides else ""),
+                + (f", and {besides} where nothing is trained on" if besides else ""),
                 fix="use the tokenizer of the model",
             )
 
@@ -373,8 +373,8 @@ class Model:
         """ConfigError if a step with this loss needs one, or the model cannot give the outputs that it asks for."""
         if self.context is None and loss is None:
             raise ConfigError(
-                f"a {type(self.module).__name__} has no loss of ours",
-                expected="for a module of one's own, a function of what it returns and the batch",
+                f"a {type(self.module).__name__} has no built-in loss",
+                expected="for a custom module, a function of its outputs and the batch",
                 fix=f"threefold.{step}(model, loss=lambda outputs, batch: (losses.sum(), losses.numel()))",
             )
         check_argument(
@@ -394,7 +394,7 @@ class Model:
         if self.context is None or (of == "hidden_states" and below_head(self.module) is None):
             raise ConfigError(
                 f"loss_on = {of!r}, but {type(self.module).__name__} has no model below a head",
-                expected="a causal language model; a module of one's own gives its loss what it returns",
+                expected="a causal language model; the loss of a custom module gets its outputs",
                 fix="leave loss_on out",
             )
 
@@ -478,7 +478,7 @@ def freeze(model: Model, patterns: Sequence[str]) -> list[str]:
         if not any(re.search(pattern, name) for name in named):
             raise ConfigError(
                 f"freeze: no parameter has a name that {pattern!r} matches",
-                expected=f"names as {', '.join([*named][:3])}, in which a regular expression is searched",
+                expected=f"a regular expression that matches names such as {', '.join([*named][:3])}",
                 fix="[name for name, _ in model.named_parameters()]   lists them",
             )
         for name, parameter in named.items():
@@ -499,8 +499,8 @@ def _refuse_no_expression(pattern: str) -> None:
         re.compile(pattern)
     except (re.error, TypeError) as error:
         raise ConfigError(
-            f"freeze: {pattern!r} is no regular expression: {error}",
-            expected="one that is searched in the names of parameters",
+            f"freeze: {pattern!r} is not a regular expression: {error}",
+            expected="a regular expression that matches names of parameters",
             fix=f"freeze(model, [{re.escape(str(pattern))!r}])",
         ) from None
 
@@ -535,7 +535,7 @@ def _for_scoring(values: Any) -> Any:
 def _refuse_backward(gradient: Tensor) -> None:
     raise RunError(
         "backward through what model(...) returned",
-        expected="threefold.TrainStep, which alone adds up the gradients of all ranks; to call a model is for scoring",
+        expected="threefold.TrainStep, which alone sums the gradients of all ranks; calling a model is for scoring",
         fix="step = threefold.TrainStep(model, loss=loss); step(batch)   (in a loss, call other models under "
         "torch.no_grad())",
     )

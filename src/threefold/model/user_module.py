@@ -67,18 +67,18 @@ def _problems(module: nn.Module, mesh: Mesh) -> Iterator[Problem]:
     kind = type(module).__name__
     for axis in ("tp", "cp"):
         if mesh.size(axis) > 1:
-            what = f"mesh.{axis} = {mesh.size(axis)}, but a {kind} is a module of your own"
+            what = f"mesh.{axis} = {mesh.size(axis)}, but a {kind} is a custom module"
             ranks = mesh.world_size
             fix = f"threefold.init_mesh(dp={ranks}, {axis}=1)   (dp_shard={ranks} shards its parameters)"
             yield Problem(
                 what,
-                "data ranks alone: how its layers or its rows could be split is not known",
+                "data ranks only: how to split its layers or its rows is not known",
                 fix,
             )
     wrappers = "torch.nn.parallel", "torch.distributed", "torch._dynamo"
     if any(base.__module__.startswith(wrappers) for base in type(module).__mro__):
         yield Problem(
-            f"a {kind} is a module that torch has wrapped",
+            f"a {kind} is a module wrapped by torch",
             "the module itself: load_model copies or shards it",
             "load_model(module, mesh=mesh) with what was wrapped; then module.compile()",
         )
@@ -88,7 +88,7 @@ def _problems(module: nn.Module, mesh: Mesh) -> Iterator[Problem]:
     yield from hook_problems(module.named_parameters())
     yield from [*_of_state(module, kind)][:1]  # many alike, as all of a module in float16
     if (mixing := mixes_rows(module, but=nn.SyncBatchNorm)) is not None and mesh.dp_size > 1:
-        what = f"{mixing} mixes the rows of a rank, of which {mesh.dp_size} dp ranks have each their own"
+        what = f"{mixing} mixes the rows of a rank, and each of {mesh.dp_size} dp ranks has its own"
         fix = _UNMIXED
         if mesh.device.type == "cuda":
             fix = f"module = nn.SyncBatchNorm.convert_sync_batchnorm(module)   (or {fix})"
@@ -104,7 +104,7 @@ def _of_shards(module: nn.Module) -> Iterator[Problem]:
         if not each.ndim or not each.numel():
             yield Problem(
                 f"the parameter {name} is of shape {[*each.shape]}, and is to be sharded",
-                "a dimension, of which each rank holds a part",
+                "a dimension, to be split over the ranks",
                 "nn.Parameter(torch.ones(1)), or threefold.init_mesh(dp_shard=1)",
             )
 
@@ -113,7 +113,7 @@ def _of_state(module: nn.Module, kind: str) -> Iterator[Problem]:
     """What cannot be trained or saved: other types, sparse gradients, a state that is no parameter and no buffer."""
     for name, value in module.state_dict(keep_vars=True).items():
         if name.endswith("_extra_state"):
-            what = f"a {kind} has a state of its own, {name}, which no checkpoint would have"
+            what = f"a {kind} has a state of its own, {name}, which no checkpoint would hold"
             yield Problem(
                 what, "parameters and buffers", "register_buffer, not get_extra_state"
             )
@@ -123,7 +123,7 @@ def _of_state(module: nn.Module, kind: str) -> Iterator[Problem]:
             fix = "module.float(), and load_model(module, dtype='bfloat16')"
             if not value.is_floating_point():
                 fix = "a buffer in its place, or a parameter of torch.view_as_real(...)"
-            expected = "float32 weights; dtype= says in what they compute"
+            expected = "float32 weights; dtype= sets the type they compute in"
             yield Problem(f"the parameter {what}", expected, fix)
         elif value.is_complex():
             fix = "torch.view_as_real(...), or persistent=False if it is always computed"
@@ -131,7 +131,7 @@ def _of_state(module: nn.Module, kind: str) -> Iterator[Problem]:
     for name, layer in module.named_modules():
         if getattr(layer, "sparse", False):
             what = f"{type(layer).__name__} {name!r} has sparse gradients"
-            expected = "gradients of all rows: they are summed over ranks, and clipped"
+            expected = "dense gradients: they are summed over ranks, and clipped"
             yield Problem(what, expected, f"{type(layer).__name__}(..., sparse=False)")
 
 

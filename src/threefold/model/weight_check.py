@@ -200,7 +200,7 @@ def damaged(file: Path, error: Exception, *, name: str) -> ConfigError:
     """The error for a weight file that cannot be read."""
     return ConfigError(
         f"model.name_or_path = {name!r}: {file.name} cannot be read: {str(error).strip() or type(error).__name__}",
-        expected="complete safetensors files; one that was cut or changed on the way would train other weights",
+        expected="complete safetensors files; a truncated or altered one would train other weights",
         fix=f"copy or download {file.name} again",
     )
 
@@ -227,7 +227,7 @@ _KINDS = {
     ),
     "unexpected": (
         "has {} tensors that the model does not have",
-        "the model's own tensors: others would be left out, and the model would be another one",
+        "the model's own tensors: others would be ignored, and the model would be another one",
         "check config.json (num_hidden_layers, biases, model_type) against the files",
     ),
     "misshapen": (

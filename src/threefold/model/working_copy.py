@@ -99,7 +99,7 @@ class WorkingCopy:
             if not torch.equal(weight.to(self._dtype).view(bits), copy.view(bits)):
                 raise RunError(
                     f"the bfloat16 copy of {names[weight]} is not that of its float32 weight",
-                    expected="weights changed where torch counts it: a step would compute with the weights before that",
+                    expected="weights changed in ways that torch counts: a step would compute with the old weights",
                     fix="with torch.no_grad(): parameter.copy_(...)   (in place of parameter.data)",
                 )
 

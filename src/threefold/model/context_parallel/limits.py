@@ -38,7 +38,7 @@ def direction_problems(model: Any, *, pretrained: bool) -> list[Problem]:
         ):
             continue
         key = "is_decoder: true" if getattr(config, "is_causal", True) else "is_causal: true"
-        what = f"the model {name!r} is not causal: with its config each token sees the ones behind it"
+        what = f"the model {name!r} is not causal: with its config each token sees the ones after it"
         if not pretrained:
             expected = "a model that predicts each token from the ones before it"
             return [Problem(what, expected, f"--model.config '{{..., {key}}}'")]
@@ -49,7 +49,7 @@ def direction_problems(model: Any, *, pretrained: bool) -> list[Problem]:
             Problem(
                 what,
                 expected,
-                f"use a causal model; to train this one on as if it were: {key} in config.json",
+                f"use a causal model; to continue training this one as causal: {key} in config.json",
             )
         ]
     return []
@@ -79,14 +79,12 @@ def cp_problems(model: Any, topology: Topology) -> list[Problem]:
             )
         ]
     if (why := attention_choice.own_attention(model)) is not None:
-        expected = (
-            "attention that is asked for by name: it is given the keys of the other cp ranks"
-        )
+        expected = "attention that is selected by name: it gets the keys of the other cp ranks"
         return [Problem(f"{begin} keeps its own attention: {why}", expected, _ALONE)]
     if shares_numbers(model):
-        expected = "positions that can be told: a cp rank holds a part of the head and a part of the tail"
+        expected = "positions that can be passed in: a cp rank holds a part of the head and a part of the tail"
         return [
-            Problem(f"{begin} numbers the tokens that it is given from 0 on", expected, _ALONE)
+            Problem(f"{begin} numbers the tokens that it is given from 0", expected, _ALONE)
         ]
     return []
 
@@ -100,7 +98,7 @@ def document_problems(model: Any) -> list[Problem]:
             Problem(f"{begin} makes its masks itself, for whole rows", expected, _WHOLE_ROWS)
         ]
     if shares_numbers(model):
-        expected = "positions that can begin again with each document"
+        expected = "positions that can restart with each document"
         return [Problem(f"{begin} gives every row the same positions", expected, _WHOLE_ROWS)]
     if (layer := attention_choice.layer_with_joined_keys(model)) is not None:
         expected = "keys that each stand for one token: what stands for several would join two documents"

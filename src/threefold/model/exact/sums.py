@@ -94,7 +94,7 @@ class ExactSums:
             largest, overflows = self._looked_at()
             if overflows:
                 raise RunError(
-                    "a step that was computed again had other gradients",
+                    "a step that was computed again had different gradients",
                     expected="the same bits each time: train.reduce exact sums them with a scale that the first gave",
                     fix="--train.reduce fast, and report the model",
                 )
@@ -208,7 +208,7 @@ class _Unit:
             if self.sums.shape != numbers.shape:
                 raise RunError(
                     f"micro-batches of one step gave gradients of {self.sums.numel()} and {numbers.numel()} numbers",
-                    expected="every trained parameter in every micro-batch: sums would be those of other parameters",
+                    expected="every trained parameter in every micro-batch: otherwise sums mix different parameters",
                     fix="--train.reduce fast",
                 )
             self.sums += numbers

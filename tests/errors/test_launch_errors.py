@@ -287,7 +287,7 @@ def test_local_rank_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None
     assert text(lambda: environment.accept_local_rank(1)) == problem(
         "--local_rank 1, but LOCAL_RANK = 0",
         "the same number: it is the device that this rank uses",
-        "leave --local_rank out: LOCAL_RANK counts",
+        "leave --local_rank out: LOCAL_RANK is what counts",
     )
 
 
@@ -316,8 +316,8 @@ def test_rank_0_that_is_not_reached() -> None:
     assert str(rendezvous_errors.unreached(INFO, "Connection refused", 600.0)) == problem(
         "rank 3 of host b has not reached rank 0 at a:29500 within mesh.timeout_s = 600 s: Connection refused",
         "rank 0 at that address, started, and reachable from every host",
-        "see whether rank 0 has started and ended; MASTER_ADDR must be the name or address of its host that the others "
-        f"know, and no firewall between them; {MORE_TIME}",
+        "check that rank 0 started and still runs; MASTER_ADDR must be the name or address of its host that the others "
+        f"can resolve, with no firewall between them; {MORE_TIME}",
     )
     assert str(rendezvous_errors.no_store(INFO)) == problem(
         "rank 3 of host b: the program that listens at a:29500 is not this run's rank 0, or has ended",
@@ -326,7 +326,7 @@ def test_rank_0_that_is_not_reached() -> None:
     )
     assert str(rendezvous_errors.store_lost(INFO, "reset by peer\nmore")) == problem(
         "rank 3 of host b lost rank 0 at a:29500 while ranks were still joining: reset by peer",
-        "rank 0 (or the launcher's agent) to stay",
+        "rank 0 (or the launcher's agent) to keep running",
         "look at rank 0's output: it has ended or was killed",
     )
 
@@ -334,22 +334,22 @@ def test_rank_0_that_is_not_reached() -> None:
 def test_ranks_that_are_missing() -> None:
     fix = (
         "look at the missing ranks' output: they have ended or were never started; MASTER_ADDR must be a name of rank "
-        f"0's host that all hosts know; {MORE_TIME}"
+        f"0's host that all hosts can resolve; {MORE_TIME}"
     )
-    expected = "all ranks to be started within that time, on hosts that reach one another"
+    expected = "all ranks started within that time, on hosts that can reach one another"
     found = rendezvous_errors.missing(INFO, [1, 2], timeout_s=5, unreachable=None)
-    what = "ranks 1 and 2 of 4 did not come within mesh.timeout_s = 5 s (2 are there)"
+    what = "ranks 1 and 2 of 4 did not join within mesh.timeout_s = 5 s (2 are there)"
     assert str(found) == problem(what, expected, fix)
     found = rendezvous_errors.missing(INFO, [1, 2, 3], timeout_s=5, unreachable="no answer")
     what = (
-        "ranks 1, 2 and 3 of 4 did not come within mesh.timeout_s = 5 s (1 is there); "
-        "and rank 0, on host b, does not reach itself at a:29500: no answer"
+        "ranks 1, 2 and 3 of 4 did not join within mesh.timeout_s = 5 s (1 is there); "
+        "and rank 0, on host b, cannot reach itself at a:29500: no answer"
     )
     assert str(found) == problem(what, expected, fix)
     many = LaunchInfo(0, 64, 0, 8, "a", 29500)
     found = rendezvous_errors.missing(many, range(8, 64), timeout_s=5, unreachable=None)
     assert found.what.startswith(
-        "56 ranks (8, 9, 10, 11, 12, 13, 14, 15, ...) of 64 did not come"
+        "56 ranks (8, 9, 10, 11, 12, 13, 14, 15, ...) of 64 did not join"
     )
 
 

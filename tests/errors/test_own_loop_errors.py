@@ -345,7 +345,7 @@ def test_a_mesh_that_is_closed_makes_no_step() -> None:
     for messages in run_ranks(_after_close, 2):
         assert set(messages) == {
             "the mesh is closed: no step, call or save can be made on it\n"
-            "  expected: mesh.close() as the last line: the ranks have left one another\n"
+            "  expected: mesh.close() as the last line: it has disconnected the ranks\n"
             "  fix: mesh = threefold.init_mesh(...), and the model and its step made on that mesh"
         }
     assert not Path("never").exists()
@@ -522,7 +522,7 @@ def test_ranks_that_disagree_are_told_on_all_of_them() -> None:
         )
         assert (
             said[2]
-            == "the batch of step 1 is cut into 2 micro-batches on rank 1, into 4 on rank 0"
+            == "the batch of step 1 is split into 2 micro-batches on rank 1, into 4 on rank 0"
         )
         assert said[3] == "the batch has no labels"
 

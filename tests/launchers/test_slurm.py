@@ -176,4 +176,4 @@ def test_rank_0s_node_without_a_name_is_told(cluster: slurm.Cluster, folder: Pat
         env=env,
     )
     assert done.returncode == 1
-    assert "the name nowhere.invalid is not known here" in done.stderr, done.stderr
+    assert "the name nowhere.invalid cannot be resolved here" in done.stderr, done.stderr

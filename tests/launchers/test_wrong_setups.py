@@ -120,7 +120,7 @@ def test_local_rank_that_contradicts(folder: Path) -> None:
 def test_rank_that_never_comes(folder: Path) -> None:
     port = free_port()
     ended = together(folder, [rank(0, 3, port), rank(2, 3, port)], *RUN)
-    _one_message(ended, "rank 1 of 3 did not come within mesh.timeout_s = 3 s (2 are there)")
+    _one_message(ended, "rank 1 of 3 did not join within mesh.timeout_s = 3 s (2 are there)")
 
 
 def test_rank_0_that_never_comes(folder: Path) -> None:
@@ -148,12 +148,12 @@ def test_master_whose_name_is_not_known(folder: Path) -> None:
     first, second = together(folder, environs, *RUN)
     _one_message(
         [first],
-        "rank 1 of 2 did not come",
+        "rank 1 of 2 did not join",
         "rank 0, on host",
-        "the name nowhere.invalid is not known here",
+        "the name nowhere.invalid cannot be resolved here",
     )
     _one_message(
-        [second], "has not reached rank 0", "the name nowhere.invalid is not known here"
+        [second], "has not reached rank 0", "the name nowhere.invalid cannot be resolved here"
     )
 
 

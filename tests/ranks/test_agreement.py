@@ -88,7 +88,7 @@ def test_a_later_batch_that_is_wrong_is_named_on_every_rank(
             assert said["rows"] == f"{same}: row 0 of input_ids"
         pieces = (2, 1) if "dp" in sizes else (4, 3)
         assert said["pieces"] == (
-            f"the batch of step 2 is cut into {pieces[1]} micro-batches on rank 1, into {pieces[0]} on rank 0"
+            f"the batch of step 2 is split into {pieces[1]} micro-batches on rank 1, into {pieces[0]} on rank 0"
         )
         assert said["batch"] == "the batch has 'junk', which the step does not know"
         assert (

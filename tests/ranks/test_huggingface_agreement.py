@@ -79,7 +79,7 @@ def test_a_data_rank_that_goes_its_own_way_is_named(tmp_path: Path) -> None:
         assert found["should_training_stop"] == (f"{apart} the end of training", 2)
         assert found["should_save"] == (f"{apart} the save of step 2", 2)
         assert found["should_evaluate"] == (f"{apart} an evaluation", 2)
-        pieces = "is cut into 1 micro-batches on rank 1, into 2 on rank 0"
+        pieces = "is split into 1 micro-batches on rank 1, into 2 on rank 0"
         assert found["uneven"] == (f"the batch of training step 2 {pieces}", 1)
     # Row 9 is of the fifth batch of two rows, of rank 1.
     assert last["torn"] == ("'row 9 is torn'", 1)

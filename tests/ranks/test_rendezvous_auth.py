@@ -307,7 +307,7 @@ def test_token_is_read_from_the_environment_or_a_file(
         ],
         [
             f"THREEFOLD_TOKEN_FILE = {file} can be read by others",
-            "  expected: a file that only its owner can read: who knows the token can join the run",
+            "  expected: a file that only its owner can read: anyone who knows the token can join the run",
             f"  fix: chmod 600 {file}",
         ],
         [

@@ -148,9 +148,7 @@ def token() -> bytes | None:
         fix = f"(umask 077; openssl rand -hex 32 > {path})"
         try:
             if Path(path).stat().st_mode & 0o077:
-                expected = (
-                    "a file that only its owner can read: who knows the token can join the run"
-                )
+                expected = "a file that only its owner can read: anyone who knows the token can join the run"
                 raise ConfigError(
                     f"{name} can be read by others", expected=expected, fix=f"chmod 600 {path}"
                 )
@@ -185,7 +183,7 @@ def accept_local_rank(value: int) -> None:
         raise ConfigError(
             f"--local_rank {value}, but LOCAL_RANK = {own}",
             expected="the same number: it is the device that this rank uses",
-            fix="leave --local_rank out: LOCAL_RANK counts",
+            fix="leave --local_rank out: LOCAL_RANK is what counts",
         )
     # As newer launchers do, which no longer use the option.
     os.environ["LOCAL_RANK"] = str(value)

@@ -236,16 +236,16 @@ def refuse_unlike(parts: list[dict[str, Any]], ranks_of_copy: int) -> None:
     ) is not None:
         raise RunError(
             f"ranks are not in the same call: rank 0 is in {calls[0]}, rank {other} in {calls[other]}",
-            expected="the same calls in the same order on every rank: a step adds up what all of them have",
-            fix="leave out a step or a batch on all ranks or on none; let an error that one rank meets end the program",
+            expected="the same calls in the same order on every rank: a step sums over all of them",
+            fix="skip a step or a batch on all ranks or on none; let an error on one rank end the program",
         )
     pieces = [part["pieces"] for part in parts]
     if len(set(pieces)) > 1:
         raise DataError(
-            f"the batch of {calls[0]} is cut into {min(pieces)} micro-batches on rank {pieces.index(min(pieces))}, "
+            f"the batch of {calls[0]} is split into {min(pieces)} micro-batches on rank {pieces.index(min(pieces))}, "
             f"into {max(pieces)} on rank {pieces.index(max(pieces))}",
-            expected="as many on every rank: they step together",
-            fix="threefold.distribute(loader) gives every dp rank as many rows",
+            expected="the same number on every rank: they step together",
+            fix="threefold.distribute(loader) gives every dp rank the same number of rows",
         )
     for rank, part in enumerate(parts):
         dp = rank // ranks_of_copy
@@ -254,8 +254,8 @@ def refuse_unlike(parts: list[dict[str, Any]], ranks_of_copy: int) -> None:
             raise DataError(
                 f"ranks {first} and {rank} belong to dp rank {dp} and give different rows to {calls[0]}: {difference}",
                 expected="the same rows on all cp and tp ranks of a dp rank",
-                fix="loader = threefold.distribute(loader), which reads by mesh.dp_rank; what a collate_fn draws at "
-                "random (masks) must come from the sample",
+                fix="loader = threefold.distribute(loader), which reads by mesh.dp_rank; a collate_fn's random "
+                "draws (masks) must depend on the sample alone",
             )
 
 

@@ -154,7 +154,7 @@ class Mesh:
         if self._closed.is_set():
             raise RunError(
                 "the mesh is closed: no step, call or save can be made on it",
-                expected="mesh.close() as the last line: the ranks have left one another",
+                expected="mesh.close() as the last line: it has disconnected the ranks",
                 fix="mesh = threefold.init_mesh(...), and the model and its step made on that mesh",
             )
         return self.store is not None and dist.get_backend() != _ALONE
@@ -382,7 +382,7 @@ def _size_from(variable: str) -> int | str | None:
         return int(text)
     raise ConfigError(
         f"{variable} is {text!r}",
-        expected="a number of ranks from 1 on, or auto",
+        expected="a number of ranks, at least 1, or auto",
         fix=f"export {variable}=2",
     )
 

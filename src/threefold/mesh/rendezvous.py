@@ -251,7 +251,7 @@ def _refusal(address: tuple[str, int], deadline: float) -> str | None:
         patience = max(_LOOK_S, min(_ONE_CONNECTION_S, deadline - time.monotonic()))
         socket.create_connection(address, timeout=patience).close()
     except socket.gaierror as error:
-        return f"the name {address[0]} is not known here ({error.strerror})"
+        return f"the name {address[0]} cannot be resolved here ({error.strerror})"
     except TimeoutError:
         return "no answer"
     except OSError as error:

@@ -88,8 +88,8 @@ def unreached(info: LaunchInfo, reason: str, timeout_s: float) -> RendezvousErro
     return RendezvousError(
         f"{_self(info)} has not reached rank 0 at {_place(info)} within mesh.timeout_s = {timeout_s:g} s: {reason}",
         expected="rank 0 at that address, started, and reachable from every host",
-        fix="see whether rank 0 has started and ended; MASTER_ADDR must be the name or address of its host that the "
-        "others know, and no firewall between them; more time: --mesh.timeout_s N",
+        fix="check that rank 0 started and still runs; MASTER_ADDR must be the name or address of its host that the "
+        "others can resolve, with no firewall between them; more time: --mesh.timeout_s N",
     )
 
 
@@ -140,7 +140,7 @@ def token_without_effect(info: LaunchInfo) -> RendezvousError:
 def store_lost(info: LaunchInfo, reason: str) -> RendezvousError:
     return RendezvousError(
         f"{_self(info)} lost rank 0 at {_place(info)} while ranks were still joining: {reason.splitlines()[0]}",
-        expected="rank 0 (or the launcher's agent) to stay",
+        expected="rank 0 (or the launcher's agent) to keep running",
         fix="look at rank 0's output: it has ended or was killed",
     )
 
@@ -168,15 +168,15 @@ def twice(info: LaunchInfo, before: Mapping[str, Any], now: Mapping[str, Any]) -
 def missing(
     info: LaunchInfo, absent: Sequence[int], *, timeout_s: float, unreachable: str | None
 ) -> Problem:
-    """Ranks that did not come; `unreachable`: why rank 0 does not reach itself at the address that all use."""
+    """Ranks that did not join; `unreachable`: why rank 0 cannot reach itself at the address that all use."""
     present = info.world_size - len(absent)
-    reached = f"; and rank 0, on host {info.host}, does not reach itself at {_place(info)}: {unreachable}"
+    reached = f"; and rank 0, on host {info.host}, cannot reach itself at {_place(info)}: {unreachable}"
     return Problem(
-        f"{ranks(absent)} of {info.world_size} did not come within mesh.timeout_s = {timeout_s:g} s"
+        f"{ranks(absent)} of {info.world_size} did not join within mesh.timeout_s = {timeout_s:g} s"
         f" ({present} {'is' if present == 1 else 'are'} there){reached if unreachable is not None else ''}",
-        "all ranks to be started within that time, on hosts that reach one another",
+        "all ranks started within that time, on hosts that can reach one another",
         "look at the missing ranks' output: they have ended or were never started; MASTER_ADDR must be a name of rank "
-        "0's host that all hosts know; more time: --mesh.timeout_s N",
+        "0's host that all hosts can resolve; more time: --mesh.timeout_s N",
     )
 
 

@@ -36,7 +36,7 @@ def refused(**keys: Any) -> str:
             {"name": "adafactor", "eps": 1e-3},
             "optimizer.eps = 0.001 has no effect on optimizer.name = adafactor",
         ),
-        ({"options": {"lr": 1}}, "optimizer.options has lr, which is a key of its own"),
+        ({"options": {"lr": 1}}, "optimizer.options has lr, which is a separate key"),
         ({"options": [1]}, "optimizer.options = [1] is not accepted"),
         (
             {"name": "sgd", "moments": "bfloat16"},
@@ -118,14 +118,14 @@ def test_a_fall_that_is_longer_than_the_run() -> None:
         (
             "torch.nn.Linear",
             {},
-            "optimizer.name = torch.nn.Linear is not a class of optimizers",
+            "optimizer.name = torch.nn.Linear is not an optimizer class",
         ),
         (
             "torch.optim.Optimizer",
             {},
-            "optimizer.name = torch.optim.Optimizer is not a class of optimizers",
+            "optimizer.name = torch.optim.Optimizer is not an optimizer class",
         ),
-        ("torch.optim.LBFGS", {}, "torch.optim.LBFGS asks for the loss again in each step"),
+        ("torch.optim.LBFGS", {}, "torch.optim.LBFGS re-evaluates the loss in each step"),
         (
             "torch.optim.Adafactor",
             {},
@@ -133,8 +133,8 @@ def test_a_fall_that_is_longer_than_the_run() -> None:
             "and this mesh holds parts",
         ),
         ("sgd", {"momentun": 0.9}, "optimizer.options has momentun, which SGD does not take"),
-        ("adamw", {"fused": False}, "optimizer.options has fused, which is settled by the run"),
-        ("muon", {"mesh": 1}, "optimizer.options has mesh, which is settled by the run"),
+        ("adamw", {"fused": False}, "optimizer.options has fused, which the run sets"),
+        ("muon", {"mesh": 1}, "optimizer.options has mesh, which the run sets"),
         (
             "sgd",
             {"momentum": -1},
@@ -205,9 +205,9 @@ class _Numbers(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (_Noisy, "gives another update when it is asked again: it draws random numbers"),
-        (_Counting, "changes steps as it steps, outside of its state"),
-        (_InGroups, "changes momentum as it steps, outside of its state"),
+        (_Noisy, "gives a different update when called again: it draws random numbers"),
+        (_Counting, "changes steps in its step, outside its state"),
+        (_InGroups, "changes momentum in its step, outside its state"),
         (_Numbers, "keeps a int as age"),
     ],
 )

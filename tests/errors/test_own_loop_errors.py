@@ -579,7 +579,7 @@ def test_rows_that_cp_cannot_split_and_means_are_refused() -> None:
         ),
         (
             {"name": "sgd", "options": {"lr": 0.1}},
-            "optimizer.options has lr, which is a key of its own",
+            "optimizer.options has lr, which is a separate key",
             "threefold.optimizer(..., lr=0.1), and leave it out of optimizer.options",
         ),
         (
@@ -594,7 +594,7 @@ def test_rows_that_cp_cannot_split_and_means_are_refused() -> None:
         ),
         (
             {"name": "torch.optim.LBFGS"},
-            "torch.optim.LBFGS asks for the loss again in each step",
+            "torch.optim.LBFGS re-evaluates the loss in each step",
             "threefold.optimizer('adamw', model)",
         ),
         (

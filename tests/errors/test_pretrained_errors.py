@@ -164,7 +164,7 @@ def test_quoted_home(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     assert reading("~/model") == (
         "model.name_or_path = '~/model': no such folder",
         EXPECTED,
-        f"--model.name_or_path {folder}/model   (~ is the shell's, and was quoted)",
+        f"--model.name_or_path {folder}/model   (the shell expands ~, but it was quoted)",
     )
 
 

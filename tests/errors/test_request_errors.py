@@ -283,12 +283,12 @@ def test_grouping_by_length_is_refused_where_rows_are_full_mixed_or_in_order() -
         [
             problem(
                 "data.group_by_length = true has no effect with data.packing = best_fit or concat",
-                "data.packing none: the rows of the others are full, and of one length",
+                "data.packing none: rows of the others are full and of equal length",
                 "--data.packing none   (or leave data.group_by_length out)",
             ),
             problem(
                 "data.group_by_length = true with data.mixture",
-                "one source: batches of like length would not have the mixture's shares",
+                "one source: batches of similar length would not have the mixture's shares",
                 "leave data.group_by_length out",
             ),
             problem(
@@ -420,7 +420,7 @@ def test_contradictions() -> None:
         [
             problem(
                 "model.name_or_path and model.config are both set",
-                "one of them: trained weights by name, or random ones by sizes",
+                "one of them: trained weights by name, or random weights by their sizes",
                 "leave one of them out",
             ),
             problem(
@@ -430,12 +430,12 @@ def test_contradictions() -> None:
             ),
             problem(
                 f"train.epochs = {10**20} is more than 1,000,000",
-                "passes that a run can count the rows of, and that end",
+                "passes that end and whose rows a run can count",
                 "--train.epochs 3",
             ),
             problem(
                 "data.num_workers = 1000 is more than 64",
-                "processes for each rank, which share its host's cores and memory with it: a few keep a rank busy",
+                "processes per rank, which share its host's cores and memory: a few keep a rank busy",
                 "--data.num_workers 4",
             ),
             problem(
@@ -474,7 +474,7 @@ def test_allowing_another_tokenizer_without_effect(given: dict[str, Any], lackin
     values = {"model": given, "data": {"allow_other_tokenizer": True}}
     assert text(lambda: config_loading.validate(values)) == problem(
         f"data.allow_other_tokenizer = true has no effect without {lacking}",
-        "pretrained weights, and a tokenizer for them that is not their own",
+        "pretrained weights, and a tokenizer other than their own",
         "leave data.allow_other_tokenizer out",
     )
 

@@ -53,10 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_a_run_says_and_logs(folder: Path) -> None:
     said = (folder / "said").read_text()
     assert "  optimizer: muon for 14 matrices, adamw for 7 others\n" in said
-    assert (
-        "  ema: a moving average of the weights with the decay 0.5, one more copy of them\n"
-        in said
-    )
+    assert "  ema: a moving average of the weights, decay 0.5, one more copy of them\n" in said
     assert "  group slow: lr 0.0001 for embed\n" in said
     rates = [
         (line["lr"], line["lr_slow"]) for _, line in sorted(metrics(folder / "run").items())

@@ -123,9 +123,9 @@ def test_run_that_is_killed_goes_on_as_the_unbroken_one(tmp_path: Path) -> None:
         ("data", "audit", "run", "--contents"),
     ):
         refused = runs.command(tmp_path, *words)
-        assert (
-            refused.returncode == 2 and "a program with a loop of its own" in refused.stderr
-        ), words
+        assert refused.returncode == 2 and "a program with a custom loop" in refused.stderr, (
+            words
+        )
         assert "threefold export run --to DIR" in refused.stderr
     runs.prepare(tmp_path)
     refused = runs.command(

@@ -531,7 +531,7 @@ def test_path_that_no_shell_has_expanded_is_refused(key: str, text: str, fix: st
     (problem,) = refused.value.problems
     sign = "~" if text.startswith("~") else "its $"
     assert (
-        problem.what == f"{key} = {text!r} does not exist, and {sign} stands for itself"
+        problem.what == f"{key} = {text!r} does not exist, and {sign} is taken literally"
         and problem.fix == fix
     )
 

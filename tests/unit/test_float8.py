@@ -108,7 +108,7 @@ def asked(**values: Any) -> dict[str, Any]:
         (
             {"model": {"lora": {"r": 8}}},
             "train.float8 = tensorwise with model.lora.r = 8\n"
-            "  expected: weights that are trained: of frozen ones it would compute gradients that nobody reads\n"
+            "  expected: trained weights: it would compute gradients of frozen ones that nobody reads\n"
             "  fix: leave train.float8 out",
         ),
         (

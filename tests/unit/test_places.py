@@ -854,7 +854,7 @@ def test_local_paths_load_nothing_of_it(tmp_path: Path) -> None:
         (
             "train --log.dir s3://bucket/a",
             "log.dir = 's3://bucket/a' is an address of a store\n"
-            "  expected: a folder of this machine, or of a shared disk\n"
+            "  expected: a folder on this machine or on a shared disk\n"
             "  fix: --log.dir runs/NAME --checkpoint.store s3://bucket/a\n",
         ),
         (

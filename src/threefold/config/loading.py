@@ -116,7 +116,7 @@ def _parsed(
         if not text.strip() and origin == "command line":
             # As null it would train another model, or another number of steps, than the command means.
             open_key = key in every_key() and value_at(Config(), key) is None
-            expected = "a value (an empty or unset variable of the shell has none), or null, written out"
+            expected = "a value (an empty or unset variable has none), or an explicit null"
             problems.append(
                 Problem(
                     f"{name} is empty",
@@ -138,7 +138,7 @@ def _parsed(
         ):
             # It would name another folder: YAML folds line breaks, and drops blanks at the ends and ` #` with what
             # follows.
-            expected = "a text that YAML leaves as it is, or one in quotes"
+            expected = "text that YAML leaves unchanged, or quoted text"
             problems.append(
                 Problem(
                     f"{name} = {text!r} is read as {value!r}",
@@ -222,11 +222,11 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         if Path(path).name == RUN_CONFIG and is_of_program(run := Path(path).parent):
-            expected = "a run of threefold train: what this one reads and computes, the program alone knows"
-            fix = "run the program again, which resumes it; its weights: "
+            expected = "a run of threefold train: only the program knows what this one reads and computes"
+            fix = "run the program again to resume it; its weights: "
             problems.append(
                 Problem(
-                    f"{run} is the run of a program with a loop of its own (threefold.Run), which has no {RUN_CONFIG}",
+                    f"{run} is the run of a program with a custom loop (threefold.Run), which has no {RUN_CONFIG}",
                     expected,
                     f"{fix}threefold export {shlex.quote(str(run))} --to DIR",
                 )

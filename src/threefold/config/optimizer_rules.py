@@ -63,7 +63,7 @@ def _of_name(asked: OptimizerConfig) -> Iterator[Problem]:
     yield from _of_moments(asked)
     for key in _OWN_KEYS:
         if key in asked.options and (row is None or key not in row.options):
-            what = f"optimizer.options has {key}, which is a key of its own"
+            what = f"optimizer.options has {key}, which is a separate key"
             leave = "leave it out of optimizer.options"
             if key == "params":
                 yield Problem(what, "the model's parameters", leave)
@@ -99,7 +99,7 @@ def _of_schedule(config: Config) -> Iterator[Problem]:
         what = "optimizer.schedule = wsd without optimizer.decay_steps"
         yield Problem(
             what,
-            "the number of last steps in which the rate falls",
+            "the number of steps at the end in which the rate falls",
             "--optimizer.decay_steps 20",
         )
     for key in ("decay_steps", "decay_shape"):
@@ -119,7 +119,7 @@ def _of_schedule(config: Config) -> Iterator[Problem]:
         what = f"optimizer.decay_steps = {asked.decay_steps}, but the run has train.steps = {steps}"
         yield Problem(
             what,
-            "a fall that begins after the first step",
+            "a decay that begins after the first step",
             f"--optimizer.decay_steps {max(1, most // 5)}"
             if most
             else "--optimizer.schedule constant",
@@ -137,15 +137,15 @@ def _of_groups(asked: OptimizerConfig) -> Iterator[Problem]:
             re.compile(group.match)
         except re.error as error:
             what = f"{at}.match = {as_yaml(group.match)} is not a regular expression: {error}"
-            yield to_set(what, "one that Python's re reads", *GROUPS_FIX)
+            yield to_set(what, "one that Python's re accepts", *GROUPS_FIX)
         if group.lr is None and group.weight_decay is None:
             what = f"{at} has neither lr nor weight_decay: it changes nothing"
-            yield to_set(what, "what is different for these parameters", *GROUPS_FIX)
+            yield to_set(what, "what differs for these parameters", *GROUPS_FIX)
         if group.name is not None and not re.fullmatch(r"[A-Za-z0-9_.-]+", group.name):
             what = f"{at}.name = {as_yaml(group.name)}"
             yield Problem(
                 what,
-                "letters, digits, _, - and .: it becomes a key of metrics",
+                "letters, digits, _, - and .: it becomes a metrics key",
                 "name: embeddings",
             )
     names = [group_name(asked, number) for number in range(len(asked.groups))]

@@ -98,13 +98,13 @@ def literal_paths(config: Config) -> Iterator[Problem]:
                 kept = f" --checkpoint.store {text}" if address else ""
                 yield Problem(
                     f"{key} = {text!r} is an address of a store",
-                    "a folder of this machine, or of a shared disk",
+                    "a folder on this machine or on a shared disk",
                     f"--{key} runs/NAME{kept}",
                 )
             if (home or _VARIABLE.search(text)) and not os.path.lexists(text):
                 yield Problem(
-                    f"{key} = {text!r} does not exist, and {'~' if home else 'its $'} stands for itself",
-                    "a path as it is: a shell expands ~ and $NAME outside of single quotes, and nothing in a file does",
+                    f"{key} = {text!r} does not exist, and {'~' if home else 'its $'} is taken literally",
+                    "a literal path: a shell expands ~ and $NAME outside of single quotes, and nothing in a file does",
                     f"--{key} {text if home else json.dumps(text)}",
                 )
 
@@ -218,7 +218,7 @@ def refuse_wrong_model(name: str | None) -> None:
         near = near_folder(path)
         fix = f"did you mean {near}?" if near else "check the path"
         if name.startswith("~") and expanded(name).is_dir():
-            fix = f"{_model(expanded(name))}   (~ is the shell's, and was quoted)"
+            fix = f"{_model(expanded(name))}   (the shell expands ~, but it was quoted)"
         raise ConfigError(
             f"model.name_or_path = {name!r}: no such folder", expected=MODEL_FOLDER, fix=fix
         )

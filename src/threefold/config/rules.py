@@ -30,7 +30,7 @@ def contradictions(config: Config) -> Iterator[Problem]:
     """Keys whose values, each valid by itself, contradict one another."""
     yield from _of_mixture(config)
     if config.model.name_or_path is not None and config.model.config is not None:
-        expected = "one of them: trained weights by name, or random ones by sizes"
+        expected = "one of them: trained weights by name, or random weights by their sizes"
         yield Problem(
             "model.name_or_path and model.config are both set",
             expected,
@@ -51,7 +51,7 @@ def contradictions(config: Config) -> Iterator[Problem]:
             "model.name_or_path" if config.model.name_or_path is None else "data.tokenizer"
         )
         what = f"data.allow_other_tokenizer = true has no effect without {lacking}"
-        expected = "pretrained weights, and a tokenizer for them that is not their own"
+        expected = "pretrained weights, and a tokenizer other than their own"
         yield Problem(what, expected, "leave data.allow_other_tokenizer out")
     if config.train.steps is not None and config.train.epochs is not None:
         what = f"train.steps = {config.train.steps} and train.epochs = {config.train.epochs} are both set"
@@ -59,11 +59,11 @@ def contradictions(config: Config) -> Iterator[Problem]:
     if config.train.epochs is not None and config.train.epochs > _MOST_EPOCHS:
         what = f"train.epochs = {config.train.epochs} is more than {_MOST_EPOCHS:,}"
         yield Problem(
-            what, "passes that a run can count the rows of, and that end", "--train.epochs 3"
+            what, "passes that end and whose rows a run can count", "--train.epochs 3"
         )
     if config.data.num_workers > _MOST_WORKERS:
         what = f"data.num_workers = {config.data.num_workers} is more than {_MOST_WORKERS}"
-        expected = "processes for each rank, which share its host's cores and memory with it: a few keep a rank busy"
+        expected = "processes per rank, which share its host's cores and memory: a few keep a rank busy"
         yield Problem(what, expected, "--data.num_workers 4")
     held_out = "--data.eval_share 0.01   (or --eval.source FILE_OR_FOLDER"
     if not config.evaluates and config.eval.every and not config.eval.tasks:
@@ -128,7 +128,9 @@ def _of_float8(config: Config) -> Iterator[Problem]:
             f"--train.compile auto   (or {without})",
         )
     if config.model.lora.r:
-        expected = "weights that are trained: of frozen ones it would compute gradients that nobody reads"
+        expected = (
+            "trained weights: it would compute gradients of frozen ones that nobody reads"
+        )
         yield Problem(f"{asked} with model.lora.r = {config.model.lora.r}", expected, without)
     if config.data.group_by_length:
         expected = "rows of one length, a multiple of 16"
@@ -181,13 +183,13 @@ def _of_lengths(data: DataConfig) -> Iterator[Problem]:
         return
     if data.packing != "none":
         what = f"data.group_by_length = true has no effect with data.packing = {data.packing or 'best_fit or concat'}"
-        expected = "data.packing none: the rows of the others are full, and of one length"
+        expected = "data.packing none: rows of the others are full and of equal length"
         yield Problem(
             what, expected, "--data.packing none   (or leave data.group_by_length out)"
         )
     if data.mixture is not None:
         what = "data.group_by_length = true with data.mixture"
-        expected = "one source: batches of like length would not have the mixture's shares"
+        expected = "one source: batches of similar length would not have the mixture's shares"
         yield Problem(what, expected, "leave data.group_by_length out")
     if not data.shuffle:
         what = "data.group_by_length = true with data.shuffle = false"

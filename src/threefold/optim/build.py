@@ -138,7 +138,7 @@ def optimizer_problems(
     if config.mesh.cpu_offload and named is not None and named.needs_whole_matrices:
         yield Problem(
             f"mesh.cpu_offload = true with optimizer.name = {asked.name}",
-            "an optimizer that updates each weight by itself: nothing of a whole matrix is on the host",
+            "an optimizer that updates each weight by itself: the host holds no whole matrix",
             "--optimizer.name adamw   (or leave mesh.cpu_offload out)",
         )
 
@@ -161,7 +161,7 @@ def group_problems(names: Sequence[str], config: OptimizerConfig) -> Iterator[Pr
         )
         yield Problem(
             f"optimizer.groups[{number}].match = {as_yaml(group.match)} matches {nothing}",
-            "a pattern that is found in names of parameters; the first that matches counts",
+            "a pattern that matches names of parameters; the first match counts",
             f"a pattern of their names: {', '.join(near)}",
         )
 
@@ -184,7 +184,7 @@ def said(
     if config.ema is not None:
         yield (
             "ema",
-            f"a moving average of the weights with the decay {config.ema:g}, one more copy of them",
+            f"a moving average of the weights, decay {config.ema:g}, one more copy of them",
         )
     for number, group in enumerate(config.groups):
         settings = ", ".join(

@@ -74,7 +74,7 @@ def class_of(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     module, _, name = config.name.rpartition(".")
     package = module.partition(".")[0]
     if package not in importlib.metadata.packages_distributions():
-        expected = "a class of an installed package: code from other places is not run"
+        expected = "a class of an installed package: other code is not run"
         what = f"{what}: there is no installed package {package!r}"
         raise ConfigError.of([to_set(what, expected, "optimizer.name", first, remark=remark)])
     try:
@@ -95,7 +95,7 @@ def class_of(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
         near = difflib.get_close_matches(
             name, [key for key in dir(holder) if key[:1].isupper()], n=1
         )
-        kind = "is not there" if member is None else "is not a class of optimizers"
+        kind = "is not there" if member is None else "is not an optimizer class"
         expected = "a subclass of torch.optim.Optimizer"
         if near and near[0] != name:
             first, remark = f"{module}.{near[0]}", ""
@@ -281,7 +281,7 @@ def _argument_problems(
         expected = f"options among {', '.join(allowed)}"
         fix = f"leave {name} out of optimizer.options"
         if name in _SETTLED and name in takes:
-            what = f"optimizer.options has {name}, which is settled by the run"
+            what = f"optimizer.options has {name}, which the run sets"
             yield Problem(what, expected, fix)
         elif not any_name:
             if near := difflib.get_close_matches(name, allowed, n=1):
@@ -309,9 +309,9 @@ def _argument_problems(
         for each in step
         if each.name not in ("self", "args", "kwargs")
     ):
-        what = f"{config.name} asks for the loss again in each step"
+        what = f"{config.name} re-evaluates the loss in each step"
         yield to_set(
-            what, "an optimizer that steps with one gradient", "optimizer.name", "adamw"
+            what, "an optimizer that needs one gradient per step", "optimizer.name", "adamw"
         )
 
 
@@ -368,7 +368,7 @@ def _trust_problems(
 ) -> Iterator[Problem]:
     name, another = config.name, ("optimizer.name", "adamw")
     if whole.changed:
-        what = f"{name} changes {whole.changed[0]} as it steps, outside of its state"
+        what = f"{name} changes {whole.changed[0]} in its step, outside its state"
         yield to_set(
             what,
             "a state of tensors, one set for each parameter, which a checkpoint keeps",
@@ -389,7 +389,7 @@ def _trust_problems(
     start, gradients = _numbers()
     again = _trial(config, kind, [start], [gradients])
     if not torch.equal(again.parameters[0], whole.parameters[0]):
-        what = f"{name} gives another update when it is asked again: it draws random numbers"
+        what = f"{name} gives a different update when called again: it draws random numbers"
         yield to_set(what, "the same update on every rank that has the same weights", *another)
         return
     if topology.dp_shard * topology.cp * topology.tp == 1:

@@ -350,7 +350,7 @@ def refuse_other_kind(path: Path, words: Words) -> None:
     whose = "threefold train"
     fix = f"threefold resume {shlex.quote(str(path))}"
     if identity.program:
-        whose = "a program with a loop of its own (threefold.Run)"
+        whose = "a program with a custom loop (threefold.Run)"
         fix = "run that program again, which resumes it"
     raise ConfigError(
         f"{words.at(path)} holds a run of {whose}",

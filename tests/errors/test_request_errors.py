@@ -673,7 +673,7 @@ def test_config_that_a_checkpoint_could_not_keep() -> None:
         ("glm4_moe", "but 'glm4_moe' has no routers' loss in transformers"),
         ("afmoe", "but 'afmoe' has no routers' loss in transformers"),
         ("hunyuan_v1_moe", "but 'hunyuan_v1_moe' has no routers' loss in transformers"),
-        ("doge", "but the routers' loss of 'doge' is another one"),
+        ("doge", "but the routers' loss of 'doge' is a different one"),
     ],
 )
 def test_routers_without_the_loss_that_is_asked_for(model_type: str, why: str) -> None:

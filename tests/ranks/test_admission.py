@@ -381,7 +381,7 @@ def test_a_class_that_is_patched_on_one_rank_is_refused(tmp_path: Any) -> None:
         for _, after in run_ranks(_admit_after, 2, see_the_next_token, str(tmp_path), (1,))
     ]
     assert after[0] == after[1]
-    assert after[0].startswith("the code of the model on rank 1 is not that of rank 0")
+    assert after[0].startswith("the code of the model on rank 1 differs from rank 0's")
 
 
 def _narrow(model_type: str) -> str:

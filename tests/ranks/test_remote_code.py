@@ -112,7 +112,7 @@ def test_code_that_differs_between_two_hosts_is_named(tmp_path: Path) -> None:
         _admitted, 2, names, [str(tmp_path / "cache_a"), str(tmp_path / "cache_b")]
     )
     assert said[0] == said[1]
-    assert said[0].startswith("the code of the model on rank 1 is not that of rank 0\n")
+    assert said[0].startswith("the code of the model on rank 1 differs from rank 0's\n")
 
 
 def _probed(name: str, cache: str) -> str:

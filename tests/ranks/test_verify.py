@@ -128,7 +128,7 @@ def test_diagnosis_tries_each_axis_alone() -> None:
         "correct alone: data (dp=2 (sharded) x cp=1 x tp=1), tensor (dp=1 x cp=1 x tp=2)"
     )
     assert tried == [Topology(dp_shard=2), Topology(cp=2), Topology(tp=2)]
-    assert "only if axes are combined" in diagnose(mesh, lambda topology: RIGHT)
+    assert "only when axes are combined" in diagnose(mesh, lambda topology: RIGHT)
     assert diagnose(Topology(tp=2), verify).endswith("the tensor axis, the only one it has")
     assert diagnose(Topology(), verify).endswith("on one rank: no axis of it is the cause")
 

@@ -252,7 +252,7 @@ def test_command(config: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "llama: 8,030,261,248 parameters on 64 x h100-80gb, 8 in a host" in done.output
     assert "days" in done.output and "cost" in done.output and "fits with --" in done.output
-    assert "tp: no difference that the estimate can tell with it: it tells 8%" in done.output
+    assert "tp: no difference with it that the estimate resolves: it resolves 8%" in done.output
     emitted = load(str(tmp_path / "out.yaml"), environ={}).config
     first = json.loads(_run(config, "--json").output)[0]
     assert first["fits"] and first["memory_bytes"] < THERE * _H100.memory_bytes

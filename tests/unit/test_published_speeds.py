@@ -109,8 +109,8 @@ def test_margins_are_those_of_the_rows_to_fit(speeds: Any) -> None:
     few = margin_of(ACCELERATORS["mi300x"], mixture=False)
     assert dense.figure < few.figure < other.figure and dense.difference < few.difference
     assert (
-        "none was published of such a device" in other.source
-        and "only 2 of such a device" in few.source
+        "none was published for such a device" in other.source
+        and "only 2 for such a device" in few.source
     )
 
 

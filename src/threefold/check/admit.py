@@ -102,9 +102,9 @@ def _key(
     classes = [classes for classes, _ in codes]
     if other := [str(rank) for rank, digest in enumerate(classes) if digest != classes[0]]:
         raise ConfigError(
-            f"the code of the model on rank{'s' * (len(other) > 1)} {', '.join(other)} is not that of rank 0",
-            expected="the same files, and the same patches of classes, on every rank",
-            fix="start all ranks from one installation, and patch on every rank or on none",
+            f"the code of the model on rank{'s' * (len(other) > 1)} {', '.join(other)} differs from rank 0's",
+            expected="the same files and the same patched classes on every rank",
+            fix="start all ranks from one installation, and patch classes on every rank or on none",
         )
     whole = {whole for _, whole in codes}
     return (

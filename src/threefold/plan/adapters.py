@@ -26,7 +26,7 @@ def adapted(decoder: Decoder, asked: LoraConfig) -> Decoder:
     """
     if not asked.r:
         return decoder
-    expected = "adapters on projections of attention and of an MLP, whose kept tensors were compared with traced ones"
+    expected = "adapters on attention and MLP projections, whose kept tensors were compared with traced ones"
     traced = "threefold plan MODEL --mesh.dp 2 --model.lora.r N   (without --gpus: traced)"
     if any(layer.chosen for layer in decoder.layers):
         what = f"model.lora.r = {asked.r} of {decoder.model_type!r}, which has experts, cannot be estimated"

@@ -325,7 +325,7 @@ def what_pays(question: Question, plans: Sequence[Plan]) -> list[str]:
         pays = (
             f"{faster:.1%} faster"
             if faster > 0
-            else "would not pay: its products are too small, or few of the time"
+            else "would not pay: its products are too small, or too small a share of the time"
         )
         lines.append(
             "train.float8 tensorwise: " + (pays if faster else _untold(best, "with it"))
@@ -334,4 +334,4 @@ def what_pays(question: Question, plans: Sequence[Plan]) -> list[str]:
 
 
 def _untold(plan: Plan, which: str) -> str:
-    return f"no difference that the estimate can tell {which}: it tells {plan.margin.difference:.0%}"
+    return f"no difference {which} that the estimate resolves: it resolves {plan.margin.difference:.0%}"

@@ -260,7 +260,7 @@ def attention(
         return Decision(
             "sdpa", "the model drops attention weights, which flex_attention cannot do"
         )
-    saved = "masks that are not plain causal cost no memory, and what they hide costs no time"
+    saved = "masks that are not plain causal cost no memory, and what they mask costs no time"
     if unserved:
         return Decision(
             "flex", f"{saved}; documents are not computed by their lengths: {unserved}"

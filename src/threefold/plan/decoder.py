@@ -175,7 +175,7 @@ def _family(values: Mapping[str, Any]) -> Family:
     model_type = values.get("model_type")
     if (family := FAMILIES.get(str(model_type))) is None:
         parts = " (its decoder is one of several parts)" if "text_config" in values else ""
-        expected = f"one whose layers are known: {', '.join(FAMILIES)}"
+        expected = f"a model type whose layers are known: {', '.join(FAMILIES)}"
         raise ConfigError(
             f"model_type {model_type!r} cannot be estimated{parts}",
             expected=expected,
@@ -219,7 +219,7 @@ class _Sizes:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(
                 f"the config of a {self.values['model_type']!r} has {key} = {value!r}",
-                expected="a number above 0; transformers' own default is not known here",
+                expected="a number above 0: transformers' own default is not known here",
                 fix=f'"{key}": N in the config.json',
             )
         return value

@@ -109,8 +109,8 @@ def margin_of(device: Accelerator, *, mixture: bool, measured: bool = False) -> 
     source = f"8 in 10 published speeds of {'mixtures' if mixture else 'dense models'} keep to"
     if not rows:
         figure *= _OTHER_DEVICE
-        source += ", and more, as none was published of such a device"
+        source += ", and more, as none was published for such a device"
     elif rows < _FEW and not mixture:
         figure = (_DENSE * _OTHER_DEVICE) ** 0.5
-        source += f", and more, as only {rows} of such a device went into it"
+        source += f", and more, as only {rows} for such a device went into it"
     return Margin(figure, _DIFFERENCE if figure == _DENSE else 2 * _DIFFERENCE, source)

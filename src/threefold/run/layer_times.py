@@ -104,7 +104,7 @@ def _depths(
         needed = sum(peak(*_asked(each, device)).total for each in (few, many))
         if 2 * number <= depth and needed <= THERE * device.memory_bytes:
             return few, many
-    raise _too_large(values, f"{device.memory_bytes / 2**30:.0f} GiB are too few")
+    raise _too_large(values, f"{device.memory_bytes / 2**30:.0f} GiB are not enough")
 
 
 def _too_large(values: dict[str, Any], why: str) -> ConfigError:

@@ -151,8 +151,8 @@ def harness_of(scores: Scores, tokenizer: Any) -> Any:
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
             raise ConfigError(
-                "a task asks for written texts",
-                expected="tasks of probabilities",
+                "a task asks for generated text",
+                expected="tasks scored by probability",
                 fix="leave it out",
             )
 

@@ -308,7 +308,7 @@ def router_problems(model: PreTrainedModel) -> list[Problem]:
     if theirs is None or any(map(math.isnan, numbers)):
         what = f"model.config has output_router_logits = true, but {kind!r} has no routers' loss in transformers"
     elif not _same_loss(theirs, RouterLoss.of(model)):
-        what = f"model.config has output_router_logits = true, but the routers' loss of {kind!r} is another one"
+        what = f"model.config has output_router_logits = true, but the routers' loss of {kind!r} is a different one"
     else:
         return []
     expected = (

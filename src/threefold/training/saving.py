@@ -461,7 +461,7 @@ def _newest(folder: Path) -> str | None:
         raise CheckpointError(
             f"{torn[-1].path} is not complete, and there is no other checkpoint in {folder}",
             expected="a checkpoint with its marker, which is written last",
-            fix=f"rm -r {torn[-1].path}   to begin anew, or copy it again from its source",
+            fix=f"rm -r {torn[-1].path}   to start over, or copy it again from its source",
         )
     return None
 

@@ -189,7 +189,7 @@ def diagnose(topology: Topology, verify: Callable[[Topology], Verification | int
     if wrong:
         also = f"; correct alone: {', '.join(right)}" if right else ""
         return f"the mesh differs from the single process: {' and '.join(wrong)}{also}"
-    return f"the mesh differs from the single process only if axes are combined; correct alone: {', '.join(right)}"
+    return f"the mesh differs from the single process only when axes are combined; correct alone: {', '.join(right)}"
 
 
 def compare_runs(
@@ -252,7 +252,7 @@ def _curve_of(run: Path, steps: int | None) -> dict[int, list[float]]:
     if wrong := [damage for damage in metrics.damaged if damage.line != metrics.lines.torn]:
         raise ConfigError(
             f"{path}, line {wrong[0].line}: {wrong[0].what}",
-            expected="lines as the run wrote them: no proof rests on a damaged file",
+            expected="lines as the run wrote them: a damaged file proves nothing",
             fix=f"restore {path}, or compare another run",
         )
     norms = dict(zip(*metrics.points("grad_norm"), strict=True))

@@ -159,7 +159,7 @@ def _read_flux(environ: Environ) -> LaunchInfo | None:
     if not hosts or world_size % hosts:
         raise ConfigError(
             f"FLUX_JOB_SIZE = {world_size} tasks on FLUX_JOB_NNODES = {hosts} hosts",
-            expected="as many tasks on each host",
+            expected="the same number of tasks on each host",
             fix="flux run -N HOSTS --tasks-per-node=N python -m threefold ...",
         )
     info = LaunchInfo(rank, world_size, local_rank, world_size // hosts, launcher="flux")

@@ -338,7 +338,8 @@ class Folders(RuleBasedStateMachine):
         if was is None:
             assert asked_weights in (None, resumed), "a fork of another checkpoint"
             return
-        assert was.named, "a run without run.json"
+        # A first start that was killed with nothing but its run.json written has nothing to lose without that.
+        assert was.named or not (was.starts or was.saved), "a run without run.json"
         if resumed is not None and was.origin is None:
             assert was.wrote(resumed), "weights of another run"
         if asked_weights is not None:

@@ -124,7 +124,11 @@ def test_missing_source(folder: Path) -> None:
     assert said(read(("stdlib", "corpra")))[0][2] == "in the list: corpora"
     os.mkfifo(folder / "corpus")  # as a shell's <(zcat FILE)
     assert said(read("corpus")) == [
-        ("data.source = 'corpus' is no file and no folder", expected, "--data.source corpora")
+        (
+            "data.source = 'corpus' is neither a file nor a folder",
+            expected,
+            "--data.source corpora",
+        )
     ]
 
 
@@ -222,7 +226,7 @@ def test_address(folder: Path) -> None:
 def test_store_in_a_list(folder: Path) -> None:
     prepare(open_text_of(folder, "abc"), BYTES, to=Path("st"))
     ((what, expected, fix),) = said(rows(("a.txt", "st")))
-    assert what == "data.source is a list, and 'st' in it is a token store"
+    assert what == "data.source is a list, but 'st' in it is a token store"
     assert expected == "sources of text, which are encoded together"
     mixture = "{source-1: {source: a.txt, weight: 1}, source-2: {source: st, weight: 1}}"
     assert fix == f"--data.mixture '{mixture}'   (any weights)"
@@ -290,7 +294,7 @@ def test_columns_that_no_comma_separates(separator: str, folder: Path) -> None:
         csv.writer(file, delimiter=separator).writerows(lines)
     for text_field in ("text", f"id{separator}text"):
         ((what, _, fix),) = said(read("it's.csv", text_field=text_field))
-        assert what == f"it's.csv has columns that {separator!r} separates"
+        assert what == f"it's.csv has columns separated by {separator!r}"
     subprocess.run(fix, shell=True, check=True)
     with (folder / "NEW.csv").open(newline="") as file:
         assert tuple(csv.reader(file)) == lines
@@ -305,7 +309,7 @@ def test_column_that_is_there_twice(folder: Path) -> None:
         assert said(read(name)) == [
             (
                 f"{name} has 2 columns named 'text'",
-                "a name for each column, so that nobody has to guess which is read",
+                "unique column names: otherwise which one is read would be a guess",
                 "rename all but one of them",
             )
         ]
@@ -349,7 +353,7 @@ def test_source_shorter_than_a_row(folder: Path) -> None:
     (folder / "a.txt").write_text("four")
     assert said(rows("a.txt")) == [
         (
-            "data.source has 5 tokens: not one row",
+            "data.source has 5 tokens: too few for one row",
             "more than data.seq_len = 8 tokens",
             "--data.seq_len 2   (or a larger source)",
         )
@@ -364,7 +368,7 @@ def test_source_of_single_tokens(folder: Path) -> None:
     made.prefix.with_suffix(".json").unlink()
     assert said(lambda: PaddedRows(TokenStore(made.prefix), seq_len=8)) == [
         (
-            "data.source has 3 documents, none with 2 or more tokens: not one row",
+            "data.source has 3 documents, none with 2 or more tokens: no row",
             "a document with a token and one to predict after it",
             "--data.packing concat   (or a larger source)",
         )
@@ -826,7 +830,7 @@ def test_ids_that_the_model_has_no_embedding_for(store: Path) -> None:
             (
                 f"other.bin has the id {said_of}, in document 1 (both counted from 0); "
                 f"its ids are {min(values)} to {max(values)}",
-                "ids from 0 to 256: the model has 257 of them in its vocabulary",
+                "ids from 0 to 256: the model's vocabulary has 257 of them",
                 "prepare the text again with the model's tokenizer, or use the model that the store was made for",
             )
         ]
@@ -848,7 +852,7 @@ def test_store_of_numbers_with_a_fraction(store: Path) -> None:
     assert said(rows("other.idx", vocab_size=257, seq_len=2)) == [
         (
             "other.bin holds numbers of type float32",
-            "token ids, which are whole numbers; these would be cut off to such",
+            "token ids, which are whole numbers; these would be truncated",
             REMAKE,
         )
     ]

@@ -205,7 +205,7 @@ def test_without_ray_it_is_named(folder: Path) -> None:
     done = run(folder, "--to", "store", "--engine", "ray")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-3:] == [
-        "--engine ray, and the package ray is not installed",
+        "--engine ray, but the package ray is not installed",
         "  expected: threefold with its extra ray",
         "  fix: pip install 'threefold[ray]'",
     ]

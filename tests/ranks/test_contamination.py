@@ -44,8 +44,8 @@ def test_planted_rows_are_named_before_the_first_step_and_by_the_command(folder:
     assert done.returncode == 0, done.stderr
     lines = [
         "1 of 6 held-out documents trained on, token for token: document 4 (document 77 of source)",
-        "1 of 6 held-out documents trained on in part, 64 tokens in a row or more: document 5 (document 20 of source, "
-        "81 tokens)",
+        "1 of 6 held-out documents trained on in part, 64 consecutive tokens or more: document 5 (document 20 of "
+        "source, 81 tokens)",
     ]
     head = done.stdout[: done.stdout.index("step 1/2")]
     assert all(f"  warning: {line}\n" in head for line in lines)
@@ -64,7 +64,7 @@ def test_planted_rows_are_named_before_the_first_step_and_by_the_command(folder:
     assert clean.returncode == 0
     assert (
         clean.stdout
-        == "none of 10 held-out documents, nor 64 tokens in a row of one, is trained on\n"
+        == "none of 10 held-out documents, nor 64 consecutive tokens of one, is trained on\n"
     )
 
 

@@ -287,7 +287,7 @@ WRONG = {
     ),
     "nothing learnt": (
         "dataset=[{'input_ids': [1, 2], 'labels': [-100, -100]}]",
-        "dataset has labels of -100 alone",
+        "dataset has only labels of -100",
     ),
     "a class": ("dataset=ROWS, callbacks=[Watch]", "the callback objects.Watch is a class"),
     "misspelt": (

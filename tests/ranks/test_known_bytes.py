@@ -153,7 +153,7 @@ def test_audit_proves_bytes_that_it_knows(copy: Path) -> None:
     code, said = audit()
     assert code == 1 and "proved" not in said
     assert (
-        f"{copy}/store/tokens.bin has changed, it is not what was hashed: block 0 of 1 (bytes 0 to "
+        f"{copy}/store/tokens.bin has changed since it was hashed: block 0 of 1 (bytes 0 to "
         in said
     )
     # Taken for right here, but the run knows what it read.
@@ -215,7 +215,7 @@ def test_hosts_with_different_copies_are_refused(copy: Path, known: bool) -> Non
         said = "".join(rank.err() for rank in ranks)
     if known:
         assert (
-            "store/tokens.bin has changed, it is not what was hashed: block 0 of 1 (bytes 0 to "
+            "store/tokens.bin has changed since it was hashed: block 0 of 1 (bytes 0 to "
             in said
         )
     else:
@@ -235,7 +235,7 @@ def test_store_changed_between_stop_and_resume_is_refused(copy: Path) -> None:
     refused = command(copy, *again)
     assert refused.returncode == 2
     assert re.match(
-        r"store/tokens.bin has changed, it is not what was hashed: block 0 of 1 \(bytes 0 to .*\), read by rows 0, ",
+        r"store/tokens.bin has changed since it was hashed: block 0 of 1 \(bytes 0 to .*\), read by rows 0, ",
         refused.stderr,
     ), refused.stderr
     # Hashed again on purpose: a new run takes it, this one knows better.
@@ -289,7 +289,7 @@ def _index_of_one(path: Path, num_tokens: int) -> None:
     [
         (
             "file.seek(20000); file.write(b'A\\0' * 8000)",
-            "has changed, it is not what was hashed: block 0 of 1",
+            "has changed since it was hashed: block 0 of 1",
         ),
         (
             "file.truncate(48000)",
@@ -320,7 +320,8 @@ def test_store_that_changes_while_it_is_read_ends_the_run(
     done = torchrun(copy, 2, "faulty.py")
     assert done.returncode == 1
     assert (
-        f"store/tokens.bin {named}" in done.stderr or "was cut while it was read" in done.stderr
+        f"store/tokens.bin {named}" in done.stderr
+        or "was truncated while being read" in done.stderr
     ), done.stderr
     assert "Bus error" not in done.stderr
     assert [path.name for path in (copy / "faulty/checkpoints").glob("step-*")] == [

@@ -111,7 +111,7 @@ def test_ids_that_no_tp_rank_has_are_refused(folder: Path) -> None:
     assert done.returncode == 2
     assert done.stderr == (
         "made/x.bin has the id 5000 as token 777, in document 0 (both counted from 0); its ids are 0 to 5000\n"
-        "  expected: ids from 0 to 256: the model has 257 of them in its vocabulary\n"
+        "  expected: ids from 0 to 256: the model's vocabulary has 257 of them\n"
         "  fix: prepare the text again with the model's tokenizer, or use the model that the store was made for\n"
     )
     assert not (folder / "outside").exists()

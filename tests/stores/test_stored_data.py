@@ -184,9 +184,9 @@ def test_a_run_names_what_was_damaged(here: Path, place: ObjectStore, address: s
     place.write("tokens.bin", data[:5000] + b"?" + data[5001:])
     for more in ((), ("--data.num_workers", "1"), ("--mesh.dp", "2")):
         said = train(here, "--data.source", address, "--log.dir", "a", *more, code=1)
-        assert (
-            f"{address}/tokens.bin has changed, it is not what was hashed: block 1 of " in said
-        ), said
+        assert f"{address}/tokens.bin has changed since it was hashed: block 1 of " in said, (
+            said
+        )
         assert said.count("expected: the bytes as they were prepared") == 1
         shutil.rmtree(here / "a", ignore_errors=True)
 

@@ -174,7 +174,7 @@ def test_wrong_parts_are_named_and_made_again(here: Path, address: str) -> None:
         wrong[f"byte {at}, {number}"] = first[:at] + bytes([first[at] ^ 1]) + first[at + 1 :]
     for how, data in wrong.items():
         place.write(keys[0], data)
-        assert f"{address}/{keys[0]} is not what was put there: " in refused(how)
+        assert f"{address}/{keys[0]} is not what was written: " in refused(how)
         assert "1 parts are made" in prepare(here, address, "--task", "0/1")
         assert place.get(keys[0]) is not None
     place.delete(keys[1:3])

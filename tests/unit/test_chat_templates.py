@@ -478,7 +478,7 @@ def same(
 
 DEPENDS = (
     "messages[3]: the chat template renders this turn in a way that depends on its content, so what the assistant "
-    "wrote cannot be told apart"
+    "wrote cannot be located"
 )
 ALTERNATES = "the chat template refuses it: Conversation roles must alternate user/assistant/user/assistant/..."
 IN_TURN = "the chat template refuses it: Conversation roles must alternate user/assistant"
@@ -505,7 +505,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "system": "the chat template refuses it: System messages are not supported"
     },
 }
-OTHERWISE = "the chat template renders the prompt in another way when the completion follows"
+OTHERWISE = "the chat template renders the prompt differently when the completion follows"
 
 
 def compared(name: str, messages: Any, tools: Any = None, modes: Any = MODES) -> str:
@@ -623,13 +623,13 @@ def test_tools_that_a_template_leaves_out_are_refused(train_on: str) -> None:
     assert {"deepseek_v3", "llama4"} <= left_out
     for name in left_out:
         with pytest.raises(
-            RowError, match="it has tools, and the chat template does not write them"
+            RowError, match="it has tools, but the chat template does not write them"
         ):
             refusing(name, train_on).labelled(
                 Example(tuple(CONVERSATIONS["tools"]), tools=FUNCTIONS)
             )
     with pytest.raises(
-        RowError, match="it has tool_calls, and the chat template does not write them"
+        RowError, match="it has tool_calls, but the chat template does not write them"
     ):
         refusing("chatml", train_on).labelled(
             Example((user("a"), assistant("b", tool_calls=[CALL])))
@@ -786,7 +786,7 @@ def test_added_tokens_that_are_no_control_tokens_are_tokens_in_texts_too() -> No
         (
             "{% for m in messages %}{{ m.role + (m.content | upper if not loop.last else m.content) }}{% endfor %}",
             TWO,
-            "messages[1]: the chat template does not write the content once and as it is",
+            "messages[1]: the chat template does not write the content once and unchanged",
         ),
         (
             "{% for m in messages %}{{ m.role + m.content | length | string + m.content + ('' if loop.last else ';') }}"
@@ -804,13 +804,13 @@ def test_added_tokens_that_are_no_control_tokens_are_tokens_in_texts_too() -> No
         (
             "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}",
             TWO,
-            "the template marks 1 stretches as generated, and there are 2 assistant turns",
+            "the template marks 1 spans as generated, but there are 2 assistant turns",
         ),
         (
             "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% set said %}{% generation %} "
             "{{ m.content }}{% endgeneration %}{% endset %}{{ said | trim }}{% endif %}{% endfor %}",
             TWO,
-            "what the template marks as generated cannot be told: its marks are inside what it changes",
+            "what the template marks as generated cannot be located: the marks are inside text that it changes",
         ),
     ],
 )
@@ -952,7 +952,7 @@ def test_end_of_a_turn_is_the_token_that_ends_answers() -> None:
     assert encoder("glm4", "last").end_of_turn([user("a")]) == 0
 
 
-OTHER_WAY = "the chat template renders the prompt in another way when the completion follows"
+OTHER_WAY = "the chat template renders the prompt differently when the completion follows"
 BEGUN_BY_THINKING = ("deepseek_r1_distill", "minimax_m2", "exaone4")
 
 
@@ -984,13 +984,13 @@ def test_pair_is_its_two_completions_after_one_prompt(name: str) -> None:
             assert name in BEGUN_BY_THINKING and error.what == OTHER_WAY
             with pytest.raises(RowError, match=OTHER_WAY) as caught:
                 labelled_pair(row, columns, made)
-            assert caught.value.expected == "a template that renders it as it was"
+            assert caught.value.expected == "a template that renders it the same way"
             continue
         prompts = [each.ids[: each.loss_mask.argmax()].tolist() for each in alone]
         if prompts[0] != prompts[1]:
             assert name in ("gemma2", "gemma3")
             with pytest.raises(
-                RowError, match="the prompt is not the same tokens before both answers"
+                RowError, match="the prompt has different tokens before the two answers"
             ):
                 labelled_pair(row, columns, made)
             continue

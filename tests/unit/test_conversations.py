@@ -55,9 +55,9 @@ def test_format_is_found_from_the_columns(names: list[str], format: str, shown: 
 def test_columns_of_several_formats_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         columns_of(["prompt", "chosen", "rejected", "messages"])
-    assert "those of chat and of preference" in str(caught.value)
+    assert "match chat and preference" in str(caught.value)
     assert columns_of(["messages", "text"], format="chat").format == "chat"
-    with pytest.raises(ConfigError, match="those of text and of chat"):
+    with pytest.raises(ConfigError, match="match text and chat"):
         columns_of(["messages", "text"])
 
 
@@ -263,17 +263,17 @@ def test_system_text_beside_prompt_and_completion_is_kept_or_refused() -> None:
     [
         (
             {"mesages": "dialog"},
-            "data.fields has 'mesages', which is no field",
+            "data.fields has 'mesages', which is not a field",
             "--data.fields '{messages: dialog}'",
         ),
         (
             {"messages": "dialg"},
-            "data.fields has messages: dialg, and there is no",
+            "data.fields has messages: dialg, but there is no",
             "--data.fields '{messages: dialog}'",
         ),
         (
             {"messages": "dialog", "tools": "functons"},
-            "data.fields has tools: functons, and there is no",
+            "data.fields has tools: functons, but there is no",
             "functions}'",
         ),
     ],

@@ -276,7 +276,7 @@ def test_set_epoch_wins_and_the_sampler_is_torchs_place_for_it() -> None:
 def test_another_loader_over_its_sampler_is_refused() -> None:
     """accelerator.prepare reads a part of what the sampler gives, which is a share already."""
     (loader,) = per_rank(numbers(12, batch_size=2), 1)
-    with pytest.raises(ConfigError, match="would read a part of this rank's share"):
+    with pytest.raises(ConfigError, match="would read only a part of this rank's share"):
         next(iter(DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)))
 
 
@@ -290,7 +290,7 @@ def test_a_share_is_not_divided_again(split_batches: bool) -> None:
         batches = BatchSampler(sampler, 2, drop_last=False)
         return BatchSamplerShard(batches, 2, 0, split_batches=split_batches)
 
-    with pytest.raises(ConfigError, match="would read a part of this rank's share"):
+    with pytest.raises(ConfigError, match="would read only a part of this rank's share"):
         next(iter(shared(2)))
     assert sum(map(len, shared(1))) == 6, "one share of one is the whole, and may be divided"
 

@@ -155,7 +155,7 @@ def test_change_is_named_with_its_block_and_rows(tmp_path: Path) -> None:
         rows_at(tmp_path / "x", tmp_path)
     # Block 2 has the tokens 32 to 47; row 3 ends with the label 32.
     assert str(raised.value) == (
-        f"{tmp_path}/x.bin has changed, it is not what was hashed: block 2 of 7 (bytes 128 to 191), read by "
+        f"{tmp_path}/x.bin has changed since it was hashed: block 2 of 7 (bytes 128 to 191), read by "
         "rows 3, 4, 5\n"
         "  expected: the bytes as they were hashed: x.blocks has a hash of each block\n"
         f"  fix: copy its files again from their origin; if they were changed on purpose: rm {tmp_path}/x.blocks"
@@ -306,7 +306,7 @@ def test_rows_that_were_read_are_checked_on_the_disk(tmp_path: Path) -> None:
     _, found = checker.check(everyone, within_s=60)
     assert found is not None
     assert checker.describe(found) == (
-        f"{tmp_path}/b.bin has changed, it is not what was hashed: block 6 of 19 (bytes 384 to 447), read by "
+        f"{tmp_path}/b.bin has changed since it was hashed: block 6 of 19 (bytes 384 to 447), read by "
         f"rows {', '.join(str(a.num_rows + row) for row in (11, 12, 13))}"
     )
     os.truncate(tmp_path / "b.bin", 640)
@@ -314,5 +314,5 @@ def test_rows_that_were_read_are_checked_on_the_disk(tmp_path: Path) -> None:
     assert found is not None
     cut_at = "b.bin was cut, to 640 bytes instead of 1,200: block 10 of 19 and all after it, read by rows "
     assert cut_at in checker.describe(found)
-    with pytest.raises(DataError, match="was cut while it was read"):
+    with pytest.raises(DataError, match="was truncated while being read"):
         b.rows(np.array([b.num_rows - 1]))

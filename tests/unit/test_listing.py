@@ -241,7 +241,7 @@ def test_a_run_inside_a_source_is_left_out_by_name(tmp_path: Path) -> None:
     )
     for files in (list_folder(tmp_path, {}), list_glob(f"{tmp_path}/**/*.jsonl", {})):
         assert files.read == ("a.jsonl", "runs/b.jsonl")
-        assert reasons(files) == {"runs/a": "the folder of a run: its records are no data"}
+        assert reasons(files) == {"runs/a": "the folder of a run: its records are not data"}
         assert counted(files.left_out) == "1 run (runs/a)"
     with pytest.raises(DataError, match=r"1 run \(\.\)"):
         read(tmp_path / "runs/a")

@@ -234,7 +234,9 @@ def test_function_call_of_sharegpt_is_a_call() -> None:
         RESULT,
         ANSWER,
     )
-    with pytest.raises(RowError, match=r"conversations\[0\]: a function_call that is no call"):
+    with pytest.raises(
+        RowError, match=r"conversations\[0\]: a function_call that is not a call"
+    ):
         example_of({"conversations": [{**call, "value": "look()"}]}, rows)
 
 
@@ -317,7 +319,7 @@ def test_first_word_of_an_answer_is_trained_on_with_the_space_before_it() -> Non
 
 def test_renderers_own_parameters_are_no_variables_of_a_row() -> None:
     with pytest.raises(
-        RowError, match="'continue_final_message', which is no variable of a template"
+        RowError, match="'continue_final_message', which is not a template variable"
     ):
         encoder(PLAIN).labelled(
             Example((ASKED, ANSWER), variables={"continue_final_message": True})

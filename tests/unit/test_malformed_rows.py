@@ -44,9 +44,9 @@ CHATS: list[tuple[Any, str]] = [
     ("[" * 100_000, "not JSON: "),
     (
         '{"messages": [], "messages": []}',
-        "not JSON: two values of the key 'messages' in an object",
+        "not JSON: two values for the key 'messages' in an object",
     ),
-    ('{"messages": [{"role": 1, "role": 2}]}', "not JSON: two values of the key 'role'"),
+    ('{"messages": [{"role": 1, "role": 2}]}', "not JSON: two values for the key 'role'"),
     ("[]", "a JSON list, not an object"),
     ('"hi"', "a JSON str, not an object"),
     ("null", "a JSON NoneType, not an object"),
@@ -84,18 +84,18 @@ CHATS: list[tuple[Any, str]] = [
     ),
     (
         chat(ASKED, SAID, tools=[{"name": "f"}]),
-        "it has tools, and the chat template does not write them",
+        "it has tools, but the chat template does not write them",
     ),
     (chat(ASKED, SAID, tools="{"), "'tools' is not JSON: "),
     (chat(ASKED, SAID, tools="[" * 100_000), "'tools' is not JSON: "),
     (
         chat(ASKED, {**SAID, "tool_calls": [{"name": "f", "arguments": "[" * 100_000}]}),
-        "messages[1]: the arguments of a call are no JSON: ",
+        "messages[1]: the arguments of a call are not JSON: ",
     ),
     (chat(ASKED, SAID, tools=[5]), "'tools' is a list"),
     (
         chat(ASKED, {**SAID, "tool_calls": [{"name": "f"}]}),
-        "it has tool_calls, and the chat template does not write",
+        "it has tool_calls, but the chat template does not write",
     ),
     (chat(ASKED, SAID, system=5), "'system' is a number, beside a list"),
     (chat(ASKED, SAID, chat_template_kwargs=[1]), "'chat_template_kwargs' is a list"),
@@ -201,7 +201,7 @@ PARQUET: list[tuple[Any, str]] = [
     ({"messages": [ASKED, SAID], "tools": "[5]"}, "'tools' is a list"),
     (
         {"messages": [ASKED, SAID], "tools": '[{"name": "f"}]'},
-        "it has tools, and the chat template does not write them",
+        "it has tools, but the chat template does not write them",
     ),
 ]
 

@@ -160,7 +160,7 @@ def test_weights_that_cannot_be_kept_are_refused_by_name() -> None:
         "the mixture cannot keep the weight of rare, rarer: rare 2.99999991e-06 %, rarer 2.99999991e-15 % of the rows\n"
         "  expected: weights in a ratio of whole numbers whose sum is at most 2^50, or near enough to one that each is "
         "kept to 1 part in 10^9\n"
-        "  fix: give the weights web: 1125899873065625, rare: 33776996, rarer: 1, or leave the smallest out"
+        "  fix: use the weights web: 1125899873065625, rare: 33776996, rarer: 1, or leave out the smallest"
     )
     Mixture(
         {"web": 5, "rare": 5, "rarer": 5},

@@ -85,7 +85,7 @@ def test_other_stores_have_nothing_in_common(tmp_path: Path) -> None:
     found = overlap({"source": store_of(tmp_path / "a", one)}, store_of(tmp_path / "b", other))
     assert not found.exact and not found.alike
     assert list(found.lines()) == [
-        "none of 1 held-out documents, nor 64 tokens in a row of one, is trained on"
+        "none of 1 held-out documents, nor 64 consecutive tokens of one, is trained on"
     ]
 
 

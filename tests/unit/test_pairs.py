@@ -208,7 +208,7 @@ def test_truncated_pair_keeps_both_beginnings_or_is_dropped(
     packing_of = Packing(seq_len, packing, truncate=True, **SETTINGS)
     if not expected:
         with pytest.raises(
-            DataError, match=r"tokens, which data\.truncate keeps, compare no two answers"
+            DataError, match=r"tokens, which data\.truncate keeps, do not reach both answers"
         ) as caught:
             packing_of.pack(store)
         assert "truncate true" not in caught.value.problems[0].fix

@@ -364,7 +364,7 @@ def test_prompt_that_ends_inside_a_token_is_refused(tmp_path: Path) -> None:
             continue
         with pytest.raises(
             DataError,
-            match=r"line 1: the prompt is not the same tokens before both answers: 2 before",
+            match=r"line 1: the prompt has different tokens before the two answers: 2 before",
         ):
             prepare(text, tokenizer, to=Path("split"))
 
@@ -420,7 +420,7 @@ def test_store_without_its_json_is_not_read_as_text() -> None:
         TokenStore(Path("store/tokens"))
     Path("store/tokens.json").unlink()
     with pytest.raises(
-        DataError, match=r"tokens\.json does not exist, and tokens\.loss_mask does"
+        DataError, match=r"tokens\.json does not exist, but tokens\.loss_mask does"
     ):
         TokenStore(Path("store/tokens"))
 

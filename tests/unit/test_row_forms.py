@@ -211,7 +211,7 @@ def test_arguments_as_text_are_those_as_an_object(folder: Path) -> None:
     call["function"]["arguments"] = '{"city": '
     with pytest.raises(
         DataError,
-        match=r"text.jsonl, line 1: messages\[1\]: the arguments of a call are no JSON",
+        match=r"text.jsonl, line 1: messages\[1\]: the arguments of a call are not JSON",
     ):
         documents(write(folder / "text.jsonl", [texts]), folder)
 

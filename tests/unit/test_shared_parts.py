@@ -197,11 +197,11 @@ def _damage(folder: Path, how: str, other: Path) -> None:
     ("how", "named"),
     [
         ("missing", "part 3 is missing"),
-        ("cut", "part 3 is cut, or its seal is another's"),
-        ("seal", r"part 3 is cut, or its seal is another's: b'\{'"),
+        ("cut", "part 3 is truncated, or its seal is another part's"),
+        ("seal", r"part 3 is truncated, or its seal is another part's: b'\{'"),
         (
             "doubled",
-            r"part 3 is cut, or its seal is another's: b'\{\"of\": \"\.parts-\w+\", \"part\": 4",
+            r"part 3 is truncated, or its seal is another part's: b'\{\"of\": \"\.parts-\w+\", \"part\": 4",
         ),
         ("swapped seals", r"part 3 is .*\"part\": 4.*; part 4 is .*\"part\": 3"),
         ("of another source", r"part 3 is .*b'\{\"of\": \"\.parts-OTHER"),
@@ -250,7 +250,7 @@ def test_many_missing_parts_are_counted(corpus: Path, tmp_path: Path) -> None:  
         problem.what
         == "; ".join(f"part {number} is missing" for number in range(5)) + "; and 15 more"
     )
-    assert problem.expected == f"the 20 parts of {corpus}, each once, where all hosts put them"
+    assert problem.expected == f"the 20 parts of {corpus}, each once, where all hosts write"
     assert (
         problem.fix
         == "run the same   threefold data prepare   again: only these parts are made"

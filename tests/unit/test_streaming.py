@@ -228,16 +228,16 @@ def test_stream_of_torch_is_shared_by_rows_and_replayed(workers: int) -> None:
         (
             {"num_workers": 2},
             (
-                "num_workers = 2, and a Stream is a stream of torch",
-                "one worker at most: each would give the whole stream again",
+                "num_workers = 2, and a Stream is a torch stream",
+                "one worker at most: each would repeat the whole stream",
                 "num_workers=1",
             ),
         ),
         (
             {"resume": "seek"},
             (
-                "resume = 'seek', and a Stream is a stream of torch",
-                "a stream of the datasets library, which can begin anywhere",
+                "resume = 'seek', and a Stream is a torch stream",
+                "a stream of the datasets library, which can start anywhere",
                 "resume='replay'",
             ),
         ),
@@ -269,7 +269,7 @@ def test_seek_without_torchdata_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         loader(stream(), resume="seek")
     assert problem_of(caught) == (
         "resume = 'seek' without torchdata",
-        "torchdata's StatefulDataLoader, which asks the stream and its workers for their place",
+        "torchdata's StatefulDataLoader, which asks the stream and its workers for their position",
         "pip install 'threefold[streaming]'   (or resume='replay')",
     )
 

@@ -51,7 +51,7 @@ def test_result_of_a_tool_inside_a_turn_is_refused(form: str, marked: bool) -> N
     assert raised.value.what.startswith(
         "messages[2]: the chat template writes it inside messages[1], a turn of the"
     )
-    assert raised.value.what.endswith("so that a text of the tool would be trained on")
+    assert raised.value.what.endswith("so text of the tool would be trained on")
 
 
 def test_answer_that_repeats_what_was_said_is_its_own() -> None:

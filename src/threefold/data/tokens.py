@@ -382,7 +382,7 @@ def _configs(folder: Path) -> Iterator[dict[str, Any]]:
         except ValueError as error:
             raise DataError(
                 f"{folder / name} is not JSON: {error}",
-                expected="the file as the model's makers wrote it",
+                expected="the file as published with the model",
                 fix="download or save the tokenizer again",
             ) from error
         if isinstance(config, dict):

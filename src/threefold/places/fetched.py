@@ -166,7 +166,7 @@ def _fetch(
     )
     data = b"".join(place.read(key, start=start, length=length) for start, length in ranges)
     if (wrong := _wrong_block(data, hashes, block_bytes)) is not None:
-        raise _damaged(place, key, f"has changed, it is not what was hashed: block {wrong:,}")
+        raise _damaged(place, key, f"has changed since it was hashed: block {wrong:,}")
     _write(to, data)
 
 

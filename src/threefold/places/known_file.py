@@ -123,7 +123,7 @@ class KnownFile:
                 time.sleep(random.uniform(0.2, 1.0))
         if not self._is_right(number, data):
             raise MissingObject(
-                f"{self.address}/{self.key} has changed, it is not what was hashed: block {number:,} of "
+                f"{self.address}/{self.key} has changed since it was hashed: block {number:,} of "
                 f"{self.num_blocks:,} (bytes {start:,} to {start + length - 1:,})",
                 expected="the bytes as they were prepared: a hash of each block was sent with them",
                 fix="restore the object, or prepare the text again: threefold data prepare --data.source SOURCE "

@@ -106,9 +106,9 @@ class Whole:
         owners = [number for number in numbers if number is not None]
         if len(owners) < len(numbers):
             raise RowError(
-                f"the template marks {len(filled)} stretches as generated, and there are "
+                f"the template marks {len(filled)} spans as generated, but there are "
                 f"{len(turns)} assistant turns",
-                "stretches that are each of one turn of the assistant",
+                "spans that each lie within one turn of the assistant",
             )
         made = []
         for at, (number, stretch) in enumerate(zip(owners, one_each or filled, strict=True)):
@@ -167,7 +167,7 @@ class Whole:
             elif turn is not None and place.end > max(turn.end, turn.reach):
                 raise RowError(
                     f"messages[{message}]: the chat template writes its {key} outside of its turn",
-                    "a template that writes a turn in one stretch, or marks it: {% generation %}",
+                    "a template that writes a turn in one piece, or marks it: {% generation %}",
                 )
         for turn in whole.values():
             self.refuse_within(turn, texts)
@@ -201,7 +201,7 @@ class Whole:
     def _within(self, number: int, turn: Turn) -> RowError:
         return RowError(
             f"messages[{number}]: the chat template writes it inside messages[{turn.message}], a turn of the "
-            f"assistant, so that a text of the {self.messages[number]['role']} would be trained on",
+            f"assistant, so text of the {self.messages[number]['role']} would be trained on",
             "a template that writes it beside the turn, or marks what the assistant wrote with {% generation %}",
         )
 
@@ -313,7 +313,7 @@ class Whole:
         if not (text.startswith(prefix) and text.endswith(suffix)):
             raise RowError(
                 f"messages[{number}]: its place depends on its content",
-                "a template that writes it as it is",
+                "a template that writes it unchanged",
             )
         return suffix
 
@@ -340,7 +340,7 @@ class Whole:
                 # The calls follow the content: without them, a part of the turn would be left out.
                 raise RowError(
                     f"messages[{number}]: the chat template renders the tool calls differently in their place",
-                    "a template that renders earlier turns as they were, or marks them: {% generation %}",
+                    "a template that renders earlier turns unchanged, or marks them: {% generation %}",
                 )
             return turn
         assert wrong is not None
@@ -389,8 +389,8 @@ class Whole:
         if not (self.text.startswith(prefix) and self.text.endswith(suffix) and begin <= end):
             raise RowError(
                 f"messages[{number}]: the chat template renders this turn in a way that depends on its content, so "
-                "what the assistant wrote cannot be told apart",
-                "a template that renders earlier turns as they were, or marks them with {% generation %}",
+                "what the assistant wrote cannot be located",
+                "a template that renders earlier turns unchanged, or marks them with {% generation %}",
             )
         return begin, end
 
@@ -401,7 +401,7 @@ class Whole:
         if "content" not in messages[number]:
             raise RowError(
                 f"messages[{number}] has only tool calls, and the chat template renders it differently in its place",
-                "a template that renders earlier turns as they were, or marks them: {% generation %}",
+                "a template that renders earlier turns unchanged, or marks them: {% generation %}",
             )
         one, other = (
             self.render(
@@ -420,7 +420,7 @@ class Whole:
             or other[begin : len(other) - after] != _PROBES[1]
         ):
             raise RowError(
-                f"messages[{number}]: the chat template does not write the content once and as it is",
+                f"messages[{number}]: the chat template does not write the content once and unchanged",
                 "a template that writes each turn once",
             )
         return one[:begin], one[len(one) - after :]

@@ -134,8 +134,8 @@ def columns_of(
     matching = list(readable)
     if format == "auto" and len(matching) > 1:
         raise ConfigError(
-            f"data.format = auto: the columns {', '.join(names)} are those of {' and of '.join(matching)}",
-            expected="one format, so that nobody has to guess what is trained",
+            f"data.format = auto: the columns {', '.join(names)} match {' and '.join(matching)}",
+            expected="a single format: otherwise what is trained on would be a guess",
             fix=f"--data.format {matching[-1]}   (or {', '.join(reversed(matching[:-1]))})",
         )
     chosen = (matching[0] if matching else None) if format == "auto" else format
@@ -184,7 +184,7 @@ def _refuse_unknown(fields: Mapping[str, str], names: Sequence[str]) -> None:
         if ours not in FIELDS:
             nearest = difflib.get_close_matches(ours, FIELDS, 1)
             raise ConfigError(
-                f"data.fields has {ours!r}, which is no field",
+                f"data.fields has {ours!r}, which is not a field",
                 expected=f"one of {', '.join(FIELDS)}",
                 fix=f"--data.fields '{{{nearest[0] if nearest else FIELDS[0]}: {theirs}}}'",
             )
@@ -192,7 +192,7 @@ def _refuse_unknown(fields: Mapping[str, str], names: Sequence[str]) -> None:
         if ours not in ("role", "content", "text") and theirs not in names:
             nearest = difflib.get_close_matches(theirs, names, 1) or list(names[:1]) or ["NAME"]
             raise ConfigError(
-                f"data.fields has {ours}: {theirs}, and there is no column {theirs!r}",
+                f"data.fields has {ours}: {theirs}, but there is no column {theirs!r}",
                 expected=f"one of the columns: {', '.join(names) or 'none'}",
                 fix=f"--data.fields '{{{ours}: {nearest[0]}}}'",
             )
@@ -398,7 +398,7 @@ def _with_arguments(call: Any, where: str) -> Any:
         return {**call, "arguments": _as_json(from_json(call["arguments"] or "{}"))}
     except ValueError as error:
         raise RowError(
-            f"{where}: the arguments of a call are no JSON: {error}", "an object, or its JSON"
+            f"{where}: the arguments of a call are not JSON: {error}", "an object, or its JSON"
         ) from None
 
 
@@ -410,7 +410,7 @@ def _call(content: Any, where: str) -> Any:
         call = None
     if not isinstance(call, dict) or "name" not in call:
         raise RowError(
-            f"{where}: a function_call that is no call",
+            f"{where}: a function_call that is not a call",
             '{"name": ..., "arguments": {...}} as JSON',
         )
     return call

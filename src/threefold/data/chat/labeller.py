@@ -134,7 +134,7 @@ def labeller_for(source: Source, tokenizer: Tokenizer) -> LabellerFor:
         template = chat_template(tokenizer, labels)
         if template is None and read.format == "chat":
             raise ConfigError(
-                f"{source.name} has conversations, and the tokenizer {tokenizer.name!r} has no chat template",
+                f"{source.name} has conversations, but the tokenizer {tokenizer.name!r} has no chat template",
                 expected="a chat template, which says how a conversation becomes text",
                 fix="--data.chat_template FILE   (jinja, as chat_template.jinja of a model on the Hub)",
             )
@@ -182,7 +182,7 @@ def chat_template(
     today = f"--data.template_variables '{{date: {datetime.now(UTC).date()}}}'"
     if template.today is None:
         raise ConfigError(
-            "the chat template prints today's date, which is another one tomorrow",
+            "the chat template prints today's date, which will be different tomorrow",
             expected="one date for all rows, so that the same rows give the same tokens on any day",
             fix=today,
         )
@@ -280,7 +280,7 @@ def _backend(tokenizer: Tokenizer) -> Any:
     )
     if not hasattr(backend, "encode_batch_fast"):
         raise DataError(
-            f"data.tokenizer = {tokenizer.name!r} is written in Python, and does not say where a token lies",
+            f"data.tokenizer = {tokenizer.name!r} is written in Python and does not report token offsets",
             expected="a tokenizer with a tokenizer.json, for rows with labels",
             fix="AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER), then --data.tokenizer FOLDER",
         )

@@ -30,8 +30,8 @@ _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 # What no tokenizer accepts, and what is not text in the source.
 _NO_TEXT = re.compile(f"[\ud800-\udfff]|{NO_JSON}(\\w+)")
 _AS_JSON = (
-    "text that can be written as UTF-8, and values that JSON has   (hf:FOLDER makes dates of texts such as "
-    "2026-01-31: --data.source FOLDER reads them as they are)"
+    "text that can be written as UTF-8, and values that JSON has   (hf:FOLDER converts texts such as "
+    "2026-01-31 to dates: --data.source FOLDER reads them as they are)"
 )
 
 
@@ -118,7 +118,7 @@ class Encoder:
     def _messages(self, example: Example, spelled: bool) -> Labelled:
         if self.template is None:
             raise RowError(
-                "it has messages, and the tokenizer has no chat template",
+                "it has messages, but the tokenizer has no chat template",
                 "a chat template: data.chat_template",
             )
         options: dict[str, Any] = {"tools": example.tools, "variables": example.variables}
@@ -142,7 +142,7 @@ class Encoder:
         if untrained := [number for number in example.untrained if number >= first]:
             what = f"messages[{min(untrained)}] is not to be trained on (weight: 0 or train: false)"
             raise RowError(
-                what, f"turns that are told apart, not {self.train_on}", train_on="assistant"
+                what, f"the assistant's turns alone, not {self.train_on}", train_on="assistant"
             )
         if self.train_on == "all":
             ids, _ = self._encoded(texts.text, spelled)
@@ -171,8 +171,8 @@ class Encoder:
         if self.lost_texts == "refuse":
             for what in unwritten:
                 raise RowError(
-                    f"it has {what}, and the chat template does not write them",
-                    "a chat template that knows tools: data.chat_template   (or --data.lost_texts count)",
+                    f"it has {what}, but the chat template does not write them",
+                    "a chat template that supports tools: data.chat_template   (or --data.lost_texts count)",
                 )
             texts.refuse(lost)
         return Counter([*lost.values(), *unwritten])

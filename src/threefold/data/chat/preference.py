@@ -126,7 +126,7 @@ def _apart(chosen: Any, rejected: Any) -> list[tuple[Any, Any]]:
         length = min(length, len(chosen) - 1, len(rejected) - 1)
         if length < 1:
             raise RowError(
-                "there is no prompt, and 'chosen' and 'rejected' do not begin with a turn in common",
+                "there is no prompt, and 'chosen' and 'rejected' have no opening turn in common",
                 "a prompt, or two conversations that begin with the same turns",
             )
     return [(answer[:length], answer[length:]) for answer in (chosen, rejected)]
@@ -153,12 +153,12 @@ def _refuse_unlike(chosen: Labelled, rejected: Labelled) -> None:
     ):
         shared = min(*begins, _in_common(chosen.ids.tolist(), rejected.ids.tolist()))
         raise RowError(
-            f"the prompt is not the same tokens before both answers: {begins[0]} before 'chosen', {begins[1]} before "
-            f"'rejected', and they part after {shared}",
+            f"the prompt has different tokens before the two answers: {begins[0]} before 'chosen', {begins[1]} before "
+            f"'rejected', diverging after {shared}",
             "a prompt that ends where a token ends, such as one without white space at its end",
         )
     if not begins[0]:
         raise RowError(
             "nothing comes before the answers, so that their first token could not be trained on",
-            "a prompt, or answers that begin alike   (or a token before each text: --data.bos true)",
+            "a prompt, or answers with a common beginning   (or a token before each text: --data.bos true)",
         )

@@ -102,7 +102,7 @@ class ChatTemplate:
         if taken := sorted(_RENDERERS & {*self.variables, *(variables or {})}):
             raise RowError(
                 f"chat_template_kwargs or data.template_variables has {taken[0]!r}, which "
-                "is no variable of a template",
+                "is not a template variable",
                 f"variables of the template, without {', '.join(taken)}",
             )
         return self._rendered(
@@ -129,7 +129,7 @@ class ChatTemplate:
         except TemplateError as error:
             raise RowError(
                 f"the chat template refuses it: {error}",
-                "a conversation as the template takes it   (its variables: data.template_variables)",
+                "a conversation that the template accepts   (its variables: data.template_variables)",
             ) from None
         except (
             TypeError,
@@ -140,7 +140,7 @@ class ChatTemplate:
             RecursionError,
         ) as error:
             raise RowError(
-                f"the chat template fails: {error!r}", "messages as the template takes them"
+                f"the chat template fails: {error!r}", "messages that the template accepts"
             ) from None
         return str(texts[0])
 
@@ -230,8 +230,8 @@ class ChatTemplate:
         )
         if not text.startswith(prompt):
             raise RowError(
-                "the chat template renders the prompt in another way when the completion follows",
-                "a template that renders it as it was",
+                "the chat template renders the prompt differently when the completion follows",
+                "a template that renders it the same way",
                 train_on="assistant",
             )
         whole = self._whole(messages, tools, variables, text)
@@ -249,8 +249,8 @@ class ChatTemplate:
             or "".join(_BORDER.findall(shown)) != _OPEN_CLOSE * (len(pieces) // 2)
         ):
             raise RowError(
-                "what the template marks as generated cannot be told: its marks are inside what it changes",
-                "{% generation %} around texts as they are written",
+                "what the template marks as generated cannot be located: the marks are inside text that it changes",
+                "{% generation %} around text that is written unchanged",
             )
         places = [0, *accumulate(map(len, pieces))]
         return list(zip(places[1::2], places[2::2], strict=False))

@@ -179,7 +179,7 @@ def _check_kept(weights: Mapping[str, Fraction], turns: Sequence[int]) -> None:
             f"the mixture cannot keep the weight of {', '.join(lost)}: {_percent(lost)} of the rows",
             expected="weights in a ratio of whole numbers whose sum is at most 2^50, or near enough to one that each "
             "is kept to 1 part in 10^9",
-            fix=f"give the weights {near}, or leave the smallest out",
+            fix=f"use the weights {near}, or leave out the smallest",
         )
 
 

@@ -81,7 +81,7 @@ class PaddedRows:
         if not len(lengths):
             documents = counted(self.store.num_documents, "document")
             raise DataError(
-                f"data.source has {documents}, none with 2 or more tokens: not one row",
+                f"data.source has {documents}, none with 2 or more tokens: no row",
                 expected="a document with a token and one to predict after it",
                 fix="--data.packing concat   (or a larger source)",
             )

@@ -102,7 +102,7 @@ class ConcatRows:
         self.num_rows = max(0, self.store.num_tokens - 1) // self.seq_len
         if self.num_rows == 0:
             raise DataError(
-                f"data.source has {counted(self.store.num_tokens, 'token')}: not one row",
+                f"data.source has {counted(self.store.num_tokens, 'token')}: too few for one row",
                 expected=f"more than data.seq_len = {self.seq_len:,} tokens",
                 fix=f"--data.seq_len {max(1, (self.store.num_tokens - 1) // 2)}   (or a larger source)",
             )

@@ -114,7 +114,7 @@ def changed(
     if change.size_bytes != kept.size_bytes:
         how = "was cut" if change.size_bytes < kept.size_bytes else "is longer than it was"
         return f"{path} {how}, to {change.size_bytes:,} bytes instead of {kept.size_bytes:,}: {where}"
-    return f"{path} has changed, it is not what was hashed: {where}"
+    return f"{path} has changed since it was hashed: {where}"
 
 
 def block_text(

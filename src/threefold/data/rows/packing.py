@@ -137,7 +137,7 @@ class Packing:
                 )
             )
         if not self.document_mask:
-            what = "true: two answers in a row must not see one another"
+            what = "true: two answers in a row must not attend to each other"
             wrong.append(("document_mask", "false", what, "document_mask true"))
         if wrong:
             raise ConfigError.of(
@@ -263,7 +263,7 @@ def check_ids(store: TokenStore, blocks: Blocks, *, vocab_size: int) -> None:
     if store.dtype.kind == "f":
         raise DataError(
             f"{path} holds numbers of type {store.dtype.name}",
-            expected="token ids, which are whole numbers; these would be cut off to such",
+            expected="token ids, which are whole numbers; these would be truncated",
             fix="threefold data prepare --data.source TEXT --data.tokenizer TOKENIZER --to DIR   (makes a new store)",
         )
     if blocks.min_id >= 0 and blocks.max_id < vocab_size:
@@ -274,7 +274,7 @@ def check_ids(store: TokenStore, blocks: Blocks, *, vocab_size: int) -> None:
     raise DataError(
         f"{path} has the id {int(tokens[place])} as token {place:,}, in document {document:,} "
         f"(both counted from 0); its ids are {blocks.min_id} to {blocks.max_id}",
-        expected=f"ids from 0 to {vocab_size - 1}: the model has {vocab_size} of them in its vocabulary",
+        expected=f"ids from 0 to {vocab_size - 1}: the model's vocabulary has {vocab_size} of them",
         fix="prepare the text again with the model's tokenizer, or use the model that the store was made for",
     )
 

@@ -123,7 +123,7 @@ def _too_long(
     chosen, rejected = lengths[pair].tolist()
     what = f"data.seq_len = {seq_len}: {len(too_long):,} of {len(lengths):,} pairs do not fit in a row"
     if dropped:
-        what += f", and the first {seq_len // 2:,} tokens, which data.truncate keeps, compare no two answers"
+        what += f", and the first {seq_len // 2:,} tokens, which data.truncate keeps, do not reach both answers"
     cut = (
         ""
         if dropped

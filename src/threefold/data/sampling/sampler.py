@@ -170,8 +170,8 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         now = self._opened if self._by_loop else self.open_pass()
         if now is None or (self.num_replicas > 1 and _is_divided_again()):
             raise ConfigError(
-                "the sampler is read by a loader that would read a part of this rank's share",
-                expected="threefold.distribute's loader itself, which counts what the loop has, or one of torch's: "
+                "the sampler is used by a loader that would read only a part of this rank's share",
+                expected="threefold.distribute's loader itself, which counts what the loop receives, or torch's own: "
                 "accelerator.prepare divides a sampler's indices among the processes",
                 fix="leave the loader as it is; with accelerate: prepare_loader(accelerator, DataLoader(...)) of "
                 "threefold.integrations.huggingface",

@@ -234,14 +234,14 @@ def _check_shared(dataset: Any, num_workers: int, resume: str) -> None:
     kind = type(dataset).__name__
     if num_workers > 1:
         raise ConfigError(
-            f"num_workers = {num_workers}, and a {kind} is a stream of torch",
-            expected="one worker at most: each would give the whole stream again",
+            f"num_workers = {num_workers}, and a {kind} is a torch stream",
+            expected="one worker at most: each would repeat the whole stream",
             fix="num_workers=1",
         )
     if resume == "seek":
         raise ConfigError(
-            f"resume = 'seek', and a {kind} is a stream of torch",
-            expected="a stream of the datasets library, which can begin anywhere",
+            f"resume = 'seek', and a {kind} is a torch stream",
+            expected="a stream of the datasets library, which can start anywhere",
             fix="resume='replay'",
         )
 
@@ -268,7 +268,7 @@ def _stateful_loader() -> Any:
     except ImportError:
         raise ConfigError(
             "resume = 'seek' without torchdata",
-            expected="torchdata's StatefulDataLoader, which asks the stream and its workers for their place",
+            expected="torchdata's StatefulDataLoader, which asks the stream and its workers for their position",
             fix="pip install 'threefold[streaming]'   (or resume='replay')",
         ) from None
     return StatefulDataLoader

@@ -210,7 +210,7 @@ class Blocks:
         try:
             values = from_json(head)
             if values.pop("digest") != _digest(values, hashes) or values["format"] != FORMAT:
-                raise ValueError("its digest is another one")
+                raise ValueError("its digest differs")
             files, start = {}, 0
             for name, (size_bytes, mtime_ns) in values["files"].items():
                 end = start + HASH_BYTES * -(-size_bytes // values["block_bytes"])
@@ -220,7 +220,7 @@ class Blocks:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(
                 f"{place} is damaged: {str(error) or type(error).__name__}",
-                expected="the hashes of a store's blocks, as they were written: with others, nothing could be compared",
+                expected="the hashes of the store's blocks as written: without them nothing can be compared",
                 fix=f"rm {place}   (the store is hashed again; a run that knows its bytes compares them)",
             ) from error
 

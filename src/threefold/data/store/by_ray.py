@@ -29,7 +29,7 @@ def make_by_ray(
         ray = importlib.import_module("ray")
     except ImportError as error:
         what, expected = (
-            "--engine ray, and the package ray is not installed",
+            "--engine ray, but the package ray is not installed",
             "threefold with its extra ray",
         )
         raise ConfigError(
@@ -46,8 +46,8 @@ def make_by_ray(
         except ray.exceptions.RayError as error:
             raise RunError(
                 f"Ray could not make part {parts[ready].number}: {str(error).strip().splitlines()[-1]}",
-                expected="hosts with threefold and the source under the same path, and memory for a part a process",
-                fix="run the same command again, when that is so: the parts that are made are used",
+                expected="hosts with threefold and the source under the same path, and memory for one part per process",
+                fix="run the same command again once that is so: finished parts are reused",
             ) from error
         if isinstance(done, ThreefoldError):
             raise done

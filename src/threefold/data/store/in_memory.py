@@ -50,11 +50,11 @@ def written(rows: Any, *, name: str, cache: Path, tokenizer: Callable[[], Tokeni
     ):
         raise DataError(
             f"{name} is a {type(rows).__name__}",
-            expected="rows with a length and numbers, a datasets.Dataset or a list of dicts: any may be needed next",
+            expected="rows with a length and an index, a datasets.Dataset or a list of dicts: any row may be needed",
             fix=f"{name}=list(rows)   (of a stream: write it to .jsonl files, and name these in data.source)",
         )
     if not len(rows):
-        raise DataError(f"{name} has no rows", expected="one row or more", fix=f"{name}=None")
+        raise DataError(f"{name} has no rows", expected="at least one row", fix=f"{name}=None")
     folder = cache / "handed"
     folder.mkdir(parents=True, exist_ok=True)
     if "input_ids" in _row(rows, 0, name):
@@ -121,7 +121,7 @@ def _store(rows: Any, name: str, folder: Path, tokenizer: Tokenizer) -> Path:
             content = content_digest(f"{writer.content_hash()} {loss_mask}")
             if with_labels and not writer.num_loss_tokens:
                 raise DataError(
-                    f"{name} has labels of -100 alone: nothing would be trained on",
+                    f"{name} has only labels of -100: nothing would be trained on",
                     expected="labels that are the input_ids where a token is trained on",
                     fix="labels=...",
                 )
@@ -203,5 +203,5 @@ def _wrong(number: int, name: str, what: str) -> DataError:
         f"row {number} of {name} {what}",
         expected="input_ids, a list of ids without padding; and labels, if any, the same ids at the same places "
         "(unshifted), -100 where nothing is trained on",
-        fix="tokenizer(text)['input_ids'], without padding   (or hand over the texts or messages themselves)",
+        fix="tokenizer(text)['input_ids'], without padding   (or pass the texts or messages themselves)",
     )

@@ -166,7 +166,7 @@ def _opened(
                 for i, each in enumerate(source.name, start=1)
             }
             raise DataError(
-                f"data.source is a list, and {name!r} in it is a token store",
+                f"data.source is a list, but {name!r} in it is a token store",
                 expected="sources of text, which are encoded together",
                 fix=f"--data.mixture {pasted(mixture)}   (any weights)",
             )

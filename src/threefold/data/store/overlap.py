@@ -81,7 +81,7 @@ class Overlap:
             how = f"   (in {self.share_read:.2%} of the training{spans}; threefold data overlap reads all)"
         for matches, what in (
             (self.exact, "trained on, token for token"),
-            (self.alike, f"trained on in part, {SPAN} tokens in a row or more"),
+            (self.alike, f"trained on in part, {SPAN} consecutive tokens or more"),
         ):
             if matches:
                 texts = "; ".join(
@@ -91,7 +91,7 @@ class Overlap:
                 )
                 yield f"{len(matches):,} {of} {what}: {texts}{'; ...' * (len(matches) > len(matches[:named]))}{how}"
         if not self.exact and not self.alike:
-            yield f"none {of}, nor {SPAN} tokens in a row of one, is trained on{how}"
+            yield f"none {of}, nor {SPAN} consecutive tokens of one, is trained on{how}"
 
 
 def overlap(

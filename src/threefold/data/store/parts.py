@@ -157,7 +157,7 @@ class PartMaker:
                 raise DataError(
                     f"{self.path(done.part, kind)} is not what was sealed: it was damaged, or is another part's",
                     expected=f"part {done.part.number} as it was encoded",
-                    fix="run the same   threefold data prepare   again: this part is made again, the others are used",
+                    fix="run the same   threefold data prepare   again: only this part is made again",
                 )
         return tokens, lengths, mask
 

@@ -123,7 +123,7 @@ class SharedParts:
             more = f"; and {len(wrong) - _NUM_NAMED:,} more" if len(wrong) > _NUM_NAMED else ""
             raise DataError(
                 f"{'; '.join(wrong[:_NUM_NAMED])}{more}",
-                expected=f"the {len(self.plan):,} parts of {maker.source.name}, each once, where all hosts put them",
+                expected=f"the {len(self.plan):,} parts of {maker.source.name}, each once, where all hosts write",
                 fix="run the same   threefold data prepare   again: only these parts are made",
             )
 
@@ -141,16 +141,16 @@ class SharedParts:
         except (tarfile.TarError, ValueError, DataError) as error:
             place.delete([key])
             raise DataError(
-                f"{place.url}/{key} is not what was put there: {error}",
+                f"{place.url}/{key} is not what was written: {error}",
                 expected=f"part {part.number} as it was encoded",
-                fix="run the same   threefold data prepare   again: this part is made again, the others are used",
+                fix="run the same   threefold data prepare   again: only this part is made again",
             ) from error
 
     def _fault(self, part: EncodedPart) -> str:
         """Why a part is not finished, in words; a seal begins with the source and number that it is of."""
         seal = self.maker.path(part, "json")
         return (
-            f"is cut, or its seal is another's: {seal.read_bytes()[:80]!r}"
+            f"is truncated, or its seal is another part's: {seal.read_bytes()[:80]!r}"
             if seal.exists()
             else "is missing"
         )

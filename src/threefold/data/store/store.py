@@ -187,8 +187,8 @@ class TokenStore:
         data = os.pread(self._bin, (stop - start) * size, start * size)
         if len(data) != (stop - start) * size:
             raise DataError(
-                f"{with_suffix(self.prefix, '.bin')} was cut while it was read: tokens {start:,} to {stop - 1:,} "
-                "are not there any more",
+                f"{with_suffix(self.prefix, '.bin')} was truncated while being read: tokens {start:,} to {stop - 1:,} "
+                "are gone",
                 expected=f"its {self.num_tokens:,} tokens, as when it was opened",
                 fix="copy the store again from its origin, then run the same command: it resumes",
             )
@@ -248,7 +248,7 @@ class TokenStore:
             all_blocks = range(self.blocks.files[".idx"].num_blocks)
             if (change := self.blocks.change(self.prefix, ".idx", all_blocks)) is not None:
                 raise DataError(
-                    f"{with_suffix(self.prefix, '.idx')} has changed: block {change.block:,} is not what was hashed",
+                    f"{with_suffix(self.prefix, '.idx')} has changed: block {change.block:,} does not match its hash",
                     expected="the documents' bounds as they were hashed",
                     fix="copy all files of the store again from their origin, or prepare the text again",
                 )
@@ -304,7 +304,7 @@ def _num_ones(words: Array) -> Int64:
 def _cut_loss_mask(prefix: Path, num_tokens: int) -> DataError:
     return DataError(
         f"{with_suffix(prefix, LOSS_MASK)} is missing, or is not the loss mask of {num_tokens:,} tokens",
-        expected=f"{-(-num_tokens // 8):,} bytes, a bit for each token: without it nobody knows what is trained on",
+        expected=f"{-(-num_tokens // 8):,} bytes, one bit per token: without them, what is trained on is unknown",
         fix="copy all files of the store again from their origin, or prepare the source again",
     )
 
@@ -322,9 +322,9 @@ def _as_foreign(prefix: str | Path) -> str:
 def _refuse_unexplained_mask(prefix: Path) -> None:
     if with_suffix(prefix, LOSS_MASK).exists():
         raise DataError(
-            f"{with_suffix(prefix, '.json')} does not exist, and {prefix.name}{LOSS_MASK} does",
-            expected="the .json, which says what the loss mask is: without it every token would be trained on, and "
-            "rejected answers too",
+            f"{with_suffix(prefix, '.json')} does not exist, but {prefix.name}{LOSS_MASK} does",
+            expected="the .json, which says what the loss mask is: without it every token would be trained on, "
+            "even rejected answers",
             fix="copy all files of the store again from their origin, or prepare the source again",
         )
 
@@ -335,7 +335,7 @@ def _torn_pairs(prefix: Path, info: StoreInfo) -> DataError:
         f"{with_suffix(prefix, '.json')} describes {kind} (pairs: {info.pairs}), in {info.num_documents:,} documents "
         f"with the loss mask {info.loss_mask}",
         expected="pairs and an even number of documents, each chosen one before its rejected one, with the loss mask "
-        "'preference ...'; and no pairs without: else an answer would be compared with one to another prompt",
+        "'preference ...'; and no pairs without it: otherwise an answer would be compared with one to another prompt",
         fix="copy all files of the store again from their origin, or prepare the source again",
     )
 

@@ -124,7 +124,7 @@ def refuse_repeated(where: str, names: Sequence[str], columns: Sequence[str]) ->
     if repeated := [name for name in columns if names.count(name) > 1]:
         raise DataError(
             f"{where} has {names.count(repeated[0])} columns named {repeated[0]!r}",
-            expected="a name for each column, so that nobody has to guess which is read",
+            expected="unique column names: otherwise which one is read would be a guess",
             fix="rename all but one of them",
         )
 

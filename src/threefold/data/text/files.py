@@ -264,7 +264,7 @@ def _labelled(files: Files, labeller_for: LabellerFor) -> Files:
     texts = (path for path, kind in kinds if kind.suffix in TEXTS)
     if labeller is not None and (text := next(texts, None)) is not None:
         raise DataError(
-            f"data.source = {files.name!r}: {text} is a text, and other files hold rows with labels",
+            f"data.source = {files.name!r}: {text} is text, but other files hold rows with labels",
             expected="files of one format: a text has no prompt and no answer",
             fix="--data.source 'FOLDER/**/*.jsonl'   (or --data.format text)",
         )
@@ -346,7 +346,7 @@ def _not_there(source: str, path: Path) -> DataError:
     if nearest:
         fix = f"--data.source {nearest[0] if nearest[0] == 'stdlib' else parent / nearest[0]}"
     return DataError(
-        f"data.source = {source!r} {'is no file and no folder' if path.exists() else 'does not exist'}",
+        f"data.source = {source!r} {'is neither a file nor a folder' if path.exists() else 'does not exist'}",
         expected=f"stdlib, hf:ID, a prepared folder, or a file, folder or glob, relative to {Path.cwd()}",
         fix=fix,
     )

@@ -181,9 +181,9 @@ def changed(path: Path, *, fix: str | None = None) -> DataError:
     """The error for a file that is not what was hashed."""
     return DataError(
         f"{path} has changed, or is gone, since its fingerprint was made",
-        expected="files that stay as they are while they are read: a store is named by the bytes that it is of",
+        expected="files that do not change while they are read: a store is named after the bytes that it was made from",
         fix=fix
-        or f"touch {path}   and run the same command again when nothing writes to it any more",
+        or f"touch {path}   and run the same command again once nothing writes to it any more",
     )
 
 

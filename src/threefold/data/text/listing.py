@@ -160,7 +160,7 @@ def list_glob(pattern: str, known: Known) -> FileList:
 
 
 def _run(path: str) -> LeftOut:
-    return LeftOut(path, f"run ({path})", "the folder of a run: its records are no data")
+    return LeftOut(path, f"run ({path})", "the folder of a run: its records are not data")
 
 
 def is_glob(source: str) -> bool:

@@ -191,8 +191,8 @@ def _refuse_separator(path: SourceFile, header: list[str]) -> None:
         read = f"csv.reader(open({str(path)!r}, newline=''), delimiter={match[0]!r})"
         code = f"import csv; csv.writer(open('NEW.csv', 'w', newline='')).writerows({read})"
         raise DataError(
-            f"{path} has columns that {match[0]!r} separates",
-            expected="columns that commas separate",
+            f"{path} has columns separated by {match[0]!r}",
+            expected="columns separated by commas",
             fix=f"python3 -c {shlex.quote(code)}",
         )
 
@@ -289,7 +289,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """ValueError for a key that occurs twice: readers differ in which of its values they take."""
     if len(mapping := dict(pairs)) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"two values of the key {max(names, key=names.count)!r} in an object")
+        raise ValueError(f"two values for the key {max(names, key=names.count)!r} in an object")
     return mapping
 
 

@@ -250,7 +250,7 @@ def test_a_full_disk_keeps_what_it_has_and_reads_on(
     most[0] = 0
     assert file.read(0, file.size) == place.data and file.cache.numbers() == []
     assert (
-        caplog.text.count("keeps no more blocks, which are fetched each time they are read")
+        caplog.text.count("caches no more blocks; they are fetched each time they are read")
         == 1
     )
 

@@ -112,13 +112,13 @@ def test_address(text: str, parts: tuple[str, str, str]) -> None:
         ),
         (
             "hf://me/x",
-            "hf://me/x is no store that threefold can use",
-            "s3://bucket/prefix   (yours; of another S3 store ",
+            "hf://me/x is not a store that threefold can use",
+            "s3://bucket/prefix   (yours; for another S3 store",
         ),
         (
             "https://h/x",
-            "https://h/x is no store that threefold can use",
-            "s3://bucket/prefix   (yours; of another S3 store ",
+            "https://h/x is not a store that threefold can use",
+            "s3://bucket/prefix   (yours; for another S3 store",
         ),
     ],
 )
@@ -207,7 +207,7 @@ def test_servers_address_with_a_secret_is_not_shown(given: str, told: str, fix: 
     with pytest.raises(ConfigError) as caught:
         open_store(URL, {"AWS_ENDPOINT_URL": given})
     assert str(caught.value).startswith(
-        f"AWS_ENDPOINT_URL is {told!r}, which is no server's address\n"
+        f"AWS_ENDPOINT_URL is {told!r}, which is not a server address\n"
     )
     assert caught.value.problems[0].fix == f"AWS_ENDPOINT_URL={fix}   (http:// without TLS)"
 
@@ -219,7 +219,7 @@ def test_library_that_is_not_installed(
     with pytest.raises(ConfigError) as caught:
         open_store(URL, environ)
     assert str(caught.value) == (
-        "s3://runs/a/b is in a store, and the package obstore is not installed\n"
+        "s3://runs/a/b is in a store, but the package obstore is not installed\n"
         "  expected: threefold with its extra s3\n"
         "  fix: pip install 'threefold[s3]'"
     )
@@ -255,7 +255,7 @@ def test_protocol(url: str, environ: dict[str, str], tmp_path: Path, store: Stub
     ("key", "start", "what"),
     [
         ("absent", 0, "s3://runs/a/b: absent cannot be read: it is not there (404 NoSuchKey)"),
-        ("one", 3, "s3://runs/a/b/one ends 3 bytes before the 8 that were asked for"),
+        ("one", 3, "s3://runs/a/b/one ends 3 bytes before the 8 requested"),
     ],
 )
 def test_bytes_that_are_not_there(place: ObjectStore, key: str, start: int, what: str) -> None:
@@ -407,7 +407,7 @@ def test_store_that_is_not_there(
         lambda: place.create("one", b"1"),
         lambda: list(place.list()),
     ):
-        with pytest.raises(PlaceError, match="it did not answer, or ended the connection"):
+        with pytest.raises(PlaceError, match="it did not answer, or closed the connection"):
             ask()
 
 
@@ -439,7 +439,7 @@ def test_what_is_no_servers_address_is_refused(
     )
     with pytest.raises(ConfigError) as error:
         open_store(URL, {"HOME": str(tmp_path), **environ, **of_profile})
-    assert str(error.value).startswith(f"{name} is {given!r}, which is no server's address\n")
+    assert str(error.value).startswith(f"{name} is {given!r}, which is not a server address\n")
     assert str(error.value).endswith(f"fix: {fix.format(name)}")
 
 
@@ -519,12 +519,12 @@ FAULTS = {
     ),
     "races of writers": ("0 of ", "If-None-Match"),
     "swap by etag": (
-        "a write by a stale etag is not refused (If-Match is ignored)",
+        "a write with a stale etag is not refused (If-Match is ignored)",
         "If-Match",
     ),
     "parts and ranges": ("other bytes than were written", "range"),
     "listing after writing": ("7 of 8 are listed at once", "listing"),
-    "delete": ("what is deleted is still there", "delete"),
+    "delete": ("the deleted object is still there", "delete"),
     "clock": ("this machine's and the store's: 3", "clock"),
 }
 
@@ -653,7 +653,7 @@ def test_export_is_not_sent_over_another_one_that_is_not_listed_yet(
     monkeypatch.setattr(ObjectStore, "list", lambda self, folder="": iter(()))
     there = dict(store.objects)
     with (
-        pytest.raises(ConfigError, match=f"holds {MARK}, of other files"),
+        pytest.raises(ConfigError, match=f"holds the {MARK} of other files"),
         sent_to(URL, environ) as folder,
     ):
         (folder / "model.safetensors").write_bytes(b"other")
@@ -816,8 +816,8 @@ def test_doctor_looks_at_a_store(store: StubStore) -> None:
     assert done.returncode == 1
     assert (
         "STOP    put if absent: the second writer of a key is not refused (If-None-Match is ignored)\n"
-        "          expected: the second writer is refused: on this rest the lock of "
-        "a run and the seal of a checkpoint\n          fix: another store for this"
+        "          expected: the second writer is refused: a run's lock and "
+        "a checkpoint's seal depend on this\n          fix: another store for this"
     ) in done.stdout
     assert SECRET not in done.stdout + done.stderr
 
@@ -826,7 +826,7 @@ def test_doctor_looks_at_a_store(store: StubStore) -> None:
     ("arguments", "what"),
     [
         (("doctor", "s3:/runs"), "s3:/runs is not the address of a store\n"),
-        (("doctor", "hf://me/x"), "hf://me/x is no store that threefold can use\n"),
+        (("doctor", "hf://me/x"), "hf://me/x is not a store that threefold can use\n"),
     ],
 )
 def test_command_refuses_an_address(arguments: tuple[str, ...], what: str) -> None:
@@ -859,9 +859,9 @@ def test_local_paths_load_nothing_of_it(tmp_path: Path) -> None:
         ),
         (
             "train --checkpoint.resume https://bucket/a",
-            "https://bucket/a is no store that threefold can use",
+            "https://bucket/a is not a store that threefold can use",
         ),
-        ("train --checkpoint.store runs/a", "runs/a is no store that threefold can use"),
+        ("train --checkpoint.store runs/a", "runs/a is not a store that threefold can use"),
         (
             "train --checkpoint.store s3://key:secret@bucket/a",
             "the address s3://... holds more than a bucket",

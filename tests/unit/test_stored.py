@@ -232,7 +232,7 @@ def test_one_seal_is_put_and_the_head_knows_it(place: ObjectStore, tmp_path: Pat
     added = sent(place, folder_of(tmp_path, 4), 4)
     assert snapshot.read_seal(place, added.name, added.seal).step == 4
     other = Snapshot(added.name, 4, 1000, {})
-    with pytest.raises(PlaceError, match="is there, of another writer"):
+    with pytest.raises(PlaceError, match="exists, from another writer"):
         snapshot.seal(place, other)
     # Another one in its place, whole by itself.
     place.write(f"checkpoints/{added.name}/sealed.json", head.checked_text(other.to_values()))
@@ -295,7 +295,7 @@ def test_a_silent_lease_is_taken_and_its_holder_adds_nothing(
     second.release()
     third = taken("third")  # at once
     third.release()
-    with pytest.raises(LeaseLost, match="has given its lease back"):
+    with pytest.raises(LeaseLost, match="has released its lease"):
         third.update(lambda before: before)
 
 
@@ -448,7 +448,7 @@ def test_whole_checkpoints_whose_head_is_gone_are_not_removed(
             mirror.sweep(held)
         (problem,) = caught.value.problems
         assert problem.what == (
-            f"{URL}/run-head.json was removed, and {URL}/checkpoints/step-00000008-x is whole"
+            f"{URL}/run-head.json was removed, but {URL}/checkpoints/step-00000008-x is complete"
         )
         assert problem.fix.startswith(f"--checkpoint.resume {URL}/checkpoints/step-00000008-x ")
         held.release()
@@ -498,9 +498,7 @@ def test_a_failed_upload_ends_the_run_or_is_printed(
         copies.wait(lambda: None)
         said = capsys.readouterr().err
         assert (
-            said.startswith(
-                "the checkpoint of step 1 is saved, and not stored: s3://runs/a/b: "
-            )
+            said.startswith("the checkpoint of step 1 is saved but not stored: s3://runs/a/b: ")
             and "fix: " in said
         )
         assert copies.refusal() is None
@@ -537,7 +535,7 @@ def test_a_library_that_panics_fails_the_upload_and_does_not_end_its_thread(
     def tick() -> None:
         assert copies._thread is None or copies._thread.is_alive()
 
-    with pytest.raises(UploadError, match="the checkpoint of step 1 is saved, and not stored"):
+    with pytest.raises(UploadError, match="the checkpoint of step 1 is saved but not stored"):
         copies.wait(tick)
 
 
@@ -671,7 +669,7 @@ def test_a_copy_of_a_run_that_goes_on_meanwhile_is_of_its_newest_checkpoint(
     assert asked == [each.name for each in added]
     assert [path.name for path in (there / "checkpoints").iterdir()] == ["step-00000012"]
     snapshot.remove(place, asked)
-    with pytest.raises(StoredDamage, match="it is not there"):
+    with pytest.raises(StoredDamage, match="it is missing"):
         copied(tmp_path / "cache")
 
 

@@ -158,7 +158,7 @@ def test_key_that_leads_elsewhere_is_refused(
     objects: Objects, tmp_path: Path, key: str
 ) -> None:
     objects.objects[key] = b"text"
-    with pytest.raises(DataError, match="is no path of a file"):
+    with pytest.raises(DataError, match="is not a file path"):
         fetch(tmp_path / "cache")
     assert not list(tmp_path.rglob("*.txt"))
 

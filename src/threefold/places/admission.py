@@ -108,7 +108,7 @@ def require_create(place: ObjectPlace) -> None:
         place.delete([key])
     if second is not None:
         raise ThreefoldError(
-            "the store writes over what is there although it was asked not to (it ignores If-None-Match)",
+            "the store overwrites existing objects although it was asked not to (it ignores If-None-Match)",
             expected="put if absent, which keeps two writers apart",
             fix=f"--to a local folder, and copy that; or {_ELSEWHERE}",
         )
@@ -130,8 +130,8 @@ def require_conditions(place: ObjectPlace) -> None:
         place.delete([key])
     if ignored:
         raise ThreefoldError(
-            f"the store writes over what is there although it was asked not to (it ignores {ignored})",
-            expected="conditional writes: on them rest the lease of a run and the seal of a checkpoint",
+            f"the store overwrites existing objects although it was asked not to (it ignores {ignored})",
+            expected="conditional writes: a run's lease and a checkpoint's seal depend on them",
             fix=f"leave checkpoint.store out; or {_ELSEWHERE}",
         )
 
@@ -178,7 +178,7 @@ class _Probing:
 
     def _fix(self, name: str) -> str:
         if name == "clock":
-            return "start a time server's client here: chronyd, or timedatectl set-ntp true"
+            return "start an NTP client here: chronyd, or timedatectl set-ntp true"
         works = [probe.name for probe in self.told.probes if probe.holds]
         return f"{_ELSEWHERE}; of this one, what works so far: {', '.join(works) or 'nothing'}"
 
@@ -188,7 +188,9 @@ class _Probing:
     def _create(self) -> tuple[bool, str, str]:
         key = self._key("created")
         first, second = self.place.create(key, b"first"), self.place.create(key, b"other")
-        expected = "the second writer is refused: on this rest the lock of a run and the seal of a checkpoint"
+        expected = (
+            "the second writer is refused: a run's lock and a checkpoint's seal depend on this"
+        )
         if first is None:
             return False, "a new key is refused", expected
         if second is not None or self.place.read(key, start=0, length=5) != b"first":
@@ -200,7 +202,7 @@ class _Probing:
         return True, "the second writer of a key is refused", expected
 
     def _races(self) -> tuple[bool, str, str]:
-        expected = "one of the writers wins each race, also at the same moment"
+        expected = "exactly one writer wins each race, even at the same moment"
         won: list[int] = []
         with ThreadPoolExecutor(_NUM_WRITERS) as pool:
             while len(won) < _NUM_RACES and (not won or time.monotonic() < self.until - 0.5):
@@ -210,7 +212,7 @@ class _Probing:
                     range(1, _NUM_WRITERS + 1),
                 )
                 won.append(sum(etag is not None for etag in etags))
-        cut = f"; the {LIMIT_S:g} s for probes were over" if len(won) < _NUM_RACES else ""
+        cut = f"; the {LIMIT_S:g} s for probes ran out" if len(won) < _NUM_RACES else ""
         right = won.count(1)
         return (
             right == len(won),
@@ -221,19 +223,19 @@ class _Probing:
     def _swap(self) -> tuple[bool, str, str]:
         key, expected = (
             self._key("swapped"),
-            "a write by an etag that is no longer there is refused (If-Match)",
+            "a write with a stale etag is refused (If-Match)",
         )
         first = self.place.create(key, b"1")
         second = None if first is None else self.place.swap(key, b"22", etag=first)
         if first is None or second is None:
-            return False, "a write by the etag that is there is refused", expected
+            return False, "a write with the current etag is refused", expected
         if (
             self.place.swap(key, b"333", etag=first) is not None
             or self.place.read(key, start=0, length=2) != b"22"
         ):
             return (
                 False,
-                "a write by a stale etag is not refused (If-Match is ignored)",
+                "a write with a stale etag is not refused (If-Match is ignored)",
                 expected,
             )
         return True, "a stale etag is refused", expected
@@ -270,18 +272,18 @@ class _Probing:
         return (
             not missing,
             f"{len(names) - missing} of {len(names)} are listed at once",
-            "all that is written is listed",
+            "every object written is listed",
         )
 
     def _delete(self) -> tuple[bool, str, str]:
-        key, expected = self._key("list/0"), "what is deleted is neither there nor listed"
+        key, expected = self._key("list/0"), "a deleted object is neither readable nor listed"
         self.place.delete([key])
         gone = self.place.stat(key) is None and key not in {
             each.key for each in self.place.list(self._key("list"))
         }
         return (
             gone,
-            "what is deleted is gone" if gone else "what is deleted is still there",
+            "the deleted object is gone" if gone else "the deleted object is still there",
             expected,
         )
 

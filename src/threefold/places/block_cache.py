@@ -73,7 +73,7 @@ class BlockCache:
             if not self._is_full:
                 self._is_full = True
                 log.warning(
-                    "%s keeps no more blocks, which are fetched each time they are read: %s",
+                    "%s caches no more blocks; they are fetched each time they are read: %s",
                     self._folder,
                     error.strerror,
                 )

@@ -13,7 +13,7 @@ from threefold.places.url import StoreUrl
 
 _KEYS = "AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...   (or AWS_PROFILE=NAME)"
 _GS_KEYS = "export GOOGLE_APPLICATION_CREDENTIALS=FILE"
-WHO_WRITES = "who writes there? A store keeps what was written: look at its lifecycle rules and its other users"
+WHO_WRITES = "find who writes there: a store keeps what was written; check its lifecycle rules and its other users"
 _PROVIDERS = (
     "credentials in the environment, in ~/.aws/credentials, from a web "
     "identity, or from the machine's own service"
@@ -50,8 +50,8 @@ _MEANINGS = (
     _Meaning(
         "NoSuchBucket",
         "there is no bucket {bucket}",
-        "a bucket that is there: threefold makes none, because it costs money and its rights are yours to set",
-        "the right name, or make it: aws s3 mb s3://{bucket}; of another store: AWS_ENDPOINT_URL",
+        "an existing bucket: threefold creates none, because it costs money and its permissions are yours to set",
+        "the right name, or create it: aws s3 mb s3://{bucket}; of another store: AWS_ENDPOINT_URL",
     ),
     _Meaning(
         "SignatureDoesNotMatch",
@@ -62,7 +62,7 @@ _MEANINGS = (
     _Meaning(
         "InvalidAccessKeyId|401",
         "it does not know the access key ({said})",
-        "one of its own",
+        "an access key of this store",
         f"export {_KEYS}",
     ),
     _Meaning(
@@ -74,8 +74,8 @@ _MEANINGS = (
     _Meaning(
         "RequestTimeTooSkewed",
         "this machine's clock differs too much from its own ({said})",
-        "clocks that differ by less than a minute: signatures end after a while",
-        "start a time server's client here: chronyd, or timedatectl set-ntp true",
+        "clocks that differ by less than a minute: signatures expire",
+        "start an NTP client here: chronyd, or timedatectl set-ntp true",
     ),
     _Meaning(
         "redirect|301|307|PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraintException",
@@ -104,7 +104,7 @@ _MEANINGS = (
     ),
     _Meaning(
         "InvalidRange|416",
-        "it is shorter than what was asked for",
+        "it is shorter than requested",
         "the object as it was written",
         WHO_WRITES,
         MissingObject,
@@ -113,20 +113,20 @@ _MEANINGS = (
         "SlowDown|503|429|RequestLimitExceeded",
         "it asks to slow down ({said})",
         "a store that answers within the time for retries",
-        "the same again later, or with fewer processes on one prefix",
+        "retry later, or with fewer processes on one prefix",
         PlaceError,
     ),
     _Meaning(
         "4..|5..|[A-Z].*|out of protocol",
         "it answered {said}",
-        "an answer as S3's protocol has it",
-        "the same again; if it stays: threefold doctor {url}",
+        "an answer in S3's protocol",
+        "retry; if it persists: threefold doctor {url}",
         PlaceError,
     ),
     _Meaning(
         "",
-        "it did not answer, or ended the connection",
-        "a store that is reached from this machine",
+        "it did not answer, or closed the connection",
+        "a store that is reachable from this machine",
         "AWS_ENDPOINT_URL=https://ITS_ADDRESS, a proxy, or the network; then threefold doctor {url}",
         PlaceError,
     ),

@@ -118,8 +118,8 @@ def _name(place: ObjectStore, objects: Mapping[str, StoredObject]) -> str | None
         what = f"{place.url} is being written, or its writer was killed"
         raise DataError(
             what,
-            expected="a store that is whole",
-            fix=f"{fix}   (goes on, if it was killed; wait, if it still writes)",
+            expected="a complete store",
+            fix=f"{fix}   (continues if it was killed; wait if it still writes)",
         )
     if not names:
         return None

@@ -82,7 +82,7 @@ def checked_values(content: bytes) -> Any:
     """The inverse of `checked_text`; ValueError, KeyError or TypeError for anything else."""
     read = json.loads(content)
     if checked_text(read["values"]) != content:
-        raise ValueError("its checksum is another one")
+        raise ValueError("its checksum differs")
     return read["values"]
 
 
@@ -134,7 +134,7 @@ class HeldHead:
             if self.lost is not None:
                 raise self.lost
             if self._ended.is_set():
-                raise self._lost_to("this run has given its lease back")
+                raise self._lost_to("this run has released its lease")
             changed = change(self.head)
             lease = replace(
                 changed.lease, owner=self.head.lease.owner, beat=self.head.lease.beat + 1
@@ -169,7 +169,7 @@ class HeldHead:
         return LeaseLost(
             f"{self.place.url}: {what}",
             expected="one run at a time below a prefix: two would mix and remove one another's checkpoints",
-            fix="stop one of them; this one's own checkpoints are in its folder, and go on with --checkpoint.store "
+            fix="stop one of them; this one's own checkpoints are in its folder: continue it with --checkpoint.store "
             "ANOTHER_PREFIX",
         )
 
@@ -212,7 +212,7 @@ def take(
         before, etag = current
         if before.lease.held and not dead(before.lease.owner):
             say(
-                f"{place.url} was held by {before.lease.who}: up to {LEASE_S:.0f} s, whether it still runs"
+                f"{place.url} was held by {before.lease.who}: checking for up to {LEASE_S:.0f} s whether it still runs"
             )
             _require_silence(place, etag)
         head = replace(before, lease=Lease(owner, who, before.lease.beat + 1))

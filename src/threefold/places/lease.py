@@ -48,7 +48,7 @@ def give_back(held: HeldHead, folder: Path) -> None:
         held.release()
         _write_owners(folder, [])
     except (ThreefoldError, OSError) as error:
-        log.warning("the lease of %s was not given back: %s", held.place.url, error)
+        log.warning("the lease of %s was not released: %s", held.place.url, error)
 
 
 def _owners(folder: Path) -> list[str]:

@@ -189,7 +189,7 @@ class Mirror:
     def _failed(self, error: ThreefoldError, step: int) -> None:
         if not isinstance(error, LeaseLost):
             problem = error.problems[0]
-            what = f"the checkpoint of step {step} is saved, and not stored: {problem.what}"
+            what = f"the checkpoint of step {step} is saved but not stored: {problem.what}"
             error = UploadError(what, expected=problem.expected, fix=problem.fix)
             error.phase, error.step, error.ranks = "save", step, (0,)
         log.error("%s", error)
@@ -240,7 +240,7 @@ class Mirror:
                 raise RunError(
                     f"{path} has changed since it was saved",
                     expected="the bytes that the checkpoint was sealed with",
-                    fix="look at the disk and at what else writes there; earlier checkpoints are in the store",
+                    fix="check the disk and what else writes there; earlier checkpoints are in the store",
                 )
         return {file: asdict(each) for file, each in sent.items()}
 
@@ -316,11 +316,11 @@ def sweep(held: HeldHead) -> None:
         if whole and now.identity is None:
             address = f"{place.url}/{max(whole).removesuffix(f'/{snapshot.SEAL}')}"
             raise CheckpointError(
-                f"{place.url}/{KEY} was removed, and {address} is whole",
+                f"{place.url}/{KEY} was removed, but {address} is complete",
                 expected="the record of the run that wrote it: what it does not name is removed",
                 fix=f"--checkpoint.resume {address} --checkpoint.store ANOTHER_PREFIX   (or empty this one)",
             )
-        log.info("%s: removing %d objects that a killed upload has left", place.url, len(left))
+        log.info("%s: removing %d objects left behind by a killed upload", place.url, len(left))
         place.delete(left)
 
 
@@ -331,8 +331,8 @@ def _attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         log.exception("an upload failed")
         if isinstance(error, OSError):
             error = RunError(
-                f"a checkpoint cannot be read to be sent: {error.strerror} ({error.filename})",
+                f"a checkpoint cannot be read for upload: {error.strerror} ({error.filename})",
                 expected="the files as they were saved",
-                fix="look at the disk; earlier checkpoints are in the store",
+                fix="check the disk; earlier checkpoints are in the store",
             )
         return described_error(error)

@@ -58,7 +58,7 @@ def open_store(
         library = importlib.import_module("obstore")
     except ImportError as error:
         raise ConfigError(
-            f"{url} is in a store, and the package obstore is not installed",
+            f"{url} is in a store, but the package obstore is not installed",
             expected="threefold with its extra s3",
             fix="pip install 'threefold[s3]'",
         ) from error
@@ -114,7 +114,7 @@ def _endpoint(environ: Mapping[str, str], of_profile: str | None) -> str:
             shown = re.sub(r".*@|[?#].*", "...", endpoint)  # it may hold a key
             host = shown.rpartition("//")[2].strip(" .")
             raise ConfigError(
-                f"{name} is {shown!r}, which is no server's address",
+                f"{name} is {shown!r}, which is not a server address",
                 expected="http:// or https://, a host, and its port: http://localhost:9000",
                 fix=f"{name}=https://{host}   (http:// without TLS)"
                 if host
@@ -185,7 +185,7 @@ class ObjectStore:
                 )
             )
         if len(data) != length:
-            what = f"{self.url}/{key} ends {length - len(data)} bytes before the {start + length} that were asked for"
+            what = f"{self.url}/{key} ends {length - len(data)} bytes before the {start + length} requested"
             raise MissingObject(what, expected="the object as it was written", fix=WHO_WRITES)
         return data
 
@@ -320,8 +320,8 @@ class ObjectStore:
         if os.getpid() != self._pid:
             raise RunError(
                 f"{self.url}: a store was opened before this process was forked",
-                expected="a store of the process's own: its connections do not follow a fork",
-                fix="open it in the process that uses it, and start processes by spawn",
+                expected="a store opened by this process itself: its connections do not survive a fork",
+                fix="open it in the process that uses it, and start processes with spawn",
             )
         try:
             yield

@@ -107,7 +107,7 @@ def restore(
         raise StoredDamage(
             problems[0],
             expected="a checkpoint as it was written, which its checksums show",
-            fix=f"{place.url}/{CHECKPOINTS}/NAME in its place, another one of those that {place.url}/{KEY} lists",
+            fix=f"{place.url}/{CHECKPOINTS}/NAME instead, another one of those listed in {place.url}/{KEY}",
         )
 
 

@@ -83,13 +83,13 @@ class Snapshot:
         snapshot = cls(values["name"], values["step"], values["piece_bytes"], files)
         sizes = [snapshot.step, snapshot.piece_bytes, *(file.size for file in files.values())]
         if any(type(size) is not int or size < 0 for size in sizes) or not snapshot.piece_bytes:
-            raise ValueError("a size is none")
+            raise ValueError("a size is not a valid number")
         # An untrusted seal must not lead out of the folder.
         for name, file in files.items():
             if not _INSIDE.fullmatch(name) or ".." in name.split("/"):
                 raise ValueError(f"{name!r} is not a file of a checkpoint")
             if len(file.pieces) != -(-file.size // snapshot.piece_bytes):
-                raise ValueError(f"{name} has not the pieces of its size")
+                raise ValueError(f"{name} does not have as many pieces as its size needs")
         return snapshot
 
 
@@ -143,7 +143,7 @@ def seal(place: ObjectStore, snapshot: Snapshot) -> str:
     content = checked_text(snapshot.to_values())
     if persist(place.create, _seal_key(snapshot.name), content) is None:
         raise PlaceError(
-            f"{place.url}/{_seal_key(snapshot.name)} is there, of another writer",
+            f"{place.url}/{_seal_key(snapshot.name)} exists, from another writer",
             expected="one writer below a prefix",
             fix="--checkpoint.store ANOTHER_PREFIX",
         )
@@ -162,14 +162,14 @@ def read_seal(place: ObjectStore, name: str, checksum: str | None = None) -> Sna
     key = _seal_key(name)
     if (stored := place.get(key)) is None:
         raise _damaged(
-            place, key, "it is not there, so nothing says that the checkpoint is whole"
+            place, key, "it is missing, so nothing shows that the checkpoint is complete"
         )
     if checksum is not None and xxhash.xxh3_128_hexdigest(stored[0]) != checksum:
         raise _damaged(place, key, "its checksum is not the one in the head")
     try:
         snapshot = Snapshot.of(checked_values(stored[0]))
         if snapshot.name != name:
-            raise ValueError(f"it is of {snapshot.name}")
+            raise ValueError(f"it belongs to {snapshot.name}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(place, key, f"it is not a seal as it was written ({error})") from error
     return snapshot
@@ -236,7 +236,7 @@ def damage(
             data = file.read(snapshot.piece_bytes)
         if xxhash.xxh3_128_hexdigest(data) != snapshot.files[name].pieces[number]:
             key = _key(snapshot.name, name, number)
-            return f"{place.url}/{key} is not what was written: its checksum is another one"
+            return f"{place.url}/{key} is not what was written: its checksum differs"
     return None
 
 

@@ -75,9 +75,9 @@ def text_files(
         )
     for each in wanted:
         if _NO_NAMES & {*each.key.split("/")} or "\0" in each.key:
-            what = f"{folder}: the key {each.key!r} is no path of a file"
+            what = f"{folder}: the key {each.key!r} is not a file path"
             raise DataError(
-                what, expected="keys of names between single slashes", fix=WHO_WRITES
+                what, expected="keys of names separated by single slashes", fix=WHO_WRITES
             )
     listing = "\n".join(f"{each.key}\0{each.size}\0{each.etag}" for each in wanted)
     to = cache / xxhash.xxh3_128_hexdigest(
@@ -143,6 +143,6 @@ def _fetch(place: ObjectPlace, listed: StoredObject, to: Path) -> None:
     if (now := place.stat(listed.key)) is None or now.etag != listed.etag:
         what = f"{listed.key} has changed while it was fetched"
         raise MissingObject(
-            what, expected="objects that stay as they are listed", fix=WHO_WRITES
+            what, expected="objects that do not change after they are listed", fix=WHO_WRITES
         )
     os.replace(part, to)

@@ -26,7 +26,7 @@ MARK = ".threefold-complete.json"
 _PARTS = ".parts-"
 # Read before all others by what loads a folder.
 _LAST = ("config.json", ".index.json")
-_EMPTY = "a prefix that holds nothing, so that no other model's files are mixed in"
+_EMPTY = "an empty prefix, so that no other model's files are mixed in"
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def _send(place: ObjectStore, files: Mapping[str, Path]) -> None:
     mark, sizes = _mark_of(files), {key: path.stat().st_size for key, path in files.items()}
     if stored := place.get(MARK):
         if stored[0] != mark:  # a listing may lag behind
-            raise _filled(f"{place.url} holds {MARK}, of other files")
+            raise _filled(f"{place.url} holds the {MARK} of other files")
         if place.stat(CLAIM) is None:
             return
     _claim(place, mark)
@@ -121,11 +121,11 @@ def _send(place: ObjectStore, files: Mapping[str, Path]) -> None:
             bar.advance(sizes[key])
     listed = {each.key: each.size for each in place.list()}
     if wrong := [key for key in files if listed.get(key) != sizes[key]]:
-        what = f"{place.url}/{wrong[0]} has not the size that was sent"
+        what = f"{place.url}/{wrong[0]} does not have the size that was sent"
         raise PlaceError(
             what, expected="the bytes that were sent", fix=f"threefold doctor {place.url}"
         )
     if place.create(MARK, mark) is None and (stored := place.get(MARK)) and stored[0] != mark:
-        what = f"{place.url}/{MARK} is there, of another writer"
+        what = f"{place.url}/{MARK} exists, from another writer"
         raise PlaceError(what, expected="one writer for each prefix", fix="--to ANOTHER_PREFIX")
     place.delete([CLAIM])

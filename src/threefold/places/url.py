@@ -49,12 +49,12 @@ def parse(text: str) -> StoreUrl:
     if "@" in bucket or re.search("[:?#]", rest):
         raise _secret(scheme)
     if not colon or scheme not in _SCHEMES:
-        what = f"{text} is no store that threefold can use"
+        what = f"{text} is not a store that threefold can use"
         expected = "s3://BUCKET/PREFIX (any store with S3's protocol) or gs://BUCKET/PREFIX"
         raise ConfigError(
             what,
             expected=expected,
-            fix="s3://bucket/prefix   (yours; of another S3 store with AWS_ENDPOINT_URL=https://ITS_ADDRESS)",
+            fix="s3://bucket/prefix   (yours; for another S3 store, AWS_ENDPOINT_URL=https://ITS_ADDRESS)",
         )
     if not rest.startswith("//"):
         what = f"{text} is not the address of a store"
@@ -72,7 +72,7 @@ def parse(text: str) -> StoreUrl:
     parts = path.split("/") if path else []
     if wrong := [part for part in parts if part in (".", "..") or not _PART.fullmatch(part)]:
         what = f"{text}: {wrong[0]!r} cannot be a part of a prefix"
-        expected = "letters, digits and . _ = + @ , - between single slashes: others differ from store to store"
+        expected = "letters, digits and . _ = + @ , - between single slashes: support for others differs between stores"
         raise ConfigError(what, expected=expected, fix=f"{scheme}://{bucket}/another-prefix")
     return StoreUrl(scheme, bucket, path)
 

@@ -374,7 +374,7 @@ def test_moments_of_two_optimizers_are_refused(model: Any, tmp_path: Path) -> No
     dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
     refused = imported(tmp_path / "a", tmp_path / "run", tmp_path)
     assert refused.returncode == 2
-    assert "more of no weight of the model, or of one again" in refused.stderr
+    assert "more of no weight of the model, or given twice" in refused.stderr
 
 
 WRONG = {
@@ -384,11 +384,11 @@ WRONG = {
     ),
     "a weight more": (
         lambda w: w.update(extra=torch.zeros(2)),
-        "extra is no weight of the model",
+        "extra is not in the model",
     ),
     "a weight again, of another model": (
         lambda w: w.update({"module.model.norm.weight": torch.zeros(32)}),
-        " is no weight of the model, or one of them again",
+        " is not in the model, or given twice",
     ),
     "misspelt": (
         lambda w: w.update(norn=w.pop("model.norm.weight")),

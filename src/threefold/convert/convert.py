@@ -82,7 +82,7 @@ def _made(source: Path, to: Path, config: Config, *, weights_alone: bool) -> Imp
     if config.model.lora.r:
         what, expected = (
             f"model.lora.r = {config.model.lora.r}",
-            "the whole model: no adapters are taken over",
+            "the whole model: adapters are not imported",
         )
         raise ConfigError(what, expected=expected, fix="--model.lora.r 0")
     foreign = open_universal(source) or open_dcp(source)
@@ -139,7 +139,7 @@ def _refuse_other_twins(foreign: Foreign, names: Found) -> None:
         if not torch.equal(foreign.read(name), foreign.read(other)):
             raise CheckpointError(
                 f"{name} and {other} differ, but the model has one tensor for both",
-                expected="equal ones, as a model with tied embeddings has them",
+                expected="equal tensors, as in a model with tied embeddings",
                 fix="--model.config '{..., tie_word_embeddings: false}', or a config.json with it",
             )
 

@@ -150,7 +150,7 @@ class _Native:
                 whole.dtype,
             ):
                 raise _unreadable(
-                    path, ValueError("it holds something else than .metadata says"), name
+                    path, ValueError("it does not hold what .metadata says"), name
                 )
             whole[chunk.box.slices] = part
         return whole
@@ -282,7 +282,7 @@ def _described(folder: Path, metadata: Any) -> _Native:
             or start < 0
             or Path(file).name != file
         ):
-            raise ValueError(f"{key['fqn']} does not lie in a file of this folder")
+            raise ValueError(f"{key['fqn']} is not in a file of this folder")
         chunks.setdefault(key["fqn"], []).append(
             Chunk(file, start, Box(tuple(key["offset"]), ()))
         )

@@ -224,7 +224,7 @@ def _refuse(
         )
     if over:
         problems.append(
-            f"{_some(over)} {'is' if len(over) == 1 else 'are'} no weight of the model, or one of them again"
+            f"{_some(over)} {'is' if len(over) == 1 else 'are'} not in the model, or given twice"
         )
     other = [
         name for name, entry in weights.items() if tensors[entry].shape != wanted.weights[name]
@@ -275,7 +275,7 @@ def _moments_of(
     ]
     if strange or missing:
         what = (
-            f"{_some(strange)} of no weight of the model, or of one again"
+            f"{_some(strange)} of no weight of the model, or given twice"
             if strange
             else f"{_some(missing)} missing"
         )

@@ -285,7 +285,7 @@ def test_settings_that_are_wrong_or_have_no_effect(model: Any, mesh: Any) -> Non
             lambda: model(input_ids=IDS, attention_mask=IDS),
             "the model is called with attention_mask",
         ),
-        (lambda: own.save_pretrained("x"), "save_pretrained: a Linear is a module of your own"),
+        (lambda: own.save_pretrained("x"), "save_pretrained: a Linear is a custom module"),
         (lambda: own.generate(IDS), "generate: a Linear is a custom module"),
         (
             lambda: threefold.TrainStep(model).load_state_dict({"lr": 1}),

@@ -39,7 +39,7 @@ def save_pretrained(model: Model, folder: Path, *, verify: bool | None = None) -
     """
     if not isinstance(model.module, PreTrainedModel):
         raise ConfigError(
-            f"save_pretrained: a {type(model.module).__name__} is a module of your own",
+            f"save_pretrained: a {type(model.module).__name__} is a custom module",
             expected="a causal language model of transformers",
             fix="threefold.save(folder, model=model, step=...)",
         )

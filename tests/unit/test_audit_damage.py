@@ -235,7 +235,9 @@ def test_record_of_other_starts_is_not_proved(tmp_path: Path, what: str) -> None
         segments[-1]["link"] = (
             identity.begin(3, None).author.link if what == "another start" else None
         )
-    with pytest.raises(RunError, match=rf"is none of the run's {len(identity.starts)} starts"):
+    with pytest.raises(
+        RunError, match=rf"is not one of the run's {len(identity.starts)} starts"
+    ):
         proved(write(run, records))
 
 

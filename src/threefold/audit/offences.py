@@ -192,8 +192,8 @@ def _byte_problems(evidence: Evidence, resume: str) -> list[Problem]:
     return [
         Problem(
             f"{ranks_text(ranks)}, after step {evidence.messages[0].last_step}: {evidence.known.describe(change)}",
-            "the bytes as they were hashed, as long as a run reads them: its last steps may have trained on others",
-            f"copy the store again from its origin, then go on from the last checkpoint: {resume}",
+            "the bytes that were hashed, as long as a run reads them: its last steps may have trained on others",
+            f"copy the store again from its origin, then continue from the last checkpoint: {resume}",
         )
         for change, ranks in ranks_of.items()
         if evidence.known is not None

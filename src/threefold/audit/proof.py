@@ -119,10 +119,10 @@ def check_chain(lines: Sequence[Line], starts: Sequence[tuple[str, int]]) -> Non
         number = numbers.get(line.link or "", 0)
         if number <= before or starts[number - 1][1] != line.first_step - 1:
             raise RunError(
-                f"the start in audit.jsonl at step {line.first_step} (segment {line.segment}) is none of the run's "
+                f"the start in audit.jsonl at step {line.first_step} (segment {line.segment}) is not one of the run's "
                 f"{len(starts)} starts" + (f" after start {before}" if before else ""),
                 expected="a record of the starts in run.json, each of which holds the checksum of the one before",
-                fix="restore the file: it is of another run, or of a copy of this one that has parted from it",
+                fix="restore the file: it belongs to another run, or to a copy of this one that has diverged",
             )
         before = number
     begins = (line.first_step for line in lines if isinstance(line, SegmentLine))
@@ -150,7 +150,7 @@ def check_saved(lines: Sequence[Line], saved: Iterable[SavedPlace]) -> None:
         raise RunError(
             f"{path} was saved at position {place.position} of epoch {place.epoch}, but by audit.jsonl step "
             f"{step} ended at position {readings[-1][1].position} of epoch {readings[-1][1].epoch}",
-            expected="one place after each step",
+            expected="one position after each step",
             fix="restore the file that was changed",
         )
 
@@ -254,7 +254,7 @@ def _check_digests(line: StepsLine, start: SegmentLine, rows: Rows | None) -> No
         raise RunError.of(
             Problem(
                 f"{steps}: the run itself found: {fault}",
-                "a run that reads what its order has",
+                "a run that reads what its order says",
                 f"resume from a checkpoint before step {line.first}: the last reading of a step counts",
             )
             for fault in line.faults

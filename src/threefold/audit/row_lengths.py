@@ -45,8 +45,8 @@ def stored(run: Path, digest: str, num_rows: int) -> LengthsOf:
     if len(content) != num_rows * _TYPE.itemsize or content_digest(content) != digest:
         raise RunError(
             what,
-            expected="the lengths of the run's rows: without them nobody knows which rows a step has read",
-            fix="restore the file from a copy of the run   (threefold resume RUN writes it anew)",
+            expected="the lengths of the run's rows: without them, which rows a step read is unknown",
+            fix="restore the file from a copy of the run   (threefold resume RUN rewrites it)",
         )
     lengths = np.frombuffer(content, _TYPE)
     return lambda rows: lengths[rows].astype(np.int64)

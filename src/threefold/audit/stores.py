@@ -109,7 +109,7 @@ def _compare(
             blocks, change, store.named, _rows(packing, store, change), first_row=first_row
         )
     elif blocks.digest != digest:
-        what = f"{store.named}.bin and .idx have other bytes than the run has read"
+        what = f"{store.named}.bin and .idx do not have the bytes that the run has read"
         if began is not None and (change := began.difference(blocks)) is not None:
             where = block_text(
                 began, change, _rows(packing, store, change), first_row=first_row
@@ -137,7 +137,7 @@ def _held_out_lines(start: SegmentLine, packing: Packing) -> Iterator[str]:
     if rows.fingerprint != start.data or any(side.has_held_out() for _, side in sides):
         raise RunError(
             f"the run has read other rows than those that {share} leaves (data.seed = {packing.seed})",
-            expected="the config.yaml of the run, and rows without a token of what is held out",
+            expected="the config.yaml of the run, and rows without held-out tokens",
             fix="restore config.yaml",
         )
     for name, side in sides:

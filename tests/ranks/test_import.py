@@ -392,7 +392,7 @@ WRONG = {
     ),
     "misspelt": (
         lambda w: w.update(norn=w.pop("model.norm.weight")),
-        "model.norm.weight of the model is not in it; model.norn is no weight",
+        "model.norm.weight of the model is not in it; model.norn is not in the model",
     ),
     "another shape": (
         lambda w: w.update({"model.norm.weight": torch.ones(31)}),

@@ -141,7 +141,7 @@ def test_no_undamaged_checkpoint(asked: bool) -> None:
     expected = (
         problem(
             "the checkpoint run/checkpoints/step-00000006 is damaged: reason 6",
-            "the files as they were written, which their sizes and checksums show",
+            "the files as they were written, with the recorded sizes and checksums",
             "resume from another checkpoint of the run (`ls RUN/checkpoints`), or copy this one again from its source",
         )
         if asked
@@ -159,7 +159,7 @@ def test_no_undamaged_checkpoint(asked: bool) -> None:
     [
         ("a/b", [0, 0, [0], [3]], "'a/b' is not a file of this folder"),
         ("x", [0, 0, [0], [3]], "a chunk reaches beyond the end of x"),
-        ("x", [0, 0, [0], [2]], "the chunks are not as large as the tensor"),
+        ("x", [0, 0, [0], [2]], "the chunks do not add up to the tensor"),
     ],
 )
 def test_index_that_is_none(file: str, chunk: list[Any], why: str) -> None:
@@ -195,7 +195,7 @@ def test_file_that_changes_while_it_is_read() -> None:
     expected = "the file as it was when its checksum was compared"
     target = torch.zeros(4)
     assert text(lambda: read_box(Path(), entry, box, target)) == problem(
-        "x cannot be read: it ends too early", expected, fix
+        "x cannot be read: it is truncated", expected, fix
     )
     Path("x").unlink()
     assert text(lambda: read_box(Path(), entry, box, target)) == problem(

@@ -436,7 +436,8 @@ def test_saves_that_cannot_be_kept_are_refused(model: Any, tmp_path: Path) -> No
         ({"loader": [1, 2]}, "loader is a list"),
         (
             {"optimizer": counting},
-            "the optimizer SGD has a state that cannot be kept: steps of model.embed_tokens.weight is no tensor, but 3",
+            "the optimizer SGD has a state that cannot be kept: steps of model.embed_tokens.weight is not a tensor but "
+            "3",
         ),
     ]
     for given, said in cases:

@@ -661,9 +661,9 @@ def test_what_fits_is_not_refused() -> None:
 def test_config_that_a_checkpoint_could_not_keep() -> None:
     model = architecture("moshi", audio_vocab_size=None, max_position_embeddings=64)
     assert text(checking(Topology(), model)) == problem(
-        "the config of 'moshi' does not read back as it was written: audio_vocab_size = None becomes 2048",
+        "the config of 'moshi' is not the same when read back: audio_vocab_size = None becomes 2048",
         "a config that a checkpoint can keep: the model of the run could not be resumed or exported",
-        "give the key the value that it becomes, in model.config or in config.json",
+        "set the key to the value that it becomes, in model.config or in config.json",
     )
 
 

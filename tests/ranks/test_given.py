@@ -186,7 +186,7 @@ threefold.train(config(mesh=%s, train={"steps": 3, "grad_clip": 0}, optimizer={"
     refused = command(tmp_path / "one", "resume", "run", "--train.steps", "5")
     assert refused.returncode == 2
     assert (
-        "was trained with the loss objects.twice, and would go on with the cross entropy"
+        "was trained with the loss objects.twice, and would continue with the cross entropy"
         in refused.stderr
     )
     made = "threefold.config.schema.Config.model_validate(config(train={'steps': 3, 'grad_clip': 0}))"

@@ -97,7 +97,7 @@ def test_change_of_what_is_trained_must_be_confirmed(folder: Path) -> None:
     )
     assert (
         fix
-        == "  fix: --optimizer.betas '[0.9, 0.95]'   (or --accept-changes, to train on with the new one)"
+        == "  fix: --optimizer.betas '[0.9, 0.95]'   (or --accept-changes, to continue with the new one)"
     )
     assert {path: path.read_bytes() for path in before} == before
     accepted = command(folder, *more, "--accept-changes")

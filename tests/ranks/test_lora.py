@@ -272,7 +272,7 @@ def test_adapters_beside_other_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         export(tmp_path / "run", tmp_path / "merged")
     assert str(caught.value) == (
-        f"the adapters of {find(tmp_path / 'run').path} were trained on other weights than {base} has\n"
+        f"the adapters of {find(tmp_path / 'run').path} were trained on weights other than those of {base}\n"
         "  expected: the weights that the run began with, which its checkpoints do not hold\n"
         "  fix: restore them, or name the revision: --model.revision COMMIT"
     )

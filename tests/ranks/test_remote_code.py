@@ -251,8 +251,8 @@ def test_a_run_goes_on_with_the_code_that_it_began_with_alone(tmp_path: Path) ->
     refused = run_ranks(_resumed, 1, own, cache, str(run))[0]
     assert refused == (
         f"the code of the model {own} has changed since {run}/checkpoints/step-00000002 was saved\n"
-        "  expected: the code of the run: with another one the same weights compute something else\n"
-        "  fix: restore it, or --model.revision COMMIT   (to train on: threefold resume RUN --accept-changes)"
+        "  expected: the code of the run: with other code the same weights compute something else\n"
+        "  fix: restore it, or --model.revision COMMIT   (to continue anyway: threefold resume RUN --accept-changes)"
     )
     assert run_ranks(_whole, 1, own, cache, str(run))[0] == refused
     assert run_ranks(_kept_by_a_loop, 1, own, cache, loop, False)[0].startswith(

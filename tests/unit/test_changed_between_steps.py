@@ -288,7 +288,7 @@ def test_state_of_an_optimizer_for_no_parameter_is_refused(mesh: Any, tmp_path: 
         threefold.save(tmp_path, model=model, step=1, optimizer=step)
     assert str(error.value) == (
         "the optimizer Counting has a state that cannot be kept: 'steps' belongs to no parameter\n"
-        "  expected: tensors, split as the parameters are, which any mesh can read\n"
+        "  expected: tensors split like the parameters, which any mesh can read\n"
         "  fix: torch.optim.AdamW(model.parameters()), or save without optimizer="
     )
     assert not (tmp_path / "checkpoints").exists()
@@ -323,7 +323,8 @@ def test_state_that_an_optimizer_keeps_elsewhere_is_refused(
     with pytest.raises(ConfigError) as error:
         threefold.save(tmp_path, model=model, step=1, optimizer=step)
     assert str(error.value).startswith(
-        f"the optimizer {kind.__name__} has a state that cannot be kept: its {where} has some, beside optimizer.state\n"
+        f"the optimizer {kind.__name__} has a state that cannot be kept: "
+        f"its {where} has some, besides optimizer.state\n"
     )
     inner = getattr(step.optimizer, "inner", None)
     if inner is not None:  # it may share what it keeps

@@ -98,7 +98,7 @@ def test_index_reads_back(tmp_path: Path) -> None:
 def test_what_is_missing_is_a_problem() -> None:
     assert (
         Entry("F32", (4,), [Chunk("x", 0, Box((0,), (3,)))]).problem()
-        == "the chunks are not as large as the tensor"
+        == "the chunks do not add up to the tensor"
     )
     assert (
         Entry("F32", (4,), [Chunk("x", 0, Box((3,), (2,)))]).problem()

@@ -100,5 +100,5 @@ def test_what_differs_is_named_with_the_ranks_that_hold_the_same_part() -> None:
     text = "the copies of whole differ now: rank 1 from rank 0, and so does 1 more tensor"
     assert copies._difference(parts, groups, "now") == text
     parts[2] = {**parts[2], "optimizer.step.bias": 4}
-    text = "ranks 0 and 2 do not hold the same tensors now: optimizer.step.bias is on one of them alone"
+    text = "ranks 0 and 2 do not hold the same tensors now: optimizer.step.bias is on only one of them"
     assert copies._difference(parts, groups, "now") == text

@@ -201,7 +201,7 @@ def test_what_this_run_did_not_write_is_not_replaced_by_a_save(
     before = sorted(place.iterdir())
     with pytest.raises(
         FileExistsError,
-        match=r"move away what has its name: this start did not write it: '.*/step-00000005'",
+        match=r"move it away: this start did not write it: '.*/step-00000005'",
     ):
         save(checkpoints, 5)
     assert sorted(place.iterdir()) == before and place.is_symlink() == (kind == "link")

@@ -102,14 +102,14 @@ class Stage:
         except RuntimeError as error:
             size = size_text(self._size_bytes)
             log.warning(
-                "no memory for a copy of %s: the training waits until a save is written: %s",
+                "no memory for a copy of %s: training waits until each save is written: %s",
                 size,
                 error,
             )
             return
         if self._device.type == "cuda" and (reason := _lock_pages(self._buffer)) is not None:
             log.warning(
-                "the copy's pages cannot be locked: the training waits while it is made: %s",
+                "the copy's pages cannot be locked: training waits while it is made: %s",
                 reason,
             )
 

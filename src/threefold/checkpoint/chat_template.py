@@ -51,7 +51,7 @@ def template_of(checkpoint: Checkpoint, config: Config) -> str | None:
         where = copy if copy.is_file() else config.data.chat_template
         raise CheckpointError(
             f"{where} is not the chat template that {checkpoint.path} was trained with",
-            expected="the template of the run: the model knows conversations in no other form",
+            expected="the template of the run: the model knows no other form of conversation",
             fix=f"restore {copy} from a copy of the run",
         )
     return template
@@ -71,8 +71,8 @@ def refuse_other(
     kept = checkpoint.path.resolve().parents[1] / FILE
     raise CheckpointError(
         f"the chat template {name} has changed since {checkpoint.path} was saved"
-        + (" (there is none any more)" if template is None else ""),
-        expected=f"the template of the run, which it has kept in {kept}: with another one the same conversations are "
-        "other tokens",
+        + (" (there is none now)" if template is None else ""),
+        expected=f"the template of the run, which it has kept in {kept}: another one turns the same conversations "
+        "into other tokens",
         fix=f"--data.chat_template {shlex.quote(str(kept))}   (or --log.dir ANOTHER_FOLDER for a new run)",
     )

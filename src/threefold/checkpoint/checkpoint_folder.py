@@ -225,7 +225,7 @@ class CheckpointFolder:
             record = from_json((self.path / _BEST).read_bytes())
             step, eval_loss = int(record["step"]), float(record["eval_loss"])
             if record["checksum"] != _of_best(step, eval_loss):
-                raise ValueError("its checksum is another one")
+                raise ValueError("its checksum differs")
             return (step, eval_loss) if math.isfinite(eval_loss) else None
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -325,7 +325,7 @@ def seal_folder(
     )
     if final.is_symlink() or (final.exists() and not same):
         raise FileExistsError(
-            errno.EEXIST, "move away what has its name: this start did not write it", str(final)
+            errno.EEXIST, "move it away: this start did not write it", str(final)
         )
     _remove(final)
     os.replace(partial, final)
@@ -379,7 +379,7 @@ def damaged(checkpoint: Checkpoint, reason: str) -> CheckpointError:
     """Returns the error for a requested checkpoint that is damaged."""
     return CheckpointError(
         f"the checkpoint {checkpoint.path} is damaged: {reason}",
-        expected="the files as they were written, which their sizes and checksums show",
+        expected="the files as they were written, with the recorded sizes and checksums",
         fix="resume from another checkpoint of the run (`ls RUN/checkpoints`), or copy this one again from its source",
     )
 

@@ -108,7 +108,7 @@ def _difference(
     """Names the first tensor of which ranks hold other bits, those ranks, and how many tensors differ besides."""
     for rank, part in enumerate(parts):
         if alone := sorted(part.keys() ^ parts[0].keys()):
-            return f"ranks 0 and {rank} do not hold the same tensors {when}: {alone[0]} is on one of them alone"
+            return f"ranks 0 and {rank} do not hold the same tensors {when}: {alone[0]} is on only one of them"
     differing = {
         name: pairs
         for axes, names in groups.items()

@@ -121,7 +121,7 @@ def _locked(path: Path, at: str, other: str) -> IO[str]:
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 print(
-                    f"{path} cannot be locked ({error.strerror}): a second run here would not be noticed",
+                    f"{path} cannot be locked ({error.strerror}): a second run here would go unnoticed",
                     file=sys.stderr,
                 )
                 file.close()

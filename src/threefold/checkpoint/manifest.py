@@ -283,7 +283,7 @@ def refuse_unconfirmed(
         Problem(
             f"{change.key} = {as_yaml(change.now)}, but {checkpoint.path} was saved with {as_yaml(change.before)}",
             "the run's own value: another one changes what is trained from here on",
-            f"--{change.key} {pasted(change.before)}   (or --accept-changes, to train on with the new one)",
+            f"--{change.key} {pasted(change.before)}   (or --accept-changes, to continue with the new one)",
         )
         for change in found
         if change.key in confirmed
@@ -332,7 +332,7 @@ def refuse_other_base(
     if base is not None and manifest.get("base") != base:
         what = "the adapters" if config.model.lora.r else "the preferences"
         raise CheckpointError(
-            f"{what} of {checkpoint.path} were trained on other weights than {config.model.name_or_path} has",
+            f"{what} of {checkpoint.path} were trained on weights other than those of {config.model.name_or_path}",
             expected="the weights that the run began with, which its checkpoints do not hold",
             fix="restore them, or name the revision: --model.revision COMMIT",
         )
@@ -345,8 +345,8 @@ def refuse_other_code(
     if manifest.get("code", code) != code:
         raise CheckpointError(
             f"the code of the model {config.model.name_or_path} has changed since {checkpoint.path} was saved",
-            expected="the code of the run: with another one the same weights compute something else",
-            fix="restore it, or --model.revision COMMIT   (to train on: threefold resume RUN --accept-changes)",
+            expected="the code of the run: with other code the same weights compute something else",
+            fix="restore it, or --model.revision COMMIT   (to continue anyway: threefold resume RUN --accept-changes)",
         )
 
 
@@ -366,9 +366,9 @@ def refuse_other_given(manifest: Values, given: Values, checkpoint: Checkpoint) 
                 else f"leave {key}= out"
             )
             raise CheckpointError(
-                f"{checkpoint.path} was trained with {what[0]}, and would go on with {what[1]}",
+                f"{checkpoint.path} was trained with {what[0]}, and would continue with {what[1]}",
                 expected=f"one {key} for the whole run",
-                fix=f"{fix}   (or accept_changes=True, --accept-changes, to train on with another)",
+                fix=f"{fix}   (or accept_changes=True, --accept-changes, to continue with another)",
             )
     if before.get("loss_on") != now.get("loss_on"):
         raise CheckpointError(
@@ -413,13 +413,13 @@ def architecture_problems(config: PretrainedConfig) -> list[Problem]:
             return []
         key = changed[0]
         lost = f"{key} = {written.get(key)} becomes {read.get(key)}"
-    what = f"the config of {config.model_type!r} does not read back as it was written: {lost}"
+    what = f"the config of {config.model_type!r} is not the same when read back: {lost}"
     expected = "a config that a checkpoint can keep: the model of the run could not be resumed or exported"
     return [
         Problem(
             what,
             expected,
-            "give the key the value that it becomes, in model.config or in config.json",
+            "set the key to the value that it becomes, in model.config or in config.json",
         )
     ]
 

@@ -64,14 +64,14 @@ def optimizer_state(
         if any(
             isinstance(key, Tensor) and isinstance(beside[key], Tensor | dict) for key in beside
         ):
-            raise _refused(optimizer, f"its {name} has some, beside optimizer.state")
+            raise _refused(optimizer, f"its {name} has some, besides optimizer.state")
     return state
 
 
 def _refused(optimizer: torch.optim.Optimizer, what: str) -> ConfigError:
     return ConfigError(
         f"the optimizer {type(optimizer).__name__} has a state that cannot be kept: {what}",
-        expected="tensors, split as the parameters are, which any mesh can read",
+        expected="tensors split like the parameters, which any mesh can read",
         fix="torch.optim.AdamW(model.parameters()), or save without optimizer=",
     )
 
@@ -109,12 +109,12 @@ def makes_its_state(optimizer: torch.optim.Optimizer) -> bool:
 
 def _cannot_be_kept(value: object, parameter: Tensor) -> str | None:
     if not isinstance(value, Tensor):
-        return f"is no tensor, but {value!r}"
+        return f"is not a tensor but {value!r}"
     local = value.to_local() if isinstance(value, DTensor) else value
     if value.dtype not in TYPE_NAMES or type(local) not in (Tensor, nn.Parameter):
         return f"is a {type(local).__name__} of {value.dtype}"
     if _is_split(parameter) and not isinstance(value, DTensor) and value.numel() > 1:
-        return f"has the shape {list(value.shape)} on each rank, of a parameter that is split"
+        return f"has the shape {list(value.shape)} on each rank, though its parameter is split"
     return None
 
 

@@ -160,7 +160,7 @@ class Entry:
             if chunk.start < 0 or chunk.box.overlap(whole) != chunk.box:
                 return "a chunk lies outside the tensor"
         if sum(chunk.box.numel for chunk in self.chunks) != whole.numel:
-            return "the chunks are not as large as the tensor"
+            return "the chunks do not add up to the tensor"
         return (
             "chunks overlap, and leave a hole"
             if _overlap([chunk.box for chunk in self.chunks])

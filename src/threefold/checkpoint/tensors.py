@@ -249,7 +249,7 @@ def _read(path: Path, start: int, into: memoryview) -> None:
             while done < len(into) and (count := file.readinto(into[done:])):
                 done += count
         if done < len(into):
-            reason = "it ends too early"
+            reason = "it is truncated"
     except OSError as error:
         reason = error.strerror or str(error)
     if reason is not None:

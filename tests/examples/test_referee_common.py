@@ -85,7 +85,7 @@ CASES = [
         "context_parallel.py",
         [],
         [*TRAINS_7_TIMES, "exports"],
-        "the model has no wrapper and no placement that tells how ranks divide the data",
+        "the model has no wrapper and no placement that shows how ranks divide the data",
     ),
 ]
 

@@ -58,7 +58,7 @@ CLEAN = [
     (
         "qwen_loop.py",
         "export",
-        "exports: 1 of 1 folders read again have each weight and the config of the model",
+        "exports: 1 of 1 folders read back have all weights and the config of the model",
     ),
     (
         "sft_trainer.py",
@@ -89,21 +89,21 @@ FAULTS = [
         "qwen_loop.py",
         "lost",
         ["copies of weights", "gradients"],
-        "8 of 16 rows are not in the gradient",
+        "8 of 16 rows are missing from the gradient",
     ),
     (
         "qwen_loop.py",
         "between",
         ["gradients"],
-        "in step 1 8 of 16 rows are not in the gradient: row 1 of micro-batch 1",
+        "in step 1 8 of 16 rows are missing from the gradient: row 1 of micro-batch 1",
     ),
     (
         "qwen_loop.py",
         "no_zero_grad",
         ["gradients"],
-        "in step 2 the gradient of the step before is still in the gradient",
+        "in step 2 the gradient still contains that of the step before",
     ),
-    ("qwen_loop.py", "mask", ["gradients"], "that of a model that does not see attention_mask"),
+    ("qwen_loop.py", "mask", ["gradients"], "that of a model that ignores attention_mask"),
     (
         "qwen_loop.py",
         "shifted",
@@ -128,19 +128,19 @@ FAULTS = [
         "qwen_loop.py",
         "untied",
         ["gradients"],
-        "lm_head.weight is a weight of its own in the program, and the model",
+        "lm_head.weight is a separate weight in the program, and the model",
     ),
     (
         "qwen_loop.py",
         "positions",
         ["gradients"],
-        "that of a model that does not see position_ids, which it is called",
+        "that of a model that ignores position_ids, which it is called",
     ),
     (
         "qwen_loop.py",
         "lost_shard",
         ["exports"],
-        "has no model that can be read (No such file or directory",
+        "has no readable model (No such file or directory",
     ),
     (
         "experts_loop.py",
@@ -164,7 +164,7 @@ FAULTS = [
         "sft_trainer.py",
         "head",
         ["gradients"],
-        "another factor than the others: lm_head.weight x2\n",
+        "a different factor from the rest: lm_head.weight x2\n",
     ),
     (
         "qwen_meshes.py",
@@ -237,7 +237,7 @@ def test_model_of_ones_own_is_taken_from_its_program(tmp_path: Path, kind: str) 
     parts = {part["name"]: part for part in json.loads(judged.stdout)["parts"]}
     if kind == "twice":
         assert watched.returncode == 1 and parts["gradients"]["what"].endswith(
-            "than the others: 2.bias x2"
+            "from the rest: 2.bias x2"
         )
     else:
         assert watched.returncode == 0, watched.stdout + watched.stderr

@@ -26,7 +26,7 @@ FAULTS = [
     (
         "q_norm",
         1,
-        "have another factor than the others: model.layers.*.self_attn.q_norm.weight x2\n",
+        "have a different factor from the rest: model.layers.*.self_attn.q_norm.weight x2\n",
     ),
     ("means", 2, "count 1.22 x those of row 1 of micro-batch 1 of rank 1 (5 targets)"),
     (
@@ -37,7 +37,7 @@ FAULTS = [
     (
         "q_norm",
         3,
-        "have another factor than the others: model.layers.*.self_attn.q_norm.weight x2\n",
+        "have a different factor from the rest: model.layers.*.self_attn.q_norm.weight x2\n",
     ),
 ]
 
@@ -101,6 +101,6 @@ def test_what_is_not_judged_of_deepspeed(tmp_path: Path, stage: int) -> None:
         )
     else:
         assert (
-            "DeepSpeed does not show its gradients but under ZeRO, and not in float16"
+            "DeepSpeed shows its gradients only under ZeRO, and not in float16"
             in watched.stdout
         )

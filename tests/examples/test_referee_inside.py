@@ -63,27 +63,27 @@ def test_trainer_with_a_callback(tmp_path: Path) -> None:
             "forget_documents",
             "llama",
             "dp",
-            "of a model that does not see position_ids, which it is called with",
+            "of a model that ignores position_ids, which it is called with",
         ),
         (
             "forget_documents",
             "llama",
             "cp",
-            "of a model that does not see position_ids, which it is called with",
+            "of a model that ignores position_ids, which it is called with",
         ),
         (
             "see_a_part_of_the_row",
             "llama",
             "cp",
-            "the gradient is no sum of the gradients of its rows\n",
+            "the gradient is not the sum of its rows' gradients\n",
         ),
         (
             "drop_the_mask",
             "llama",
             "cp",
-            "the gradient is no sum of the gradients of its rows\n",
+            "the gradient is not the sum of its rows' gradients\n",
         ),
-        ("leak_rows", "llama", "cp", "the gradient is no sum of the gradients of its rows\n"),
+        ("leak_rows", "llama", "cp", "the gradient is not the sum of its rows' gradients\n"),
         (
             "sum_twice",
             "qwen3",
@@ -94,7 +94,7 @@ def test_trainer_with_a_callback(tmp_path: Path) -> None:
             "untie_the_head",
             "tied",
             "dp",
-            "lm_head.weight is a weight of its own in the program",
+            "lm_head.weight is a separate weight in the program",
         ),
     ],
 )
@@ -124,7 +124,7 @@ def test_positions_of_another_rank_are_refuted(tmp_path: Path) -> None:
         watched.stdout + watched.stderr
     )
     assert (
-        "the positions of the parts of each row that ranks 0 and 1 hold do not join\n"
+        "the positions of the parts of each row that ranks 0 and 1 hold do not fit together\n"
         in watched.stdout
     )
 

@@ -11,7 +11,7 @@ from examples.test_referee_programs import REFEREE, TORCHRUN, WATCHED, refuted, 
 pytestmark = pytest.mark.examples
 
 FAULTS = [
-    ("stale", ["resume"], "start 2 goes on from step 4 with the moments of step 2\n"),
+    ("stale", ["resume"], "start 2 resumes from step 4 with the moments of step 2\n"),
     (
         "no_schedule",
         ["resume"],
@@ -21,7 +21,7 @@ FAULTS = [
     (
         "rows",
         ["rows of an epoch", "resume"],
-        "and reads other rows than start 1 did: 8 of 8 in step 5\n",
+        "and reads different rows from start 1: 8 of 8 in step 5\n",
     ),
 ]
 
@@ -40,7 +40,7 @@ def test_program_that_goes_on_as_it_was_is_proved(tmp_path: Path) -> None:
     code, printed = resumed(tmp_path, "clean")
     assert refuted(printed) == []
     assert (
-        "proved      resume: start 2 goes on from step 4: 25 weights and 75 values of the optimizer as they"
+        "proved      resume: start 2 resumes from step 4: 25 weights and 75 values of the optimizer as they"
         in printed
     )
     assert "in 2 steps the learning rates and rows of start 1\n" in printed
@@ -63,7 +63,7 @@ def test_save_at_the_end_of_an_epoch(tmp_path: Path, kind: str) -> None:
     assert refuted(printed) == (["resume"] if kind == "next_epoch" else []), printed
     assert code == (1 if kind == "next_epoch" else 3)
     assert (
-        "start 2 goes on from step 8 and reads other rows than start 1 did: " in printed
+        "start 2 resumes from step 8 and reads different rows from start 1: " in printed
     ) == (kind == "next_epoch")
 
 
@@ -72,6 +72,6 @@ def test_other_ranks_go_on_with_the_same_state(tmp_path: Path) -> None:
     code, printed = resumed(tmp_path, "fsdp2", ranks=1)
     assert code == 1 and refuted(printed) == ["resume"]
     assert (
-        "start 2 goes on from step 4 and reads other rows than start 1 did: 4 of 8 in step 5\n"
+        "start 2 resumes from step 4 and reads different rows from start 1: 4 of 8 in step 5\n"
         in printed
     )

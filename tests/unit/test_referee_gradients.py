@@ -127,11 +127,11 @@ LAWS = [
     ),
     (
         lambda rank, call, targets: (call == 0) / NUM_TARGETS,
-        "4 of 8 rows are not in the gradient: row 1 of micro-batch 2",
+        "4 of 8 rows are missing from the gradient: row 1 of micro-batch 2",
     ),
     (
         lambda rank, call, targets: (rank == 0) / NUM_TARGETS,
-        "4 of 8 rows are not in the gradient: row 1 of micro-batch 1",
+        "4 of 8 rows are missing from the gradient: row 1 of micro-batch 1",
     ),
 ]
 
@@ -235,7 +235,7 @@ def test_penalty_on_the_weights_is_no_fault_and_hides_none(model: Any) -> None:
     assert part.status is PartStatus.NOT_JUDGED
     assert (
         part.what
-        == "in step 1 the gradient has a multiple of the weights, as of a penalty on them"
+        == "in step 1 the gradient contains a multiple of the weights, as from a penalty"
     )
     torch.manual_seed(3)
     noisy = {
@@ -258,7 +258,7 @@ def test_a_term_that_the_program_adds_to_its_model_s_loss_is_no_fault(model: Any
     assert judged(model, added, rows=rows).status is PartStatus.REFUTED
     part = judged(model, added, rows=[replace(unit, is_other_loss=True) for unit in rows])
     assert part.status is PartStatus.NOT_JUDGED
-    assert part.what.endswith("as with a term that the program adds")
+    assert part.what.endswith("as if a term were added")
 
 
 def test_gradient_of_the_step_before_is_found(model: Any) -> None:
@@ -290,7 +290,7 @@ def test_gradient_of_the_step_before_is_found(model: Any) -> None:
                 parameter += 0.02 * torch.randn_like(parameter)
     part = judge_gradients(steps, {"architecture": {"dropout": []}, "device": "cpu"}, own)
     assert part.status is PartStatus.REFUTED
-    assert part.what == "in step 2 the gradient of the step before is still in the gradient"
+    assert part.what == "in step 2 the gradient still contains that of the step before"
 
 
 def test_labels_that_are_counted_before_they_are_shifted(
@@ -313,8 +313,8 @@ def test_factor_that_nobody_knows_is_not_judged(model: Any) -> None:
 @pytest.mark.parametrize(
     ("pattern", "factor", "what"),
     [
-        ("q_norm", 2.0, "2 of 25 parameters have another factor than the others: model.layers.*.self_attn.q_norm"),
-        ("lm_head", 0.5, "1 of 25 parameters have another factor than the others: lm_head.weight x0.5"),
+        ("q_norm", 2.0, "2 of 25 parameters have a different factor from the rest: model.layers.*.self_attn.q_norm"),
+        ("lm_head", 0.5, "1 of 25 parameters have a different factor from the rest: lm_head.weight x0.5"),
         ("norm", 0.0, "model.norm.weight x0"),
         ("embed", -1.0, "model.embed_tokens.weight x-1"),
         ("down_proj", 1.02, "model.layers.*.mlp.down_proj.weight x1.02"),
@@ -372,7 +372,7 @@ def test_another_forward_is_no_sum_of_the_rows(model: Any, changed: str) -> None
     part = judged(model, gradients)
     assert (
         part.status is PartStatus.REFUTED
-        and "is no sum of the gradients of its rows" in part.what
+        and "is not the sum of its rows' gradients" in part.what
     )
 
 
@@ -403,7 +403,7 @@ def test_weights_that_are_no_longer_tied_are_refuted() -> None:
     )
     part = judge_gradients([step], {"architecture": {"dropout": []}, "device": "cpu"}, tied)
     assert part.status is PartStatus.REFUTED
-    assert part.what.startswith("lm_head.weight is a weight of its own in the program")
+    assert part.what.startswith("lm_head.weight is a separate weight in the program")
 
 
 def test_gradient_where_there_is_none_is_refuted(model: Any) -> None:
@@ -413,7 +413,7 @@ def test_gradient_where_there_is_none_is_refuted(model: Any) -> None:
     gradients = combined(model, mean)
     name = "model.layers.0.self_attn.k_proj.weight"
     assert not gradients[name].any()
-    assert "zero but for rounding, and not compared" in judged(model, gradients).what
+    assert "zero up to rounding, and not compared" in judged(model, gradients).what
     gradients[name] += 0.1
     part = judged(model, gradients)
     assert (
@@ -433,7 +433,7 @@ def test_what_is_not_finite_or_too_large_is_not_judged(
     )
     monkeypatch.setattr("threefold.referee.judge.gradients._MOST_WORK", 1.0)
     assert (
-        "operations to compute the gradients of step 1 here, of at most 1e+00"
+        "operations are needed for the gradients of step 1 here, more than 1e+00"
         in judged(model, combined(model, mean)).what
     )
 
@@ -566,7 +566,10 @@ def test_a_decay_that_is_done_twice_or_undone_is_refuted(share: float) -> None:
 
 
 def test_a_weight_whose_update_is_mostly_rounding_is_judged_beside_that() -> None:
-    assert "no weight moves by more than its rounding" in judge_updates(trained(lr=1e-6)).what
+    assert (
+        "no weight moves by more than its rounding error"
+        in judge_updates(trained(lr=1e-6)).what
+    )
     part = judge_updates(trained(lr=1e-6, change=lambda weights: weights["b"].sub_(3e-6)))
     assert part.status is PartStatus.REFUTED and "1 of 2 parameters" in part.what
 
@@ -621,7 +624,7 @@ def test_what_is_not_finite_in_a_later_step_ends_the_proof(model: Any) -> None:
     clipped[2].clip["norm"] = None  # as a record has what is not finite
     part = judge_norms(clipped)
     assert part.status is PartStatus.NOT_JUDGED
-    assert "the norm of step 3 is not finite, or was found in a way" in part.what
+    assert "the norm of step 3 is not finite, or was computed in a way" in part.what
 
 
 @pytest.mark.parametrize("order", [1.0, math.inf])
@@ -655,7 +658,7 @@ def test_place_that_holds_two_values_is_not_judged() -> None:
     with pytest.raises(Unjudgeable, match="ranks hold different values of w in the same place"):
         dict(_assembled("weight", [*lines], [*files]))
     short[0]["curve"]["weights"]["w"]["shape"] = [2]
-    with pytest.raises(Unjudgeable, match="do not make the whole"):
+    with pytest.raises(Unjudgeable, match="do not make up the whole"):
         dict(_assembled("weight", [short[0]], [short[1]]))
 
 
@@ -677,7 +680,7 @@ def test_nothing_to_compare_is_not_judged(model: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr("threefold.referee.judge.gradients._TOO_NOISY", 0.0)
     part = judged(model, combined(model, mean))
     assert part.status is PartStatus.NOT_JUDGED and part.what.endswith(
-        "each gradient is as small as its rounding"
+        "each gradient is no larger than its rounding error"
     )
 
 
@@ -776,7 +779,7 @@ def test_programs_own_mask_and_labels_are_read_as_its_gradients_say(
     part = judge_gradients([step], {"architecture": architecture, "device": "cpu"})
     assert part.status is status, part
     if status is PartStatus.NOT_JUDGED:
-        assert part.what.endswith("and no reading of them explains its gradients")
+        assert part.what.endswith("and no interpretation explains its gradients")
 
 
 def test_parts_in_a_row_are_put_together() -> None:
@@ -796,5 +799,5 @@ def test_parts_in_a_row_are_put_together() -> None:
     assert torch.equal(dict(_assembled("weight", described, files))["w"], whole)
     described[1]["curve"]["weights"]["w"] |= {"begin": [6], "size": [6]}
     files[1]["weight.w"] = whole.flatten()[6:]
-    with pytest.raises(Unjudgeable, match="do not make the whole"):
+    with pytest.raises(Unjudgeable, match="do not make up the whole"):
         dict(_assembled("weight", described, files))

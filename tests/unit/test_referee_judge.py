@@ -185,11 +185,11 @@ def test_sampler_seeded_by_rank(tmp_path: Path) -> None:
     assert text(verdict, "rows of an epoch") == (
         f"refuted     rows of an epoch: epoch 1 read {twice} rows more than once and {twice} of 40 never\n"
         "  expected: each of the 40 rows once, by one data rank\n"
-        "  where: the sampler of each rank: equal seed and epoch, num_replicas the number of data ranks, rank its own"
+        "  where: the sampler of each rank: same seed and epoch, num_replicas = number of data ranks, its own rank"
     )
     assert text(verdict, "order of epochs") == (
         "refuted     order of epochs: in epoch 1 the sampler of rank 1 has seed 1, that of rank 0 has 0\n"
-        "  expected: one order of the data set, of which each data rank reads its share\n"
+        "  expected: one order of the data set, each data rank reading its share\n"
         "  where: where the sampler is made, or its epoch set: seed must not depend on the rank"
     )
 
@@ -242,7 +242,7 @@ def test_shares_of_more_ranks_than_there_are(tmp_path: Path) -> None:
     assert "epoch 1 made 20 reads of 40 rows: 20 never" in text(verdict, "rows of an epoch")
     assert text(verdict, "order of epochs") == (
         "refuted     order of epochs: the samplers divide the rows by 4 and read the shares 0, 1 on 2 data ranks\n"
-        "  expected: num_replicas is the number of data ranks, and each of them reads another share\n"
+        "  expected: num_replicas is the number of data ranks, and each of them reads a different share\n"
         "  where: where the sampler is made: num_replicas and rank are those of the data ranks"
     )
 
@@ -436,7 +436,7 @@ def test_ranks_that_cannot_be_told_apart_are_not_judged(tmp_path: Path) -> None:
         dealt(seeds=(0, 1)),
         placement=lambda rank: {"together": [], "unknown": "no wrapper"},
     )
-    why = "it does not show which ranks read rows of their own (rank 0: no wrapper)"
+    why = "it is not known which ranks read separate rows (rank 0: no wrapper)"
     assert text(verdict, "rows of data ranks") == f"not judged  rows of data ranks: {why}"
     assert text(verdict, "rows of an epoch") == f"not judged  rows of an epoch: {why}"
     assert verdict.exit_code == 3
@@ -592,7 +592,7 @@ def test_step_may_end_an_epoch_and_begin_the_next(tmp_path: Path) -> None:
 def test_ranks_that_hold_later_places_of_rows_are_no_data_ranks(tmp_path: Path) -> None:
     verdict = record(tmp_path, dealt(), begin=16)
     assert text(verdict, "rows of data ranks").endswith(
-        "(rank 0 reads rows from position 16 on, as of a sequence that ranks share; the positions do not show which)"
+        "(rank 0 reads rows from position 16 on, as if ranks shared a sequence; the positions do not show which)"
     )
     assert verdict.exit_code == 3
 
@@ -603,7 +603,7 @@ def test_trial_of_another_model_is_left_out(
 ) -> None:
     """Of a model that the training wraps it is a part of the training, which is then not known."""
     verdict = record(tmp_path, dealt(epochs=1), trial=model)
-    assert "left out are steps of other optimizers: 1" in text(verdict, "record")
+    assert "steps of other optimizers left out: 1" in text(verdict, "record")
     assert (status(verdict, "rows of an epoch") is PartStatus.PROVED) is is_left_out, (
         verdict.lines()
     )

@@ -73,7 +73,7 @@ def test_what_zero_divides_is_not_taken_for_the_state(held: str, is_whole: bool)
     setattr(model.weight, held, None)
     known = state_of(model)
     assert ("weights" in known) == is_whole
-    unknown = {"unknown": "DeepSpeed's ZeRO keeps weights and moments in a way of its own"}
+    unknown = {"unknown": "DeepSpeed's ZeRO keeps weights and moments in its own format"}
     assert state_of(model, torch.optim.AdamW(model.parameters())) == unknown
     assert is_whole or known == unknown
 
@@ -194,7 +194,7 @@ def told(folder: Path, name: str = "resume") -> str:
 
 def test_one_start_has_no_resume(tmp_path: Path) -> None:
     start(tmp_path, 1, ROWS)
-    assert told(tmp_path) == "none        resume: no program of the command went on from a save"
+    assert told(tmp_path) == "none        resume: no program of the command resumed from a save"
 
 
 @pytest.mark.parametrize("rank_0_saves", [False, True])
@@ -203,7 +203,7 @@ def test_start_that_goes_on_is_proved(tmp_path: Path, rank_0_saves: bool) -> Non
     start(tmp_path, 1, ROWS[:6], saved=[2, 4], cut=True, rank_0_saves=rank_0_saves)
     start(tmp_path, 2, ROWS[4:], first_step=4)
     assert told(tmp_path) == (
-        "proved      resume: start 2 goes on from step 4: 2 weights and 6 values of the optimizer as they were saved; "
+        "proved      resume: start 2 resumes from step 4: 2 weights and 6 values of the optimizer as they were saved; "
         "in 2 steps the learning rates and rows of start 1"
     )
     assert part(tmp_path, "record").status is PartStatus.PROVED
@@ -218,9 +218,9 @@ def test_three_starts_on_other_ranks(tmp_path: Path) -> None:
     start(tmp_path, 2, ROWS[2:6], first_step=2, saved=[2], cut=True)
     start(tmp_path, 3, ROWS[4:], first_step=4, ranks=1)
     resumes = [str(each) for each in judge(tmp_path).parts if each.name == "resume"]
-    assert [each.split(":")[1].split(" goes")[1] for each in resumes] == [
-        " on from step 2",
-        " on from step 4",
+    assert [each.split(":")[1].split(" resumes")[1] for each in resumes] == [
+        " from step 2",
+        " from step 4",
     ]
     assert all(each.startswith("proved") for each in resumes)
 
@@ -228,7 +228,7 @@ def test_three_starts_on_other_ranks(tmp_path: Path) -> None:
 WRONG = [
     (
         {"begins": STATES[2]},
-        "from step 2 and reads other rows than start 1 did: 4 of 4 in step 3",
+        "from step 2 and reads different rows from start 1: 4 of 4 in step 3",
     ),
     (
         {"begins": {**STATES[4], "moments": STATES[2]["moments"]}},
@@ -273,10 +273,10 @@ WRONG = [
         {"rates": lambda step: 0.2},
         "from step 4 with other learning rates: in step 5 they were 0.1 and 0.2",
     ),
-    ({"rows": ROWS}, "from step 4 and reads other rows than start 1 did: 4 of 4 in step 5"),
+    ({"rows": ROWS}, "from step 4 and reads different rows from start 1: 4 of 4 in step 5"),
     (
         {"rows": [*ROWS[5:], ROWS[4]]},
-        "from step 4 and reads other rows than start 1 did: 4 of 4 in step 5",
+        "from step 4 and reads different rows from start 1: 4 of 4 in step 5",
     ),
 ]
 
@@ -287,7 +287,7 @@ def test_start_that_goes_on_otherwise_is_refuted(
 ) -> None:
     start(tmp_path, 1, ROWS[:6], saved=[2, 4], cut=True)
     start(tmp_path, 2, settings.pop("rows", ROWS[4:]), first_step=4, **settings)
-    assert told(tmp_path).startswith("refuted     resume: start 2 goes on ")
+    assert told(tmp_path).startswith("refuted     resume: start 2 resumes ")
     assert told(tmp_path).endswith(what)
     assert judge(tmp_path).exit_code == 1
 
@@ -305,13 +305,13 @@ def test_what_does_not_show_is_not_judged(tmp_path: Path) -> None:
     start(tmp_path, 1, ROWS[:4], saved=[4], cut=True, rates=float)
     start(tmp_path, 2, ROWS[4:], first_step=4, rates=float)
     assert told(tmp_path).endswith(
-        "its next learning rates do not show: let it train beyond a save"
+        "its next learning rates are not known: let it train beyond a save"
     )
     for path in tmp_path.glob("rank-*-2.jsonl"):
         path.unlink()
     start(tmp_path, 2, ROWS[4:], first_step=4, ranks=1)
     assert told(tmp_path).endswith(
-        "on other ranks the rows after it do not show: let start 1 train beyond a save"
+        "with other ranks, later rows cannot be compared: let start 1 train beyond a save"
     )
 
 
@@ -335,7 +335,7 @@ def test_program_that_does_not_go_on_is_another_training(tmp_path: Path) -> None
     start(tmp_path, 2, ROWS, begins=STATES[7], loaded=False)
     verdict = judge(tmp_path)
     assert str(verdict.parts[0]) == (
-        "not judged  record: two programs trained, and the second does not go on from a save"
+        "not judged  record: two programs trained, and the second does not resume from a save"
     )
     assert verdict.exit_code == 3
 
@@ -398,7 +398,7 @@ def exported(
 def test_export_that_is_the_model_is_proved(tmp_path: Path, tied: bool) -> None:
     exported(tmp_path, tied=tied)
     assert told(tmp_path, "exports") == (
-        "proved      exports: 1 of 1 folders read again have each weight and the config of the model"
+        "proved      exports: 1 of 1 folders read back have all weights and the config of the model"
     )
 
 
@@ -424,18 +424,18 @@ NORM = "model.layers.1.input_layernorm.weight"
 BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     (
         lambda folder: _change(folder, lambda tensors: tensors.pop("lm_head.weight")),
-        "1 of 21 weights that are not as",
+        "1 of 21 weights that have changed",
     ),
     (
         lambda folder: _change(folder, lambda tensors: tensors[NORM].add_(1e-6)),
-        f"they were: {NORM}",
+        f"have changed: {NORM}",
     ),
     (
         lambda folder: _change(folder, lambda tensors: tensors[NORM].fill_(torch.nan)),
-        f"they were: {NORM}",
+        f"have changed: {NORM}",
     ),
-    (_cut, "no model that can be read"),
-    (lambda folder: (folder / "model.safetensors").unlink(), "no model that can be read"),
+    (_cut, "no readable model"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "no readable model"),
     (_other_config, "rms_norm_eps 0.001 in its config, where the model has 1e-06"),
 ]
 
@@ -453,7 +453,7 @@ def test_export_that_is_another_model_is_refuted(
 def test_export_of_weights_that_are_not_finite_is_not_proved(tmp_path: Path) -> None:
     exported(tmp_path, first=torch.inf)
     assert part(tmp_path, "exports").status is PartStatus.NOT_JUDGED
-    assert told(tmp_path, "exports").endswith("and not all of them are finite")
+    assert told(tmp_path, "exports").endswith("but not all of them are finite")
 
 
 def test_export_without_one_of_its_shards_is_refuted(tmp_path: Path) -> None:
@@ -473,4 +473,4 @@ def test_exports_that_cannot_be_compared_are_not_judged(tmp_path: Path) -> None:
     )
     for path in (tmp_path / "model").iterdir():
         path.unlink()
-    assert told(tmp_path, "exports").endswith("model is not here, or no longer")
+    assert told(tmp_path, "exports").endswith("model is not here, or was removed")

@@ -98,7 +98,7 @@ def test_parts_are_put_back_together(
     joined = shared.whole(parts)
     assert torch.equal(joined["0.position_ids"], whole) and torch.equal(joined["0.ids"], ids)
     assert groups.records[0].calls[0].rows[1].count("+") == size - 1
-    with pytest.raises(Unjudgeable, match="set the dropout to 0"):
+    with pytest.raises(Unjudgeable, match="set dropout to 0"):
         shared.whole([{**part, "0.!random": torch.zeros(2)} for part in parts])
 
 
@@ -115,7 +115,7 @@ def test_pairs_of_several_data_ranks_are_process_groups(tmp_path: Path) -> None:
     )
     assert [[record.rank for record in group] for group in groups.members] == [[0, 1], [2, 3]]
     alone = groups_of(records(tmp_path, [*parts, *parts], [[0, 1, 2, 3]]))
-    why = "rank 1 reads rows from position 4 on, as of a sequence that ranks share; the positions do not show which"
+    why = "rank 1 reads rows from position 4 on, as if ranks shared a sequence; the positions do not show which"
     assert alone.unknown == why
 
 
@@ -136,7 +136,7 @@ def test_positions_that_do_not_join_are_refuted(tmp_path: Path) -> None:
     assert part.status is PartStatus.REFUTED
     assert (
         part.what
-        == "the positions of the parts of each row that ranks 0 and 1 hold do not join"
+        == "the positions of the parts of each row that ranks 0 and 1 hold do not fit together"
     )
     right = judge_model_copies(groups_of(records(tmp_path, [first, second], [[0, 1]])))
     assert right.status is PartStatus.PROVED

@@ -169,7 +169,7 @@ def _read_rank(path: Path) -> RankRecord | None:
             line["rows"], line["batches"], line["ended"], line["samplers"]
         )
     record.wrong += [
-        f"rank {record.rank}: the referee recorded no further ({line['what']})"
+        f"rank {record.rank}: the referee stopped recording ({line['what']})"
         for line in of_kind["fault"]
     ]
     record.joined = bool(of_kind["joined"])
@@ -253,6 +253,6 @@ def _wrong_file(folder: Path, written: Values) -> Iterator[str]:
     if "file" in written:
         try:
             if digest((folder / written["file"]).read_bytes()) != written["digest"]:
-                yield f"{written['file']} is not as it was written"
+                yield f"{written['file']} was altered"
         except OSError as error:
             yield f"{written['file']} cannot be read: {error.strerror}"

@@ -128,7 +128,7 @@ def checked_steps(folder: Path, groups: RankGroups) -> list[CheckedStep]:
     """
     groups.check()
     if any(record.damaged for record in groups.records):
-        raise Unjudgeable("the record is not as it was written")
+        raise Unjudgeable("the record was altered")
     return [_read_step(folder, groups, place) for place in range(groups.num_checked)]
 
 

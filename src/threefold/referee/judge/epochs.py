@@ -124,14 +124,16 @@ def epochs_of(ranks: Records) -> Epochs:
             record.passes[name] for record, name in pairs if name and name in record.passes
         ]
         if len(passes) < len(ranks):
-            return "a rank was killed, so its record does not tell the passes of its DataLoader"
+            return (
+                "a rank was killed, so its record does not show the passes over its DataLoader"
+            )
         rows = [
             [row for call in record.calls if call.loader_pass == name for row in call.rows]
             for record, name in pairs
         ]
         epochs.append(Epoch(len(epochs) + 1, passes, rows))
     if any(None in epoch.settings("batch_size") for epoch in epochs):
-        return _epochs_by_rows(ranks) or "the size of the DataLoader's batches is not known"
+        return _epochs_by_rows(ranks) or "the DataLoader's batch size is not known"
     return (
         next(filter(None, map(_foreign_rows, epochs)), None)
         or epochs
@@ -203,7 +205,7 @@ def judge_epochs(groups: RankGroups, epochs: Epochs) -> JudgedPart:
     for epoch in ended:
         _check_complete(epoch, num_rows=num_rows, rows=rows)
     if any(_num_repeated(epoch, num_rows) > 0 for epoch in ended):
-        raise Unjudgeable("rows came twice in each epoch: the data set may hold equal ones")
+        raise Unjudgeable("rows came twice in each epoch: the data set may hold duplicates")
     # Contents that never come again may be random: then only the samplers show that rows are read once.
     if len(ended) == 1 and not epochs[0].divides:
         raise Unjudgeable("one epoch does not show whether a row looks the same each time")
@@ -231,14 +233,10 @@ def _known(groups: RankGroups, epochs: Epochs) -> tuple[list[Epoch], list[Epoch]
 def _by_one_another(ended: list[Epoch], rows: set[str]) -> JudgedPart:
     """Judges epochs of a data set of unknown size: all of them must have read the same rows, each once."""
     if len(ended) < 2:
-        raise Unjudgeable(
-            "how many rows an epoch has is not known, and fewer than two epochs ended"
-        )
+        raise Unjudgeable("the size of an epoch is not known, and fewer than two epochs ended")
     if all(len(rows) == len(epoch.counts) == epoch.counts.total() for epoch in ended):
         return proved(f"{len(ended)} epochs read the same {len(rows)} rows, each once")
-    raise Unjudgeable(
-        "how many rows an epoch has is not known, and the epochs read different ones"
-    )
+    raise Unjudgeable("the size of an epoch is not known, and the epochs read different rows")
 
 
 def _num_repeated(epoch: Epoch, num_rows: int) -> int:
@@ -267,7 +265,7 @@ def _check_complete(epoch: Epoch, *, num_rows: int, rows: set[str]) -> None:
     raise Refuted(
         what,
         f"each of the {num_rows} rows once, by one data rank",
-        "the sampler of each rank: equal seed and epoch, num_replicas the number of data ranks, rank its own",
+        "the sampler of each rank: same seed and epoch, num_replicas = number of data ranks, its own rank",
     )
 
 
@@ -285,22 +283,22 @@ def judge_order(groups: RankGroups, epochs: Epochs) -> JudgedPart:
             _check_settings(epoch, ranks)
             _check_shares(epoch, epoch.replicas)
     if len(ended) < 2:
-        return none_here("fewer than two epochs ended, so there is no second order")
+        return none_here("fewer than two epochs ended: no two orders to compare")
     same = [epoch.number for before, epoch in pairwise(ended) if before.rows == epoch.rows]
     if any(
         2 * len(before.counts & epoch.counts) < len(epoch.counts)
         for before, epoch in pairwise(ended)
     ):
         raise Unjudgeable(
-            "most rows of an epoch are not those of the epoch before, so orders do not show"
+            "most rows differ from those of the epoch before: orders cannot be compared"
         )
     if not same:
-        return proved(f"{len(ended)} epochs, each in an order of its own")
+        return proved(f"{len(ended)} epochs, each in its own order")
     first = epochs[0].passes[0]
     if not first.setting("shuffle") and not any(
         "Random" in each["class"] for each in first.samplers
     ):
-        return none_here("equal in each epoch; the sampler does not shuffle")
+        return none_here("the same in each epoch; the sampler does not shuffle")
     if min(len(set(rows)) for rows in epochs[0].rows) < _FEWEST_ROWS:
         raise Unjudgeable(f"a rank reads fewer than {_FEWEST_ROWS} different rows in an epoch")
     raise Refuted(
@@ -319,7 +317,7 @@ def _check_settings(epoch: Epoch, ranks: list[int]) -> None:
             raise Refuted(
                 f"in epoch {epoch.number} the sampler of rank {ranks[other]} has {names[0]} {values[other]}, "
                 f"that of rank {ranks[0]} has {values[0]}",
-                "one order of the data set, of which each data rank reads its share",
+                "one order of the data set, each data rank reading its share",
                 f"where the sampler is made, or its epoch set: {names[0]} must not depend on the rank",
             )
 
@@ -334,6 +332,6 @@ def _check_shares(epoch: Epoch, replicas: int) -> None:
     numbers = ", ".join(map(str, shares))
     raise Refuted(
         f"the samplers divide the rows by {replicas} and read the shares {numbers} on {num_ranks} data ranks",
-        "num_replicas is the number of data ranks, and each of them reads another share",
+        "num_replicas is the number of data ranks, and each of them reads a different share",
         "where the sampler is made: num_replicas and rank are those of the data ranks",
     )

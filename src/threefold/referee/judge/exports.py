@@ -44,7 +44,7 @@ def judge_exports(starts: Sequence[Records]) -> JudgedPart:
             for each in record.exported:
                 if each["module"] not in (None, record.placement.get("module")):
                     raise Unjudgeable(
-                        f"{each['folder']} holds another model than the one that is trained"
+                        f"{each['folder']} does not hold the model that is trained"
                     )
                 written.pop(each["folder"], None)
                 written[each["folder"]] = ranks, each["step"]
@@ -56,7 +56,7 @@ def judge_exports(starts: Sequence[Records]) -> JudgedPart:
         if Path(folder, "config.json").is_file()
     }
     if not present:
-        raise Unjudgeable(f"{next(iter(written))} is not here, or no longer")
+        raise Unjudgeable(f"{next(iter(written))} is not here, or was removed")
     last = list(present.items())[-_MOST_READ:]
     for folder, (ranks, step) in last:
         try:
@@ -72,7 +72,7 @@ def judge_exports(starts: Sequence[Records]) -> JudgedPart:
                 "what is written: a shard of weights, a name, a gather of parts on one rank, the config",
             )
     return proved(
-        f"{len(last)} of {len(written)} folders read again have each weight and the config of the model"
+        f"{len(last)} of {len(written)} folders read back have all weights and the config of the model"
     )
 
 
@@ -85,7 +85,7 @@ def _expected(ranks: Records, folder: str, step: int) -> Described:
         if (each["folder"], each["step"]) == (folder, step)
     ]
     if any(each["module"] is None for each in mine):
-        raise Unjudgeable("it is not the model that is trained that was written")
+        raise Unjudgeable("what was written is not the model that is trained")
     saved = [{**record.saved[step], "moments": {}} for record in ranks if step in record.saved]
     return whole_state([*mine, *saved]).weights
 
@@ -100,7 +100,7 @@ def _wrong(folder: str, expected: Described, architecture: Values) -> str | None
                 folder, dtype="auto", use_safetensors=True, local_files_only=True
             )
     except (OSError, SafetensorError) as error:
-        return f"no model that can be read ({str(error).splitlines()[0]})"
+        return f"no readable model ({str(error).splitlines()[0]})"
     except Exception as error:  # possibly only on this machine
         raise Unjudgeable(
             f"transformers does not load it here ({str(error).splitlines()[0]})"
@@ -121,9 +121,7 @@ def _wrong(folder: str, expected: Described, architecture: Values) -> str | None
             f"weights were written as {min(cast)[0]}, and are {min(cast)[1]} in memory"
         )
     if lost := sorted(differing(expected, read)):
-        return (
-            f"{len(lost)} of {len(expected)} weights that are not as they were: {listed(lost)}"
-        )
+        return f"{len(lost)} of {len(expected)} weights that have changed: {listed(lost)}"
     if not all(each.isfinite().all() for each in model.parameters()):
-        raise Unjudgeable("its weights are those of the model, and not all of them are finite")
+        raise Unjudgeable("its weights are the model's, but not all of them are finite")
     return None

@@ -129,7 +129,7 @@ def judge_gradients(
             f"the model cannot be computed here ({type(error).__name__}: {text})"
         ) from error
     if foreign := foreign_part(architecture):
-        raise Unjudgeable(f"{foreign}, and no reading of them explains its gradients")
+        raise Unjudgeable(f"{foreign}, and no interpretation explains its gradients")
     raise first
 
 
@@ -154,7 +154,7 @@ def _judged(model: OwnModel, steps: list[CheckedStep], device: str) -> JudgedPar
             if fits:
                 break
             raise Unjudgeable(
-                f"{work:.0e} operations to compute the gradients of step {step.number} here, of at most "
+                f"{work:.0e} operations are needed for the gradients of step {step.number} here, more than "
                 f"{_MOST_WORK:.0e}: train fewer rows, or a smaller config"
             )
         if not all(value.isfinite().all() for value in step.gradients.values()):
@@ -170,7 +170,7 @@ def _judged(model: OwnModel, steps: list[CheckedStep], device: str) -> JudgedPar
         f"gradient of {law} ({total} in step {first.step.number})"
     )
     num_silent = len(first.step.gradients) - len(first.compared)
-    silent = f"; {num_silent} are zero but for rounding, and not compared" if num_silent else ""
+    silent = f"; {num_silent} are zero up to rounding, and not compared" if num_silent else ""
     largest = max(each.left for fit in fits for each in fit.compared.values())
     return proved(f"{what}; the largest difference is {largest:.0e} of a gradient{silent}")
 
@@ -202,10 +202,10 @@ def _fit_step(model: OwnModel, step: CheckedStep, before: CheckedStep | None) ->
             laws, _samples(model, blind, step), noise
         ):
             raise NoLaw(
-                f"in step {step.number} the gradient is that of a model that does not see {name}, which it is called "
+                f"in step {step.number} the gradient is that of a model that ignores {name}, which it is called "
                 "with",
                 _AS_ALONE,
-                f"what takes {name} away on the way into the layers: a wrapper, a patch, a kernel",
+                f"what drops {name} before the layers: a wrapper, a patch, a kernel",
             )
 
     def has_beside(others: Tensors) -> bool:
@@ -217,7 +217,7 @@ def _fit_step(model: OwnModel, step: CheckedStep, before: CheckedStep | None) ->
 
     if has_beside(step.weights):
         raise Unjudgeable(
-            f"in step {step.number} the gradient has a multiple of the weights, as of a penalty on them"
+            f"in step {step.number} the gradient contains a multiple of the weights, as from a penalty"
         )
     if (
         before is not None
@@ -225,7 +225,7 @@ def _fit_step(model: OwnModel, step: CheckedStep, before: CheckedStep | None) ->
         and has_beside(before.gradients)
     ):
         raise NoLaw(
-            f"in step {step.number} the gradient of the step before is still in the gradient",
+            f"in step {step.number} the gradient still contains that of the step before",
             "gradients of the rows of this step alone",
             "optimizer.zero_grad() after each step, on all parameters",
         )
@@ -236,17 +236,17 @@ def _fit_step(model: OwnModel, step: CheckedStep, before: CheckedStep | None) ->
             str(size) for size, share in zip(sizes, shares, strict=True) if share < _LOST
         ]:
             raise NoLaw(
-                f"in step {step.number} {len(lost)} of {len(sizes)} rows are not in the gradient: "
+                f"in step {step.number} {len(lost)} of {len(sizes)} rows are missing from the gradient: "
                 + ", ".join(lost[:3] + ["..."] * (len(lost) > 3)),
-                "a part of each row that was trained on",
+                "a contribution from each row that was trained on",
                 "zero_grad between micro-batches, no_sync on the last one, a gradient that is not summed over ranks",
             )
     if any(unit.is_other_loss for unit in units):
         raise Unjudgeable(
-            f"in step {step.number} the loss is no cross-entropy of the outputs, as with a term that the program adds"
+            f"in step {step.number} the loss is not the cross-entropy of the outputs, as if a term were added"
         )
     raise NoLaw(
-        f"in step {step.number} the gradient is no sum of the gradients of its rows",
+        f"in step {step.number} the gradient is not the sum of its rows' gradients",
         _AS_ALONE,
         "the forward of the model: masks, positions, documents packed together, layers that differ; hooks on gradients",
     )
@@ -303,7 +303,9 @@ def _compared(
         )
     ]
     if not names:
-        raise Unjudgeable(f"in step {step.number} each gradient is as small as its rounding")
+        raise Unjudgeable(
+            f"in step {step.number} each gradient is no larger than its rounding error"
+        )
     return {
         name: Compared(*factor_of(expected[name], step.gradients[name]), noise[name])
         for name in names
@@ -338,7 +340,7 @@ def _check(step_fit: StepFit) -> None:
     }
     if odd:
         raise Refuted(
-            f"in {step} {len(odd)} of {len(compared)} parameters have another factor than the others: "
+            f"in {step} {len(odd)} of {len(compared)} parameters have a different factor from the rest: "
             f"{listed(odd, odd)}",
             f"the gradient of {TARGETS} for each parameter",
             "what sums or scales these gradients: one sum over ranks too many, a hook, a part of the loss",
@@ -381,7 +383,7 @@ def _check(step_fit: StepFit) -> None:
     factors = _known_factors(step_fit)
     if not factors:
         raise Unjudgeable(
-            f"in {step} each gradient is x{fit.factor:.4g} of {TARGETS}, as the program's loss may ask for"
+            f"in {step} each gradient is x{fit.factor:.4g} of {TARGETS}, as the program's loss may intend"
         )
     if factors[0].law is None:
         raise Refuted(
@@ -413,7 +415,7 @@ def judge_target_places(steps: list[CheckedStep]) -> JudgedPart:
         if i is not None and t is not None and i.ndim == 2 and i.shape == t.shape
     ]
     if not same:
-        return none_here("the targets of outputs do not show")
+        return none_here("the targets of the outputs cannot be seen")
     itself, following, later = (
         float(torch.cat([_hits(*each, shift) for each in same]).mean()) for shift in range(3)
     )

@@ -61,7 +61,7 @@ class RankGroups:
         """Raises why data ranks cannot be compared, if they cannot."""
         if self.unknown is not None:
             raise Unjudgeable(
-                f"it does not show which ranks read rows of their own ({self.unknown})"
+                f"it is not known which ranks read separate rows ({self.unknown})"
             )
         if len(self.members) < self.num_data_ranks:
             raise Unjudgeable(
@@ -92,7 +92,7 @@ def _known_groups(ranks: Records) -> RankGroups:
             raise Unjudgeable(f"the axis {splits!r} may split rows among ranks")
         if begin := min((call.begin for call in record.calls), default=0):
             raise Unjudgeable(
-                f"rank {record.rank} reads rows from position {begin} on, as of a sequence that ranks share; the "
+                f"rank {record.rank} reads rows from position {begin} on, as if ranks shared a sequence; the "
                 "positions do not show which"
             )
         data_ranks = placement["data_ranks"]
@@ -137,7 +137,7 @@ class SharedSequence(NamedTuple):
             call, _, kind = name.partition(".")
             if kind == "!random" and len(parts) > 1:
                 raise Unjudgeable(
-                    "ranks that share rows draw random numbers of their own: set the dropout to 0"
+                    "ranks that share rows draw different random numbers: set dropout to 0"
                 )
             positions = _positions_of(parts[0], call)
             if positions is not None and value.shape[1:2] == positions.shape[1:2]:

@@ -54,7 +54,7 @@ def rebuilt(architecture: Values) -> nn.Module:
     kind, own_config = model_class(architecture)
     values = architecture["config"]
     if values.get("output_router_logits"):
-        raise Unjudgeable("the loss has a part of the routers beside the targets")
+        raise Unjudgeable("the loss has a router term besides the targets")
     config = own_config.from_dict(values)
     config._attn_implementation = "eager" if architecture["attention"] == "eager" else "sdpa"
     with torch.random.fork_rng(devices=[]):
@@ -86,7 +86,7 @@ class OwnModel:
         own = dict(self.model.named_parameters())
         if untied := sorted((weights.keys() - own.keys()) & self.model.state_dict().keys()):
             raise Refuted(
-                f"{untied[0]} is a weight of its own in the program, and the model shares it with another one",
+                f"{untied[0]} is a separate weight in the program, but the model ties it to another",
                 "one weight, with the gradients of all its uses",
                 "what replaces parameters after the model is made: sharding, a cast, a load, a resized vocabulary",
             )
@@ -108,11 +108,11 @@ class OwnModel:
         labels = unit.inputs.get("labels")
         if labels is None or not unit.has_own_loss:
             raise Unjudgeable(
-                "the loss is computed outside of the model, and is no cross-entropy of its outputs"
+                "the loss is computed outside the model, and is not its outputs' cross-entropy"
             )
         if self._replaced is not None:
             raise Unjudgeable(
-                f"the loss is computed by {self._replaced}, which may give labels a meaning of their own"
+                f"the loss is computed by {self._replaced}, which may interpret labels differently"
             )
         if labels.ndim < 2:
             return labels.numel()
@@ -192,7 +192,7 @@ class OwnModel:
         places = list(inspect.signature(self.model.forward).parameters)
         for name, value in inputs.items():
             if "." in name:
-                raise Unjudgeable(f"the model is called with {name}, inside of another value")
+                raise Unjudgeable(f"the model is called with {name}, inside another value")
             if name != "num_items_in_batch":
                 yield (places[int(name)] if name.isdigit() else name), value
 
@@ -232,7 +232,7 @@ def foreign_part(architecture: Values) -> str | None:
     ):
         return f"its attention is the program's own ({attention}): what its mask means is not known"
     if (loss := architecture.get("replaced")) and not loss.startswith(_KNOWN):
-        return f"the loss is computed by {loss}, which may give labels a meaning of their own"
+        return f"the loss is computed by {loss}, which may interpret labels differently"
     return None
 
 

@@ -46,7 +46,7 @@ class WholeTraining:
 def whole_training(watched: WatchedCommand) -> WholeTraining:
     """Joins the starts of a command, each from the step from which it continues."""
     ranks = watched.ranks
-    none = JudgedPart(RESUME, PartStatus.NONE, "no program of the command went on from a save")
+    none = JudgedPart(RESUME, PartStatus.NONE, "no program of the command resumed from a save")
     parts = [] if watched.later else [none]
     for number, later in enumerate(watched.later, start=2):
         try:
@@ -57,7 +57,7 @@ def whole_training(watched: WatchedCommand) -> WholeTraining:
             return WholeTraining(
                 ranks,
                 tuple(parts),
-                "two programs trained, and the second does not go on from a save",
+                "two programs trained, and the second does not resume from a save",
             )
         parts.append(_judge(number, ranks, later, step))
         if _division(ranks) != _division(later):
@@ -93,7 +93,7 @@ def _step_of(before: Records, after: Records) -> int | None:
     saved = _saved(before)
     if not saved:
         if is_loaded:
-            raise Unjudgeable("it loads a state of an optimizer that start 1 has not saved")
+            raise Unjudgeable("it loads an optimizer state that start 1 did not save")
         return None
     num_equal = {
         step: len(state.weights.items() & begins.weights.items())
@@ -108,7 +108,7 @@ def _step_of(before: Records, after: Records) -> int | None:
 def _judge(number: int, before: Records, after: Records, step: int) -> JudgedPart:
     """Whether a start continues from a step as if it had not stopped."""
     begins = _begins(after)
-    what = f"start {number} goes on from step {step}"
+    what = f"start {number} resumes from step {step}"
     beyond = sorted(before[0].rates.keys() & {step + each for each in after[0].rates})
     for wrong, where in _differences(before, after, step, beyond):
         expected = f"weights, moments, learning rates and rows as they were after step {step}"
@@ -118,12 +118,12 @@ def _judge(number: int, before: Records, after: Records, step: int) -> JudgedPar
         return proved(f"{held}; in {len(beyond)} steps the learning rates and rows of start 1")
     if _division(before) != _division(after):
         raise Unjudgeable(
-            f"{held}; on other ranks the rows after it do not show: let start 1 train beyond a save"
+            f"{held}; with other ranks, later rows cannot be compared: let start 1 train beyond a save"
         )
     rates = {tuple(rates) for each in (*before, *after) for rates in each.rates.values()}
     if len(rates) > 1:
         raise Unjudgeable(
-            f"{held}; start 1 ended there, so its next learning rates do not show: let it train beyond a save"
+            f"{held}; start 1 ended there, so its next learning rates are not known: let it train beyond a save"
         )
     return proved(f"{held}; one learning rate")
 
@@ -157,11 +157,13 @@ def _differences(
         raise Unjudgeable(
             "no row came again, so it does not show whether a row looks the same each time"
         )
-    where = "the sampler or the loader: it must go on at the row after the last one that was trained on"
+    where = (
+        "the sampler or the loader: it must continue at the row after the last one trained on"
+    )
     for each, rows in read_again.items():
         if num_other := (rows - old_rows[each]).total():
             what = f"{num_other} of {old_rows[each].total()} in step {each}"
-            yield f"and reads other rows than start 1 did: {what}", where
+            yield f"and reads different rows from start 1: {what}", where
 
 
 def _begins(ranks: Records) -> WholeState:

@@ -72,11 +72,15 @@ def _check_pair(
     if not num_shared:
         return
     first_step = next(step for step in common if shared[step])
-    what = f"{names} read {num_shared} of {num_reads} rows both, first in step {first_step}"
+    what = (
+        f"{names} read {num_shared} of {num_reads} rows in common, first in step {first_step}"
+    )
     if num_shared < _SHARE_REFUTED * num_reads:
-        raise Unjudgeable(f"{what}: an epoch that was filled up, or equal rows of the data set")
+        raise Unjudgeable(
+            f"{what}: an epoch that was padded, or duplicate rows in the data set"
+        )
     if not all(map(_tells_rows_apart, ranks)):
-        raise Unjudgeable(f"{what}; but most rows of the data set are equal")
+        raise Unjudgeable(f"{what}; but most rows of the data set are duplicates")
     same = [step for step in common if first[step] == second[step]]
     if num_shared == num_reads:
         what = f"{names} trained on the same rows in {len(same)} of {len(common)} steps"
@@ -99,7 +103,7 @@ def judge_model_copies(groups: RankGroups) -> JudgedPart:
         sequence = groups.shared[first.rank]
         if not sequence.joins:
             raise Refuted(
-                f"the positions of the parts of each row that {ranks_text(sequence.ranks)} hold do not join",
+                f"the positions of the parts of each row that {ranks_text(sequence.ranks)} hold do not fit together",
                 "every position of a row once, from 0 on",
                 "what gives each rank its positions: those of its tokens in the whole row",
             )

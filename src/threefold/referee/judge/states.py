@@ -36,7 +36,7 @@ def distinct(name: str, parts: Sequence[Values], content: str) -> list[Values]:
         if kept.setdefault(place, part)[content] != part[content]:
             raise Unjudgeable(f"ranks hold different values of {name} in the same place")
     if not parts or sum(math.prod(size) for _, size in kept) != math.prod(parts[0]["shape"]):
-        raise Unjudgeable(f"the parts of {name} that ranks hold do not make the whole")
+        raise Unjudgeable(f"the parts of {name} that ranks hold do not make up the whole")
     return list(kept.values())
 
 

@@ -52,7 +52,7 @@ def judge_norms(steps: list[CheckedStep]) -> JudgedPart:
         # What is not finite is None in a record.
         if (norm := step.clip["norm"]) is None:
             raise Unjudgeable(
-                f"the norm of step {step.number} is not finite, or was found in a way that does not show it"
+                f"the norm of step {step.number} is not finite, or was computed in a way that hides it"
             )
         norms = [_norm(step.gradients, order) for order in _ORDERS]
         factor = _FACTOR if step.weight_types - {"float32"} else _FACTOR_OF_FLOAT32
@@ -85,7 +85,7 @@ def judge_updates(steps: list[CheckedStep]) -> JudgedPart:
     if any(step.clip and not step.clip["by_norm"] for step in steps):
         raise Unjudgeable("gradients are clipped by value")
     if low := sorted(steps[0].weight_types - {"float32"}):
-        raise Unjudgeable(f"weights in {low[0]} round most of an update away")
+        raise Unjudgeable(f"weights in {low[0]} round away most of an update")
     weights = {name: nn.Parameter(value.clone()) for name, value in steps[0].weights.items()}
     groups = [
         {"params": [weights[name] for name in each["names"]], **each["settings"]}
@@ -98,14 +98,14 @@ def judge_updates(steps: list[CheckedStep]) -> JudgedPart:
         raise Refuted(
             f"{len(left_out)} parameters that are trained are in no group of the optimizer: {listed(left_out)}",
             "each parameter with requires_grad in one group",
-            "what the optimizer is made of: parameters that were made, tied or replaced after it",
+            "what the optimizer is made of: parameters created, tied or replaced later",
         )
     if any(shape != shapes[0] for shape in shapes):
         raise Unjudgeable("the groups of the optimizer change between steps")
     if not sum(
         _check_update(step, after, optimizer, weights) for step, after in pairwise(steps)
     ):
-        raise Unjudgeable("no weight moves by more than its rounding")
+        raise Unjudgeable("no weight moves by more than its rounding error")
     each = f"each of {len(taken)} parameters moves as torch's {first['class']} says"
     return proved(f"in {numbers_text(steps[0].number, steps[-2].number)} {each}")
 

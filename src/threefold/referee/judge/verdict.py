@@ -173,7 +173,7 @@ def _curve(folder: Path, groups: RankGroups) -> list[JudgedPart]:
 @judges("record")
 def _nothing(watched: WatchedCommand) -> JudgedPart:
     shown = shlex.join(watched.command)
-    why = f"no process of `{shown}` took an optimizer step of torch"
+    why = f"no process of `{shown}` took a step of a torch optimizer"
     if watched.exit_code:
         why = f"`{shown}` ended with exit code {watched.exit_code} before its first optimizer step"
     raise Unjudgeable(
@@ -204,8 +204,8 @@ def judge_record(watched: WatchedCommand, training: WholeTraining) -> JudgedPart
     if wrong:
         raise Unjudgeable("; ".join(wrong))
     left_out = max(record.left_out for record in watched.ranks)
-    others = f"; left out are steps of other optimizers: {left_out}" if left_out else ""
-    return proved(f"every line of {ranks_text(numbers)} is as it was written{others}")
+    others = f"; steps of other optimizers left out: {left_out}" if left_out else ""
+    return proved(f"every line of {ranks_text(numbers)} is intact{others}")
 
 
 @judges("labels")
@@ -213,7 +213,7 @@ def judge_labels(ranks: Records) -> JudgedPart:
     """Whether a row was read that trains nothing, as all its labels are ignored."""
     labelled = [(record, call) for record in ranks for call in record.calls if call.labelled]
     if not labelled:
-        return none_here("the model is not called with labels of tokens")
+        return none_here("the model is not called with token labels")
     num_rows = sum(len(call.rows) for _, call in labelled)
     without = [(record, call) for record, call in labelled if call.ignored]
     if not without:

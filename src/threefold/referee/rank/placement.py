@@ -54,7 +54,7 @@ def of(module: Module) -> Values:
     record["splits"] = min(filter(_SEQUENCE_AXIS.search, all_axes), default=None)
     if not (dist.is_available() and dist.is_initialized()):
         record["unknown"] = (
-            "the launcher started several processes, and they have no process group"
+            "the launcher started several processes, but they have no process group"
         )
         return record
     groups = dist.distributed_c10d._world.pg_group_ranks
@@ -85,12 +85,12 @@ def _data_ranks(
         if (wrapper := _inner(module, name)) is not None:
             if name == "DeepSpeedEngine" and zero_of(wrapper) is None:
                 raise ValueError(
-                    "DeepSpeed does not show its gradients but under ZeRO, and not in float16"
+                    "DeepSpeed shows its gradients only under ZeRO, and not in float16"
                 )
             ranks = dist.get_process_group_ranks(getattr(wrapper, group))
             # Hybrid sharding replicates over a group that this one does not show.
             if len(ranks) < dist.get_world_size():
-                raise ValueError(f"{name} shards over a part of the ranks")
+                raise ValueError(f"{name} shards over only some of the ranks")
             return name, ranks
     if _inner(module, "FSDPModule") is not None:
         everyone = list(range(dist.get_world_size()))
@@ -106,7 +106,7 @@ def _data_ranks(
         axes = " and ".join(sorted(sharded_axes))
         return f"parameters are sharded over {axes} only", [dist.get_rank()]
     raise ValueError(
-        "the model has no wrapper and no placement that tells how ranks divide the data"
+        "the model has no wrapper and no placement that shows how ranks divide the data"
     )
 
 

@@ -128,7 +128,7 @@ class RankRecorder:
             self._is_off = True
             what = f"{type(error).__name__}: {error}"
             print(
-                f"threefold referee: rank {self._rank} is recorded no further ({what})",
+                f"threefold referee: rank {self._rank} is no longer recorded ({what})",
                 file=sys.stderr,
             )
             # The disk may be full: a record without its end is not judged.
@@ -394,7 +394,7 @@ class RankRecorder:
         assert self._file is not None
         size = sum(tensor.nbytes for tensor in whole.values())
         if size > self._file.left_bytes:
-            return {"left_out": "they do not fit into --keep"}
+            return {"left_out": "they exceed --keep"}
         try:
             from safetensors.torch import save
         except ImportError:

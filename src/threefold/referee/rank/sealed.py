@@ -60,6 +60,6 @@ def read_sealed(path: Path) -> tuple[list[Values], str | None]:
         text, mark, rest = line.decode("utf-8", errors="replace").rpartition(_MARK)
         seal = digest((seal + text + "}").encode())
         if not mark or rest != f'{seal}"}}\n':
-            return lines, f"line {number} of {path.name} is not as it was written, or torn"
+            return lines, f"line {number} of {path.name} was altered or cut short"
         lines.append(json.loads(text + "}"))
     return lines, None

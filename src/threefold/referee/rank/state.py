@@ -49,9 +49,7 @@ def state_of(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None = 
             if hasattr(parameter, "ds_tensor") or (
                 optimizer is not None and hasattr(parameter, "_hp_mapping")
             ):
-                raise ValueError(
-                    "DeepSpeed's ZeRO keeps weights and moments in a way of its own"
-                )
+                raise ValueError("DeepSpeed's ZeRO keeps weights and moments in its own format")
             place = in_a_row.get(id(parameter))
             state["weights"][name] = _described(parameter, place)
             if parameter in kept_of:

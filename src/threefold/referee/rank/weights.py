@@ -113,13 +113,13 @@ def part_of(tensor: Any, in_a_row: tuple[list[int], int] | None = None) -> Part:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(placement.is_partial() for placement in local.placements):
-        raise ValueError("a gradient is still to be summed over ranks")
+        raise ValueError("a gradient has yet to be summed over ranks")
     shape, begin = compute_local_shape_and_global_offset(
         local.shape, local.device_mesh, local.placements
     )
     part = local.to_local()
     if tuple(shape) != tuple(part.shape):
-        raise ValueError(f"a part of {tuple(part.shape)} where placements tell {tuple(shape)}")
+        raise ValueError(f"a part of {tuple(part.shape)} where placements say {tuple(shape)}")
     return Part(part, list(local.shape), list(begin))
 
 
@@ -253,7 +253,7 @@ class StepCurve:
         size = 2 * sum(parameter.nbytes for parameter in self._all.values())
         if keeps_copy and size > most_bytes:
             self.values["unknown"] = (
-                f"weights and gradients of {size / 2**20:,.0f} MiB do not fit into --keep"
+                f"weights and gradients of {size / 2**20:,.0f} MiB exceed --keep"
             )
             return
         self._take("weight", self._all)

@@ -25,7 +25,7 @@ def test_a_logged_step_is_on_the_screen_within_2_seconds(
     address = serve(tmp_path)
     page = visit(address.replace("?", "run?run=run&"))
     shown(page)
-    page.get_by_text("All numbers, exactly").click()
+    page.get_by_text("All numbers, unrounded").click()
     took = []
     # The last one is a rewind.
     for step, loss in ((21, 3.25), (22, math.nan), (23, 3.125), (10, 2.0625)):

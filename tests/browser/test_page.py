@@ -188,5 +188,5 @@ def test_what_happened_to_a_run_is_on_its_page(address_of: Any, visit: Any) -> N
     ):
         assert said in text, said
     assert "</script><script>window.hacked = 1</script>" in text
-    page.get_by_text("All numbers, exactly").click()
+    page.get_by_text("All numbers, unrounded").click()
     assert page.locator("caption", has_text="Every curve in numbers").is_visible()

@@ -178,7 +178,7 @@ def test_the_audit_of_a_loop_without_a_run_says_what_a_run_would_be(
     assert (ended.returncode, ended.stderr) == (
         2,
         "loop was not audited: its loop has no run\n"
-        "  expected: rows whose order is known, and steps of a run: nothing can be proved of others\n"
+        "  expected: rows whose order is known, and steps of a run: nothing can be proved about others\n"
         "  fix: for the next run: threefold.Run(folder), and for batch in run.steps(loader)\n",
     )
 

@@ -128,7 +128,7 @@ class RunFacts:
         run = shlex.quote(str(self.path))
         commands = []
         if self.state in ("ended", "failed"):
-            commands.append((f"threefold explain {run}", "what its logs say of its end"))
+            commands.append((f"threefold explain {run}", "what its logs say about its end"))
         of_program = is_of_program(self.path)
         if self.state not in ("running", "copied") and not of_program:
             more = (
@@ -181,7 +181,7 @@ def gather(run: Path, metrics: Metrics | None = None, *, name: str | None = None
     facts.metrics = metrics = metrics or Metrics(run / METRICS)
     facts.damaged, facts.num_damaged = [*metrics.lines.damaged], metrics.lines.num_damaged
     if metrics.lines.torn:
-        facts.notes.append(f"the last line of {METRICS} is not whole: it is left out")
+        facts.notes.append(f"the last line of {METRICS} is incomplete and left out")
     journal = Lines(run / JOURNAL, most_bytes=MOST_BYTES)
     facts.events = [
         line.values for line in journal.read() if isinstance(line.values.get("event"), str)
@@ -320,7 +320,7 @@ def _checkpoints(facts: RunFacts) -> None:
             state = state or "whole"
         except (ThreefoldError, KeyError, TypeError, IndexError, AttributeError) as error:
             state = (
-                "being written, or cut"
+                "being written, or incomplete"
                 if not checkpoint.complete
                 else f"damaged: {' '.join(str(error).split())[:120]}"
             )

@@ -34,9 +34,7 @@ def figures(facts: RunFacts) -> Html:
         of = f" of {facts.num_steps:,}" if facts.num_steps and facts.num_steps >= step else ""
         entries.append(("step", f"{step:,}{of}"))
         if (left := _left_s(facts, step)) is not None:
-            done = tag(
-                "progress", value=step, max=facts.num_steps, aria_label="steps that are done"
-            )
+            done = tag("progress", value=step, max=facts.num_steps, aria_label="steps done")
             entries.append(("left", join([f"about {duration(left)}", done])))
     entries += [
         (title, text) for name, title in _FIGURES if (text := measured(name, last.get(name)))

@@ -35,7 +35,7 @@ class Reasons:
         self.note: str | None = None
         self._batches: StepBatches | None = None
         if (odd := next(unsafe_files(run), None)) is not None:
-            self.note = f"what made its spikes is not known: {': '.join(odd)}"
+            self.note = f"the cause of its spikes is not known: {': '.join(odd)}"
             return
         try:
             size = sum(path.stat().st_size for path in (run / FOLDER).glob("rank-*.bin"))
@@ -47,7 +47,7 @@ class Reasons:
             missing = self._batches.contents.missing
             self.note = f"rows without documents and text: {missing}" if missing else None
         except _ERRORS as error:
-            self.note = f"what made its spikes is not known: {first_line(error)}"
+            self.note = f"the cause of its spikes is not known: {first_line(error)}"
 
     @property
     def losses(self) -> Points | None:

@@ -192,9 +192,9 @@ def _numbers(facts: RunFacts) -> Html:
         return Html()
     head = ("number", "logged", "first", "last", "smallest", "largest", "not finite")
     more = sorted(left_out(facts.metrics))
-    note = tag("p", f"Not shown, there are too many: {', '.join(more)}") if more else ""
+    note = tag("p", f"Too many to show: {', '.join(more)}") if more else ""
     inside = details(
-        "All numbers, exactly",
+        "All numbers, unrounded",
         table("Every curve in numbers", head, rows),
         note,
         name="numbers",
@@ -222,12 +222,12 @@ def _standing_out(facts: RunFacts, reasons: Reasons) -> Html:
     ]
     left = len(reasons.found) - _MOST_FOUND
     all_of = pasted(f"threefold why {shlex.quote(str(facts.path))} --json")
-    more = tag("p", f"and {left:,} more of less weight: ", all_of) if left > 0 else ""
+    more = tag("p", f"and {left:,} less important ones: ", all_of) if left > 0 else ""
     notes = tag("p", reasons.note) if reasons.note else ""
     if not rows:
         return section("why", "What stands out, and why", tag("p", "nothing unusual"), notes)
     see = tag("p", "Choose a step in a chart to see what it read.")
-    head = ("step", "what, and what shows it")
+    head = ("step", "what, and the evidence")
     return section(
         "why",
         "What stands out, and why",
@@ -268,7 +268,7 @@ def _history(facts: RunFacts) -> Html:
     if not rows:
         return Html()
     left = len(facts.events) - len(rows)
-    note = tag("p", f"The {left:,} events before are not shown.") if left > 0 else ""
+    note = tag("p", f"The {left:,} earlier events are not shown.") if left > 0 else ""
     state = tag("p", f"{facts.state}: {facts.why}" if facts.why else facts.state)
     history = table(
         "Starts, stops, saves and rewinds", ("when", "what", "after step", ""), rows

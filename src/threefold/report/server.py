@@ -250,8 +250,8 @@ def listen(root: Path, port: int | None) -> Server:
             reason = error.strerror
     raise ConfigError(
         f"--port {port} cannot be used: {reason}",
-        expected="a port that no other program of this machine listens at",
-        fix="leave --port out: a free one is taken",
+        expected="a port that no other program on this machine listens on",
+        fix="leave --port out: a free one is chosen",
     )
 
 

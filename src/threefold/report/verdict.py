@@ -53,7 +53,7 @@ def proof_lines(
     if why is not None and not (run / record.FILE).exists():
         raise ConfigError(
             f"{run} was not audited: {why['audit']}",
-            expected="rows whose order is known, and steps of a run: nothing can be proved of others",
+            expected="rows whose order is known, and steps of a run: nothing can be proved about others",
             fix=f"for the next run: {why['audit_fix']}",
         )
     # A run that continues writes its record first, so that is read last: it has all that was logged or saved before.
@@ -131,7 +131,7 @@ def _check_lineage(
     if foreign := folder.foreign():
         raise RunError(
             f"{resume_choice.writer(foreign[0], identity)} wrote {foreign[0].path}",
-            expected="checkpoints of the starts in run.json: what the run has read says nothing of others",
+            expected="checkpoints of the starts in run.json: what the run has read says nothing about others",
             fix=f"move it out of {folder.path}",
         )
     check_chain(lines, [(start.link, start.step) for start in identity.starts])
@@ -142,7 +142,7 @@ def _check_lineage(
         if source is not None and written_by < number and source.checksum != start.resumed:
             raise RunError(
                 f"{source.path} is not the checkpoint that start {number} of the run resumed",
-                expected=f"a manifest with the checksum {start.resumed}, which that start holds",
+                expected=f"a manifest with the checksum {start.resumed}, which that start recorded",
                 fix="copy it again from its source",
             )
     after = ", each after the one before" if len(identity.starts) > 1 else ""

@@ -98,7 +98,7 @@ class StepBatches:
         if at is None and rows is None:
             first, last = self.known
             raise ConfigError(
-                f"nothing is kept of step {step} of {run.run}",
+                f"step {step} of {run.run} has no record",
                 expected=f"a step from {first} to {last}",
                 fix=f"threefold why {run.run} --step {min(max(step, first), last)}",
             )

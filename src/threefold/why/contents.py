@@ -55,14 +55,14 @@ class Contents:
 
     def _opened(self) -> list[SourceRows]:
         if not self._segments or not (start := self._segments[-1].start).stores:
-            raise ValueError("the run's record does not say where its data lay")
+            raise ValueError("the run's record does not say where its data was")
         packing = Packing.of(self._config.data)
         rows = {
             name: packing.pack(_store(prefix, digest)) for name, digest, prefix in start.stores
         }
         whole = next(iter(rows.values())) if start.mixture is None else MixedRows(rows)
         if whole.fingerprint != start.data:
-            raise ValueError("the data is no longer what the run has read")
+            raise ValueError("the data has changed since the run read it")
         return parts_of(whole)
 
     @cached_property
@@ -147,7 +147,7 @@ class Contents:
             )
             if (copies := sum(np.array_equal(own, other) for other in others)) > 1:
                 repeats.append(
-                    f"document {store.document_numbers[document]} stands {copies:,} times in its source"
+                    f"document {store.document_numbers[document]} appears {copies:,} times in its source"
                 )
         return "; ".join(repeats) or None
 
@@ -174,7 +174,7 @@ def _store(name: str, digest: str) -> TokenStore:
     store = store_named(name)
     hashes = known(store, cache=cache_folder())
     if hashes.change is not None or (digest and hashes.blocks.digest != digest):
-        raise ValueError(f"{name}.bin and .idx are no longer the bytes that the run has read")
+        raise ValueError(f"{name}.bin and .idx have changed since the run read them")
     return store
 
 

@@ -199,9 +199,9 @@ def _who(batches: StepBatches, step: int, risen: float, rows: list[BatchRow]) ->
     )
     if high and share > 0.3 * risen:
         names = ", ".join(str(row.row if row.row is not None else row.place) for row in high)
-        yield f"{min(1.0, share / risen):.0%} of the rise is that of {'rows' if len(high) > 1 else 'row'} {names}"
+        yield f"{min(1.0, share / risen):.0%} of the rise comes from {'rows' if len(high) > 1 else 'row'} {names}"
     elif every:
-        yield "no single row made it: all rows of the step rose, so look at the model: its rate, and the steps before"
+        yield "no single row caused it: all rows rose, so look at the model: its learning rate, and the steps before"
 
 
 def _before(run: Lookback, step: int) -> Iterator[str]:
@@ -284,7 +284,7 @@ def _not_finite(batches: StepBatches) -> Iterator[Anomaly]:
         facts = [run.skipped[step]] if step in run.skipped else []
         if not rows and not facts:
             facts.append(
-                "no row's loss is known to be other than finite: the gradient, or another row, was not"
+                "no row's recorded loss is non-finite: the gradient, or another row, was"
             )
         yield Anomaly(
             "not finite", [step], np.inf, "the loss or the gradient was not finite", facts, rows

@@ -29,7 +29,7 @@ def run_lines(batches: StepBatches) -> Iterator[str]:
     for finding in anomalies[:MOST]:
         yield from _finding(finding)
     if len(anomalies) > MOST:
-        yield f"and {len(anomalies) - MOST:,} more of less weight: threefold why {run.run} --json"
+        yield f"and {len(anomalies) - MOST:,} less important ones: threefold why {run.run} --json"
     yield from _ending(batches)
 
 

@@ -285,7 +285,7 @@ def test_commands_read_a_run_in_a_store(here: Path, place: ObjectStore, address:
         f"as it was when {address}/checkpoints/step-00000008-"
         in (here / "report.html").read_text()
     )
-    assert "gone without a word" not in command(here, "explain", address).stdout
+    assert "gone without a message" not in command(here, "explain", address).stdout
     copies = here / "cache/threefold/runs"
     assert [*copies.glob("**/metrics.jsonl")] and not [*copies.glob("**/*.safetensors")]
 

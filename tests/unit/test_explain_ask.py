@@ -40,7 +40,7 @@ def explanation(folder: Path, command: str, *answers: str) -> Explanation:
     [
         ("print(3)", "it is", Confidence.SURE),
         ("print(4)", "it is not", Confidence.LIKELY),
-        ("print(5)", "python: its output says nothing of it", Confidence.LIKELY),
+        ("print(5)", "python: its output does not settle it", Confidence.LIKELY),
         ("import sys; sys.exit('3')", "it is", Confidence.SURE),
     ],
 )

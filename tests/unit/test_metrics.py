@@ -178,7 +178,7 @@ def test_a_damaged_line_is_named_and_left_out(tmp_path: Path) -> None:
         file.write('{"step": 4, "lo')
     assert Metrics(tmp_path / METRICS).damaged == [
         *logged.damaged,
-        (METRICS, 6, "it is not whole"),
+        (METRICS, 6, "it is incomplete"),
     ]
     assert Metrics(tmp_path / METRICS).damaged[:-1] == logged.damaged
     assert Metrics(tmp_path / "nowhere").steps == []

@@ -87,7 +87,7 @@ def _of_ending(
     facts = [*ending.error.splitlines(), *([rows_text(ending.rows)] if ending.rows else ())]
     if ending.memory_kills:
         facts.append(
-            f"processes that the kernel ended meanwhile because memory ran out: {ending.memory_kills}"
+            f"processes that the kernel killed meanwhile because memory ran out: {ending.memory_kills}"
         )
     line = LogLine(1, ended_text(ending), rank, ending.host, JOURNAL)
     frame = ending.at.strip() or None
@@ -145,7 +145,7 @@ def _text(diagnosis: Diagnosis) -> str:
     what = (
         "the job finished"
         if diagnosis.status is Status.FINISHED
-        else "the job went on after what looks like errors"
+        else "the job continued after what looks like errors"
     )
     return "\n".join([f"no failure: {what}", *(f"  {line}" for line in lines), *notes])
 

@@ -44,4 +44,4 @@ def asked(explanation: Explanation) -> Explanation:
                 asked=text,
                 confidence=Confidence.SURE if proved else explanation.confidence,
             )
-    return replace(explanation, asked=f"{program}: its output says nothing of it")
+    return replace(explanation, asked=f"{program}: its output does not settle it")

@@ -124,10 +124,10 @@ def read_log(stream: IO[bytes] | BufferedIOBase, name: str) -> tuple[str, str]:
             raise ValueError(f"{name} unpacks to more than {_MOST_UNPACKED >> 30} GiB")
     begin = first[:_PIECE].decode(errors="replace")
     if begin.count("\ufffd") > _MOST_UNREADABLE * len(begin):
-        raise ValueError(f"{name} is no text")
+        raise ValueError(f"{name} is not text")
     if not left_out:
         return (first + b"".join(last)).decode(errors="replace"), ""
-    note = f"of {name}, {left_out >> 20} MiB in its middle were not read: lines are counted without"
+    note = f"{left_out >> 20} MiB in the middle of {name} were not read, nor are their lines counted"
     return (first + b"\n" + b"".join(last)).decode(errors="replace"), note
 
 

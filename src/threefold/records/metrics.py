@@ -97,7 +97,7 @@ class Metrics:
     def damaged(self) -> list[Damage]:
         """Lines that a run does not write so; also a last one that is torn."""
         name, number = self.lines.path.name, self.lines.torn
-        torn = [Damage(name, number, "it is not whole")] if number else []
+        torn = [Damage(name, number, "it is incomplete")] if number else []
         return sorted([*self.lines.damaged, *torn], key=lambda damage: damage.line)
 
     def read(self) -> None:

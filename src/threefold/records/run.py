@@ -39,7 +39,7 @@ class RunRecord:
         here = start.get("host") == socket.gethostname()
         if state_of(self.path, self.events, still_s=0 if here else STILL_S)[0] != "ended":
             return None
-        step, error = self.last_logged, "no process of the run is left, and none has noted why"
+        step, error = self.last_logged, "no process of the run is left, and none recorded why"
         return Ending(
             "vanished",
             (),

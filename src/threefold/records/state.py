@@ -19,12 +19,12 @@ _ENDS = ("start", "stop", "done", "ending")
 # In the words of `Ending.how`; any other is an error.
 _HOW = {
     "signal": "ended by {signal}",
-    "memory": "ended for lack of memory",
+    "memory": "killed for lack of memory",
     "exit": "left with exit code {code}",
-    "gone": "gone without a word",
+    "gone": "gone without a message",
     "lost": "lost its connection to another rank",
-    "asked": "did not end as asked by {signal}",
-    "vanished": "gone without a word: killed together, or their host went down",
+    "asked": "did not stop on {signal}",
+    "vanished": "gone without a message: killed together, or their host went down",
     "stall": "made no progress",
     "worker": "got no rows from its loader's worker",
 }
@@ -76,7 +76,7 @@ def state_of(
     if (run / COPY_FILE).is_file():
         return (
             "copied",
-            f"as it was when {(run / COPY_FILE).read_text()} was sent: how it went on is not in it",
+            f"as it was when {(run / COPY_FILE).read_text()} was sent: what came later is not in it",
         )
     if (holder := lock_holder(run)) is not None:
         return "running", f"process {holder} of this host holds its lock"

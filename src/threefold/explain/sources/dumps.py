@@ -63,7 +63,7 @@ def is_dump(path: Path) -> bool:
 def read_dump(path: Path) -> Dump:
     """The dump in a file; ValueError if it is none, or holds more than plain values."""
     if path.stat().st_size > _MOST_BYTES:
-        raise ValueError(f"{path} is larger than a dump is")
+        raise ValueError(f"{path} is too large for a dump")
     content = path.read_bytes()
     try:
         dump = (
@@ -72,9 +72,9 @@ def read_dump(path: Path) -> Dump:
             else _Plain(io.BytesIO(content)).load()
         )
     except Exception as error:  # what bytes that are no dump raise depends on the bytes
-        raise ValueError(f"{path} is no Flight Recorder dump: {error}") from error
+        raise ValueError(f"{path} is not a Flight Recorder dump: {error}") from error
     if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
-        raise ValueError(f"{path} is no Flight Recorder dump: it has no entries")
+        raise ValueError(f"{path} is not a Flight Recorder dump: it has no entries")
     named = _NAME.search(path.stem)
     rank = int(named[1] if named else dump.get("rank", 0))
     members = {

@@ -191,7 +191,7 @@ def test_slow_pair_and_wrong_sums_are_named() -> None:
     assert wrong[0].lines() == [
         "STOP    axis tp: an all-reduce of ranks 0 and 1 gave a wrong sum",
         "          expected: the sum of what the ranks sent",
-        "          fix: take the host or the network card out of the job: it changes data",
+        "          fix: take the host or the network card out of the job: it corrupts data",
     ]
 
 

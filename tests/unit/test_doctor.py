@@ -76,7 +76,7 @@ def test_machine_that_lacks_things() -> None:
     assert texts(found, "shared memory") == [
         "WARNING shared memory: 64 MiB free in /dev/shm\n"
         "          expected: 1 GiB: loader workers and NCCL pass data through it, and a process that finds it full "
-        "dies of a bus error\n"
+        "dies with a bus error\n"
         "          fix: docker run --shm-size=8g, or --ipc=host; Kubernetes: an emptyDir with medium: Memory at "
         "/dev/shm"
     ]
@@ -160,7 +160,7 @@ def test_interface_that_ranks_started_here_leave_is_said() -> None:
     found = {each.check: each for each in checks_network.judge(network, several_machines=False)}
     wrong, known = found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]
     assert wrong.level == "stop" and wrong.what.startswith(
-        "nope is no interface of this machine; ranks that are started"
+        "nope is not an interface of this machine; ranks that are started"
     )
     assert (
         known.level == "note"
@@ -252,7 +252,7 @@ def test_gpus_that_fit() -> None:
             "GPU 0",
             "STOP    GPU 0: NVIDIA H100, 80 GiB, 79 GiB free, capability 12.0; torch has code for sm_80, sm_90\n"
             "          expected: a build of torch for this generation of GPUs\n"
-            "          fix: an older or a newer build, to match the GPU: pytorch.org/get-started",
+            "          fix: an older or newer build that matches the GPU: pytorch.org/get-started",
         ),
         (
             {"version": "2.4.0"},
@@ -318,12 +318,12 @@ def test_versions_that_do_not_fit() -> None:
         if each.fix
     ] == [
         "STOP    versions: transformers 4.57.1 is installed, but threefold needs transformers <6,>=5.20\n"
-        "          expected: versions that fit one another: otherwise imports fail, or calls in the middle of a run\n"
+        "          expected: compatible versions: otherwise imports fail, or calls in the middle of a run\n"
         "          fix: pip install 'transformers<6,>=5.20'",
         "STOP    versions: xxhash is not installed\n          expected: xxhash >=3.4, which threefold needs\n"
         "          fix: pip install 'xxhash>=3.4'",
         "WARNING versions: torch 2.13.0+cu128 is installed, but torchvision needs torch ==2.5.1\n"
-        "          expected: versions that fit one another: otherwise imports fail, or calls in the middle of a run\n"
+        "          expected: compatible versions: otherwise imports fail, or calls in the middle of a run\n"
         "          fix: pip install -U torchvision, or uninstall it if it is not used",
     ]
 

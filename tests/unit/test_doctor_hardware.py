@@ -111,17 +111,17 @@ def test_healthy_gpus_are_found_so() -> None:
         ),
         (
             *("<remapped_row_failure>No<", "<remapped_row_failure>Yes<"),
-            "stop GPU 1 memory: NVIDIA H100 80GB HBM3 at 00000000:18:00.0: a row that failed could not be replaced",
+            "stop GPU 1 memory: NVIDIA H100 80GB HBM3 at 00000000:18:00.0: a failed row could not be replaced",
             "drain it",
         ),
         (
             *("<remapped_row_pending>No<", "<remapped_row_pending>Yes<"),
-            "warning GPU 1 memory: NVIDIA H100 80GB HBM3 at 00000000:18:00.0: rows that failed wait to be replaced",
+            "warning GPU 1 memory: NVIDIA H100 80GB HBM3 at 00000000:18:00.0: failed rows wait to be replaced",
             "sudo nvidia-smi -r -i 1",
         ),
         (
             *("<pending_retirement>N/A<", "<pending_retirement>Yes<"),
-            "warning GPU 1 memory: NVIDIA H100 80GB HBM3 at 00000000:18:00.0: rows that failed wait to be replaced",
+            "warning GPU 1 memory: NVIDIA H100 80GB HBM3 at 00000000:18:00.0: failed rows wait to be replaced",
             "sudo nvidia-smi -r -i 1",
         ),
         (
@@ -149,7 +149,7 @@ def test_healthy_gpus_are_found_so() -> None:
         ),
         (
             *("<current_mig>Disabled<", "<current_mig>Enabled<"),
-            "note GPU 1 MIG: on: a rank has one part of this GPU, and NCCL connects no two parts of one",
+            "note GPU 1 MIG: on: a rank gets one part of this GPU, and NCCL cannot connect two parts of one",
             "",
         ),
     ],
@@ -220,7 +220,7 @@ def test_links_that_err_or_are_unequal() -> None:
     assert said(nvidia.judge(seen)) == [
         "warning NVLink: GPU 1: 9 replayed or recovered transfers since the driver was loaded",
         "warning NVLink: GPU 1: 1 links are inactive",
-        "warning links: GPUs 1-2 meet over PCIe, the others over NVLink",
+        "warning links: GPUs 1-2 connect over PCIe, the others over NVLink",
     ]
     assert (
         nvidia.judge(

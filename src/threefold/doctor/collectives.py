@@ -169,7 +169,7 @@ def _axis_finding(name: str, timings: Sequence[Timing]) -> Finding:
             f"an all-reduce of {ranks_text(wrong[0])} gave a wrong sum",
             "the sum of what the ranks sent",
         )
-        fix = "take the host or the network card out of the job: it changes data"
+        fix = "take the host or the network card out of the job: it corrupts data"
         return stop(f"axis {name}", what, sent, fix)
     # A group is as fast as its slowest rank saw it.
     slowest = min(timings, key=lambda timing: timing.bytes_per_s)

@@ -194,12 +194,12 @@ def _visible(probe: Torch) -> Iterator[Finding]:
     )
     if "802" in probe.trouble and not count:
         what = "CUDA waits for the fabric of the NVSwitches (error 802)"
-        expected = "a fabric that is ready"
-        fix = "sudo systemctl restart nvidia-fabricmanager, of the very version of the driver"
+        expected = "a working fabric"
+        fix = "sudo systemctl restart nvidia-fabricmanager, of exactly the driver's version"
         yield stop("fabric", what, expected, fix)
     elif probe.trouble and not count and chosen != []:
         fix = "nvidia-smi, and sudo dmesg | grep -i nvrm; CUDA's libraries must be no newer than the driver"
-        yield stop("GPUs", probe.trouble[:300], "CUDA that can be used", fix)
+        yield stop("GPUs", probe.trouble[:300], "usable CUDA", fix)
     elif installed and count < (installed if chosen is None else len(chosen)):
         hides = (
             "though CUDA_VISIBLE_DEVICES is not set"
@@ -235,7 +235,7 @@ def _gpu(number: int, gpu: Gpu, architectures: Sequence[str]) -> Finding:
     runs = any(code[:-1] == own[:-1] and code <= own for code in codes)
     if not runs and not any(name.startswith("compute_") for name in architectures):
         what = f"{text}; torch has code for {', '.join(architectures) or 'none'}"
-        fix = f"an older or a newer build, to match the GPU: {_START}"
+        fix = f"an older or newer build that matches the GPU: {_START}"
         return stop(f"GPU {number}", what, "a build of torch for this generation of GPUs", fix)
     free = gpu.free >= _FREE_SHARE * gpu.memory
     alone = "a GPU for this run alone: other processes use its memory"

@@ -76,7 +76,7 @@ def _judged(machine: Machine) -> Iterator[Finding]:
     if machine.shared_memory is not None:
         what = f"{size_text(machine.shared_memory)} free in /dev/shm"
         fits = machine.shared_memory >= _LEAST_SHM
-        uses = "loader workers and NCCL pass data through it, and a process that finds it full dies of a bus error"
+        uses = "loader workers and NCCL pass data through it, and a process that finds it full dies with a bus error"
         fix = "docker run --shm-size=8g, or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm"
         expected = f"{size_text(_LEAST_SHM)}: {uses}"
         yield judged("shared memory", what, fits, expected, fix, otherwise="warning")

@@ -268,7 +268,7 @@ def _lost(text: str) -> list[str]:
 def _answers(tools: Nvidia) -> Iterator[Finding]:
     smi = tools.smi
     if smi.late or tools.listed.late:
-        expected = "an answer at once: ranks would wait as long, without a word"
+        expected = "an immediate answer: ranks would wait as long, silently"
         fix = f"{_LOG}; {_DISMISSED}, or reboot it"
         yield stop("driver", f"nvidia-smi gave no answer in {LIMIT_S:g} s", expected, fix)
     elif "Driver/library version mismatch" in smi.text:
@@ -295,7 +295,7 @@ def _memory(tools: Nvidia) -> Iterator[Finding]:
     for number, gpu in enumerate(tools.gpus):
         name, at = f"GPU {number} memory", f"{gpu.name} at {gpu.bus}"
         if gpu.remap_failed:
-            what = f"{at}: a row that failed could not be replaced"
+            what = f"{at}: a failed row could not be replaced"
             yield stop(
                 name, what, "memory that keeps what is written", f"{_DISMISSED} and replaced"
             )
@@ -304,9 +304,9 @@ def _memory(tools: Nvidia) -> Iterator[Finding]:
                 f"{at}: {gpu.uncorrected} uncorrectable ECC errors since the driver was loaded"
             )
             fix = f"reset it (sudo nvidia-smi -r -i {number}) or reboot; if they come back, {_DISMISSED}"
-            yield stop(name, what, "none: a process that meets one dies", fix)
+            yield stop(name, what, "none: a process that hits one dies", fix)
         elif gpu.remap_pending:
-            what = f"{at}: rows that failed wait to be replaced"
+            what = f"{at}: failed rows wait to be replaced"
             expected = "none, before a long run"
             fix = f"reset it while nothing uses it: sudo nvidia-smi -r -i {number}"
             yield warning(name, what, expected, fix)
@@ -317,16 +317,14 @@ def _memory(tools: Nvidia) -> Iterator[Finding]:
         if gpu.mig:
             yield note(
                 f"GPU {number} MIG",
-                "on: a rank has one part of this GPU, and NCCL connects no two parts of one",
+                "on: a rank gets one part of this GPU, and NCCL cannot connect two parts of one",
             )
         if gpu.fabric not in ("N/A", "Completed, Success"):
             what = f"{at}: its fabric is not ready ({gpu.fabric})"
             expected = (
                 "NVSwitch's fabric, which nvidia-fabricmanager builds when the host starts"
             )
-            fix = (
-                "sudo systemctl restart nvidia-fabricmanager, of the very version of the driver"
-            )
+            fix = "sudo systemctl restart nvidia-fabricmanager, of exactly the driver's version"
             yield stop("fabric", what, expected, fix)
 
 
@@ -367,5 +365,5 @@ def _equal(tools: Nvidia) -> Iterator[Finding]:
         pairs = ", ".join(f"{a}-{b}" for a, b in others[:4])
         fix = f"nvidia-smi topo -m and nvidia-smi nvlink -s; {_DISMISSED}"
         yield warning(
-            "links", f"GPUs {pairs} meet over PCIe, the others over NVLink", "one kind", fix
+            "links", f"GPUs {pairs} connect over PCIe, the others over NVLink", "one kind", fix
         )

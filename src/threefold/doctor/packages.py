@@ -69,7 +69,7 @@ def judge(packages: dict[str, Package], *, gpus: bool) -> list[Finding]:
         text = "torch's own in SDPA; the package flash-attn is not installed"
     else:
         text = "none: it needs a GPU; attention runs through SDPA"
-    fit = [ok("versions", "fit one another")]
+    fit = [ok("versions", "compatible")]
     return [note("packages", shown), *(problems or fit), note("flash attention", text)]
 
 
@@ -95,7 +95,7 @@ def _misfits(name: str, packages: dict[str, Package]) -> Iterator[Finding]:
             yield (stop if ours else warning)(
                 "versions",
                 f"{need.name} {installed.version} is installed, but {name} needs {need.name} {need.specifier}",
-                "versions that fit one another: otherwise imports fail, or calls in the middle of a run",
+                "compatible versions: otherwise imports fail, or calls in the middle of a run",
                 f"pip install '{need.name}{need.specifier}'" if ours else upgrade,
             )
 

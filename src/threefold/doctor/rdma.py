@@ -75,7 +75,7 @@ def _judged(cards: Rdma) -> Iterator[Finding]:
     if any(driver == "efa" for _, driver in cards.devices):
         if cards.plugin is None:
             what = f"{names} is here, but NCCL's plugin for libfabric ({_PLUGIN}) was not found"
-            fix = "install aws-ofi-nccl, or an image that has it; its folder belongs into LD_LIBRARY_PATH"
+            fix = "install aws-ofi-nccl, or an image that has it; its folder belongs in LD_LIBRARY_PATH"
             yield warning(
                 "EFA", what, "the plugin: without it NCCL goes over TCP, many times slower", fix
             )
@@ -83,7 +83,7 @@ def _judged(cards: Rdma) -> Iterator[Finding]:
             yield note("EFA", f"{names}, by {cards.plugin}")
     elif not cards.direct:
         what = f"{names} cannot reach the GPUs' memory: nvidia_peermem is not loaded"
-        expected = "GPUDirect RDMA: otherwise all that is sent goes through the host's memory"
+        expected = "GPUDirect RDMA: otherwise all traffic goes through the host's memory"
         yield warning("GPUDirect", what, expected, "sudo modprobe nvidia-peermem")
 
 

@@ -66,7 +66,7 @@ def test_ranks_follow_from_the_mesh_or_fill_it() -> None:
             {},
             1,
             None,
-            "the mesh leaves the number of ranks open, but a job must ask for its hosts' devices",
+            "the mesh leaves the number of ranks open, but a job must request its hosts' devices",
         ),
         ({"dp": "auto", "tp": 2}, 1, None, "the mesh leaves the number of ranks open"),
         (
@@ -259,7 +259,7 @@ def test_times_that_are_none() -> None:
         assert [
             problem.what
             for problem in slurm.problems(config(), ranks(), SlurmSettings(time=time))
-        ] == [f"--time {time!r} is no time of Slurm's"]
+        ] == [f"--time {time!r} is not a Slurm time limit"]
 
 
 def test_setup_may_use_variables_that_are_not_set(tmp_path: Path) -> None:
@@ -379,10 +379,10 @@ def test_jobs_that_would_lose_their_work_are_refused() -> None:
         == []
     )
     assert whats(sagemaker_options(output="bucket")) == [
-        "--output 'bucket' is not a place in S3"
+        "--output 'bucket' is not an S3 address"
     ]
     assert whats(sagemaker_options(channels={"a": "s3://"})) == [
-        "--channel a 's3://' is not a place in S3"
+        "--channel a 's3://' is not an S3 address"
     ]
 
 
@@ -481,8 +481,8 @@ def test_a_field_that_cannot_be_set() -> None:
     with pytest.raises(ConfigError) as caught:
         sagemaker.request(ranks(1), sagemaker_options(more={"RoleArn.name": "x"}), region=None)
     assert said(caught) == (
-        "--set RoleArn.name: there is no place\n"
-        "  expected: a field of the job, and no secret: --dry-run shows the job as it is without --set\n"
+        "--set RoleArn.name: no such field\n"
+        "  expected: a field of the job, not a secret: --dry-run shows the job without --set\n"
         "  fix: leave --set RoleArn.name out"
     )
     with pytest.raises(
@@ -902,7 +902,7 @@ def test_script_of_a_preparation() -> None:
             "--retries, --signal-ahead and --gpus-per-node have no effect on a preparation",
         ),
         ({"options": ("-x",)}, "--option '-x' is not an option of sbatch"),
-        ({"time": "soon"}, "--time 'soon' is no time of Slurm's"),
+        ({"time": "soon"}, "--time 'soon' is not a Slurm time limit"),
         ({"partition": "a b"}, "--partition 'a b' is not one word"),
         ({"name": "a b"}, "--name 'a b' is not a valid name for this cluster's jobs"),
     ],
@@ -970,7 +970,7 @@ def test_clusters_that_refuse() -> None:
     assert str(caught.value) == (
         "kubectl did not accept the job: not today\n"
         "  expected: a cluster with the operator of this --kind, the right to create jobs there, "
-        "and a name that is new\n"
+        "and an unused name\n"
         "  fix: kubectl auth can-i create pytorchjobs; --kind jobset or trainjob if the cluster has another operator"
     )
 

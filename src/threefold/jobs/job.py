@@ -52,7 +52,7 @@ def ranks_of(mesh: MeshConfig, *, num_hosts: int, per_host: int | None) -> Ranks
         return Ranks(topology, num_hosts, per_host)
     sizes = (mesh.dp, mesh.dp_shard, mesh.cp, mesh.tp)
     if all(size is None for size in sizes) or "auto" in (mesh.dp, mesh.cp, mesh.tp):
-        what = "the mesh leaves the number of ranks open, but a job must ask for its hosts' devices"
+        what = "the mesh leaves the number of ranks open, but a job must request its hosts' devices"
         fix = "--ranks-per-node 8   (or --mesh.dp 8)"
         raise ConfigError(
             what,
@@ -167,8 +167,8 @@ def with_set(described: dict[str, Any], texts: Mapping[str, str]) -> dict[str, A
             raise ConfigError(
                 f"the value of --set {path} looks like a secret"
                 if is_secret
-                else f"--set {path}: there is no place",
-                expected="a field of the job, and no secret: --dry-run shows the job as it is without --set",
+                else f"--set {path}: no such field",
+                expected="a field of the job, not a secret: --dry-run shows the job without --set",
                 fix=f"leave --set {path} out",
             )
         place[name] = parse(text, f"--set {path}")

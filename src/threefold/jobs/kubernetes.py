@@ -100,7 +100,7 @@ def problems(config: Config, ranks: Ranks, options: KubernetesSettings) -> Itera
             what = f"--secret {name}={secret} does not name a key of a Secret"
             yield Problem(what, "NAME=SECRET/KEY", f"--secret {name}=my-secret/{name}")
     if options.volcano_queue is not None and options.kind != "pytorchjob":
-        what = f"--volcano-queue with --kind {options.kind}, whose operator makes no group of pods for Volcano"
+        what = f"--volcano-queue with --kind {options.kind}, whose operator creates no pod group for Volcano"
         yield Problem(
             what,
             "a PyTorchJob, whose operator does, or a queue of Kueue's",
@@ -109,7 +109,7 @@ def problems(config: Config, ranks: Ranks, options: KubernetesSettings) -> Itera
     if options.queue is not None and options.volcano_queue is not None:
         yield Problem(
             "--queue and --volcano-queue",
-            "one of them: each decides when the pods begin",
+            "one of them: each decides when the pods start",
             "leave one out",
         )
     run = PurePosixPath(config.log.dir) if config.log.dir is not None else None
@@ -187,7 +187,7 @@ def send(job: Job, options: KubernetesSettings) -> str:
                 f"install kubectl, or: {elsewhere}",
             ),
             refused=(
-                "a cluster with the operator of this --kind, the right to create jobs there, and a name that is new",
+                "a cluster with the operator of this --kind, the right to create jobs there, and an unused name",
                 fix,
             ),
         )

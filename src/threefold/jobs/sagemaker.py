@@ -126,12 +126,12 @@ def problems(config: Config, ranks: Ranks, options: SageMakerSettings) -> Iterat
     }
     for option, path in paths.items():
         if not path.startswith(_S3) or not path.removeprefix(_S3).partition("/")[0]:
-            what = f"{option} {path!r} is not a place in S3"
+            what = f"{option} {path!r} is not an S3 address"
             yield Problem(what, "s3://BUCKET/PREFIX", f"{option} s3://BUCKET/PREFIX")
     if options.spot and not config.checkpoint.every:
         yield Problem(
             "--spot with checkpoint.every = 0",
-            "checkpoints during the run: the container gets no signal before an instance is taken away",
+            "checkpoints during the run: the container gets no signal before an instance is reclaimed",
             "--checkpoint.every 100",
         )
     if (

@@ -101,7 +101,9 @@ def problems(config: Config, ranks: Ranks, options: SlurmSettings) -> Iterator[P
         if limit is None:
             expected = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
             yield Problem(
-                f"--time {options.time!r} is no time of Slurm's", expected, "--time 12:00:00"
+                f"--time {options.time!r} is not a Slurm time limit",
+                expected,
+                "--time 12:00:00",
             )
         elif limit <= (least := ahead + _SIGNAL_EARLY_S):
             minutes = -(-2 * least // 60)
@@ -110,7 +112,7 @@ def problems(config: Config, ranks: Ranks, options: SlurmSettings) -> Iterator[P
                 "minute early), and time to train"
             )
             yield Problem(
-                f"--time {options.time}: ranks are told to save {ahead} s before it ends, as soon as they have begun",
+                f"--time {options.time}: ranks are told to save {ahead} s before it ends, as soon as they start",
                 expected,
                 f"--time {minutes // 60:02}:{minutes % 60:02}:00",
             )
@@ -120,7 +122,7 @@ def missing_setup(options: SlurmSettings) -> Iterator[Problem]:
     """Yields that --setup names no file on this host."""
     if options.setup is not None and not Path(options.setup).is_file():
         yield Problem(
-            f"--setup {options.setup} is no file here",
+            f"--setup {options.setup} is not a file here",
             "a shell file that the job sources first",
             "--setup FILE   (or leave it out; --dry-run prints the script for another host)",
         )

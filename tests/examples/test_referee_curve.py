@@ -117,7 +117,7 @@ FAULTS = [
         "in no group of the optimizer: lm_head.weight",
     ),
     ("qwen_loop.py", "after_clip", ["updates"], "model.norm.weight x-0.98"),
-    ("qwen_loop.py", "decay_twice", ["updates"], "model.embed_tokens.weight another way"),
+    ("qwen_loop.py", "decay_twice", ["updates"], "model.embed_tokens.weight differently"),
     (
         "qwen_loop.py",
         "scaled",

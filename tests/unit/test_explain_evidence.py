@@ -266,7 +266,7 @@ def test_sizes_that_differ_and_operations_without_end(tmp_path: Path) -> None:
     ]
     hangs = {**small, "state": "started"}
     assert differences(tmp_path, dump({"0": [hangs]}), dump({"0": [hangs]})) == [
-        "process group 0 (dp), operation 1, all_reduce: started on ranks 0 and 1: all ranks came"
+        "process group 0 (dp), operation 1, all_reduce: started on ranks 0 and 1: all ranks joined"
     ]
     assert differences(tmp_path, dump({"0": [small]}), dump({"0": [small]})) == []
 

@@ -535,7 +535,7 @@ def test_updates_that_are_others_are_refuted() -> None:
     part = judge_updates(trained(change=lambda weights: weights["b"].add_(0.01)))
     assert (
         part.status is PartStatus.REFUTED
-        and "1 of 2 parameters do not move as AdamW says: b another way" in part.what
+        and "1 of 2 parameters do not move as AdamW says: b differently" in part.what
     )
     steps = trained()
     for step in steps:
@@ -562,7 +562,7 @@ def test_a_decay_that_is_done_twice_or_undone_is_refuted(share: float) -> None:
             value.mul_(1 + share * 0.02 * 1e-2)
 
     part = judge_updates(trained(change=small))
-    assert part.status is PartStatus.REFUTED and "a another way, b another way" in part.what
+    assert part.status is PartStatus.REFUTED and "a differently, b differently" in part.what
 
 
 def test_a_weight_whose_update_is_mostly_rounding_is_judged_beside_that() -> None:

@@ -171,7 +171,7 @@ def test_all_ranks_read_the_same_rows(tmp_path: Path) -> None:
     assert verdict.exit_code == 1
     assert text(verdict, "rows of data ranks") == (
         "refuted     rows of data ranks: ranks 0 and 1 trained on the same rows in 16 of 16 steps\n"
-        "  expected: rows of its own for each data rank (DistributedDataParallel); 2 ranks do the work of one\n"
+        "  expected: separate rows for each data rank (DistributedDataParallel); 2 ranks do the work of one\n"
         "  where: the DataLoader: give it a DistributedSampler, and call its set_epoch before each epoch"
     )
 
@@ -365,7 +365,7 @@ def test_one_epoch_is_proved_only_by_samplers_that_deal_rows_out(tmp_path: Path)
     assert "one epoch does not show whether a row looks the same each time" in text(
         verdict, "rows of an epoch"
     )
-    assert "no row came again" in text(verdict, "rows of data ranks")
+    assert "no row recurred" in text(verdict, "rows of data ranks")
 
 
 @pytest.mark.parametrize(

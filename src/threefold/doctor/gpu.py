@@ -142,7 +142,7 @@ def _builds(probe: Torch) -> Iterator[Finding]:
     if probe.rocm is not None:
         what = f"torch {probe.version} is a build for ROCm {probe.rocm}"
         fix = "--mesh.device cpu, or a machine with NVIDIA GPUs"
-        yield warning("ROCm", what, "NVIDIA GPUs or CPUs: ROCm has not been tried", fix)
+        yield warning("ROCm", what, "NVIDIA GPUs or CPUs: ROCm is untested", fix)
     elif probe.cuda is None and probe.installed_gpus:
         what = f"this machine has {probe.installed_gpus} GPUs, but torch {probe.version} is a build for CPUs"
         fix = f"pip install torch from the index for your CUDA: {_START}; or --mesh.device cpu"

@@ -105,7 +105,7 @@ def _judged(machine: Machine) -> Iterator[Finding]:
             else "not synchronised with a time server"
         )
         expected = (
-            "a synchronised clock: logs of several machines are compared, and tokens have dates"
+            "a synchronised clock: logs of several machines are compared, and tokens expire"
         )
         fix = "start chrony or systemd-timesyncd; a container has its host's clock"
         yield judged(

@@ -79,7 +79,7 @@ def _first(
         states = ranks_by({rank: one.state for rank, one in here.items()})
         if set(states) != {"completed"}:
             behind = [] if set(states) == {"scheduled"} else states.get("scheduled", [])
-            came = "" if behind else ": all ranks came"
+            came = "" if behind else ": all ranks joined"
             did = "; ".join(f"{state} on {ranks_text(own)}" for state, own in states.items())
             return Divergence("unfinished", behind, f"{what}, {kind}: {did}{came}")
     return None

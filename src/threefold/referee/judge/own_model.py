@@ -95,7 +95,7 @@ class OwnModel:
         ]
         if different := shapes[0] ^ shapes[1]:
             raise Unjudgeable(
-                f"{min(different)[0]} of the recorded weights is not as in {type(self.model).__name__}"
+                f"{min(different)[0]} of the recorded weights does not match {type(self.model).__name__}"
             )
         with torch.no_grad():
             for name, parameter in own.items():

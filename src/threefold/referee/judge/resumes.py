@@ -155,7 +155,7 @@ def _differences(
     read_again = {each: new_rows.get(each - step, Counter()) for each in beyond}
     if beyond and not any(known_rows & rows for rows in read_again.values()):
         raise Unjudgeable(
-            "no row came again, so it does not show whether a row looks the same each time"
+            "no row recurred, so it is unknown whether a row looks the same each time"
         )
     where = (
         "the sampler or the loader: it must continue at the row after the last one trained on"

@@ -45,7 +45,7 @@ def judge_data_ranks(groups: RankGroups, epochs: Epochs) -> JudgedPart:
         isinstance(epochs, str) or not all(epoch.divides for epoch in epochs)
     ):
         raise Unjudgeable(
-            "no row came again, so it does not show whether a row looks the same each time"
+            "no row recurred, so it is unknown whether a row looks the same each time"
         )
     what = (
         f"no row was read by two of {len(ranks)} data ranks in one of "
@@ -86,7 +86,7 @@ def _check_pair(
         what = f"{names} trained on the same rows in {len(same)} of {len(common)} steps"
     raise Refuted(
         what,
-        f"rows of its own for each data rank ({how}); {len(ranks)} ranks do the work of one",
+        f"separate rows for each data rank ({how}); {len(ranks)} ranks do the work of one",
         "the DataLoader: give it a DistributedSampler, and call its set_epoch before each epoch",
     )
 
@@ -95,7 +95,7 @@ def _check_pair(
 def judge_model_copies(groups: RankGroups) -> JudgedPart:
     """Whether the ranks of one model copy read the same rows in every step."""
     if groups.unknown is not None:
-        raise Unjudgeable(f"it does not show which ranks share a copy ({groups.unknown})")
+        raise Unjudgeable(f"it is not known which ranks share a copy ({groups.unknown})")
     shared = [members for members in groups.members if len(members) > 1]
     if not shared:
         return none_here("no two ranks compute one copy of the model")
@@ -137,7 +137,7 @@ def rows_by_step(*ranks: RankRecord) -> dict[int, Rows]:
 # A part, by its name and its place, among the ranks of which it is known that they hold copies of it.
 _Held = tuple[tuple[int, ...], str, tuple[int, ...], tuple[int, ...]]
 _CHANGED_BY = {
-    "weights": "what changes weights on one rank only: a random start without a seed, a load, an update",
+    "weights": "what changes weights on one rank only: unseeded initialisation, a load, an update",
     "gradients": "what sums gradients over ranks: a parameter that it leaves out, no_sync on the last micro-batch",
 }
 

@@ -141,7 +141,7 @@ def _check_update(
         if not (moved - expected).norm() <= _LEFT * size + lost:
             factor, left = factor_of(expected, moved)
             is_multiple = left <= min(_SMALL, abs(factor - 1)) or not moved.any()
-            odd[name] = f" x{factor:.4g}" if is_multiple else " another way"
+            odd[name] = f" x{factor:.4g}" if is_multiple else " differently"
     if not odd:
         return num_compared
     kind = step.optimizer["class"]

@@ -181,7 +181,7 @@ def full_disk(error: BaseException) -> RunError | None:
         return None
     return RunError(
         f"a disk is full: {error}",
-        expected="room for what is written",
+        expected="enough free space for what is written",
         fix="free space (`df -h` of the folders that it names), then the same command again",
     )
 
@@ -192,7 +192,7 @@ def refused_path(error: BaseException) -> ConfigError | None:
         return None
     return ConfigError(
         f"{error.filename}: {error.strerror}",
-        expected="a path that is there, and that this user may read, write and reach",
+        expected="an existing path that this user may reach, read and write",
         fix=f"another path, or what is missing:   namei -l {shlex.quote(str(error.filename))}   shows each part of it",
     )
 
@@ -208,7 +208,7 @@ def passing(error: BaseException | None) -> str:
     for _ in range(_DEEPEST):
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in _PASSING:
-            return f" (HTTP {status}, which passes by itself: the same command again, later)"
+            return f" (HTTP {status}, which is temporary: run the same command again later)"
         error = error and (error.__cause__ or error.__context__)
     return ""
 

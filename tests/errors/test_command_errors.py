@@ -412,7 +412,7 @@ def test_path_that_is_refused_is_said_in_three_parts(
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
         f"{name}: {os.strerror(number)}\n"
-        "  expected: a path that is there, and that this user may read, write and reach\n"
+        "  expected: an existing path that this user may reach, read and write\n"
         f"  fix: another path, or what is missing:   namei -l {shlex.quote(name)}   shows each part of it\n"
     )
 

@@ -600,7 +600,7 @@ def test_a_hub_that_cannot_answer_now_is_said_with_its_status(
     for reads in (read("hf:owner/name"), lambda: load_tokenizer("owner/name")):
         ((what, _, _),) = said(reads)
         assert what.endswith(
-            " (HTTP 503, which passes by itself: the same command again, later)"
+            " (HTTP 503, which is temporary: run the same command again later)"
         )
 
 

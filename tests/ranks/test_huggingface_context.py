@@ -173,7 +173,7 @@ def _refused(folder: str) -> str:
 def test_model_whose_loss_is_no_sum_over_places_is_refused(tmp_path: Path) -> None:
     assert run_ranks(_refused, 2, str(tmp_path))[0] == (
         "threefold.init_mesh(cp=2), and the model is a BertForSequenceClassification\n"
-        "  expected: a causal language model, whose loss is a sum over places\n"
+        "  expected: a causal language model, whose loss is a sum over positions\n"
         "  fix: threefold.init_mesh(cp=1)"
     )
 

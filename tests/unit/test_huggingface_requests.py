@@ -276,7 +276,7 @@ def test_resume_refuses_what_it_cannot_go_on_from(tmp_path: Path) -> None:
         again.train(resume_from_checkpoint=str(checkpoint))
     (checkpoint / "threefold.json").unlink()
     ((what, _, fix),) = refusal(lambda: again.train(resume_from_checkpoint=str(checkpoint)))
-    assert what == f"{checkpoint} has no threefold.json: another Trainer has saved it"
+    assert what == f"{checkpoint} has no threefold.json: another Trainer saved it"
     assert fix.startswith(
         "TrainingArguments(ignore_data_skip=True) keeps these weights and begins the epoch"
     )
@@ -515,7 +515,7 @@ def test_transformers_with_another_loop_is_refused() -> None:
     assert refusal(lambda: checks.check_version(type("Trainer", (), {}), "9.9")) == [
         (
             "transformers 9.9 has no Trainer._build_accelerator_args",
-            "a version whose loop this Trainer supports: with another one its promises would not hold",
+            "a version whose loop this Trainer supports: with another its guarantees would not hold",
             "pip install 'transformers==5.23.*'",
         )
     ]

@@ -190,14 +190,14 @@ def test_tracker_that_fails_is_tried_again_and_misses_nothing() -> None:
     inner.works = True
     guarded.close()
     assert inner.got == [*range(41)]
-    again = "(training continues, and it is tried again; see the rank's log)"
+    again = "(training continues, and it is retried; see the rank's log)"
     assert said == [
         f"tracker mine did not open: no network {again}",
-        "tracker mine works again, and has got what it had missed",
+        "tracker mine works again, and received what it had missed",
         f"tracker mine failed: the disk is full {again}",
-        "tracker mine works again, and has got what it had missed",
+        "tracker mine works again, and received what it had missed",
         f"tracker mine failed: the disk is full {again}",
-        "tracker mine works again, and has got what it had missed",
+        "tracker mine works again, and received what it had missed",
     ]
 
 

@@ -170,11 +170,11 @@ class Guarded:
                 return
             self._missed.popleft()
         if self._wait_s:
-            self._say(f"tracker {self._name} works again, and has got what it had missed")
+            self._say(f"tracker {self._name} works again, and received what it had missed")
             self._wait_s = 0.0
 
     def _try(
-        self, what: str, act: Callable[[], None], *, again: str = ", and it is tried again"
+        self, what: str, act: Callable[[], None], *, again: str = ", and it is retried"
     ) -> bool:
         try:
             act()

@@ -43,7 +43,7 @@ def check_version(trainer: type, version: str) -> None:
     if missing := [name for name in _HOOKS if not hasattr(trainer, name)]:
         raise ConfigError(
             f"transformers {version} has no Trainer.{missing[0]}",
-            expected="a version whose loop this Trainer supports: with another one its promises would not hold",
+            expected="a version whose loop this Trainer supports: with another its guarantees would not hold",
             fix="pip install 'transformers==5.23.*'",
         )
 
@@ -58,8 +58,8 @@ def check_class(trainer: type) -> bool:
     if of_trl and not _OF_TRL.intersection(of_trl):
         raise ConfigError(
             f"the Trainer is composed with TRL's {of_trl[0]}",
-            expected=f"one of {', '.join(sorted(_OF_TRL))}: the loss of others is no mean over targets or rows, or "
-            "their samplers draw in a way that is not known, so that no promise of this Trainer would hold",
+            expected=f"one of {', '.join(sorted(_OF_TRL))}: the loss of others is not a mean over targets or rows, or "
+            "their samplers draw in a way that is not known, so that no guarantee of this Trainer would hold",
             fix=f"use trl.{of_trl[0]} alone, with callbacks=[AuditCallback()]",
         )
     return bool(of_trl)
@@ -145,7 +145,7 @@ def _reading(args: Any) -> Iterator[Problem]:
     if not args.dataloader_in_order and args.dataloader_num_workers:
         yield Problem(
             "dataloader_in_order = False",
-            "batches in the sampler's order: otherwise a step reads other samples in every run, and no saved state "
+            "batches in the sampler's order: otherwise a step reads different samples in every run, and no saved state "
             "could tell which were read",
             "leave dataloader_in_order out",
         )

@@ -63,7 +63,7 @@ def problems(trainer: Any) -> Iterator[Problem]:
         what = f"threefold.init_mesh(cp={cp}), and the model is a {kind}"
         yield Problem(
             what,
-            "a causal language model, whose loss is a sum over places",
+            "a causal language model, whose loss is a sum over positions",
             "threefold.init_mesh(cp=1)",
         )
     else:
@@ -85,7 +85,7 @@ def problems(trainer: Any) -> Iterator[Problem]:
         fix = f"threefold train --mesh.cp {cp}   (it is exact there)"
         yield Problem(
             what,
-            "a router's loss over entire rows, which transformers' loop does not have then",
+            "a router's loss over entire rows, which transformers' loop then lacks",
             fix,
         )
 

@@ -90,7 +90,7 @@ class RowCounter:
             return
         raise RunError(
             text,
-            expected="every row once per epoch, except for fewer rows than a step has",
+            expected="every row once per epoch, except for fewer than one step's rows",
             fix="threefold.integrations.huggingface.Trainer; or check what the sampler leaves out",
         )
 

@@ -44,7 +44,7 @@ log = logging.get_logger(__name__)
 PLACE_FILE = "threefold.json"
 STATE_FOLDER = "threefold-state"
 _FORMAT = 1
-_COPIES = "trainer.train(resume_from_checkpoint=True); look for code that changes a tensor on one rank, as a callback's"
+_COPIES = "trainer.train(resume_from_checkpoint=True); look for code that changes a tensor on one rank, as in callbacks"
 _OLDER = "resume from an older checkpoint: trainer.train(resume_from_checkpoint='.../checkpoint-...')"
 _SAME = "resume with the model and the optim that the run began with"
 # What keys of the configuration are called in TrainingArguments.
@@ -87,9 +87,9 @@ def _read_place(checkpoint: Path) -> tuple[int, dict[str, Any], int]:
         problem = f"has the format {values['format']}"
     except FileNotFoundError:
         raise CheckpointError(
-            f"{checkpoint} has no {PLACE_FILE}: another Trainer has saved it",
-            expected="a checkpoint of threefold's Trainer: a place in another order means nothing in ours, and samples "
-            "would be repeated and left out",
+            f"{checkpoint} has no {PLACE_FILE}: another Trainer saved it",
+            expected="a checkpoint of threefold's Trainer: a position in another order means nothing here, and samples "
+            "would be repeated or left out",
             fix="TrainingArguments(ignore_data_skip=True) keeps these weights and begins the epoch again; or finish "
             "the run with the Trainer that began it",
         ) from None

@@ -386,7 +386,7 @@ def test_prepared_folder_trains_and_is_made_once(folder: Path) -> None:
     )
     assert made.stderr.startswith("4 files read (24.19 KiB)\n")
     assert command(folder, *arguments).stdout.startswith(
-        "prepared/tokens.bin is there already: 24,775 tokens"
+        "prepared/tokens.bin already exists: 24,775 tokens"
     )
     run = (
         "train",

@@ -91,11 +91,11 @@ def test_resume_goes_on_in_the_named_folder_or_not_at_all(
     for arguments, what in (
         (
             (str(folder / "a run"), "--log.dir", "other"),
-            "log.dir = other, but the run to resume lies in ",
+            "log.dir = other, but the run to resume is in ",
         ),
         (
             (str(folder / "a run"), "--log.dir", "null"),
-            "log.dir = None, but the run to resume lies in ",
+            "log.dir = None, but the run to resume is in ",
         ),
         (
             (str(run), "--train.steps", "6"),

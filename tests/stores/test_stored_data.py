@@ -355,7 +355,7 @@ def test_one_prefix_is_written_once(here: Path, place: ObjectStore, address: str
     )
     before = {each.key: each.etag for each in place.list()}
     done = command(here, *words, first=small_blocks)
-    assert done.returncode == 0 and f"{address}/tokens.bin is there already" in done.stdout, (
+    assert done.returncode == 0 and f"{address}/tokens.bin already exists" in done.stdout, (
         done.stderr
     )
     shutil.rmtree(here / "cache/threefold/tokens")  # as on another host, which makes it again

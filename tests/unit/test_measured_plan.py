@@ -179,5 +179,7 @@ def test_times_are_scaled_by_what_was_measured(
     low, figure, high = (here[0][f"step_time_s{end}"] for end in ("_low", "", "_high"))
     assert high / figure == pytest.approx(1.11) and figure / low == pytest.approx(1.11)
     printed = _plan(model, "--gpus", "8", "--gpu", gpu, "--measure").output
-    assert "measured here: layers take 100.00 of the time that published speeds say" in printed
+    assert (
+        "measured here: layers take 100.00 of the time that published speeds predict" in printed
+    )
     assert "and layers were measured here" in printed

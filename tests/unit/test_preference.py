@@ -545,7 +545,7 @@ def test_show_marks_both_sides() -> None:
         "\nuse it: threefold train --train.objective dpo --data.source store --data.tokenizer bytes\n"
     )
     assert data("show", "--data.source", "store", *options, "--json").splitlines() == lines
-    with pytest.raises(ConfigError, match=r"--row 2 is not there"):
+    with pytest.raises(ConfigError, match=r"--row 2 does not exist"):
         data("show", "--data.source", "store", *options, "--row", "2")
 
 

@@ -154,7 +154,9 @@ def test_what_is_no_ordinary_file_is_not_replaced(tmp_path: Path, to: str) -> No
     (tmp_path / "link").symlink_to("pipe")
     target = tmp_path / to  # of an absolute one, itself
     before = os.lstat(target)
-    with pytest.raises(ConfigError, match="is there already, and is no page"):
+    with pytest.raises(
+        ConfigError, match="already exists, and `threefold report` did not write it"
+    ):
         report_command._refuse_other(target)
     run = make_run(tmp_path / "run", [step_line(1)])
     if target.parent == tmp_path:

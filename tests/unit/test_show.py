@@ -444,7 +444,7 @@ def test_flags_that_were_keys_are_refused_with_the_key(
     (problem,) = caught.value.problems
     assert (
         problem.what
-        == f"{flags[0].partition('=')[0]} is no option of `threefold data {command}`"
+        == f"{flags[0].partition('=')[0]} is not an option of `threefold data {command}`"
     )
     assert (
         problem.expected.startswith("keys of the config, as every command takes them")
@@ -475,7 +475,7 @@ def test_errors_of_requests() -> None:
         ConfigError, match=r"has no chat template\n.*\n  fix: --data.chat_template FILE"
     ):
         data("show", "--data.source", "c.jsonl", "--data.tokenizer", "bytes")
-    with pytest.raises(ConfigError, match=r"--row 12 is not there"):
+    with pytest.raises(ConfigError, match=r"--row 12 does not exist"):
         data("show", *CHATS, "--row", "12")
     with pytest.raises(ConfigError, match=r"data\.source is not given"):
         data("show")

@@ -138,4 +138,6 @@ def test_command_names_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / PROFILE_FOLDER).mkdir()
     (tmp_path / PROFILE_FOLDER / "rank-0000.summary.json").write_text(json.dumps({"steps": 1}))
     error = CliRunner().invoke(main.app, ["profile", str(tmp_path)]).exception
-    assert "rank-0000.summary.json cannot be read: it has not all of its figures" in str(error)
+    assert "rank-0000.summary.json cannot be read: some of its figures are missing" in str(
+        error
+    )

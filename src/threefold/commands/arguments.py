@@ -71,7 +71,7 @@ def on_this_machine(to: Path | None) -> Path | None:
     if to is not None and is_address(str(to)):
         raise ConfigError(
             f"--to {to} is an address of a store",
-            expected="a path of this machine: exports alone are sent to a store",
+            expected="a path on this machine: only exports are sent to a store",
             fix=f"--to {to.name or 'DIR'}",
         )
     return to

@@ -121,7 +121,7 @@ def overlap(context: typer.Context, as_json: AsJson = False) -> None:
     if not config.evaluates:
         raise ConfigError(
             "nothing is held out to evaluate on",
-            expected="an evaluation to look for in the training",
+            expected="evaluation data to look for in the training data",
             fix="--eval.source FILE_OR_FOLDER   (or --data.eval_share 0.01)",
         )
     with Bars().show("reading the training") as bar:
@@ -228,7 +228,7 @@ def show(
     if run is not None and keys:
         raise ConfigError(
             f"{run} and --{keys[0][0]} are both given",
-            expected="a run, which has a source of its own, or a source",
+            expected="a run, which has its own source, or a source",
             fix=f"leave out {run}",
         )
     if run is not None:
@@ -247,9 +247,9 @@ def show(
         printed = True
     if row is not None and not printed:
         raise ConfigError(
-            f"--row {row} is not there",
+            f"--row {row} does not exist",
             expected="a row of the source, counted from 0",
-            fix="--row 0, or a row that is there",
+            fix="--row 0, or an existing row",
         )
 
 

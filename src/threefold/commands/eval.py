@@ -44,7 +44,7 @@ def command(
     loaded = load_config([str(folder / "config.yaml"), *context.args])
     if not (loaded.config.evaluates or loaded.config.eval.tasks):
         raise ConfigError(
-            f"the run in {folder} has held nothing out",
+            f"the run in {folder} has no held-out data",
             expected="held-out data or tasks to evaluate on",
             fix="--eval.source FILE_OR_FOLDER   (or --eval.tasks '[NAME]')",
         )

@@ -169,18 +169,18 @@ def _print(
         f"{rows} rows of {config.data.seq_len} tokens a step, {config.model.dtype}"
     )
     typer.echo(
-        f"{len(plans):,} set-ups are legal, {len(fitting):,} fit; estimated, see docs/plan.md for how far"
+        f"{len(plans):,} set-ups are legal, {len(fitting):,} fit; estimated, see docs/plan.md for accuracy"
     )
     for line in formula(decoder.flops, config.data.seq_len):
         typer.echo(line)
     if question.slowness is not None:
         typer.echo(
-            f"measured here: layers take {question.slowness:.2f} of the time that published speeds say"
+            f"measured here: layers take {question.slowness:.2f} of the time that published speeds predict"
         )
     _table(fitting[:_SHOWN], set(map(id, pareto(plans))), devices, tokens)
     if fitting:
         best = fitting[0]
-        typer.echo("\nthe first, at the moment when a rank holds the most: " + best.peak.name)
+        typer.echo("\nthe first, when a rank holds the most: " + best.peak.name)
         for line, size in sorted(best.peak.lines.items(), key=lambda item: -item[1]):
             typer.echo(f"  {size / 2**30:8.2f} GiB  {line}")
         typer.echo("\nwhat it sends, s a step: " + (", ".join(
@@ -191,7 +191,7 @@ def _print(
         if "://" in str(config.data.source):
             typer.echo(_of_store(rows, rows // best.setup.topology.dp, best.duration.total))
     if rejected := [plan for plan in plans if not plan.fits]:
-        typer.echo("\nof those that do not fit, the nearest:")
+        typer.echo("\nthe closest of those that do not fit:")
         for plan in rejected[:3]:
             fix = what_fits(plan, plans)
             typer.echo(

@@ -128,7 +128,7 @@ def _one(keys: list[str], gpu: str | None, *, as_json: bool) -> None:
     if "auto" in axes:
         raise ConfigError(
             "an axis of the mesh is auto",
-            expected="the size of each axis: there are no ranks that could fill one",
+            expected="the size of each axis: there are no ranks to fill it",
             fix="--mesh.dp 8",
         )
     world_size = math.prod(int(size or 1) for size in axes)
@@ -235,7 +235,7 @@ def _compute(
     tokens = config.train.global_batch * config.data.seq_len
     of_rank = flops * tokens / topology.world_size
     lines = [
-        f"a rank computes in a step      {of_rank / 1e12:9.2f} TFLOP, without what is computed again"
+        f"a rank computes in a step      {of_rank / 1e12:9.2f} TFLOP, without recomputation"
     ]
     if device is None:
         return lines

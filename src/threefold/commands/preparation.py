@@ -44,7 +44,7 @@ def prepare(
     ):
         raise ConfigError(
             f"--task {task} with --engine {engine}",
-            expected="I/N, with I from 0 to N - 1, or join; and no --engine, which has tasks of its own",
+            expected="I/N, with I from 0 to N - 1, or join; and no --engine, which has its own tasks",
             fix="--task 0/8 --engine local",
         )
     if engine == "slurm":
@@ -56,7 +56,7 @@ def prepare(
     elif numbers is not None:
         made = shared.make_share(int(numbers[1]), int(numbers[2]), num_workers=workers)
         return typer.echo(
-            f"task {task}: {made:,} parts are made, the others of this task were there"
+            f"task {task}: {made:,} parts are made, the others of this task already existed"
         )
     elif engine == "ray":
         from threefold.data.store.by_ray import make_by_ray
@@ -119,7 +119,7 @@ def _made(
         _send(prefix, to)
         shared.remove()
     info = store.info
-    how = "is there already" if store.reused else "is made"
+    how = "already exists" if store.reused else "is made"
     where = f"{to}/{prefix.name}" if shared.address else prefix
     typer.echo(
         f"{where}.bin {how}: {info.num_tokens:,} tokens in {info.counted} ({info.tokenizer})\n{proof}"
@@ -172,7 +172,7 @@ def refuse_flags(arguments: Sequence[str], command: str) -> None:
                 else "VALUE"
             )
             raise ConfigError(
-                f"{flag} is no option of `threefold data {command}`",
+                f"{flag} is not an option of `threefold data {command}`",
                 expected="keys of the config, as every command takes them: --data.KEY VALUE, or a config file",
                 fix=DROPPED.get(f"data.{key}", f"--data.{key} {value}"),
             )

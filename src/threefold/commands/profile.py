@@ -43,7 +43,7 @@ def command(
         raise ConfigError(
             f"{run} has no traces",
             expected="a run whose steps were traced",
-            fix=f"threefold resume {run} --log.profile '[10, 12]'   (steps that are to come), or a new run with it",
+            fix=f"threefold resume {run} --log.profile '[10, 12]'   (future steps), or a new run with it",
         )
     if as_json:
         for rank, values in ranks.items():
@@ -61,7 +61,7 @@ def _read(path: Path) -> dict[str, Any]:
         values: dict[str, Any] = json_of(path)
         if {"steps", "step_s", "phases", "kernels", *_SHARES} <= set(values):
             return values
-        reason = "it has not all of its figures"
+        reason = "some of its figures are missing"
     except (OSError, ValueError) as error:
         reason = str(error)
     raise ConfigError(

@@ -82,7 +82,7 @@ def _refuse_other(target: Path) -> None:
     replaced = target.is_file() and Path("/dev") not in target.absolute().parents
     if not (replaced and (target.is_symlink() or _is_page(target))):
         raise ConfigError(
-            f"{target} is there already, and is no page that `threefold report` wrote",
+            f"{target} already exists, and `threefold report` did not write it",
             expected="a new file, or an earlier page to replace",
             fix="--to ANOTHER_FILE.html",
         )

@@ -55,7 +55,7 @@ def command(
     into = loaded.config.log.dir
     if into is None or Path(into).resolve() != folder.resolve():
         raise ConfigError(
-            f"log.dir = {into}, but the run to resume lies in {folder}",
+            f"log.dir = {into}, but the run to resume is in {folder}",
             expected="no log.dir: a run continues in its own folder",
             fix=f"threefold resume {shlex.quote(named)}   (or, to fork it: {fork} "
             f"{shlex.quote(into or 'ANOTHER_FOLDER')})",

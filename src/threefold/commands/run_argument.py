@@ -47,6 +47,6 @@ def only_here(run: Path) -> Path:
         raise ConfigError(
             f"{address} is an address of a store",
             expected="the folder of a run on this machine",
-            fix=f"threefold report {address}   (to go on: threefold train CONFIG --checkpoint.store {address})",
+            fix=f"threefold report {address}   (to continue: threefold train CONFIG --checkpoint.store {address})",
         )
     return run

@@ -116,13 +116,13 @@ def _converse(
             end_id = encoder.end_of_turn(messages)
         except RowError as error:
             raise ConfigError(
-                f"--chat: {error.what}", expected=error.expected, fix="say it otherwise"
+                f"--chat: {error.what}", expected=error.expected, fix="rephrase it"
             ) from None
         if isinstance(longest, int) and len(ids) + num_tokens > longest:
             raise ConfigError(
                 f"the conversation has {len(ids):,} tokens, and the model supports {longest:,} positions",
                 expected=f"room for {num_tokens:,} more",
-                fix="begin again, or --tokens fewer",
+                fix="start over, or fewer --tokens",
             )
         new_ids = continued(model, ids, num_tokens=num_tokens, end_id=end_id)
         answer = tokenizer.decode([id for id in new_ids if id != end_id]).strip()

@@ -386,7 +386,7 @@ def rows_of_run(run: Path, segments: Sequence[Segment]) -> tuple[Rows, Tokenizer
     if rows.fingerprint != recorded:
         raise RunError(
             f"the source of {run}/config.yaml has the fingerprint {rows.fingerprint}, but the run has read {recorded}",
-            expected="the unchanged source: its rows now have other tokens or other numbers",
+            expected="the unchanged source: its rows now have different tokens or numbers",
             fix="restore the source, or run this command in the folder in which the run was started",
         )
     return rows, tokenizer

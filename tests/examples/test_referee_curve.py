@@ -128,7 +128,7 @@ FAULTS = [
         "qwen_loop.py",
         "untied",
         ["gradients"],
-        "lm_head.weight is a separate weight in the program, and the model",
+        "lm_head.weight is a separate weight in the program, but the model",
     ),
     (
         "qwen_loop.py",

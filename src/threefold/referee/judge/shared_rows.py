@@ -72,13 +72,9 @@ def _check_pair(
     if not num_shared:
         return
     first_step = next(step for step in common if shared[step])
-    what = (
-        f"{names} read {num_shared} of {num_reads} rows in common, first in step {first_step}"
-    )
+    what = f"{names} both read {num_shared} of {num_reads} rows, first in step {first_step}"
     if num_shared < _SHARE_REFUTED * num_reads:
-        raise Unjudgeable(
-            f"{what}: an epoch that was padded, or duplicate rows in the data set"
-        )
+        raise Unjudgeable(f"{what}: an epoch that was padded, or duplicates in the data set")
     if not all(map(_tells_rows_apart, ranks)):
         raise Unjudgeable(f"{what}; but most rows of the data set are duplicates")
     same = [step for step in common if first[step] == second[step]]

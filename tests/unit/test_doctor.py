@@ -160,7 +160,7 @@ def test_interface_that_ranks_started_here_leave_is_said() -> None:
     found = {each.check: each for each in checks_network.judge(network, several_machines=False)}
     wrong, known = found["GLOO_SOCKET_IFNAME"], found["NCCL_SOCKET_IFNAME"]
     assert wrong.level == "stop" and wrong.what.startswith(
-        "nope is not an interface of this machine; ranks that are started"
+        "this machine has no interface nope; ranks that are started"
     )
     assert (
         known.level == "note"

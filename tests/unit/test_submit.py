@@ -259,7 +259,7 @@ def test_times_that_are_none() -> None:
         assert [
             problem.what
             for problem in slurm.problems(config(), ranks(), SlurmSettings(time=time))
-        ] == [f"--time {time!r} is not a Slurm time limit"]
+        ] == [f"--time {time!r} is not a Slurm time"]
 
 
 def test_setup_may_use_variables_that_are_not_set(tmp_path: Path) -> None:
@@ -902,7 +902,7 @@ def test_script_of_a_preparation() -> None:
             "--retries, --signal-ahead and --gpus-per-node have no effect on a preparation",
         ),
         ({"options": ("-x",)}, "--option '-x' is not an option of sbatch"),
-        ({"time": "soon"}, "--time 'soon' is not a Slurm time limit"),
+        ({"time": "soon"}, "--time 'soon' is not a Slurm time"),
         ({"partition": "a b"}, "--partition 'a b' is not one word"),
         ({"name": "a b"}, "--name 'a b' is not a valid name for this cluster's jobs"),
     ],

@@ -106,10 +106,7 @@ def _replaced(network: Network, usable: Sequence[Interface]) -> Iterator[Finding
         if chosen.get(name) is None:
             fix = f"unset {name}, or {name}=NAME of the interface that the machines share"
             yield stop(
-                name,
-                f"{value} is not an interface of this machine; {here}",
-                _names(usable),
-                fix,
+                name, f"this machine has no interface {value}; {here}", _names(usable), fix
             )
         else:
             yield note(name, f"{value} is set; {here}")

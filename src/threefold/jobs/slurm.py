@@ -101,9 +101,7 @@ def problems(config: Config, ranks: Ranks, options: SlurmSettings) -> Iterator[P
         if limit is None:
             expected = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
             yield Problem(
-                f"--time {options.time!r} is not a Slurm time limit",
-                expected,
-                "--time 12:00:00",
+                f"--time {options.time!r} is not a Slurm time", expected, "--time 12:00:00"
             )
         elif limit <= (least := ahead + _SIGNAL_EARLY_S):
             minutes = -(-2 * least // 60)

@@ -249,10 +249,14 @@ class _Ranks:
         ]
 
     def _first_failed(self) -> BaseProcess | None:
-        # The others of one that a signal has ended may have left by now.
+        # Others may have ended by now as well: with a code of ours, for they have lost that one.
         return min(
             (each for each in self._all if each.exitcode),
-            key=lambda each: each.exitcode or 0,
+            key=lambda each: (
+                (code := each.exitcode or 0) > 0,
+                code in (EXIT_FAILED, *_FINAL),
+                code,
+            ),
             default=None,
         )
 

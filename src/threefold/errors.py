@@ -19,7 +19,7 @@ EXIT_STOPPED_WITH_CHECKPOINT = 75
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Of an OSError: a full disk, a full quota, a limit on the size of files."""
 _NUM_NAMED = 6
-# Answers of HTTP that may differ on a retry; how many causes of causes are followed.
+# HTTP status codes that may differ on a retry; how many chained causes are followed.
 _PASSING, _DEEPEST = (429, 500, 502, 503, 504), 8
 
 
@@ -28,8 +28,7 @@ class Problem:
     """One thing that is wrong: `what`, what was `expected`, and the `fix` to paste.
 
     Attributes:
-        setting: the key and the value that the fix sets, where it sets one, and a remark: a program sets it in other
-            words.
+        setting: the key and value that the fix sets, if it sets one, and a remark: programs set it with other syntax.
     """
 
     what: str
@@ -45,8 +44,8 @@ class ThreefoldError(Exception):
     """Base of all errors meant for users; carries one or more problems and the exit code of the command.
 
     Attributes:
-        how: what has failed, in the word of `checkpoint.lineage.Ending`.
-        ranks: whom it concerns, where all ranks raise it; None: the rank that raises it.
+        how: kind of failure, a word of `checkpoint.lineage.Ending`.
+        ranks: the ranks concerned, if all ranks raise it; None: the rank that raises it.
         phase, step: where it arose, if that is not where it is raised.
     """
 
@@ -74,7 +73,7 @@ class ThreefoldError(Exception):
             raise cls.of(collected)
 
     def for_program(self, write: Callable[[str, Any], str]) -> None:
-        """Makes each fix that sets a key what a program writes for it: `write(key, value)`."""
+        """Rewrites each fix that sets a key as a program writes it: `write(key, value)`."""
         problems = list(self.problems)
         for number, problem in enumerate(problems):
             if problem.setting is not None:
@@ -93,7 +92,7 @@ class ThreefoldError(Exception):
 
 @contextmanager
 def in_program(write: Callable[[str, Any], str]) -> Iterator[None]:
-    """Errors from inside show what a program writes, in place of options of the command; also as a decorator."""
+    """Makes errors raised inside show program code instead of command options; also a decorator."""
     try:
         yield
     except ThreefoldError as error:
@@ -108,7 +107,7 @@ class ConfigError(ThreefoldError):
 
 
 def check_argument(name: str, value: object, right: bool, *, expected: str, fix: str) -> None:
-    """ConfigError unless the argument of a public function is right; it shows a plain value, of an object its type."""
+    """ConfigError unless a public function's argument is right; shows a plain value, or the type of an object."""
     if not right:
         plain = value is None or isinstance(value, str | int | float)
         raise ConfigError(
@@ -119,7 +118,7 @@ def check_argument(name: str, value: object, right: bool, *, expected: str, fix:
 
 
 class DataError(ThreefoldError):
-    """The data cannot be read as asked: missing, empty, unparsable, or not the data that a run began with."""
+    """The data cannot be read as requested: missing, empty, unparsable, or not the data that a run began with."""
 
     exit_code, how = EXIT_WRONG_REQUEST, "data"
 
@@ -135,11 +134,11 @@ class RunError(ThreefoldError):
 
 
 class OtherRankError(RunError):
-    """Another rank failed, and not with an error for users: what that rank prints says why."""
+    """Another rank failed, and not with an error for users: the output of that rank shows why."""
 
 
 def described_error(error: BaseException) -> dict[str, Any]:
-    """An error as values of JSON, for another process to raise (`error_of`)."""
+    """An error as JSON values, for another process to raise (`error_of`)."""
     if not isinstance(error, ThreefoldError):
         return {
             "class": None,
@@ -172,8 +171,8 @@ def _family(cls: type[ThreefoldError]) -> Iterator[type[ThreefoldError]]:
 
 
 def full_disk(error: BaseException) -> RunError | None:
-    """The user's error for one of a disk that is full; None for any other."""
-    # Which is no OSError, and says the number.
+    """The user's error for a full disk; None for any other error."""
+    # Not an OSError, but its text has the number.
     safetensors = type(error).__name__ == "SafetensorError"
     if getattr(error, "errno", None) not in NO_SPACE and not (
         safetensors and any(f"(os error {number})" in str(error) for number in NO_SPACE)
@@ -187,7 +186,7 @@ def full_disk(error: BaseException) -> RunError | None:
 
 
 def refused_path(error: BaseException) -> ConfigError | None:
-    """The user's error for a path that the system refuses to a command; None for an error that names no path."""
+    """The user's error for a path that the system denies to a command; None for an error that names no path."""
     if not isinstance(error, OSError) or error.filename is None:
         return None
     return ConfigError(
@@ -198,13 +197,13 @@ def refused_path(error: BaseException) -> ConfigError | None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first, or its class, if it says nothing; and `passing`."""
+    """The first line of an error, or its class if it has no text; and `passing`."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return f"{line}{passing(error)}"
 
 
 def passing(error: BaseException | None) -> str:
-    """` (HTTP 503, ...)` for an error behind which is a server's answer that another time may bring; else nothing."""
+    """` (HTTP 503, ...)` for an error caused by a server's answer that may differ on a retry; else nothing."""
     for _ in range(_DEEPEST):
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in _PASSING:

@@ -2,7 +2,7 @@
 
 In: the batches as the steps used them, and the few numbers that define an order. Out: one short message for each rank
 and audit; all ranks' messages together show whether every dp rank read its own samples, its cp and tp ranks read the
-same ones, and the tokens were the source's. What stays true: the prediction is made from the order alone, without any
+same ones, and the tokens were the source's. Invariants: the prediction is made from the order alone, without any
 loader, so a loader that is wrong cannot agree with it; and equal messages lead every rank to the same conclusion. No
 communication, no torch.
 

@@ -1,7 +1,7 @@
 """Why an audit failed, in words: which ranks, which step, which samples.
 
 In: what every rank has read (its evidence) and what the order predicts. Out: problems, one for each thing that went
-wrong, with the ranks it went wrong on. What stays true: the same evidence gives the same problems, so every rank raises
+wrong, with the ranks it went wrong on. Invariants: the same evidence gives the same problems, so every rank raises
 the same error and none waits for another.
 
 If a rank's rows are not the predicted ones, the reason is where else the order has them: at another dp rank (it took a

@@ -1,4 +1,4 @@
-"""A model on the mesh as a folder of transformers."""
+"""A model on the mesh as a transformers model folder."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from threefold.training.saving import save
 def save_pretrained(model: Model, folder: Path, *, verify: bool | None = None) -> Exported:
     """Writes the weights of a model on any mesh as a Hugging Face folder; every rank calls it.
 
-    Each rank writes its part next to the folder, as in a checkpoint; rank 0 exports those layer by layer, with adapters
-    merged, and reloads what it wrote. A classifier or T5 of transformers is written from its module.
+    Each rank writes its part next to the folder, as in a checkpoint; rank 0 exports the parts layer by layer, with
+    adapters merged, and reloads the result. A transformers classifier or T5 is written from its module.
 
     Raises:
         ConfigError: a module that transformers cannot reload, or a folder that is not empty. RunError: it reloads to
@@ -74,7 +74,7 @@ def save_pretrained(model: Model, folder: Path, *, verify: bool | None = None) -
 
 
 def _export_own(module: Any, parts: Path, folder: Path, *, verify: bool) -> Exported:
-    """Writes a model of transformers that is one's own module (a classifier, T5), from the parts of its ranks."""
+    """Writes a transformers model used as a custom module (a classifier, T5), from the parts of its ranks."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
             f"{folder} is not empty", expected="a new or empty folder", fix="another folder"

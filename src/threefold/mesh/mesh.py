@@ -1,7 +1,7 @@
 """From sizes to live process groups: init_process_group, the parameters' DeviceMesh, further axes, teardown.
 
 A `Mesh` is the live counterpart of a `Topology`. Parameters live on a DeviceMesh of (dp_replicate, fsdp, tp), where
-`fsdp` = dp_shard x cp are the ranks that share the shards of one copy of the weights. Three more groups serve for
+`fsdp` = dp_shard x cp are the ranks that share the shards of one copy of the weights. Three more groups serve
 everything else: `dp` (ranks that read distinct rows), `cp` (ranks that share a sequence) and `loss` = dp x cp (ranks
 that hold distinct target tokens). Code that needs a group asks the mesh for it by name.
 """
@@ -47,7 +47,7 @@ from threefold.mesh.topology import AXES, Topology, default_topology, resolve
 # Counts the ranks that failed; the first one reports why.
 FAILURES = "threefold/failures"
 _PARAMETER_AXES = ("dp_replicate", "fsdp", "tp")
-# Of a process that is at its end: gloo's threads have it to themselves.
+# For a process about to exit: gloo's threads have the time to themselves.
 _GLOO_ENDS_S = 0.02
 # torch's backend without a network, for the group of a single process.
 _ALONE = "fake"
@@ -72,12 +72,12 @@ class Mesh:
         parameter_mesh: torch's DeviceMesh of (dp_replicate, fsdp, tp), or None in a single process.
         local_world_size: ranks on this machine.
         host_leader: the lowest rank on this machine.
-        num_hosts: machines, if that is known.
-        groups: process groups of `dp`, `cp` and `loss`, if they have more than one member.
+        num_hosts: number of machines, if known.
+        groups: process groups of `dp`, `cp` and `loss` that have more than one member.
         store: the rendezvous store, or None in a single process.
         timeout_s: longest wait in a collective.
-        losses: the batches of the custom losses that are computed now, for models that a loss calls.
-        exchange: how plain values come from rank to rank; there from the start, as a watch reads it from its thread.
+        losses: the batches of the custom losses being computed now, for models that a loss calls.
+        exchange: passes plain values between ranks; set from the start, as a watch reads it from its thread.
     """
 
     topology: Topology
@@ -126,7 +126,7 @@ class Mesh:
         return math.prod(getattr(self.topology, axis) for axis in axes)
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """Process group of `size(name)` ranks; None if it has one member (nothing to send)."""
+        """Process group of `size(name)` ranks; None if it has a single member (nothing to send)."""
         if self.parameter_mesh is None or self.size(name) == 1:
             return None
         if name == "world":
@@ -140,13 +140,13 @@ class Mesh:
     def all_reduce(
         self, name: str, values: torch.Tensor, op: dist.RedOpType = dist.ReduceOp.SUM
     ) -> None:
-        """Combines values over an axis, in place: `group(name)`, where it has several ranks."""
+        """Reduces values over an axis, in place: over `group(name)`, if it has several ranks."""
         if (group := self.group(name)) is not None:
             dist.all_reduce(values, op, group=group)
 
     @property
     def meets_others(self) -> bool:
-        """Whether there are other ranks to meet; none where a step is traced with a group that sends nothing.
+        """Whether there are other ranks to communicate with; not while a step is traced with a fake group.
 
         Raises:
             RunError: the mesh is closed.
@@ -162,7 +162,7 @@ class Mesh:
     def device_mesh(self, name: str) -> DeviceMesh | None:
         """torch's DeviceMesh of this rank and the others along `dp`, `cp`, `tp` or `loss` (dp x cp), for collectives.
 
-        One dimension of that name; every rank may ask for another one. None where that is one rank (nothing to send).
+        It has one dimension of that name; ranks may ask for different ones. None for a single rank (nothing to send).
 
         Raises:
             ConfigError: no axis has that name.
@@ -181,7 +181,7 @@ class Mesh:
     def gather(self, values: Int64) -> Int64:
         """The values of every rank, [n] int64 -> [world, n] int64, on the CPU: no rank waits for its device.
 
-        Where a launcher has made a process group that cannot send from the CPU, by the device.
+        If a launcher's process group cannot send from the CPU, the device is used.
         """
         if self.store is None:
             return values[None]
@@ -198,12 +198,12 @@ class Mesh:
     ) -> tuple[Sequence[dict[str, Any]], int]:
         """The micro-batches that `make` returns, and its count summed over the dp ranks; every rank calls it.
 
-        All ranks must make the same call, with as many micro-batches; the cp and tp ranks of a dp rank with the same
-        rows. That costs one small gather on the CPU. Only where they differ do the ranks say more, and it is named.
+        All ranks must make the same call with the same number of micro-batches, and the cp and tp ranks of a dp rank
+        with the same rows. The check is one small gather on the CPU; details are exchanged and named on a mismatch.
 
         Args:
-            call: which call this is, for the error, such as `step`.
-            number: the number of the call; 0: there is one of them.
+            call: name of the call, for the error, such as `step`.
+            number: the number of the call; 0: there is only one.
 
         Raises:
             RunError, DataError: the ranks differ (`refuse_unlike`), or what `make` raised on a rank; on every rank.
@@ -248,33 +248,33 @@ class Mesh:
         return batches, int(copies[:, 0, 4].sum())
 
     def share(self, name: str, make: Make) -> Any:
-        """What rank 0's `make` returns, a plain value, on every rank; no collective, so it may take any time or fail.
+        """The plain value that `make` returns on rank 0, on every rank; no collective, so it may take any time or fail.
 
         Raises:
-            ThreefoldError: what rank 0 raised, of the same class and with the same text on every rank.
+            ThreefoldError: the error of rank 0, with the same class and text on every rank.
         """
         return self.exchange.value_of(0, name, make)
 
     def once_per_host(self, name: str, work: Make) -> Any:
-        """As `share`, done by the first rank of each machine."""
+        """Like `share`, but `make` runs on the first rank of each machine."""
         return self.exchange.value_of(self.host_leader, f"{name}/{self.host_leader}", work)
 
     def decide(self, name: str, part: Any, conclude: Conclude) -> Any:
-        """What rank 0 concludes from the `part` of every rank, in rank order, on every rank; raises as `share`."""
+        """The conclusion of rank 0 from the `part` of every rank, in rank order, on every rank; raises as `share`."""
         return self.exchange.conclusion_of(name, part, conclude)
 
     def decide_on(self, name: str, make: Make, conclude: Conclude) -> Any:
-        """As `decide`, of what `make` returns on every rank; raises on all what it raises on one, of any host."""
+        """Like `decide`, on what `make` returns on every rank; an error of one rank, on any host, is raised on all."""
         return self.exchange.conclusion_of_work(name, make, conclude)
 
     @cached_property
     def sharding_mesh(self) -> DeviceMesh:
-        """The DeviceMesh of the parameters, which FSDP2 needs for a mesh of one too: its group sends nothing."""
+        """The DeviceMesh of the parameters; FSDP2 needs one even for a mesh of one, whose group sends nothing."""
         if self.parameter_mesh is not None:
             return self.parameter_mesh
         if not dist.is_initialized():
             dist.init_process_group(_ALONE, store=dist.HashStore(), rank=0, world_size=1)
-        # One of several ranks may compute alone, to find out why all of them cannot: no other rank is waited for.
+        # One of several ranks may compute alone, to find out why all of them fail: it waits for no other rank.
         rank = dist.get_rank()
         group = dist.new_group([rank], backend=_ALONE, use_local_synchronization=True)
         alone = torch.full((1, 1, 1), rank)
@@ -289,13 +289,13 @@ class Mesh:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def before_close(self, end: Callable[[], object]) -> None:
-        """Lets `close` call `end` first, in which what still runs in the background is waited for."""
+        """Makes `close` call `end` first, which waits for work still running in the background."""
         self._before_close.append(end)
 
     def abandon(self) -> None:
-        """Waits for saves in the background after a failure, and leaves the process groups as they are.
+        """Waits for background saves after a failure, and leaves the process groups as they are.
 
-        Destroying NCCL's groups waits for all ranks of the node, and those may never come: they learn of a failure when
+        Destroying NCCL's groups waits for all ranks of the node, which may never arrive: they learn of a failure when
         this process ends.
         """
         global _active
@@ -305,7 +305,7 @@ class Mesh:
             end()
 
     def close(self) -> None:
-        """Waits for saves in the background and destroys the process groups; the mesh is unusable afterwards."""
+        """Waits for background saves and destroys the process groups; the mesh is unusable afterwards."""
         self.abandon()
         if self.store is not None:
             self._closed.set()
@@ -318,7 +318,7 @@ class Mesh:
 
 
 def active_mesh() -> Mesh | None:
-    """The mesh made last by `init_mesh` and not yet closed, or None."""
+    """The mesh that `init_mesh` made last, if it is not closed; else None."""
     return _active
 
 
@@ -334,8 +334,8 @@ def init_mesh(
     """Makes this process a rank of a dp x cp x tp mesh and returns its place on it.
 
     Under a launcher every rank calls it with the same sizes; in a plain process it is a mesh of one. An existing
-    process group is used unchanged. Sizes left out are those of the variables DP_SIZE, CP_SIZE and TP_SIZE, or follow
-    the same rules as the configuration's mesh keys.
+    process group is used unchanged. Omitted sizes come from the variables DP_SIZE, CP_SIZE and TP_SIZE, or follow
+    the same rules as the config's mesh keys.
 
     Raises:
         ConfigError: sizes that do not match the number of ranks, or a device that this machine does not have.
@@ -363,7 +363,7 @@ def init_mesh(
 
 
 def _sizes_to_paste(asked: MeshConfig, info: environment.LaunchInfo) -> str:
-    """A call with sizes that fill all ranks: those that were asked for and dp from the rest, if that is possible."""
+    """A call with sizes that use all ranks: the sizes asked for and dp from the rest, if that is possible."""
     dp, cp, tp = (
         size if isinstance(size, int) else 1 for size in (asked.dp, asked.cp, asked.tp)
     )
@@ -401,11 +401,11 @@ def join_mesh(
 
     Args:
         timeout_s: longest wait for the other ranks, and in any collective later.
-        met: called when all ranks have met and before they connect, with a store of theirs and the host of each.
-        facts: what must be the same on every rank, in addition to mesh and versions; compared before anything is sent.
+        met: called when all ranks have met and before they connect, with their store and the host of each.
+        facts: must be the same on every rank, like mesh and versions; compared before anything is sent.
 
     Raises:
-        RendezvousError: the ranks did not come together, within `timeout_s`.
+        RendezvousError: the ranks did not meet within `timeout_s`.
     """
     global _active
     own_device = pick_device(device, 0 if info.own_device else info.local_rank)
@@ -433,7 +433,7 @@ def join_mesh(
     groups = {name: _group_of(topology, axes) for name, axes in _GROUPS.items()}
     present = {name: group for name, group in groups.items() if group is not None}
     for group in (*device_mesh.get_all_groups(), *present.values()):
-        # Groups made from groups have torch's own limit, not that of the first one.
+        # Groups made from groups get torch's default timeout, not that of the first one.
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
     store = dist.distributed_c10d._get_default_store()
     # All ranks join in the same order, so counting gives each of several meshes in one process group its own keys.
@@ -466,7 +466,7 @@ def _group_of(topology: Topology, axes: tuple[str, ...]) -> dist.ProcessGroup | 
 
 
 def pick_device(device: str, local_rank: int) -> torch.device:
-    """The device of one rank: `cpu`, or the local rank's own accelerator.
+    """The device of one rank: `cpu`, or the accelerator of the local rank.
 
     Raises:
         ConfigError: a device that this machine does not have.
@@ -476,7 +476,7 @@ def pick_device(device: str, local_rank: int) -> torch.device:
     visible = torch.cuda.device_count()
     named = environment.variables().get("CUDA_VISIBLE_DEVICES")
     if visible == 1 and named == str(local_rank):
-        return torch.device("cuda", 0)  # a wrapper script around the rank has chosen
+        return torch.device("cuda", 0)  # chosen by a wrapper script around the rank
     if local_rank >= visible:
         raise no_device(local_rank, visible=visible, named=named)
     return torch.device("cuda", local_rank)

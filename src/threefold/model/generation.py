@@ -1,8 +1,8 @@
-"""What a model on the mesh writes after prompts: transformers' own generate, on every rank with its part of the model.
+"""Text generation with a model on the mesh: transformers' own generate, on every rank with its part of the model.
 
 The cp and tp ranks of a copy answer the same prompts together: each tp rank computes its heads and keeps their keys and
-values, each cp rank computes whole rows. Sharded weights are gathered for each token, by ranks that continue until the
-last of them has finished. Logits are whole on each rank, and all draw from them with the same seed.
+values, each cp rank computes whole rows. Sharded weights are gathered for each token, and ranks continue until the last
+of them has finished. Logits are whole on each rank, and all sample from them with the same seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from threefold.model.model import Model
 
 
 def generate(model: Model, input_ids: Tensor, *, seed: int, **options: Any) -> Any:
-    """What transformers' `generate` writes after this dp rank's prompts, [rows, length + new ids]; `Model.generate`."""
+    """The result of transformers' `generate` for this dp rank's prompts, [rows, length + new ids]; `Model.generate`."""
     mesh, module = model.mesh, model.module
     if model.context is None:
         raise ConfigError(
@@ -53,7 +53,7 @@ def generate(model: Model, input_ids: Tensor, *, seed: int, **options: Any) -> A
     arguments["synced_gpus"] = mesh.world_size > 1 and isinstance(module, FSDPModule)
     start = _Start(model)
     model.trust_no_weight()
-    # Rotary factors of a longer text than any that is trained on would stay.
+    # Rotary factors of a text longer than any trained on would stay.
     with _writing(model, start), noise.without_trace(module, mesh.device):
         torch.manual_seed(seed)
         try:
@@ -69,19 +69,19 @@ def generate(model: Model, input_ids: Tensor, *, seed: int, **options: Any) -> A
 
 
 class _Start:
-    """Lets the ranks compute together only when transformers accepts what each of them asks for."""
+    """Lets the ranks compute together only if transformers accepts the arguments of each of them."""
 
     def __init__(self, model: Model) -> None:
         self._mesh, self._agreed = model.mesh, False
 
     def agree(self) -> None:
-        """Every rank comes here before its first forward; raises what another one refuses."""
+        """Every rank calls this before its first forward; raises if another one refused."""
         if not self._agreed:
             self._agreed = True
             self._mesh.agree("generate's first token")
 
     def refuse(self, error: Exception) -> None:
-        """Raises what transformers refuses on every rank; nothing if the ranks compute already."""
+        """Raises transformers' refusal on every rank; does nothing if the ranks compute already."""
         if self._agreed:
             return
 
@@ -121,7 +121,7 @@ def _writing(model: Model, start: _Start) -> Iterator[None]:
             stack.enter_context(tensor.shared_input.whole())
         stack.enter_context(model.casting())
         stack.enter_context(model.weights_in_place())
-        # Each length would be compiled.
+        # Every length would be compiled.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Before the hook in which FSDP2 gathers weights.
         stack.callback(

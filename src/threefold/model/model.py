@@ -1,8 +1,8 @@
-"""A model on the mesh, as a custom loop and `threefold train` hold it.
+"""A model on the mesh, as used by custom loops and `threefold train`.
 
-A causal language model of transformers on any mesh, or a custom module on the data ranks. Called, it gives whole
-logits for whole rows on every rank. What trains takes this rank's part instead (`computing`, `outputs`): rows [batch,
-sequence] on the way in, their tokens as split over cp on the way out, with the whole vocabulary.
+A transformers causal language model on any mesh, or a custom module on the data ranks. A call returns whole logits
+for whole rows on every rank. Training uses this rank's part instead (`computing`, `outputs`): rows [batch, sequence]
+go in; their tokens, split over cp, come out with the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ROWS = ("input_ids", "position_ids", "document_ids", "padding")
 
 
 class LossBatch(dict[str, Tensor]):
-    """A batch as a custom loss has it: this rank's part, of which a model that the loss calls knows the whole.
+    """A batch as passed to a custom loss: this rank's part, from which a model that the loss calls finds the whole.
 
     Attributes:
         whole: the same entries with all tokens of each row, on every cp rank.
@@ -58,7 +58,7 @@ class LossBatch(dict[str, Tensor]):
         self.whole = whole
 
     def whole_of(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        """The whole rows of which these are the part; None if they are whole rows already.
+        """The whole rows that these are a part of; None if they are whole rows already.
 
         Raises:
             ConfigError: they are neither.
@@ -82,22 +82,22 @@ class Model:
     """A model on the mesh.
 
     Attributes:
-        forward: what to call (the model, or the wrapper of data parallelism around it).
-        module: the model itself, whose names a checkpoint uses.
-        mesh: the mesh that it lives on.
+        forward: the callable (the model, or its data-parallel wrapper).
+        module: the model itself, whose parameter names a checkpoint uses.
+        mesh: the mesh that it is on.
         tensor: what was split over tp.
         context: the cp axis: splits batches, owns masks; None for a custom module.
-        autocast: type that operations of a custom module are cast to; None: float32, or `model.precision`.
+        autocast: dtype that operations of a custom module are cast to; None: float32, or `model.precision`.
         choices: (what was chosen, why), to be printed.
-        automatic_rate: the peak learning rate that suits its weights, random or pretrained ones.
+        automatic_rate: the default peak learning rate, for random or pretrained weights.
         asked, architecture: what it was built from; None for a custom module.
-        savers: what writes its checkpoints (`threefold.save`), kept from one to the next.
-        saved: by the folder of a custom loop, the last step that was saved there, or loaded from there.
-        locks: by the same folder, what keeps other processes from saving there; on rank 0.
-        kept: in a run of a program, the `optimizer` whose state its checkpoints have.
+        savers: writers of its checkpoints (`threefold.save`), kept from one to the next.
+        saved: for each folder of a custom loop, the last step saved there or loaded from there.
+        locks: for each such folder, the lock that keeps other processes from saving there; on rank 0.
+        kept: in a run of a program, the `optimizer` whose state is in its checkpoints.
         sums: how its gradients and losses are added (`train.reduce`); None: in floating point.
         working: the copy of its weights with which it computes; None: it computes with its parameters.
-        before_first_step: is given this and the first micro-batch of a custom loop, to probe a forward of its size.
+        before_first_step: called with this and a custom loop's first micro-batch, to probe a forward of its size.
     """
 
     forward: nn.Module
@@ -128,11 +128,11 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device that this rank computes on."""
         return self.mesh.device
 
     def requires_grad_(self, requires_grad: bool = True) -> NoReturn:
-        """Refused: what is trained is known before the optimizer is made."""
+        """Refused: the set of trained parameters is fixed before the optimizer is made."""
         raise ConfigError(
             f"model.requires_grad_({requires_grad})",
             expected="parameters frozen by name; a model that is not trained is called under torch.no_grad()",
@@ -154,13 +154,13 @@ class Model:
         and `document_ids` as in a batch (`padding` changes no logits). Through `TrainStep` a step never holds the
         logits of another cp rank's tokens; and only `TrainStep` completes the gradients of a split model.
 
-        In a custom loss it may be called with entries of the batch, and then gives the logits of this rank's tokens,
-        as the loss has them of its outputs.
+        In a custom loss it may be called with entries of the batch, and then returns the logits of this rank's tokens,
+        like those that the loss gets as outputs.
 
-        A custom module is called as it is, and gives what it gives.
+        A custom module is called directly, and its outputs are returned unchanged.
 
         Raises:
-            DataError: cp or tp ranks give different rows; on every rank. RunError: from what is returned, in backward.
+            DataError: cp or tp ranks pass different rows; on every rank. RunError: on backward through the result.
         """
         if self.context is None:
             with self.casting():
@@ -196,7 +196,7 @@ class Model:
                 self.refuse_rows(rows)
                 return [rows], 0
 
-            # All that share its rows raise what one rank refuses: none waits for it.
+            # An error of one rank is raised on all that share its rows: none waits for it.
             if cp * self.mesh.size("tp") > 1:
                 self.mesh.agree("model(...)", 0, read)
             else:
@@ -225,9 +225,9 @@ class Model:
 
     @contextmanager
     def computing(self, rows: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """This rank's part of rows: those [batch, sequence, ..] split over cp, on the device; backward belongs inside.
+        """This rank's part of rows [batch, sequence, ..], split over cp, on the device; run backward inside.
 
-        Where no `position_ids` are given they count from 0, in each document where there are `document_ids`.
+        Without `position_ids` they count from 0, in each document if there are `document_ids`.
         """
         assert self.context is not None
         moved = {
@@ -252,12 +252,12 @@ class Model:
 
     @contextmanager
     def weights_in_place(self) -> Iterator[None]:
-        """Inside, the module has the weights with which it computes; forwards and backwards belong inside."""
+        """Inside, the module has the weights with which it computes; run forward and backward inside."""
         with self.working.in_place() if self.working is not None else nullcontext():
             yield
 
     def trust_no_weight(self) -> None:
-        """A program may have changed weights since the last step, in any way."""
+        """For programs that may have changed weights since the last step, in any way."""
         if self.working is not None:
             self.working.forget()
 
@@ -269,15 +269,15 @@ class Model:
         token_loss: Loss | None = None,
         routers: bool = False,
     ) -> Outputs:
-        """What the model gives for this rank's tokens, float32, the same on all tp ranks, and its routers' logits.
+        """The model's outputs for this rank's tokens, float32, the same on all tp ranks, and its routers' logits.
 
         Args:
-            token_loss: for `log_probabilities`: the loss of a token is minus that of its label.
+            token_loss: for `log_probabilities`: the loss of a token is minus the log probability of its label.
 
         Returns:
             `logits` [rows, sequence / cp, vocabulary], `hidden_states` [rows, sequence / cp, hidden], or the
             `log_probabilities` of the labels [rows, sequence / cp], 0 where a label is -100. Each tp rank computes the
-            same loss from them, whose gradient counts once.
+            same loss from them; its gradient counts once.
         """
         targets = (
             {"labels": local["labels"], "token_loss": token_loss}
@@ -303,7 +303,7 @@ class Model:
         return Outputs(values, outputs.router_logits)
 
     def own_outputs(self, batch: Mapping[str, Any]) -> Any:
-        """What a custom module returns for the entries of a batch that its forward takes by name."""
+        """The outputs of a custom module for the entries of a batch that its forward takes by name."""
         parameters = inspect.signature(self.module.forward).parameters
         takes = {name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD}
         entries = {name: values for name, values in batch.items() if name in takes}
@@ -320,7 +320,7 @@ class Model:
             return self.forward(**entries)
 
     def refuse_strange(self, name: str, ids: Tensor, besides: int | None = None) -> None:
-        """ConfigError for ids that the vocabulary does not have: on tp ranks no part of it would know them."""
+        """ConfigError for ids outside the vocabulary: with tp, no rank's part would contain them."""
         size = self.config.get_text_config().vocab_size
         strange = ids[((ids >= size) | (ids < 0)) & (ids != besides)]
         if len(strange):
@@ -332,7 +332,7 @@ class Model:
             )
 
     def refuse_rows(self, rows: Mapping[str, Tensor], look: bool = False) -> None:
-        """ConfigError for rows that the mesh cannot split, other tokens, longer texts; `look` waits for a device."""
+        """ConfigError for rows that the mesh cannot split, unknown ids, overlong texts; `look` waits for a device."""
         if look or rows["input_ids"].is_cpu:
             self.refuse_strange("input_ids", rows["input_ids"])
         length, places = rows["input_ids"].shape[1], rows.get("position_ids")
@@ -341,7 +341,7 @@ class Model:
         # Values on a device are not waited for.
         longest = length if places is None else int(places.max()) + 1 if places.is_cpu else 0
         if 0 < self.positions < longest:
-            # Rotary factors that grow with a text would be those of the longest one so far, on each rank another.
+            # Dynamic rotary factors would be those of the longest text so far, which differs between ranks.
             raise ConfigError(
                 f"the batch has a text of {longest} tokens, but the model supports at most {self.positions} positions",
                 expected="rows, or documents in them, that are no longer than the model's max_position_embeddings",
@@ -361,16 +361,16 @@ class Model:
 
     @cached_property
     def positions(self) -> int:
-        """Tokens of the longest text that the model has positions for; 0: its config names none."""
+        """Length of the longest text that the model has positions for; 0: its config names none."""
         return longest_row(self.module.config, self.module)
 
     @property
     def config(self) -> Any:
-        """transformers' config of the model, or what a custom module has under that name."""
+        """The model's transformers config, or the `config` attribute of a custom module."""
         return self.module.config
 
     def refuse_outputs(self, of: str, loss: object, step: str) -> None:
-        """ConfigError if a step with this loss needs one, or the model cannot give the outputs that it asks for."""
+        """ConfigError if a step with this loss requires one, or the model lacks the outputs that it asks for."""
         if self.context is None and loss is None:
             raise ConfigError(
                 f"a {type(self.module).__name__} has no built-in loss",
@@ -401,7 +401,7 @@ class Model:
     def sum_over_context(self, values: Tensor) -> Tensor:
         """The sum of the cp ranks' tensors, on each of them; differentiable. Every cp rank calls it.
 
-        For losses that need a sum over a whole row or document, of which a rank holds some tokens: sum over those,
+        For losses that need a sum over a whole row or document of which a rank holds only some tokens: sum over those,
         then over the cp ranks. Each cp rank may return the loss of it, and the count: both are counted on each.
         """
         group = self.mesh.group("cp")
@@ -413,12 +413,12 @@ class Model:
             yield parameter
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters by the names of the whole model, which no mesh changes."""
+        """The parameters by their names in the whole model, which are the same on every mesh."""
         reshard(self.module)  # a call of the module by itself may have left it gathered
         yield from self.module.named_parameters()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The live tensors by the names of the whole model: DTensors where FSDP2 or tp has them, else complete ones."""
+        """The live tensors by their names in the whole model: DTensors if FSDP2 or tp split them, else whole."""
         return dict(self.module.state_dict())
 
     def train(self, mode: bool = True) -> Model:
@@ -430,7 +430,7 @@ class Model:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, the module evaluates; afterwards each of its layers is in the mode that it had, a frozen norm too."""
+        """Inside, the module is in eval mode; afterwards each layer is back in its former mode, even a frozen norm."""
         training = [each for each in self.module.modules() if each.training]
         self.eval()
         try:
@@ -442,20 +442,20 @@ class Model:
     def generate(self, input_ids: Tensor, *, seed: int = 0, **options: Any) -> Tensor:
         """transformers' `generate`: [rows, length] of this dp rank's ids -> [rows, length + new ones].
 
-        Every rank calls it, the cp and tp ranks of a dp rank with the same prompts, which they answer together: with
-        a cache, each tp rank that of its heads. Options are transformers': do_sample, max_new_tokens and others; `seed`
-        is of what is drawn for each dp rank, and the ranks' own random numbers stay.
+        Every rank calls it; the cp and tp ranks of a dp rank pass the same prompts and answer them together, each tp
+        rank with the cache of its heads. Options are transformers': do_sample, max_new_tokens and others; `seed` is for
+        the draws of each dp rank and leaves the ranks' own random states alone.
 
         Raises:
-            ConfigError: a custom module, or what transformers refuses; on every rank. DataError: cp or tp ranks give
-                other prompts.
+            ConfigError: a custom module, or refused by transformers; on every rank. DataError: cp or tp ranks pass
+                different prompts.
         """
         return _public("generate")(self, input_ids, seed=seed, **options)
 
     def save_pretrained(self, folder: str | Path, *, verify: bool | None = None) -> Any:
         """Writes the weights as a Hugging Face folder, streamed, and reloads it to equal logits; every rank calls it.
 
-        The folder must be one that all ranks see. A tokenizer is saved by its own `save_pretrained`.
+        All ranks must see the folder. Save a tokenizer with its own `save_pretrained`.
 
         Args:
             verify: reload and compare logits; None: only if the model fits into the free memory of rank 0.
@@ -464,12 +464,12 @@ class Model:
 
 
 def freeze(model: Model, patterns: Sequence[str]) -> list[str]:
-    """Leaves parameters as they are in training: those whose names match one of the regular expressions; their names.
+    """Excludes parameters whose names match one of the regular expressions from training; returns their names.
 
-    Every rank calls it, after `load_model` and before the optimizer is made. A checkpoint has them as before.
+    Every rank calls it, after `load_model` and before the optimizer is made. Checkpoints still contain them.
 
     Raises:
-        ConfigError: a pattern that matches no name, or nothing is left to train.
+        ConfigError: a pattern matches no name, or nothing is left to train.
     """
     check_model(model)
     named = dict(model.named_parameters())
@@ -506,7 +506,7 @@ def _refuse_no_expression(pattern: str) -> None:
 
 
 def check_model(model: object) -> None:
-    """ConfigError unless it is a Model, which every call takes that works on the mesh."""
+    """ConfigError unless it is a Model, as every call that works on the mesh requires."""
     check_argument(
         "model",
         model,
@@ -517,7 +517,7 @@ def check_model(model: object) -> None:
 
 
 def wait_for_trained(model: Model) -> None:
-    """Lets copies of a model wait for the gradients of what is trained now; they wait for those they were made with."""
+    """Makes DDP wait for the gradients of the parameters trained now, not of those trained when it was made."""
     ddp = model.forward
     if isinstance(ddp, DistributedDataParallel) and ddp.trained != [
         each.requires_grad for each in model.parameters()
@@ -526,7 +526,7 @@ def wait_for_trained(model: Model) -> None:
 
 
 def _for_scoring(values: Any) -> Any:
-    """The same, from which no backward goes: its gradients would be those of this rank's rows, or of a part of them."""
+    """The same, but backward raises: the gradients would be of this rank's rows, or of a part of them, alone."""
     if isinstance(values, Tensor) and values.grad_fn is not None:
         values.register_hook(_refuse_backward)
     return values
@@ -542,12 +542,12 @@ def _refuse_backward(gradient: Tensor) -> None:
 
 
 def _public(name: str) -> Any:
-    """A function that `import threefold` finds when it is called: of a module that imports this one."""
+    """A function of a module that imports this one, looked up when called, as by `import threefold`."""
     return getattr(sys.modules["threefold"], name)
 
 
 def arguments_of(local: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What a causal language model is called with for this rank's part of a batch."""
+    """The arguments of a causal language model for this rank's part of a batch."""
     return {
         "input_ids": local["input_ids"],
         "position_ids": local["position_ids"],

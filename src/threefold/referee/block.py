@@ -1,4 +1,4 @@
-"""A referee inside of a program: `with threefold.Referee(model, optimizer):` around the steps of a loop."""
+"""A referee inside a program: `with threefold.Referee(model, optimizer):` around the steps of a loop."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Referee:
     """Records the steps of a block, and judges them at its end. Every rank enters it.
 
     Args:
-        model: what is trained, wrapped or not; calls of other modules are not recorded.
-        optimizer: the one that trains it.
+        model: the trained model, wrapped or not; calls of other modules are not recorded.
+        optimizer: the optimizer that trains it.
         record: a folder that all ranks see, without a record in it.
-        steps: so many of them are recorded with their weights and gradients.
-        keep: how large the record of all ranks may become, in GiB.
+        steps: number of steps recorded with their weights and gradients.
+        keep: maximum size of the record of all ranks, in GiB.
 
     Attributes:
         verdict: on rank 0, after the block; None elsewhere, and if the block was left by an error.

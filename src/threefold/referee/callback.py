@@ -1,4 +1,4 @@
-"""The referee for transformers' Trainer, TRL and others that take callbacks: what they train is judged at the end."""
+"""The referee for transformers' Trainer, TRL and others that take callbacks: judges their training at its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from threefold.referee.block import Referee
 
 
 class RefereeCallback(TrainerCallback):
-    """Judges a training as `threefold.Referee` does, from its first step to its end; takes the same settings.
+    """Judges a training like `threefold.Referee`, from its first step to its end; takes the same settings.
 
     Attributes:
         verdict: on rank 0, after the training.

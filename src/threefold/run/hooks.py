@@ -17,12 +17,12 @@ from threefold.run.user_objects import name_of
 
 @dataclass(frozen=True)
 class Facts:
-    """What a hook is given.
+    """The argument of a hook.
 
     Attributes:
         run: the run's folder.
-        step: the step after which it is called.
-        metrics: on_step and on_eval: the line of metrics.jsonl, read only; else empty.
+        step: the step after which the hook is called.
+        metrics: on_step and on_eval: the line of metrics.jsonl, read-only; else empty.
         checkpoint: on_save: the folder of the complete checkpoint.
         reason: on_stop: `done`, `signal` or `hook`.
     """
@@ -35,13 +35,13 @@ class Facts:
 
 
 class Callback(Protocol):
-    """What `threefold.train(callbacks=)` calls; a class that inherits it writes the hooks that it needs."""
+    """Base class for `threefold.train(callbacks=)`; override the hooks that you need."""
 
     def on_step(self, facts: Facts) -> bool | None:
-        """After a logged step; True stops the run."""
+        """Called after a logged step; returning True stops the run."""
 
     def on_eval(self, facts: Facts) -> bool | None:
-        """After an evaluation; True stops the run."""
+        """Called after an evaluation; returning True stops the run."""
 
     def on_save(self, facts: Facts) -> None:
         """A checkpoint is complete."""
@@ -74,7 +74,7 @@ class Hooks:
             self._stop()
 
     def saved(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint is complete; told again, it calls nothing."""
+        """A checkpoint is complete; a repeated report of it calls nothing."""
         if checkpoint.step != self._saved:
             self._saved = checkpoint.step
             self._call("on_save", Facts(self._run, checkpoint.step, checkpoint=checkpoint.path))

@@ -1,4 +1,4 @@
-"""For custom loops: a model on the mesh, with what `threefold train` would have checked before."""
+"""For custom loops: a model on the mesh, after the same checks as in `threefold train`."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ def load_model(
 ) -> Model:
     """A Hugging Face causal language model on the mesh, or a custom module on its data ranks; every rank calls it.
 
-    Seeds the random numbers of this process: tp ranks must drop the same, and data ranks their own.
+    Seeds this process's random generators: dropout must be the same on tp ranks and differ between data ranks.
 
     Args:
-        name_or_path: Hub id or local folder with weights; or an `nn.Module` (as rank 0 has it; no tp, no cp).
-        config: instead of a name: a mapping with `model_type`, or a config of transformers; the weights are random.
-        dtype: type of the computation, `float32` or `bfloat16`; the weights are float32. `auto`: as `threefold train`,
+        name_or_path: Hub id or local folder with weights; or an `nn.Module` (rank 0's weights are used; no tp, no cp).
+        config: instead of a name: a mapping with `model_type`, or a transformers config; the weights are random.
+        dtype: compute dtype, `float32` or `bfloat16`; the weights are float32. `auto`: as `threefold train`,
             bfloat16 on CUDA.
-        seq_len: length of all rows, if known: tp ranks can then share the sequence, and cp uses what suits it.
-        seed: of random weights, which depend on it and not on the mesh, and of dropout.
+        seq_len: length of all rows, if known: tp ranks can then share the sequence, and cp picks a suitable method.
+        seed: for dropout and for random weights, which do not depend on the mesh.
         admission: probe the architecture on this mesh first, once (`auto`), always (`full`) or never (`off`).
         lora: train adapters instead of the weights: {"r": 8, ...}, the keys of model.lora.
-        activation_checkpointing: what backward computes again: `none`, `selective`, `full` or `offload`, as the config.
+        activation_checkpointing: what backward recomputes: `none`, `selective`, `full` or `offload`, as in the config.
         compile: compile each layer; `auto`: on CUDA.
 
     Raises:
-        ConfigError: the model cannot be read, cannot be split as the mesh asks, or fails a probe.
+        ConfigError: the model cannot be read, cannot be split as the mesh requires, or fails a probe.
     """
     check_argument(
         "mesh",
@@ -167,10 +167,10 @@ def _refuse_for_modules(options: Mapping[str, object]) -> None:
 def _admitted(
     asked: Config, architecture: PretrainedConfig, mesh: Mesh, problems: Sequence[Problem]
 ) -> ConfigError | None:
-    """Admits the model with rows that hold documents and padding, or else without documents: then why.
+    """Admits the model for rows with documents and padding, or else without documents, and then with the reason.
 
     Args:
-        problems: why its documents cannot be kept apart.
+        problems: why documents cannot be kept apart.
     """
     asked = asked.changed(data={"packing": "none", "document_mask": True})
     try:

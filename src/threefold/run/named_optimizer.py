@@ -1,4 +1,4 @@
-"""For custom loops: an optimizer by its name, which is checked and built as that of `threefold train`."""
+"""For custom loops: an optimizer by its name, checked and built as for `threefold train`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from threefold.model.model import Model, check_model
 from threefold.optim.build import build_optimizer
 from threefold.optim.classes import problems
 
-# Keys of the section that are about more than one step.
+# Keys of the section that concern more than one step.
 _SCHEDULE = ("schedule", "warmup_steps", "decay_steps", "decay_shape", "min_lr")
 _OF_THE_LOOP = dict.fromkeys(
     _SCHEDULE, "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000), for example"
@@ -33,16 +33,16 @@ def _as_argument(key: str, value: Any) -> str:
 def optimizer(
     name: str, model: Model, *, lr: float | Literal["auto"] = "auto", **settings: Any
 ) -> torch.optim.Optimizer:
-    """The optimizer of this name over what is trained of a model, as `threefold train` makes it; every rank calls it.
+    """The named optimizer over a model's trained parameters, as `threefold train` makes it; every rank calls it.
 
     Args:
         name: `adamw`, `adamw_8bit`, `muon`, `adafactor`, `sgd`, or the path of an installed class.
-        lr: of all groups that have none of their own; auto: by the weights (`model.automatic_rate`).
-        settings: the other keys of the config's section `optimizer` that concern a step: betas, eps, weight_decay,
+        lr: for all groups that do not set one; auto: by the weights (`model.automatic_rate`).
+        settings: other keys of the config section `optimizer` that concern a step: betas, eps, weight_decay,
             moments, groups, options.
 
     Raises:
-        ConfigError: a key or a value that is wrong, that has no effect, or that this mesh cannot have.
+        ConfigError: a key or a value is wrong, has no effect, or is not possible on this mesh.
     """
     check_model(model)
     for key, value in settings.items():

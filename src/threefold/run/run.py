@@ -1,11 +1,11 @@
-"""A run, as `threefold train` makes it and as a program with its own loop does: one object with every guarantee.
+"""A run, used by `threefold train` and by programs with a custom loop: one object with every guarantee.
 
-In: a folder, a mesh, and keys of the config that concern a run. Out: a folder that one process at a time writes, whose
-checkpoints, journal and records belong to one chain of starts. What stays true: nothing of a run is changed before the
-request is accepted (`begin`); what the ranks have read is compared before anything is saved; a signal to any rank, or a
-number that is not finite, ends all of them after the same step; a rank that does not continue is named.
+In: a folder, a mesh, and the config keys that concern a run. Out: a folder that one process at a time writes, whose
+checkpoints, journal and records belong to one chain of starts. Invariants: nothing in a run is changed before the
+request is accepted (`begin`); the rows that the ranks have read are compared before anything is saved; a signal to any
+rank, or a non-finite number, ends all of them after the same step; a stalled rank is named.
 
-The command builds what it trains from a config and steps in `training.loop`; a program calls `load`, `steps`, `log`,
+The command builds model and data from a config and steps in `training.loop`; a program calls `load`, `steps`, `log`,
 `save`.
 """
 
@@ -76,7 +76,7 @@ log = logging.getLogger("threefold")
 REPORT_BEFORE = 0.9
 # A running save may finish before a failed run ends.
 LINGER_S = 60.0
-# What a program may ask of its run; the rest of a config is its own code.
+# Config keys that a program may set for its run; it does the rest in its own code.
 _KEYS = (
     "log.trackers",
     "log.project",
@@ -92,16 +92,16 @@ _KEYS = (
 
 
 class Run:
-    """A run's folder while it is open, and all that watches over the steps made in it.
+    """An open run folder, and everything that guards the steps made in it.
 
     Attributes:
-        folder: where it lies, and the checkpoint that it resumes from; known inside of `with`.
+        folder: its path, and the checkpoint that it resumes from; set inside `with`.
         step: the last step done (0: none).
-        extra: plain values, the same on every rank, that each checkpoint has and `load` restores.
-        guards: what watches over the steps, from `begin` on.
+        extra: plain values, the same on every rank, that are saved in each checkpoint and restored by `load`.
+        guards: checks around the steps, from `begin` on.
         watch: names the rank that the others wait for.
         say: prints a line, on rank 0.
-        warn: prints a line that is a warning, on rank 0.
+        warn: prints a warning, on rank 0.
     """
 
     folder: RunFolder
@@ -116,20 +116,20 @@ class Run:
         watch: Watchdog | None = None,
         last: bool = False,
     ) -> None:
-        """Every rank makes it, and enters it.
+        """Every rank creates it and enters it.
 
         Args:
-            folder: one that all ranks see; None: a new one, runs/TIME.
-            mesh: None: that of the last `init_mesh`.
-            config: values by key, as the command's: log.trackers, log.project, log.stall_s, audit.every,
+            folder: a folder that all ranks see; None: a new one, runs/TIME.
+            mesh: None: the mesh of the last `init_mesh`.
+            config: values by key, as for the command: log.trackers, log.project, log.stall_s, audit.every,
                 train.nonfinite, train.timeout_s, checkpoint.keep, checkpoint.on_error, checkpoint.store, and
-                checkpoint.resume: the path of a checkpoint to go back to, or the address of one. A whole Config: the
+                checkpoint.resume: the path or the address of a checkpoint to go back to. A whole Config: the
                 request of `threefold train`.
-            watch: one that is open; None: one of the run's own.
+            watch: a watch that is already open; None: the run opens one.
             last: the process ends after the run.
 
         Raises:
-            ConfigError: a key that is not known, or has no effect on a program's run.
+            ConfigError: a key is unknown, or has no effect on a program's run.
         """
         self._program = not isinstance(config, Config)
         for name, value, kinds, fix in (
@@ -165,7 +165,7 @@ class Run:
         self._passes = dict[int, Iterator[Any]]()
         self._saved = -1
         self._began = False
-        # None: not yet; then the process that may use it, and 0 when it is over.
+        # None: not entered yet; then the process that may use it, and 0 after the end.
         self._open: int | None = None
         self._window = Window()
         self._trained: bool | None = None  # in this step; None: outside of one
@@ -175,10 +175,10 @@ class Run:
         self.stored: StoredRun | None = None  # its copy in a store, if there is one
 
     def __enter__(self) -> Self:
-        """Opens the folder: locked, with the newest undamaged checkpoint; nothing of a run that is there is changed.
+        """Locks the folder and finds the newest undamaged checkpoint; nothing of an existing run is changed.
 
         Raises:
-            ConfigError: it is another's, in use, or not writable. CheckpointError: no checkpoint is undamaged.
+            ConfigError: it is not a run's, in use, or not writable. CheckpointError: all checkpoints are damaged.
         """
         if self._open is not None:
             raise ConfigError(
@@ -213,14 +213,14 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Ends the run: what is being saved is waited for; a program's loop is saved after its last step.
+        """Ends the run: waits for pending saves; a program's loop is saved after its last step.
 
         Raises:
             SystemExit: 75, after a stop signal, when the state is saved.
         """
         stopped = False
         if self._open != os.getpid():
-            return  # a child of it that was forked
+            return  # a forked child
         try:
             if self._program and error is not None:
                 self._failed(error)
@@ -244,21 +244,21 @@ class Run:
         facts: Callable[[], Values],
         **audited: Any,
     ) -> None:
-        """Accepts the request, because nothing can refuse it any more: from now on the folder is this start's.
+        """Accepts the request, after the last check that could refuse it: from now on this start owns the folder.
 
-        Later checkpoints than the one that was loaded are set aside. Every rank calls it, before the first step.
+        Checkpoints later than the one loaded are set aside. Every rank calls it, before the first step.
 
         Args:
-            start: where the steps to come begin in the order of their rows; called when the folder is the run's. None:
-                they are not audited.
-            facts: of this start, for the journal; on rank 0.
-            audited: what else the audit is given.
+            start: where the coming steps begin in the order of rows; called once this start owns the folder. None:
+                the steps are not audited.
+            facts: facts about this start, for the journal; on rank 0.
+            audited: further arguments of the audit.
 
         Raises:
-            RunError: the data do not continue where the run's record ended.
+            RunError: the data do not continue where the run's record ends.
         """
         mesh = self.mesh
-        # Until the end, so that no signal can interrupt what is being saved.
+        # Until the end, so that no signal can interrupt a save.
         stop = self._stack.enter_context(StopRequest(mesh, last=self._last))
         # Whoever starts several ranks waits no longer; of one, nobody else would end what waits for data.
         self.watch.overdue = partial(stop.overdue, self.config.checkpoint.grace_s)
@@ -299,7 +299,7 @@ class Run:
         *,
         shown: Iterable[Tracker] = (),
     ) -> list[Tracker]:
-        """All that get the metrics, on rank 0: the run's file, what shows them, and the trackers that are asked for."""
+        """All receivers of the metrics, on rank 0: the run's file, the display, and the configured trackers."""
         if self.mesh.rank != 0:
             return []
         for name in self.config.log.trackers[:1]:  # a library may wait long for its server
@@ -315,7 +315,7 @@ class Run:
         ]
 
     def ended(self, step: int, *, stopped: bool, saved: int) -> None:
-        """Notes the end in the journal, and the last step of which there is a checkpoint."""
+        """Notes the end in the journal, and the last step that has a checkpoint."""
         if self.mesh.rank == 0 and self.folder.author is not None:
             event, by = ("stop", {"by": self.guards.stop.by}) if stopped else ("done", {})
             self.folder.journal.note(
@@ -323,18 +323,18 @@ class Run:
             )
 
     def load(self, step: TrainStep, loader: Any = None, **stateful: Any) -> Loaded | None:
-        """Takes what the program trains, and loads the checkpoint that the run resumes from; every rank calls it once.
+        """Registers the objects to train, and loads the checkpoint that the run resumes from; every rank calls it once.
 
         Args:
-            step: with its model and optimizer, whose state the run keeps.
-            loader: what has `state_dict()` of plain values, the same on every rank: a loader of `threefold.distribute`.
-            stateful: by name, whatever else has `state_dict()` of plain values and `load_state_dict()`: a scheduler.
+            step: its model and optimizer are saved by the run.
+            loader: has a `state_dict()` of plain values, the same on every rank: a loader of `threefold.distribute`.
+            stateful: by name, other objects with a `state_dict()` of plain values and `load_state_dict()`: a scheduler.
 
         Returns:
-            None where the run begins.
+            None for a new run.
 
         Raises:
-            CheckpointError: it is of another model or optimizer. DataError: of other data.
+            CheckpointError: the checkpoint is of another model or optimizer. DataError: of other data.
         """
         from threefold.training import saving
 
@@ -368,7 +368,7 @@ class Run:
         }
         for name, each in stateful.items():
             each.load_state_dict(loaded.extra[name])
-            # Groups are by the mesh of their parameters too.
+            # Parameters are also grouped by their mesh.
             for schedule in (each, *getattr(each, "_schedulers", ())):
                 groups = (
                     schedule.optimizer.param_groups if hasattr(schedule, "base_lrs") else []
@@ -381,19 +381,19 @@ class Run:
     def steps(
         self, batches: Iterable[Any], *, until: int | None = None, save_every: int = 0
     ) -> Iterator[Any]:
-        """The batches of the steps that are left, one a step, each of which every rank makes; `step` is its number.
+        """Yields the batches of the remaining steps, one per step, on every rank; `step` is the step's number.
 
         The rows of a loader of `threefold.distribute` are audited. After a stop signal to any rank the state is saved
-        and there are no more batches.
+        and the iteration ends.
 
         Args:
-            batches: read again from its beginning when it ends, up to the last step; given once more with another
-                `until`, they go on where they were.
+            batches: read again from the beginning when it ends, up to the last step; passed again with another
+                `until`, it continues where it was.
             until: the number of the last step; None: `batches` is read once.
-            save_every: steps between checkpoints; 0: at the end, and where the program calls `save`.
+            save_every: steps between checkpoints; 0: only at the end, and when the program calls `save`.
 
         Raises:
-            ConfigError: `load` was not called, or not with this loader. DataError: there are no batches.
+            ConfigError: `load` was not called, or not with this loader. DataError: `batches` is empty.
         """
         check_argument(
             "until",
@@ -407,7 +407,7 @@ class Run:
             self._refuse_batches(batches)
         self._start = partial(self._begin, batches)
         if until is not None and self.step >= until:
-            return  # of a run that is done, nothing is changed
+            return  # nothing in a finished run is changed
         self._require_begun("run.steps()")
         passes = self._passes.setdefault(id(batches), _passes(batches, self))
         if until is None:
@@ -420,7 +420,7 @@ class Run:
             except StopIteration:
                 return
             except BaseException:
-                # It is over: read once more, it would give nothing, and the run end before `until`.
+                # The iterator is over: read again it would be empty, and the run would end before `until`.
                 del self._passes[id(batches)]
                 raise
             self.step, self._trained = self.step + 1, False
@@ -435,7 +435,7 @@ class Run:
                 self._complete(due=bool(save_every) and self.step % save_every == 0)
 
     def log(self, numbers: StepNumbers | EvalNumbers | None = None, **values: Any) -> None:
-        """Adds a line to the run's metrics and trackers: what a step or an evaluation returned, and further numbers."""
+        """Logs to the run's metrics and trackers: the result of a step or an evaluation, and further numbers."""
         from threefold.training.evaluation import EvalNumbers
 
         self._require_begun("run.log()")
@@ -460,7 +460,7 @@ class Run:
             metrics |= {"eval_loss": numbers.loss, "eval_count": numbers.num_counted}
         for name, each in values.items():
             number = each
-            # A tensor of one number is one, on every rank alike.
+            # A tensor with one element counts as a number, on every rank alike.
             with contextlib.suppress(AttributeError, RuntimeError, ValueError):
                 number = each.item()
             check_argument(
@@ -474,10 +474,10 @@ class Run:
         self.guards.tell(metrics)
 
     def save(self) -> None:
-        """Saves the state after `step`, once, while the next steps run; every rank calls it.
+        """Saves the state after `step`, once, in the background; every rank calls it.
 
         Raises:
-            RunError: the ranks did not read what they should have, or an earlier save failed.
+            RunError: the ranks did not read the rows that they should have, or an earlier save failed.
         """
         from threefold.training import saving
 
@@ -514,13 +514,13 @@ class Run:
         self.folder.commit(step, whole, seals, keep=self.config.checkpoint.keep, pinned=pinned)
 
     def _opened(self) -> dict[str, Any]:
-        # What has opened the store has locked the folder.
+        # Opening the store has locked the folder.
         return open_run(
             self.config, self._lock if not self._lock.held else None, program=self._program
         ).to_values()
 
     def _open_stored(self, stack: contextlib.ExitStack) -> None:
-        # Nothing of it is loaded by a run that is on a disk alone.
+        # A run on local disk alone loads none of this.
         from threefold.places.restore import beating
         from threefold.run.stored import open_stored
 
@@ -536,13 +536,13 @@ class Run:
         stack.enter_context(self.watch)
         self.watch.mesh = self.mesh
         if (store := self.mesh.store) is not None:
-            # Several runs may follow one another on a mesh.
+            # A mesh may serve several runs in turn.
             hosts = self.mesh.decide("hosts", environment.current().host, list)
             number = self.mesh.share("watch", lambda: store.add("threefold/watches", 1))
             self.watch.begin(dist.PrefixStore(f"run-{number}", store), hosts)
 
     def _computed(self, step: TrainStep, result: StepResult) -> None:
-        """What the step has computed, which nothing is built on yet, and the rates that it had."""
+        """What the step has computed, not yet relied on by anything, and the learning rates that it used."""
         if self._start is not None and self._trained is None:
             raise ConfigError(
                 "step(batch) outside of run.steps(...)",
@@ -595,7 +595,7 @@ class Run:
             )
 
     def _begin(self, batches: Any) -> None:
-        """Begins the run of a program, whose audit is that of its first loader."""
+        """Begins the run of a program, with the audit of its first loader."""
         order, why, fix = _order_of(batches)
         self._began = True
         what = {"program": sys.argv[0], "audit": why or "on", "audit_fix": fix}
@@ -620,7 +620,7 @@ class Run:
         return self.folder.begin().link
 
     def _audit(self, start: SegmentLine, **audited: Any) -> Audit:
-        """Opens the audit of the steps to come, which appends to the run's record: the start begins with it."""
+        """Opens the audit of the coming steps, which appends to the run's record: the start begins with it."""
         mesh = self.mesh
         path = self.folder.path / record.FILE
         go_on = self.config.checkpoint.on_error == "continue"
@@ -642,7 +642,7 @@ class Run:
         )
 
     def _refuse_moved(self, recorded: Place, order: Order) -> None:
-        """RunError if the next start would not continue where this one is: it would be refused."""
+        """RunError if the next start would not continue where this one is, and so would be refused."""
         assert self._held is not None
         state = self._held.loader.state_dict()
         if (place := order.begin(Place(state["epoch"], state["position"]))) != recorded:
@@ -654,7 +654,7 @@ class Run:
             )
 
     def _start_of(self, loader: Any, order: Order) -> SegmentLine:
-        """Where a loader continues, whose rows are known by their indices in the dataset."""
+        """Where a loader continues; its rows are identified by their indices in the dataset."""
         if not self.step:
             self._refuse_moved(Place(0, 0), order)
         state = loader.state_dict()
@@ -669,7 +669,7 @@ class Run:
         )
 
     def _complete(self, *, due: bool = False) -> None:
-        """What follows a step: is the run to stop, is something to be compared or saved."""
+        """The end of a step: whether the run stops, and whether something is compared or saved."""
         if self._trained is None:
             return
         if not self._trained:
@@ -699,7 +699,7 @@ class Run:
             saver.wait()
         if self.stored is not None:
             self.stored.mirror.wait(self.watch.progress.tick)
-        # What the folder holds: a saver of the model may have saved elsewhere too.
+        # What this folder holds: a saver of the model may also have saved elsewhere.
         newest = self.mesh.share(
             "saved", lambda: (each := self.folder.checkpoints.newest()) and each.step
         )
@@ -769,8 +769,8 @@ def _as_entry(key: str, value: Any) -> str:
 
 
 def _passes(batches: Iterable[Any], run: Run) -> Iterator[Any]:
-    """The batches again and again; DataError where there are none."""
-    before = -1  # what is left of the pass in which the run was saved may be nothing
+    """The batches, repeated forever; DataError if there are none."""
+    before = -1  # the pass in which the run was saved may have nothing left
     while True:
         before, last = run.step, before
         yield from batches
@@ -783,7 +783,7 @@ def _passes(batches: Iterable[Any], run: Run) -> Iterator[Any]:
 
 
 def _order_of(loader: Any) -> tuple[Order | None, str, str]:
-    """The order in which a loader reads its rows; None, why, and what helps, where rows cannot be audited."""
+    """The order in which a loader reads its rows; if rows cannot be audited: None, the reason, and the remedy."""
     from threefold.data.sampling.distribute import DistributedLoader
 
     if not isinstance(loader, DistributedLoader):
@@ -821,5 +821,5 @@ def _order_of(loader: Any) -> tuple[Order | None, str, str]:
 
 
 def _contents(batch: Any) -> list[Any]:
-    """What identifies the tensors of a batch, for the ranks that must have the same."""
+    """A fingerprint of the tensors of a batch, to compare between ranks that must have the same."""
     return [np.array([digest_of_rows([batch])], np.int64)] if isinstance(batch, Mapping) else []

@@ -1,4 +1,4 @@
-"""`threefold train` and `threefold.train`: be a rank if a launcher started this process, else start ranks."""
+"""`threefold train` and `threefold.train`: run as a rank if a launcher started this process, else start ranks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Result:
 
     @property
     def metrics(self) -> Metrics:
-        """What the run has logged of its last step; empty where its folder is not known."""
+        """The metrics logged for the run's last step; empty if the run's folder is unknown."""
         lines = Lines(self.folder / METRICS).read() if self.folder else []
         return next((line.values for line in reversed(lines) if "loss" in line.values), {})
 
@@ -104,28 +104,28 @@ def train(
     optimizer: Callable[[Any], Any] | None = None,
     callbacks: Sequence[Any] = (),
 ) -> Result:
-    """Trains like `threefold train`: as a rank if a launcher started this process, else on ranks that it starts.
+    """Trains like `threefold train`: as a rank if a launcher started this process, else on ranks started here.
 
-    Objects reach ranks that are started here by their names: functions and classes of a module, not of the script.
-    Under a launcher every process calls this with its own, and with the same rows.
+    Ranks started here import objects by name: pass functions and classes of a module, not of the script itself.
+    Under a launcher every process calls this with its own objects and the same rows.
 
     Args:
         config: a Config, nested plain values, the path of a YAML file, or None for the embedded default.
-        accept_changes: resume with keys that change what is trained, as `--accept-changes`.
-        dataset: in place of data.source: a datasets.Dataset or a list of dicts, with columns as the files of a source
-            have them, or `input_ids` and, unshifted, `labels`.
-        eval_dataset: in place of eval.source, alike.
-        tokenizer: in place of data.tokenizer: a tokenizer of transformers.
-        loss: as of `threefold.TrainStep`: (outputs, batch) -> (sum, count), in training and evaluation.
-        loss_on: what it is given: logits, or hidden states before the head.
-        optimizer: a function of the `threefold.Model` that makes a torch optimizer; the rates of its groups are peaks,
-            which optimizer.schedule shapes.
+        accept_changes: resume although keys that affect training have changed, as `--accept-changes`.
+        dataset: replaces data.source: a datasets.Dataset or a list of dicts, with the same columns as files of a
+            source, or `input_ids` and optionally unshifted `labels`.
+        eval_dataset: replaces eval.source, in the same form.
+        tokenizer: replaces data.tokenizer: a transformers tokenizer.
+        loss: as for `threefold.TrainStep`: (outputs, batch) -> (sum, count), in training and evaluation.
+        loss_on: input of the loss: logits, or hidden states before the head.
+        optimizer: a function that takes the `threefold.Model` and returns a torch optimizer; the learning rates of
+            its groups are peaks, which optimizer.schedule scales.
         callbacks: objects with any of on_step, on_eval, on_save and on_stop, which rank 0 calls with `Facts`; on_step
             and on_eval stop the run by returning True.
 
     Raises:
-        ConfigError: the config is wrong; all errors are reported at once. ThreefoldError: what a rank raised.
-        RunError: a rank failed otherwise, or was ended.
+        ConfigError: the config is wrong; all errors are reported at once. ThreefoldError: raised by a rank.
+        RunError: a rank failed in any other way, or was killed.
     """
     rows = {"dataset": dataset, "eval_dataset": eval_dataset, "tokenizer": tokenizer}
     handed = {name: value for name, value in rows.items() if value is not None}
@@ -162,7 +162,7 @@ def _in_new_folder(config: Config) -> Config:
 
 
 def _loaded(config: Config | Values | str | Path | None, handed: Iterable[str]) -> LoadedConfig:
-    """The config, with the places of what is handed over where it names nothing."""
+    """The config, with placeholders for objects that were passed in and that it does not name."""
     places = {PLACES[name]: place_of(name) for name in handed}
     if isinstance(config, Config):
         free = {
@@ -257,7 +257,7 @@ def train_command(loaded: LoadedConfig, *, max_restarts: int = 0, force: bool = 
 
 
 def _refuse_missing(config: Config) -> None:
-    """Raises what is wrong with the paths that a config names, before anything large is imported."""
+    """Raises errors about the paths that a config names, before anything large is imported."""
     refuse_wrong_model(config.model.name_or_path)
     if config.checkpoint.store is None and "://" not in config.checkpoint.resume:
         checked_path(config, Words(), partial(resume_choice.of, config))
@@ -316,7 +316,7 @@ def topology_here(config: Config, *, force: bool = False) -> tuple[Topology, str
     """Returns the mesh for the ranks to start on this machine, and why it was chosen.
 
     Raises:
-        ConfigError: sizes that do not match, or more ranks than there are devices or, without `force`, is room for.
+        ConfigError: sizes that do not match, more ranks than devices, or, without `force`, more than fit here.
     """
     num_devices = None
     if config.mesh.device != "cpu":
@@ -345,7 +345,7 @@ def topology_here(config: Config, *, force: bool = False) -> tuple[Topology, str
 
 def _run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
     collects = gc.isenabled()
-    gc.disable()  # a second of seven would go into looking for garbage in what is imported, and stays
+    gc.disable()  # collecting would take one second of seven: what is imported stays alive
     from threefold.run.rank import run_rank
 
     if collects:

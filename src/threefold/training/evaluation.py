@@ -1,4 +1,4 @@
-"""Exact sums of the loss over rows that the dp ranks share unevenly."""
+"""Exact sums of the loss over rows that are shared unevenly by the dp ranks."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from threefold.training.numbers import refuse_nothing
 
 
 class EvalNumbers(NamedTuple):
-    """Over the rows of all dp ranks, the same on each: sum of the loss, and number of target tokens (its count)."""
+    """Over the rows of all dp ranks, the same on each: sum of the loss, and number of target tokens (or its count)."""
 
     loss_sum: float
     num_counted: float
 
     @property
     def loss(self) -> float:
-        """The mean."""
+        """The mean loss."""
         return self.loss_sum / self.num_counted
 
 
 class EvalStep:
-    """Evaluates a model, which every rank of its mesh calls; nothing is updated."""
+    """Evaluates a model; every rank of its mesh calls it; nothing is updated."""
 
     def __init__(
         self, model: Model, *, loss: OwnLoss | None = None, loss_on: OutputsOf = "logits"
@@ -56,16 +56,16 @@ class EvalStep:
     def __call__(self, batches: Iterable[Values]) -> EvalNumbers:
         """The sum and the count over the batches of all dp ranks, of any number and size on each, in any order.
 
-        While another dp rank has batches left, a rank that has none computes along without being counted.
+        While another dp rank has batches left, a rank without any computes along without being counted.
 
         Raises:
-            DataError: there is nothing to count in any of them; on every rank.
+            DataError: none of them has anything to count; on every rank.
         """
         return self.measured(batches)[0]
 
     @torch.no_grad()
     def measured(self, batches: Iterable[Values]) -> tuple[EvalNumbers, dict[str, float]]:
-        """As a call, and the means of what a custom loss measures besides, by name (`forward`)."""
+        """The result of a call, and the means of a custom loss's further measures by name (`forward`)."""
         loss_sum, count, parts, of_one, *sums = self._totals(batches)
         refuse_means(parts, of_one)
         refuse_nothing("the evaluation", count)
@@ -118,7 +118,7 @@ class EvalStep:
         batches: Iterable[Values],
         failures: Sequence[Exception],
     ) -> Iterator[tuple[Batch, bool]]:
-        """This rank's batches, then stand-ins until no rank has any; what a loss raised on one rank, all raise."""
+        """This rank's batches, then stand-ins until no rank has any left; a loss's error on one is raised on all."""
         mesh = self._model.mesh
         last: Batch | None = None
         nothing: Batch = {}
@@ -145,7 +145,7 @@ class EvalStep:
                 last = dict(batch)
                 yield last, True
             elif sharded or self._model.context is not None:
-                # Forward has collectives, which other ranks are in.
+                # Forward has collectives, which other ranks have entered.
                 last = last or self._stand_in()
                 yield last, False
 

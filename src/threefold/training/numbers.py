@@ -12,7 +12,7 @@ from threefold.mesh.mesh import Mesh
 
 
 class StepNumbers(NamedTuple):
-    """Of the global batch, the same on every rank: mean loss of what it counts, gradient norm before clipping."""
+    """Of the global batch, the same on every rank: mean loss over its count, gradient norm before clipping."""
 
     loss: float
     grad_norm: float
@@ -25,11 +25,11 @@ class StepResult:
     Attributes:
         loss_sum: cross entropy (or a custom loss) of this rank; sum it over the `loss` group for the step's own.
         target_tokens: number of target tokens (or the count of a custom loss) of the global batch.
-        grad_norm: of the global gradient, before clipping.
+        grad_norm: norm of the global gradient, before clipping.
         aux_loss: this rank's share of the routers' loss, or None if the model has none.
         micro_losses: what this rank minimised in each micro-batch.
-        of_rows: this rank's part of the loss of each row, [rows] of each micro-batch; empty: it is not known.
-        measured: [measures]: sums of this rank, of what a custom loss tells besides; None: nothing.
+        of_rows: this rank's part of the loss of each row, [rows] for each micro-batch; empty: unknown.
+        measured: [measures]: this rank's sums of further measures of a custom loss; None: it has none.
     """
 
     loss_sum: Tensor
@@ -42,7 +42,7 @@ class StepResult:
 
 
 def refuse_nothing(what: str, count: float) -> None:
-    """DataError if what ranks have computed together has no target token (for a custom loss: no count)."""
+    """DataError if what the ranks have computed together has no target token (for a custom loss: no count)."""
     if not count:
         raise DataError(
             f"{what} has no token that is trained on: all labels of all ranks are -100, or the loss has the count 0",
@@ -52,12 +52,12 @@ def refuse_nothing(what: str, count: float) -> None:
 
 
 def mean_loss(result: StepResult, mesh: Mesh) -> float:
-    """The step's own loss, NaN of no target tokens: one small collective, then a wait for the device."""
+    """The step's own loss, NaN without target tokens: one small collective, then a wait for the device."""
     return (over_ranks(result.loss_sum.clone(), mesh) / result.target_tokens).item()
 
 
 def mean_measures(result: StepResult, mesh: Mesh) -> list[float]:
-    """What a custom loss told besides, as means of the global batch; as `mean_loss`."""
+    """Further measures of a custom loss, as means over the global batch; costs as `mean_loss`."""
     if result.measured is None or not len(result.measured):
         return []
     total: list[float] = (
@@ -67,7 +67,7 @@ def mean_measures(result: StepResult, mesh: Mesh) -> list[float]:
 
 
 def mean_aux_loss(result: StepResult, mesh: Mesh) -> float | None:
-    """The routers' loss of the step, or None if the model has none; as `mean_loss`."""
+    """The routers' loss of the step, or None if the model has none; costs as `mean_loss`."""
     return None if result.aux_loss is None else over_ranks(result.aux_loss, mesh).item()
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints of a custom loop: as `threefold train` writes them, by the same saver, in `FOLDER/checkpoints`.
+"""Checkpoints of a custom loop: written like those of `threefold train`, by the same saver, in `FOLDER/checkpoints`.
 
-Sealed by checksums and free of any mesh: weights and moments as named tensors, the loader's place and further values as
-JSON. Nothing is pickled. `threefold export FOLDER --to DIR` reads them like those of a run.
+Sealed by checksums and independent of the mesh: weights and moments as named tensors, the loader's place and further
+values as JSON. Nothing is pickled. `threefold export FOLDER --to DIR` reads them like those of a run.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from threefold.training.step import TrainStep
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded: the step after which it was saved, and the `extra` values that were saved with it."""
+    """A loaded checkpoint: the step after which it was saved, and the `extra` values saved with it."""
 
     step: int
     extra: dict[str, Any]
@@ -67,14 +67,14 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Held:
-    """What the checkpoints of a custom loop hold."""
+    """The contents of the checkpoints of a custom loop."""
 
     model: Model
     optimizer: torch.optim.Optimizer | TrainStep | None = None
     loader: Any = None
 
     def described(self, extra: Values) -> dict[str, Any]:
-        """What is kept of it as JSON."""
+        """The part that is kept as JSON."""
         return {
             "loader": state_of_loader(self.loader),
             "extra": dict(extra),
@@ -84,13 +84,13 @@ class Held:
 
 @dataclass(frozen=True)
 class Saving:
-    """A save that may still be under way."""
+    """A save that may still be running."""
 
     path: Path
     saver: Saver = field(repr=False)
 
     def wait(self) -> Path:
-        """Returns the checkpoint's folder when it is complete; RunError on every rank if it could not be written."""
+        """Returns the checkpoint's folder once it is complete; RunError on every rank if it could not be written."""
         self.saver.wait()
         return self.path
 
@@ -109,19 +109,19 @@ def save(
     """Saves the state after `step` in `FOLDER/checkpoints`; every rank calls it.
 
     Args:
-        folder: one that all ranks see.
+        folder: a folder that all ranks see.
         step: the number of the last step done, which names the checkpoint.
         optimizer: the optimizer, or the TrainStep that has it.
-        loader: what has `state_dict()` of plain values, the same on every rank: a loader or sampler of threefold.
+        loader: has a `state_dict()` of plain values, the same on every rank: a threefold loader or sampler.
         extra: plain values by name, the same on every rank: a scheduler's state, a best loss.
-        wait: return when it is on the disk; False: when its copy is made. The next save, `.wait()` of what is returned
-            and `mesh.close()` wait for it.
-        keep: remove all but the newest so many checkpoints afterwards; None: keep all.
+        wait: return when the checkpoint is on disk; False: once its state is copied. The next save, `.wait()` of the
+            returned object and `mesh.close()` wait for it.
+        keep: afterwards remove all but this many newest checkpoints; None: keep all.
 
     Raises:
-        ConfigError: something that cannot be saved, or a folder that is a run's, another loop's, or has later
-            checkpoints than the one that was loaded, before anything is written; on every rank.
-        RunError: it could not be written; of a save in the background, at the next of these calls.
+        ConfigError: something cannot be saved, or the folder is a run's or another loop's, or has checkpoints later
+            than the one that was loaded; before anything is written, on every rank.
+        RunError: it could not be written; for a background save, at the next of these calls.
     """
     _check(Held(model, optimizer), folder)
     _check_values(step, keep, extra)
@@ -147,7 +147,7 @@ def save(
 
 @dataclass(frozen=True)
 class Ends:
-    """What who asks for a save does about it.
+    """What the caller of a save contributes to it.
 
     Attributes:
         commit: completes the checkpoint, with its manifest and the seals of its files; on rank 0, when all are written.
@@ -171,10 +171,10 @@ def write(
     wait: bool = False,
     on_error: Literal["error", "continue"] = "error",
 ) -> Saving:
-    """Writes what a loop holds after `step`; every rank calls it.
+    """Writes the state of a loop after `step`; every rank calls it.
 
     Args:
-        on_error: of the first save: end the loop if one fails, or print the error and continue.
+        on_error: set by the first save: end the loop if a save fails, or print the error and continue.
 
     Raises:
         ConfigError, RunError: as `save`.
@@ -184,7 +184,7 @@ def write(
     described = held.described(extra)
 
     def look() -> dict[str, Any]:
-        _state(model, optimizer)  # which raises for what no file can hold
+        _state(model, optimizer)  # raises for values that no file can hold
         return digests_of(described, step)
 
     def conclude(parts: list[dict[str, Any]]) -> str:
@@ -221,13 +221,13 @@ def load(
     optimizer: torch.optim.Optimizer | TrainStep | None = None,
     loader: Any = None,
 ) -> Loaded | None:
-    """Loads the newest checkpoint of a folder, or the one that is named, on any mesh; every rank calls it.
+    """Loads the newest checkpoint of a folder, or a given checkpoint, on any mesh; every rank calls it.
 
-    Weights, moments and the loader's place are loaded in place, and on the mesh that saved them the random states; on
-    another one these begin anew. Nothing is changed before sizes and checksums of all files were compared.
+    Weights, moments and the loader's place are loaded in place, and on the mesh that saved them the random states;
+    these start afresh on another mesh. Nothing is changed before sizes and checksums of all files have been compared.
 
     Returns:
-        None where there is no checkpoint yet.
+        None if there is no checkpoint yet.
 
     Raises:
         CheckpointError: it is torn, damaged, or of another model or optimizer. DataError: of other data.
@@ -322,7 +322,7 @@ def _check_values(step: int, keep: int | None, extra: Mapping[str, Any] | None) 
 
 
 def _refuse_folder(folder: Path, step: int, model: Model) -> None:
-    """Locks the folder for this loop, which is one timeline: each checkpoint comes after those before it; on rank 0.
+    """Locks the folder for this loop, which is one timeline: each checkpoint follows those before it; on rank 0.
 
     Raises:
         ConfigError: it is a run's, another process saves there, or its checkpoints are not those of this loop so far.
@@ -389,9 +389,9 @@ def _refuse_other_copies(
 def _state(
     model: Model, optimizer: torch.optim.Optimizer | None, held: Container[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The live tensors of what a checkpoint has `held`, or is to hold: beside adapters what was trained before.
+    """The live tensors that a checkpoint has `held`, or is to hold: with adapters, also weights trained before them.
 
-    That has moments. Of a custom module it is all of it: nobody knows its files.
+    Those have moments. For a custom module it is everything, as its original files are unknown.
     """
     if held is None:
         kept = optimizer.state if optimizer is not None else {}
@@ -412,7 +412,7 @@ def _saver_of(
     background: bool,
     continue_on_error: bool,
 ) -> Saver:
-    """The saver of these tensors, made at the first save; an earlier one of others is waited for."""
+    """The saver of these tensors, made at the first save; waits for an earlier saver of other tensors."""
     key = id(optimizer) if optimizer is not None else None, background, continue_on_error
     current = model.savers.get(key)
     for other in model.savers.values():
@@ -451,7 +451,7 @@ def _manifest(model: Model, described: Values) -> dict[str, Any]:
 
 
 def _newest(folder: Path) -> str | None:
-    """The checkpoint that a path names; None where nothing was ever saved."""
+    """The checkpoint that a path names; None if nothing was ever saved there."""
     if (folder / "manifest.json").exists() or folder.name.startswith("step-"):
         return str(folder)
     checkpoints = CheckpointFolder(folder)
@@ -485,12 +485,12 @@ def optimizer_of(
 def rates_of(
     optimizer: torch.optim.Optimizer | TrainStep | None, model: Model
 ) -> dict[str, Any] | None:
-    """The step's rate, and the settings of each group, which a scheduler may have changed, by its parameters' names."""
+    """The step's rate, and by parameter names each group's settings, which a scheduler may have changed."""
     if (inner := optimizer_of(optimizer)) is None:
         return None
     groups = [
         {
-            # A rate may be a tensor, which compiled and captured updates read.
+            # A rate may be a tensor, for compiled and captured updates.
             name: value.tolist() if isinstance(value, torch.Tensor) else value
             for name, value in group.items()
             if name != "params"
@@ -528,8 +528,8 @@ def set_rates(
     not_kept = {"params"}
     if isinstance(optimizer, TrainStep) and (rate := optimizer.lr) is not None:
         if saved.get("weight_decay") != optimizer.given_decay:
-            not_kept.add("weight_decay")  # the program gives the step another one than it did
-        # It is another one, and the mesh too, by which groups of ours are made.
+            not_kept.add("weight_decay")  # the program passes another value than before
+        # Another optimizer, and another mesh, on which the groups that we make depend.
         if None in matches:
             optimizer.lr = rate if saved["lr"] is None else saved["lr"]
             return
@@ -552,7 +552,7 @@ def set_rates(
 
 
 def _of_parameters(names: list[str], group: Values, saved: Iterable[Values]) -> Values | None:
-    """What was saved for all parameters of a group of a named optimizer; on another mesh its groups are others."""
+    """The values saved for all parameters of a group of a named optimizer; on another mesh its groups differ."""
     parts = [each for each in saved if not set(names).isdisjoint(each["params"])]
     settings = [{**each, "params": None} for each in parts]
     same = settings and "lr_share" in group and all(each == settings[0] for each in settings)
@@ -591,7 +591,7 @@ def state_of_loader(loader: Any) -> dict[str, Any]:
 
 
 def _not_plain(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What JSON has not of a value, each with its name."""
+    """The parts of a value that JSON cannot hold, each with its name."""
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         for key, each in value.items():
             yield from _not_plain(each, f"{name}.{key}")
@@ -603,7 +603,7 @@ def _not_plain(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def digests_of(described: Values, step: int) -> dict[str, Any]:
-    """Digests of what is saved as JSON, to compare; ConfigError for what JSON has not."""
+    """Digests of the values saved as JSON, to compare; ConfigError for values that JSON cannot hold."""
     for name, value in _not_plain(described, ""):
         raise ConfigError(
             f"{name[1:]} is a {type(value).__name__}",

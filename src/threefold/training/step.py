@@ -88,23 +88,23 @@ class TrainStep:
     ) -> None:
         """Args:
         optimizer: over `model.parameters()`; its groups keep their rates. None: AdamW with `lr` and `weight_decay`
-            (None: 0.1), whose rate a scheduler of torch may set.
+            (None: 0.1), whose rate a torch scheduler may set.
         loss: (outputs, batch) -> (sum over rows, count) of this rank's part of a batch; None: next-token cross entropy.
-            An attribute `rows_together` says how many consecutive rows it looks at together, as pairs; without it, 1.
-        loss_on: what a causal model gives to `loss`: its `logits`, `hidden_states` before the head, or the
+            Its attribute `rows_together`: how many consecutive rows it needs together, as for pairs; default 1.
+        loss_on: what a causal model passes to `loss`: its `logits`, `hidden_states` before the head, or the
             `log_probabilities` of the labels, for which no rank holds all logits.
-        lr: of AdamW here; assign `step.lr` to follow a schedule. auto: by the weights (`model.automatic_rate`).
+        lr: for AdamW here; assign `step.lr` to follow a schedule. auto: by the weights (`model.automatic_rate`).
         grad_clip: the norm above which the gradient is scaled down; 0: never.
         micro_batch: rows of this dp rank in one forward; None: all of a batch.
         token_loss: from `token_loss_of`, in place of the cross entropy alone.
         observe: called when the gradients are complete and not yet clipped, to compare them.
-        progress: told which phase the step is in.
+        progress: notified of the phase that the step is in.
         ema: a moving average to update after each step.
-        compare_copies: end training if what several ranks hold whole differs: after the first step, and every
-            `audit.every` of them. False: for a probe, which compares more than that, and says why.
+        compare_copies: end training if state that several ranks hold whole differs: after the first step, and every
+            `audit.every` steps. False: for a probe, which compares more than that and reports why.
 
         Raises:
-            ConfigError: a setting that is wrong or has no effect, or an optimizer over other parameters.
+            ConfigError: a setting is wrong or has no effect, or the optimizer is over other parameters.
         """
         check_settings(model, grad_clip, micro_batch)
         model.refuse_outputs(loss_on, loss, "TrainStep")
@@ -150,9 +150,9 @@ class TrainStep:
         self._parameters_on = next(model.module.parameters()).device
         self.progress = progress or Progress()
         self._ema = ema
-        # Copies of a whole model, of which each may leave some parameters out of its loss.
+        # Copies of a whole model; each may leave some parameters out of its loss.
         self._averages = loss is not None and not isinstance(model.forward, FSDPModule)
-        # A custom module may use other parameters in another micro-batch, which reductions of each would mix up.
+        # A custom module may use different parameters in each micro-batch: separate reductions would mix them up.
         self._unsharded = model.asked is None
         # The count that divides the loss is global.
         self._averaged_over = model.sums.averaged_over
@@ -161,7 +161,7 @@ class TrainStep:
         """Is given what each call has computed, on every rank; raises if that must not be built on."""
         self.before_update: Callable[[], object] = lambda: None
         """Is called when gradients are complete, before weights, moments and averages are written."""
-        self._left = False  # by an error in the middle of a step
+        self._left = False  # after an error in the middle of a step
         if loss is not None:
             watch_shards(model)
             together = getattr(loss, "rows_together", 1)
@@ -179,12 +179,12 @@ class TrainStep:
 
     @property
     def measures(self) -> tuple[str, ...]:
-        """The names of what a custom loss also returns (`forward`)."""
+        """The names of further measures that a custom loss returns (`forward`)."""
         return measures_of(self._loss)
 
     @property
     def lr(self) -> float | None:
-        """The rate of the next step; None with a custom optimizer, whose groups have theirs."""
+        """The learning rate of the next step; None with a custom optimizer, whose groups have their own."""
         first = self.optimizer.param_groups[0]
         return first["lr"] / first["lr_share"] if self._own_optimizer else None
 
@@ -203,25 +203,25 @@ class TrainStep:
             group["lr"] = rate * group.get("lr_share", 1.0)
 
     def __call__(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepNumbers:
-        """One step with the rows of this dp rank, which its cp and tp ranks give too.
+        """One step with the rows of this dp rank, which its cp and tp ranks pass too.
 
-        A list of batches is one global batch, in micro-batches that may have rows of other lengths.
+        A list of batches is one global batch, in micro-batches that may differ in row length.
 
         For a causal language model: a dict of `input_ids` and `labels`, each int64 [rows, sequence] on any device,
         labels shifted already and -100 where nothing is predicted; `position_ids` count from 0 in each row (document)
-        unless given; `document_ids` keep documents apart; routers' loss leaves out what `padding`, bool, marks. A loss
-        of one's own may have any further tensors, of which those [rows, sequence, ..] are split over cp as tokens are.
+        unless given; `document_ids` keep documents apart; the routers' loss skips tokens marked by `padding`, bool. A
+        custom loss may take any further tensors; those [rows, sequence, ..] are split over cp as tokens are.
 
         Raises:
-            DataError: nothing of the global batch is trained on; on every rank, and nothing is updated.
-            ConfigError: the batch is none of this model, or the loss is no sum over rows where they are split.
+            DataError: the global batch has nothing to train on; on every rank, and nothing is updated.
+            ConfigError: the batch does not fit this model, or rows are split and the loss is not a sum over them.
         """
         result = self._run(lambda: self._batches.pieces(batch, self._micro_batch), None)
         self.after(result)
         return StepNumbers(mean_loss(result, self._mesh), result.grad_norm.item())
 
     def state_dict(self) -> dict[str, Any]:
-        """The rate and the optimizer's state, for the same mesh; `threefold.save` writes what any mesh reads."""
+        """The rate and the optimizer's state, for the same mesh; `threefold.save` writes state for any mesh."""
         return {"lr": self.lr, "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -240,7 +240,7 @@ class TrainStep:
         Batches are [batch, sequence] rows of this dp rank, the same on its cp and tp ranks, on any device.
 
         Args:
-            lr: of the optimizer's groups (times their `lr_share`, if they have one); None: as they are.
+            lr: for the optimizer's groups (times their `lr_share`, if they have one); None: as they are.
         """
         return self._run(lambda: batches, lr)
 
@@ -280,7 +280,7 @@ class TrainStep:
             else:
                 self._gradients.clip(norm, self._grad_clip)
         except BaseException as error:
-            # Ours are raised on all ranks, in one step. And the next must not begin with the gradients of this one.
+            # Our errors are raised on all ranks in the same step; the next must not begin with this step's gradients.
             self._left = self._left and not isinstance(error, ThreefoldError)
             self.model.module.zero_grad(set_to_none=True)
             raise
@@ -295,10 +295,10 @@ class TrainStep:
     def _agreed(
         self, read: Callable[[], Sequence[Batch]]
     ) -> tuple[Sequence[Batch], Tensor | None]:
-        """The micro-batches of this rank, and the number of target tokens of the global batch, if that is known yet.
+        """The micro-batches of this rank, and the number of target tokens of the global batch, if already known.
 
         Raises:
-            ThreefoldError: a rank cannot make the step, or ranks bring what does not belong to one (`Mesh.agree`).
+            ThreefoldError: a rank cannot make the step, or the ranks' batches do not belong to one (`Mesh.agree`).
         """
         number = self._steps + 1
         own_loss = self._loss is not None
@@ -341,7 +341,7 @@ class TrainStep:
         return batches, None if own_loss else torch.full((), count, device=self._mesh.device)
 
     def _refuse_changed(self) -> None:
-        """ConfigError if what is trained would not be updated, or has a gradient to which the step would add."""
+        """ConfigError if trained parameters would not be updated, or have a gradient to which the step would add."""
         named = [*self.model.named_parameters()]
         ConfigError.raise_for(hook_problems(named))
         for name, parameter in named:
@@ -366,7 +366,7 @@ class TrainStep:
                 )
 
     def _compare_copies(self) -> None:
-        """RunError on every rank if what several of them hold whole is not the same any more."""
+        """RunError on every rank if state that several of them hold whole is no longer the same."""
         state = state_held(
             self.model.module, self.optimizer, buffers=self.model.context is not None
         )
@@ -405,7 +405,7 @@ class TrainStep:
                     self.model, batch, self._mesh, self._token_loss, routers=routers
                 ) as sums,
             ):
-                # With no target tokens at all it is NaN, and nothing is updated.
+                # With no target tokens it is NaN, and nothing is updated.
                 objective = sums.objective * (ranks / target_tokens)
                 if aux_loss is not None:
                     share, added = self._routers_share(batch, sums.router_logits, picks)
@@ -425,7 +425,7 @@ class TrainStep:
     ) -> tuple[StepResult, Tensor | None]:
         """The gradients of the sum, and what to scale them by once the count of all micro-batches is known.
 
-        Where routers have a loss besides, the count must be known before: of several micro-batches by one more forward.
+        If routers have a loss too, the count must be known before: with several micro-batches, by one more forward.
         """
         ranks = self._mesh.size("loss")
         device = self._mesh.device
@@ -474,15 +474,15 @@ class TrainStep:
                 losses.append(objective.detach())
                 self._go_backward(objective)
         ended = over_ranks(totals[1:4].clone(), self._mesh)
-        self._left = False  # what this raises, it raises on every rank
+        self._left = False  # an error here is raised on every rank
         if failures:
-            self.progress.enter("forward")  # where it is from
+            self.progress.enter("forward")  # where the non-finite value is from
         refuse_unequal(totals[:2], ended, failures, self._mesh)
         if not self._steps:
             refuse_means(*ended[1:].tolist())
         self._left = True
         count = ended[0]
-        # Of no count at all the mean is not a number, and nothing is updated.
+        # With a count of 0 the mean is not a number, and nothing is updated.
         scale = None if routers else torch.where(count > 0, ranks / count, math.nan)
         return StepResult(
             totals[0], count, totals[0], aux_loss, tuple(losses), totals[4:], tuple(of_rows)
@@ -558,12 +558,12 @@ def _refuse_nothing(result: StepResult) -> None:
 
 
 def _as_fused(optimizer: torch.optim.Optimizer) -> FusedAdamW | None:
-    """An optimizer that clips gradients itself; its module is loaded for a model with a working copy alone."""
+    """An optimizer that clips gradients itself; its module is loaded only for a model with a working copy."""
     from threefold.optim.fused_adamw import FusedAdamW
 
     return optimizer if isinstance(optimizer, FusedAdamW) else None
 
 
 def _num_targets(batches: Sequence[Batch]) -> int:
-    """Of micro-batches where a loader leaves them, in the host's memory; of those on a device it waits."""
+    """Target tokens of micro-batches in host memory, where a loader leaves them; on a device it waits for it."""
     return sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)

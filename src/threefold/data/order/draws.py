@@ -1,6 +1,6 @@
 """Draws by weight: each position draws a row with replacement, independently of all others. Pure functions.
 
-In: a weight for each row. Out: the row of any position, in O(1). What stays true: a draw depends only on (seed, epoch,
+In: a weight for each row. Out: the row of any position, in O(1). Invariants: a draw depends only on (seed, epoch,
 position) and the weights, so resuming and dividing the draws among ranks is only arithmetic.
 """
 

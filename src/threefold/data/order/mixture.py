@@ -1,7 +1,7 @@
 """Several sources read as one: position -> (source, position in source). Pure functions.
 
 In: weights, and the number of rows of each source. Out: where to read for any positions, in any sequence, at a cost
-that does not depend on the positions. What stays true of a `Mixture`:
+that does not depend on the positions. Invariants of a `Mixture`:
 
 - The sources take turns (`mixture_turns`). Every window of `period` consecutive positions, wherever it begins, holds
   each source exactly `quotas[source]` times.

@@ -1,7 +1,7 @@
 """The turns of a mixture's sources: position -> (source, how often it was read before), and back. Pure functions.
 
 In: how many turns each source has in a period. Out: the turns of any positions, in any sequence, at a cost that does
-not depend on the positions. What stays true: every window of one period, wherever it begins, holds each source exactly
+not depend on the positions. Invariants: every window of one period, wherever it begins, holds each source exactly
 as often as it has turns; and the turns are spread out.
 
 - `TurnTable`, for a short period: one entry per turn. After any number of positions, each source was read less than 1

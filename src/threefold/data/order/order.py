@@ -1,7 +1,7 @@
 """The order of samples: the rows of each step, the place of a run in it, and the batches left out of it.
 
 In: a few numbers (rows, global batch, seed, ...). Out: the rows of any step, the place of any later step, and the state
-that samplers, loaders and checkpoints keep. What stays true: nothing here depends on the number of ranks, so the state
+that samplers, loaders and checkpoints keep. Invariants: nothing here depends on the number of ranks, so the state
 is the same on every rank and mesh and for every number of workers; an order made from something else (another seed,
 size, data or algorithm) is refused by name instead of being read from a place that means nothing in it.
 

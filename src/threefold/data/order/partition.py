@@ -1,7 +1,7 @@
 """Which positions of an epoch a step reads, and which of them one dp rank takes: pure arithmetic.
 
 In: where a step begins (a global position in its epoch), the global batch and the dp axis. Out: positions, which a
-permutation or a mixture turns into rows. What stays true: a step owns consecutive positions for any number of dp ranks,
+permutation or a mixture turns into rows. Invariants: a step owns consecutive positions for any number of dp ranks,
 which take turns in it, so every mesh reads the same set of samples in a step; all dp ranks make the same number of
 steps; each position is read by exactly one dp rank.
 

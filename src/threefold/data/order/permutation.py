@@ -1,7 +1,7 @@
 """A shuffled order without a table: position -> index, a keyed bijection of [0, n), and its inverse.
 
 In: n, a seed and an epoch. Out: any part of that epoch's order, in any sequence, in O(1) time and memory per index, so
-the first index of 10^12 rows costs as much as the first of 1,000, and resuming is only arithmetic. What stays true:
+the first index of 10^12 rows costs as much as the first of 1,000, and resuming is only arithmetic. Invariants:
 `at` is a bijection for every n, `inverse` undoes it, and one (version, n, seed, epoch) gives one order on every
 machine, every numpy release and every world size: only integer arithmetic and SHAKE-128 (for the keys) take part.
 

@@ -1,9 +1,9 @@
 """An ordinary DataLoader that reads this dp rank's share.
 
 In: a map-style `torch.utils.data.DataLoader`. Out: a DataLoader with threefold's sampler instead of its own and every
-other argument unchanged; `batch_size` is rows per dp rank, as with torch's DistributedSampler. What stays true: all dp
+other argument unchanged; `batch_size` is rows per dp rank, as with torch's DistributedSampler. Invariants: all dp
 ranks make the same number of steps; the state is the place of the loop, independent of what workers prefetched; it is
-the same on every rank and resumes with another number of ranks, of workers, or another batch size.
+the same on every rank and can be resumed with another number of ranks or workers, or another batch size.
 
 The end of an epoch is the sampler's `drop` or `pad`, or `exact`: nothing dropped, nothing repeated. With `exact` a rank
 without a sample in the last round repeats one as the last row of its last batch, and that row is marked as ignored: in
@@ -61,7 +61,7 @@ def distribute(
     order: OrderName = "threefold",
     ignore_last_row: IgnoreLastRow | None = None,
 ) -> DistributedLoader:
-    """The same loader, reading the share of this dp rank.
+    """The same loader, restricted to the share of this dp rank.
 
     The loader decides whether to shuffle: `shuffle=True` gives a new order in every epoch, from `seed` and not from the
     loader's generator; a WeightedRandomSampler gives the sampler's `weights`.
@@ -69,11 +69,11 @@ def distribute(
     Args:
         loader: a map-style DataLoader with torch's own sampler; it is not changed.
         mesh: threefold's mesh or a torch DeviceMesh; default: the active mesh, else the process group's world.
-        seed: of the order; the same on every rank.
+        seed: seed of the order; the same on every rank.
         tail: `drop`, `pad` or `exact`, as for the sampler; default: `drop` if the loader has drop_last, else `pad`.
         order: `threefold`, or `torch` for exactly the indices of torch's DistributedSampler.
-        ignore_last_row: with `exact` and batches that are not a dict with integer `labels`: returns a batch whose last
-            row is ignored.
+        ignore_last_row: with `exact` and batches that are not a dict with integer `labels`: a function that returns
+            the batch with its last row ignored.
 
     Raises:
         ConfigError: a loader that cannot be distributed, or an unknown rank.
@@ -101,7 +101,7 @@ def distribute(
 
 
 def _batches_of(loader: DataLoader[Any]) -> Any:
-    """What decides the size of batches and the draw: the loader, or the BatchSampler of torch that it was given."""
+    """What determines batch size and drawing: the loader, or the torch BatchSampler that it was given."""
     return (
         loader.batch_sampler
         if loader.batch_size is None and type(loader.batch_sampler) is BatchSampler
@@ -130,7 +130,7 @@ class DistributedLoader(DataLoader[Any]):
         """The rows of the batch that the loop received last, by their indices in the dataset; a stand-in has none."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """The rest of the epoch after `load_state_dict`, else the epoch from its head; exhausted, the epoch advances.
+        """The rest of the epoch after `load_state_dict`, else the epoch from its head; at the end the epoch advances.
 
         Raises:
             ConfigError: tail = exact, and a batch has no integer labels, one row per sample, to mark as ignored.
@@ -139,7 +139,7 @@ class DistributedLoader(DataLoader[Any]):
         return self._counting(super().__iter__(), now)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the head of `epoch`; in that of a state just loaded the place stays, an earlier one is refused."""
+        """Go to the head of `epoch`; that of a state just loaded keeps its place, an earlier one is refused."""
         self.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class DistributedLoader(DataLoader[Any]):
 
 
 def ignore_last_labels(batch: Any) -> Any:
-    """A copy of a dict batch with `labels` [rows, ...] in which the last row's are all -100."""
+    """A copy of a dict batch with `labels` [rows, ...] in which the last row's labels are all -100."""
     marked = copy.copy(batch)
     marked["labels"] = batch["labels"].clone()
     marked["labels"][-1] = IGNORED
@@ -185,10 +185,10 @@ def ignore_last_labels(batch: Any) -> Any:
 
 
 def require_distributed(loader: Any, mesh: Any | None = None) -> None:
-    """Refuses a user's loader that would give a dp rank other data than its share (ConfigError).
+    """Refuses a user's loader that would give a dp rank data other than its share (ConfigError).
 
-    With one process there is nothing to share. Else the loader (or its sampler) must have `num_replicas` and `rank`, as
-    distributed samplers do, equal to those of the dp axis.
+    With one process there is nothing to share. Otherwise the loader (or its sampler) must have `num_replicas` and
+    `rank`, as distributed samplers do, equal to those of the dp axis.
     """
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if world == 1:
@@ -212,7 +212,7 @@ def require_distributed(loader: Any, mesh: Any | None = None) -> None:
 
 
 def _replica_of(loader: Any) -> tuple[int, int] | None:
-    """(number of replicas, this one) of a loader; None if it does not show them."""
+    """(number of replicas, this one) of a loader; None if it does not expose them."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     for holder in (
         loader,
@@ -250,7 +250,7 @@ def _known_draw(sampler: Any, num_rows: int) -> dict[str, Any] | None:
 
 
 def draw_of(sampler: Any, num_rows: int) -> dict[str, Any]:
-    """The arguments of our sampler that are equivalent to torch's sampler."""
+    """The arguments that make our sampler equivalent to torch's sampler."""
     if (draw := _known_draw(sampler, num_rows)) is not None:
         return draw
     name = type(sampler).__name__

@@ -1,12 +1,12 @@
-"""DistributedSampler: torch's signature and partition, an order that needs no table, and a place to resume from.
+"""DistributedSampler: torch's signature and partition, an order that needs no table, and a resumable position.
 
 In: a map-style dataset (only its length is used). Out: the indices that one dp rank reads, one by one, for a
-`torch.utils.data.DataLoader`. What stays true: the ranks of the dp axis take turns along one global order, so the set
+`torch.utils.data.DataLoader`. Invariants: the ranks of the dp axis take turns along one global order, so the set
 of samples of every global batch is the same for any number of them; cp and tp ranks of one dp rank read the same; the
-state is (epoch, global position), the same on every rank after the same number of global batches, and another number
-of replicas or another batch size resumes from it without a repeated or a lost sample.
+state is (epoch, global position), the same on every rank after the same number of global batches, and a run with
+another number of replicas or batch size resumes from it without a repeated or lost sample.
 
-An iteration is a `Pass`. A bare sampler counts the indices that it hands out. A DataLoader asks for indices ahead of
+An iteration is a `Pass`. A bare sampler counts the indices that it yields. A DataLoader requests indices ahead of
 the loop, so the loader of a `for_loop` sampler opens the pass, counts the loop's rows and closes it.
 """
 
@@ -34,7 +34,7 @@ from threefold.errors import ConfigError, check_argument
 
 OrderName = Literal["threefold", "torch"]
 
-# Indices are computed and handed to Python in blocks: small first, so that the first index is there at once, then as
+# Indices are computed and passed to Python in blocks: small ones first, so that the first index comes at once, then as
 # large as a core's own cache holds.
 _FIRST_BLOCK = 64
 _LARGEST_BLOCK = 2**14
@@ -44,7 +44,7 @@ _MOST_INT32 = 2**31 - 1
 class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     """The indices that one dp rank reads, epoch after epoch; a drop-in for torch's sampler of the same name.
 
-    It is one of torch's by its class, so that libraries do not divide its share among the ranks once more.
+    It subclasses torch's sampler, so that libraries do not divide its share among the ranks once more.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             dataset: anything with a length; its `fingerprint` (a string), if it has one, is kept in the state.
             num_replicas: number of dp ranks; default: the dp axis of the given or active mesh, else the process
                 group's world.
-            rank: the place of this rank among them; default: alike.
+            rank: this rank's index among them; same default.
             shuffle: another order in every epoch, or 0, 1, 2, ...
-            seed: of the shuffle; the same on every rank.
+            seed: seed of the shuffle; the same on every rank.
             drop_last: leave out the last samples that the replicas cannot share equally.
             order: `threefold`: computed on demand, O(1) memory; `torch`: exactly the indices of torch's sampler, at
                 4 bytes per sample on every rank.
             tail: `drop`, `pad` (repeat the head, as torch does) or `exact` (every sample once; the replicas' counts
                 differ by at most 1). Default: `drop` if drop_last, else `pad`.
-            weights: one for each sample: draw with replacement, in proportion to them.
+            weights: one per sample: draw with replacement, in proportion to them.
             num_samples: draws in an epoch over all replicas, only with weights; default: the dataset's length.
             mesh: threefold's mesh, or a torch DeviceMesh with dims among dp, dp_replicate, dp_shard.
 
@@ -105,7 +105,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             )
         self.epoch = 0
         self._begin = self._loaded = 0
-        # The pass that the state counts, and the one that is read: torch begins to read after a loader opens.
+        # The pass that the state counts, and the one being read: torch begins to read after a loader opens.
         self._pass: Pass | None = None
         self._opened: Pass | None = None
 
@@ -119,16 +119,16 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         alone: Callable[[int], int] | None = None,
         **settings: Any,
     ) -> Self:
-        """A sampler for one loader, whose state is that of the loop.
+        """A sampler for one loader, whose state follows the loop.
 
         With the tail `exact` all ranks have the same number of positions: a rank without a sample in the last round has
-        a position past the end of the epoch, which stands for the epoch's head. The loader ignores that row.
+        a position past the end of the epoch, which maps to the epoch's head. The loader ignores that row.
 
         Args:
             global_batch: with the tail `drop`, an incomplete one is left out; default: a round, a sample per dp rank.
             stand_in: replaces the index of the head at that last position.
-            alone: replaces the index of a sample in that last round, which other ranks have none for.
-            settings: those of the constructor.
+            alone: replaces the index of a sample in that last round, in which other ranks have none.
+            settings: passed to the constructor.
         """
         sampler = cls(dataset, **settings)
         sampler._by_loop, sampler._stand_in, sampler._alone = True, stand_in, alone
@@ -137,7 +137,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
 
     @property
     def seed(self) -> int:
-        """Of the shuffle. A new one is a new order, which the next iteration reads from the epoch's head."""
+        """Seed of the shuffle. A new seed gives a new order, read from the epoch's head by the next iteration."""
         return self._seed
 
     @seed.setter
@@ -147,14 +147,14 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
 
     @property
     def draw(self) -> dict[str, Any]:
-        """The arguments that say how samples are drawn."""
+        """The arguments that determine how samples are drawn."""
         if self._draws is None:
             return {"shuffle": self.shuffle}
         return {"weights": self._draws.weights, "num_samples": self.epoch_size}
 
     @property
     def replacement(self) -> bool:
-        """Samples are drawn with weights: some several times, some never."""
+        """Whether samples are drawn with weights: some several times, some never."""
         return self._draws is not None
 
     def __len__(self) -> int:
@@ -164,7 +164,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     def __iter__(self) -> Iterator[int]:
         """The rest of the epoch after `load_state_dict`, else the epoch from its head.
 
-        When it is exhausted, the epoch advances (not with order="torch", as in torch). For a loader: the indices of the
+        When exhausted, the epoch advances (not with order="torch", as in torch). For a loader: the indices of the
         pass that it has opened.
         """
         now = self._opened if self._by_loop else self.open_pass()
@@ -181,7 +181,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     def open_pass(self) -> Pass:
         """Begins an iteration: the rest of the epoch after `load_state_dict`, else the epoch from its head.
 
-        Where one that was opened before has read nothing yet, both begin at its place.
+        If an earlier one is open and has read nothing yet, both begin at its place.
         """
         before = self._pass
         begin = self._begin
@@ -194,7 +194,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         return self._pass
 
     def begin_reading(self, now: Pass) -> None:
-        """The first rows come from `now`: of the passes opened at one place, the state counts this one."""
+        """`now` yields the first rows: of the passes opened at the same place, the state counts this one."""
         opened = self._pass
         if (
             opened is not None
@@ -211,23 +211,23 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             self.epoch, self._pass = over.epoch + 1, None
 
     def is_uneven(self, now: Pass) -> bool:
-        """Whether some rank has no sample in the last round of a pass that repeats and drops none."""
+        """Whether some rank has no sample in the last round of a pass that neither repeats nor drops any."""
         return self.tail == "exact" and (self.epoch_size - now.begin) % self.num_replicas != 0
 
     def rows_left(self) -> int:
-        """Rows of this rank from the sampler's place to the end of the epoch; for a loader the same on every rank."""
+        """Rows of this rank from the current place to the end of the epoch; for a loader the same on every rank."""
         return len(self._share(self._place()[1]))
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the head of `epoch`; in that of a state just loaded the place stays, an earlier one is refused."""
+        """Go to the head of `epoch`; that of a state just loaded keeps its place, an earlier one is refused."""
         if (epoch := checked_epoch(epoch, self._loaded)) != self.epoch:
             self.epoch, self._begin, self._pass = epoch, 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values: the epoch, the global position after the last index handed out, the ingredients of the order.
+        """Plain values: the epoch, the global position after the last index yielded, the parameters of the order.
 
-        Valid while an iterator is open; it counts the newest one. A DataLoader with workers asks for indices ahead of
-        the loop, so this counts indices handed to the workers; the state of `distribute`'s loader is the loop's.
+        Valid while an iterator is open; the newest one counts. A DataLoader with workers requests indices ahead of
+        the loop, so this counts indices sent to the workers; the state of `distribute`'s loader is the loop's.
         """
         epoch, position = self._place()
         return Cursor(int(epoch), int(position), self._made_from).state_dict()
@@ -246,7 +246,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
 
     @property
     def _made_from(self) -> dict[str, Plain]:
-        """The cursor's fingerprint; equal for every number of replicas, rank, batch size and tail."""
+        """The cursor's fingerprint; independent of number of replicas, rank, batch size and tail."""
         made_from = {name: getattr(self, name) for name in ("order", "seed", "shuffle")} | {
             "num_rows": self._num_rows
         }
@@ -343,7 +343,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
 
 
 def _is_divided_again() -> bool:
-    """Whether accelerate asks for indices, to give each process a part of them: nothing else tells a sampler."""
+    """Whether accelerate requests indices, to give each process a part of them: a sampler has no other way to tell."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and "BatchSamplerShard" not in frame.f_code.co_qualname:
         frame = frame.f_back
@@ -351,7 +351,7 @@ def _is_divided_again() -> bool:
 
 
 def checked_epoch(epoch: int, loaded: int) -> int:
-    """A whole epoch, not before that of a state just loaded (ConfigError)."""
+    """The epoch as an int, not before that of a state just loaded (ConfigError)."""
     if (epoch := _whole("epoch", epoch, from_=0)) < loaded:
         raise ConfigError(
             f"set_epoch({epoch}) after a state of epoch {loaded} was loaded",
@@ -383,7 +383,7 @@ def _length(dataset: Any) -> int:
 class Pass:
     """One iteration over an epoch: where it begins, this rank's positions, and how many the loop received.
 
-    Without a loop that counts its rows, indices handed out are counted, without a step of Python for each index.
+    Without a loop that counts its rows, yielded indices are counted, without Python code running for each index.
     """
 
     def __init__(
@@ -398,7 +398,7 @@ class Pass:
 
     @property
     def had(self) -> int:
-        """Positions whose samples the loop received, or whose indices were handed out."""
+        """Positions whose samples the loop received, or whose indices were yielded."""
         # A list's iterator knows how many items are left.
         ahead = 0 if self._by_loop else self._block.__length_hint__()  # type: ignore[attr-defined]
         return self._counted - ahead
@@ -421,7 +421,7 @@ _DP_DIMS = ("dp", "dp_replicate", "dp_shard")
 
 
 def data_axis(mesh: Any | None = None) -> tuple[int, int]:
-    """(number of dp ranks, this one) of the given mesh, else the active one, else the world; else a ConfigError."""
+    """(number of dp ranks, this one) of the given mesh, the active one or the world, in this order; or ConfigError."""
     from threefold.mesh.mesh import active_mesh
 
     if mesh is not None:

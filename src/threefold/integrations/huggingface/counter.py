@@ -2,7 +2,7 @@
 
 In: the batches that a loader gives to this rank, as lists of row numbers, and the loop's events that say when one was
 used. Out: an error in the step that reads a row for the second time in an epoch, and at the epoch's end
-the number of rows left out. What stays true: all ranks exchange their numbers and compute the same, so they raise
+the number of rows left out. Invariants: all ranks exchange their numbers and compute the same, so they raise
 together. Two things that transformers does by design are only reported: rows repeated to fill the very last step of
 an epoch, and fewer rows left out than a step has. What was read is saved with the checkpoint (`threefold-rows.npz`),
 one bit per row, so that an epoch is checked across a resume.

@@ -1,7 +1,7 @@
 """The loader for evaluation: an entire map-style dataset once over all ranks, in the dataset's order.
 
 The ranks read neighbouring blocks of rows, so what they computed in one step is a stretch of the dataset once it is
-gathered. What stays true: every row once; every rank makes the same number of steps, with the same number of rows, so
+gathered. Invariants: every row once; every rank makes the same number of steps, with the same number of rows, so
 that a loss may gather them; a rank without a row in the last one computes a stand-in that is not counted.
 """
 

@@ -2,7 +2,7 @@
 
 In: a map-style dataset, a collate function and the dp axis. Out: a DataLoader whose batches are what the collate
 function made and nothing else. The number of every sample travels with it through the workers and is removed before
-the batch is returned, so the audit knows what was read and the user's code never sees a number. What stays true: every
+the batch is returned, so the audit knows what was read and the user's code never sees a number. Invariants: every
 sample once per epoch, and batches of the same number of rows on every rank, so that a loss may gather its rows. If the
 ranks do not divide an epoch, the row of its last round is collated alone, as the `rest` of the last batch; a rank
 without a sample in that round has a stand-in there, which the loss leaves out.

@@ -5,7 +5,7 @@ tokens; the writer of documents appends `end_id`. A tokenizer pickles, for the p
 
 The `tokenizers` library reads a tokenizer.json, and no torch is loaded; AutoTokenizer reads folders with an older form
 of vocabulary. No code from the repository runs. A document ends with the model's own end-of-sequence token. `for_texts`
-decides what begins it, and what becomes of control tokens that it spells out.
+decides how it begins, and how control tokens spelled out in it are treated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the model writes after some prompts at each evaluation (`eval.sample`), in RUN/samples.jsonl and on the screen.
+"""Text generated after some prompts at each evaluation (`eval.sample`), in RUN/samples.jsonl and on the screen.
 
 All ranks write together, as `Model.generate` does. A replayed step appends its lines again; the last ones count.
 """
@@ -25,7 +25,7 @@ _SHOWN = 200
 
 
 class Prompt(NamedTuple):
-    """A prompt as it was given, its token ids, and the token that ends what is written after it."""
+    """A prompt as given, its token ids, and the token that ends the text generated after it."""
 
     text: str
     ids: list[int]

@@ -1,6 +1,6 @@
-"""Tasks of lm-evaluation-harness (`eval.tasks`): the harness makes the requests and the figures, the ranks the scores.
+"""Tasks of lm-evaluation-harness (`eval.tasks`): the harness makes requests and metrics, the ranks the scores.
 
-What is scored is what the harness scores of the exported model: the same tokens, cut at the same places.
+Scores are over the same tokens, cut at the same places, as those of the harness for the exported model.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class EvalTasks:
 
 
 def _load(names: Sequence[str]) -> Any:
-    """The harness' tasks, with their data; what it says meanwhile, on every rank, is left out."""
+    """The harness' tasks, with their data; its output meanwhile is suppressed on every rank."""
     with redirect_stderr(io.StringIO()):
         return _loaded(names)
 

@@ -21,7 +21,7 @@ _TICK_S = 5.0
 
 
 class Exports:
-    """Saves as the run's checkpointer does, then writes what is due; every rank calls it in the same way.
+    """Saves like the run's checkpointer, then writes the exports due; every rank calls it in the same way.
 
     Attributes:
         progress: where this rank is, in the steps too.
@@ -57,7 +57,7 @@ class Exports:
 
 @contextmanager
 def _ticking(progress: Progress) -> Iterator[None]:
-    """Says meanwhile that this rank continues: a large model takes long."""
+    """Reports progress of this rank meanwhile: a large model takes long."""
     stopped = threading.Event()
 
     def tick() -> None:

@@ -1,7 +1,7 @@
 """How a failed rank reports why: once for all ranks, by the one that failed first.
 
-What is printed is for people. What programs read is an `Ending` in the run's journal: the first rank that fails writes
-it before it leaves, and of one that could not (it was killed, it left without a word) the process that started it.
+Printed texts are for people. Programs read an `Ending` in the run's journal: the first rank that fails writes it
+before it exits, or the process that started it does, if the rank could not (it was killed, or exited silently).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def report_failure(
         keep: a file for the error, which is then not printed if it is one for users.
     """
     if watch is not None:
-        # Rows may lie on a device that answers no more; the error is told all the same.
+        # Rows may be on a device that no longer answers; the error is reported all the same.
         with suppress(Exception):
             note_error(error, rank, watch)
         watch.progress.enter("failure")
@@ -82,7 +82,7 @@ def report_failure(
         Path(keep).write_text(json.dumps(described_error(error if expected else other)))
     if first:
         environment.tell_failure(text)
-    # The program is told, by an error that it raises.
+    # Reported to the program, by an error that it raises.
     if first and not (expected and keep is not None):
         # One write, which other ranks cannot split.
         print(f"{text}\n", end="", file=sys.stderr, flush=True)
@@ -119,9 +119,9 @@ def _outlives(watch: Watchdog) -> bool:
 
 
 def note_error(error: BaseException, rank: int, watch: Watchdog) -> None:
-    """Notes in the journal how the run has ended, if this rank is the first to know; a refused request leaves no note.
+    """Notes the run's end in the journal, if this rank is the first to know it; a refused request leaves no note.
 
-    Of a peer that is gone, the process that starts the ranks knows more, if it is one of ours.
+    About a lost peer, the process that starts the ranks knows more, if it is one of ours.
     """
     place = watch.progress.place
     lost = lost_peer(error)
@@ -156,7 +156,7 @@ def note_error(error: BaseException, rank: int, watch: Watchdog) -> None:
 
 
 def _how(error: BaseException) -> str:
-    """What an error concerns, in the word of `Ending`: an error of ours says it."""
+    """What an error concerns, as a word of `Ending`; errors of ours carry it."""
     match error:
         case ThreefoldError(how=how) if how != "error" or error.__cause__ is None:
             return how

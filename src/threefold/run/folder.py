@@ -57,7 +57,7 @@ _NOT_YET_A_RUN = (
     ".from-store",
     f".{RUN_FILE}",  # of a start that ended while it was written
 )
-_OUTPUTS = (".err", ".log", ".out")  # where a shell, or a scheduler, sends what is printed
+_OUTPUTS = (".err", ".log", ".out")  # where a shell, or a scheduler, sends output
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class RunFolder:
     Attributes:
         candidates: checkpoints to resume from, newest first; the first undamaged one becomes `resume`.
         asked: the user named the only candidate.
-        origin: of a new run: the checkpoint that it forks.
-        accepts_changes: the user has confirmed changes of what is trained.
-        author: this start, as its checkpoints name it; known once it is accepted.
-        program: the run's loop is a program's own.
+        origin: for a new run: the checkpoint that it forks.
+        accepts_changes: the user has confirmed changes that affect training.
+        author: this start, as named in its checkpoints; known once it is accepted.
+        program: the run has a program's custom loop.
     """
 
     path: Path
@@ -135,7 +135,7 @@ class RunFolder:
         """Returns the folder with the chosen candidate.
 
         Args:
-            passed: the candidates before it, and what is wrong with each.
+            passed: the candidates before it, with the damage of each.
 
         Raises:
             CheckpointError: all candidates are damaged; training must not start over on top of them.
@@ -164,7 +164,7 @@ class RunFolder:
         return identity
 
     def begin(self) -> Author:
-        """Makes this start the next of the run's chain: from now on, later steps of earlier starts do not stand."""
+        """Makes this start the next of the run's chain: from now on, later steps of earlier starts are superseded."""
         resumed = self.resume.checksum if self.resume is not None else None
         identity = self.claim().begin(self.done, resumed)
         identity.write(self.path)
@@ -189,7 +189,7 @@ class RunFolder:
         if self.resume is not None:
             self.checkpoints.forget_best_after(step)
         if not self.program:
-            # A path to resume from was asked for once: the run that is there now is resumed.
+            # A path to resume from was given once: the run that is here now is resumed.
             resume = {} if config.checkpoint.resume == "never" else {"resume": "auto"}
             keep_config(self.path, config.changed(checkpoint=resume))
         for folder in (self.path, self.path.resolve().parent):
@@ -215,7 +215,7 @@ class RunFolder:
         try:
             identity = Identity.read(self.path)
         except ConfigError as error:
-            # What a file system refuses for a while, the save finds too: `checkpoint.on_error` says what follows.
+            # A transient refusal of the file system will meet the save too, with `checkpoint.on_error`.
             return None if isinstance(error.__cause__, OSError) else error
         if identity and identity.author == self.author:
             return None
@@ -245,7 +245,7 @@ class RunFolder:
         """
         for record in (self.metrics, self.path / AUDIT):
             if record.exists():
-                # After a power cut, no checkpoint is there whose steps have no record.
+                # After a power cut, every checkpoint's steps have a record.
                 sync(record)
         saved = self.checkpoints.commit(
             step, manifest, {f"state/{name}": seal for name, seal in seals.items()}
@@ -256,7 +256,7 @@ class RunFolder:
         if self.resume is not None and (fetched := self.resume.path.parents[1]).name.startswith(
             resume_choice.FETCHED
         ):
-            # The run has a checkpoint of its own now.
+            # The run now has its own checkpoint.
             shutil.rmtree(fetched, ignore_errors=True)
         self.journal.note("save", step=step, start=manifest["start"])
         return saved
@@ -275,7 +275,7 @@ def open_run(
     """Makes or reopens the run's folder, with `lock`, and finds where the run may resume; one rank calls it.
 
     Args:
-        program: for a program with a loop of its own.
+        program: for a program with a custom loop.
 
     Raises:
         ConfigError: the folder holds a run and `checkpoint.resume` is `never`, it holds another run than the one that
@@ -297,10 +297,10 @@ def open_folder(
     """Makes the run's folder or finds it, with `lock`; one rank calls it.
 
     Args:
-        refuse: is given the folder before anything is made.
+        refuse: called with the folder before anything is made.
 
     Raises:
-        ConfigError: as `open_run`, except for what is to be resumed there.
+        ConfigError: as `open_run`, except for the checks on resuming.
     """
     words = Words(program)
     path = checked_path(config, words, refuse)
@@ -411,14 +411,14 @@ def new_path() -> Path:
 
 
 class _LogFile(logging.FileHandler):
-    """A log that never fails loudly: on a full disk its lines are left out, and what else cannot be written says so."""
+    """A log that never fails loudly: on a full disk its lines are dropped; other write failures are reported."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
 
 
 def log_to_file(path: Path, rank: int) -> Callable[[], None]:
-    """Sends this rank's log records to logs/rank-NNNN.log, until what is returned is called."""
+    """Sends this rank's log records to logs/rank-NNNN.log, until the returned function is called."""
     handler = _LogFile(path / "logs" / f"rank-{rank:04d}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("threefold", "py.warnings"):

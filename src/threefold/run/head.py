@@ -54,16 +54,16 @@ class Head:
         model: name, type (of random weights), dtype, parameters and the sizes in `_SIZES`, as far as they are known.
         mesh: dp_replicate, dp_shard, cp, tp; `device`, and `mesh_why`: why it is this mesh.
         data: source, tokenizer, rows (a sentence) and seq_len.
-        stored: of data at an address, what the next steps read and fetch of it (`Ahead.facts`).
-        labels: (source, format and what is trained on) of each source whose rows have labels.
-        notes: (what, text) of what else concerns the data and the loss.
-        first_step, last_step: those that are ahead; None: none is.
+        stored: for data at an address, what the next steps read and fetch (`Ahead.facts`).
+        labels: (source, format and trained tokens) of each source whose rows have labels.
+        notes: (subject, text) of further facts about data and loss.
+        first_step, last_step: the steps ahead; None: there are none.
         epochs: what epochs do with rows that fill no batch, in words.
         rate: the learning rate, and why.
         hosts: how many, and who can join them.
         choices: (what, why) of each automatic choice, of probes and of estimates.
         resumed: the checkpoint that it resumes from; `lost_bits`: why not bit for bit (None: it was not exact).
-        changed: (what, text) of keys that have changed since, and of what that does to the rate.
+        changed: (key, text) of keys that have changed since, and of the effect on the rate.
         restart: (number, most, launcher) of a restart.
     """
 

@@ -1,8 +1,8 @@
-"""How long the layers of a model take on the device of this machine, beside what is estimated from published speeds.
+"""Measured times of a model's layers on this machine's device, beside the estimate from published speeds.
 
-Two models of a few of its layers take real steps, with the type, kernels and compilation of a run; what the deeper one
-takes longer is the time of the layers that it has more. So what is outside of the layers, and what a step costs at all,
-is in neither figure.
+Two models with a few of its layers take real steps, with the dtype, kernels and compilation of a run; the difference
+in time is that of the additional layers. So neither work outside of the layers nor the fixed cost of a step is in
+either figure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ALONE = Topology(1, 1, 1, 1)
 _WARM, _TIMED = 3, 15  # steps
 # Of the middle half of what was measured, of its median.
 _SPREAD = 0.1
-# Entries: a head is no part of what is measured, and needs memory.
+# Vocabulary entries: the head is not measured, and needs memory.
 _VOCABULARY = 1024
 
 

@@ -12,7 +12,7 @@ from threefold.mesh.environment import num_cores
 ALWAYS = 8
 # Ranks of a core take turns, and a collective waits for the last one: beyond this a step mostly waits.
 RANKS_PER_CORE = 8
-# Measured on a rank of a model of a million parameters: 63 MiB of its own beside what it shares with the others.
+# Measured on a rank of a model of a million parameters: 63 MiB private, beside the memory shared with the others.
 BYTES_PER_RANK = 128 * 2**20
 
 

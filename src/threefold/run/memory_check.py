@@ -1,7 +1,7 @@
-"""Whether a run fits: what a rank is estimated to hold, against the memory that is free, before anything is loaded.
+"""Whether a run fits: the estimated memory of a rank against the free memory, before anything is loaded.
 
-A model or a setting that cannot be estimated is trained as it is asked for. Estimates agree with traced steps within a
-few per cent (docs/plan.md), but devices were not measured: a run is refused where it would not fit by a wide margin.
+A model or setting that cannot be estimated is trained as requested. Estimates agree with traced steps within a few
+per cent (docs/plan.md), but were not measured on devices: a run is refused only if it exceeds memory by a wide margin.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from threefold.plan.setup import Setup
 from threefold.run.local_rank_limit import room_here
 from threefold.run.request import Asked
 
-# A run is refused where this part of the estimate is more than what is free.
+# A run is refused if this part of the estimate exceeds the free memory.
 _CERTAIN = {"cpu": 0.7, "cuda": 0.9}
 # Of compiled layers the estimate is the most that they keep.
 _CERTAIN_COMPILED = 0.75
@@ -34,7 +34,7 @@ class Fitted:
     """A request with a micro-batch that fits.
 
     Attributes:
-        said: what was chosen or estimated, and why, to be printed.
+        said: choices and estimates with their reasons, to be printed.
     """
 
     asked: Asked
@@ -60,7 +60,7 @@ def fitted(asked: Asked, mesh: Mesh) -> Fitted:
 
 
 def refuse_too_much_of_host(decoder: Decoder, setup: Setup, free: int | None) -> None:
-    """ConfigError if what a rank would keep in its host's memory is more than its share of what is free there."""
+    """ConfigError if a rank would keep more in its host's memory than its share of the free memory there."""
     needed = host_bytes(decoder, setup)
     if free is None or _CERTAIN["cuda"] * needed <= free:
         return

@@ -18,7 +18,7 @@ from threefold.plan.setup import setup_of
 from threefold.run.request import Asked
 
 log = logging.getLogger("threefold")
-# Of the estimate for what did not fit, that other settings may need at most: first of what is sure to help.
+# Share of the estimate of what did not fit that other settings may need at most; first for those sure to help.
 _SHARES = (0.8, 0.99)
 
 
@@ -30,7 +30,7 @@ class DeviceMemoryError(RunError):
 
 @contextlib.contextmanager
 def explained(asked: Asked, mesh: Mesh, folder: Path) -> Iterator[None]:
-    """Turns torch's error, if memory runs out inside, into one that says what would fit.
+    """Turns torch's error, if memory runs out inside, into one that suggests what would fit.
 
     Raises:
         DeviceMemoryError: in place of torch's OutOfMemoryError; on the rank that ran out.
@@ -80,7 +80,7 @@ def _remember_owners() -> None:
 
 
 def _snapshot(path: Path) -> str:
-    """Writes what the allocator holds, for pytorch.org/memory_viz, and says where; threefold never reads it."""
+    """Writes the allocator's snapshot, for pytorch.org/memory_viz, and reports its path; threefold never reads it."""
     try:
         path.parent.mkdir(exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(path))

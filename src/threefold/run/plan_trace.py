@@ -2,8 +2,8 @@
 
 The real model is split over a process group that sends nothing, and one step of the real training code runs on tensors
 that have a shape but no storage. So memory and collectives are those of the code, for any number of ranks, in seconds.
-They are a CPU's: kernels of a device may keep other tensors, and compiled layers keep fewer. What an allocator rounds
-up, and what a driver takes for itself, is not in them.
+They are a CPU's: kernels of a device may keep other tensors, and compiled layers keep fewer. Rounding by an
+allocator and memory used by the driver are not included.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _AXES = ("tp", "cp", "fsdp", "dp_replicate", "dp", "loss", "world")
 
 @dataclass(frozen=True)
 class Traced:
-    """Of the first rank, in a step that is not the first.
+    """Figures of the first rank, in a step after the first.
 
     Attributes:
         peak_bytes: at the moment when it holds the most.
         parameters_bytes, optimizer_bytes: of its own part; held at every moment.
         gradients_bytes: of its own part, once they are complete.
         resident_bytes: of its process, if it is on a CPU: also gloo's copies, what glibc keeps, and `host_bytes`.
-        host_bytes: of it, the interpreter and libraries.
+        host_bytes: the part of it for interpreter and libraries.
         sent: (axis, collective) -> (calls, bytes of the tensors that the ranks of that axis make or share).
     """
 

@@ -1,4 +1,4 @@
-"""How a rank's process is set up before it computes: what libraries may log, which kernels are used, its facts."""
+"""Setup of a rank's process before it computes: logging of libraries, choice of kernels, its facts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def compute_alike(config: Config) -> None:
     if config.train.deterministic or config.train.reduce == "exact":
         environment.make_products_deterministic()
         torch.use_deterministic_algorithms(True)
-        # Else each tensor is filled before it is written: a 20th of a step, for code that reads what nobody wrote.
+        # Else each tensor is filled before it is written: a 20th of a step, for code that reads uninitialised memory.
         torch.utils.deterministic.fill_uninitialized_memory = False
     if config.train.reduce == "exact":
         # How many there are depends on the number of ranks, and products on how many.

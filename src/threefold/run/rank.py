@@ -68,7 +68,7 @@ def run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
     if loaded.quiet:
         progress_bars.silence()
     asked, mesh = config.mesh, None
-    # Of one process, a step may take as long as it does: nobody waits for it.
+    # With one process a step may take any time: no other rank waits for it.
     limit_s = math.inf if topology.world_size == 1 else REPORT_BEFORE * asked.timeout_s
     timeout_s = config.train.timeout_s or limit_s
     environment.record_collectives()

@@ -121,7 +121,7 @@ def check(
 def setup_problems(
     config: Config, architecture: PretrainedConfig, topology: Topology, *, device: str
 ) -> Iterator[Problem]:
-    """What is wrong with the model on this mesh, without a tokenizer; empty if nothing is."""
+    """Problems of the model on this mesh, without a tokenizer; empty if there are none."""
     yield from batch_problems(config, topology)
     outline = load.outline(architecture, trust_remote_code=config.model.trust_remote_code)
     yield from plan_problems(architecture, topology.tp, plan=outline.tp_plan)

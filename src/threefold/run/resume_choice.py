@@ -1,7 +1,7 @@
-"""Where a run resumes: by what is asked, and by what the folder's run is and has done, never by names alone.
+"""Where a run resumes: decided by the request and the history of the folder's run, never by names alone.
 
-A fork is accepted once: from then on the run resumes itself, whatever command started it. Going back to an own
-checkpoint is done again when a person asks again, and not when the same job is restarted or requeued.
+A fork is accepted once: from then on the run resumes itself, whatever command started it. Going back to one of
+its own checkpoints is repeated when a person asks again, and not when the same job is restarted or requeued.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def of(config: Config, path: Path, words: Words = _COMMAND) -> Choice:
     """Where the run in a folder may resume, as the request asks and the folder's own history allows.
 
     Args:
-        words: of whoever asks.
+        words: the caller's terms, for errors.
 
     Raises:
         ConfigError: the folder holds a run and `checkpoint.resume` is `never`, another run than the one asked for, a
@@ -92,14 +92,14 @@ def of(config: Config, path: Path, words: Words = _COMMAND) -> Choice:
 
 
 def place_of(asked: str, run: Path) -> Path:
-    """Where the checkpoint that is asked for is: what is in a store is fetched into the run's folder."""
+    """Where the requested checkpoint is; one in a store is fetched into the run's folder."""
     return (
         run / f"{FETCHED}{checksum_of(asked.encode())[:8]}" if "://" in asked else Path(asked)
     )
 
 
 def unnamed(path: Path, words: Words = _COMMAND) -> ConfigError:
-    """The error for a run's files without the file that says whose they are."""
+    """The error for a run's files without the file that identifies the run."""
     what = f"{path} has a run's files, but no {RUN_FILE} that names the run"
     expected = f"{RUN_FILE}, which a run's folder has from its first start: a copy may have left it out"
     journal = Journal(path)
@@ -143,10 +143,10 @@ def _origin(of: Checkpoint) -> Origin:
 
 
 def _at_its_place(origin: Origin, path: Path, words: Words) -> Checkpoint:
-    """The checkpoint that a fork came from, where it was then.
+    """The checkpoint that a fork came from, at its original place.
 
     Raises:
-        CheckpointError: another one is there, or none.
+        CheckpointError: there is another one, or none.
     """
     place, what = Path(origin.path), "is gone"
     if place.exists():
@@ -172,7 +172,7 @@ def _named(asked: Path) -> Checkpoint:
 
 
 def _is_own(named: Checkpoint, path: Path, identity: Identity | None) -> bool:
-    """Whether a checkpoint is of the run in the folder: it is there, or is a copy."""
+    """Whether a checkpoint is of the run in the folder: it is in it, or is a copy."""
     inside = named.path.resolve().parent == CheckpointFolder(path).path.resolve()
     return inside or (
         identity is not None and (author := named.author) is not None and identity.has(author)

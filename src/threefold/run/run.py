@@ -260,7 +260,7 @@ class Run:
         mesh = self.mesh
         # Until the end, so that no signal can interrupt a save.
         stop = self._stack.enter_context(StopRequest(mesh, last=self._last))
-        # Whoever starts several ranks waits no longer; of one, nobody else would end what waits for data.
+        # The starter of several ranks stops waiting; with a single rank, nothing else would end a wait for data.
         self.watch.overdue = partial(stop.overdue, self.config.checkpoint.grace_s)
         mesh.share("identity", lambda: self.folder.claim().id)
         audit = self._audit(line, **audited) if (line := start()) is not None else None

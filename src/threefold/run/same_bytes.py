@@ -1,4 +1,4 @@
-"""Whether all ranks read the same bytes, and a resumed run those that it began with.
+"""Whether all ranks read the same bytes, and a resumed run the bytes that it began with.
 
 The digests of the stores' blocks are compared before a model is built. If they differ, the lists of hashes say in
 which block: those of the other rank, or those that the run keeps in its folder (`blocks/DIGEST.blocks`).

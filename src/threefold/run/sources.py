@@ -139,14 +139,14 @@ def with_packing(config: Config, mesh: Mesh) -> Config:
 
 
 def formats_of(config: Config, *, here: bool = False) -> dict[str, str]:
-    """The format of each source's rows, by the key that names it; of those that can be read.
+    """The format of each source's rows, by the key that names it, for those that can be read.
 
     Args:
-        here: before ranks are started: what is wrong with a source is raised now.
+        here: before ranks are started: errors of a source are raised now.
     """
     formats = {}
     for key, source in _all_sources(config).items():
-        # Ranks say what is wrong with a source when they read it.
+        # Ranks report errors of a source when they read it.
         with contextlib.suppress(*(() if here else (ThreefoldError,))):
             formats[key] = opened(
                 key, functools.partial(rows_format, source, memory=cache_folder() / "files")

@@ -1,7 +1,7 @@
-"""A run that is kept in a store too (`checkpoint.store`), or resumes from one: what of it `places` sends and fetches.
+"""A run that is also kept in a store (`checkpoint.store`), or resumes from one: what `places` sends and fetches.
 
-What is fetched is in the run's folder before that is opened, so that resuming, comparing and forking are those of
-the disk.
+Everything is fetched into the run's folder before it is opened, so that resuming, comparing and forking work as on
+disk.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _place(address: str) -> ObjectStore:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The run's folder, `checkpoint.resume` as it is there, and what is fetched before, from which address."""
+    """The run's folder, `checkpoint.resume` for it, and what is fetched before, from which address."""
 
     folder: str
     resume: str
@@ -158,16 +158,16 @@ class _Plan:
 def open_stored(
     config: Config, mesh: Mesh, lock: RunLock, *, program: bool, say: Callable[[str], None]
 ) -> tuple[Config, StoredRun | None]:
-    """Takes the lease of `checkpoint.store`, and fetches what the run resumes from, if the store is nearer to it.
+    """Takes the lease of `checkpoint.store`, and fetches what the run resumes from, if the store has a later one.
 
     Every rank calls it, before the run's folder is opened.
 
     Returns:
-        The config with the folder and what to resume there; the run's copy in the store, if there is one.
+        The config with the folder and what to resume there; the run's copy in the store, if any.
 
     Raises:
-        ConfigError: another run has the lease, or the store and the folder hold different runs. CheckpointError: no
-            checkpoint is there, or none is whole.
+        ConfigError: another run has the lease, or the store and the folder hold different runs. CheckpointError:
+            there is no checkpoint, or none is whole.
     """
     held: list[tuple[HeldHead, Path]] = []
     try:
@@ -228,7 +228,7 @@ def _planned(
 def _of_own(
     held: HeldHead, folder: Path, asked: str, named_here: bool, name: str | None, words: Words
 ) -> _Plan:
-    """What the run in a folder needs of its own store.
+    """What the run in a folder needs from its own store.
 
     Raises:
         ConfigError: the store holds another run, or this one after it has continued elsewhere.

@@ -1,7 +1,7 @@
-"""Scores of texts by the model as it is on the mesh, and the model as lm-evaluation-harness sees one.
+"""Scores of texts by the model on the mesh, and its adapter for lm-evaluation-harness.
 
-All dp ranks take their share of the same batches, so that each computes as often as the others, and exchange one number
-and one flag a request.
+All dp ranks take their share of the same batches, so that each computes as often as the others, and exchange one
+number and one flag per request.
 """
 
 from __future__ import annotations

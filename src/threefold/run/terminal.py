@@ -1,7 +1,7 @@
-"""What a run shows while it runs, on rank 0: lines, bars on a terminal below them; or JSON lines; or nothing.
+"""Output of a run on rank 0: lines, with progress bars below them on a terminal; or JSON lines; or nothing.
 
-On a terminal long lines of the head are folded at 100 columns. Elsewhere, and in the rank's log file, lines stay whole:
-they are searched.
+On a terminal long lines of the head are folded at 100 columns. Elsewhere, and in the rank's log file, lines stay whole,
+so that they can be searched.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _INDENT = " " * 9
 
 
 class Screen(Console):
-    """The terminal; what is printed is also logged.
+    """The terminal; all output is also logged.
 
-    Once nobody reads it any more (`| head`, a terminal that was closed), or its disk is full, the run stops as at a
-    signal, and nothing is printed.
+    Once its reader is gone (`| head`, a closed terminal), or its disk is full, the run stops as on a signal, and
+    nothing is printed.
 
     Attributes:
-        bars: of what takes long.
-        as_json: each line is an object with its `kind`; what is only text has the kind `text`.
+        bars: for long operations.
+        as_json: each line is an object with its `kind`; plain text has the kind `text`.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Screen(Console):
     ) -> None:
         """Args:
         quiet: nothing is printed.
-        logs: what is printed, or would be, goes to the rank's log file.
-        options: of rich's Console.
+        logs: output, printed or not, goes to the rank's log file.
+        options: for rich's Console.
         """
         options.setdefault("force_terminal", sys.stdout.isatty())  # see Bars
         super().__init__(quiet=quiet, soft_wrap=True, markup=False, highlight=False, **options)

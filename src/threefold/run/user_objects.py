@@ -1,7 +1,7 @@
-"""What a program hands to `threefold.train` besides the config: rows and a tokenizer, a loss, an optimizer, callbacks.
+"""Objects passed to `threefold.train` besides the config: rows and a tokenizer, a loss, an optimizer, callbacks.
 
 Rows and tokenizer are written once, by their content, and are sources like any other from then on. The rest are objects
-of the program. They reach ranks that are started here by their names, as functions and classes of a module do.
+of the program. Ranks started here import them by name, as functions and classes of a module.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ HOOKS = ("on_step", "on_eval", "on_save", "on_stop")
 
 @dataclass(frozen=True)
 class Given:
-    """Objects that a run uses in place of its own.
+    """Objects that a run uses in place of the built-in ones.
 
     Attributes:
-        loss: (outputs, batch) -> (sum, count), as of `threefold.TrainStep`, in training and evaluation.
-        loss_on: what it is given: `logits` or `hidden_states`.
-        optimizer: makes a torch optimizer of a `threefold.Model`.
+        loss: (outputs, batch) -> (sum, count), as for `threefold.TrainStep`, in training and evaluation.
+        loss_on: the loss's input: `logits` or `hidden_states`.
+        optimizer: makes a torch optimizer for a `threefold.Model`.
         callbacks: objects with some of the methods HOOKS, called on rank 0.
     """
 
@@ -164,7 +164,7 @@ def _unsendable(value: Any) -> str | None:
     return None
 
 
-# What stands for rows and a tokenizer in the config until they are written, by the keys that they are given for.
+# Placeholders for rows and a tokenizer in the config until they are written, by their keys.
 PLACES = {
     "dataset": "data.source",
     "eval_dataset": "eval.source",
@@ -237,7 +237,7 @@ def _written_tokenizer(tokenizer: Any) -> Path:
                 + file.read_bytes()
             )
         place = folder / f"tokenizer-{digest.hexdigest()}"
-        with contextlib.suppress(OSError):  # it is there
+        with contextlib.suppress(OSError):  # it exists
             os.replace(partial, place)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Batches of a custom loop: what a model would silently leave out or misread is refused, with the fix."""
+"""Batches of a custom loop: anything that a model would silently ignore or misread is refused, with the fix."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Batches:
     """
 
     def __init__(self, model: Model, *, own_loss: bool, labels: bool = False) -> None:
-        """Args: `labels`: a custom loss gets what the model says of them."""
+        """Args: `labels`: a custom loss gets the model's outputs for them."""
         self._model, self._own_loss = model, own_loss
         self._labels = labels or not own_loss
         self.taken = 0
@@ -155,7 +155,7 @@ class Batches:
 
 
 def cut(batch: Batch, length: int) -> Batch:
-    """The first `length` places of each row of a batch, of which only padding lies beyond."""
+    """The first `length` places of each row of a batch; only padding is beyond."""
     assert bool((batch["labels"][:, length:] == IGNORED).all()) and bool(
         batch["padding"][:, length:].all()
     )
@@ -203,7 +203,7 @@ def with_noise(
 
 
 def _unshifted(ids: Tensor, labels: Tensor) -> bool:
-    """Whether the labels are what is at their own places, and not what is at the next ones."""
+    """Whether the labels are the tokens at their own places, and not those at the next ones."""
     counted = labels != IGNORED
     if (
         ids.shape[1] < 2

@@ -1,8 +1,8 @@
 """The loss of pairs of answers: a custom loss, on the log-probabilities of the labels.
 
-In a row, document 2k is the prompt with the chosen answer and document 2k + 1 that with the rejected one. Of each, the
-log-probabilities of what is trained on are summed over the whole document, wherever cp ranks hold it. The reward of
-the answer, in units of 1 / beta, is what this sum has gained on that of a frozen reference, the model that training
+In a row, document 2k is the prompt with the chosen answer and document 2k + 1 that with the rejected one. The
+log-probabilities of the trained tokens of each are summed over the whole document, wherever cp ranks hold it. The
+reward of the answer, in units of 1 / beta, is this sum minus that of a frozen reference, the model that training
 began with. The loss is the mean over the pairs of the global batch.
 """
 

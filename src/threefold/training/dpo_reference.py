@@ -1,7 +1,7 @@
 """A frozen reference's log-probabilities of pairs: computed once by all ranks, kept in a file, looked up in each step.
 
-The file holds a line of JSON (what it is of, and a checksum) and then float64 sums: of each document of the packed
-rows, in their order. It belongs to these rows, these weights (all their bytes) and this type of computation. Runs on
+The file holds a line of JSON (its inputs, and a checksum) and then float64 sums: one per document of the packed rows,
+in their order. It belongs to these rows, these weights (all their bytes) and this compute dtype. Runs on
 the same ones share it in the cache, and a run keeps its own copy, from which it resumes on any mesh.
 """
 

@@ -1,7 +1,7 @@
 """Which rank the others wait for, and whether that is chance.
 
 In: at each logged step every rank's own time (`progress.OwnTime`), by the clock and by what it was spent on, which all
-report before the collective of the loss, so that nobody waits for the store. Tp ranks are not in one another's: what
+report before the collective of the loss, so that no rank waits for the store. Tp ranks do not share one: what
 one has not reported by then is judged at the next logged step, with the others' time of the same step. Out: the slowest
 rank and the share of the step that it costs; and once for each rank that remains so, a `Lag` with the reasons.
 
@@ -9,9 +9,9 @@ A share is noisy, so the rule counts signs. Logged steps are added up to blocks 
 late in a block if it is the slowest there by 10 % of the time. By chance that is any rank, so one rank at most half of
 the time. Each late block adds log(0.9 / 0.5) to a rank's score, each other one log(0.1 / 0.5), and it is never below 0
 (Page's cumulative sum, for a rank late in 90 % of the blocks). At log(1e6) the rank is named: after 24 late blocks in a
-row, or some more with others among them; at half of that where its kernel was seen to withhold what it loses, which is
-no chance. If blocks are independent, and every rank is as fast as the others, a given rank is named falsely once in a
-million blocks, or less.
+row, or some more with others among them; at half of that if its kernel was seen to withhold the time that it loses,
+which is not chance. If blocks are independent, and every rank is as fast as the others, a given rank is named falsely
+once in a million blocks, or less.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Lag:
         )
 
     def why(self) -> str:
-        """What it does most beyond the others, and what is known to cause it."""
+        """What it spends most time on compared to the others, and the known cause."""
         part = max(
             self.own.keys() & PARTS.keys(), key=lambda part: self.own[part] - self.others[part]
         )
@@ -141,7 +141,7 @@ class Slowest:
         self._unread: list[float] = []  # elapsed seconds
 
     def tell(self, own: OwnTime) -> None:
-        """Tells this rank's own time since the last logged step; before the collective of the loss."""
+        """Reports this rank's own time since the last logged step; before the collective of the loss."""
         if self._store is not None:
             values = [self._logged, self._host, own.parts() | own.counts()]
             # No rank reports the logged step after the next one before all have read this one.

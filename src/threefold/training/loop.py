@@ -41,14 +41,14 @@ _Read = TypeVar("_Read")
 
 @dataclass
 class Guards:
-    """What watches over the steps of a run, whoever writes its loop: `train_loop`, or a program (`threefold.Run`).
+    """The checks around the steps of a run, for any loop: `train_loop`, or a program's (`threefold.Run`).
 
     Attributes:
-        stop: hears what asks the run to stop; open.
-        finite: looks for numbers that are not finite, before anything is built on them.
-        audit: compares what the ranks have read, before anything is saved; None: it is not known.
+        stop: receives requests to stop the run; open.
+        finite: looks for non-finite numbers, before anything relies on them.
+        audit: compares the rows that the ranks have read, before anything is saved; None: rows are not known.
         trackers: get the metrics; on rank 0 only.
-        progress: told where the loop is, as in the step.
+        progress: notified of the loop's place, as in the step.
         late: called on rank 0 with each rank that stays the slowest.
         notice: called after every step; raises, on all ranks after the same step, if saving failed meanwhile.
     """
@@ -102,23 +102,23 @@ class Guards:
 
 @dataclass(frozen=True)
 class Loop:
-    """What the steps of `threefold train` consist of; `run.rank` puts it together.
+    """The parts of the steps of `threefold train`; assembled by `run.rank`.
 
     Attributes:
         num_steps: the last step's number (steps count from 1).
         micro_batch: rows of this dp rank in one forward.
         keep: given (step, evaluation loss, due), saves the state if it is due or the best so far; called by every
             rank, which need not wait until it is on the disk.
-        guards: what watches over the steps.
+        guards: checks around the steps.
         eval_batches: makes the held-out batches again, or None without evaluation.
         evaluate: evaluates them; None: their cross entropy.
-        sample: writes what the model says after an evaluation; None: nothing is asked.
-        tasks: what else is evaluated, whose metrics rank 0 has; None: nothing.
-        flops, peak_flops: what a token meets, and of a device: for MFU; None if the device's peak is not known.
-        estimated_bytes: what a rank was estimated to hold, beside what it does; None: not estimated, or not comparable.
-        kept_rows: keeps the loss of each row, on one rank of each tp group; None elsewhere, or where it is not known.
+        sample: generates text after an evaluation; None: no prompts are given.
+        tasks: further evaluations, whose metrics rank 0 has; None: there are none.
+        flops, peak_flops: operations per token, and peak of a device: for MFU; None if the peak is unknown.
+        estimated_bytes: estimated memory of a rank, to show beside the real one; None: not estimated or not comparable.
+        kept_rows: keeps the loss of each row, on one rank of each tp group; None elsewhere, or if it is unknown.
         recompiled: counts how often layers are compiled again, if they are compiled.
-        after_step: called when a step is complete, with what followed it; not in the middle of one.
+        after_step: called when a step is complete, including what followed it; never in the middle of a step.
     """
 
     config: Config

@@ -1,4 +1,4 @@
-"""Cross entropy over target tokens, also if logits are split over the vocabulary, and what may be added to it.
+"""Cross entropy over target tokens, also for logits split over the vocabulary, and optional terms added to it.
 
 Sums, not means: the loss of a step is the sum divided by the number of target tokens of the whole global batch (labels
 of -100 do not count), and only `step` knows that count. Computed in float32 for logits of any type.
@@ -47,7 +47,7 @@ class TokenLoss:
     fused: bool = False
 
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(what is minimised, the cross entropy alone): scalar sums over the labels that are not -100.
+        """(the objective, the cross entropy alone): scalar sums over the labels that are not -100.
 
         Args:
             logits: [tokens, vocabulary], or this rank's [tokens, part of the vocabulary].
@@ -185,15 +185,15 @@ class TokenLoss:
 
 
 class _Found(NamedTuple):
-    """What the gradient is made of.
+    """The ingredients of the gradient.
 
     Attributes:
         shares: [tokens, width], log of the softmax over this rank's part; for the kernels, the logits.
         shift: [tokens], log of the part's share in the whole vocabulary; None: it is whole.
-        own: [tokens], whether the label counts and lies in this part, at `place`, [tokens, 1].
+        own: [tokens], whether the label counts and is in this part, at `place`, [tokens, 1].
         counted: [tokens], whether the label counts.
         normaliser: [tokens], log of the softmax' sum; None: not needed.
-        sums: of the kernels, [2, tokens]: the two parts of a normaliser over this rank's part.
+        sums: from the kernels, [2, tokens]: the two parts of a normaliser over this rank's part.
     """
 
     shares: Tensor

@@ -100,7 +100,7 @@ def gradients(
     Args:
         logits: [tokens, width], whole in memory; largest, logs: float32 [tokens].
         targets: int64 [tokens], a place in the row, or -1.
-        dtype: of what is returned, [tokens, width].
+        dtype: of the result, [tokens, width].
     """
     tokens, width = logits.shape
     gradient = torch.empty_like(logits, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Where a rank is, and what a run measures of itself.
+"""Where a rank is, and the measurements of a run.
 
 The step records its place in one assignment, and another thread may read it at any time: the hot path neither locks
 nor sends. All ranks pass through the same places in the same order, so the rank that has passed the fewest is behind.
@@ -32,14 +32,14 @@ class Progress:
 
     Attributes:
         ticks: counts signs of progress within phases; ranks may have different ones.
-        mirror: is given each place.
+        mirror: called with each place.
         device: measures the device's time of the phases; None on a CPU.
         rows: the numbers of the rows that this rank has read for the step.
-        blocked_s: time in a step without a core, and not for another rank: noted by whoever watches the main thread.
-        still_s: time in a step in which no thread of this process went on, though it was to: noted in the same way.
-        told_s: of both, what was told when this rank last told its own time.
-        note_by: when whoever notes them is late to do so, by the monotonic clock.
-        counted: what the kernel counts of this process, and what is seen of the next rank of its host, by name.
+        blocked_s: time in a step without a core, but not waiting for another rank: noted by the main thread's watcher.
+        still_s: time in a step in which no thread of this process ran although it should have: noted in the same way.
+        told_s: the part of both already included when this rank last reported its own time.
+        note_by: when the watcher is late to note them, by the monotonic clock.
+        counted: kernel counters of this process, and observations of the next rank of its host, by name.
     """
 
     def __init__(self) -> None:
@@ -134,13 +134,13 @@ def proc_text(name: str) -> str:
 
 @dataclass
 class OwnTime:
-    """Time by the clock in which this rank did not wait for other ranks, in seconds, by what it was spent on.
+    """Wall time in which this rank did not wait for other ranks, in seconds, by what it was spent on.
 
     On a CPU it is what the main thread spent on a core or waiting for one, and what it was blocked or stood still for;
-    what is left waits for others. The clock goes on while a process is stopped or throttled. On a CUDA device it is the
+    the rest is waiting for others. The clock runs while a process is stopped or throttled. On a CUDA device it is the
     device's time in forwards. Either way, waiting for data is a rank's own.
 
-    What another thread notes later than a time is told is told the next time, so none is lost.
+    Time that another thread notes after a report is included in the next report, so none is lost.
     """
 
     progress: Progress = field(default_factory=Progress)

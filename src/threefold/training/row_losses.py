@@ -1,6 +1,6 @@
 """Keeps the loss of each row of each step: this rank's part of its rows, as the loss's forward reported it.
 
-Nothing is sent, and nothing waited for: on an accelerator a step's numbers are copied to the host while the next one
+Nothing is sent, and nothing is waited for: on an accelerator a step's numbers are copied to the host while the next one
 runs, and read after it. The targets of a row are counted in its labels, which are still on the host.
 """
 
@@ -76,7 +76,7 @@ class KeptRows:
             self._write()
 
     def close(self) -> None:
-        """The run is over, complete or not: what is there already is written, without a wait for the device."""
+        """The run is over, complete or not: numbers already on the host are written, without a wait for the device."""
         for step, sums, copied, counts in self._unread:
             if copied is None or copied.query():
                 self._keep(step, sums, None, counts)

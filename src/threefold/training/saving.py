@@ -147,7 +147,7 @@ def save(
 
 @dataclass(frozen=True)
 class Ends:
-    """What the caller of a save contributes to it.
+    """Callbacks of the caller of a save.
 
     Attributes:
         commit: completes the checkpoint, with its manifest and the seals of its files; on rank 0, when all are written.

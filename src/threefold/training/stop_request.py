@@ -1,4 +1,4 @@
-"""How a run is asked to stop: by signals to any rank, or by a hook; all ranks end after the same step."""
+"""Requests to stop a run: by signals to any rank, or by a hook; all ranks end after the same step."""
 
 from __future__ import annotations
 

@@ -21,15 +21,15 @@ Intervals: TypeAlias = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Summary:
-    """Of the steps of one rank.
+    """Summary of the steps of one rank.
 
     Attributes:
         steps: how many.
         step_s: wall time of one on average.
-        compute, communication, host, idle: shares of that time, which add up to 1; communication is what is exposed.
-        overlapped: share of the time in which collectives were under way beside something that was computed.
+        compute, communication, host, idle: shares of that time, which add up to 1; communication is the exposed part.
+        overlapped: share of the time in which collectives ran concurrently with computation.
         phases: seconds a step in each phase of a step.
-        kernels: the longest: name, calls a step, seconds a step; on a CPU operators, without what they call.
+        kernels: the longest: name, calls per step, seconds per step; on a CPU operators, without nested calls.
     """
 
     steps: int

@@ -1,10 +1,10 @@
 """The character spans of the assistant's turns in a rendered conversation.
 
-Each goes from where the model would begin to write (the rendering of the messages before, with the generation prompt)
-to the end of its own text. The messages up to the turn are rendered, and must be the beginning of the whole; or at
-least what follows the message before must be. Where a template renders earlier turns in another way (thinking left out,
-tools put before the last question), other texts are written into the turn: what changes is the turn. What cannot be
-told apart is refused, and so is a turn with somebody else's text inside it.
+Each runs from where the model would begin to write (the rendering of the messages before, with the generation prompt)
+to the end of its text. The messages up to the turn are rendered, and must be a prefix of the whole; or at least what
+follows the message before must be. If a template renders earlier turns differently (thinking left out,
+tools put before the last question), other texts are written into the turn, and what changes is the turn. An ambiguous
+span is refused, and so is a turn with somebody else's text inside it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _WORDS = re.compile(r"\w+|[^\w\s]+")
 
 
 class Turn(NamedTuple):
-    """A stretch of the rendered text that the assistant wrote: [begin, end), in characters.
+    """A span of the rendered text that the assistant wrote: [begin, end), in characters.
 
     Attributes:
-        ending: what the template writes after the stretch where this turn is the last (`<|im_end|>` and a line's end);
-            "" if the stretch has its end in it.
-        reach: up to where the text continues as `ending` says.
-        shared: up to where the text would be the same if the conversation went on; what is beyond ends that.
+        ending: what the template writes after the span if this turn is the last (`<|im_end|>` and a newline);
+            "" if the span contains its end.
+        reach: up to where the text continues like `ending`.
+        shared: up to where the text would be the same if the conversation continued; what follows ends it.
         written: where the turn's content ends, if that matters to what ends it; else 0.
-        next: up to where the text would be the same whatever is next, if that matters; what is beyond begins that.
+        next: up to where the text would be the same whatever came next, if that matters; the next part begins there.
     """
 
     begin: int
@@ -50,11 +50,11 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Whole:
-    """A rendered conversation, of which the turns are told apart.
+    """A rendered conversation whose turns are to be located.
 
     Args:
-        renders: renders other messages as these were, with `prompt` up to where the assistant would begin to write.
-        after_mark: renders them and gives what follows the last stretch that the template marks.
+        renders: renders other messages like these, with `prompt` up to where the assistant would begin to write.
+        after_mark: renders them and returns what follows the last span that the template marks.
     """
 
     messages: list[Message]
@@ -71,7 +71,7 @@ class Whole:
         return self._known[key]
 
     def turn(self, number: int) -> Turn:
-        """The stretch of one turn; RowError if it cannot be told apart."""
+        """The span of one turn; RowError if it cannot be determined."""
         last = number + 1 == len(self.messages)
         before = (
             self.render(self.messages[:number], prompt=True)
@@ -147,13 +147,13 @@ class Whole:
             return Turn(begin, end, number)
 
     def checked(self, turns: Sequence[Turn], texts: RowTexts) -> tuple[Turn, ...]:
-        """The turns, which must hold all that the assistant wrote, and nothing of anybody else's.
+        """The turns, which must contain everything that the assistant wrote, and nothing else.
 
-        A turn begins before the first of its texts: its reasoning is the model's own also where the model would be
+        A turn begins before the first of its texts: its reasoning is the model's own even if the model would be
         asked not to reason.
 
         Raises:
-            RowError: a turn has another's text in it, or lacks one of its own.
+            RowError: a turn contains another message's text, or lacks a text of its own.
         """
         if texts.places is None:
             self.refuse_others(turns)
@@ -174,7 +174,7 @@ class Whole:
         return tuple(whole.values())
 
     def refuse_within(self, turn: Turn, texts: RowTexts) -> None:
-        """RowError if a text of another lies in a turn, by where the texts are."""
+        """RowError if another message's text is inside a turn, by the places of the texts."""
         for place in texts.places or ():
             message = texts.texts[place.number].message
             if (
@@ -185,7 +185,7 @@ class Whole:
                 raise self._within(message, turn)
 
     def refuse_others(self, turns: Sequence[Turn]) -> None:
-        """RowError if a text of anybody but the assistant lies inside one of the turns, by its words."""
+        """RowError if a text not by the assistant is inside one of the turns, by its words."""
         for number, message in enumerate(self.messages):
             words = (
                 _WORDS.findall(message.get("content") or "")
@@ -217,7 +217,7 @@ class Whole:
         return self.closed(turn._replace(ending=ending, reach=reach))
 
     def closed(self, turn: Turn) -> Turn:
-        """The turn with what tells its end from that of the conversation."""
+        """The turn, with the fields that distinguish its end from that of the conversation."""
         if turn.message + 1 < len(self.messages):
             content = (self.messages[turn.message].get("content") or "").rstrip()
             if turn.ending.strip() and turn.reach < turn.end + len(turn.ending.rstrip()):
@@ -360,7 +360,7 @@ class Whole:
                 begin = len(self.text) - len(after) + len(prompt)
                 if after.startswith(prompt) and begin <= content:
                     return begin
-        # What stands between the prompt and the content of the turn, where that can be seen.
+        # What is between the prompt and the content of the turn, if that can be seen.
         lead = shown[len(before) :] if shown.startswith(before) else ""
         return content - len(lead) if lead and self.text[:content].endswith(lead) else content
 
@@ -383,7 +383,7 @@ class Whole:
         return before + shown
 
     def _content(self, messages: list[Message], number: int) -> tuple[int, int]:
-        """Where the content of a message lies in the whole text; RowError if that cannot be determined."""
+        """Where the content of a message is in the whole text; RowError if that cannot be determined."""
         prefix, suffix = self._around(messages, number)
         begin, end = len(prefix), len(self.text) - len(suffix)
         if not (self.text.startswith(prefix) and self.text.endswith(suffix) and begin <= end):
@@ -397,7 +397,7 @@ class Whole:
     def _around(
         self, messages: Messages, number: int, *, prompt: bool = False
     ) -> tuple[str, str]:
-        """What stands before and after the content of a message, found by writing other contents."""
+        """What precedes and follows the content of a message, found by substituting other contents."""
         if "content" not in messages[number]:
             raise RowError(
                 f"messages[{number}] has only tool calls, and the chat template renders it differently in its place",

@@ -3,7 +3,7 @@
 The columns are those of the datasets that TRL reads: `messages`, ShareGPT's `conversations`, `prompt` and `completion`
 (texts or messages), Alpaca's `instruction`, `input` and `output`, and `chosen` and `rejected` with or without a
 `prompt`. `data.fields` maps other names to these. A row becomes one `Example` (two of a preference, in `preference`),
-or a RowError says why it cannot.
+or is refused by a RowError.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ class Columns:
 
 @dataclass(frozen=True)
 class Example:
-    """One row: messages, or two texts, of which the first `num_prompt` messages (or the first text) are the prompt.
+    """One row: messages, or two texts; the first `num_prompt` messages (or the first text) are the prompt.
 
     Attributes:
         tools: the functions that the model may call, as JSON schemas.
-        variables: of the chat template, for this row.
-        untrained: the messages (by number) that are not trained on, whatever data.train_on says.
+        variables: for the chat template, for this row.
+        untrained: the messages (by number) that are not trained on, whatever data.train_on is.
     """
 
     messages: tuple[Message, ...] = ()
@@ -216,10 +216,10 @@ def example_of(row: Values, columns: Columns) -> Example:
 
 
 def values_of(row: Values, columns: Columns) -> dict[str, Any]:
-    """The columns that are read, the same from any kind of file: no object has a null in it, and all of it is JSON.
+    """The columns that are read, the same from any kind of file: no object contains a null, and all of it is JSON.
 
-    Arrow gives each object the keys of all others in its place, as nulls, so a null cannot be told from a missing key.
-    A value that JSON does not have, such as a date, has no certain text: what writes it is refused.
+    Arrow gives each object the keys of all others in its place, as nulls, so a null may mean a missing key.
+    A value that JSON does not have, such as a date, has no definite text: a template that writes it is refused.
     """
     return {
         name: _as_json(row.get(columns.fields.get(name, name))) for name in columns.all_names

@@ -35,7 +35,7 @@ from threefold.data.text.source import (
 from threefold.data.tokens import Tokenizer, for_texts
 from threefold.errors import ConfigError, DataError
 
-# What is trained on of a format by default.
+# What is trained on by default, by format.
 _DEFAULT = {"chat": "assistant", "prompt_completion": "completion", PREFERENCE: "completion"}
 # What may be trained on. Never a pair's prompt, so that only its answers are compared.
 _ALLOWED = {
@@ -101,7 +101,7 @@ class RowLabeller:
             else:
                 made = [self.encoder.labelled(example_of(row, self.read))]
         except RowError as error:
-            # Roles and what a template says may be as long as a row.
+            # Roles and a template's messages may be as long as a row.
             other = f"   (or --data.train_on {error.train_on})" if error.train_on else ""
             return shorten(error.what), error.expected + other
         for each in made:

@@ -24,10 +24,10 @@ from threefold.data.chat.row_texts import RowTexts
 from threefold.data.chat.template import ChatTemplate, Rendered
 from threefold.data.text.source import KnownText, Labelled
 
-# Private characters that stand for the control tokens of a text, and for those that the template writes.
+# Private-use characters for the control tokens of a text, and for those that the template writes.
 _IN_TEXT, _BY_TEMPLATE = 0xF0000, 0x100000
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
-# What no tokenizer accepts, and what is not text in the source.
+# Characters that no tokenizer accepts, and that are not text in the source.
 _NO_TEXT = re.compile(f"[\ud800-\udfff]|{NO_JSON}(\\w+)")
 _AS_JSON = (
     "text that can be written as UTF-8, and values that JSON has   (hf:FOLDER converts texts such as "
@@ -61,7 +61,7 @@ class Encoder:
         """An example's tokens.
 
         Raises:
-            RowError: the template refuses it, or its answers cannot be told apart.
+            RowError: the template refuses it, or its answers cannot be located.
         """
         example, spelled = self._with_marks(example)
         tokens = (
@@ -239,7 +239,7 @@ class Encoder:
             if self.train_on != "completion":
                 loss_mask[tail + 1 : last + 1] = False
             return
-        # Or else it is written with the next message, whoever's that is, and never before the first answer.
+        # Or else it is written with the next message, of any role, and never before the first answer.
         written_later = (
             (offsets[:, 0] >= end)
             & (offsets[:, 1] <= place(turn.next))
@@ -321,7 +321,7 @@ class Encoder:
         return re.compile("|".join(map(re.escape, self._numbers)) or r"(?!)")
 
     def _encoded(self, text: str, spelled: bool) -> tuple[Int32, Int64]:
-        """Ids [n], and the characters that each covers [n, 2], of the text or, if `spelled`, of what it stands for."""
+        """Ids [n], and the characters that each covers [n, 2], in the text or, if `spelled`, in its expansion."""
         if spelled:
             text = self._spelled_out(text)
         if match := _NO_TEXT.search(text):

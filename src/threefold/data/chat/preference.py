@@ -1,8 +1,8 @@
-"""Rows with two answers to one prompt, a chosen and a rejected one: each answer becomes a document after the prompt.
+"""Rows with two answers to one prompt, chosen and rejected: each becomes a document, the prompt followed by the answer.
 
-The prompt is the row's own. Without one it is what both answers begin with: whole messages, or a text up to the last
-white space that both have. Answers that are whole conversations may repeat the prompt. The prompt must be the same
-tokens in both documents, and at least one: only then does the loss of a pair compare its answers.
+The prompt is the row's own. Without one it is the common beginning of both answers: whole messages, or a text up to
+the last white space that both have. Answers that are whole conversations may repeat the prompt. The prompt must be
+the same tokens in both documents, and at least one: only then does the loss of a pair compare its answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def labelled_pair(row: Values, columns: Columns, encoder: Encoder) -> list[Label
     """The documents of a row: the prompt with the chosen answer, then the prompt with the rejected one.
 
     Raises:
-        RowError: as `pair_of`; answers cannot be told apart; the documents are the same, or have two prompts.
+        RowError: as `pair_of`; answers cannot be located; the documents are the same, or have two prompts.
     """
     pair = []
     for name, example in zip(SIDES, pair_of(row, columns), strict=True):
@@ -63,7 +63,7 @@ def pair_of(row: Values, columns: Columns) -> list[Example]:
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """What is wrong with one side says which; another data.train_on is no way out for a pair."""
+    """An error of one side names the side; for a pair, changing data.train_on does not help."""
     try:
         yield
     except RowError as error:
@@ -71,7 +71,7 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _with_prompts(values: Values, keys: Mapping[str, str]) -> Sequence[tuple[Any, Any]]:
-    """(prompt, answer) of either side, as the row has them; RowError if they cannot be told apart."""
+    """(prompt, answer) of either side, as the row has them; RowError if they cannot be separated."""
     prompt, answers = values.get("prompt"), [values[name] for name in SIDES]
     for name, answer in zip(SIDES, answers, strict=True):
         if answer is None:

@@ -1,8 +1,8 @@
-"""Which texts of a conversation its chat template writes, and where.
+"""Which texts of a conversation are written by its chat template, and where.
 
 Each text is replaced by a unique word, and the conversation is rendered once more: where the word appears, the
 template writes the text. That works for any template, and needs no list of families. If the rendering is otherwise the
-same, each place is known to the character. If it is not, the template looks at what the texts say: then the words of a
+same, each place is known to the character. If it is not, the template depends on the contents: then the words of a
 text must be in the rendering, in their order.
 """
 

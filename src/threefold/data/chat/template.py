@@ -1,7 +1,7 @@
-"""A conversation as text, by a chat template of transformers (jinja), and which stretches of it the assistant wrote.
+"""A conversation rendered by a transformers chat template (jinja), with the character spans of its assistant turns.
 
-A stretch that `{% generation %}` marks is taken as it is; otherwise the stretches are told apart by rendering the
-conversation in other ways, or refused.
+A span marked by `{% generation %}` is used as it is; otherwise the spans are found by rendering variants of the
+conversation, or the row is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GENERATION, _END = (
     re.compile(rf"\{{%([-+]?)\s*{name}\s*([-+]?)%\}}")
     for name in ("generation", "endgeneration")
 )
-# Characters that are in no text: they stand where a stretch begins and ends.
+# Characters that occur in no text: they mark the begin and end of a span.
 _OPEN_CLOSE = "\ufdd0\ufdd1"
 _BORDER = re.compile(f"[{_OPEN_CLOSE}]")
 # Parameters of what renders, which would change more than what the template reads.
@@ -152,10 +152,10 @@ class ChatTemplate:
         variables: Variables = None,
         texts: RowTexts | None = None,
     ) -> Rendered:
-        """A conversation's text with all turns of its assistant.
+        """A conversation's text with all its assistant turns.
 
         Raises:
-            RowError: as `render`, or a turn cannot be told apart from what is around it.
+            RowError: as `render`, or a turn cannot be separated from what is around it.
         """
         texts = texts or self.texts(messages, tools=tools, variables=variables)
         turns = [

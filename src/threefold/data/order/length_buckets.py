@@ -1,10 +1,10 @@
-"""Rows of similar length together, so that little of a batch is padding: where each position of an epoch is read.
+"""Groups rows of similar length, so that little of a batch is padding: the place read at each position of an epoch.
 
 In: the lengths of rows, and where an epoch's whole batches begin. Out: for each position, the place in the epoch's own
 order (shuffled, without lengths) whose row is read there. Invariants: places are only exchanged inside windows of
 WINDOW global batches of that order, so every row is still read exactly once in an epoch, near to where it would have
-been; any position costs the work of its window, wherever it is. Inside a window places are sorted by length and cut
-into global batches, which are shuffled by their own key: short and long ones alternate as the seed says.
+been; any position costs the work of its window only. Inside a window places are sorted by length and cut
+into global batches, which are shuffled by their own key, so short and long ones alternate by the seed.
 
 Rows that fill no whole batch inside the epoch (`head` of them, which a step of the epoch before takes first, and those
 at its end) keep their places: which rows these are does not depend on their lengths.

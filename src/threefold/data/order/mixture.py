@@ -7,10 +7,10 @@ that does not depend on the positions. Invariants of a `Mixture`:
   each source exactly `quotas[source]` times.
 - The quotas are in the ratio of the weights, or in one that keeps each weight to 1 part in 10^9; weights that cannot be
   kept are refused.
-- Each source is read in epochs of its own, every row once in each, shuffled by a key of (seed, source, epoch).
+- Each source has its own epochs, with every row once in each, shuffled by a key of (seed, source, epoch).
 
 So proportions hold by construction and not on average, and a small source begins its next epoch at its own end,
-independent of the others. `draws` is the other meaning of weighting.
+independent of the others. `draws` implements the other meaning of weights.
 """
 
 from __future__ import annotations

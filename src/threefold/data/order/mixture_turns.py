@@ -150,7 +150,7 @@ def _low_bits(values: Int64, factor: int) -> Array:
 
 
 def _turns_of_one_period(quotas: Sequence[int]) -> Int64:
-    """source of each turn, [period]: turn j of a source lies in [floor(j P / q), ceil((j + 1) P / q)).
+    """source of each turn, [period]: turn j of a source is in [floor(j P / q), ceil((j + 1) P / q)).
 
     Earliest deadline first meets all of these windows, and they keep every source's count within less than 1 of its
     share (Baruah, Cohen, Plaxton, Varvel 1996, with one processor).

@@ -3,13 +3,13 @@
 In: a few numbers (rows, global batch, seed, ...). Out: the rows of any step, the place of any later step, and the state
 that samplers, loaders and checkpoints keep. Invariants: nothing here depends on the number of ranks, so the state
 is the same on every rank and mesh and for every number of workers; an order made from something else (another seed,
-size, data or algorithm) is refused by name instead of being read from a place that means nothing in it.
+size, data or algorithm) is refused by name instead of being read from a meaningless place.
 
 The loader asks for the rows of its dp rank, which `partition` computes (`Order.rows_of_rank`). The audit asks for the
 rows of entire steps (`Order.rows`) and divides them itself, so that a wrong loader cannot agree with it. A sampler
 iterates over an epoch in a `Pass`, which counts the samples that the loop received.
 
-`data.skip` leaves batches out, for example after a loss spike. A range [first, last] stands for the batches that the
+`data.skip` leaves batches out, for example after a loss spike. A range [first, last] means the batches that the
 steps first to last would have read. They are left out together when the run reaches step `first`, which then reads the
 batch that step last + 1 would have read. So step numbers have no gaps, every step trains, and the place in the order
 moves by last - first + 1 extra batches. Later ranges count the steps of the run that has left out the earlier ones. The
@@ -147,7 +147,7 @@ class Order:
         )
 
     def stretches(self, place: Place, num_steps: int) -> Iterator[tuple[Place, int, int]]:
-        """(place, positions, positions before it) of each part of some steps that lies inside one epoch."""
+        """(place, positions, positions before it) of each part of some steps that is within one epoch."""
         before, place = 0, self.begin(place)
         wanted = (
             self.num_read(place, num_steps)
@@ -220,7 +220,7 @@ class Order:
 
     @property
     def grouping(self) -> dict[str, str]:
-        """What a fingerprint of the order says of rows of like length; nothing if they are read as they come."""
+        """The part of the order's fingerprint about grouping by length; empty if rows are not grouped."""
         return (
             {"group_by_length": f"{WINDOW} batches of {self.global_batch} rows"}
             if self.lengths is not None
@@ -347,9 +347,9 @@ def skips_ahead(
 
 
 def last_step(order: Order, place: Place, *, done: int, skip: Iterable[StepRange] = ()) -> int:
-    """The last step of a run that has done `done` steps, stands at `place` and leaves out ranges of later steps.
+    """The last step of a run that has done `done` steps, is at `place` and leaves out ranges of later steps.
 
-    Rows decide, not the steps done: these may have had another global batch.
+    It depends on rows, not on the steps done, which may have had another global batch.
     """
     for first, last in sorted(skip):
         if done < first <= done + order.steps_left(place):

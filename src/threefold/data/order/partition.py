@@ -129,7 +129,7 @@ def share(
 
     For a sampler: the tail is that of full rounds (one sample per dp rank); `drop` leaves out samples that do not fill
     `multiple` (a multiple of the round; default: one round). From 0 it is torch's partition. With `pad` a position
-    p >= num_rows stands for the head again: p % num_rows. With `exact` the lengths differ by at most 1.
+    p >= num_rows wraps to the head: p % num_rows. With `exact` the lengths differ by at most 1.
     """
     left = max(num_rows - start, 0)
     if tail == "exact":

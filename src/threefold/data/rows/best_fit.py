@@ -1,6 +1,6 @@
 """Rows of complete documents with padding at the end: `none` (one document per row) and `best_fit` (several).
 
-A document longer than a row is cut every S tokens, or truncated. A piece is a stretch of the stream inside one
+A document longer than a row is cut every S tokens, or truncated. A piece is a span of the stream inside one
 document; a row is one or several adjacent pieces, then padding. A place's label is the token after it in the row; at
 the end of a piece that was cut it is the document's next token, so that a cut loses no label. The end of a row's last
 document has nothing to predict: -100.
@@ -12,7 +12,7 @@ Best-fit decreasing takes pieces `lookahead` at a time: inside such a group the 
 row with the least room for it. So rows hold only near neighbours of the corpus, memory for the open rows is bounded,
 and the plan depends on the lengths alone.
 
-Of a store of pairs, what is placed is a pair: the chosen document and the rejected one after it, in one row. They are
+From a store of pairs, whole pairs are placed: the chosen document and the rejected one after it, in one row. They are
 its documents 2k and 2k + 1, so a loss finds the pairs by the document ids alone (even: chosen, odd: rejected).
 """
 
@@ -76,7 +76,7 @@ class PaddedRows:
             self._pieces, together = cut_pairs(self.store, **cut), 2
         else:
             self._pieces, together = cut_documents(self.store.document_ends, **cut), 1
-        # Of what is placed as one, [placed].
+        # For each unit that is placed, [placed].
         lengths = self._pieces.lengths.reshape(-1, together).sum(axis=1)
         if not len(lengths):
             documents = counted(self.store.num_documents, "document")

@@ -9,8 +9,8 @@ In: a store and three ways to cut it. Out: an object with a number of rows that 
 Invariants: the content of a row depends on the store and the settings only, never on the mesh. Labels are shifted
 already, and -100 if nothing is to be predicted. With `document_mask`, `document_ids` count the documents inside a row
 and positions restart with each of them; without, a row is one document, 0, at positions 0 to S-1. Padding has the
-document id -1. A token is a label at most once, and with `document_mask` a document's first token never. Of a store
-with a loss mask, only the tokens that it has are labels.
+document id -1. A token is a label at most once, and with `document_mask` a document's first token never. In a store
+with a loss mask, only the tokens in the mask are labels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows and the known bytes they are read from: which rows read a changed block, whether those of a row are unchanged.
+"""Rows and the hashed bytes that they are read from: which rows read a changed block, whether a row is unchanged.
 
 In: rows whose stores know their bytes (`store.hash_cache`), one store or several (`MixedRows`). Out: the digests of
 their bytes, for a run's record; texts that name the file, the block and the rows; and for the audit, a check of the
@@ -132,7 +132,7 @@ def block_text(
     if rows is None or change.suffix not in OF_TOKENS:
         return which
     size = rows.store.dtype.itemsize
-    # A bit of .loss_mask says of a token whether it is trained on, in each row that reads it.
+    # A bit of .loss_mask is whether a token is trained on, in each row that reads it.
     first, stop = (
         (8 * start, 8 * last)
         if change.suffix == LOSS_MASK

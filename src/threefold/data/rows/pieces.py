@@ -1,6 +1,6 @@
-"""Stretches of a store's documents that fit into rows: what a packing places.
+"""Spans of a store's documents that fit into rows: the units of a packing.
 
-A document longer than a row is cut every S tokens, or truncated; of two that are a pair neither is ever split. A piece
+A document longer than a row is cut every S tokens, or truncated; the documents of a pair are never split. A piece
 that was cut has the document's next token as the label of its last place.
 """
 

@@ -255,7 +255,7 @@ class TokenLoader:
 
 @contextmanager
 def _naming_lost_workers(workers: Collection[BaseProcess]) -> Iterator[None]:
-    """WorkerError in place of what is read from the connection of a worker that has ended."""
+    """WorkerError instead of the error of reading from the connection of a worker that has exited."""
     try:
         yield
     except (RuntimeError, OSError, EOFError) as error:

@@ -1,7 +1,7 @@
 """Batches of one dp rank from a stream of the `datasets` library or of torch, for data without indices.
 
 In: a `datasets.IterableDataset`. Out: a loader over this dp rank's part of it, split by datasets' own
-`split_dataset_by_node`, and a state. A stream has no positions, so it gets less than `threefold.distribute` gives:
+`split_dataset_by_node`, and a state. A stream has no positions, so it has fewer guarantees than `threefold.distribute`:
 
 - Kept: every sample is read once per epoch, by one dp rank, with any number of shards and workers: entire shards go to
   ranks if the number of shards is a multiple of the dp ranks, else each rank reads everything and keeps its share.

@@ -1,8 +1,8 @@
-"""Data at an address, `s3://BUCKET/PREFIX`: what of a token store lies on this machine, how its tokens are read; text.
+"""Data at an address, `s3://BUCKET/PREFIX`: the local part of a token store, how its tokens are read; and text.
 
-The index, the .json, the loss mask and the hashes are small: they are fetched once, compared with the hashes, and lie
-in a folder of the cache as those of any store. In place of the .bin there is a .stored, which says where it is. The
-folder has the name of the hashes, so that a store that is written anew is another one.
+The index, the .json, the loss mask and the hashes are small: they are fetched once, compared with the hashes, and kept
+in a folder of the cache, as for any store. Instead of the .bin there is a .stored with its address. The folder is
+named after the hashes, so a store that is rewritten is another one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def tokens_at(prefix: Path) -> tuple[Blocks, KnownFile]:
 
 
 def text_at(address: str) -> Path:
-    """The folder, file or pattern of files that stands for text at an address here; errors as for `text_files`."""
+    """The local folder, file or file pattern for text at an address; errors as for `text_files`."""
     return text_files.text_files(
         address, variables(), cache_folder() / "stored-text", kind_of, kinds=KINDS
     )

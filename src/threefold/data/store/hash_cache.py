@@ -1,7 +1,7 @@
 """The block hashes of an open store: those written with it, else made once and remembered.
 
-In: a store. Out: what its bytes were when they were hashed (`Blocks`), and the first block that has changed since. The
-hashes lie beside the store, or in the cache if its folder cannot be written. While sizes and times of change are those
+In: a store. Out: its bytes at the time of hashing (`Blocks`), and the first block that has changed since. The
+hashes are beside the store, or in the cache if its folder cannot be written. While sizes and times of change are those
 of the hashed files, nothing is read again; otherwise the whole store is, once: the same bytes are remembered with their
 new times, others are a change, which is named and never remembered. The tokens of
 a store that was copied without its hashes are compared with the fingerprint in its .json.
@@ -100,7 +100,7 @@ def sample(blocks: Blocks, prefix: Path, sampled: int) -> Change | None:
 
 
 def hashed_store(store: TokenStore) -> Blocks:
-    """The hashes of a store's files as they are now, in one pass; a DataError if they are not what its .json says."""
+    """The hashes of a store's files as they are now, in one pass; a DataError if they contradict its .json."""
     ids, content = IdRange(), hashlib.blake2b(digest_size=16)
     others: list[Callable[[bytes], object]] = [
         lambda piece: ids.take(np.frombuffer(piece, store.dtype))

@@ -1,8 +1,8 @@
-"""A store of which a share of the documents is held out of the training, and evaluated.
+"""A store with a share of its documents held out of training, for evaluation.
 
-Which documents that is depends on `data.seed` and their numbers alone: it is the same on any mesh and after a resume.
-Of pairs, both documents are on one side. Each side is a stream of its own, and rows are packed of it as of any store:
-no row of the training has a token of a document that is held out, as label or as input.
+The choice depends only on `data.seed` and document numbers: it is the same on any mesh and after a resume. Both
+documents of a pair are on one side. Each side is a separate stream, and its rows are packed as from any store: no
+training row has a token of a held-out document, as label or as input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from threefold.errors import DataError
 class StoreSide(TokenStore):
     """One side of a store: the documents that are held out, or the others, in their order and without gaps.
 
-    Pickles as its recipe. Its bytes are those of the whole store: `places` says where its tokens lie in them.
+    Pickles as its recipe. Its bytes are those of the whole store: `places` locates its tokens in them.
     """
 
     def __init__(self, whole: TokenStore, share: float, seed: int, held_out: bool) -> None:
@@ -73,7 +73,7 @@ class StoreSide(TokenStore):
         ]
 
     def has_held_out(self) -> bool:
-        """Whether a token of this side lies in a document that is held out."""
+        """Whether a token of this side is in a held-out document."""
         ends = self._whole.document_ends
         return any(
             self.held_out[

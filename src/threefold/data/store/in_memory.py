@@ -1,4 +1,4 @@
-"""Rows that a program hands over, written once as a source like any other: by their content, in the cache.
+"""Rows passed by a program, written once as a source like any other: by their content, in the cache.
 
 Rows of text, conversations or preferences become a .jsonl file; rows of tokens (`input_ids`, and `labels` as in
 transformers: unshifted, -100 where nothing is trained on) a token store. Its name is a digest of its content, so the
@@ -33,15 +33,15 @@ _TOKENS = ("input_ids", "labels", "attention_mask")
 
 
 def written(rows: Any, *, name: str, cache: Path, tokenizer: Callable[[], Tokenizer]) -> Path:
-    """The path of a source with these rows, to which it is written unless it is there.
+    """The path of a source with these rows, which is written if it does not exist.
 
     Args:
         rows: anything with a length whose items 0 to length - 1 are mappings: a datasets.Dataset, a list of dicts.
-        name: of the argument, for errors.
-        tokenizer: of rows of tokens.
+        name: name of the argument, for errors.
+        tokenizer: for rows of tokens.
 
     Raises:
-        DataError: not such rows; or a row that cannot be written, by its number.
+        DataError: the rows are of another kind, or a row (named by number) cannot be written.
     """
     if (
         not hasattr(rows, "__len__")
@@ -147,7 +147,7 @@ def _store(rows: Any, name: str, folder: Path, tokenizer: Tokenizer) -> Path:
 
             writer.finish(info)
         place = folder / f"{content}-{tokenizer.fingerprint[:8]}"
-        # It is there: another process was first, or another run.
+        # It exists: another process or run was first.
         with contextlib.suppress(OSError):
             os.replace(partial, place)
     finally:

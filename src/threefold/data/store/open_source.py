@@ -1,4 +1,4 @@
-"""From what `data.source` names to its token store.
+"""From `data.source` to its token store.
 
 A prepared folder, or the prefix of a .bin/.idx pair, is opened directly. Anything else is text: one process encodes it
 once into a cached store while the machine's other processes wait.
@@ -36,7 +36,7 @@ from threefold.progress_bars import Bars
 _STORES = ("s3:", "gs:")
 # Without a user and without options, which may be a key.
 _REMOTE = re.compile(r"([a-z][a-z0-9+.-]*)://(?:[^/]*@)?([^?#]*)")
-# Keys that say what is trained on of rows that are not text, and how these become text.
+# Keys for rows that are not text: what is trained on, and how they become text.
 _OF_LABELS = ("lost_texts", "chat_template", "template_variables")
 _LABELLED = (*FORMATS[1:], *TRAIN_ON[:-1])
 

@@ -1,11 +1,11 @@
-"""What part of an evaluation is trained on: equal documents, and spans of 64 tokens, wherever they begin.
+"""The part of an evaluation that is trained on: equal documents, and spans of 64 tokens, wherever they begin.
 
 In: the documents of two or more stores, as tokens. Out: for each document of the evaluation that is in the training,
-where. Hashes of spans only choose what is compared, token for token: nothing is found that is not there. A span counts
-if it has a token that is trained on, or there would be no end of system prompts that all rows begin with.
+where. Hashes of spans only choose what is compared, token for token: there are no false positives. A span counts
+if it has a token that is trained on; otherwise every system prompt that all rows begin with would be reported.
 
-The evaluation is held in memory, 40 bytes a token up to `_MOST_SPANS`; the training is read once, in batches. Of more,
-every k-th span of the evaluation is looked for; and every k-th batch of the training read, if a caller asks for that.
+The evaluation is held in memory, 40 bytes a token up to `_MOST_SPANS`; the training is read once, in batches. Beyond
+that, every k-th span of the evaluation is searched; and every k-th batch of the training, if a caller asks for that.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 A part is a run of a source's pieces with about 8 MiB of text, or more if that would give over 4,096 parts. Its files
 are NUMBER.bin (tokens), NUMBER.len (tokens of each document, int32) and its seal NUMBER.json, written last and renamed
-into place: a part with a seal is finished, and used again: it is of the bytes that its folder is named by. A source
+into place: a part with a seal is finished, and reused: it is of the bytes that its folder is named after. A source
 with a loss mask also has NUMBER.loss_mask (a byte each token). A row's documents are in one part, so no pair is torn.
-The seal holds pieces, counts and digests, and nothing of who made the part: whoever makes it, on any host, twice or at
-once, writes the same bytes, each file whole. The digests are compared when the parts are joined.
+The seal holds pieces, counts and digests, but not the part's maker: any process, on any host, twice or concurrently,
+writes the same bytes, each file whole. The digests are compared when the parts are joined.
 """
 
 from __future__ import annotations

@@ -180,10 +180,10 @@ def request_of(source: TextSource, tokenizer: Tokenizer, *, skip_bad: bool) -> s
 
 
 def found(prefix: Path, request: str) -> PreparedStore | None:
-    """The store of a request, whose bytes are those that were written; None without one, or if it was damaged since.
+    """The store of a request, if its bytes are as written; None if there is none, or if it was damaged since.
 
-    As at a run's start, all of it is read if its files have other sizes or times than they had, else a sample. What is
-    in the cache is compared by its reader: a run and its audit refuse what was changed, and repair nothing.
+    As at a run's start, all of it is read if the sizes or times of its files have changed, else a sample. The cache is
+    checked by its readers: a run and its audit refuse changed bytes, and repair nothing.
     """
     with suppress(DataError):
         store = TokenStore(prefix)
@@ -297,7 +297,7 @@ def _refuse_bad(source: TextSource, done: Sequence[PartDone]) -> None:
 
 
 def _refuse_whole(source: TextSource, writer: StoreWriter) -> None:
-    """Refuses a loss mask that tells nothing apart: no token, or every token of rows with prompts."""
+    """Refuses a loss mask that distinguishes nothing: no token, or every token of rows with prompts."""
     if source.loss_mask is None:
         return
     if not writer.num_loss_tokens:

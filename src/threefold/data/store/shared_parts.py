@@ -1,10 +1,10 @@
-"""The parts of one store, made by tasks on many hosts, none of which knows of the others.
+"""The parts of one store, made by tasks on many hosts that do not know of each other.
 
 Which parts a task makes is arithmetic: task i of n makes parts i, i + n, i + 2n, ... of the plan, which the source
 alone decides. A part that exists is not made again; one that is made twice has equal bytes, and one copy stays. So
-any task may end at any point, be started again, or run twice. Parts lie in a folder that all hosts see, or below the
-store's address, each as one object that is put if absent. In the end one process collects them all, or names what is
-wrong.
+any task may end at any point, be started again, or run twice. Parts are in a folder that all hosts see, or below the
+store's address, each as one object that is put if absent. In the end one process collects them all, or names the
+problems.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class SharedParts:
                 archive = shutil.make_archive(
                     f"{maker.folder}-{part.number}", "tar", maker.folder
                 )
-                # Or another copy is there.
+                # Or another copy exists.
                 self._place.create(self._key(part), Path(archive).read_bytes())
         return done
 
@@ -88,7 +88,7 @@ class SharedParts:
         self._place.delete([each.key for each in self._place.list(self.maker.folder.name)])
 
     def make_share(self, index: int, count: int, *, num_workers: int | None) -> int:
-        """Makes what is missing of every `count`-th part, from part `index` on, and returns how many that were.
+        """Makes every `count`-th part from part `index` on that is missing, and returns their number.
 
         Raises:
             DataError: documents cannot be read. RunError: a process was killed.

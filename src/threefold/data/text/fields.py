@@ -81,7 +81,7 @@ def _decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def texts_of(table: Any, text_field: str) -> list[Any]:
-    """The values of a text column of an Arrow table or batch; bytes in place of what is not UTF-8."""
+    """The values of a text column of an Arrow table or batch; bytes for values that are not UTF-8."""
     import pyarrow
     import pyarrow.compute
 
@@ -164,7 +164,7 @@ def _decoded(value: bytes) -> str | bytes:
 
 
 def text_of_row(row: Any, text_field: str, log: ReadLog) -> str | tuple[str, str]:
-    """The text, or (what is wrong, what was expected)."""
+    """The text, or (problem, what was expected)."""
     if not isinstance(row, dict):
         return (
             f"a JSON {type(row).__name__}, not an object",
@@ -181,7 +181,7 @@ def text_of_row(row: Any, text_field: str, log: ReadLog) -> str | tuple[str, str
     log.num_with_field += 1
     if not isinstance(text, str):
         return f"field {text_field!r} is {kind_of(text)}, not text", "a text in every row"
-    # JSON can escape half of a surrogate pair, which UTF-8 cannot hold; in a .csv it stands for a non-UTF-8 byte.
+    # JSON can escape half of a surrogate pair, which UTF-8 cannot hold; in a .csv it means a non-UTF-8 byte.
     try:
         text.encode()
     except UnicodeEncodeError as error:

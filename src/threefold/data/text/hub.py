@@ -121,7 +121,7 @@ def open_hub(
     checked.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(checked.with_suffix(".lock")):
         digests = (object_of(checked.read_bytes()) if checked.exists() else None) or {}
-        if not digests:  # what is there is incomplete, or of other bytes
+        if not digests:  # existing files are incomplete, or of other bytes
             shutil.rmtree(place, ignore_errors=True)
         dataset = _loaded(source, str(folder), cache_dir=str(place))
         identity = _content(before, folder, source.config_name, source.split)
@@ -165,7 +165,7 @@ def _hashed_below(
 
 
 def _content(files: Mapping[Path, HashedFile], root: Path, *others: object) -> str:
-    """Digest of files, by their paths below a root, sizes and contents, and of what else tells their rows."""
+    """Digest of files, by their paths below a root, sizes and contents, and of whatever else determines their rows."""
     whole = hashlib.blake2b(repr(others).encode(), digest_size=16)
     for path, hashed in files.items():
         whole.update(

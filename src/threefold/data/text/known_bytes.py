@@ -2,7 +2,7 @@
 
 In: files below a root. Out: a digest of each MiB of them, of which a source's fingerprint is made, and readers that
 return no byte of any other block. So a store has the bytes that its fingerprint names, whatever was written meanwhile,
-and whatever a file's times say. Digests are remembered by the files' sizes, times and numbers, which a write changes.
+and whatever the file's times. Digests are remembered by the files' sizes, times and numbers, which a write changes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class HashedFile(NamedTuple):
         return f"{self.size_bytes}\0{content_digest(self.blocks)}"
 
     def refuse_other(self, path: Path) -> None:
-        """DataError if a file is not as it was when it was hashed, by what is known without reading it."""
+        """DataError if a file has changed since it was hashed, judged without reading it."""
         try:
             now = facts_of(path.stat())
         except OSError:
@@ -124,8 +124,8 @@ class _Compared(io.RawIOBase):
 class Digests:
     """The digests of files below one root, kept below the folder `memory`; None: nowhere.
 
-    A file is read again only if its size, times or number have changed. What is kept is a cache, not a record: whatever
-    is wrong with it, the files are read, and it is rewritten.
+    A file is read again only if its size, times or number have changed. This is a cache, not a record: whatever is
+    wrong with it, the files are read, and it is rewritten.
     """
 
     def __init__(self, root: Path, memory: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Which files a folder or a glob means: each real file once, and what is left out, with the reason.
+"""The files of a folder or a glob: each real file once, and the omitted ones with the reason.
 
 A file that two paths lead to (links, a glob with two `**`, overlapping entries of a list) is read once, under the path
 that leads through no link. Linked folders are entered, each real folder once. In a folder, hidden files, the README of
@@ -49,7 +49,7 @@ Known = dict[tuple[int, int], str]
 
 
 class Kind(NamedTuple):
-    """What a file's name says: the suffix of its contents, and how they are compressed (None: not)."""
+    """The kind of a file by its name: the suffix of its contents, and their compression (None: not compressed)."""
 
     suffix: str
     compression: str | None
@@ -136,12 +136,12 @@ def list_folder(root: Path, known: Known, *, excluded: Collection[str] = ()) -> 
 
 
 def list_glob(pattern: str, known: Known) -> FileList:
-    """The files that a glob matches; `{a,b}` in it stands for either."""
+    """The files that a glob matches; `{a,b}` in it matches either."""
     patterns, fixed = list(_either(pattern)), Path(pattern)
     while glob.has_magic(str(fixed)) or (len(patterns) > 1 and "{" in str(fixed)):
         fixed = fixed.parent
     matches = {Path(name) for each in patterns for name in glob.glob(each, recursive=True)}
-    # A pattern that begins inside a run's folder means what lies there.
+    # A pattern that begins inside a run's folder means the files there.
     inside = {path: path.relative_to(fixed).parents for path in matches if path.is_file()}
     runs = {
         folder

@@ -63,7 +63,7 @@ def opened(path: SourceFile, compression: str | None) -> Iterator[BinaryIO]:
 
 
 def damage(path: SourceFile, compression: str) -> str | None:
-    """What is wrong with a compressed file, found by reading it to its end; None if nothing is."""
+    """The damage of a compressed file, found by reading it to its end; None if it is intact."""
     try:
         with opened(path, compression) as file:
             while file.read(1 << 20):
@@ -275,7 +275,7 @@ def read_parquet(
 
 
 def _parsed(line: bytes) -> Any:
-    """The value of a line of JSON, or (what is wrong, what was expected)."""
+    """The value of a line of JSON, or (problem, what was expected)."""
     try:
         return _decoded(line.decode().strip())
     except (ValueError, RecursionError) as error:
@@ -305,7 +305,7 @@ def _texts(
     take: Labeller,
     log: ReadLog,
 ) -> Iterator[Document]:
-    """The documents of numbered rows; in place of a row there may be (what is wrong, what was expected)."""
+    """The documents of numbered rows; in place of a row there may be (problem, what was expected)."""
     for number, row in rows:
         documents = row if isinstance(row, tuple) else take.documents(row, log)
         if not isinstance(documents, tuple):

@@ -79,7 +79,7 @@ def no_end_warning(template: str) -> str:
 
 @dataclass(frozen=True)
 class Labels:
-    """How rows that are not text are read and what is trained on, in the words of the config's `data` section."""
+    """How rows that are not text are read and which tokens are trained on, in terms of the config's `data` section."""
 
     format: str = "auto"
     fields: Mapping[str, str] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Labels:
 
 @dataclass(frozen=True)
 class Source:
-    """What is read, in the words of the config's `data` section.
+    """The data to read, in terms of the config's `data` section.
 
     Args:
         name: `stdlib`, a file, folder or glob (`listing`), `hf:ID` (ID may be a folder), a folder of `save_to_disk`, or
@@ -101,7 +101,7 @@ class Source:
             the other, each file once.
         split, config_name, revision: of a Hub dataset.
         skip_bad_lines: count lines, rows and files that cannot be read instead of refusing them.
-        labels: what is trained on of rows that are not text.
+        labels: what to train on in rows that are not text.
     """
 
     name: str | tuple[str, ...]
@@ -265,7 +265,7 @@ class Labeller(Protocol):
 
     @property
     def loss_mask(self) -> LossMask | None:
-        """What is trained on; None: the documents are texts, and all of their tokens are."""
+        """The loss mask; None: the documents are texts, and all of their tokens are trained on."""
 
     @property
     def recipe(self) -> str:
@@ -276,7 +276,7 @@ class Labeller(Protocol):
         """The columns that are read."""
 
     def documents(self, row: Any, log: ReadLog) -> Documents:
-        """The documents of a row, as a list, or (what is wrong, what was expected)."""
+        """The documents of a row, as a list, or (problem, what was expected)."""
 
 
 LabellerFor = Callable[[Sequence[str]], Labeller | None]
@@ -288,7 +288,7 @@ class TextSource(Protocol):
 
     @property
     def loss_mask(self) -> LossMask | None:
-        """What is trained on of the documents, which are `Labelled` then; None: they are texts."""
+        """The loss mask of the documents, which are `Labelled` then; None: they are texts."""
 
     @property
     def name(self) -> str: ...

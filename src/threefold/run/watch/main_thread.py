@@ -1,4 +1,4 @@
-"""What the main thread of this process does, as another of its threads sees it: its calls, its waits, its state.
+"""What this process's main thread is doing, as seen by another of its threads: its calls, its waits, its state.
 
 A rank that waits for others has its main thread inside a collective, or idle in a backward whose collectives are in
 C++. Anything else that does not move is late itself.
@@ -33,11 +33,11 @@ _STORES = (os.path.join("mesh", "exchange.py"), os.path.join("mesh", "rendezvous
 _WAITING_CALLS = (".wait(", "wait_tensor", ".item()", ".tolist()", ".synchronize(")
 _INNERMOST = 3
 _BACKWARD = "_engine_run_backward"
-# A rank's own code; what is outside it started the rank.
+# A rank's own code; calls outside it started the rank.
 _LOOP = os.path.join("training", "loop.py")
 _RANK = os.path.join("run", "rank.py")
 _SAVER = os.path.join("checkpoint", "background_saver.py")
-# What is compiled passes through these; code that only runs beside it passes through others of their packages.
+# Compiled code passes through these; code that only runs beside it passes through others of their packages.
 _COMPILERS = (
     os.path.join("_dynamo", "convert_frame.py"),
     os.path.join("_inductor", "compile_fx.py"),

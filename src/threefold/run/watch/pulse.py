@@ -1,10 +1,10 @@
-"""A rank's pulse: its place and its last beat, in memory that the other ranks of its host read, whatever it does.
+"""A rank's pulse: its place and its last beat, in memory that the other ranks of its host can always read.
 
 A rank that is stopped, or in which one call holds Python's lock (the GIL), can report nothing itself, and its last
 report to the store may be a second old. Its place in this memory is current. What keeps it silent is in /proc; and if
 it only lacks the lock, a signal makes Python write its stack. Linux only: elsewhere ranks have no pulse, and only their
-silence is noticed. The process that starts ranks keeps that memory for them, and notes in the journal how one has ended
-that could not do it itself.
+silence is noticed. The process that starts ranks keeps that memory for them, and notes in the journal the end of a rank
+that could not do so itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BEAT = struct.Struct("<dq")
 _PLACE = struct.Struct("<qq48s")
 _SIZE = 4096
 _NAMED = "/memfd:threefold-pulse (deleted)"  # how /proc shows it
-# Asks a process for its stack. Nobody else uses it, and a process that does not listen to it is not sent it.
+# Asks a process for its stack. It has no other use, and is sent only to processes that handle it.
 _ASKS = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 _ANSWERS_WITHIN_S = 0.5
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -60,7 +60,7 @@ class Pulse:
 
     def __init__(self, path: str | None = None) -> None:
         """Args:
-        path: of memory that another process keeps (`Witness`); None: of its own.
+        path: of memory that another process keeps (`Witness`); None: private memory.
         """
         self._file, self._stack = (
             os.open(path, os.O_RDWR) if path else _memory(),
@@ -110,7 +110,7 @@ class Pulse:
         }
 
     def close(self) -> None:
-        """Nobody reads it any more."""
+        """It is no longer read."""
         if _ASKS is not None:
             faulthandler.unregister(_ASKS)
         self._memory.close()
@@ -205,7 +205,7 @@ class Peer:
         )
 
     def _twice(self, layout: struct.Struct, at: int) -> tuple[Any, ...]:
-        """What is there, read again if it is being written."""
+        """The value, read again if it is being written."""
         for _ in range(100):
             fields = layout.unpack_from(self._memory, at)
             if fields == layout.unpack_from(self._memory, at):

@@ -3,8 +3,8 @@
 All ranks pass through the same phases in the same order. So if none progresses, the ranks that have entered the fewest
 phases are late, and the others wait for them. If several are equally far behind, a rank inside a collective waits and
 a rank outside is late; if all are inside, as in a backward whose collectives run in C++, the late one is the rank that
-others have begun a collective without. A rank that no longer reports is named, whatever it reported last, and with
-what another rank of its host sees of it.
+others have begun a collective without. A rank that no longer reports is named, whatever it reported last, with
+the observations of another rank of its host.
 """
 
 from __future__ import annotations

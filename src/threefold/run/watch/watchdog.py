@@ -1,4 +1,4 @@
-"""Says which rank is late, from the ranks' meeting to the end of their processes.
+"""Reports which rank is late, from the rendezvous to the end of the processes.
 
 Each rank has two threads. One writes the rank's place (see `Progress`) to the rendezvous store about once a second,
 with what its main thread does once that has not moved for most of `stall_s`; and it reports in the place of a rank of
@@ -42,7 +42,7 @@ _REPORT_EVERY_S = 1.0
 _BEATS_MISSED = 8
 _STACK_FROM = 0.6
 _HEARD_WITHIN_BEATS = 2
-# What a rank's host sees of it is there before the judge finds it silent.
+# Observations by a rank's host arrive before the judge finds it silent.
 _EARLIER = 0.5
 # How often, and for how long, the main thread is looked at in a step.
 _SAMPLE_EVERY_S, _SAMPLE_S = 0.05, 0.002
@@ -245,7 +245,7 @@ class Watchdog:
         return Report(self._rank, self._hosts[self._rank], os.getpid(), *place)
 
     def _signs(self) -> int:
-        """Changes as this rank moves on in a phase: as it says itself, or comes from one collective to the next."""
+        """Changes as this rank progresses within a phase: by its own ticks, or from one collective to the next."""
         exchanges = self.mesh.exchange.passed if self.mesh is not None else 0
         return self.progress.ticks + exchanges + sum(collectives_begun().values())
 
@@ -262,7 +262,7 @@ class Watchdog:
         )
 
     def _meet(self, store: Any) -> None:
-        """Tells the other ranks of this host where the pulse of this one is, and finds theirs."""
+        """Shares the place of this rank's pulse with the other ranks of this host, and finds theirs."""
         here = [
             rank for rank, host in enumerate(self._hosts) if host == self._hosts[self._rank]
         ]
@@ -306,7 +306,7 @@ class Watchdog:
         main, read_at = self._main, -math.inf
         beside = sorted(self._peers, key=lambda rank: (rank < self._rank, rank))[:1]
         looks = {f"{name}/{rank}": 0.0 for rank in beside for name in ("looks", "stopped")}
-        # Of its own, because a program may have seeded the one of Python.
+        # A separate generator, because a program may have seeded Python's.
         uneven = random.Random()
         pause_s = _SAMPLE_EVERY_S
         now = (time.monotonic(), main.ready_s(), core_wait_s())
@@ -404,7 +404,7 @@ class Watchdog:
             return
         if store.check([f"{_PREFIX}/end"]):
             os._exit(EXIT_FAILED)
-        if store.add(f"{_PREFIX}/told/{verdict.key}", 1) == 1:  # by no judge before
+        if store.add(f"{_PREFIX}/told/{verdict.key}", 1) == 1:  # no judge has reported it
             _print(verdict.text())
         if (verdict.still_s > self._timeout_s and verdict.ends) or self.overdue():
             if self.mesh is not None and self.mesh.store is not None:
@@ -419,7 +419,7 @@ class Watchdog:
             os._exit(EXIT_FAILED)
 
     def _cut_off(self, away_s: float) -> None:
-        """Says that the store does not answer, and what this host knows of rank 0, which may keep it."""
+        """Reports that the store does not answer, and what this host knows of rank 0, which may keep it."""
         at = "look at rank 0's process and host, and at the network between them"
         silent = self._silent_keeper(away_s)
         what = self._without_store(away_s) if silent is None else silent.headline()

@@ -110,7 +110,7 @@ def stay_on_loopback(*, asked: bool = False) -> None:
     """
     names = [name for _, name in socket.if_nameindex()]
     if (loopback := next((name for name in ("lo", "lo0") if name in names), None)) is not None:
-        # NCCL takes a name for the beginning of one, unless it is told otherwise.
+        # NCCL treats a name as a prefix by default.
         for variable, value in (
             ("GLOO_SOCKET_IFNAME", loopback),
             ("NCCL_SOCKET_IFNAME", f"={loopback}"),
@@ -202,9 +202,9 @@ def record_collectives() -> None:
 
 
 def keep_compiled() -> None:
-    """Lets compiled kernels be kept between runs, where TORCHINDUCTOR_CACHE_DIR says or below `cache_folder`.
+    """Keeps compiled kernels between runs, in TORCHINDUCTOR_CACHE_DIR or below `cache_folder`.
 
-    Not in a run's folder: torch runs what it finds there, and a folder may come from somebody else.
+    Not in a run's folder: torch executes its cached code, and a folder may come from somebody else.
     """
     folder = cache_folder() / "compiled"
     with contextlib.suppress(OSError):  # then torch has its own folder

@@ -1,6 +1,6 @@
 """What `train.reduce: exact` cannot be combined with, as far as a config and a mesh show. No torch.
 
-Each of these is let in when the bits of whole runs on several meshes were compared with it; until then it is refused.
+Each of these is allowed once the bits of whole runs on several meshes have been compared with it; until then, refused.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Plain values that ranks send one another outside collectives, over the rendezvous store.
+"""Exchange of plain values between ranks outside collectives, over the rendezvous store.
 
 A value is made on one rank and read on all, so making it may take any time, or fail: then every rank raises the same
 error. Values are those of JSON; the rank that makes one gets it in the same form as the others.
 
-Here too: how ranks that bring other rows to a call than they should are named (`Mesh.agree`).
+Also here: naming of ranks that pass the wrong rows to a call (`Mesh.agree`).
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _wait_for_all(store: dist.Store, keys: list[str]) -> list[Any]:
 
 
 def lost_peer(error: BaseException) -> LostPeerError | None:
-    """What names the loss of another rank, if that is what an error of gloo, NCCL or the store says."""
+    """The text that reports a lost rank, if an error of gloo, NCCL or the store means that."""
     if isinstance(error, LostPeerError):
         return error
     if not isinstance(error, RuntimeError) or not any(

@@ -1,7 +1,7 @@
 """Starting ranks on this machine, if no launcher did.
 
 Local ranks are forked from a server process that has already imported the heavy libraries. They meet in a store that
-this process keeps, and which, like all that they open among themselves, listens on the loopback interface only: nobody
+this process keeps, and which, like all that they open among themselves, listens on the loopback interface only: nothing
 outside this machine can reach a run of local ranks. They end with this process, however it ends.
 """
 
@@ -82,7 +82,7 @@ def serve() -> None:
     moment, when multiprocessing would let them lose a Ctrl-C, or print where it found them.
     """
     die_with_parent()
-    gc.disable()  # what is imported stays
+    gc.disable()  # imported modules stay
     heard = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
     interrupted = signal.SIG_DFL if heard else signal.SIG_IGN
     signal.signal(signal.SIGINT, interrupted)
@@ -356,7 +356,7 @@ def _rank_process(
     sys.stderr.flush()
     if code:
         os._exit(code)
-    # What is still running could keep a rank that is done for ever.
+    # Whatever is still running could keep a finished rank alive forever.
     leave = threading.Timer(_LEAVES_AFTER_S, os._exit, (0,))
     leave.daemon = True
     leave.start()
@@ -422,7 +422,7 @@ class Signals:
             # The kernel may give one to another thread, as it does after a stop (SIGSTOP): that wakes no Python.
             self._woken_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             self._previous = {
-                number: signal.signal(number, lambda *_: None)  # what is heard is written
+                number: signal.signal(number, lambda *_: None)  # received signals are written
                 for number in PASSED_ON
                 if signal.getsignal(number) is not signal.SIG_IGN
             }

@@ -87,7 +87,7 @@ def join_group(
         except RuntimeError as error:
             failures.append(str(error))
 
-    # gloo tries for five times its limit if a peer has given up; the first rank to give up tells the others.
+    # gloo retries for five times its limit if a peer has given up; the first rank to give up notifies the others.
     attempt = threading.Thread(target=make, name="connect", daemon=True)
     attempt.start()
     verdicts = store.clone()
@@ -135,7 +135,7 @@ def rendezvous(
     if token is not None and info.generation is not None:
         if info.master_addr != LOOPBACK:
             raise _told(errors.token_without_effect(info), first=info.local_rank == 0)
-        token = None  # nobody else can reach that store
+        token = None  # no other process can reach that store
     store = (
         _serve(info, deadline, token) if serving else _reach(info, deadline, timeout_s, token)
     )

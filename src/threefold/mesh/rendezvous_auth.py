@@ -1,12 +1,12 @@
-"""Where rank 0's store can be reached, and by whom.
+"""The address of rank 0's store, and who can reach it.
 
-The store does what anybody who reaches it asks. It listens only on the interface that the other ranks know rank 0's
-host by, which is the loopback interface if that is MASTER_ADDR. With a token, not even there: the store stays on
+The store serves any client that reaches it. It listens only on the interface by which the other ranks know rank 0's
+host, which is the loopback interface if that is MASTER_ADDR. With a token, not even there: the store stays on
 loopback, and a proxy listens at the known address, which lets a connection through after both sides have proved that
 they know the token (HMAC-SHA256 over fresh random numbers; the token is never sent). The other ranks reach the proxy
 through a second proxy on the loopback interface of their host, which proves it for them.
 
-Not defended: who reads or changes packets between the hosts; the tensors' own connections (gloo, NCCL).
+Not defended against: reading or changing packets between the hosts; the tensors' own connections (gloo, NCCL).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The errors of ranks that do not come together: texts only, no torch."""
+"""The errors of a failed rendezvous: texts only, no torch."""
 
 from __future__ import annotations
 

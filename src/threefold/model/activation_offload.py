@@ -1,8 +1,8 @@
-"""What checkpointed layers are given, in the host's memory between forward and backward.
+"""Inputs of checkpointed layers, kept in the host's memory between forward and backward.
 
-Full checkpointing keeps one tensor of a layer, the hidden states that it is given: [rows, sequence, hidden]. Here each
-is copied to pinned memory while its layer computes, on a stream of its own, and comes back while the layer after it is
-computed again: one layer ahead of its turn. So a device holds those of two layers, whatever their number.
+Full checkpointing keeps one tensor per layer, its input hidden states: [rows, sequence, hidden]. Here each is copied
+to pinned memory while its layer computes, on a separate stream, and copied back while the following layer is
+recomputed: one layer ahead. So a device holds those of two layers, whatever the number of layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Lane(Protocol):
         """A copy on the device, on its way after what was sent before, and what `arrived` waits for."""
 
     def arrived(self, tensor: Tensor, mark: Any) -> Tensor:
-        """The copy, which what is computed from now on may read."""
+        """The copy, ready for computation enqueued from now on."""
 
 
 class SideStream:

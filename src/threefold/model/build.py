@@ -1,4 +1,4 @@
-"""From a config to a model that is ready to step, in the one correct order.
+"""From a config to a model that is ready for training steps, in the one correct order.
 
 load (without storage) -> tensor parallel -> float8 -> activation checkpointing -> compile -> data parallel -> read the
 weights. The optimizer is built afterwards, on the parameters as they are then.

@@ -1,7 +1,7 @@
-"""Collectives that autograd passes through: what is sent forward, and what its gradient sends back.
+"""Differentiable collectives: the communication of a forward, and that of its gradient.
 
-Along the sequence, for tp: `gather_parts` and `scatter_sum` (arXiv:2205.05198); for all of a tensor: `sum_over` and
-`sum_gradient` (Megatron-LM, arXiv:1909.08053). For the two ways in which cp ranks meet in attention: `gather_sequence`
+Along the sequence, for tp: `gather_parts` and `scatter_sum` (arXiv:2205.05198); for whole tensors: `sum_over` and
+`sum_gradient` (Megatron-LM, arXiv:1909.08053). For the two cp methods of attention: `gather_sequence`
 gives every rank the keys and values of the entire row; `heads_to_sequence` (Ulysses, arXiv:2309.14509) gives it entire
 rows of some heads.
 """
@@ -192,7 +192,7 @@ gather_parts = _differentiable(_gathered_parts, _scattered_sum)
 scatter_sum = _differentiable(_scattered_sum, _gathered_parts)
 # The sum of the ranks' tensors; its gradient is on every rank already.
 sum_over = _differentiable(_summed, lambda gradient, _: gradient)
-# The same in place of a tensor that is nobody else's.
+# The same in place, for a tensor that is not used elsewhere.
 sum_into = _differentiable(
     lambda x, group: start_sum(x, group)(), lambda gradient, _: gradient, in_place=True
 )

@@ -1,7 +1,7 @@
-"""Layers compiled one at a time: what one layer does becomes one graph, which the layers of a kind share.
+"""Layers compiled one at a time: each layer becomes one graph, shared by the layers of its kind.
 
 Compiling layer by layer takes seconds where a whole model takes minutes, and leaves the wrappers of data parallelism
-and the loss as they are. A layer is compiled again where something that its graph took for granted has changed: another
+and the loss as they are. A layer is recompiled if an assumption of its graph no longer holds: another
 kind of layer, rows of another length (from then on of any length), evaluation without gradients.
 """
 
@@ -80,7 +80,7 @@ def _recompute_around(layer: Any) -> None:
 
 
 class Recompiled:
-    """Counts how often this process has compiled something again, and says once of each what is so too often."""
+    """Counts recompilations in this process, and reports once whatever is recompiled too often."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         """Args: `say`: prints a line."""

@@ -96,13 +96,13 @@ def shard(
 ) -> ExactSums | None:
     """Applies FSDP2 in place over (dp_replicate, fsdp): to each layer, small ones together, the ends, and the rest.
 
-    Inputs of layers are not cast: `_units` is not the same on every mesh, and the arithmetic must be.
+    Layer inputs are not cast: `_units` depends on the mesh, and the arithmetic must not.
 
     Args:
         cpu_offload: keep shards, gradients and moments in the host's memory.
         kept: parameters that each rank holds as they are, and whose gradients `training.gradients` averages.
-        exact: leave the sums of gradients to what is returned, over copies too.
-        ends: gather the embedding apart, and the last norm with the head, whose forward is never run.
+        exact: leave the summing of gradients to the returned object, over copies too.
+        ends: gather the embedding separately, and the last norm with the head, whose forward is never run.
     """
     axes = (
         ("dp_replicate", "fsdp") if mesh.topology.dp_replicate > 1 and not exact else ("fsdp",)
@@ -143,9 +143,9 @@ def shard(
 
 
 def _ends(model: Any, layers: list[nn.Module]) -> list[tuple[nn.Module, nn.Module | None]]:
-    """What is gathered apart from the layers and the rest: the embedding, and the last norm with the head.
+    """Modules gathered separately from the layers and the rest: the embedding, and the last norm with the head.
 
-    Small ones stay in the rest; both do where they share a weight, or where no norm with weights follows the layers.
+    Small ones stay in the rest; so do both if they share a weight, or if no norm with weights follows the layers.
     """
     if kind_of(model)[0] is None:
         return []

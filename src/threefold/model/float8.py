@@ -1,15 +1,15 @@
 """Products of large linear layers in 8-bit floating point (arXiv:2209.05433), by torchao.
 
 The numbers of a tensor (`tensorwise`), or of each of its rows (`rowwise`), share a scale.
-Weights, gradients, moments and checkpoints stay as they are; only the three products of a layer are made of rounded
+Weights, gradients, moments and checkpoints stay as they are; only the three products of a layer use rounded
 numbers. A layer is converted if its products save more time than the casts cost: not small ones, nor the head, the
 embedding, routers, experts (which are no linear layers) or layers that the model keeps in float32.
 
 Weights of converted layers are gathered by FSDP2 in 8 bits. A shard is rounded before it is sent, by the scale of the
 whole weight, as each rank would round the gathered weight: what a layer computes is the same, bit for bit. The largest
 numbers of all weights take one all-reduce before a forward. Parameters stay plain float32 shards, for optimizers,
-checkpoints and averages. What is gathered of them is asked of their local tensors (`fsdp_pre_all_gather`), as FSDP2
-asks tensors of a class of their own.
+checkpoints and averages. Their local tensors provide the data to gather (`fsdp_pre_all_gather`), FSDP2's
+interface for tensor subclasses.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def convert(model: PreTrainedModel, recipe: str, *, emulate: bool = False) -> tu
 
 
 def without(config: Config) -> Config:
-    """The config for what is no training on CUDA: evaluations, probes, comparisons."""
+    """The config for everything but training on CUDA: evaluations, probes, comparisons."""
     return config.changed(train={"float8": "none"})
 
 
@@ -188,7 +188,7 @@ def gather_in_8_bits(
 def _rounded(
     scale: Tensor, mesh: Any, size: Any, stride: Any, layer: Any, policy: Any
 ) -> tuple[Any, Any]:
-    """What is sent of a shard, and what its receiver has to know."""
+    """The data sent for a shard, and the metadata that its receiver needs."""
     from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
 
     rounded: Any = hp_tensor_and_scale_to_float8(

@@ -1,9 +1,9 @@
-"""Floating-point operations that a token meets in training, from the modules of a model.
+"""Floating-point operations per token in training, from the modules of a model.
 
 A multiplication with a matrix of n parameters costs 2 n a token forward, 2 n for the gradient of its input and 2 n for
-that of the matrix, which a frozen one does not have. An embedding is a look-up and costs nothing; the head does, also
-where it is tied to it; of experts a token meets those chosen. Attention costs 2 x heads x (width of a query + width of
-a value) x keys forward, twice that backward. By the convention of published figures (arXiv:2204.02311, appendix B) a
+that of the matrix, which a frozen one does not have. An embedding is a look-up and costs nothing; the head costs even
+if tied to it; of experts, only those chosen for the token count. Attention costs 2 x heads x (width of a query + width
+of a value) x keys forward, twice that backward. By the convention of published figures (arXiv:2204.02311, appendix B) a
 token of a causal row of S has S keys, although it sees half of them on average: here a token that sees n keys has
 2 n - 1, whose mean is S for such a row, and less for windows and documents. Norms, activations, the softmax,
 recurrences and recomputation are not counted.
@@ -122,7 +122,7 @@ def _window_of(module: Any, config: Any) -> int | None:
     if kind == "full_attention":
         return None
     if kind == "chunked_attention":
-        # A chunk of C tokens is a row of its own: as many keys on average as a window of half of it.
+        # A chunk of C tokens is a separate row: as many keys on average as a window of half its size.
         return max(1, config.attention_chunk_size // 2)
     if hasattr(module, "sliding_window"):
         return module.sliding_window

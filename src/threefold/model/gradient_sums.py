@@ -1,7 +1,7 @@
 """Gradients summed in floating point, as FSDP2 and DDP sum them: `train.reduce: fast`.
 
-The step asks the model's sums (`FloatSums`, or `exact.sums.ExactSums`) wherever numbers of several micro-batches or
-ranks are added, and so does not know which of the two it is.
+The step calls the model's sums (`FloatSums`, or `exact.sums.ExactSums`) wherever numbers of several micro-batches or
+ranks are added, and so does not know which of the two it uses.
 """
 
 from __future__ import annotations

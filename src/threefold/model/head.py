@@ -2,9 +2,9 @@
 
 A causal language model's own forward returns logits [batch, sequence, vocabulary]. Here it is replaced by one that
 takes the labels too and returns sums, or the log-probability of each label: the head is applied to a chunk of tokens at
-a time. Of sums the gradient is made in the forward (`head_gradient`); of log-probabilities, whose gradient is known in
-backward only, a chunk's logits are computed again there. What a model does to its logits after the head (a cap, a
-scale) is done to each chunk; a model whose class does anything that is not understood keeps its own forward.
+a time. The gradient of sums is computed in the forward (`head_gradient`); for log-probabilities, whose gradient is
+known in backward only, a chunk's logits are recomputed there. Operations of a model on its logits after the head (a
+cap, a scale) are applied to each chunk; a model whose class does anything that is not understood keeps its own forward.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def kind_of(model: PreTrainedModel) -> tuple[str | None, str]:
     """How the model makes its logits (`plain`, `multiplied`, `divided`, `capped`; None: not known), and why."""
     cls = type(model)
     kind = _kind_of_class(cls) if cls.__module__.startswith("transformers.") else None
-    # A head with layers of its own (roberta's: dense, norm, decoder) is more than the product at its end.
+    # A head with its own layers (roberta's: dense, norm, decoder) is more than the product at its end.
     head = model.get_output_embeddings()
     if (
         kind is None
@@ -85,7 +85,7 @@ def _kind_of_class(cls: type) -> str | None:
 
 
 def read_kind(source: str) -> str | None:
-    """How a forward makes its logits, as its source says; None where it assigns anything that is not understood."""
+    """How a forward makes its logits, by its source; None if it assigns anything that is not understood."""
     source = re.sub(r"\s+#.*$", "", source, flags=re.MULTILINE)
     steps = []
     for name, sign, value in re.findall(_ASSIGNED, source, flags=re.MULTILINE):
@@ -102,7 +102,7 @@ def read_kind(source: str) -> str | None:
 
 
 def below_head(model: PreTrainedModel) -> nn.Module | None:
-    """The model below the head; the only one, where a class does not name it as its prefix says (llama4)."""
+    """The model below the head; the only submodel, if a class does not name it by its prefix (llama4)."""
     if model.base_model is not model:
         return model.base_model
     models = [child for child in model.children() if isinstance(child, PreTrainedModel)]
@@ -110,7 +110,7 @@ def below_head(model: PreTrainedModel) -> nn.Module | None:
 
 
 def first_position(model: nn.Module) -> int:
-    """The number of a row's first position; roberta and its like begin after the number of the padding token."""
+    """The number of a row's first position; roberta and similar models start after the index of the padding token."""
     for module in model.modules():
         table = getattr(module, "position_embeddings", None)
         if hasattr(module, "create_position_ids_from_input_ids") and isinstance(
@@ -177,7 +177,7 @@ def install(
 
 @dataclass(frozen=True)
 class _End:
-    """From what the model below the head gives to what is asked for; `outputs` is its output, or with logits if `kind`
+    """From the output of the model below the head to the requested result; `outputs` is it, or has logits if `kind`
     is None."""
 
     model: PreTrainedModel
@@ -200,7 +200,7 @@ class _End:
     def sums(
         self, outputs: Any, labels: Tensor, token_loss: Loss
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(what is minimised, the cross entropy alone) over labels [tokens], and that of each token."""
+        """(the objective, the cross entropy alone) over labels [tokens], and the objective of each token."""
         head: Any = self.model.get_output_embeddings()
         if self.kind is None or not is_product(head):
             parts = self.by_chunks(outputs, labels, token_loss)

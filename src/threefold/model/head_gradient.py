@@ -1,4 +1,4 @@
-"""The loss of hidden states through a head, whose gradient is made in the forward.
+"""The loss of hidden states through a head, with its gradient computed in the forward.
 
 Chunk by chunk: the logits, the loss, its gradient by the logits, and from that the gradient of the chunk's hidden
 states and the chunk's share of the head's. So the head's product is computed once, no more than one chunk of logits
@@ -20,7 +20,7 @@ from threefold.model.collectives import local_part
 
 
 class Loss(Protocol):
-    """What is computed of logits [tokens, part of the vocabulary] and labels [tokens]."""
+    """A loss computed from logits [tokens, part of the vocabulary] and labels [tokens]."""
 
     @property
     def ignored(self) -> int:
@@ -68,7 +68,7 @@ class Bend:
 
 @dataclass(frozen=True)
 class _Work:
-    """What is done to each chunk of `size` tokens, for which gradients: of hidden states, weight and bias."""
+    """The work on each chunk of `size` tokens, and the gradients needed: of hidden states, weight and bias."""
 
     loss: Loss
     bend: Bend
@@ -84,11 +84,11 @@ def is_product(head: nn.Module) -> bool:
 def sums_of(
     hidden: Tensor, head: nn.Linear, labels: Tensor, loss: Loss, *, bend: Bend, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(what is minimised, the cross entropy alone): scalar sums over this rank's tokens; then that of each, [tokens].
+    """(the objective, the cross entropy alone): scalar sums over this rank's tokens; then the objective of each token.
 
     Args:
         hidden: [tokens, hidden].
-        head: whose weight is whole, or this rank's part of the vocabulary; the hidden states' gradient is then a part.
+        head: its weight is whole, or this rank's part of the vocabulary; the hidden states' gradient is then a part.
         labels: int64 [tokens].
         size: tokens at a time.
     """

@@ -1,8 +1,8 @@
 """Which layers of an architecture are alike, and its config with a few of them: the first of each kind.
 
-Configs say what a layer is in many ways: a list with an entry a layer, a list of layers' numbers, a number of leading
-or trailing layers, a period. Each is a trait; layers of the same traits are of one kind. What only the code says (each
-fourth layer) shows in the modules, whose classes and plain attributes differ.
+Configs describe layers in many ways: a list with one entry per layer, a list of layer indices, a number of leading
+or trailing layers, a period. Each is a trait; layers with equal traits are of one kind. Differences made only in code
+(every fourth layer) show in the modules, whose classes and plain attributes differ.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _says(key: str, value: Any) -> bool:
 
 
 def _trait(name: str, value: Any, depth: int) -> list[Any] | None:
-    """What a key says of each layer, in values that can be compared; None if it says nothing of layers."""
+    """The value of a key for each layer, comparable; None if the key is not about layers."""
     if is_each_layer(name, value) and len(value) == depth:
         return [repr(each) for each in value]
     if _are_layer_numbers(name, value):

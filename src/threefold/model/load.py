@@ -55,7 +55,7 @@ def read_config(asked: ModelConfig, *, vocab_size: int | None = None) -> Pretrai
     """The architecture that the user asked for.
 
     Args:
-        vocab_size: entries of the tokenizer, used if `model.config` (or nothing) is given without a size of its own.
+        vocab_size: entries of the tokenizer, used if `model.config` (or nothing) is given without a vocabulary size.
 
     Raises:
         ConfigError: an unknown model type, a folder without config, or a Hub model that cannot be reached.

@@ -2,7 +2,7 @@
 
 An adapter adds scale * B(A(x)) to a projection. If tp splits the projection by columns, B is split by columns and A is
 whole; if by rows, A is split by rows and B is whole, and the adapter's part joins the sum that the projection makes
-anyway. So an adapter costs no collective of its own. The exceptions are A's gradient (columns) and B's (rows), which
+anyway. So an adapter needs no additional collective. The exceptions are A's gradient (columns) and B's (rows), which
 each rank knows only in part: they are summed once a step. The model's own weights are frozen.
 """
 
@@ -85,7 +85,7 @@ def inject(
 ) -> TensorParallelism:
     """Adds adapters to the projections of a model on the meta device, which may be split over tp already.
 
-    Returns what is split, under the names that the parameters have now.
+    Returns the splits, under the present names of the parameters.
     """
     with _as_whole(model):
         insert(model, asked)

@@ -1,8 +1,8 @@
-"""Which ranks draw the same dropout, and which their own.
+"""Which ranks share dropout masks, and which draw their own.
 
 Ranks that hold the same activations must drop the same of them. Ranks that hold other tokens (they share the sequence)
-or other heads must not, or the noise of one would repeat on the next. In a run a micro-batch has noise of its own,
-wherever it is computed, and however often. A forward that is no part of a run leaves no trace in it.
+or other heads must not, or the noise of one would repeat on the next. In a run the noise belongs to a micro-batch,
+wherever and however often it is computed. A forward outside a run leaves no trace in it.
 """
 
 from __future__ import annotations

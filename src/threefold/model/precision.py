@@ -1,4 +1,4 @@
-"""What bfloat16 means: weights and buffers have the types that transformers gives them, on every mesh the same.
+"""The meaning of bfloat16: weights and buffers have the dtypes that transformers gives them, the same on every mesh.
 
 A model in bfloat16 has float32 weights, of which FSDP2 gives each forward a copy in bfloat16 (one process keeps it:
 `working_copy`), and sums the gradients in float32. What comes in between is transformers' own arithmetic, with no

@@ -1,8 +1,8 @@
 """An architecture's config at reduced depth and width, which keeps every kind of layer, head and position that it has.
 
-A model of it costs milliseconds and behaves as the large one: what holds for it, or is refused by it, says what a mesh
-does to the architecture. Sizes are found by the names that configs give them, in any class; a key whose name says
-nothing keeps its value.
+Such a model costs milliseconds and behaves like the large one: results of its probes show what a mesh does to the
+architecture. Sizes are found by their names in configs, in any class; a key with an unrelated name keeps its
+value.
 """
 
 from __future__ import annotations

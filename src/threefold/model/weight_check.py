@@ -1,9 +1,9 @@
 """Whether a named model's files hold its weights: every tensor once, under its own name, in its own shape, as floats.
 
 In: the names and shapes of the architecture, and the files' headers (the tensors themselves are not read), or what
-transformers reports of its own load. Out: nothing, or one error that names what is missing, unexpected, misshapen,
-quantised or damaged. A missing tensor would be trained from random numbers, and a tensor that the model lacks would be
-left out, and no curve would show it. `model.init_missing` allows weights that are meant to be new.
+transformers reports about its load. Out: nothing, or one error that names missing, unexpected, misshapen,
+quantised or damaged tensors. A missing tensor would be trained from random numbers, and a tensor that the model lacks
+would be left out, and no curve would show it. `model.init_missing` allows weights that are meant to be new.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _read(file: Path, name: str) -> Tensor:
 
 
 def refuse_quantised(config: PretrainedConfig, *, name: str) -> None:
-    """ConfigError where a model's config says that its tensors are codes of a quantisation."""
+    """ConfigError if a model's config declares that its tensors are quantised."""
     settings = getattr(config, "quantization_config", None)
     if settings:
         method = (
@@ -218,7 +218,7 @@ def _fix_of_missing(first: str, unexpected: Sequence[str]) -> str:
     return f"use complete files; for weights that are meant to be new: --model.init_missing '[{first!r}]'"
 
 
-# What is wrong with some tensors: (what, around their number; expected; fix).
+# Problems of some tensors: (text around their number; expected; fix).
 _KINDS = {
     "missing": (
         "lacks {} tensors of the model",

@@ -69,7 +69,7 @@ def fill(
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     for name, module in model.named_modules():
-        # Peft's, which a model's initialisation may take for layers of its own.
+        # Peft's layers, which a model's initialisation may mistake for its own.
         if is_adapter(f"{name}."):
             module._is_hf_initialized = True  # type: ignore[assignment]
     _mark_unwritten(model, written)
@@ -93,7 +93,7 @@ def reserve(model: PreTrainedModel, mesh: Mesh, *, offloaded: bool) -> None:
             if not is_sharded(each):
                 kept = torch.empty_like(each, device=mesh.device)
                 owner._parameters[name] = nn.Parameter(kept, requires_grad=each.requires_grad)
-    # `to_empty` gave each module parameters of its own: tie again those that were tied.
+    # `to_empty` gave each module separate parameters: tie again those that were tied.
     for name, source in model.all_tied_weights_keys.items():
         path, _, own = name.rpartition(".")
         model.get_submodule(path)._parameters[own] = model.get_parameter(source)
@@ -109,7 +109,7 @@ def _mark_unwritten(model: nn.Module, written: set[int]) -> None:
 
 
 def _unwritten(model: nn.Module, written: set[int]) -> list[str]:
-    """The tensors in which memory is as it was found: an error of ours, or of the model's own code."""
+    """The tensors with uninitialised memory: a bug of ours, or of the model's own code."""
     left = [
         name for name, parameter in model.named_parameters() if id(parameter) not in written
     ]

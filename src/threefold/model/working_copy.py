@@ -2,12 +2,12 @@
 
 A model's parameters are its float32 weights, as optimizers, checkpoints, averages and exports see them. While it
 computes (`in_place`), its modules hold the copies instead. Backward leaves each micro-batch's gradient in a copy, in
-bfloat16 (from torch 2.15 on, one that a model computes in float32 stays that), from where it goes to the weight: as it
-is while it is the only one, in float32 from the second on. That is the sum that FSDP2 makes with
+bfloat16 (from torch 2.15 on, one computed in float32 stays float32), from where it moves to the weight: unchanged
+while it is the only one, in float32 from the second on. That is the sum that FSDP2 makes with
 `reduce_dtype=float32`, bit for bit.
 
-An optimizer that writes the copies beside the weights says so (`note_written`). Copies of weights that anything else
-has changed are written again before the next forward, as torch counts what is written into a tensor.
+An optimizer that writes the copies beside the weights reports it (`note_written`). Copies of weights changed by
+anything else, by torch's version counters of tensors, are written again before the next forward.
 """
 
 from __future__ import annotations

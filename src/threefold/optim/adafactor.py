@@ -1,4 +1,4 @@
-"""Adafactor over parameters that ranks hold in parts, with the statistics of the whole ones.
+"""Adafactor over sharded parameters, with the statistics of the whole ones.
 
 The arithmetic is torch.optim.Adafactor's. Rows, columns and norms are sums over parts; all of them are added up in two
 collectives a step. Where no parameter is split, torch's own class does the step.

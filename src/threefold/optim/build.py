@@ -1,4 +1,4 @@
-"""The optimizer that a config asks for, over parameters of any mesh and in groups."""
+"""The configured optimizer, over parameters of any mesh and in groups."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer over the parameters as they are now; build it right after the model and before any forward.
 
-    Only matrices have weight decay, unless a group says otherwise. A group holds parameters of one mesh: torch's fused
+    Only matrices have weight decay, unless a group sets it. A group holds parameters of one mesh: torch's fused
     kernel does not mix them. `lr_share` is a group's peak rate divided by the run's, `label` its name in metrics.
 
     Args:
-        mesh: whose ranks hold the parameters; None: this process alone.
-        dtype: of the model's computation.
-        exact: one whose bits do not depend on the number of shards (`train.reduce`).
-        working: with which the model computes, to be written with the weights.
+        mesh: the mesh whose ranks hold the parameters; None: this process alone.
+        dtype: the model's compute dtype.
+        exact: an optimizer whose bits do not depend on the number of shards (`train.reduce`).
+        working: the copies with which the model computes, to be written with the weights.
 
     Raises:
         ConfigError: a pattern of a group matches no parameter, or there is no such optimizer.

@@ -1,4 +1,4 @@
-"""Which class an optimizer's name stands for, and whether it can be trusted on a mesh and in a checkpoint.
+"""The class of a named optimizer, and whether it can be trusted on a mesh and in a checkpoint.
 
 A built-in name is in `config/optimizer.py`'s table. Any other is the path of a class of an installed package: it is
 tried here on a few numbers, in every process alike and before the first collective. Its update of a matrix must be that
@@ -61,7 +61,7 @@ _SHAPE, _STEPS, _RATE, _BOUND = (64, 64), 3, 0.1, 1e-4
 
 
 def class_of(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
-    """The class that optimizer.name stands for.
+    """The class named by optimizer.name.
 
     Raises:
         ConfigError: there is none, or none that can be used here.

@@ -1,4 +1,4 @@
-"""A moving average of the weights that are trained, split as they are."""
+"""A moving average of the trained weights, sharded like them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Ema:
         return {averaged_name(name): average for name, average in self._averages.items()}
 
     def resume(self, held: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What is to be read of a checkpoint that holds these names: all of it, or nothing of an older one."""
+        """What to read from a checkpoint that holds these names: all of it, or nothing from an older one."""
         return self.state() if any(name in held for name in self.state()) else {}
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begins anew with the weights as they are."""
+        """Restarts from the present weights."""
         for name, average in self._averages.items():
             local_part(average).copy_(local_part(self._weights[name]))
 

@@ -1,7 +1,7 @@
-"""Optimizers of operations that IEEE 754 rounds, one at a time: an update does not depend on what lies beside a number.
+"""Optimizers of single IEEE 754 operations: the update of a number does not depend on its neighbours in memory.
 
-A fused kernel takes vectors of numbers, and what is left of a shard one by one with other instructions, which may round
-a product and a sum together. How much is left depends on the number of shards. A kernel of a single product or sum
+A fused kernel takes vectors of numbers, and the remainder of a shard one by one with other instructions, which may
+round a product and a sum together. Its size depends on the number of shards. A kernel of a single product or sum
 rounds the same either way. The root is taken in float64, whose errors do not reach the float32 that it is rounded to.
 """
 

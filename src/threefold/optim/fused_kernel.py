@@ -1,7 +1,7 @@
 """The Triton kernel of `fused_adamw`: one launch updates many tensors, a block of one tensor in each program.
 
-A table has the tensors' addresses. Products and sums are not fused, and roots and quotients are rounded as IEEE 754
-says, so the bits are those of single operations.
+A table has the tensors' addresses. Products and sums are not fused, and roots and quotients follow IEEE 754
+rounding, so the bits are those of single operations.
 """
 
 # mypy: disable-error-code="no-untyped-def"

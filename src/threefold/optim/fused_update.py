@@ -1,4 +1,4 @@
-"""What a fused update is given, and the update by single operations, which is the reference of its kernel."""
+"""The arguments of a fused update, and the update by single operations, the reference for its kernel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tensors(NamedTuple):
 
     @property
     def stored(self) -> list[Any]:
-        """What is in memory: of moments in 8 bits their codes, and at the end their scales and then maps of codes."""
+        """The tensors in memory: for 8-bit moments their codes, and at the end their scales and then maps of codes."""
         if not is_traceable_wrapper_subclass(self.mean):
             return list(self)
         parts = [getattr(own, name) for name in ("codes", "scale", "qmap") for own in self[2:4]]
@@ -64,7 +64,7 @@ def update_by_operations(
         wide = each
         if is_traceable_wrapper_subclass(each.mean):
             if not goes_on:
-                continue  # what is written again has other scales
+                continue  # rewritten ones have other scales
             wide = each._replace(mean=each.mean.dequantize(), square=each.square.dequantize())
         for parts in in_blocks(*(own for own in wide if own is not None)):
             weight, gradient, mean, square = (

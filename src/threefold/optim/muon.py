@@ -74,7 +74,7 @@ class Muon(torch.optim.AdamW):
     ) -> None:
         self._mesh, self._dtype = mesh, dtype
         self._momentum, self._nesterov, self._adjust = momentum, nesterov, adjust_lr_fn
-        # Torch's own says what is wrong with them, in its constructor or in its step.
+        # Torch's own class reports their problems, in its constructor or in its step.
         matrix = nn.Parameter(torch.zeros(1, 1))
         matrix.grad = torch.zeros(1, 1)
         torch.optim.Muon(

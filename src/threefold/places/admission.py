@@ -1,7 +1,7 @@
-"""Whether a store keeps what runs rely on, found by asking it: probes of a few kilobytes, and one object of two parts.
+"""Whether a store has the semantics that runs rely on: probes of a few kilobytes, and one object of two parts.
 
-Many servers and gateways accept a conditional write and ignore its condition, without an error. So only what was seen
-counts. The probes have their own folder below the prefix, which is removed again.
+Many servers and gateways accept a conditional write and ignore its condition, without an error. So only observed
+behaviour counts. The probes have their own folder below the prefix, which is removed again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from threefold.places.object_store import ObjectStore, open_store, server_of
 from threefold.places.place import ObjectPlace
 
 LIMIT_S = 2.0
-# What is probed: no object of anybody.
+# The probe's own objects: not part of any data.
 PROBE = ".threefold-probe-"
 _NUM_RACES, _NUM_WRITERS = 20, 8
 _NUM_LATENCIES = 8
@@ -144,7 +144,7 @@ class _Probing:
         self.told = StoreAdmission(str(place.url))
 
     def all(self) -> Iterator[tuple[str, Callable[[], tuple[bool, str, str]]]]:
-        """Every probe by name: a function that returns whether it holds, what was seen, and what is expected."""
+        """Every probe by name: a function that returns whether it holds, the observation, and the expectation."""
         yield "put if absent", self._create
         yield "races of writers", self._races
         yield "swap by etag", self._swap
@@ -154,7 +154,7 @@ class _Probing:
         yield "clock", self._clock
 
     def take(self, name: str, probe: Callable[[], tuple[bool, str, str]]) -> None:
-        """Runs a probe and keeps what it says; an error of the store's is what it says."""
+        """Runs a probe and keeps its result; an error of the store counts as its result."""
         try:
             holds, what, expected = probe()
         except ThreefoldError as error:

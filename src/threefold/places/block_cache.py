@@ -2,7 +2,7 @@
 
 All processes of a machine share the folder, and any of them may die at any moment. A block appears by a rename, so that
 it is whole or absent. It is fetched by one process, while the others wait for its lock, which ends with its holder.
-The block that is used last goes first; the caller knows which that is, and without it the oldest goes.
+The block whose next use is farthest is evicted first; the caller knows which that is; otherwise the oldest goes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BlockCache:
         self._is_full = False
 
     def path(self, number: int) -> Path:
-        """Where a block is, if it is there."""
+        """The path of a block, if it is cached."""
         return self._folder / f"{number:08d}"
 
     def get(self, number: int) -> bytes | None:
@@ -80,7 +80,7 @@ class BlockCache:
         return read() if data is None else data
 
     def drop(self, number: int) -> None:
-        """Removes a block, if it is there."""
+        """Removes a block, if it is cached."""
         self.path(number).unlink(missing_ok=True)
 
     @contextmanager
@@ -102,7 +102,7 @@ class BlockCache:
             os.close(file)
 
     def _keep(self, number: int, data: bytes, steps_until: StepsUntil) -> None:
-        """Keeps a block; on a disk that others have filled, in the place of one of ours; OSError if that fails, too."""
+        """Keeps a block; on a disk filled by others, in place of one of ours; OSError if that fails too."""
         part = self._folder / f".{number:08d}.{os.getpid()}.{threading.get_ident()}.partial"
         try:
             self._make_room(self.num_blocks, steps_until)
@@ -118,9 +118,9 @@ class BlockCache:
             part.unlink(missing_ok=True)
 
     def _make_room(self, most: int, steps_until: StepsUntil, *, now: bool = False) -> None:
-        """Removes what is used last, so that a block can be added.
+        """Evicts the blocks whose next use is farthest, so that a block can be added.
 
-        A folder of many blocks is looked at only now and then, and room is made for several: for 1 in 256.
+        A folder of many blocks is scanned only now and then, and room is made for several: for 1 in 256.
         """
         with self._lock:
             self._allowed -= 1

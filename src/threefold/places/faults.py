@@ -1,4 +1,4 @@
-"""What a store's answer means, as one sentence in three parts. Only the answer's code and status are shown.
+"""The meaning of a store's answer, as one sentence in three parts. Only the answer's code and status are shown.
 
 A store's answer may hold a key id, a signature or a token, so its text is read and dropped.
 """
@@ -30,7 +30,7 @@ class MissingObject(PlaceError):
 
 @dataclass(frozen=True)
 class _Meaning:
-    """What the answers that match say: `{url}`, `{bucket}` and `{said}` are filled in."""
+    """The texts for matching answers: `{url}`, `{bucket}` and `{said}` are filled in."""
 
     answers: str
     what: str

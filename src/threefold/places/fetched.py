@@ -1,7 +1,7 @@
 """The small files of a token store at an address, on this machine: all but its tokens.
 
-They are compared with the store's list of hashes, and with what the store lists, each time it is opened: what is
-damaged, cut, swapped or missing is named by its key, and a file that is already here is not fetched again.
+They are compared with the store's list of hashes, and with its listing, each time it is opened: damaged, truncated,
+swapped or missing files are named by key, and a file that is already here is not fetched again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PREPARE = (
 
 
 class HashedBlocks(Protocol):
-    """What a list of hashes says: (bytes, time, hashes of the blocks) of each file, by its suffix."""
+    """The contents of a list of hashes: (bytes, time, hashes of the blocks) of each file, by its suffix."""
 
     @property
     def files(self) -> Mapping[str, tuple[int, int, bytes]]: ...
@@ -47,14 +47,14 @@ def fetched(
     cache: Path,
     parse: Callable[[bytes, Path], HashedBlocks],
 ) -> Path | None:
-    """The prefix of the files on this machine; None if what is there is not a token store.
+    """The prefix of the files on this machine; None if the address has no token store.
 
     Args:
         cache: the folder for all stores.
         parse: reads a list of hashes, given its name.
 
     Raises:
-        DataError: there is none that is whole, or several. MissingObject: an object is not what was hashed.
+        DataError: no store is whole, or there are several. MissingObject: an object does not match its hash.
             ConfigError, PlaceError: the store cannot be used, or does not answer.
     """
     place = open_store(address, environ)

@@ -1,8 +1,8 @@
-"""The head of a run in a store: one small object, changed by swaps alone, that says who writes there and what is whole.
+"""The head of a run in a store: one small object, changed by swaps alone, with the writer and the complete checkpoints.
 
 It holds the lease of the run that writes below the prefix, the run's identity, and its complete checkpoints. Whoever
 takes the lease swaps the head, so that the next swap of the former holder is refused: of two runs one can add a
-checkpoint, whatever their clocks say. A checkpoint that the head does not name was not saved; what is newest is read
+checkpoint, whatever their clocks say. A checkpoint that the head does not name was not saved; the newest one is read
 here, never guessed from a listing.
 """
 
@@ -27,7 +27,7 @@ log = logging.getLogger("threefold")
 KEY = "run-head.json"
 CHECKPOINTS = "checkpoints"
 _FORMAT = 1
-# How often a holder swaps the head, and how long whoever wants the lease waits for a swap before it takes it.
+# How often a holder swaps the head, and how long a contender waits for a swap before it takes the lease.
 RENEW_S, LEASE_S = 5.0, 30.0
 _LOOK_S = 0.5
 
@@ -58,10 +58,10 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True)
 class RunHead:
-    """What the head says: the lease, the run's identity (None: no run yet), and its checkpoints, oldest first.
+    """The contents of the head: the lease, the run's identity (None: no run yet), and its checkpoints, oldest first.
 
     Attributes:
-        aside: names of checkpoints that the run has gone back before; they are kept, and never resumed.
+        aside: names of checkpoints later than one the run has gone back to; they are kept, and never resumed.
     """
 
     lease: Lease
@@ -180,7 +180,7 @@ class HeldHead:
             except LeaseLost:
                 return
             except ThreefoldError as error:
-                # Who wants the lease finds the store as it is; a swap after that says whether somebody took it.
+                # A contender finds the store as it is; a swap after that shows whether somebody took it.
                 log.warning("the lease could not be renewed: %s", error.problems[0].what)
             except BaseException:
                 log.exception("the lease could not be renewed")

@@ -1,7 +1,7 @@
 """A file in a store whose blocks are known by their hashes: read by ranges, through a cache on this machine's disk.
 
 Nothing of a block is used before its bytes were compared with its hash: those that come from the store, and those that
-lie in the cache, once in each process. So an object that was damaged, swapped, cut, removed or written anew is named by
+are in the cache, once in each process. So an object that was damaged, swapped, cut, removed or rewritten is named by
 its key, and a block of the cache that is damaged is fetched again.
 """
 

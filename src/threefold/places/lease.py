@@ -1,7 +1,7 @@
-"""The lease of a prefix, taken for a run's folder, which a lock keeps to one process at a time.
+"""The lease of a prefix, taken for a run's folder, which a lock restricts to one process at a time.
 
-The folder remembers who took it from there. All but the last have ended, since the folder was locked again: their lease
-is free at once, after a kill too. A copy of the folder remembers nothing.
+The folder records its lease holders. All but the last have ended, since the folder was locked again: their lease
+is free at once, even after a kill. A copy of the folder has no such record.
 """
 
 from __future__ import annotations

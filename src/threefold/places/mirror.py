@@ -1,8 +1,8 @@
-"""Folders of a run sent to a store behind its steps: every rank its files, rank 0 the seal, last.
+"""Folders of a run sent to a store in the background: every rank its files, rank 0 the seal, last.
 
 A thread of each rank sends, and no step waits for it. At most one folder is sent and one waits, so a store that is
-slower than the saves gets the newest and the best. The threads talk through their own key-value store, never by a
-collective.
+slower than the saves gets the newest and the best. The threads communicate through their own key-value store, never by
+a collective.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class Sent:
 
 @dataclass(frozen=True)
 class SentFiles:
-    """What rank 0 says of a folder before all send it.
+    """Rank 0's description of a folder before all ranks send it.
 
     Attributes:
         name: equal for equal folders alone.
-        files: of all ranks: which rank sends it, its bytes and its xxh3, by name.
-        others: that rank 0 sends besides: the path of each by its name in the store.
+        files: for all ranks: the sending rank, size and xxh3 of each, by name.
+        others: files that rank 0 also sends: the path of each by its name in the store.
     """
 
     name: str

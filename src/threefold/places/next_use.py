@@ -1,7 +1,7 @@
-"""Which block of a cache is used last, and how often one that is asked for is there: Belady's rule, by arithmetic.
+"""Which block of a cache has the farthest next use, and the hit rate: Belady's rule, by arithmetic.
 
-The order of a run says which blocks each step reads, long before it does. So nothing is guessed from the past: what is
-kept is what is needed soonest, which no other rule beats. No store and no disk: numbers only.
+The order of a run determines which blocks each step reads, long in advance. So nothing is guessed from the past: the
+blocks needed soonest are kept, which no other rule beats. No store and no disk: numbers only.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _settings(url: StoreUrl, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _endpoint(environ: Mapping[str, str], of_profile: str | None) -> str:
-    """The address of a server other than Amazon's; empty if none is set. The library panics at what is not one."""
+    """The address of a server other than Amazon's; empty if none is set. The library panics on an invalid one."""
     # The library reads the last by itself.
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     for name, endpoint in (
@@ -216,10 +216,10 @@ class ObjectStore:
         return str(meta["version" if self.url.scheme == "gs" else "e_tag"])
 
     def write(self, key: str, data: bytes | Path, *, in_parts: bool = True) -> None:
-        """Writes an object whole, over what is there; in parts if it is large, which appear together.
+        """Writes an object whole, replacing any existing one; in parts if it is large, which appear together.
 
         Args:
-            in_parts: False: by one request. A writer that is killed leaves no parts behind, which no listing shows.
+            in_parts: False: by one request. A killed writer then leaves no parts behind, which no listing shows.
         """
         limits: dict[str, Any] = {
             "chunk_size": _PART_BYTES,
@@ -279,7 +279,7 @@ class ObjectStore:
                 and self.read(key, start=0, length=len(data)) == data
             ):
                 return stored.etag
-            # Some stores refuse all of those who write at the same moment (409): nobody has won yet.
+            # Some stores refuse all concurrent writers (409): no one has won yet.
             if (stored.etag if stored else None) != etag or tries >= _MAX_CONFLICTS:
                 return None
             time.sleep(random.uniform(0.05, 0.1 * 2 ** min(tries, 5)))

@@ -1,7 +1,7 @@
-"""What the code above needs of a place that holds bytes under names: the only thing that it knows of a store.
+"""The interface of a place that holds bytes under names: all that the code above knows about a store.
 
-An object is written whole or not at all, and never changed in part. Of two writers who create one key, one does; who
-swaps a key by the etag that it has read does so only if nobody has written since.
+An object is written whole or not at all, and never changed in part. Of two writers that create one key, one
+succeeds; a swap of a key by the etag that was read succeeds only if nothing was written since.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ObjectPlace(Protocol):
         """The object of a key, None if there is none."""
 
     def write(self, key: str, data: bytes | Path, *, in_parts: bool = True) -> None:
-        """Writes an object whole, over what is there; a large one in parts that appear together, or by one request."""
+        """Writes an object whole, over an old one; a large one in parts that appear together, or by one request."""
 
     def create(self, key: str, data: bytes) -> str | None:
         """The etag of a new object; None if another one has this key. No other writer may write the same `data`."""

@@ -1,4 +1,4 @@
-"""Fetches the blocks that the next steps read before they are asked for, in threads that no step waits for.
+"""Fetches the blocks of the next steps in advance, in threads that no step waits for.
 
 In: the files, and the blocks of each step to come: those of this rank, and those of all ranks, by which each process
 decides alike what the cache keeps. A step whose blocks are not there yet waits in `wait`, where it can be seen.

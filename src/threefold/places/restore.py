@@ -34,14 +34,14 @@ _IN_CHECKPOINTS = re.compile(rf"(.+)/{CHECKPOINTS}/([\w.-]+)")
 
 @dataclass(frozen=True)
 class Restore:
-    """What is to be fetched, as plain values for all ranks.
+    """The data to fetch, as plain values for all ranks.
 
     Attributes:
-        candidates: names and checksums of seals (None: it is not known), the nearest first.
-        into: the run's folder, or one that is made and gets its name when it is whole.
-        whole: `into` is made.
-        state: the checkpoint is wanted, beside the records.
-        records: which of the run's records are wanted, by the beginnings of their names.
+        candidates: names and checksums of seals (None: unknown), the nearest first.
+        into: the run's folder, or a new one that gets its name when it is whole.
+        whole: `into` is a new folder.
+        state: the checkpoint is fetched, beside the records.
+        records: the run's records to fetch, by prefixes of their names.
         files: small files that are written last, by name: what makes the folder a run's.
         required: nothing else can be resumed.
     """
@@ -135,7 +135,7 @@ def _fetched(
     ranks: RanksOfRun,
     say: Callable[[str], None],
 ) -> str | None:
-    """Fetches one checkpoint, compares it and gives it its place; returns what is wrong with it, if so."""
+    """Fetches one checkpoint, compares it and moves it into place; returns its damage, if any."""
     staging, share = wanted.staging, (ranks.rank, ranks.world_size)
 
     def begin() -> dict[str, Any]:

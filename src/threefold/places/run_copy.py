@@ -1,6 +1,6 @@
 """A run in a store as a folder on this machine, for commands that read one: its newest checkpoint, or one by its name.
 
-The copy is of what the store's seal names, and compared with it; it is made once, and again when the run has continued.
+The copy has the files of the store's seal, and is compared with it; it is made once, and again when the run continued.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class RunCopies:
 
     Attributes:
         folder: for all of them.
-        identity_file: gets what a run is, as the store's head says it.
-        mark: a file that says that a folder is a copy, and of which checkpoint.
+        identity_file: gets the run's identity from the store's head.
+        mark: a file that marks a folder as a copy, and names its checkpoint.
     """
 
     folder: Path
@@ -79,10 +79,10 @@ class RunCopies:
 
         Args:
             state: whether its weights are fetched too.
-            say: receives lines about what is fetched.
+            say: receives progress lines.
 
         Raises:
-            CheckpointError: there is no such run or checkpoint, or it is not what was sent. ConfigError, PlaceError:
+            CheckpointError: there is no such run or checkpoint, or it was changed since. ConfigError, PlaceError:
                 the store cannot be used, or does not answer.
         """
         prefix, name = parted(address)

@@ -29,7 +29,7 @@ PIECE_BYTES = 32 * 2**20
 # A write that fails behind a run is repeated for so long: a store may be away for a while.
 PATIENCE_S = 300.0
 SEAL = "sealed.json"
-# In a snapshot: the checkpoint as it lies on the disk, and what of the folder of its run a start elsewhere needs.
+# In a snapshot: the checkpoint as on disk, and the files of its run's folder that a start elsewhere needs.
 STATE, RECORDS = "checkpoint/", "records/"
 _RANGE_BYTES = 16 * 2**20
 _NUM_WRITES, _NUM_READS = 2, 4

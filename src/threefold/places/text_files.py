@@ -1,7 +1,7 @@
 """Text in a store, on this machine: the objects at an address as the files of a folder, as one listing shows them.
 
-The folder has the name of the listing (keys, sizes, etags), so objects that were changed, added or removed make another
-one, with another content. An object that changes while it is fetched is named. One process of a machine fetches, while
+The folder has the name of the listing (keys, sizes, etags), so changed, added or removed objects give another folder,
+with another content. An object that changes while it is fetched is named. One process of a machine fetches, while
 the others wait for its lock, which ends with its holder; the next one keeps what is whole.
 """
 
@@ -47,12 +47,12 @@ def text_files(
     *,
     kinds: str,
 ) -> Path:
-    """What stands for the address here: a folder, a file, or a pattern of files.
+    """The local counterpart of the address: a folder, a file, or a file pattern.
 
     Args:
         cache: the folder for all addresses.
         is_text: whether an object of this name is fetched.
-        kinds: the names of those, in words.
+        kinds: the accepted names, in words.
 
     Raises:
         DataError: there is no such object, or one whose key is no path. RunError: the disk is too small.
@@ -92,7 +92,7 @@ def text_files(
 
 @contextmanager
 def locked(cache: Path, name: str) -> Iterator[None]:
-    """Holds what is fetched below a folder by a name: of two processes, only one fetches."""
+    """Holds a lock by name below a folder: of two processes, only one fetches."""
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f".lock-{name}").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,8 +1,8 @@
-"""A folder that is made here and then sent to a store, where its last object says that it is whole.
+"""A folder that is made here and then sent to a store, where its last object marks it as complete.
 
 A claim holds the prefix from the first file to the mark, and lists the files with their hashes. So two writers never
-mix theirs, and a sender that was killed, or failed, is followed by any that has the same bytes. Files go first, configs
-and indexes after them, and the mark last: who finds it finds them all.
+mix their files, and any sender with the same bytes can continue for one that was killed or failed. Files are sent
+first, configs and indexes after them, and the mark last: if it is there, so are all the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Addresses of object stores, `s3://BUCKET/PREFIX`: what they are made of, or what is wrong with them. No library."""
+"""Addresses of object stores, `s3://BUCKET/PREFIX`: their parts, or the error in them. No library."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class _Plan:
 def open_stored(
     config: Config, mesh: Mesh, lock: RunLock, *, program: bool, say: Callable[[str], None]
 ) -> tuple[Config, StoredRun | None]:
-    """Takes the lease of `checkpoint.store`, and fetches what the run resumes from, if the store has a later one.
+    """Takes the lease of `checkpoint.store`, and fetches what the run resumes from, if a store is ahead of the folder.
 
     Every rank calls it, before the run's folder is opened.
 

@@ -1,6 +1,6 @@
-"""Schedulers and clouds that reserve several hosts: how many, which is the first, and how ranks are started on them.
+"""Schedulers and clouds that reserve several hosts: their number, the first one, and how to start ranks on them.
 
-They start one process on each host, or on the first one alone, and publish who takes part in variables of their own.
+They start one process on each host, or on the first one alone, and publish the participants in their own variables.
 Such a process must not train alone: each host would do the whole run.
 """
 
@@ -30,13 +30,13 @@ _ADDRESS = r"\w*(?:MASTER|LEADER|MAIN|WORKER_0)_\w*(?:ADDR(?:ESS)?|HOST(?:NAME)?
 
 @dataclass(frozen=True)
 class Cluster:
-    """What one of them publishes.
+    """A scheduler or cloud, as it describes itself to a process.
 
     Attributes:
-        variable: the one that tells of the hosts.
+        variable: the variable that describes the hosts.
         hosts: their names, as far as they are known; "" for each that is not.
         fix: how to start ranks on all of them.
-        several: what the variable's value shows, where it is no number of hosts.
+        several: what the variable's value shows, if it is not a number of hosts.
     """
 
     variable: str
@@ -60,7 +60,7 @@ def _listed(
 def _counted(
     variable: str, first: str = "", beside: str = ""
 ) -> Callable[[Environ], Sequence[str]]:
-    """So many as a variable says, the first as another one does, if `beside` is set too."""
+    """Number of hosts from one variable and the first host from another, if `beside` is set too."""
 
     def hosts(environ: Environ) -> Sequence[str]:
         count = environ.get(variable, "") if not beside or beside in environ else ""
@@ -79,7 +79,7 @@ def _uncounted(*variables: str) -> Callable[[Environ], Sequence[str]]:
 
 
 def _filed(variable: str, count: str = "") -> Callable[[Environ], Sequence[str]]:
-    """A file with a line for each place on a host; where it cannot be read, so many as `count` says."""
+    """A file with a line for each slot of a host; if it cannot be read, the number in `count`."""
 
     def hosts(environ: Environ) -> Sequence[str]:
         if variable not in environ:
@@ -119,7 +119,7 @@ def _of_vertex(environ: Environ) -> Sequence[str]:
 
 
 def _of_indexed_job(environ: Environ) -> Sequence[str]:
-    # It tells a pod its number, but not how many there are.
+    # A pod knows its number, but not how many there are.
     index = environ.get("JOB_COMPLETION_INDEX", "")
     return (
         [""] * (int(index) + 1)
@@ -261,7 +261,7 @@ def _counting(environ: Environ) -> Iterator[tuple[str, Cluster]]:
 
 
 def reserved(environ: Environ) -> tuple[str, Cluster, Sequence[str]] | None:
-    """(its name, the cluster, its hosts) of the first that says that it has several; None if none does."""
+    """(its name, the cluster, its hosts) of the first cluster with several hosts; None if there is none."""
     for name, cluster in (*CLUSTERS.items(), *_counting(environ)):
         if len(hosts := cluster.hosts(environ)) > 1:
             return name, cluster, hosts

@@ -27,10 +27,10 @@ class LaunchInfo:
         master_addr, master_port: where rank 0 (or the launcher's agent) can be reached; None in a single process.
         host: the launcher's name for this machine, or "" if it gives none.
         restart: how often this job has been restarted.
-        max_restarts: how often the launcher restarts it at most; 0 if it does not say.
+        max_restarts: how often the launcher restarts it at most; 0 if it gives no number.
         generation: if the launcher keeps one rendezvous store over its restarts: distinguishes this start's keys from
             earlier ones; else None.
-        own_device: the launcher has given each rank a device of its own and hides the others.
+        own_device: the launcher has assigned each rank its own device and hides the others.
     """
 
     rank: int = 0

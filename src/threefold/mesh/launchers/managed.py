@@ -64,7 +64,7 @@ def managed(environ: Environ) -> Managed | None:
     """The managed job that this process is a part of; None if there is none.
 
     SageMaker's toolkit and its SDK's own drivers all set SM_HPS, SM_CHANNEL_*, SM_MODEL_DIR and SM_OUTPUT_DIR; their
-    command lines differ. SAGEMAKER_BASE_DIR moves /opt/ml; the checkpoint folder there has no variable of its own.
+    command lines differ. SAGEMAKER_BASE_DIR moves /opt/ml; the checkpoint folder there has no variable.
 
     Raises:
         ConfigError: SM_HPS is not a JSON mapping.

@@ -307,7 +307,7 @@ def _refuse_lonely_agent(environ: Environ, info: LaunchInfo) -> None:
         return
     names = [f"{prefix}_SIZE" for _, _, prefix in _MPIS]
     names += ["SLURM_STEP_NUM_TASKS", "PMI_SIZE", "PET_NNODES", "FLUX_JOB_SIZE"]
-    # How many agents the outer launchers have started, and the variable that says so.
+    # How many agents the outer launchers have started, and the variable with that number.
     started = {
         f"{name} = {environ[name]}": int(environ[name])
         for name in names

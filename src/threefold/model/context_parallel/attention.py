@@ -1,8 +1,8 @@
-"""The cp axis of one model: its batches are split, and each attention meets the keys of the whole row.
+"""The cp axis of one model: its batches are split, and each attention sees the keys of the whole row.
 
 A batch of rows [batch, sequence] becomes [batch, sequence / cp] on each cp rank (`split.py`). Everything that depends
-on where a token stands (positions, masks, documents) is computed from true positions in the row: before the split, or
-after it in `BatchMasks`. The method `gather` brings the keys and values of the entire row to every rank's queries,
+on the position of a token (positions, masks, documents) is computed from true positions in the row: before the split,
+or after it in `BatchMasks`. The method `gather` brings the keys and values of the entire row to every rank's queries,
 `ulysses` brings entire rows of some heads to every rank; `model/collectives.py` sends them, and their gradients back.
 """
 
@@ -38,8 +38,8 @@ _instance_numbers = itertools.count()
 class ContextParallel:
     """The cp axis of one model: splits its batches and computes its attention.
 
-    Registers an attention function and a mask function under a name of its own (`name`), which the model's config must
-    name; several models, each with its own, can live in one process.
+    Registers an attention function and a mask function under a unique name (`name`), which the model's config must
+    name; several models, each with its own, can coexist in one process.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ContextParallel:
             for end in range(1, len(parts))
         }
         for name, module in model.named_modules():
-            # On the module itself: a compiled layer does not see what is looked up of it in a set.
+            # On the module itself: a compiled layer does not see lookups of it in a set.
             module.has_split_heads = name in owners
 
     @contextmanager
@@ -235,10 +235,10 @@ class ContextParallel:
 
 
 def _temperature(module: Any, positions: Tensor) -> Tensor:
-    """What queries of Llama 4 are to be scaled by besides, [batch, sequence / cp].
+    """The additional scale of Llama 4's queries, [batch, sequence / cp].
 
-    Its layers without rotary embedding scale a query by its place (arXiv:2501.19399), which they take from where it
-    lies in the tensor: of a row's part, or of a document behind another one, that is not its place.
+    Its layers without rotary embedding scale a query by its position (arXiv:2501.19399), which they take from its index
+    in the tensor: wrong for a part of a row, or for a document behind another one.
     """
 
     def scale(places: Tensor) -> Tensor:

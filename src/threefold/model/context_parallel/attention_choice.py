@@ -1,7 +1,7 @@
-"""Which attention a model computes: ours, or its own.
+"""Which attention a model uses: ours, or its own.
 
-Most architectures ask transformers' attention interface for a function by name; they are given ours, and boolean masks.
-The others compute attention in layers of their own (bloom, falcon, gpt_neo), derive a mask from the one they are given
+Most architectures ask transformers' attention interface for a function by name; they get ours, and boolean masks.
+The others compute attention in their own layers (bloom, falcon, gpt_neo), derive a mask from the one passed to them
 (deepseek_v4, for keys that it adds), or add a term that ours does not know (inkling). These keep their own attention,
 and take the same masks as numbers to add to the scores. Their layers see the keys that they hold, so cp ranks cannot
 split their rows.

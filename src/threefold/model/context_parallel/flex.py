@@ -68,7 +68,7 @@ def block_mask(
         if starts is None:
             return mask_function(row, head, own, key)
         start = starts[row, own]
-        # Keys up to the query are of its document from its start on; of later ones only their own start says so.
+        # Keys up to the query are of its document from its start on; for later keys only their own start shows it.
         inside = key >= start if causal else starts[row, key] == start
         return inside & mask_function(row, head, own - start, key - start)
 

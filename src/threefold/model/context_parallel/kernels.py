@@ -1,7 +1,7 @@
 """Which of torch's fused kernels computes attention that needs no mask in memory, by device, type and size.
 
-`scaled_dot_product_attention` tries its kernels in an order of its own, flash first. Here the order is a choice with a
-reason; a kernel that cannot serve a call is passed over, so the choice is about time and never about what is computed.
+`scaled_dot_product_attention` tries its kernels in a fixed order, flash first. Here the order is a reasoned choice; a
+kernel that cannot serve a call is skipped, so the choice affects time and never the result.
 """
 
 from __future__ import annotations

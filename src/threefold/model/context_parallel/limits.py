@@ -1,7 +1,7 @@
-"""What an architecture cannot do, read from its modules: before anything is computed, and before the first collective.
+"""Limits of an architecture, read from its modules: before anything is computed, and before the first collective.
 
-A model is given here without storage. What is not refused is mended where it is computed (`backend`, `recurrence`,
-`rotary`), or found wrong by the probes of an admission.
+The model has no storage yet. Anything that is not refused is corrected where it is computed (`backend`,
+`recurrence`, `rotary`), or caught by the probes of an admission.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention of local queries over all keys, for every term that a model adds to it, and the masks that it takes.
+"""Attention of local queries over all keys, with every term that a model adds to it, and its masks.
 
 A layer's mask is the model's own mask function, evaluated at true positions in the row, so windows and chunks mean what
 they mean in one process. Plain causal attention has no mask in memory: keys are in the order of the row, so that each
@@ -217,7 +217,7 @@ def attend(
             name: value for name, value in kwargs.items() if name not in ("softcap", "s_aux")
         }
         if mask is None and query.shape[2] == key.shape[2]:
-            # Not what a layer says of itself: bigbird_pegasus' says otherwise.
+            # Not the layer's own attribute: bigbird_pegasus' is wrong.
             kwargs.setdefault("is_causal", True)
         elif (mask is None or not query.is_cuda) and kwargs.get("position_bias") is None:
             return _fused(module, query, key, value, mask, **kwargs), None
@@ -264,7 +264,7 @@ def _fused(
 
 
 def lower_right(queries: int, keys: int) -> Tensor:
-    """What tells torch's kernels on CUDA that the last query is at the last key, with no mask in memory."""
+    """A bias with which torch's CUDA kernels align the last query to the last key, with no mask in memory."""
     # Which allocates a tensor of its sizes that no kernel reads.
     bias = causal_lower_right(1, 1)
     bias.seq_len_q, bias.seq_len_kv = queries, keys

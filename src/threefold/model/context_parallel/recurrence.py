@@ -1,8 +1,8 @@
 """Layers that carry a state along the sequence: each document runs through them alone.
 
 A mask keeps attention inside a document; it does nothing to a convolution or a recurrence, which would take the end of
-one document into the next. So rows with documents are laid out anew in front of such a layer, a document to a row, and
-back behind it. Documents of similar length run together: at most half of what is computed is filling.
+one document into the next. So rows with documents are rearranged before such a layer, one document per row, and back
+after it. Documents of similar length run together: at most half of the computation is padding.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class DocumentRows:
         ]
         if not isinstance(outputs[0], tuple):
             return self._put_back(outputs)
-        # Behind the hidden states there may be a final state, for which nobody asked.
+        # After the hidden states there may be a final state that was not requested.
         return tuple(
             self._put_back([*each], needed=not number)
             for number, each in enumerate(zip(*outputs, strict=True))

@@ -1,4 +1,4 @@
-"""Positions and lengths as a token's own row or document has them, where an architecture would take the tensor's.
+"""Positions and lengths of a token's own row or document, for architectures that would take those of the tensor.
 
 A tensor can be a part of a row, or hold several rows and documents. Embeddings that number the tokens of the tensor at
 hand (bart) are given true positions. Rotary embeddings that depend on a text's length (longrope) take the largest

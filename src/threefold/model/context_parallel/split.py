@@ -1,4 +1,4 @@
-"""How a row is split over cp ranks, and whose rows can be: arithmetic, before anything is computed.
+"""How a row is split over cp ranks, and which models allow it: arithmetic, before anything is computed.
 
 A row becomes [sequence / cp] on each cp rank: its head chunk and its tail chunk of 2 x cp equal ones, so that causal
 work is balanced.

@@ -1,4 +1,4 @@
-"""Which models `train.reduce: exact` does not go with, and what its head says."""
+"""Models that `train.reduce: exact` does not support, and its line in the head of a run."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ micro-batches of a rank, over the shards, over the copies. The power belongs to 
 and comes from figures that any number of ranks agrees on: the largest gradient in the global batch's first micro-batch,
 which is always dp rank 0's first, on all of its cp and tp ranks. If a later one is more than 2**HEADROOM times larger,
 which all ranks find together, the step is computed again with the largest of all. Nothing is scaled by the number of
-ranks. What cp and tp ranks send one another in forward and backward is floating point: their number is held.
+ranks. Communication of cp and tp ranks in forward and backward is floating point: their number must stay the same.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def in_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _exponent(values: Tensor) -> Tensor:
-    """The least e with |value| < 2**e, int64; 0 of what is not finite."""
+    """The least e with |value| < 2**e, int64; 0 for non-finite values."""
     return torch.frexp(values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)).exponent.long()
 
 

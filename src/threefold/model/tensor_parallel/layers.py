@@ -1,4 +1,4 @@
-"""What a split layer computes on one tp rank, on local tensors.
+"""The computation of a split layer on one tp rank, on local tensors.
 
 transformers' styles run every product through DTensor and sum the gradient of a layer's input once for each projection
 that reads it. Here a projection is a plain product with the local part of its weight, and projections that read the
@@ -77,7 +77,7 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # A sum of products, which nobody else holds.
+        # A sum of products, held nowhere else.
         finish = ctx.beside.start(gradients[0], ctx.group)
         of_weight = ctx.beside.weight_gradient()
         return finish(), of_weight, None, None

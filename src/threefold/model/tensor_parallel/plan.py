@@ -128,7 +128,7 @@ def expert_problems(config: PretrainedConfig, ep_size: int, tp_size: int) -> Ite
 
 
 def _expanded(model: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, str]:
-    """A plan's rules by the names that they stand for: a module's parameters, then the module; `*` is any number."""
+    """A plan's rules by the names that they match: a module's parameters, then the module; `*` is any number."""
     rules = {}
     for name, module in model.named_modules():
         rule = plan.get(_NUMBER.sub(".*", name))
@@ -247,7 +247,7 @@ def _rules(model: PreTrainedModel, module: str, style: str) -> dict[str, str]:
 
 
 def _without_rule(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> list[str]:
-    """The parameters that see a rank's columns alone, and of which the plan says nothing.
+    """The parameters that see only a rank's columns, and that the plan does not mention.
 
     They are those of activations between columns and rows (Apertus' xIELU), and of norms of heads (q_norm behind a
     q_proj, as GLM-4.5 has it).

@@ -1,4 +1,4 @@
-"""Split products that run part by part beside what they send, in memory that the devices of the tp ranks share.
+"""Split products overlapped part by part with their communication, in memory shared by the tp ranks' devices.
 
 A part of the model gathers the hidden states at its entry and sums its output at its exit. A device that can read and
 write the memory of the others (symmetric memory, over NVLink) multiplies the part of the rows that has arrived while
@@ -71,7 +71,7 @@ def _unlinked(mesh: Mesh) -> str | None:
 
 
 def _wrong_entry(mesh: Mesh) -> str | None:
-    """What is wrong with a product at an entry."""
+    """The problem with a product at an entry."""
     group, part, weight = _integers(mesh)
 
     def compute() -> Tensor:
@@ -82,7 +82,7 @@ def _wrong_entry(mesh: Mesh) -> str | None:
 
 
 def _wrong_exit(mesh: Mesh) -> str | None:
-    """What is wrong with a product at an exit."""
+    """The problem with a product at an exit."""
     group, part, weight = _integers(mesh)
     whole = gather_parts(part, group)
     right = scatter_sum(whole @ weight.t(), group)

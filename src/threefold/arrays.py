@@ -1,4 +1,4 @@
-"""Arrays of numpy in signatures, by the type of their values."""
+"""numpy arrays in signatures, by the dtype of their values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which build of threefold this is: its version and a digest of its sources, so that two checkouts are two builds."""
+"""The build of threefold: its version and a digest of its sources, so that two checkouts are two builds."""
 
 from __future__ import annotations
 

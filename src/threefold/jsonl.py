@@ -1,7 +1,7 @@
 """JSON lines that a run appends to, how they are read, and the protocol of its trackers.
 
 A resumed run appends; a torn last line, left by a killed run, is cut before the first append, and is not read. A whole
-line that is not a JSON object is named and passed over. Floats read back to the same value; what is not finite is null.
+line that is not a JSON object is named and skipped. Floats read back to the same value; non-finite ones are null.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def cut_torn_line(path: Path) -> None:
 
 
 class Damage(NamedTuple):
-    """A line that is not what a run writes: its file's name, its number (0: the whole file), and what is wrong."""
+    """A line that no run writes: its file's name, its number (0: the whole file), and the problem."""
 
     file: str
     line: int
@@ -123,9 +123,9 @@ class JsonLine(NamedTuple):
 
 
 class Lines:
-    """The lines of a file as it grows: each call of `read` returns what is new.
+    """The lines of a file as it grows: each call of `read` returns the new lines.
 
-    A file that was cut, replaced or written anew is read again from its beginning.
+    A file that was truncated, replaced or rewritten is read again from its beginning.
 
     Attributes:
         again: how often the file was read from its beginning after the first time.
@@ -212,7 +212,7 @@ class Lines:
         return None
 
     def wrong(self, number: int, what: str) -> None:
-        """Notes what is wrong with a line."""
+        """Notes the problem of a line."""
         self.num_damaged += 1
         if len(self.damaged) < _MOST_DAMAGED:
             self.damaged.append(Damage(self.path.name, number, what))
@@ -238,11 +238,11 @@ def from_json(text: bytes | str) -> Any:
 def open_file(path: Path) -> BinaryIO:
     """Opens a file that another user may have made, for reading.
 
-    What is no file (a FIFO, a device) would make a reader wait forever; a link that leads out of the folder would show
-    a file of the reader's own.
+    Anything but a regular file (a FIFO, a device) would make a reader wait forever; a link that leads out of the folder
+    would show one of the reader's own files.
 
     Raises:
-        OSError: it is not there, is no file, or is a link to one outside of its folder.
+        OSError: it does not exist, is not a file, or is a link to one outside its folder.
     """
     if leads_out(path, path.parent):
         raise OSError(errno.ELOOP, "it is a link that leads out of its folder", str(path))

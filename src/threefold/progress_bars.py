@@ -1,4 +1,4 @@
-"""Progress bars for what takes longer than a second: with the time that is left, or as plain lines.
+"""Progress bars for operations longer than a second: with the remaining time, or as plain lines.
 
 On a terminal, rich draws them below what is printed and takes them away when it is over. Where there is no terminal, a
 line is written every ten seconds, so that logs stay short. No torch, and nothing heavy before something is shown.

@@ -4,7 +4,7 @@
 anything is saved, each rank sends seven integers. If they do not agree, a second, larger exchange shows what was read,
 and every rank raises the same error. Rank 0 records the digests.
 
-The run and the Trainer share it: both pass in how to gather integers from all ranks and how to explain what is wrong.
+The run and the Trainer share it: both pass in how to gather integers from all ranks and how to explain problems.
 The place where a run resumes is known twice: the loader has it from the checkpoint, audit.jsonl from what was read.
 They are compared before the first step (`begin`), so that a resume that is a batch off stops before it trains.
 """
@@ -34,10 +34,10 @@ class Audit:
 
     Attributes:
         start: the mesh, the order, the first step and its place; `every` 0 turns the audit off.
-        gather: returns what every rank passed to it, [n] int64 -> [world, n] int64.
-        explain: names what is wrong in the evidence of all ranks, at least one problem.
-        rows: the source that every row is compared with; None: there is none to compare with.
-        known: blocks of the rows that were read are compared with their hashes; None: they are not known.
+        gather: returns the values passed by every rank, [n] int64 -> [world, n] int64.
+        explain: names the problems in the evidence of all ranks, at least one.
+        rows: the source that every row is compared with; None: there is none.
+        known: compares the blocks of the rows that were read with their hashes; None: hashes are unknown.
         skips: ranges of steps that are left out, by the step that follows them.
         record: gets the lines of audit.jsonl; on rank 0 only.
     """

@@ -1,4 +1,4 @@
-"""What a rank really read, as digests, and what the order says it should have read.
+"""What a rank really read, as digests, and what it should have read by the order.
 
 In: the batches as the steps used them, and the few numbers that define an order. Out: one short message for each rank
 and audit; all ranks' messages together show whether every dp rank read its own samples, its cp and tp ranks read the

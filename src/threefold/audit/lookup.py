@@ -1,7 +1,7 @@
 """What a run's record shows about a step, a row and an epoch.
 
-In: the history that stands and what was proved of it. Out: the rows of a step and the ranks that read them, the steps
-and ranks that read a row, and how much of each epoch was read. What was left out and what an epoch's end drops is
+In: the valid history and what was proved of it. Out: the rows of a step and the ranks that read them, the steps
+and ranks that read a row, and how much of each epoch was read. Omitted rows and those dropped at an epoch's end are
 reported as such.
 """
 
@@ -35,7 +35,7 @@ class StepRead:
 
 
 def find_step(segments: Sequence[Segment], step: int) -> StepRead | None:
-    """What a step read, in the history that stands; None if the record does not have it."""
+    """What a step read, in the valid history; None if the record does not have it."""
     for segment in segments:
         if (line := segment.line_of(step)) is not None:
             return _read_at(

@@ -1,6 +1,6 @@
 """Why an audit failed, in words: which ranks, which step, which samples.
 
-In: what every rank has read (its evidence) and what the order predicts. Out: problems, one for each thing that went
+In: every rank's evidence (what it has read) and the order's prediction. Out: problems, one for each thing that went
 wrong, with the ranks it went wrong on. Invariants: the same evidence gives the same problems, so every rank raises
 the same error and none waits for another.
 

@@ -1,7 +1,7 @@
 """The proof afterwards: a run's record shows that every sample was read exactly once per epoch, or which were not.
 
-In: the history that stands (`record`) and, for contents, the source. Out: what was covered, or the first wrong step.
-The order is computed again from the numbers that the run recorded. The proof goes step by step over all restarts and
+In: the valid history (`record`) and, for contents, the source. Out: the coverage, or the first wrong step.
+The order is recomputed from the numbers that the run recorded. The proof goes step by step over all restarts and
 meshes: each step begins where the one before it ended, every dp rank's digest is that of its share of the step, and
 each share's tokens are the source's (if the source is read again). A position is then read by exactly one dp rank in
 exactly one step, and a position is a row: the order is a bijection.
@@ -98,7 +98,7 @@ def stretches_of(segments: Sequence[Segment]) -> list[Stretch]:
 
 
 class SavedPlace(NamedTuple):
-    """A checkpoint as its manifest tells: the step and place after which it was saved, and its start's checksum."""
+    """A checkpoint according to its manifest: the step and place after which it was saved, and its start's checksum."""
 
     path: Path
     step: int

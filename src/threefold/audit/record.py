@@ -1,8 +1,8 @@
 """The contents of audit.jsonl: one line at every start of a run, at every audit, and for batches that were left out.
 
-In: the lines, in the order they were written. Out: the history that stands. A start at step s supersedes what was
+In: the lines, in the order they were written. Out: the valid history. A start at step s supersedes what was
 recorded of steps from s on: a run that was killed and resumed from an older checkpoint has read these steps again, and
-only the last pass counts: it is what the weights were trained on. A torn last line is ignored.
+only the last pass counts: the weights were trained on it. A torn last line is ignored.
 
     segment   a start: the mesh, what the order is made of, the first step and where it begins
     steps     an audit: steps first to last, where the first begins, each dp rank's digests (see `digest`)
@@ -266,7 +266,7 @@ _KIND_OF: dict[type, str] = {cls: kind for kind, cls in _KINDS.items()}
 
 @dataclass(frozen=True)
 class Segment:
-    """A start of the run and the part of it that stands: steps up to `last_step` (None: all of them)."""
+    """A start of the run and the valid part of it: steps up to `last_step` (None: all of them)."""
 
     start: SegmentLine
     lines: tuple[StepsLine | SkipLine, ...]
@@ -278,14 +278,14 @@ class Segment:
         return [line for line in self.lines if isinstance(line, StepsLine)]
 
     def stands(self, line: StepsLine | SkipLine) -> int:
-        """How many batches of a line stand: those of its steps, or those left out."""
+        """How many batches of a line are valid: those of its steps, or those left out."""
         if isinstance(line, SkipLine):
             return line.batches
         last = line.last if self.last_step is None else min(line.last, self.last_step)
         return last - line.first + 1
 
     def line_of(self, step: int) -> StepsLine | None:
-        """The audit of a step, if it stands."""
+        """The audit of a step, if it is valid."""
         return next(
             (line for line in self.steps if 0 <= step - line.first < self.stands(line)), None
         )
@@ -300,7 +300,7 @@ class Segment:
 
 
 def read(path: Path) -> list[Segment]:
-    """The history that stands, oldest first; errors as `read_lines`."""
+    """The valid history, oldest first; errors as `read_lines`."""
     return standing(read_lines(path))
 
 
@@ -338,7 +338,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def standing(lines: Sequence[Line]) -> list[Segment]:
-    """The part of a file's lines that stands, without segments that are superseded completely.
+    """The valid part of a file's lines, without segments that are superseded completely.
 
     A start supersedes what earlier ones have recorded of its first step and the steps after it.
     """

@@ -6,9 +6,9 @@ Each rank that holds its own part of rows (of tp ranks, the first) appends a rec
     losses   float32 [rows]: cross entropy summed over the part's targets; of cp ranks the parts are added
     counts   uint32 [rows]: targets of the whole row, the same on all cp ranks; left out if all rows have as many
 
-A checksum covers each record, so one that was changed or cut is named and the others are read. Which row it was is not
+A checksum covers each record, so one that was changed or cut is named and the others are read. Row numbers are not
 stored: row j of dp rank d is place j * dp + d of the step, whose rows the order knows. For a step that was trained more
-than once, the record of the start that stands counts, as in audit.jsonl.
+than once, the record of the valid start counts, as in audit.jsonl.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ def packed(segment: int, step: int, part: RankPart, sums: Float32, counts: Int64
 
 @dataclass
 class RowLosses:
-    """The losses of the rows of a run's steps, as its history stands.
+    """The losses of the rows of a run's steps, by its valid history.
 
     Attributes:
-        damaged: the stretches of files that are not what was written, in words.
+        damaged: the damaged ranges of files, in words.
     """
 
     damaged: list[str] = field(default_factory=list)
@@ -132,7 +132,7 @@ class RowLosses:
 
 
 def read(run: Path, segments: Sequence[Segment]) -> RowLosses:
-    """What a run has kept; nothing if it kept none. `segments`: its history that stands (`audit.record`)."""
+    """The losses that a run has kept, if any. `segments`: its valid history (`audit.record`)."""
     losses = RowLosses()
     for path in sorted((run / FOLDER).glob("rank-*.bin")):
         content = path.read_bytes()

@@ -1,8 +1,8 @@
-"""Whether the stores that a run has read are, on this machine and now, the bytes that it read.
+"""Whether the stores that a run has read still have, on this machine, the bytes that it read.
 
 In: the run's record, which has the digest of each store's blocks and where the store was. Out: a line for each store,
-or the first block that differs, with the rows that read it. What is not here, or was never recorded, is reported as not
-known: then only the samples are proved. No torch.
+or the first block that differs, with the rows that read it. A store that is not here, or was never recorded, is
+reported as unknown: then only the samples are proved. No torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Results that were found before, so that a model is probed once for each way in which it is computed.
+"""Cached results, so that a model is probed once for each way in which it is computed.
 
 A result is one file in the cache, named after everything that it depends on: the code of the model and of this package
 (`code_digest`), the versions of torch and transformers, the reduced architecture, the config, the mesh and the device.

@@ -149,7 +149,7 @@ def _subject_or_refusal(config: Config, architecture: PretrainedConfig, mesh: Me
 
 
 def _subject(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Subject:
-    """What is probed for this run; every rank calls it."""
+    """The subject of the probes for this run; every rank calls it."""
     # Up to two ranks a core are as fast as one.
     share = mesh.share(
         "a rank's share", lambda: min(1.0, 2 * environment.num_cores() / mesh.local_world_size)
@@ -187,7 +187,7 @@ def _subject(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Subj
 
 
 def _narrow(config: Config, as_probed: Config, *, device: str) -> Config | None:
-    """What is probed in bfloat16, with the kernels of the run; None: the run computes in float32."""
+    """The subject to probe in bfloat16, with the kernels of the run; None: the run computes in float32."""
     if config.model.dtype != "bfloat16":
         return None
     compiled = config.train.compile if device == "cuda" else False

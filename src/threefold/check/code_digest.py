@@ -1,9 +1,9 @@
-"""The code that a model computes with, as digests: the sources of its classes, of what they import, and live patches.
+"""Digests of the code that a model computes with: the sources of its classes and their imports, and live patches.
 
 From the classes of all its modules (and their bases) and from the probes, imports are followed through every package
 that has one of these classes and through code that is not installed; of other installed packages the versions count.
-Every function found there is recorded with the module that it was defined in, so that a patch is another digest. What
-code without a file defines (a notebook, standard input) has none, nor what a program puts into the class of a package.
+Every function found there is recorded with the module that it was defined in, so that a patch is another digest. There
+is no digest for code without a file (a notebook, standard input), nor for a program's changes to a package's class.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class _UnknownOriginError(Exception):
 
 
 class CodeDigest(NamedTuple):
-    """Of all code that a model computes with; None: some of it is of unknown origin, or patched.
+    """Digests of all code that a model computes with; None: some of it is of unknown origin, or patched.
 
     Attributes:
-        classes: of the sources and the classes, which are the same on every rank.
-        whole: also of what registries and modules hold, and of the versions of what is installed here.
+        classes: of sources and classes, which are the same on every rank.
+        whole: also of the contents of registries and modules, and of installed versions.
     """
 
     classes: str | None

@@ -1,10 +1,10 @@
 """Two trainings compared: losses, gradient norms, gradients, weights. The one comparison of this project.
 
 `verify`, `verify --against`, admission's probes, the table of architectures and the tests all compare here, so that
-these hold wherever something is said to be equal:
+these rules hold wherever equality is claimed:
 
-- what is not finite is never equal, not even to itself;
-- what only one side has is a difference, and so is a shorter list;
+- a non-finite value is never equal, not even to itself;
+- a value that only one side has is a difference, and so is a shorter list;
 - nothing compared is no proof: an empty comparison does not hold.
 
 A difference is a figure, its bound and the place where it was measured; the first one that exceeds its bound is named.
@@ -35,13 +35,13 @@ _LEAST_SIZE = 1e-12
 
 @dataclass(frozen=True)
 class Bound:
-    """How far two values of one quantity may be apart.
+    """How far apart two values of one quantity may be.
 
     Attributes:
-        quantity: what is compared.
+        quantity: the compared quantity.
         limit: in nats for a loss; for the others relative to the expected value, of a tensor to its largest entry.
         reason: why this limit.
-        relative: divide by the size of what was expected.
+        relative: divide by the size of the expected value.
         smallest: the least size that a tensor's difference is divided by, as a share of the largest entry of all
             tensors; a gradient that is zero but for rounding (that of a key's bias) has no relative difference.
     """
@@ -352,7 +352,7 @@ def compare_exactly(
 ) -> list[Difference]:
     """Compares hashes, integers or floats by name, for equality; at least one difference.
 
-    A float that is not finite is never equal, and neither is None, which stands for what could not be computed.
+    A non-finite float is never equal, and neither is None, which means that a value could not be computed.
     """
     if not actual and not expected:
         return [Difference(quantity, math.inf, 0.0, detail="nothing was compared")]

@@ -1,8 +1,8 @@
 """The forward of the run itself, probed before its first step: its depth, width, row length, dtype, kernels, adapters.
 
 Some tokens of a micro-batch are changed, and no token that must not see them may move: causality at several places of
-the row, documents, the other rows. Forward only, on the mesh; nothing of it is left but what the first step would have
-allocated and compiled anyway.
+the row, documents, the other rows. Forward only, on the mesh; it leaves nothing behind but what the first step would
+have allocated and compiled anyway.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from threefold.model.reduced import lengths_of
 
 # No further places are looked at once the forwards have taken so long.
 _MOST_S = 10.0
-# What fails is said to be the first of these that does: what the rows do not keep apart fails the others too.
+# A failure is reported as the first of these that fails: rows that are not kept apart fail the others too.
 _PROMISES = {
     "finite": (
         "gives a number that is not finite",
@@ -55,10 +55,10 @@ _PROMISES = {
 
 
 class _Change(NamedTuple):
-    """What is changed in one row: the tokens [first, end); those before and after must stay as they are.
+    """The change in one row: tokens [first, end); results for those before and after must not move.
 
     Attributes:
-        promise: which of `_PROMISES` is looked at.
+        promise: which of `_PROMISES` is checked.
         boundary: where the row's second document begins; 0: it has one.
     """
 
@@ -131,7 +131,7 @@ def admit_first(model: Model, batch: Mapping[str, Tensor]) -> None:
 
 
 def _first_failure(failures: Iterable[list[Any]]) -> list[Any] | None:
-    """The failure of the promise that stands first in the table, at the lowest token."""
+    """The failure of the promise that is first in the table, at the lowest token."""
     return min(
         failures, key=lambda failure: ([*_PROMISES].index(failure[0]), failure[1]), default=None
     )
@@ -174,9 +174,9 @@ class _Probe:
     """Pairs of forwards over rows of which some tokens are changed.
 
     Attributes:
-        slots: rows of all dp ranks, each with a change of its own.
-        seconds: that the last pair took.
-        failures: by (promise, token): what was changed, and by how much of its size the token moved.
+        slots: rows of all dp ranks, each with a different change.
+        seconds: duration of the last pair.
+        failures: by (promise, token): the change, and by how much of its size the token moved.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class _Probe:
         )
 
     def _pair(self, name: int | str, own: list[_Change]) -> None:
-        """Looks at what moves in rows [rows, seq_len] of which each has a change of its own."""
+        """Checks what moves in rows [rows, seq_len], each with a different change."""
         begun, seq_len = time.perf_counter(), self._seq_len
         generator = torch.Generator().manual_seed(
             seed_of("full size", self._seed, name, self._model.mesh.dp_rank)
@@ -267,7 +267,7 @@ class _Probe:
         self.failures.setdefault((promise, place + 1), (changed, moved))
 
     def _hidden(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """What is below the head, float32 [rows, tokens of this cp rank, hidden]; else the logits."""
+        """The output below the head, float32 [rows, tokens of this cp rank, hidden]; else the logits."""
         model = self._model
         torch.manual_seed(
             seed_of("full size", *noise.places(model.mesh, model.tensor.sequence_group))

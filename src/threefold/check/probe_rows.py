@@ -1,8 +1,8 @@
 """The rows that a model is probed with: few, short, and with everything that the run's rows will have.
 
 Four rows. With documents they hold one, two, three and two of them; with padding the last row ends in it. Every dp rank
-has all four, in an order of its own, and one of several dp ranks' rows has no targets: so every rank has another
-gradient, and one that was not reduced shows.
+has all four, in a different order, and with several dp ranks the rows of one have no targets: so gradients differ
+between ranks, and a missing reduction shows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The probes: what a model on the mesh must and must not do, each with its figure and its bound.
+"""The probes: properties that a model on the mesh must have, each with its figure and its bound.
 
 A probe changes something that must not matter, and the loss must not move; or compares the step of the mesh with the
 model's own forward in one process. All are done with the modules, masks, splits and sums of a real step.
@@ -63,7 +63,7 @@ from threefold.training.step import TrainStep
 # A change that must be seen moves the loss by more than this, or the probe could not see anything.
 _SEEN = 10 * LOSS.limit
 
-# What a failed probe says, and what was expected; the first of these that fails is the one that a refusal names.
+# The text of a failed probe, and the expectation; a refusal names the first of these that fails.
 PROMISES = {
     "causality": (
         "later tokens move the loss of earlier ones by {:.1e} nats",
@@ -147,15 +147,15 @@ class Expected:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is probed: an architecture at reduced size, and how the run's mesh computes it.
+    """The subject of the probes: an architecture at reduced size, and how the run's mesh computes it.
 
     Attributes:
-        config: of the run, with the probe's row length, float32 and no noise.
+        config: the run's, with the probe's row length, float32 and no noise.
         architecture: reduced.
-        mode: what the run's rows have.
+        mode: the features of the run's rows.
         seed: of the weights and the rows.
-        narrow: how the run computes in bfloat16, which is tried too; None: it does not.
-        longer: tokens of the longer rows on which the step is compared too; 0: of none.
+        narrow: how the run computes in bfloat16, probed too; None: it does not.
+        longer: length of longer rows on which the step is compared too; 0: none.
         real: at which sizes the forward can be compared too.
     """
 

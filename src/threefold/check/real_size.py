@@ -44,14 +44,14 @@ _MOST_OPERATIONS = {"cpu": 2.6e11, "cuda": 2e13}
 _MOST_SCORES = {"cpu": 3e8, "cuda": 1e9}
 # A number in the attention of one head passes through memory about ten times, in the time of so many operations.
 _OF_A_SCORE = 400
-# The row is compared in parts. A router's near tie, which another rounding decides otherwise, moves the loss of a few
-# tokens; what is computed otherwise from some place on moves all of a part.
+# The row is compared in parts. A router's near tie, decided differently by another rounding, moves the loss of a few
+# tokens; a wrong computation from some place on moves all of a part.
 _PARTS = 32
 
 
 @dataclass(frozen=True)
 class RealSize:
-    """What is compared.
+    """The sizes to compare at.
 
     Attributes:
         architecture: with a few layers.
@@ -101,7 +101,7 @@ def real_sizes(
             cut = make()
             module = outline(cut, trust_remote_code=config.model.trust_remote_code)
         except Exception:
-            # Whatever a config's class refuses: its values may be tied to what is cut.
+            # Any refusal by a config's class: its values may depend on those that are cut.
             continue
         parameters = sum(parameter.numel() for parameter in module.parameters())
         if parameters > _MOST_PARAMETERS[kind]:

@@ -1,6 +1,6 @@
-"""One process, with which every mesh is compared: transformers' own model, each document alone.
+"""The single process with which every mesh is compared: transformers' own model, each document alone.
 
-Its own eager attention, its own head, masks and positions. Nothing of `threefold.model` computes here, but for the
+Its own eager attention, its own head, masks and positions. Nothing of `threefold.model` computes here, except for the
 adapters that are trained and the head that is compared with the model's logits. A row without documents is one
 document.
 """
@@ -256,10 +256,10 @@ def train_alone(
     """Trains a model on complete global batches in this process.
 
     Args:
-        batches: one global batch a step.
+        batches: one global batch per step.
         lr: the rate of a step, counted from 1.
-        grad_clip: the norm that a gradient is clipped to; 0: it is not.
-        step: `forward_backward`, or what is called like it.
+        grad_clip: the norm that a gradient is clipped to; 0: no clipping.
+        step: `forward_backward`, or a function with its signature.
         observed_rows: number of rows of the first batch for which the layers' outputs are kept.
     """
     training = Training()

@@ -1,6 +1,6 @@
 """Background saves, from the copy to the commit: which rank waits for which, and how a failure reaches every rank.
 
-`save` copies this rank's part and returns; a thread writes it. When every rank has reported what it wrote, rank 0
+`save` copies this rank's part and returns; a thread writes it. When every rank has reported its files, rank 0
 commits and informs every rank's thread. The threads communicate through their own store, never by a collective, so
 they cannot interfere with the training's collectives. A failure must end all ranks in the same step: the first rank
 that notices one after step s publishes s + 2, as a stop signal does (`training.loop`), and the others read it before
@@ -69,8 +69,8 @@ class Stage:
     touched before is about eight times as fast. On a CUDA device its pages are locked and the copies are queued after
     the step, so that the training thread waits for none of them. A host without memory for it makes no copy.
 
-    What only an update writes is copied on a stream of its own, beside the next forward and backward, in a loop that
-    calls `before_update`. What a forward may write is copied before the device computes on.
+    State that only an update writes is copied on a separate stream, during the next forward and backward, in a loop
+    that calls `before_update`. State that a forward may write is copied before the device continues.
 
     Args:
         parts: as in a later `copy`, in file order; the buffer is as large as all of them together. It grows with a
@@ -90,7 +90,7 @@ class Stage:
         self._in_forward = in_forward
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
-        # What is read beside the computing: its memory is not to be given away meanwhile.
+        # Read during computation: its memory must not be reused meanwhile.
         self._reading: Sequence[TensorPart] = ()
         self._made = threading.Thread(target=self._make, name="threefold-stage", daemon=True)
         self._made.start()
@@ -219,7 +219,7 @@ class Saver:
             target=self._run, args=(job, staged or live), name=name, daemon=True
         )
         self._running.start()
-        # The next step changes what is written; how it ends, `check` tells all ranks alike.
+        # The next step changes the state; `check` reports the outcome to all ranks alike.
         if staged is None:
             self._running.join()
 

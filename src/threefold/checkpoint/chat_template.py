@@ -1,4 +1,4 @@
-"""The chat template that a run renders conversations with, kept in its folder: what `sample --chat` and exports use.
+"""The chat template with which a run renders conversations, kept in its folder for `sample --chat` and exports.
 
 `RUN/chat_template.jinja`; its hash is in each checkpoint's manifest and in the journal's starts. Runs that render no
 conversation have none.

@@ -116,7 +116,7 @@ class Checkpoint:
         return seals
 
     def damage(self, *, share: tuple[int, int] = (0, 1)) -> str | None:
-        """Returns what is wrong with the checkpoint, or None.
+        """Returns the damage of the checkpoint, or None.
 
         Args:
             share: (i, n): read the i-th of n equal parts of the files; all sizes are checked in any case.
@@ -336,11 +336,11 @@ def seal_folder(
 def newest_undamaged(
     candidates: Sequence[Checkpoint], damage: Callable[[Checkpoint], str | None]
 ) -> tuple[Checkpoint | None, list[tuple[Checkpoint, str]]]:
-    """Returns the first undamaged checkpoint, and what is wrong with those before it.
+    """Returns the first undamaged checkpoint, and the damage of those before it.
 
     Args:
         candidates: newest first.
-        damage: returns what is wrong with one, or None; called until it returns None.
+        damage: returns the damage of one, or None; called until it returns None.
     """
     passed: list[tuple[Checkpoint, str]] = []
     for candidate in candidates:
@@ -417,7 +417,7 @@ def _step(path: Path) -> int | None:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder of ours; never what a link leads to."""
+    """Removes a folder of ours; never the target of a link."""
     if folder.is_symlink() or not folder.exists():
         return
     # Hidden first: an interrupted removal must not look like a checkpoint, complete or being copied.

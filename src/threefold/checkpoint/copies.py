@@ -1,8 +1,8 @@
-"""Copies stay copies: what several ranks hold whole has the same bits on all of them.
+"""Copies stay copies: state that several ranks hold whole has the same bits on all of them.
 
 Ranks that hold the same part of a tensor (over tp, dp_replicate, and cp where nothing is sharded) compute the same
-update for it. A wrong gradient, other noise, or one flipped bit makes their models drift apart, and what is saved is
-then the model of one of them. Each rank sends one digest for each way of splitting, not for each tensor; only where two
+update for it. A wrong gradient, other noise, or one flipped bit makes their models drift apart, and the saved model
+is then that of one of them. Each rank sends one digest for each way of splitting, not for each tensor; only where two
 differ do the ranks compare every tensor, and name it.
 """
 

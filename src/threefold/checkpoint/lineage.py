@@ -1,9 +1,9 @@
-"""What a run is: its id, where it came from, the chain of its starts, and the journal of what was done to it. No torch.
+"""The identity of a run: its id, its origin, the chain of its starts, and the journal of operations on it. No torch.
 
 `run.json` is written when the folder's first start is accepted, and extended by each start, which holds the checksum of
 the one before. Every checkpoint's manifest names the run and the start that wrote it, by its number and its checksum
 (`link`). So neither a checkpoint of another run nor one of a copy that has continued by itself is taken for this one's,
-wherever it lies.
+wherever it is.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a start of a run ended, where it did neither its last step nor what it was asked: by the first error.
+    """How a start of a run ended, if it neither did its last step nor stopped as asked: by the first error.
 
     Attributes:
         how: signal, exit, asked (it did not end as it was), gone (its process), lost (its connection), stall, worker,
@@ -179,8 +179,8 @@ class Ending:
         ranks: those that failed; empty: all of them, or it is unknown which.
         host: of the first of them.
         code: the number of the signal, or the exit code.
-        phase, step: where the first of them was, as the watchdog has it; 0: before its first step.
-        rows: the numbers of the rows that it had read for the step, where they are known.
+        phase, step: where the first of them was, by the watchdog; 0: before its first step.
+        rows: the numbers of the rows that it had read for the step, if known.
         error: its text, for people.
         at: the calls that failed, the innermost last.
         memory_kills: processes that the kernel ended meanwhile because memory ran out.
@@ -255,6 +255,6 @@ class Journal:
         return [line for line in self.lines() if line["event"] == "start"]
 
     def chain(self) -> list[dict[str, Any]]:
-        """The starts that it tells of, as run.json has them."""
+        """Its starts, as in run.json."""
         names = [entry.name for entry in fields(Start)]
         return [{name: line.get(name) for name in names} for line in self.starts()]

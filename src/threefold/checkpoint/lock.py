@@ -23,7 +23,7 @@ from typing import IO, NamedTuple
 from threefold.errors import EXIT_WRONG_REQUEST, ConfigError, ThreefoldError
 
 _FILE = "run.lock"
-# A run that was just killed, or just told its launcher that it ended, may still be closing its files.
+# A run that was just killed, or has just reported its end to the launcher, may still be closing its files.
 _PATIENCE_S = 2.0
 _LOOKS_PER_S = 20
 
@@ -129,7 +129,7 @@ def _locked(path: Path, at: str, other: str) -> IO[str]:
         else:
             if _is_at(file, path):
                 return file
-            # Whoever held it has removed the folder: what is there now is another file.
+            # The holder has removed the folder: the file there now is another one.
             file.close()
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("a+")

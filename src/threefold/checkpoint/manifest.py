@@ -1,4 +1,4 @@
-"""Reads what a checkpoint records of its run, and refuses a checkpoint that belongs to another run."""
+"""Reads a checkpoint's record of its run, and refuses a checkpoint that belongs to another run."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def refuse_other(
         raise CheckpointError.of(problems)
 
 
-# Keys that change what is trained, and nothing else in a run would show it.
+# Keys that affect training without any other trace in a run.
 _CONFIRMED = (
     "model.dtype",
     "train.label_smoothing",
@@ -176,7 +176,7 @@ _SECTIONS_OF_BITS = (
     "mesh.tp",
     "mesh.sequence_parallel",
 )
-# The head of a run says where it is and where it resumes.
+# The head of a run shows its folder and where it resumes.
 _NOT_COMPARED = ("checkpoint.resume", "log.dir")
 
 

@@ -1,7 +1,7 @@
 """An optimizer's state as named tensors: `optimizer.exp_avg.` and a parameter's name, for any optimizer.
 
-A tensor that is split as its parameter, or in any way that a DTensor says, is kept whole and read by any mesh; scalars
-are the same on every rank. What a checkpoint lacks for a parameter had not begun when it was saved.
+A tensor that is split like its parameter, or in any way that a DTensor describes, is kept whole and read by any mesh;
+scalars are the same on every rank. State missing from a checkpoint had not begun when it was saved.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def refuse_other_state(
     wanted = optimizer_state(model, optimizer, index.entries)
     held = {name for name in index.entries if name.startswith(_PREFIX)}
     kind = type(optimizer).__name__
-    # What is frozen and in no group is not trained any more.
+    # Frozen parameters in no group are no longer trained.
     frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
     other = held - wanted.keys()
     if strange := sorted(each for each in other if each.split(".", 2)[-1] not in frozen):

@@ -46,9 +46,9 @@ def state_of(
 def model_state(model: nn.Module, held: Container[str] = ()) -> dict[str, Tensor]:
     """Returns the model's tensors under `model.` and their names, tied ones once.
 
-    With adapters, returns only these, what is trained, and what is `held` besides, by such names: the rest still has
-    the original values, in the model's own files. What an architecture freezes by itself (BLT's patcher) is in no
-    other file of the run.
+    With adapters, returns only these, other trained tensors, and those also `held`, by such names: the rest still has
+    the original values, in the model's own files. Parts that an architecture itself freezes (BLT's patcher) are in
+    no other file of the run.
     """
     parameters = list(model.named_parameters())
     stored = set(model.state_dict(keep_vars=True))
@@ -145,8 +145,8 @@ class Holding:
     Attributes:
         shape: of the complete tensor.
         box: in the complete tensor.
-        inside: where the box lies in the rank's part of the tensor.
-        writer: of the ranks that hold the box, this one writes it.
+        inside: where the box is in the rank's part of the tensor.
+        writer: this rank, of those that hold the box, writes it.
     """
 
     name: str
@@ -193,7 +193,7 @@ def holdings(state: Mapping[str, Tensor], mesh: Mesh) -> list[Holding]:
 
 
 def boxes_held(tensor: Tensor) -> list[tuple[Box, tuple[slice, ...]]]:
-    """The boxes of a tensor that this rank holds, and where each lies in its part of the tensor."""
+    """The boxes of a tensor that this rank holds, and where each is in its part of the tensor."""
     return [(box, inside.slices) for box, inside in boxes_of(_indices(tensor))]
 
 
@@ -299,7 +299,7 @@ def _as_range(indices: Tensor) -> Sequence[int]:
 
 
 def damage_found(checkpoint: Checkpoint, mesh: Mesh) -> str | None:
-    """Returns what is wrong with a checkpoint, or None, on every rank; the ranks share the reading of its files."""
+    """Returns the damage of a checkpoint, or None, on every rank; the ranks share the reading of its files."""
     own = checkpoint.damage(share=(mesh.rank, mesh.world_size))
     return mesh.decide("damage", own, lambda damages: next(filter(None, damages), None))
 

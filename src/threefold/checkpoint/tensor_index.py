@@ -62,7 +62,7 @@ class Box:
         return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Returns where this box lies in a tensor that holds `outer`."""
+        """Returns where this box is in a tensor that holds `outer`."""
         starts = tuple(
             own - begin for own, begin in zip(self.offsets, outer.offsets, strict=True)
         )
@@ -191,7 +191,7 @@ class Index:
 
     @classmethod
     def read(cls, state: Path) -> Index:
-        """Returns the index in the folder `state`; every chunk lies inside its file.
+        """Returns the index in the folder `state`; every chunk is inside its file.
 
         Raises:
             CheckpointError: the file is missing, or is not an index of the files next to it.

@@ -1,7 +1,7 @@
 """Tensors in files: safetensors, written from start to end without a second copy and read box by box.
 
 A rank's file of a checkpoint is a safetensors file that any tool for that format can open. Each entry is a box of a
-tensor and has its name; the metadata say where in the tensor it lies, as torch.distributed.checkpoint does: its
+tensor and has its name; the metadata have its place in the tensor, as in torch.distributed.checkpoint: its
 `HuggingFaceStorageReader` reads the files as they are. No pickle is written or read.
 """
 
@@ -42,7 +42,7 @@ _TYPES: dict[str, torch.dtype] = {
 TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 _ALIGNMENT = 64
 _METADATA = "__metadata__"
-# As torch.distributed.checkpoint says where an entry lies in its tensor.
+# The place of an entry in its tensor, in the form of torch.distributed.checkpoint.
 _PLACES, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 
@@ -159,7 +159,7 @@ def entries_of(path: Path) -> Iterable[tuple[str, str, tuple[int, ...], Chunk]]:
 def index_of_dcp(folder: Path) -> Index:
     """Returns the index of safetensors files that torch.distributed.checkpoint wrote, which have no checksums.
 
-    Their headers say where each box lies (DCP_SHARDING_INFO); a tensor is as large as its boxes reach.
+    Their headers have the place of each box (DCP_SHARDING_INFO); a tensor is as large as its boxes reach.
 
     Raises:
         CheckpointError: a file is damaged or missing, as far as can be seen without checksums.
@@ -168,7 +168,7 @@ def index_of_dcp(folder: Path) -> Index:
     try:
         for path in sorted(folder.glob("*.safetensors")):
             metadata, chunks = _contents(path)
-            # Files without are those that it joins on request: each tensor lies whole in one of them.
+            # Files without are consolidated ones: each tensor is whole in one of them.
             boxes = from_json(metadata[_PLACES]) if _PLACES in metadata else None
             for name, dtype, start, sizes in chunks:
                 box = Box(

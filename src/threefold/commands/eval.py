@@ -1,4 +1,4 @@
-"""`threefold eval`: the loss of a run's checkpoint over held-out data, and what it does in tasks."""
+"""`threefold eval`: the loss of a run's checkpoint over held-out data, and its scores in tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the help of each command ends with: its exit codes, and examples to paste. No heavy imports."""
+"""The end of each command's help: its exit codes, and examples to paste. No heavy imports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OPTIONS = "[OPTIONS]"
 _DONE = "0 done; 1 it failed; 2 the request was wrong"
 _TRAINED = "0 done; 1 the run failed; 2 the request was wrong; 75 stopped by a signal with a checkpoint saved"
 
-# Command -> what its usage says after the name, exit codes, examples.
+# Command -> its usage after the name, exit codes, examples.
 _ENDINGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "init": (
         _KEYS,
@@ -156,6 +156,6 @@ def ending(command: str) -> dict[str, Any]:
 
 
 def ending_of(usage: str, codes: str, examples: Sequence[str]) -> dict[str, Any]:
-    """The arguments of typer's `command`: what its usage says after the name, exit codes, examples."""
+    """The arguments of typer's `command`: usage after the name, exit codes, examples."""
     lines = "\n".join(["\b", "Examples:", *(f"  {example}" for example in examples)])
     return {"options_metavar": usage, "epilog": f"Exit codes: {codes}.\n\n{lines}"}

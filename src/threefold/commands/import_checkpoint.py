@@ -1,4 +1,4 @@
-"""`threefold import`: what another program trained, as a run or as a Hugging Face folder."""
+"""`threefold import`: another program's checkpoint, as a run or as a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def run() -> None:
         )
         sys.exit(error.exit_code)
     except typer.Abort as abort:
-        # Ctrl-C; but typer takes any EOFError for the end of what is typed.
+        # Ctrl-C; but typer takes any EOFError for the end of input.
         raise abort.__cause__ or KeyboardInterrupt from None
     except ThreefoldError as error:
         if _speaks_for_all():

@@ -23,7 +23,7 @@ _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 @dataclass(frozen=True)
 class Devices:
-    """What is planned for: devices, what connects them, the price of an hour of one, and whether one is measured."""
+    """The hardware to plan for: devices, their links, the hourly price of one, and whether one is measured."""
 
     count: int
     name: str | None
@@ -42,11 +42,11 @@ def ranked(
     emit: Path | None,
     as_json: bool,
 ) -> Plan:
-    """Prints the plans of some devices, or writes what is asked for; returns the first.
+    """Prints the plans for some devices, or writes the requested file; returns the first plan.
 
     Args:
-        arguments: keys of the config, which are kept as they are.
-        tokens: of the run whose days are asked for.
+        arguments: config keys to keep as they are.
+        tokens: of the run whose duration in days is asked for.
         emit: a file for the first plan, as a config.
     """
     question = _question(devices, arguments)

@@ -36,7 +36,7 @@ _MOST_TASKS = 64
 def prepare(
     arguments: Sequence[str], *, to: str, workers: int | None, engine: str, task: str | None
 ) -> None:
-    """Does what the command says; errors are ThreefoldErrors."""
+    """Executes the command; errors are ThreefoldErrors."""
     numbers = re.fullmatch(r"(\d+)/(\d+)", task or "")
     if task and (
         engine != "local"
@@ -81,7 +81,7 @@ def prepare(
 def _asked(
     arguments: Sequence[str], to: str, *, alone: bool
 ) -> tuple[SharedParts, Source, list[FileList]]:
-    """What is prepared and where, and its files; `alone`: no other process makes parts of it."""
+    """The store to prepare, its path and files; `alone`: no other process makes parts of it."""
     refuse_flags(arguments, "prepare")
     source, tokenizer = source_of(arguments, "prepare")
     encoder = for_texts(tokenizer, source.labels)

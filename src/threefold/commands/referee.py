@@ -1,4 +1,4 @@
-"""`threefold referee -- COMMAND`: watches any training, and says what it proves or refutes of it."""
+"""`threefold referee -- COMMAND`: watches any training, and reports what is proved or refuted about it."""
 
 from __future__ import annotations
 

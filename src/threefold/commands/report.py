@@ -75,7 +75,7 @@ def command(
 
 
 def _refuse_other(target: Path) -> None:
-    """Raises ConfigError if what is there is no page of a run; a link is replaced, not followed."""
+    """Raises ConfigError if the existing file is not a run's page; a link is replaced, not followed."""
     if not target.exists() or target.is_dir():
         return
     # A device would be replaced too, and /dev/stdout with it, which may lead to a file.

@@ -1,4 +1,4 @@
-"""Rows as text, with what is trained on of them: the documents of a source, or the packed rows that a run reads."""
+"""Rows as text, with the trained tokens marked: the documents of a source, or the packed rows that a run reads."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def marked(
     parts, shown, end = [], "", 0
     for trained_on, group in groupby(loss_mask):
         begin, end = end, end + len(list(group))
-        # Decoders treat the beginning of a text in another way: what is before is decoded too.
+        # Decoders treat the beginning of a text differently: the preceding tokens are decoded too.
         whole = decode(ids[:end])
         text = whole[len(shown) :] if whole.startswith(shown) else decode(ids[begin:end])
         shown = whole
@@ -272,7 +272,7 @@ def histogram(counts: Sequence[tuple[int, int]]) -> Iterator[str]:
 
 
 def ledger_lines(run: Path) -> Iterator[str]:
-    """What is kept of each document of a run: its tokens, those trained on, and these after packing; then the sums.
+    """For each document of a run: its tokens, those trained on, and these after packing; then the sums.
 
     Raises:
         ConfigError: every token of all documents is trained on.

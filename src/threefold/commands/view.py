@@ -1,4 +1,4 @@
-"""`threefold view`: runs in the browser while they go."""
+"""`threefold view`: runs in the browser while they train."""
 
 from __future__ import annotations
 

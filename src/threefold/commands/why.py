@@ -1,4 +1,4 @@
-"""`threefold why`: what stands out in a run, or in a step of it, with the rows, documents and text that made it."""
+"""`threefold why`: anomalies in a run, or in a step of it, with the rows, documents and text behind them."""
 
 from __future__ import annotations
 

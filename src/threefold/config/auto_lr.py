@@ -1,4 +1,4 @@
-"""What `optimizer.lr: auto` stands for: a rate for the weights that the run begins with."""
+"""The value of `optimizer.lr: auto`: a rate for the weights that the run begins with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ RANDOM, PRETRAINED, ADAPTERS = 2e-3, 2e-5, 2e-4
 
 
 def automatic_rate(model: ModelConfig) -> tuple[float, str]:
-    """Returns the peak learning rate that suits what is trained, and the reason."""
+    """Returns the peak learning rate for the trained weights, and the reason."""
     if model.lora.r:
         return ADAPTERS, "adapters are trained"
     if model.name_or_path is not None:

@@ -1,4 +1,4 @@
-"""What the schema says of each key: its default, the values that it takes, and its meaning."""
+"""The schema's description of each key: its default, the values that it takes, and its meaning."""
 
 from __future__ import annotations
 

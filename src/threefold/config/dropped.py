@@ -1,4 +1,4 @@
-"""Keys that other trainers have, or that drafts of this one had, and what replaces each of them.
+"""Keys that other trainers have, or that drafts of this one had, with their replacements.
 
 They are refused like any unknown key, but the fix is written here, not guessed from the nearest name. An option or a
 command that was dropped is named as it is typed. A key of an entry of `data.mixture` or `optimizer.groups` is named

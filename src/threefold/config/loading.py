@@ -39,15 +39,15 @@ MESH_VARIABLES = {"DP_SIZE": "mesh.dp", "CP_SIZE": "mesh.cp", "TP_SIZE": "mesh.t
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A validated config, the origin of each `section.key` that is not a default, and what the command adds.
+    """A validated config, the origin of each `section.key` that is not a default, and the command's additions.
 
     Attributes:
-        accept_changes: a resumed run may be trained on with keys that change what is trained.
-        quiet: nothing is printed but errors.
+        accept_changes: a resumed run may continue although keys that affect training have changed.
+        quiet: only errors are printed.
         given: objects of a program that calls `threefold.train` (`run.user_objects.Given`), or None.
-        reason: a file that takes the error by which a rank ends, for the program that has started it.
-        last: the process ends with the run, as that of a command and of a rank does.
-        pulses: files for the pulses of the ranks, of the process that starts them (`run.watch.pulse.Witness`).
+        reason: a file that takes the error that ends a rank, for the program that started it.
+        last: the process ends with the run, as for commands and ranks.
+        pulses: files for the ranks' pulses, kept by the process that starts them (`run.watch.pulse.Witness`).
     """
 
     config: Config
@@ -299,7 +299,7 @@ def _names(section: str, keys: Values) -> Iterator[str]:
             yield f"{section}.{key}" if key else section
 
 
-# How a text begins that says how it is to be read: quotes, blocks, tags.
+# Beginnings of texts that determine how they are parsed: quotes, blocks, tags.
 _MARKED = "\"'|>&!*"
 # Keys whose values have their own keys, which are checked with the value.
 _WITH_KEYS_BELOW = (("data", "mixture"), ("optimizer", "groups"))

@@ -1,6 +1,6 @@
-"""What a refused value was meant to be: its type, its spelling, or what other libraries call it.
+"""The intended value behind a refused one: by type, by spelling, or by its name in other libraries.
 
-A fix that is pasted must lead to what was asked for, so a guess counts only if its key accepts it.
+A pasted fix must have the intended effect, so a guess counts only if its key accepts it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _spelled(value: Any) -> str:
 
 
 def _whole(value: str | int | float) -> int | None:
-    """1e3, 1_000 and "1,000" as 1000; None for what is no whole number."""
+    """1e3, 1_000 and "1,000" as 1000; None for anything but a whole number."""
     number = _decimal(value) if isinstance(value, str) else float(value)
     return (
         int(number)

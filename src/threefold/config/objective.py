@@ -1,4 +1,4 @@
-"""What is minimised, where it is not the cross entropy of the next token."""
+"""Objectives other than the cross entropy of the next token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says of itself, and what it proves."""
+"""Logging, tracking and the audit of a run."""
 
 from __future__ import annotations
 

@@ -23,16 +23,16 @@ from threefold.config.section import (
 
 @dataclass(frozen=True)
 class NamedOptimizer:
-    """What is known of an optimizer by its name.
+    """The properties of a named optimizer.
 
     Attributes:
-        path: of its class, or of a function of no arguments that returns it: `package.module:name`.
+        path: of its class, or of a function without arguments that returns it: `package.module:name`.
         moment_bytes: kept for each trained parameter with its default options; None: it depends on the shapes.
         has_betas: optimizer.betas and optimizer.eps are Adam's.
         options: arguments beyond those that its constructor shows.
         needs_whole_matrices: its update of a matrix reads all of the matrix, which the ranks gather; on no host.
         splits: a rank that holds a part of a matrix updates that part as one process would.
-        exact_path: of the class with which train.reduce exact was compared; None: it is refused there.
+        exact_path: of the class that was compared under train.reduce exact; None: it is refused there.
         exact_options: optimizer.options that were compared with it.
     """
 

@@ -11,7 +11,7 @@ Count = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 AxisSize = PositiveInt | Literal["auto"] | None
-# Told apart before they are checked, so that an error speaks of the one that was meant.
+# Distinguished before they are checked, so that an error is about the intended one.
 Sources = Annotated[
     Annotated[str, Tag("one source")]
     | Annotated[tuple[str, ...], Field(strict=False, min_length=1), Tag("sources")],

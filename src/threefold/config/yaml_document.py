@@ -13,10 +13,10 @@ _WIDTH = 30  # of a key and its value, where the comment begins if they are shor
 
 
 def with_values(loaded: LoadedConfig, automatic: Mapping[str, str]) -> str:
-    """Every key with its value; the comment says what an automatic one becomes here, and where it came from.
+    """Every key with its value; the comment gives the resolved value of an automatic one here, and its origin.
 
     Args:
-        automatic: section.key -> what the run takes for it, and why.
+        automatic: section.key -> the value that the run uses for it, and why.
     """
     sources = (automatic, loaded.origins)
     comments = {

@@ -18,7 +18,7 @@ _SAME_IN_YAML_1_1 = re.compile(
     r"(?!(?:y|n|yes|no|on|off|true|false|null)\Z)[A-Za-z/].*", re.IGNORECASE | re.DOTALL
 )
 
-# An alias of an alias of an alias: a short text can stand for more than a memory holds.
+# Nested aliases: a short text can expand beyond any memory.
 _MOST_ENTRIES = 1_000_000
 
 

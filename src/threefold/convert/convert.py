@@ -1,8 +1,8 @@
-"""Takes over what another program trained: its checkpoint (DCP, or DeepSpeed's universal) becomes a run, or a model.
+"""Imports another program's checkpoint (DCP, or DeepSpeed's universal) as a run, or as a model.
 
 Tensors are read, converted and written one at a time. The run has one checkpoint, with the step that the optimizer has
-counted; it resumes there with weights and moments as they were, and reads its own data from the first row on, because
-what the other program has read of its data is not known here.
+counted; it resumes there with the same weights and moments, and reads its own data from the first row on, because
+the rows read by the other program are unknown.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def import_model(source: Path, to: Path, config: Config) -> tuple[Imported, Expo
 
 
 def refuse_filled(to: Path) -> None:
-    """ConfigError if something is there already."""
+    """ConfigError if the target already exists."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(
             f"{to} is not empty", expected="a new or empty folder", fix="--to ANOTHER_FOLDER"

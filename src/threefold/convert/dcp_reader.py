@@ -1,6 +1,6 @@
-"""Checkpoints that other programs wrote with torch.distributed.checkpoint (DCP): what they hold, read tensor by tensor.
+"""Checkpoints that other programs wrote with torch.distributed.checkpoint (DCP): their contents, read tensor by tensor.
 
-Both of its formats: `.metadata` with .distcp files, and safetensors files whose headers say where each box lies. The
+Both of its formats: `.metadata` with .distcp files, and safetensors files whose headers locate each box. The
 `.metadata` is a pickle and may come from anywhere, so nothing that it names is imported or called: the names that DCP
 uses become inert records, and any other is refused. A .distcp file holds tensors as torch.save writes them, to be
 read with `weights_only`.
@@ -143,7 +143,7 @@ class _Native:
                     file.seek(chunk.start)
                     content = file.read(self.lengths[chunk.file, chunk.start])
                 part = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-            except Exception as error:  # torch.load has no error of its own
+            except Exception as error:  # torch.load has no specific error class
                 raise _unreadable(path, error, name) from error
             if not isinstance(part, Tensor) or (tuple(part.shape), part.dtype) != (
                 chunk.box.sizes,
@@ -181,7 +181,7 @@ class _Several:
 
 
 class _PickledObject:
-    """Stands for an object that the pickle names: what it was made with, and its attributes. Runs nothing."""
+    """Placeholder for an object that the pickle names: its arguments, and its attributes. Runs nothing."""
 
     values: Any = MappingProxyType({})
 
@@ -246,7 +246,7 @@ class _Inert(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         place = (module, name)
         if place in _RECORDS:
-            # A class of its own: what a pickle sets on it reaches no other.
+            # A separate class: attributes set by a pickle reach no other.
             return type(name, (_PickledObject,), {})
         if place in _PATHS:
             return PurePosixPath

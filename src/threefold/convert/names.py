@@ -1,4 +1,4 @@
-"""The names of other programs' checkpoints: which of their tensors is which of a model's weights and AdamW's moments.
+"""The names of other programs' checkpoints: maps their tensors to a model's weights and AdamW's moments.
 
 Names of transformers, with or without what DDP, FSDP, torch.compile and activation checkpointing put into them, under
 any prefix (`model.` of accelerate); and torchtitan's own names of Llama 3 and Qwen3. Nothing is guessed: each weight is

@@ -1,7 +1,7 @@
 """DeepSpeed's universal checkpoints: a folder for each weight, with its values in float32 and AdamW's moments in files.
 
-`ds_to_universal` makes them of a checkpoint of ZeRO, whose own files no reader but DeepSpeed's may open: they are
-pickles of its classes. What is read here is read with `weights_only`.
+`ds_to_universal` makes them from a ZeRO checkpoint, whose own files only DeepSpeed can open: they are pickles of its
+classes. Files are read with `weights_only`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def open_universal(folder: Path) -> Universal | None:
 def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch.load has no error of its own
+    except Exception as error:  # torch.load has no specific error class
         raise _unreadable(path, first_line(error)[:200]) from error
 
 

@@ -1,4 +1,4 @@
-"""What a check has found: one line if all is well, three parts if it is not. No torch.
+"""Results of checks: one line if all is well, three parts otherwise. No torch.
 
 `stop` would end a run or keep it from starting; `warning` may cost time or fail later; `note` is worth knowing.
 """

@@ -42,14 +42,14 @@ class Torch:
     """torch's build, and the hardware.
 
     Attributes:
-        version: None if torch cannot be imported; `error` says why.
+        version: None if torch cannot be imported; `error` has the reason.
         cuda, cudnn, nccl: the versions that it was built with; None in a build for CPUs.
         architectures: `sm_90` and others that it has code for.
         driver, driver_cuda: the NVIDIA driver, and the newest CUDA that it supports.
         installed_gpus: as nvidia-smi counts them; None without nvidia-smi.
         links: (GPU, GPU) -> kind, as nvidia-smi calls it.
-        silent: nvidia-smi is installed, but failed to answer (`nvidia` says why).
-        trouble: what CUDA said when it could not be used.
+        silent: nvidia-smi is installed, but failed to answer (`nvidia` has the reason).
+        trouble: CUDA's message if it could not be used.
         rocm: the version of ROCm that it was built with.
     """
 

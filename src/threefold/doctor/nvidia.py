@@ -67,13 +67,13 @@ class Health:
 
 @dataclass(frozen=True)
 class Nvidia:
-    """All that the tools said.
+    """The output of all the tools.
 
     Attributes:
         smi: nvidia-smi without arguments.
         listed: the GPUs that `nvidia-smi -L` names.
         link_errors: of each GPU that has some, the links' recovery and replay errors.
-        inactive_links: of each GPU, how many are, where others are active.
+        inactive_links: number of inactive links of each GPU, if others are active.
         xids: the driver's messages, by bus and number.
         links: (GPU, GPU) -> kind, as nvidia-smi calls it.
     """

@@ -1,4 +1,4 @@
-"""What the ranks of a mesh find together: each checks its machine, all measure the mesh, rank 0 gathers.
+"""Checks by all ranks of a mesh: each checks its machine, all measure the mesh, rank 0 gathers.
 
 Every wait has a limit: ranks put their reports into the rendezvous store, and a rank that reports nothing in time is
 left out and named. `judge` compares the reports, without torch and communication.
@@ -117,7 +117,7 @@ def look_at_machine(config: Config, *, several_machines: bool) -> MachineReport:
 
 
 def _unused(finding: Finding) -> Finding:
-    """What is found of something that the run does not use: it does not stop it."""
+    """A finding about something that the run does not use, which does not stop it."""
     return replace(finding, level="warning") if finding.level == "stop" else finding
 
 

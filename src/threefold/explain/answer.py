@@ -1,4 +1,4 @@
-"""What `threefold explain` says, as text and as data. No torch."""
+"""The answer of `threefold explain`, as text and as data. No torch."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ _LIMIT_S = 60
 
 
 def asked(explanation: Explanation) -> Explanation:
-    """The explanation with what its page's command says here: likely becomes sure. The command only reads."""
+    """The explanation, confirmed or not by the output of its page's command here. The command only reads."""
     if not (question := explanation.known.question):
         return replace(explanation, asked="no command settles this by itself")
     program, *arguments = question.command

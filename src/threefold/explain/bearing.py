@@ -1,7 +1,7 @@
-"""Whether what looks like an error ended anything: a warning does not, nor does what was made good. No torch.
+"""Whether an apparent error ended anything: a warning does not, nor does a recovered error. No torch.
 
-A log claims no failure by itself. Something must say that the program ended or could not continue: an error that was
-raised, a line that is no warning, a kill, or the reporter's own words. And a log that merely stops shows no hang.
+A log claims no failure by itself. There must be evidence that the program ended or could not continue: an error that
+was raised, a line that is no warning, a kill, or the reporter's own words. And a log that merely stops shows no hang.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def follows_a_program(log: Log, line: LogLine) -> bool:
 
 
 def ended(log: Log) -> bool:
-    """Whether a line that is no warning says that something ended or failed."""
+    """Whether a line that is not a warning reports that something ended or failed."""
     lines = (line[:600] for line in log.raw[-20_000:])
     return any(map(log.has, _ENDED_ANYWHERE)) or any(
         says_end(line) and not is_mild(line) for line in lines
@@ -45,7 +45,7 @@ def ended(log: Log) -> bool:
 
 
 def said_to_hang(events: Events) -> LogLine | None:
-    """The last line of a job of several ranks that is said to hang; None if it is not."""
+    """The last line of a job of several ranks that is reported to hang; None otherwise."""
     log, ranks = events.log, events.places(EventKind.GROUP)
     if not ranks or all(is_mild(log.raw[index]) for index in events.places(EventKind.HANGS)):
         return None

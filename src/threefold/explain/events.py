@@ -1,4 +1,4 @@
-"""What the lines of a log show of its job: whose it is, how it continued, that it finished. No torch.
+"""What the lines of a log show about its job: its origin, its progress, its end. No torch.
 
 An event is a line of an `EventKind`, matched by an expression. Whether a log is of a training job is whether it has an
 event of a rank: evidence of training, never the absence of something else, a genome, a climate or a solver may be what

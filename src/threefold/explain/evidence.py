@@ -1,4 +1,4 @@
-"""What a job left behind, in files and folders: logs, Flight Recorder dumps, the record of a run of ours. No torch."""
+"""A job's evidence in files and folders: logs, Flight Recorder dumps, the record of a run of ours. No torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from threefold.records.state import last_end
 
 _BEGIN = f" INFO {LOG_START}: {{"
 _LOGS = (".log", ".err", ".out", ".txt", ".gz")
-# Of a log only its beginning and its end are read: what failed is there, and a small file can unpack to terabytes.
+# Only the beginning and the end of a log are read: failures are there, and a small file can unpack to terabytes.
 _FIRST, _LAST, _PIECE = 2**25, 3 * 2**25, 2**20
 _MOST_UNPACKED = 2**33
 _MOST_UNREADABLE = 0.1  # characters of the beginning: more is no text
@@ -37,11 +37,11 @@ _MOST_LAGS = 3
 
 @dataclass(frozen=True)
 class JobEvidence:
-    """Logs, what dumps show, sentences from a run's own record, and files that could not be used.
+    """Logs, contents of dumps, sentences from a run's own record, and files that could not be used.
 
     Attributes:
         ending: how the last start of a run failed, as its journal has it.
-        ended: the journal of a run says that its last start has done all of its steps, or stopped as it was asked to.
+        ended: by the journal of a run, its last start has done all of its steps, or stopped as asked.
     """
 
     sources: Sequence[LogSource]

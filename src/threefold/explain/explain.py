@@ -4,7 +4,7 @@ If a log shows several errors, the one nearest to the beginning of the failure e
 symptom before a consequence (`Tier`); of two causes the earlier one. An error that has no page but ended a rank's
 traceback is the program's own; it comes before symptoms, because the other ranks' lost connections and timeouts follow
 from it.
-A job that finished has not failed, and trouble that was made good does not count (`events.py`). No torch.
+A job that finished has not failed, and trouble that was recovered from does not count (`events.py`). No torch.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ class Explanation:
     """What happened, its evidence, and the other errors in the log.
 
     Attributes:
-        line: the one that matters.
+        line: the decisive line.
         frame: place in the program, if a traceback names one.
         facts: sentences with the log's numbers.
         others: known errors that follow from this one, or occur next to it.
-        hint: reported as a symptom, but the line mostly follows from what the page says.
-        ending: what the run itself has noted of its end.
-        asked: what the page's question had for an answer on this machine, if it was asked.
+        hint: reported as a symptom, but the page's cause is the most likely one of the line.
+        ending: the run's own note of its end.
+        asked: the answer to the page's question on this machine, if it was asked.
     """
 
     known: KnownError
@@ -222,7 +222,7 @@ def _hits(
             if training or not (other or sign.generic):
                 for index in _places(log, sign, following):
                     shown.setdefault(index, []).append(sign)
-        # A line that ended a traceback says more than an earlier warning.
+        # A line that ended a traceback is stronger evidence than an earlier warning.
         places = sorted(shown.keys() - ignored, key=lambda index: (index not in ended, index))
         lines = [log.line(index) for index in places]
         if not lines or (
@@ -270,7 +270,7 @@ def _precedence(log: Log, hit: Hit) -> tuple[Any, ...]:
 def _derived(
     events: Events, known: dict[str, KnownError], hits: Sequence[Hit], errors: Sequence[Raised]
 ) -> list[Hit]:
-    """Errors that no single line shows: numbers that are not finite, and a job that is said to hang."""
+    """Errors that no single line shows: non-finite numbers, and a job that is reported to hang."""
     if hits:
         return []
     if "nan-loss" in known and (lines := events.not_finite()):

@@ -1,4 +1,4 @@
-"""Where the ranks of a process group stood, by its operations in dumps or in logs. No torch.
+"""Where the ranks of a process group were, by its operations in dumps or in logs. No torch.
 
 Operations of two process groups are never compared: each group counts its own.
 """
@@ -121,7 +121,7 @@ def where_ranks_stood(works: Sequence[Work]) -> str:
         return f"{ranks_text(slow)} lagged behind the others (operation {behind} of {ahead}): look there"
     read = {*first, *enqueued}
     silent = sorted(set(range(max(numbered, default=-1) + 1)) - read)
-    if silent and len(read) >= len(silent):  # one rank's log says nothing of the others
+    if silent and len(read) >= len(silent):  # one rank's log shows nothing about the others
         return f"{ranks_text(silent)} did not report this timeout: look there first"
     by_last = ranks_by(enqueued)
     if len(by_last) > 1:

@@ -135,7 +135,7 @@ class Log:
         return line.rank is not None and not of_task
 
     def time(self, index: int) -> str | None:
-        """When the line was written, in seconds as text that sorts, if it or one of the 30 before it says."""
+        """When the line was written, in seconds as text that sorts, if it or one of the 30 before it shows it."""
         places = range(index, max(-1, index - 30), -1)
         begins = (self._prefixes[place] + self.raw[place] for place in places)
         return next(filter(None, map(prefixes.time_of, begins)), None)

@@ -1,7 +1,7 @@
-"""What launchers, containers and journals put before lines: removed once, and kept as rank and host. No torch.
+"""Prefixes that launchers, containers and journals put before lines: removed once, and kept as rank and host. No torch.
 
-What every line of a source begins with belongs to whoever passed the log on: a Pod's name, an actor's, a time. Without
-it, a line is what its program wrote, at its first column, wherever it was run.
+A prefix of every line of a source was added on the way: a Pod's name, an actor's, a time. Without it, a line is as its
+program wrote it, from the first column on, wherever it was run.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def read(text: str, rank: int | None = None, host: str | None = None) -> _Writte
 
 
 def written(line: str, rank: int | None, host: str | None) -> _Written:
-    """(the line without its prefixes, the rank and the host that they, its words or what is known name)."""
+    """(the line without its prefixes, the rank and the host named by them, by its words or by known facts)."""
     last = line.rstrip("\r").rpartition("\r")[2]  # the rest of a progress bar's line
     text, rank, host = read(last, rank, host)
     if task := _TASK_OF.search(text):
@@ -101,7 +101,7 @@ def rank_of_file(name: str) -> int | None:
 
 
 def time_of(line: str) -> str | None:
-    """When a line was written, in seconds as text that sorts, if its beginning says so."""
+    """When a line was written, in seconds as text that sorts, if its beginning shows it."""
     match = _TIME.search(line[:80])
     return match and f"{match[1]} {match[2]}"
 

@@ -1,4 +1,4 @@
-"""What a trained model writes: the complete model of a checkpoint, in one process."""
+"""Text generation with a trained model: the complete model of a checkpoint, in one process."""
 
 from __future__ import annotations
 

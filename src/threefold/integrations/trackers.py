@@ -1,8 +1,8 @@
 """Trackers besides the metrics file and the screen: TensorBoard, Weights & Biases, trackio, MLflow.
 
 They get the same metrics as the metrics file, on rank 0, after the config, the mesh and the versions. If a tracker
-fails, this is reported once, training continues, and it later gets what it has missed. A tracker that is not installed
-is refused before training begins.
+fails, this is reported once, training continues, and it later gets the metrics that it missed. A tracker that is not
+installed is refused before training begins.
 """
 
 from __future__ import annotations

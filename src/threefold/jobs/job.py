@@ -181,7 +181,7 @@ def handed_to(
     """Returns the output of a cluster's own program, which gets the job as its input.
 
     Args:
-        missing, refused: what is expected and how to fix it, if the program is not installed or refuses the job.
+        missing, refused: the expectation and the fix, if the program is not installed or refuses the job.
 
     Raises:
         ConfigError: the program is not installed. RunError: it refuses.

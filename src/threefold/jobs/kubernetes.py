@@ -176,7 +176,7 @@ def send(job: Job, options: KubernetesSettings) -> str:
     fix = "kubectl auth can-i create pytorchjobs; --kind jobset or trainjob if the cluster has another operator"
     return "\n".join(
         handed_to(
-            # What is there under a digest is the same; a job that is there is another one.
+            # An existing object under a digest is the same; an existing job is another one.
             "kubectl",
             "create" if number == len(documents) else "apply",
             "-f",
@@ -269,7 +269,7 @@ def _container(job: Job, options: KubernetesSettings, *, name: str) -> dict[str,
 def _torchrun_pod(
     job: Job, options: KubernetesSettings, *, container: str, place: list[str]
 ) -> dict[str, Any]:
-    """A pod that starts its ranks itself; `place` says which of several pods it is."""
+    """A pod that starts its ranks itself; `place` is its index among several pods."""
     ranks = job.ranks
     sizes = [f"--nnodes={ranks.num_hosts}", f"--nproc-per-node={ranks.per_host}"]
     command = ["torchrun", *sizes, *(place if ranks.num_hosts > 1 else []), *_TRAIN]

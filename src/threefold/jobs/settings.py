@@ -1,7 +1,7 @@
 """The settings of a kind of job: fields of a dataclass, which are the options of its command. No torch.
 
-A field made with `setting` is an option; its type says how a value is read, and whether the option may be repeated. The
-help of the command, and what is refused, are made from the fields, so a setting is written once.
+A field made with `setting` is an option; its type determines how a value is read, and whether the option may be
+repeated. The command's help and its checks are made from the fields, so a setting is written once.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class JobSetting(NamedTuple):
 
     @property
     def form(self) -> str:
-        """What is written after the option."""
+        """The text after the option's name."""
         if self.info["form"]:
             return str(self.info["form"])
         return {bool: "", int: "N", Path: "FILE"}.get(

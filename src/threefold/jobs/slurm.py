@@ -231,7 +231,7 @@ _SAID = "srun.err"
 
 
 def _again(retries: int) -> list[str]:
-    """Lines that submit the job once more after a crash, without the node whose rank srun says has ended first."""
+    """Lines that submit the job once more after a crash, without the node whose rank ended first according to srun."""
     first = f'grep -m 1 "^srun: error: .*: task" "$run/{_SAID}"'
     return [
         f'if [ "${{THREEFOLD_RETRY:=0}}" -lt {retries} ] && ! grep -qw -- "$code" <<< "{_FINAL}"; then',

@@ -132,7 +132,7 @@ def _eager(decoder: Decoder, layer: Layer, setup: Setup) -> float:
 def _adapters(layer: Layer, setup: Setup, *, products: bool) -> float:
     """Of one token: results of the first of two products, and of both `products`; inputs where they are dropped."""
     kept, element = 0.0, setup.element
-    # Of what is dropped; on a CPU it is multiplied by.
+    # The dropout mask; on a CPU it is a factor.
     mask = 1 if setup.device is not None else element
     for weight in layer.weights:
         if weight.name in layer.adapters:

@@ -22,7 +22,7 @@ from threefold.plan.memory import Moment, host_bytes, peak
 from threefold.plan.operations import causal_keys
 from threefold.plan.setup import Setup, refused, setup_of
 
-# Of a device's memory that is there: data sheets round up, and the driver keeps some.
+# Usable share of a device's memory: data sheets round up, and the driver keeps some.
 THERE = 0.97
 # Times that differ by less are put in the order of memory. Which are distinguished is another matter: see `Margin`.
 _ALIKE = 0.01
@@ -134,10 +134,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Question:
-    """What is planned for.
+    """The question to plan for.
 
     Attributes:
-        config: whose keys that are in `pinned` are kept as they are; others of mesh and memory are open.
+        config: its keys in `pinned` are kept; other keys of mesh and memory are open.
         slowness: how many times as long as by published speeds layers took on such a device; None: not measured.
     """
 

@@ -1,4 +1,4 @@
-"""What `auto` means, and what a key that is left out means: each automatic choice once, with its reason. No torch.
+"""The meaning of `auto` and of omitted keys: each automatic choice once, with its reason. No torch.
 
 `resolve` makes the choices of a config on a mesh, for devices that need not be there. The model, the run, its checks
 and the planner read the same functions, so an estimate cannot assume another choice than the run makes.

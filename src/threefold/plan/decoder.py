@@ -1,4 +1,4 @@
-"""A causal model as its config.json describes it: the parameters of each layer, and what a token meets there.
+"""A causal model as its config.json describes it: the parameters of each layer, and its work per token.
 
 Without torch and without transformers: a family's rules are a row of `families`, sizes are the config's. A model that
 this cannot describe exactly is refused by name.

@@ -1,7 +1,7 @@
-"""How long a step takes: products, attention, passes over memory, and what is sent.
+"""How long a step takes: products, attention, passes over memory, and communication.
 
-Each is an amount, of operations or bytes, over a rate: what kernels reach on the device (`efficiency`). What is sent
-counts where nothing is left to compute beside it, and in part where there is: both need the same processors and memory.
+Each is an amount, of operations or bytes, over a rate: what kernels reach on the device (`efficiency`). Communication
+counts fully where it overlaps with no computation, else in part: both need the same processors and memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from threefold.plan.units import kept_whole, units_of
 
 # Of the rate of large products, smaller ones reach dim / (dim + 256), of their least dim.
 HALF_AT = 256
-# How much slower products in float32 are, as torch computes them unless told otherwise (H100: 67 of 989 TFLOP/s).
+# How much slower float32 products are with torch's default settings (H100: 67 of 989 TFLOP/s).
 FLOAT32 = 15
 # The least dim of products that are made in 8 bits, and the bytes that casting a number for them reads and writes:
 # once for its scale, once to be cast.
@@ -212,7 +212,7 @@ def _host(decoder: Decoder, setup: Setup, shard: int, computing: float) -> float
 def _waits(
     decoder: Decoder, setup: Setup, fabric: Fabric, computing: float
 ) -> tuple[dict[str, float], float]:
-    """(seconds of what is sent by axis, seconds for which nothing is computed beside it), of a step."""
+    """(seconds of communication by axis, exposed seconds of it) of a step."""
     topology, batches, element = setup.topology, setup.num_batches, setup.element
     tp = topology.tp
     cp = topology.cp
@@ -224,7 +224,7 @@ def _waits(
     if tp > 1:
         size = tokens * decoder.hidden * element
         one = fabric.seconds("all-reduce", size, ranks=tp, stride=1)
-        # Scattered sums and gathers are half a sum each; what is computed again is gathered twice, and scattered once.
+        # Scattered sums and gathers are half a sum each; recomputed layers are gathered twice, and scattered once.
         sent["tp"] = (
             batches * one * (count * (4 + again * (1.5 if setup.sequence_parallel else 1)) + 2)
         )
@@ -252,7 +252,7 @@ def _of_data(
     stride, shards, reduced = topology.tp, setup.shards, setup.reduced_element
     sent: dict[str, float] = {}
     waited = 0.0
-    # What is gathered before the first layer and reduced after it, for which nothing is computed meanwhile.
+    # Gathers before the first layer and reductions after it, which overlap with no computation.
     outer = [each for each in (units.rest, units.embedding) if each.size]
     inner = [*units.units, *([units.head] if units.head.size else [])]
     if shards > 1:

@@ -1,4 +1,4 @@
-"""What kernels reach in whole runs, of a data sheet's rates: by device and kind of kernel, from published speeds.
+"""The share of a data sheet's rates reached in whole runs: by device and kind of kernel, from published speeds.
 
 Rates are fitted to half of the rows of `tests/published_speeds.json` and judged by the other half
 (`python benchmarks/speeds.py`). No figure is better than its margin: what 8 in 10 published speeds keep to.
@@ -14,7 +14,7 @@ from threefold.plan.accelerators import Accelerator
 
 
 class Efficiency(NamedTuple):
-    """What the kernels of a device reach.
+    """The rates that a device's kernels reach.
 
     Attributes:
         products: of the dense bfloat16 peak, by large products in bfloat16.
@@ -22,7 +22,7 @@ class Efficiency(NamedTuple):
         experts: of `products`, by the products of chosen experts.
         float8: how many times faster a product in 8 bits is by itself, by recipe; casts are counted apart.
         passes: of the memory's rate, by passes over large tensors.
-        shown: the part of what is sent beside computing that a step is longer by: both need the same processors.
+        shown: the part of overlapped communication that lengthens a step: both need the same processors.
         rows: published speeds of dense models that these were fitted to.
     """
 
@@ -94,10 +94,10 @@ def efficiency_of(device: Accelerator, slowness: float = 1.0) -> Efficiency:
 
 
 def margin_of(device: Accelerator, *, mixture: bool, measured: bool = False) -> Margin:
-    """How well times on this device are known, of a mixture of experts or a dense model.
+    """How well times on this device are known, for a mixture of experts or a dense model.
 
     Args:
-        measured: its layers were, on such a device: what is left is known as of dense models.
+        measured: its layers were measured on such a device; the rest is known as for dense models.
     """
     if measured:
         source = (

@@ -1,7 +1,7 @@
-"""What is known of architectures by their model_type alone: all else is read from their config or their classes.
+"""Facts about architectures by their model_type alone: all else is read from their config or their classes.
 
-A family is a row: which projections have biases, which norms there are, what is tied where nobody says, what adapters
-are on by default. Sizes come from the config. Parameters of every row are compared with transformers' own modules
+A family is a row: which projections have biases, which norms there are, default weight tying, default targets of
+adapters. Sizes come from the config. Parameters of every row are compared with transformers' own modules
 (`tests/unit/test_decoder.py`).
 """
 

@@ -1,4 +1,4 @@
-"""What would fit: set-ups that need less memory than one that does not, and the keys that ask for them.
+"""What would fit: set-ups that need less memory than one that does not, and their config keys.
 
 For a run that is refused before it begins, for one whose device has no memory left, and for `threefold plan`.
 """

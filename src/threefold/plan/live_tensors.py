@@ -73,7 +73,7 @@ class LiveTensors(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func._opname in _COPIED:
-            copy = max(each.nbytes for each in args[:2])  # what is sent and what is received
+            copy = max(each.nbytes for each in args[:2])  # sent and received
             self._count(copy)
             self._count(-copy)
         outputs = func(*args, **(kwargs or {}))

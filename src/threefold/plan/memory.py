@@ -1,8 +1,8 @@
-"""What a rank holds at each moment of a step, line by line; its peak is the largest moment, not a sum of all.
+"""The memory of a rank at each moment of a step, line by line; its peak is the largest moment, not a sum of all.
 
 A step is: the forward, at whose end all layers' activations are kept; the loss, chunk by chunk; the backward of each
-layer, in which its activations go and its gradients come; the reduction of what is outside the layers; the update.
-What an optimizer keeps of a weight is in the table of `config/optimizer.py`.
+layer, in which its activations are freed and its gradients made; the reduction outside the layers; the update.
+An optimizer's memory per weight is in the table of `config/optimizer.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OWN_BYTES, OWN_SHARE = 1.5 * 2**30, 0.03
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of a step: what is held then, in bytes by line."""
+    """A moment of a step: memory held then, in bytes by line."""
 
     name: str
     lines: Mapping[str, float]
@@ -256,7 +256,7 @@ class _Step:
     def _rest_of_backward(
         self, hidden: float, gradients: float, reducing: float, head: float
     ) -> Iterator[Moment]:
-        """The embedding, and the reduction of what is outside the layers."""
+        """The embedding, and the reduction outside the layers."""
         rest, element = self._last, self._setup.element
         embedding = (
             element

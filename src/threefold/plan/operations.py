@@ -1,4 +1,4 @@
-"""Operations that a token meets, by what they depend on: parameters, and the keys that it sees (see `flops`)."""
+"""Operations per token, by what they depend on: parameters, and the keys that it sees (see `flops`)."""
 
 from __future__ import annotations
 

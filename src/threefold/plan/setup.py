@@ -1,4 +1,4 @@
-"""What an estimate is asked about: a mesh, what a rank computes at a time, and what is done to save memory.
+"""The subject of an estimate: a mesh, the work of a rank at a time, and memory-saving settings.
 
 Automatic choices are those of `choices`, for a device that need not be there.
 """

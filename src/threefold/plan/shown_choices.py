@@ -1,4 +1,4 @@
-"""What a config's automatic keys become on a machine, with the reasons, as `--print-config` shows them. No torch."""
+"""The resolved values of a config's automatic keys on a machine, with reasons, for `--print-config`. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank holds of a model's parameters, and what is gathered together (`model.data_parallel.shard`)."""
+"""A rank's part of a model's parameters, and the units that are gathered together (`model.data_parallel.shard`)."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def json_of(path: Path) -> dict[str, Any]:
 
 
 def unsafe_files(run: Path) -> Iterator[tuple[str, str]]:
-    """What of a run leads out of its folder or cannot be read: (path in it, what is wrong)."""
+    """Paths of a run that lead out of its folder or cannot be read: (path in it, problem)."""
     for path in _no_files(run):
         yield path.relative_to(run).as_posix(), "it is not a file"
     for path in _read(run):

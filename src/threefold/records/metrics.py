@@ -1,7 +1,7 @@
 """A run's metrics.jsonl: every logged number that is valid after resumes and rewinds. No torch.
 
 A line whose step is not later than the one before it begins another pass over steps that were trained before. Of these
-steps the last pass counts, and the others are kept as replaced. What is wrong with a line is noted; the rest of it
+steps the last pass counts, and the others are kept as replaced. The problem of a line is noted; the rest of it
 counts.
 """
 
@@ -52,7 +52,7 @@ class _Series:
 
 
 class Metrics:
-    """Everything numeric that a run has logged, read up to now; `read` reads what is new.
+    """Everything numeric that a run has logged, read up to now; `read` reads new lines.
 
     Attributes:
         first_steps: the first logged step of each pass.
@@ -101,7 +101,7 @@ class Metrics:
         return sorted([*self.lines.damaged, *torn], key=lambda damage: damage.line)
 
     def read(self) -> None:
-        """Adds what is new in the file."""
+        """Adds the new lines of the file."""
         again, lines = self.lines.again, self.lines.read()
         if self.lines.again != again:
             self._begin()
@@ -112,7 +112,7 @@ class Metrics:
             self._stands = {}
 
     def add(self, line: dict[str, Any]) -> str | None:
-        """Adds a line; returns what is wrong with it, if something is: the rest of it counts."""
+        """Adds a line; returns its problem, if any: the rest of it counts."""
         step = line.get("step")
         if type(step) is not int or not 0 <= step < _MOST_STEP:
             return f"step is {str(step)[:40]!r}"

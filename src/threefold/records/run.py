@@ -1,4 +1,4 @@
-"""What a run has left in its folder, each file read when it is first asked for. Read only; no torch."""
+"""The records in a run's folder, each file read when it is first needed. Read only; no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's allocator: the memory of a GPU as it says it when that is used up. No torch."""
+"""torch's allocator: the memory of a GPU by its out-of-memory message. No torch."""
 
 import re
 from typing import NamedTuple

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from threefold.explain.log import Log, LogLine
 
-# Whether a line says that torch tries to connect, and will again.
+# Whether a line reports an attempt of torch to connect that will be repeated.
 is_retry = re.compile(r"\[W\S* .*socket\.cpp").search
 _PARTS = ("SeqNum=", "last enqueued", "at work: ")
 _LATE = re.compile(r"SeqNum=(\d+), OpType=(\w+)")
@@ -56,7 +56,7 @@ def works(log: Log) -> dict[int, list[Work]]:
 
 
 def limit_ms(line: LogLine) -> int | None:
-    """How long the operations of a group may take, if the line says so."""
+    """How long the operations of a group may take, if the line shows it."""
     return _number(_LIMIT, line)
 
 

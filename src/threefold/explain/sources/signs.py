@@ -123,7 +123,7 @@ class EventKind(Enum):
     loss scale: (?P<scale>\d+(?:\.0)?), reducing to (?P=scale)(?:\.0)?\b
     reducing loss scale to (?:0\.0\b|[\d.]+e-[1-9]\d)
     """
-    # it is said to hang; layers are frozen, and losses are stuck, in training that goes well
+    # it is reported to hang; layers are frozen, and losses are stuck, in healthy training
     HANGS = rf"""
     {_NOT_LEARNT}\b[Hh]ang(?:s|ing)?\b  {_NOT_LEARNT}\bhung\b  {_NOT_LEARNT}\b[Ss]tuck\b  {_NOT_LEARNT}\bjam(?:s|med)\b
     {_NOT_LEARNT}\bblocks? forever\b  {_NOT_LEARNT}[Nn]othing happens\b  {_NOT_LEARNT}\bno (?:further )?progress\b

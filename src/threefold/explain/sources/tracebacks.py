@@ -42,7 +42,7 @@ class Raised:
     """The error that ended a traceback, and the innermost frame that belongs to no installed package.
 
     Attributes:
-        reports_another: it only says that another process had an error.
+        reports_another: it only reports another process's error.
         own: that frame is the innermost of all: the program itself raised the error.
         file: of the innermost frame of all.
     """
@@ -108,7 +108,7 @@ def messages(log: Log, errors: Sequence[Raised]) -> dict[int, str]:
 
 
 def ignored_lines(log: Log) -> set[int]:
-    """Indices of the lines of tracebacks that Python says it ignored: in a finalizer, or while it wrote a log."""
+    """Indices of the lines of tracebacks that Python ignored: in a finalizer, or while it wrote a log."""
     ignored: set[int] = set()
     for words in ("Exception ignored in", "--- Logging error ---"):
         for begin in (

@@ -1,8 +1,8 @@
-"""What the words of one line say, whoever wrote it: a warning, talk of an error, the end of a program. No torch."""
+"""The meaning of a line by its words, from any writer: a warning, talk of an error, the end of a program. No torch."""
 
 import re
 
-# The program itself says that it continues: warnings, information. NCCL warns of what ends it; a Pod's events too.
+# The program itself continues: warnings, information. But NCCL warns of fatal errors; so do a Pod's events.
 is_mild = re.compile(
     r"^(?!.*NCCL (?:WARN|INFO bootstrap.cc:\d+ -> ))"
     r"(?!\s*(?:\w+\s+)?Warning\s+(?:[A-Z][a-z]+[A-Z]|Failed\s|Evicted\s))(?!.*retry(?:ing)? \(?(\d+)/\1\b)(?:"
@@ -24,7 +24,7 @@ _TALK = re.compile(
     r"|^#+ |^(?:\S+:\d+:)?[-+]?\s*(?:except|elif|raise|import)\b|^\s+--[\w-]+ "
     r"|^\s*[-*] (?:\*\*|(?:Fix|Add|Handle|Catch|Avoid|Improve)\w*\b)"
     r"|^\{\"(?:text|prompt|instruction|question|content|input|messages)\": "
-    # The line itself says that the program continues.
+    # The line itself states that the program continues.
     r"|\bRetrying (?:\(|in |after )|\b[Ww]ill (?:be )?retr(?:y|ied)\b|\bretry \d+/\d+|\bTrial \S+ (?:failed|errored)"
     r"|\b(?:[Ss]kipp(?:ing|ed)|[Ii]gnoring|[Ff]alling back|[Cc]ontinuing)\b|thrown while requesting (?:HEAD|GET) "
     r"|\bfrom scratch\b|\b[Ww]ill (?:use|proceed)\b|\b[Pp]roceeding\b|\bdid not (?:occur|happen)\b|you can ignore this"
@@ -38,7 +38,7 @@ _MET = re.compile(
     r"^(?!.*(?:\b[Ii]f\b|[Ff]ix|[Ss]olve|[Aa]void|[Pp]revent|no longer)).*"
     r"\b(?:I|[Ww]e)(?:'m| am)? (?:get|got|getting|have|had|met|run|ran|encounter|see)"
 )
-# Lines before a launcher's that are its own, a shell's, or what somebody says: not the output of what it started.
+# Lines before a launcher's that are its own, a shell's, or a person's: not output of the processes it started.
 is_of_launcher = re.compile(
     r"^GPU core dump|nvidia-|NVRM|amdgpu"
     r"|slurm|srun|sbatch|salloc|ssh|[Mm][Pp][Ii]|O[RM]TE|PRTE|OPAL|PMI|UCX|ucx|[Ww]arning|^\W*$"
@@ -48,7 +48,7 @@ is_of_launcher = re.compile(
 
 
 def is_talk(line: str, anchor: str) -> bool:
-    """Whether the line talks about the error that `anchor` is part of, or says that the program continues after it."""
+    """Whether the line talks about the error that `anchor` is part of, or that the program continues after it."""
     if _TALK.search(line):
         return True
     before, _, after = line.partition(anchor)

@@ -1,4 +1,4 @@
-"""The audit as a callback: what every rank reads in transformers' loop, compared during training.
+"""The audit as a callback: the rows that every rank reads in transformers' loop, compared during training.
 
 With threefold's Trainer (which adds it automatically) the order is known: every `every` steps, before anything is saved
 and at the end, each rank's digest of the samples it read is compared with the order's, and `audit.jsonl` in the output
@@ -212,5 +212,5 @@ def _not_each_row_once(batches: Any, rows: Any) -> str | None:
 
 
 def _explain(evidence: Evidence) -> list[Problem]:
-    """What is wrong, with the Trainer's arguments."""
+    """The problems, in terms of the Trainer's arguments."""
     return [in_trainer_words(problem) for problem in explain(evidence, resume=_RESUME)]

@@ -1,4 +1,4 @@
-"""What the Trainer cannot do, reported before anything is computed, with the line to change.
+"""Limits of the Trainer, reported before anything is computed, with the line to change.
 
 Every check uses facts that all ranks have, so either all ranks continue or all stop. If transformers would silently do
 something else, the error names it.

@@ -171,7 +171,7 @@ def cut_rows(model: Any, mesh: Mesh) -> None:
         )
         if probes and model.training and torch.is_grad_enabled():
             probes.pop()(whole)
-        # The layers are given their masks, so what is recomputed in backward needs no batch.
+        # The layers are passed their masks, so recomputation in backward needs no batch.
         with context.batch(whole) as part:
             logits = own_forward(
                 input_ids=part["input_ids"],

@@ -1,6 +1,6 @@
-"""Counting what an epoch has read, for Trainers whose order cannot be predicted.
+"""Counts the rows that an epoch has read, for Trainers whose order cannot be predicted.
 
-In: the batches that a loader gives to this rank, as lists of row numbers, and the loop's events that say when one was
+In: the batches that a loader gives to this rank, as lists of row numbers, and the loop's events that show when one was
 used. Out: an error in the step that reads a row for the second time in an epoch, and at the epoch's end
 the number of rows left out. Invariants: all ranks exchange their numbers and compute the same, so they raise
 together. Two things that transformers does by design are only reported: rows repeated to fill the very last step of

@@ -1,7 +1,7 @@
 """The loader for evaluation: an entire map-style dataset once over all ranks, in the dataset's order.
 
-The ranks read neighbouring blocks of rows, so what they computed in one step is a stretch of the dataset once it is
-gathered. Invariants: every row once; every rank makes the same number of steps, with the same number of rows, so
+The ranks read neighbouring blocks of rows, so their gathered results of one step cover a contiguous part of the
+dataset. Invariants: every row once; every rank makes the same number of steps, with the same number of rows, so
 that a loss may gather them; a rank without a row in the last one computes a stand-in that is not counted.
 """
 
@@ -75,8 +75,8 @@ class EvaluationLoader(DataLoader[Any]):
     def gather(self, data: Any) -> Any:
         """Tensors [rows, ...] of this step's batch, or nested lists and dicts of them -> [rows of all ranks, ...].
 
-        Of a collator whose batch has another number of rows than samples (such as DataCollatorWithFlattening), all that
-        each rank computed, but nothing of a stand-in.
+        With a collator whose batch has another number of rows than samples (such as DataCollatorWithFlattening), all
+        results of each rank, except those of a stand-in.
         """
         return recursively_apply(self._gathered, data)
 

@@ -93,10 +93,10 @@ def training(
 
 
 def adopted(trainer: Any, loader: Any) -> Any:
-    """A loader that the user's `get_train_dataloader` made, as ours, with its place and its audit.
+    """A loader made by the user's `get_train_dataloader`, converted to ours, with its place and its audit.
 
-    Taken over are those of `threefold.distribute`, and those of `accelerator.prepare` whose sampler draws in a known
-    way. Any other is returned as it is. Rows that such a loader repeats to fill an epoch become stand-ins.
+    Loaders of `threefold.distribute` are converted, and those of `accelerator.prepare` whose sampler draws in a known
+    way. Any other is returned unchanged. Rows that such a loader repeats to fill an epoch become stand-ins.
     """
     if type(loader) is DistributedLoader:
         require_distributed(loader, trainer.axis)

@@ -87,7 +87,7 @@ class StepPart(NamedTuple):
     batch: Any = None
 
     def counted(self, inputs: Any) -> Any:
-        """`inputs`, or for a stand-in none of their rows."""
+        """`inputs`, or none of their rows for a stand-in."""
         if self.rows or not isinstance(inputs, Mapping):
             return inputs
         return {

@@ -1,8 +1,8 @@
 """transformers.Trainer with threefold's three promises: the same data, the same curve, the same state.
 
-A thin subclass: the loop is transformers'. Replaced are the loaders (`training_loader`, `evaluation_loader`), what a
-micro-batch weighs in the loss (`loss`), the mean of an evaluation, the place where a run resumes and, for models that
-transformers has loaded in shards, what is saved (`trainer_checkpoint`). Invariants: an epoch reads every sample
+A thin subclass: the loop is transformers'. It replaces the loaders (`training_loader`, `evaluation_loader`), the
+weight of a micro-batch in the loss (`loss`), the mean of an evaluation, the place where a run resumes and, for models
+that transformers has loaded in shards, the saved state (`trainer_checkpoint`). Invariants: an epoch reads every sample
 once; loss and gradient are those of the mean over all targets of a step, on any number of ranks and micro-batches; a
 run resumes at the next sample, also with other ranks or another batch size.
 """

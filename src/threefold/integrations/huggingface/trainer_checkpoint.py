@@ -1,4 +1,4 @@
-"""What the Trainer adds to a checkpoint folder of transformers, and where a resumed run continues.
+"""The Trainer's additions to a transformers checkpoint folder, and where a resumed run continues.
 
 `threefold.json` holds plain values: the place in the order, and the sizes it was read with. `threefold-state/` holds
 weights and optimizer of a model that transformers loaded in shards, in the format of `threefold.checkpoint`: each rank

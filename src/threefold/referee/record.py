@@ -1,4 +1,4 @@
-"""The record of a watched command, read back: one `RankRecord` for each rank that trained, and what is wrong with it.
+"""The record of a watched command, read back: one `RankRecord` for each rank that trained, and its problems.
 
 No torch, and nothing of the program that was watched is loaded.
 """
@@ -54,7 +54,7 @@ class LoaderPass:
 
 @dataclass
 class RankRecord:
-    """What one rank has read.
+    """The record of one rank, as read.
 
     Attributes:
         start: number of the command's program that trained as this rank.
@@ -117,7 +117,7 @@ class WatchedCommand:
 
 
 def write_command(folder: Path, command: Sequence[str], exit_code: int | None) -> None:
-    """Says what is recorded in a folder, and how it ended."""
+    """Reports the contents of a record's folder, and how it ended."""
     values = {"schema": 1, "command": list(command), "exit_code": exit_code}
     (folder / COMMAND_FILE).write_text(json.dumps(values) + "\n", encoding="utf-8")
 

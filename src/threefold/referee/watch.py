@@ -1,7 +1,7 @@
 """Runs a command with the referee attached: its environment, its folder, its end.
 
-The command gets the terminal, its signals and its own exit code; the referee only waits. What its ranks record is in
-the folder, which is new.
+The command gets the terminal, its signals and its own exit code; the referee only waits. The records of its ranks are
+in the folder, which is new.
 """
 
 from __future__ import annotations

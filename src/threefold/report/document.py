@@ -74,7 +74,7 @@ def _curves_of(
 
 
 def points_of(runs: Sequence[RunFacts], verdicts: Sequence[Judged | None]) -> dict[str, Any]:
-    """What the page's script draws: charts, and of each run its curves, marks, clock, and what unusual steps read."""
+    """Data drawn by the page's script: charts, and each run's curves, marks, clock, and rows of unusual steps."""
     usual: list[tuple[str, str, tuple[str, ...]]] = [
         (title, unit, names)
         for title, unit, names in _CHARTS
@@ -138,7 +138,7 @@ def _starts(facts: RunFacts) -> list[tuple[int, float]]:
 
 
 def _batches(judged: Judged | None) -> dict[str, Any]:
-    """What the unusual steps have read, by step."""
+    """The rows read by the unusual steps, by step."""
     if judged is None:
         return {}
     by_step = {
@@ -196,7 +196,7 @@ def parts_of(
 
 
 def top_of(runs: Sequence[RunFacts]) -> dict[str, Html]:
-    """What comes before the curves: the state of a run, or several side by side."""
+    """The part before the curves: the state of a run, or several side by side."""
     return {"standing": standing(runs[0])} if len(runs) == 1 else compared(runs)
 
 

@@ -1,4 +1,4 @@
-"""A run's folder as plain facts: what a page of it shows. Files only, no torch, and nothing of the run is touched.
+"""A run's folder as plain facts, for its page. Files only, no torch, and nothing of the run is touched.
 
 Every file may be missing, cut or damaged: what can be read is shown, what cannot is listed in `damaged` and `notes`.
 Nothing here decides how it looks (`sections`).
@@ -107,7 +107,7 @@ class RunFacts:
 
     @property
     def head(self) -> Head | None:
-        """What the last start trains, and what it has chosen."""
+        """The training of the last start, and its choices."""
         return Head.from_values(self.starts[-1].get("head")) if self.starts else None
 
     @property
@@ -156,7 +156,7 @@ class RunFacts:
                     "as a Hugging Face folder",
                 )
             )
-        # Of the rows of a program's run only the numbers are known, not where they are.
+        # For a program's run only the numbers of rows are known, not where they are.
         contents, show = ("", "") if of_program else (" --contents", " --show")
         what, text = ("row", "") if of_program else ("token", ", and their text")
         commands.append(

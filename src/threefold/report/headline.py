@@ -1,4 +1,4 @@
-"""What is shown first of a run, its figures with their units, and several runs side by side."""
+"""The top of a run's page, its figures with their units, and several runs side by side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from threefold.report.thinned_curves import curve_names, summary
 _MOST_KEYS = 200
 # Logged steps whose pace is expected of those that are left.
 _PACE = 20
-# What names of figures of tasks begin with, and how many are seen first.
+# The prefix of the names of tasks' figures, and how many are shown first.
 TASK, _MOST_TASKS = "task_", 8
 
 
@@ -182,7 +182,7 @@ def compared(runs: Sequence[RunFacts]) -> dict[str, Html]:
 
 
 def differing(configs: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Of some configs by key the keys in which they differ, all with the same keys; `-` where one lacks a key."""
+    """The keys in which some configs differ, with the same keys for all; `-` if one lacks a key."""
     keys = [
         key
         for key in dict.fromkeys(key for config in configs for key in config)

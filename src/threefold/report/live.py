@@ -1,4 +1,4 @@
-"""A run on a live page: only what is new is read, and the page's parts are made again when their files change."""
+"""A run on a live page: only new data is read, and the page's parts are rebuilt when their files change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LiveRun:
 
     Attributes:
         facts: as they were last gathered, with the metrics as they are.
-        judged: what the audit says, and what stands out; None before it is known.
+        judged: the audit's verdict, and anomalies; None before they are known.
     """
 
     def __init__(self, path: Path, name: str | None = None) -> None:
@@ -51,7 +51,7 @@ class LiveRun:
         return f"{self._metrics.version} {len(self.facts.events)} {self.facts.state} {id(self.judged)}"
 
     def refresh(self) -> None:
-        """Reads what is new, unless that was done a moment ago; proves in the background."""
+        """Reads new data, unless that was done a moment ago; proves in the background."""
         with self._lock:
             now = time.monotonic()
             if now - self._looked_at < _LOOK_S:
@@ -98,7 +98,7 @@ class LiveRun:
             self._proved_at = now + max(_PROVE_S, 50 * (now - began))
 
     def of_step(self, step: int) -> dict[str, Any] | None:
-        """What a step read; for one that is newer than what was judged, everything is looked for again."""
+        """The rows of a step; for one newer than the last judgement, everything is searched again."""
         if self.judged is None:
             return None
         read = self.judged.reasons.of_step(step)

@@ -1,4 +1,4 @@
-"""Pieces of HTML whose texts are always escaped: what is read from files can only ever be shown.
+"""Pieces of HTML whose texts are always escaped: text from files can only ever be shown.
 
 `Html` is text that is markup already. Everything else that goes into a piece is escaped, and characters that steer a
 terminal or the direction of text are shown by their codes.
@@ -68,7 +68,7 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> H
 
 
 def details(summary: str, *inside: Any, name: str) -> Html:
-    """What is shown when it is asked for; the page keeps it open, by its name, when it is drawn anew."""
+    """A collapsible part; when the page is redrawn it stays open, by its name."""
     return tag("details", tag("summary", summary), *inside, data_keep=name)
 
 

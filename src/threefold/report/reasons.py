@@ -1,4 +1,4 @@
-"""What stands out in a run, and what a step read, for a page: what `threefold why` finds, ready for JSON.
+"""Anomalies in a run, and the rows of a step, for a page: the findings of `threefold why`, ready for JSON.
 
 For long runs with many rows this is slow, so it is computed once and kept; above a size it is left to the command.
 """
@@ -23,11 +23,11 @@ _ERRORS = (ThreefoldError, OSError, ValueError, KeyError, TypeError, IndexError,
 
 
 class Reasons:
-    """What is known about one run.
+    """The findings about one run.
 
     Attributes:
-        found: what stands out, the most telling first.
-        note: why nothing is said; None: something was looked for.
+        found: anomalies, the most telling first.
+        note: why there are no findings; None: the run was examined.
     """
 
     def __init__(self, run: Path) -> None:

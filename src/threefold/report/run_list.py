@@ -1,4 +1,4 @@
-"""The runs of a folder, found two folders deep, with state and last step: of long files the end is read."""
+"""The runs of a folder, found two folders deep, with state and last step: only the end of long files is read."""
 
 from __future__ import annotations
 

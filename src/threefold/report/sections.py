@@ -36,7 +36,7 @@ _SHAPE = (
 
 
 class Verdict(NamedTuple):
-    """What the audit says: whether it is proved, in a line, and all lines."""
+    """The audit's verdict: whether it is proved, in a line, and all lines."""
 
     proved: bool
     said: str
@@ -62,19 +62,19 @@ def verdict_of(run: Path) -> Verdict:
 
 
 class Judged(NamedTuple):
-    """What takes a moment to find out about a run: the audit's verdict, and what stands out and why."""
+    """Results about a run that take a moment to compute: the audit's verdict, and anomalies with reasons."""
 
     verdict: Verdict
     reasons: Reasons
 
 
 def judged(run: Path) -> Judged:
-    """Runs the audit, and looks for what stands out; may take seconds."""
+    """Runs the audit, and looks for anomalies; may take seconds."""
     return Judged(verdict_of(run), Reasons(run))
 
 
 def sections(facts: RunFacts, judged: Judged | None) -> dict[str, Html]:
-    """All sections of a run by name, in the order of the page; what is not judged yet is left out."""
+    """All sections of a run by name, in the order of the page; those not judged yet are left out."""
     parts = {
         "why": _standing_out(facts, judged.reasons) if judged else Html(),
         "trained": _trained(facts),
@@ -170,7 +170,7 @@ def _data(verdict: Verdict) -> Html:
 
 
 def _numbers(facts: RunFacts) -> Html:
-    """The curves as a table: for those who cannot see them, and for what is exact."""
+    """The curves as a table: for those who cannot see them, and for exact values."""
     rows = []
     for name in curve_names(facts.metrics):
         stats = summary(facts.metrics.points(name))
@@ -203,7 +203,7 @@ def _numbers(facts: RunFacts) -> Html:
 
 
 def _standing_out(facts: RunFacts, reasons: Reasons) -> Html:
-    """What `threefold why` finds, and updates that were left out."""
+    """The findings of `threefold why`, and skipped updates."""
     rows: list[tuple[Any, ...]] = []
     for each in reasons.found[:_MOST_FOUND]:
         steps = ", ".join(f"{step:,}" for step in each.steps[:6]) + (

@@ -47,7 +47,7 @@ Query = Mapping[str, list[str]]
 
 
 class Reply(NamedTuple):
-    """What a request is answered."""
+    """The answer to a request."""
 
     status: int
     content: bytes

@@ -108,7 +108,7 @@ def with_rows(logged: Points, of_rows: Points) -> Points:
 def clocks(
     metrics: Metrics, starts: Sequence[tuple[int, float]], *, most: int
 ) -> list[dict[str, Any]]:
-    """Of each pass over the steps its number, its `first` step, and seconds since the first logged step as a curve.
+    """For each pass over the steps its number, its `first` step, and seconds since the first logged step as a curve.
 
     Args:
         starts: of each start of the run the last step before it, and its time in seconds since 1970: a pass begins at

@@ -1,4 +1,4 @@
-"""What a run's record proves of what it has read, as lines: coverage, shares, bytes, and the verdict at the end.
+"""What a run's record proves about the rows it has read, as lines: coverage, shares, bytes, and the final verdict.
 
 The proof itself is `audit/proof`'s. What it needs besides the record is in the run's folder: its checkpoints, the last
 step that it has logged, and its config.
@@ -152,7 +152,7 @@ def _check_lineage(
 
 
 def _byte_lines(run: Path, segments: Sequence[Segment], *, contents: bool) -> Iterator[str]:
-    """What is known about the bytes; with contents, all blocks of the stores, if they are where they were."""
+    """Facts about the bytes; with contents, all blocks of the stores, if they are where they were."""
     if segments and (not contents or are_here(segments[-1].start)):
         config = loading.load(str(run / "config.yaml"), environ={}).config
         sampled = ALL if contents else SAMPLED

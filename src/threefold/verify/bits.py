@@ -43,7 +43,7 @@ _DATA_RANKS = ((1, 1), (1, 2), (2, 2))
 
 
 def refuse_fast(config: Config) -> None:
-    """ConfigError unless the config asks for what is compared here."""
+    """ConfigError unless the config asks for train.reduce exact."""
     if config.train.reduce != "exact":
         asked = config.train.micro_batch
         # As `mesh.exact_limits` asks for it: any number would do.
@@ -118,7 +118,7 @@ def steps_on(mesh: Mesh, config: Config, options: VerifyOptions) -> list[Step]:
 
 
 def _hashes(model: Model) -> dict[str, str | None]:
-    """Of each tensor, whole; None of one that is not finite. Every rank calls it."""
+    """The hash of each whole tensor; None for a non-finite one. Every rank calls it."""
     hashes = {}
     for name, parameter in model.module.named_parameters():
         whole = whole_of(parameter)
@@ -139,7 +139,7 @@ def compared(meshes: Mapping[str, Sequence[Step]]) -> tuple[list[str], bool]:
         lines.append(
             f"{name:<44}  {last['loss']!r:<20}  {last['gradient norm']!r:<20}  {whole[:16]}"
         )
-    # The first mesh is compared with itself too: what is not finite is not equal there either.
+    # The first mesh is compared with itself too: non-finite values are unequal there too.
     differing = [
         (name, text) for name, steps in meshes.items() if (text := _difference(first, steps))
     ]

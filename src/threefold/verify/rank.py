@@ -247,7 +247,7 @@ def _gradient_comparison(
 
 
 def _not_finite(number: int, result: StepResult, model: Model, mesh: Mesh) -> list[Difference]:
-    """What is not finite after a step: losses of micro-batches and weights, by rank; every rank calls it."""
+    """Non-finite values after a step: losses of micro-batches and weights, by rank; every rank calls it."""
     losses = [
         place for place, loss in enumerate(result.micro_losses) if not loss.isfinite().all()
     ]

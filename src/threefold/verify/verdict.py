@@ -239,7 +239,7 @@ def compare_runs(
 
 
 def _curve_of(run: Path, steps: int | None) -> dict[int, list[float]]:
-    """(loss, gradient norm) of the training steps that stand, by step."""
+    """(loss, gradient norm) of the valid training steps, by step."""
     path = run / METRICS
     if not path.exists():
         raise ConfigError(

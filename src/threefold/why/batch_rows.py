@@ -74,7 +74,7 @@ class BatchRow:
 
 
 class StepBatches:
-    """The rows of any step of a run; what is read for one is kept for the next."""
+    """The rows of any step of a run; data read for one step is kept for the next."""
 
     def __init__(self, run: Lookback) -> None:
         self.run = run

@@ -1,4 +1,4 @@
-"""What a run's rows hold: their documents in the source's store, and their text, while the store is there. No torch."""
+"""The contents of a run's rows: documents in the source's store, and their text, while the store exists. No torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHOWN = 240
 _COMPARED, _MOST_ALIKE = 3, 10_000
 # Categories of Unicode: controls, formats, surrogates, private and unassigned ones; separators of lines.
 _OBEYED = ("C", "Zl", "Zp")
-# Among these, what texts need: lines, tabs, and the joiners of Persian, Hindi and emoji.
+# Those that texts need: lines, tabs, and the joiners of Persian, Hindi and emoji.
 _HARMLESS = "\n\t\u200c\u200d"
 
 
@@ -105,7 +105,7 @@ class Contents:
         if len(paths) < 2:
             return paths
         info = part.rows.store.info
-        # Of files of rows it is not known how many documents each has.
+        # For files of rows, the number of documents in each is unknown.
         texts = all(path.endswith(TEXTS) for path in paths)
         if info is None or info.num_documents != len(paths) or info.num_skipped or not texts:
             return []

@@ -1,4 +1,4 @@
-"""What stands out in a run, each with the facts that show it: the most telling first.
+"""Anomalies in a run, each with the facts that show it: the most telling first.
 
     spike        a step whose loss, or gradient norm, is far above those before it
     not finite   a step whose loss or gradient was not a number
@@ -8,7 +8,7 @@
     changed      keys that a later start has changed
     ended        the last start ended by an error, or was killed
 
-Each kind has a threshold; what is below it is noise.
+Each kind has a threshold; anything below it is noise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SPIKE, NORM, ROW, NAMED = 6.0, 6.0, 10.0, 4.0
 # Least rise of a loss as a share of it, and factor of a norm: smaller ones are no news. A norm that is several times as
 # large for one step is common in healthy runs; without a rise of the loss it is reported if it is far more than that.
 _LEAST_RISE, _LEAST_FACTOR, _ALONE = 0.02, 3.0, 10.0
-# Steps after which a change is no longer said to be before a spike.
+# Steps after which a change is no longer reported as preceding a spike.
 _BEFORE = 20
 # Rows that are named of a step, and findings of rows at most.
 _NAMED_ROWS, _MOST_ROWS = 5, 100
@@ -44,14 +44,14 @@ _LONG, _LOST = 3.0, 0.05
 
 @dataclass
 class Anomaly:
-    """What stands out.
+    """An anomaly.
 
     Attributes:
         kind: one of those above.
         steps: where, ascending; [] if it is the whole run.
-        score: how telling it is, among all kinds.
-        what: it in one line.
-        facts: what shows it.
+        score: how telling it is, comparable between kinds.
+        what: one line about it.
+        facts: the evidence.
         rows: of its step, the most telling first.
     """
 
@@ -76,7 +76,7 @@ class Anomaly:
 
 
 def findings(batches: StepBatches, *, step: int | None = None) -> list[Anomaly]:
-    """What stands out in a run, the most telling first; with a step, what concerns it."""
+    """The anomalies of a run, the most telling first; with a step, only those that concern it."""
     run = batches.run
     anomalies = [*_not_finite(batches), *_spikes(batches), *_norms(batches)]
     reported = {(row.step, row.place) for finding in anomalies for row in finding.rows}

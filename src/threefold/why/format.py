@@ -1,4 +1,4 @@
-"""What stands out, as lines for a terminal or one JSON object. What the data contains cannot control a terminal."""
+"""Anomalies as lines for a terminal or one JSON object. Text from the data cannot control a terminal."""
 
 from __future__ import annotations
 

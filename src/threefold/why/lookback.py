@@ -1,6 +1,6 @@
-"""What a run has left behind that can say why: losses of rows, metrics, the order, the journal. Read only; no torch.
+"""A run's records that can explain anomalies: losses of rows, metrics, the order, the journal. Read only; no torch.
 
-Lines that were superseded by a later start are left out, and what is damaged is left out and named.
+Lines superseded by a later start are left out, and damaged ones are left out and named.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Lookback:
         """Reads a run's folder.
 
         Raises:
-            ConfigError: nothing in it says what the run did.
+            ConfigError: nothing in it shows what the run did.
             RunError: its audit.jsonl is damaged.
         """
         back = cls(RunRecord(run))

@@ -1,9 +1,9 @@
-"""How far a step, or a row, is from its like, in robust standard deviations. Arrays only.
+"""How far a step, or a row, is from comparable ones, in robust standard deviations. Arrays only.
 
-A step is compared with the few before it, on a scale of how much steps differ around it. A row is compared with the
-other rows of its step, and with those of its source in the steps around: the trend of the run, what the step did to all
-rows and what is usual for its source do not count. Medians and median absolute deviations, so that an outlier does not
-hide itself.
+A step is compared with the few before it, on the scale of the variation between steps around it. A row is compared with
+the other rows of its step, and with those of its source in the steps around: the trend of the run, what the step did to
+all rows and what is usual for its source do not count. Medians and median absolute deviations, so that an outlier does
+not hide itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def rises(values: Float64) -> Float64:
 
 
 def scores_of_steps(values: Float64, *, floor: float = _FLOOR) -> Float64:
-    """`rises` in units of what is usual around each, [steps]; 0 where nothing can be said."""
+    """`rises` in units of the usual rise around each, [steps]; 0 if there are too few steps."""
     risen, scores = rises(values), np.zeros(len(values))
     for start in range(0, len(values), _AROUND):
         own = slice(start, min(start + _AROUND, len(values)))
@@ -51,7 +51,7 @@ def scores_of_steps(values: Float64, *, floor: float = _FLOOR) -> Float64:
 
 
 def trend(means: Float64) -> Float64:
-    """What rows of each step usually have, [steps]: the median of its rows, or of the steps around if they are few."""
+    """The usual loss of rows by step, [steps]: the median of its rows, or of the steps around if they are few."""
     return _median(_rows_around(means, _ROWS), 1)
 
 
@@ -106,7 +106,7 @@ def scores_of_rows(means: Float64, counts: Int64, sources: Int64) -> tuple[Float
 
 
 def _sides(values: Float64) -> tuple[Float64, Float64]:
-    """What is not below zero, and what is not above it, around a median of zero."""
+    """The non-negative and the non-positive values, around a median of zero."""
     return values[values >= 0], values[values <= 0]
 
 

@@ -1,4 +1,4 @@
-"""What every interpreter of a watched command runs first: it waits for `import torch`, and attaches the recorder there.
+"""Run first by every interpreter of a watched command: waits for `import torch`, and attaches the recorder there.
 
 The folder of this file is put in front of PYTHONPATH by `threefold referee` and holds nothing else, so that it hides no
 module of the user's. A `sitecustomize` that the user has runs as it would without the referee. No import but of the
@@ -74,7 +74,7 @@ def _part(part: str) -> Any:
 
 
 def _take_model(torch: ModuleType) -> None:
-    # Where the program's Python has no threefold, this one's is behind all of its own modules.
+    # If the program's Python has no threefold, this one's comes after all of its own modules.
     sys.path.append(str(_HERE.parents[2]))
     importlib.import_module("threefold.referee.judge.alone").take_model(
         Path(os.environ[_ALONE])

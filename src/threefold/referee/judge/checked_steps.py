@@ -23,7 +23,7 @@ _EVEN = 0.01
 
 @dataclass
 class TrainedRows:
-    """What one coefficient is fitted for: a row of a call, or a call that cannot be taken apart.
+    """The unit that one coefficient is fitted for: a row of a call, or a call that cannot be split.
 
     Attributes:
         inputs: of the model, by name or place.
@@ -53,7 +53,7 @@ class TrainedRows:
 
     @property
     def shares(self) -> Tensor:
-        """What each target counts, as a multiple of the unit's mean: 1 where the loss treats all of them equally."""
+        """The weight of each target, as a multiple of the unit's mean: 1 if the loss treats all of them equally."""
         return (
             torch.ones(())
             if self.weights is None or self.is_even
@@ -72,7 +72,7 @@ class TrainedRows:
 
     @property
     def by_rank(self) -> Tensor:
-        """What the targets count: even, where each rank divides by the targets that it holds."""
+        """The weights of the targets: equal, if each rank divides by the targets that it holds."""
         return self._of_targets(self.counted)
 
     @property

@@ -82,7 +82,7 @@ class Epoch:
         return self.replicas == len(self.passes) == len(shares) and len(orders) == 1
 
     def num_rows(self) -> int | None:
-        """How many rows the data set has; None if that is not known."""
+        """Number of rows of the data set; None if unknown."""
         counts = [each.rows for each in self.passes if each.rows is not None and is_known(each)]
         if len(counts) < len(self.passes):
             return None
@@ -92,7 +92,7 @@ class Epoch:
         return counts[0] if len(set(counts)) == 1 else None
 
 
-# Or why they cannot be found.
+# Or the reason why they cannot be found.
 Epochs = list[Epoch] | str
 
 
@@ -246,10 +246,10 @@ def _num_repeated(epoch: Epoch, num_rows: int) -> int:
 
 
 def _check_complete(epoch: Epoch, *, num_rows: int, rows: set[str]) -> None:
-    """Raises what is wrong with an epoch: too few reads, too many, or missing rows that another one has."""
+    """Raises the problem of an epoch: too few reads, too many, or missing rows that another one has."""
     counts = epoch.counts
     num_reads = counts.total()
-    # What drop_last leaves out, or what fills the last batches.
+    # Rows that drop_last leaves out, or that fill the last batches.
     tolerated = sum(size or 1 for size in epoch.settings("batch_size"))
     # Equal rows of a data set repeat too, but then no row of another epoch is missing.
     lacking = len(rows) - len(counts) - max(num_rows - num_reads, 0)

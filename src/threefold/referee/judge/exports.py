@@ -1,4 +1,4 @@
-"""What transformers has written of the model: read again, it must be the model that was in memory."""
+"""Exports of the model by transformers: read again, each must be the model that was in memory."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from threefold.referee.rank.sealed import Values
 from threefold.referee.rank.state import state_of
 from threefold.referee.record import Records
 
-# Of the last ones: a program may write hundreds.
+# Only the last ones: a program may write hundreds.
 _MOST_READ = 3
-# What says how a model is loaded, not what it computes.
+# Keys about loading a model, not about what it computes.
 _NOT_COMPUTED = re.compile(
     "_name_or_path|architectures|(torch_)?dtype|transformers_version|use_cache|_?(attn|experts)_implementation|"
     "return_dict|output_(attentions|hidden_states)|id2label|label2id|problem_type"

@@ -1,9 +1,9 @@
 """The gradients of a program's checked steps against those of its own model in one process.
 
 Nothing is assumed about how the program averages: the recorded gradient must be a sum of the gradients of its rows, and
-what each row counts in it shows the law. Then each parameter must follow the same law: one with another factor, or one
-that no factor explains, is named. What arithmetic in the program's precision changes is computed, not assumed: the same
-model is run in it, and its difference from float32 is the tolerance.
+the weight of each row in it shows the law. Then each parameter must follow the same law: one with another factor, or
+one that no factor explains, is named. The effect of the program's precision is computed, not assumed: the same model is
+run in it, and its difference from float32 is the tolerance.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ByParameter = dict[str, float]
 
 # The most values of each parameter that distinguish rows; all values are compared once the law is known.
 _NUM_VALUES = 4096
-# float32 in another order of sums; what is rounded to bfloat16 at the end; and the least factor that is named.
+# float32 in another order of sums; a final rounding to bfloat16; and the least factor that is named.
 _FLOAT32, _ROUNDED, _FACTOR = 1e-3, 1e-2, 0.01
 # A unit of less weight, as a share of the largest, is not in the gradient.
 _LOST = 0.02
@@ -75,7 +75,7 @@ class NoLaw(Refuted):
 
 
 class Compared(NamedTuple):
-    """How a parameter follows a law: its factor, the share that is left, and the most that may be."""
+    """How a parameter follows a law: its factor, the residual share, and the bound on it."""
 
     factor: float
     left: float
@@ -83,7 +83,7 @@ class Compared(NamedTuple):
 
     @property
     def is_explained(self) -> bool:
-        """Whether it is a multiple of what the law says."""
+        """Whether it is a multiple of the law's gradient."""
         return not self.factor or self.left <= self.tolerance
 
 
@@ -195,7 +195,7 @@ def _fit_step(model: OwnModel, step: CheckedStep, before: CheckedStep | None) ->
     samples = _samples(model, units, step)
     if (best := _explains(laws, samples, noise)) is not None:
         return StepFit(step, sizes, best, _compared(model, units, best, step, noise))
-    # What the program passes to its model, and the model may not use.
+    # Inputs that the program passes to its model, and the model may not use.
     for name in _UNSEEN:
         blind = [unit.without(name) for unit in units]
         if any(name in unit.inputs for unit in units) and _explains(
@@ -315,7 +315,7 @@ def _compared(
 def _noise(
     model: OwnModel, units: list[TrainedRows], weights: Tensor, step: CheckedStep
 ) -> ByParameter:
-    """What each parameter's gradient may differ by, as a share of it, when it is right."""
+    """The tolerance of each parameter's gradient, as a share of it."""
     names = list(step.gradients)
     if "bfloat16" not in step.types:
         return dict.fromkeys(names, _ROUNDED if _ON_A_DEVICE in step.types else _FLOAT32)
@@ -394,7 +394,7 @@ def _check(step_fit: StepFit) -> None:
 
 
 def _known_factors(step_fit: StepFit) -> list[NamedFactor]:
-    """What the law may be multiplied by; empty if unknown."""
+    """The possible factors of the law; empty if unknown."""
     factors = named_factors(step_fit.sizes, step_fit.step.ranks_a_copy)
     away = {factor: abs(step_fit.fit.factor / factor.value - 1) for factor in factors}
     tolerance = max(
@@ -430,6 +430,6 @@ def judge_target_places(steps: list[CheckedStep]) -> JudgedPart:
 
 
 def _hits(ids: Tensor, targets: Tensor, shift: int) -> Tensor:
-    """Of each target whether it is the token so many places later: 1.0, or 0.0."""
+    """For each target, whether it is the token so many places later: 1.0, or 0.0."""
     aligned = targets[:, : targets.shape[1] - shift]
     return (aligned == ids[:, shift:])[aligned != -100].float()

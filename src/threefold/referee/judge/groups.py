@@ -51,7 +51,7 @@ class RankGroups:
 
     @property
     def num_checked(self) -> int:
-        """How many steps all ranks have recorded with their weights; raises if there are none."""
+        """Number of steps that all ranks have recorded with their weights; raises if there are none."""
         num_steps = min(len(record.checked) for record in self.records)
         if not num_steps:
             raise Unjudgeable("no step was recorded with its weights (--steps 0)")
@@ -198,7 +198,7 @@ def _positions_of(tensors: Tensors, call: str) -> Tensor | None:
 
 
 def _shared(group: tuple[int, ...], parts: list[list[Tensor]]) -> SharedSequence | None:
-    """What ranks share whose parts make rows that begin at 0; None: nothing."""
+    """The sequence shared by ranks whose parts make rows that begin at 0; None: nothing."""
     calls = [
         [*each] for each in zip(*parts, strict=False) if len({part.shape for part in each}) == 1
     ]

@@ -1,4 +1,4 @@
-"""What rows count in an update: the laws that programs follow, and the one that recorded gradients show.
+"""The weights of rows in an update: the laws that programs follow, and the one that recorded gradients show.
 
 A law gives each unit (a row, or a micro-batch that cannot be taken apart) the weight of one of its targets. A gradient
 is a sum of the units' own gradients, each the gradient of the sum over its targets, with these weights.
@@ -19,7 +19,7 @@ Samples = list[tuple[Tensor, Tensor]]
 TARGETS = "the mean over all targets"
 OWN_LOSS = "what the program's own loss weighs"
 
-# Of what units' gradients have in common, so much must differ for their weights to be told.
+# The share by which units' gradients must differ for their weights to be determined.
 _WORST_CONDITION = 1e6
 
 
@@ -47,7 +47,7 @@ class Law(NamedTuple):
 
 
 def known_laws(units: list[UnitSize]) -> list[Law]:
-    """The laws; what is equal to one before it is left out."""
+    """The laws; one equal to an earlier one is omitted."""
     # The mean is taken within units of the same key, and then over the keys.
     keys: dict[str, Callable[[UnitSize], Any]] = {
         TARGETS: lambda unit: None,
@@ -69,7 +69,7 @@ def known_laws(units: list[UnitSize]) -> list[Law]:
 
 
 class NamedFactor(NamedTuple):
-    """What the mean over all targets is multiplied by, and the law that this makes; None: it is a mistake."""
+    """A factor of the mean over all targets, and the law that it gives; None: it is a mistake."""
 
     name: str
     value: float
@@ -134,7 +134,7 @@ def factor_of(expected: Tensor, recorded: Tensor) -> tuple[float, float]:
 
 
 def left_beside(law: Law, samples: Samples, others: list[Tensor]) -> Tensor:
-    """Of each parameter, the share of the recorded values that a law and a multiple of other values leave."""
+    """For each parameter, the share of the recorded values that a law and a multiple of other values leave."""
     left = []
     for (rows, values), other in zip(samples, others, strict=True):
         expected, values = (law.weights.float() @ rows).double(), values.double()
@@ -144,7 +144,7 @@ def left_beside(law: Law, samples: Samples, others: list[Tensor]) -> Tensor:
 
 
 def _without(values: Tensor, direction: Tensor) -> Tensor:
-    """What is left of values once their part in a direction is taken away."""
+    """The values without their component in a direction."""
     return values - direction * (
         (values @ direction) / (direction @ direction).clamp_min(1e-300)
     )

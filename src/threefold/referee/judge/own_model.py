@@ -225,7 +225,7 @@ def read_as(step: CheckedStep, labels_are_targets: bool, leaves_out_mask: bool) 
 
 
 def foreign_part(architecture: Values) -> str | None:
-    """What of a model of transformers is the program's own; None: nothing is, or what is known."""
+    """The program's own part of a transformers model; None: nothing, or only known parts."""
     attention = architecture.get("attention", "sdpa")
     if attention not in ("eager", "sdpa", "flex_attention") and not attention.startswith(
         ("flash_attention", _KNOWN)
@@ -237,7 +237,7 @@ def foreign_part(architecture: Values) -> str | None:
 
 
 def readings_of(architecture: Values) -> list[tuple[bool, bool]]:
-    """How a model's steps may be meant, as `read_as` takes it: the way of transformers first."""
+    """Possible readings of a model's steps, for `read_as`: that of transformers first."""
     if foreign_part(architecture) is None:
         is_known = (architecture.get("replaced") or "").startswith(_KNOWN)
         return [(is_known, is_known)]

@@ -16,7 +16,7 @@ from threefold.referee.rank.sealed import digest
 
 Rows = Counter[str]
 P = ParamSpec("P")
-# What a process with the program's own model has judged.
+# The judgement of a process with the program's own model.
 ALONE_FILE = "alone.json"
 
 
@@ -25,11 +25,11 @@ class Unjudgeable(Exception):
 
 
 class Refuted(Exception):
-    """What is wrong with a part, what was expected, and where to look."""
+    """The problem of a part, the expectation, and where to look."""
 
 
 class PartStatus(StrEnum):
-    """What is known of a part. NONE: the program has nothing of this kind."""
+    """The status of a part. NONE: the program has nothing of this kind."""
 
     PROVED = "proved"
     REFUTED = "refuted"
@@ -66,7 +66,7 @@ def write_alone(folder: Path, part: JudgedPart) -> None:
 
 
 def read_alone(folder: Path) -> JudgedPart | None:
-    """What was judged with the program's own model; None if that was not, or of another record."""
+    """The judgement with the program's own model; None if there is none, or only of another record."""
     try:
         values = json.loads((folder / ALONE_FILE).read_text(encoding="utf-8"))
         if values["judged"] == judged_digest(folder):

@@ -32,7 +32,7 @@ RESUME = "resume"
 
 @dataclass(frozen=True)
 class WholeTraining:
-    """The starts of a command as one training: its ranks up to the last start, and what is said of the resumes.
+    """The starts of a command as one training: its ranks up to the last start, and the verdict on the resumes.
 
     Attributes:
         others: why a later start belongs to another training; None if it does not.
@@ -69,7 +69,7 @@ def whole_training(watched: WatchedCommand) -> WholeTraining:
 
 
 def _saved(ranks: Records) -> dict[int, WholeState]:
-    """What was saved, by step: by all ranks, or by one that holds all of it."""
+    """The saved states, by step: by all ranks, or by one that holds all of it."""
     saved: dict[int, WholeState] = {}
     unknown: Unjudgeable | None = None
     for step in sorted({step for record in ranks for step in record.saved}):
@@ -131,7 +131,7 @@ def _judge(number: int, before: Records, after: Records, step: int) -> JudgedPar
 def _differences(
     before: Records, after: Records, step: int, beyond: list[int]
 ) -> Iterator[tuple[str, str]]:
-    """What differs from the state after a step, and from the steps beyond it; and where to look."""
+    """Differences from the state after a step, and from the steps beyond it; and where to look."""
     saved, begins = _saved(before), _begins(after)
     if wrong := _wrong_weights(saved[step], begins):
         where = "what is saved or loaded of the model: a shard, a name, strict=False, a type, weights that were tied"
@@ -225,7 +225,7 @@ def _joined(before: RankRecord, after: RankRecord, step: int) -> RankRecord:
     passes = {name: each for name, each in before.passes.items() if name in used}
     passes |= {renamed(name): each for name, each in after.passes.items()}
     if is_open and first in after.passes:
-        # What had been read is skipped, or not read again.
+        # Rows already read are skipped, or not read again.
         num_rows = sum(len(call.rows) for call in calls if call.loader_pass == last)
         num_batches = -(-num_rows // (before.passes[last].setting("batch_size") or 1))
         passes[last] = replace(

@@ -67,5 +67,5 @@ def _whole(states: Sequence[Values], kind: str) -> Iterator[tuple[str, Any]]:
 
 
 def differing(saved: Described, begins: Described) -> list[str]:
-    """The names of what is no longer as it was saved."""
+    """The names of state that has changed since it was saved."""
     return [name for name, value in saved.items() if begins.get(name) != value]

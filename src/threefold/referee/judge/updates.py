@@ -1,7 +1,7 @@
-"""What the optimizer makes of the gradients: the norm that they are clipped by, and the update of each weight.
+"""The optimizer's use of the gradients: the norm that they are clipped by, and the update of each weight.
 
-The update is computed again, by torch's own optimizer in one process from the recorded gradients and settings, from the
-first step of the optimizer on; each weight must move as it says.
+The update is recomputed by torch's own optimizer in one process from the recorded gradients and settings, from the
+first step of the optimizer on; each weight must move accordingly.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from threefold.referee.judge.parts import (
 NORM, UPDATES = "norm of gradients", "updates"
 
 _KNOWN = ("AdamW", "Adam", "SGD")
-# What torch's clip_grad_norm_ adds to the norm.
+# The epsilon that torch's clip_grad_norm_ adds to the norm.
 _CLIP_EPSILON = 1e-6
 _FACTOR = 0.01
 # Of a norm: float32 sums it; in bfloat16 the norm itself is rounded.
 _FACTOR_OF_FLOAT32 = 1e-4
-# Of norms that programs clip by: the root of squares, the largest value, the sum.
+# The norms that programs clip by: the root of squares, the largest value, the sum.
 _ORDERS = (2.0, torch.inf, 1.0)
 # Of an update, besides what float32 weights lose to rounding: a decay that is done twice is a few times as much.
 _LEFT = 1e-4
@@ -49,7 +49,7 @@ def judge_norms(steps: list[CheckedStep]) -> JudgedPart:
     if not clipped:
         return none_here("gradients are not clipped by torch's clip_grad_norm_")
     for step in clipped:
-        # What is not finite is None in a record.
+        # Non-finite values are None in a record.
         if (norm := step.clip["norm"]) is None:
             raise Unjudgeable(
                 f"the norm of step {step.number} is not finite, or was computed in a way that hides it"
@@ -74,7 +74,7 @@ def _norm(gradients: dict[str, Tensor], order: float = 2.0) -> float:
 
 @judges(UPDATES)
 def judge_updates(steps: list[CheckedStep]) -> JudgedPart:
-    """Whether each weight moves from one checked step to the next as the optimizer says."""
+    """Whether each weight moves from one checked step to the next by the optimizer's update."""
     first = steps[0].optimizer
     if len(steps) < 2:
         raise Unjudgeable("two steps in a row must be recorded (--steps 2)")
@@ -116,7 +116,7 @@ def _check_update(
     optimizer: Optimizer,
     weights: dict[str, nn.Parameter],
 ) -> int:
-    """How many parameters of an update were compared; raises what is wrong with it."""
+    """Number of compared parameters of an update; raises its problem."""
     for group, described in zip(optimizer.param_groups, step.optimizer["groups"], strict=True):
         group.update(described["settings"])
     scale = 1.0

@@ -1,6 +1,6 @@
-"""The verdict on a recorded command: every part, and what all of them come to.
+"""The verdict on a recorded command: every part, and the overall status.
 
-Refuted if one part is; proved if every part is that the program has; else not judged. What was not observed is never
+Refuted if one part is; proved if every part that the program has is; else not judged. Anything not observed is never
 called right, and the parts that the referee does not know yet are named.
 """
 
@@ -52,7 +52,7 @@ class CommandVerdict:
 
     @property
     def status(self) -> PartStatus:
-        """What all parts come to: the worst of them."""
+        """The overall status: the worst of all parts."""
         return max((part.status for part in self.parts), key=[*_EXIT_CODES].index)
 
     @property
@@ -108,7 +108,7 @@ def judge(folder: Path) -> CommandVerdict:
     epochs = epochs_of(groups.first_of_each)
     shared = judge_data_ranks(groups, epochs)
     rows = judge_epochs(groups, epochs)
-    if shared.status is PartStatus.REFUTED:  # all ranks read all rows: said once
+    if shared.status is PartStatus.REFUTED:  # all ranks read all rows: reported once
         rows = not_judged(rows.name, f"see {shared.name!r}")
     return CommandVerdict(
         folder,
@@ -130,7 +130,7 @@ def judge(folder: Path) -> CommandVerdict:
 def _curve_of_starts(
     folder: Path, groups: RankGroups, watched: WatchedCommand, training: WholeTraining
 ) -> list[JudgedPart]:
-    """What follows from weights and gradients of the first start, and what is refuted of a later one."""
+    """Conclusions from weights and gradients of the first start, and refutations from later ones."""
     parts = {part.name: part for part in _curve(folder, groups)}
     for number, later in enumerate(watched.later if training.others is None else [], start=2):
         for part in _curve(folder, groups_of([record for record in later if record.calls])):

@@ -1,6 +1,6 @@
-"""What torch's DataLoaders yield: which loader, in which of its passes, how many batches, and what its sampler says.
+"""What torch's DataLoaders yield: the loader, the pass, the number of batches, and the sampler's settings.
 
-Only counted and read: no loader is asked for anything that the program does not ask for.
+It only counts and reads: no loader is asked for anything that the program does not ask for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .sealed import Values
 
-# What is read of a sampler.
+# Attributes that are read from a sampler.
 _FACTS = re.compile(
     "(initial_)?seed|epoch|shuffle|replacement|num_replicas|rank|num_processes|process_index|batch_size|split_batches|"
     "drop_last|num_samples"
@@ -36,7 +36,7 @@ class Loaders:
 
     Attributes:
         last: the pass that has last yielded a batch.
-        passes: what is to be recorded of each pass; `batches` grows, `ended` when the loader has no more.
+        passes: the record of each pass; `batches` grows, `ended` when the loader has no more.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Which ranks read their own data and which compute one copy of the model together, as far as the model shows it.
 
 From the wrapper (DistributedDataParallel, FullyShardedDataParallel), from the mesh that `fully_shard` was called with,
-and from the placements of the parameters. What it does not show is reported in `unknown`, and is not judged.
+and from the placements of the parameters. Anything not shown there is reported in `unknown`, and is not judged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The recorder inside a watched process: what the outermost module is called with in each optimizer step.
+"""The recorder inside a watched process: the arguments of the outermost module in each optimizer step.
 
 It uses torch's global hooks: the call of a module (depth 0, training, with parameters that are trained),
 `backward`, the step hook of all optimizers, the DataLoaders. It writes nothing before a process trains, so launchers
@@ -115,7 +115,7 @@ class RankRecorder:
         self.loaders = Loaders()
 
     def guard(self, action: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """What `action` returns; None if it fails: then the program continues unrecorded."""
+        """The result of `action`; None if it fails: then the program continues unrecorded."""
         # A process that was forked off must not write into the file of its parent; and copying to the host would break
         # a CUDA graph that is being captured.
         is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -155,7 +155,7 @@ class RankRecorder:
 
         @wraps(original)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            # What is traced must not contain the referee.
+            # Traced code must not contain the referee.
             is_watched = not torch.compiler.is_compiling()
             if before is not None and is_watched:
                 self.guard(before, *args, **kwargs)
@@ -219,7 +219,7 @@ class RankRecorder:
         )
         if call.tensors and logits is not None and logits.ndim > 1:
             logits.register_hook(partial(self.guard, call.note_targets, logits.detach()))
-        # Of SFTTrainer, at temperature 1.
+        # In SFTTrainer, at temperature 1.
         if call.tensors and getattr(output, "is_top1", None) is not None:
             outputs["log_probs"].register_hook(partial(self.guard, call.note_log_probs))
 
@@ -353,7 +353,7 @@ class RankRecorder:
         used = {call.values["pass"] for call in calls}
         self.loaders.trained_on(used)
         for name in used - self._passes:
-            # Of a rank that is killed, what it reads is known all the same.
+            # The rows of a killed rank are known all the same.
             self._file.write("pass", {"pass": name, **self.loaders.passes[name]})
             self._passes.add(name)
         self._calls, self._curve = [], None
@@ -417,7 +417,7 @@ class RankRecorder:
 
 
 def rank_and_world() -> tuple[int, int]:
-    """The rank of this process and the number of ranks, of the process group or as the launcher says."""
+    """The rank of this process and the number of ranks, by the process group or the launcher."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()

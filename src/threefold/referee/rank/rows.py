@@ -1,11 +1,11 @@
-"""The rows of a micro-batch, as digests of what the model was called with; and what a loss outside of it trains on.
+"""The rows of a micro-batch, as digests of the model's arguments; and the targets of a loss outside the model.
 
-In: the arguments of a module's call. Out: a digest for each row over all tensors that have it, without padding where an
-attention mask says what padding is, and the rows whose labels are all ignored. Reads no random numbers and keeps no
+In: the arguments of a module's call. Out: a digest for each row over all tensors that have it, without padding if an
+attention mask marks it, and the rows whose labels are all ignored. Reads no random numbers and keeps no
 tensor of the program.
 
 Of a cross-entropy, the gradient at the logits of a token is `weight * (softmax(logits) - onehot(target))`: the target
-and its weight in the sum follow from the gradient, and what is left over shows that the loss is another one.
+and its weight in the sum follow from the gradient, and a residual shows that the loss is another one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tensors = dict[str, Tensor]
 
 _IGNORED_LABEL = -100
 _DEEPEST = 4
-# What shows the number of rows, before any other tensor.
+# Arguments that show the number of rows, before any other tensor.
 _LEADING = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
 # Made from the padding or the place in a batch, not from the row.
 _NOT_THE_ROW = ("attention_mask", "position_ids", "cache_position")
@@ -134,7 +134,7 @@ def token_weights(logits: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor] | N
 
     Where the weight is 0, the target is -100.
     """
-    # What rounding leaves over, as a share of the gradient.
+    # The residual of rounding, as a share of the gradient.
     most = 1e-4 if gradient.dtype in (torch.float32, torch.float64) else 0.02
     share = torch.softmax(logits.float(), dim=-1)
     gradient = gradient.float()

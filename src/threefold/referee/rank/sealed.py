@@ -1,4 +1,4 @@
-"""Lines of JSON that are sealed one after the other: a changed, lost or added line is found by whoever reads them.
+"""Lines of JSON that are sealed one after the other: a changed, lost or added line is detected on reading.
 
 The seal of a line is the digest of its text and of the seal before it. No pickle, no torch, nothing but the standard
 library: it also runs where threefold is not installed.
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 _MARK = ', "seal": "'
-# What becomes an object of JSON.
+# Values that become JSON objects.
 Values = dict[str, Any]
 
 
 def digest(content: bytes) -> str:
-    """16 hex digits of what is recorded."""
+    """16 hex digits of the recorded values."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
@@ -26,7 +26,7 @@ class SealedFile:
     """Appends sealed lines to a new file, as long as they fit into `most_bytes`.
 
     Raises:
-        FileExistsError: the file is there.
+        FileExistsError: the file exists.
     """
 
     def __init__(self, path: Path, *, most_bytes: int) -> None:
@@ -35,7 +35,7 @@ class SealedFile:
         self.left_bytes = most_bytes
 
     def write(self, kind: str, values: Values) -> None:
-        """Adds a line; what is not finite in `values` is null."""
+        """Adds a line; non-finite numbers in `values` become null."""
         text = json.dumps({"kind": kind, **_finite(values)})
         self._seal = digest((self._seal + text).encode())
         self.left_bytes -= self._file.write(f'{text[:-1]}{_MARK}{self._seal}"}}\n')
@@ -53,7 +53,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_sealed(path: Path) -> tuple[list[Values], str | None]:
-    """The lines up to the first one that is not as it was written, and what is wrong with that one."""
+    """The lines up to the first one that is not as written, and the problem of that one."""
     lines: list[Values] = []
     seal = ""
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):

@@ -1,4 +1,4 @@
-"""The state of a training as sums that do not depend on how ranks divide it: what is saved, what begins.
+"""The state of a training as sums that do not depend on how ranks divide it: of saved states and of the initial one.
 
 The sum of a tensor adds up the bits of each value times a number that its place in the whole tensor gives, modulo
 2**64. So sums of the parts of a tensor add up to that of the whole, on any mesh; another value or place is another sum.

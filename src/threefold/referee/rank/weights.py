@@ -21,9 +21,9 @@ from torch.nn import Module
 from .rows import Tensors
 from .sealed import Values, digest
 
-# Of an optimizer's settings, those that say where and not what it computes.
+# Optimizer settings about where, not what, it computes.
 _NOT_COMPUTED = {"foreach", "fused", "capturable", "differentiable"}
-# Of packages whose replacements leave to labels the meaning that they have in transformers.
+# Packages whose replacements keep the meaning of labels in transformers.
 _KEEP_MEANING = ("transformers", "accelerate", "torch", "liger_kernel")
 _INNER = re.compile(r"_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 # Fabric keeps the model next to its wrapper.
@@ -54,7 +54,7 @@ def named_parameters(module: Module) -> dict[str, torch.nn.Parameter]:
 
 
 class Part(NamedTuple):
-    """What a rank holds of a tensor.
+    """A rank's part of a tensor.
 
     Attributes:
         shape: of the whole tensor.
@@ -97,7 +97,7 @@ def parts_in_a_row(module: Module) -> dict[int, tuple[list[int], int]]:
 
 
 def part_of(tensor: Any, in_a_row: tuple[list[int], int] | None = None) -> Part:
-    """What this rank holds of a parameter, of its gradient or of what an optimizer keeps of it.
+    """This rank's part of a parameter, of its gradient or of its optimizer state.
 
     Args:
         in_a_row: the shape of the whole, and where the values begin in it, if they are some in a row.
@@ -126,7 +126,7 @@ def part_of(tensor: Any, in_a_row: tuple[list[int], int] | None = None) -> Part:
 def held_of(
     parameter: Any, kind: str, in_a_row: dict[int, tuple[list[int], int]]
 ) -> Part | None:
-    """What this rank holds of a parameter ("weight") or of its gradient; None: nothing.
+    """This rank's part of a parameter ("weight") or of its gradient; None: nothing.
 
     Args:
         in_a_row: of the parameters, as `parts_in_a_row` finds it.
@@ -185,7 +185,7 @@ def groups_of(zero: Any) -> list[Values]:
 
 
 def architecture_of(module: Module) -> Values:
-    """What a model of transformers is built from: its class and its config; or `unknown`, why it is none."""
+    """The class and config of a transformers model; or `unknown`, with the reason why it is none."""
     model = unwrapped(module)
     kind = type(model)
     shown: Values = {"dropout": sorted(_dropouts(model))}
@@ -221,7 +221,7 @@ def _replaced(model: Module) -> str | None:
 
 
 def _dropouts(model: Module) -> Iterator[str]:
-    """What draws random numbers in a step."""
+    """The modules that draw random numbers in a step."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
             yield name
@@ -231,7 +231,7 @@ def _dropouts(model: Module) -> Iterator[str]:
 
 
 class StepCurve:
-    """What is recorded of one step's weights and gradients: `values` for its line, `tensors` for its file.
+    """The record of one step's weights and gradients: `values` for its line, `tensors` for its file.
 
     Args:
         keeps_copy: whether this rank's parts are written; else only their digests.

@@ -216,7 +216,7 @@ def is_over(stretches: Sequence[Stretch]) -> bool:
 
 
 def _unread_rows(stretches: Sequence[Stretch], epoch: int) -> list[int]:
-    """The first rows, by position, that are in no stretch of an epoch."""
+    """The first rows, by position, that are in no range of an epoch."""
     order = stretches[0].segment.order
     positions: list[int] = []
     reached = 0

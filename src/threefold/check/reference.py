@@ -183,7 +183,7 @@ class Document:
 
 
 def documents_of(batch: Batch, row: int) -> Iterator[Document]:
-    """The documents of a row in their order; a stretch of padding is one too."""
+    """The documents of a row in their order; a run of padding is one too."""
     numbers = (
         batch["document_ids"][row]
         if "document_ids" in batch

@@ -88,7 +88,7 @@ def boxes_of(indices: Sequence[Sequence[int]]) -> Iterator[tuple[Box, Box]]:
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Returns (first index, its position, length) of each stretch without a gap."""
+    """Returns (first index, its position, length) of each contiguous range."""
     if len(indices) and indices[-1] - indices[0] + 1 == len(indices):
         return [(indices[0], 0, len(indices))]
     starts = [

@@ -1,4 +1,4 @@
-"""What the axes of a mesh must be able to divide: the global batch, a row, a layer's heads. Arithmetic only, no torch.
+"""Sizes that the axes of a mesh must divide: the global batch, a row, a layer's heads. Arithmetic only, no torch.
 
 The process that starts local ranks asks before it starts one; the ranks ask again, with all that they know.
 """

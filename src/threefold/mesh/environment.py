@@ -135,7 +135,7 @@ def namespace_here(kind: str) -> str | None:
 
 
 def token() -> bytes | None:
-    """What the ranks of a run must know to meet: THREEFOLD_TOKEN, or the content of the file THREEFOLD_TOKEN_FILE.
+    """The secret that ranks of a run need to meet: THREEFOLD_TOKEN, or the content of the file THREEFOLD_TOKEN_FILE.
 
     Raises:
         ConfigError: it is short, or in a file that cannot be read, or that others can read.
@@ -196,7 +196,7 @@ def make_products_deterministic() -> None:
 
 def record_collectives() -> None:
     """Lets torch keep what it knows of the last collectives (Flight Recorder), which a stall is explained with."""
-    # From torch 2.12 on that is so in any case; under the older name, a user may have asked for another number.
+    # The default from torch 2.12 on; under the older name, a user may have set another number.
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 

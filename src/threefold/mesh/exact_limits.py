@@ -1,4 +1,4 @@
-"""What `train.reduce: exact` cannot be combined with, as far as a config and a mesh show. No torch.
+"""Settings that `train.reduce: exact` cannot be combined with, as far as a config and a mesh show. No torch.
 
 Each of these is allowed once the bits of whole runs on several meshes have been compared with it; until then, refused.
 """
@@ -106,7 +106,7 @@ _FAST = "--train.reduce fast"
 
 
 def cuda_problem() -> Problem:
-    """Of train.reduce exact on a CUDA device."""
+    """The problem of train.reduce exact on a CUDA device."""
     return Problem(
         "train.reduce = exact on cuda",
         "a CPU: no bits of several CUDA devices were compared yet",

@@ -34,9 +34,9 @@ from threefold.mesh import environment
 Make = Callable[[], Any]
 Conclude = Callable[[list[Any]], Any]
 _LONGEST_PREPARATION = timedelta(days=2)
-# That rank 0 waits for others to read why all of them end.
+# How long rank 0 waits for the others to read why all of them end.
 _FAREWELL_S = 5.0
-# How gloo, NCCL and the store say that a process is gone.
+# How gloo, NCCL and the store report that a process is gone.
 _PEER_GONE = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -67,7 +67,7 @@ class Exchange:
         self.passed = 0
 
     def value_of(self, maker: int, name: str, make: Make) -> Any:
-        """What `make` returns on the rank `maker`.
+        """The result of `make` on the rank `maker`.
 
         Raises:
             ThreefoldError: what `make` raised, on every rank; OtherRankError if it was not an error for users.
@@ -94,7 +94,7 @@ class Exchange:
         return reply["value"]
 
     def conclusion_of(self, name: str, part: Any, conclude: Conclude) -> Any:
-        """What rank 0 concludes from the `part` of every rank, in rank order; raises as `value_of`."""
+        """The conclusion of rank 0 from the `part` of every rank, in rank order; raises as `value_of`."""
         store = self._store
         if store is None:
             return self.value_of(0, name, lambda: conclude([part]))
@@ -104,7 +104,7 @@ class Exchange:
         return self.value_of(0, f"decide/{name}", lambda: conclude(_wait_for_all(store, keys)))
 
     def conclusion_of_work(self, name: str, make: Make, conclude: Conclude) -> Any:
-        """As `conclusion_of`, of what `make` returns on every rank; if it fails on one, every rank raises."""
+        """Like `conclusion_of`, on what `make` returns on every rank; if it fails on one, every rank raises."""
         error: BaseException | None = None
         try:
             part = {"value": make()}
@@ -184,7 +184,7 @@ def lost_peer(error: BaseException) -> LostPeerError | None:
 
 
 def digest_of_rows(batches: Sequence[Mapping[str, Any]]) -> int:
-    """Of the names, shapes and bytes of all tensors; of those on a device it waits for the device."""
+    """Digest of the names, shapes and bytes of all tensors; for those on a device it waits for the device."""
     digest = 0
     for batch in batches:
         for name in sorted(batch):
@@ -196,7 +196,7 @@ def digest_of_rows(batches: Sequence[Mapping[str, Any]]) -> int:
 
 
 def described_rows(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What names a difference: by the name of each tensor its shape, and a digest of each row."""
+    """Facts to name a difference: for each tensor by name its shape, and a digest of each row."""
     return {
         name: [
             [[*batch[name].shape] for batch in batches],

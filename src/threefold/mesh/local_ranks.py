@@ -34,7 +34,7 @@ from threefold.mesh.environment import LOOPBACK, stay_on_loopback
 
 # A restart would not change these: a wrong request, and a requested stop.
 _FINAL = (EXIT_WRONG_REQUEST, EXIT_STOPPED_WITH_CHECKPOINT)
-# What the server imports first.
+# Imported first by the server.
 _SERVER = "threefold.mesh.rank_server"
 # Ranks whose peer has failed find their connections closed, or the same error. They may say so, then they are asked to
 # end, and killed if they do not.
@@ -310,7 +310,7 @@ def _loopback_store() -> tuple[Any, int]:
 
 
 def _how_ended(failed: BaseProcess, code: int) -> Problem:
-    """How a rank has failed that could not report it itself."""
+    """The failure of a rank that could not report it itself."""
     what = f"{failed.name} (process {failed.pid}) left with exit code {code}, without an error"
     fix = (
         "look for sys.exit or os._exit in the code that it calls: a loss, a callback, a library"

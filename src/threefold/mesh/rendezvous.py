@@ -112,7 +112,7 @@ def join_group(
 
 
 def _asked(ask: Callable[[], Any], *, otherwise: bool) -> bool:
-    """What the store answers; `otherwise` if rank 0, which keeps it, is gone."""
+    """The store's answer; `otherwise` if rank 0, which keeps it, is gone."""
     try:
         return bool(ask())
     except RuntimeError:

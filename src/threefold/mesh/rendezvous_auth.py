@@ -35,7 +35,7 @@ _PIECE_BYTES = 1 << 16
 
 
 class NoServerProxyError(Exception):
-    """What listens there is no proxy: rank 0 has no token, or it is another program."""
+    """The listener is not a proxy: rank 0 has no token, or it is another program."""
 
 
 class ProofRefusedError(Exception):

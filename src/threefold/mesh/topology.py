@@ -99,7 +99,7 @@ def resolve(
             ), "dp is the launcher's world size: no mesh key was given"
         if num_devices is None:
             return default_topology(8), "the default on a CPU"
-        # What tp and cp send in each layer costs more than the gathers of FSDP, as long as a row fits into a device.
+        # Communication of tp and cp in each layer costs more than FSDP's gathers, as long as a row fits into a device.
         return Topology(
             dp_shard=num_devices
         ), f"FSDP over {num_devices} devices: no mesh key was given"

@@ -89,7 +89,7 @@ class HostActivations:
         self._last: Callable[[], _Held | None] = lambda: None
 
     def checkpoint(self, layer: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
-        """As torch's `checkpoint`, in place of it."""
+        """A replacement for torch's `checkpoint`."""
         with saved_tensors_hooks(self._send, self._fetch):
             return checkpoint(layer, *inputs, use_reentrant=False, **settings)
 

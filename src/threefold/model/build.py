@@ -174,7 +174,7 @@ def arranged(
 def _working_copy(
     model: PreTrainedModel, dtype: torch.dtype, kept: frozenset[str]
 ) -> WorkingCopy:
-    """With which a model on the meta device will compute; what adapters leave frozen needs no other weights beside."""
+    """The copy with which a model on the meta device will compute; weights frozen under adapters need no other copy."""
     from threefold.model.working_copy import WorkingCopy
 
     whole = precision.parameters_named(model, kept)
@@ -195,7 +195,7 @@ def _narrow(
     return kept
 
 
-# What `selective` keeps: results that are expensive to compute and small to keep, of matrix products and of attention.
+# Kept by `selective`: results that are expensive to compute and small to keep, of matrix products and of attention.
 _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -215,7 +215,7 @@ def _checkpoint_layers(model: PreTrainedModel, kind: str, mesh: Mesh) -> None:
     settings: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    # From transformers 5.24 on an alias, of a name that the versions before do not have.
+    # From transformers 5.24 on an alias, for a name that earlier versions do not have.
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
         model.gradient_checkpointing_enable(settings)
     if kind == "offload":

@@ -56,7 +56,7 @@ def compile_layers(
     config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
     # DDP reduces in the backward of each layer as it is; splitting a layer's graph by buckets gains nothing.
     config.optimize_ddp = False
-    # What tp's projections note for one another is not to be noted again when a layer is computed again.
+    # Notes that tp's projections make for one another must not be repeated when a layer is recomputed.
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     for layer in (each for each in layers_of(model) if each not in left_out):
         if recomputed_around and getattr(layer, "gradient_checkpointing", False):

@@ -135,7 +135,7 @@ def shard(
             del module.head
             settings["ignored_params"] |= {*head.parameters()}
         else:
-            # Else the head of the micro-batch before is gathered again.
+            # Otherwise the head of the previous micro-batch is gathered again.
             unit.set_modules_to_backward_prefetch([unit])
         first.append(module)
     fully_shard(model, reshard_after_forward=False, **settings)
@@ -183,7 +183,7 @@ def _units(layers: list[nn.Module]) -> list[list[nn.Module]]:
 
 
 def _bytes(module: nn.Module) -> int:
-    # Of this rank's part of what tp has split, before fsdp.
+    # Bytes of this rank's tp part, before fsdp.
     return sum(local_part(parameter).nbytes for parameter in module.parameters())
 
 
@@ -200,7 +200,7 @@ def replicate(model: PreTrainedModel, mesh: Mesh) -> DistributedDataParallel:
         gradient_as_bucket_view=True,
         **{buffers: False},
     )
-    # Whose gradients it waits for.
+    # The parameters whose gradients it waits for.
     wrapped.trained = [each.requires_grad for each in model.parameters()]
     return wrapped
 

@@ -109,7 +109,7 @@ def problems(
 
 
 def _lacking(device: str) -> str | None:
-    """What the device is, if it has no such products."""
+    """A description of the device, if it has no such products."""
     if device != "cuda":
         return f"a {device}"
     capability = torch.cuda.get_device_capability()

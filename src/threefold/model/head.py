@@ -26,7 +26,7 @@ from threefold.model.collectives import gather_parts, join, sum_gradient
 from threefold.model.head_gradient import Bend, Loss, is_product, sums_of
 from threefold.plan.choices import chunk_tokens
 
-# What a forward may assign to its hidden states and to its logits before the loss, and what that makes of the logits:
+# What a forward may assign to its hidden states and its logits before the loss, and the resulting kind of logits:
 # the head's product alone, or logit_scale * x, x / logits_scaling, cap * tanh(x / cap) of it.
 _OF_HIDDEN_STATES = {
     r"\w*outputs\[0\]|\w*outputs\.last_hidden_state": "",
@@ -43,7 +43,7 @@ _OF_LOGITS = {
 
 
 class Sums(NamedTuple):
-    """What a forward with labels returns: sums over this rank's target tokens, and each router's logits (or none).
+    """The result of a forward with labels: sums over this rank's target tokens, and each router's logits (or none).
 
     `of_rows`: the cross entropy of each row's part here, [rows].
     """
@@ -55,7 +55,7 @@ class Sums(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What else a forward returns: logits, hidden states or log-probabilities, and each router's logits."""
+    """Other results of a forward: logits, hidden states or log-probabilities, and each router's logits."""
 
     values: Tensor
     router_logits: tuple[Tensor, ...]
@@ -219,7 +219,7 @@ class _End:
     def by_chunks(
         self, outputs: Any, labels: Tensor, token_loss: Loss
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """What `token_loss` gives for each token of each chunk; backward computes its logits again."""
+        """The result of `token_loss` for each token of each chunk; backward recomputes its logits."""
         if self.kind is None:
             yield token_loss.of_each(outputs.logits.flatten(0, 1), labels)
             return
@@ -239,7 +239,7 @@ class _End:
 
     def _size(self, hidden: Tensor) -> int:
         head: Any = self.model.get_output_embeddings()
-        # Of the largest part of the vocabulary: the same on all ranks.
+        # By the largest part of the vocabulary: the same on all ranks.
         vocabulary = -(
             -head.weight.shape[0]
             // (self.splitters.size() if self.splitters is not None else 1)

@@ -41,7 +41,7 @@ class Loss(Protocol):
 
 @dataclass(frozen=True)
 class Bend:
-    """What a model does to the head's product: cap * tanh(product * scale / cap), or only the scale.
+    """A model's operation on the head's product: cap * tanh(product * scale / cap), or only the scale.
 
     Attributes:
         cap: None: no cap.

@@ -29,7 +29,7 @@ DEPTH = {
     "num_blocks",
     "num_layers_per_stack",
 }
-# What configs and models call their experts, and those of them that a token meets.
+# Names in configs and models for the number of experts, and of those used per token.
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
 _MAX_LAYERS = 6
@@ -105,7 +105,7 @@ def kept_layers(values: Values) -> list[int]:
 
 
 def leading_layers(whole: Sequence[nn.Module], cut: Sequence[nn.Module]) -> int:
-    """How many of a model's first layers have every kind that it has, where those of its cut config lack some; else 0.
+    """Number of a model's first layers that have all its kinds, if those of its cut config lack some; else 0.
 
     Args:
         whole, cut: the layers of both, in their order.

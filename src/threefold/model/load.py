@@ -141,7 +141,7 @@ def unknown_keys(model_type: str, values: Mapping[str, Any]) -> list[str]:
     Keys of nested mappings are checked too, and have their path: `rope_parameters.rope_tpye`.
     """
     config = AutoConfig.for_model(model_type)
-    # Not by `hasattr`, which a config refuses for a value that each of its layers has.
+    # Not with `hasattr`, which a config refuses for a value that is set per layer.
     names = {*dir(config), *config.to_dict(), *config.attribute_map}
     unknown: dict[str, str] = {key: key for key in values if key not in names}
     parts: list[str] = []
@@ -398,7 +398,7 @@ def own_code(model: nn.Module) -> str | None:
 
 
 def as_argument(key: str, value: Any) -> str:
-    """What sets this key of a config in a program."""
+    """The argument that sets this config key in a program."""
     name, _, inner = key.partition(".")[2].partition(".")
     argument = {inner: value} if inner else value
     return f"threefold.load_model(..., {name}={argument!r})"

@@ -178,7 +178,7 @@ def switched_off(model: nn.Module) -> Iterator[None]:
     adapted = [module for _, module in _adapted(model)]
     try:
         for module in adapted:
-            # Not by peft's `enable_adapters`, which also changes what requires a gradient.
+            # Not with peft's `enable_adapters`, which also changes `requires_grad`.
             module._disable_adapters = True
         yield
     finally:
@@ -223,7 +223,7 @@ def target_names(model: nn.Module) -> set[str]:
 
 
 def described(model: PreTrainedModel) -> tuple[str, str]:
-    """Where adapters are, and how much is trained."""
+    """A description of the adapters, and of the number of trained parameters."""
     kinds = sorted({name.rpartition(".")[2] for name in target_names(model)})
     trained = sum(
         parameter.numel() for parameter in model.parameters() if parameter.requires_grad

@@ -26,7 +26,7 @@ _OF_TORCH = {name for name in vars(nn.Module()) if not name.startswith("_forward
 
 
 def places(mesh: Mesh, sequence_group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """What the seed of this rank's random numbers depends on: its rows, its part of them, its own tokens.
+    """The inputs of the seed of this rank's random numbers: its rows, its part of them, its own tokens.
 
     Args:
         sequence_group: the tp ranks that share the sequence between the split parts, if they do.
@@ -35,7 +35,7 @@ def places(mesh: Mesh, sequence_group: dist.ProcessGroup | None) -> tuple[int, .
 
 
 def places_in_row(mesh: Mesh, sequence_group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """As `places`, without the rows: for random numbers that belong to rows and not to ranks."""
+    """Like `places`, without the rows: for random numbers that belong to rows and not to ranks."""
     tokens = (mesh.tp_rank,) if sequence_group is not None else ()
     return mesh.cp_rank, *tokens
 

@@ -24,7 +24,7 @@ from threefold.model.layer_kinds import (
 )
 
 VOCABULARY = 131  # odd, so that no mesh divides it
-# Of sliding windows and chunks: shorter than a row, and no multiple of a rank's part.
+# Length of sliding windows and chunks: shorter than a row, and no multiple of a rank's part.
 WINDOW = 7
 _HEAD_DIM = 16
 
@@ -93,14 +93,14 @@ _WINDOWS = {
     "index_topk",
     "local_attention_window_len",
 }
-# From such a place in a row or document on, queries are scaled by their place.
+# Keys for the position in a row or document from which queries are scaled by position.
 _FLOORS = {"floor_scale", "log_scaling_n_floor"}
 _SIZE = re.compile(
     r"(hidden_size|intermediate_size|_dim|heads|vocab\w*|_id|_rank|layers|experts\w*|theta|base|_width)$"
 )
 _INITIALIZERS = ("initializer_range", "init_std")
 _VOCABULARY = re.compile(r"(^|_)vocab(_size|$)")
-# Of which a model at its real width has few too.
+# Counts that are small also in a model at its real width.
 _COUNTS = _EXPERTS | _PICKED | {"n_group", "num_expert_group", "topk_group"}
 _NOISE = re.compile(r"(dropout|pdrop|layerdrop|jitter|mask_(time|feature)_prob)")
 _FEED_FORWARD = re.compile(
@@ -146,7 +146,7 @@ def shallow(config: PretrainedConfig, *, ranks: int = 1, leading: int = 0) -> Pr
     for name, part in vars(config).items():
         if isinstance(part, PretrainedConfig):
             values[name] = shallow(part, ranks=ranks, leading=leading).to_dict()
-    # Which say by counts or periods where their layers are.
+    # Architectures whose configs place layers by counts or periods.
     if config.model_type in ("dory", "jamba", "zamba", "zamba2"):
         _OWN[config.model_type](values)
     return type(config).from_dict(values)
@@ -319,7 +319,7 @@ class _ReducedSizes:
             ),
             (re.compile(r"^topk_group$").search, lambda value: 1),
             (re.compile(r"shared_experts$").search, lambda value: min(value, 2)),
-            # Of few heads all could give a key exactly nothing, and which keys are picked would be chance.
+            # With few heads, all could score a key exactly zero, and the choice of keys would be chance.
             (re.compile(r"(index_n_heads|indexer_n_heads)$").search, self._divided(16)),
             (re.compile(r"mamba_num_heads$").search, self._divided(4)),
             (re.compile(r"linear_num_(key_)?heads$").search, self._divided(2)),
@@ -419,7 +419,7 @@ class _ReducedSizes:
 
 
 class _RealSizes(_ReducedSizes):
-    """As a config has them, but for its depth, its vocabulary and the number of its experts."""
+    """The sizes of a config, except for depth, vocabulary and number of experts."""
 
     def values(self) -> Values:
         depth = first_of(self._real, DEPTH) or 0
@@ -491,7 +491,7 @@ def _zamba(values: Values) -> None:
 
 
 def _reformer(values: Values) -> None:
-    # Of a row, exactly.
+    # Exactly those of a row.
     hidden = values["hidden_size"]
     positions = values["max_position_embeddings"] // 2
     values.update(max_position_embeddings=positions, axial_pos_shape=[4, positions // 4])
@@ -515,7 +515,7 @@ def _blt(values: Values) -> None:
     whole["head_dim"] = whole["hidden_size"] // whole["num_attention_heads"]
 
 
-# What names alone do not say.
+# Facts that names alone do not show.
 _OWN: dict[str, Callable[[Values], None]] = {
     "dory": _dory,
     "jamba": _jamba,

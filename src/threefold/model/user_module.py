@@ -48,7 +48,7 @@ def on_mesh(module: nn.Module, mesh: Mesh, *, dtype: str) -> Model:
     module.to(mesh.device)
     group = mesh.group("world")
     for values in (*module.parameters(), *module.buffers()):
-        # As shards must be, and what a checkpoint is read into.
+        # Shards must be contiguous, and so must targets of a checkpoint.
         values.data = values.data.contiguous()
         if group is not None:
             dist.broadcast(values.data, src=0, group=group)
@@ -57,7 +57,7 @@ def on_mesh(module: nn.Module, mesh: Mesh, *, dtype: str) -> Model:
         # Gathered in float32 and cast by operation: the same arithmetic as where the module is whole.
         data_parallel.shard(module, mesh, dtype=torch.float32)
     autocast = torch.bfloat16 if dtype == "bfloat16" else None
-    # As DDP its gradients are averaged once a step (`training.gradients`), wherever a rank has left some out.
+    # As with DDP, gradients are averaged once a step (`training.gradients`), even if a rank has left some out.
     return Model(
         module, module, mesh, autocast=autocast, choices=((f"data parallelism: {kind}", why),)
     )
@@ -110,7 +110,7 @@ def _of_shards(module: nn.Module) -> Iterator[Problem]:
 
 
 def _of_state(module: nn.Module, kind: str) -> Iterator[Problem]:
-    """What cannot be trained or saved: other types, sparse gradients, a state that is no parameter and no buffer."""
+    """State that cannot be trained or saved: other dtypes, sparse gradients, state outside parameters and buffers."""
     for name, value in module.state_dict(keep_vars=True).items():
         if name.endswith("_extra_state"):
             what = f"a {kind} has a state of its own, {name}, which no checkpoint would hold"
@@ -140,7 +140,7 @@ def mixes_rows(module: nn.Module, *, but: type[nn.Module] | tuple[()] = ()) -> s
     norms = nn.modules.batchnorm._BatchNorm
     for name, each in module.named_modules():
         normalises = isinstance(each, norms) and each.training and not isinstance(each, but)
-        # Of embeddings: gradients by how often a token is in the rows, weights that forward changes by them.
+        # Embeddings: gradients scaled by token frequency, weights that forward changes.
         if normalises or any(getattr(each, option, None) for option in _OPTIONS):
             return f"{type(each).__name__} {name!r}"
     return None

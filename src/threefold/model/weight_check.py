@@ -35,7 +35,7 @@ _NUM_NAMED = 4
 
 @dataclass(frozen=True)
 class Stored:
-    """What a model's files hold.
+    """The contents of a model's files.
 
     Attributes:
         shapes: of its parameters and stored buffers, tied ones once.
@@ -51,9 +51,9 @@ class Stored:
 
 
 def stored_in_files(model: PreTrainedModel) -> Stored:
-    """What the files of a model hold, before it is split."""
+    """The contents of a model's files, before it is split."""
     tied = dict(model.all_tied_weights_keys)
-    # Of two names of one tensor the model may give the tied one first; the files have the other.
+    # With two names of one tensor, the model may give the tied one first; the files have the other.
     tensors = stored_tensors(model)
     shapes = {tied.get(name, name): tuple(tensor.shape) for name, tensor in tensors}
     integers = frozenset(name for name, tensor in tensors if not tensor.is_floating_point())
@@ -70,7 +70,7 @@ def stored_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def readers(files: Mapping[str, Path]) -> Weights:
-    """What reads each tensor from the safetensors file that holds it."""
+    """A reader for each tensor, from the safetensors file that holds it."""
     return {name: partial(_read, file, name) for name, file in files.items()}
 
 

@@ -87,7 +87,7 @@ class Built(Asked):
 
     @property
     def num_parameters(self) -> int:
-        """Of the complete model, however it is split."""
+        """Number of parameters of the complete model, however it is split."""
         return sum(parameter.numel() for parameter in self.model.module.parameters())
 
     @property
@@ -188,7 +188,7 @@ def overlaps_of(
     most: int | None = None,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> list[Overlap]:
-    """What of each source of the evaluation is trained on; arguments as for `overlap`."""
+    """The part of each evaluation source that is trained on; arguments as for `overlap`."""
     training = {part.name: part.rows.store for part in parts_of(rows)}
     return [
         overlap(training, part.rows.store, most=most, progress=progress)
@@ -213,7 +213,7 @@ def average_of(config: Config, model: Model) -> Ema | None:
 
 
 def tracked_facts(run: Built) -> dict[str, Any]:
-    """What trackers get besides the config."""
+    """Facts for trackers besides the config."""
     mesh = run.mesh
     sizes = {"mesh": str(mesh.topology), "ranks": mesh.world_size, "device": mesh.device.type}
     return {**sizes, "parameters": run.num_parameters, **versions()}
@@ -334,7 +334,7 @@ def loader_of(config: Config, rows: Rows, mesh: Mesh) -> TokenLoader:
 
 
 def start_of(run: Built) -> SegmentLine:
-    """Where the steps to come begin, for the run's audit; every rank calls it."""
+    """Where the coming steps begin, for the run's audit; every rank calls it."""
     config, mesh, loader = run.config, run.mesh, run.loader
     order = order_of(config, loader.rows)
     start = SegmentLine.of(

@@ -164,7 +164,7 @@ def _no_end(run: Built) -> Iterator[Entry]:
 
 
 def _evaluated(run: Built) -> Iterator[Entry]:
-    """Which held-out rows are trained on too: on those the evaluation measures memorisation."""
+    """Held-out rows that are also trained on: on those the evaluation measures memorisation."""
     for overlap in run.overlaps:
         for line in overlap.lines(_NAMED):
             yield ("", f"warning: {line}") if overlap.exact or overlap.alike else ("eval", line)
@@ -227,7 +227,7 @@ def epochs_ahead(run: Built) -> str | None:
 
 
 def epochs_read(run: Built) -> str:
-    """What a run that has ended has read, in rows and epochs."""
+    """The rows and epochs read by a finished run."""
     loader, order = run.loader, run.loader.order
     read = f"read: {loader.rows_read:,} rows"
     if order.mixture is not None:
@@ -249,7 +249,7 @@ def _who_can_join() -> str:
 
 
 def _schedule_changed(run: Built) -> list[Entry]:
-    """What another number of steps does to the rate of a run that is resumed."""
+    """The effect of another number of steps on the learning rate of a resumed run."""
     before = _steps_before(run)
     optimizer = run.config.optimizer
     endless = optimizer.schedule in ("constant", "inverse_sqrt")

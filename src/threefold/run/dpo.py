@@ -35,7 +35,7 @@ FOLDER = "reference"
 
 @dataclass(frozen=True)
 class Pairs:
-    """What a run on pairs minimises, how it is evaluated (if it is), and what it keeps for that."""
+    """The objective of a run on pairs, its evaluation (if any), and the state kept for them."""
 
     loss: PairLoss
     evaluation: EvalStep | None

@@ -87,7 +87,7 @@ def _loaded(names: Sequence[str]) -> Any:
     from lm_eval.tasks import TaskManager
 
     datasets.disable_progress_bars()
-    # What fails is reported once, with its reason.
+    # A failure is reported once, with its reason.
     datasets.logging.set_verbosity(logging.CRITICAL)
     logging.getLogger(_PACKAGE).setLevel(logging.ERROR)
     # Listing the harness's own tasks takes time.

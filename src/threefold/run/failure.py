@@ -41,7 +41,7 @@ log = logging.getLogger("threefold")
 _LINGER_S = 60.0
 # A process with much memory takes its time to end.
 _KILLED_WITHIN_S = 3.0
-# What the journal keeps of an error not meant for users, of the rows of a step, and of the calls.
+# Limits in the journal: for an error not meant for users, the rows of a step, and the calls.
 _LONGEST, _MOST_ROWS, _CALLS = 2000, 1000, 4
 
 

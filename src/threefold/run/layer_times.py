@@ -34,7 +34,7 @@ from threefold.training.step import TrainStep
 
 _ALONE = Topology(1, 1, 1, 1)
 _WARM, _TIMED = 3, 15  # steps
-# Of the middle half of what was measured, of its median.
+# Spread of the middle half of the measurements, as a share of their median.
 _SPREAD = 0.1
 # Vocabulary entries: the head is not measured, and needs memory.
 _VOCABULARY = 1024

@@ -25,7 +25,7 @@ from threefold.run.request import Asked
 
 # A run is refused if this part of the estimate exceeds the free memory.
 _CERTAIN = {"cpu": 0.7, "cuda": 0.9}
-# Of compiled layers the estimate is the most that they keep.
+# For compiled layers the estimate is an upper bound.
 _CERTAIN_COMPILED = 0.75
 
 

@@ -69,7 +69,7 @@ class Traced:
 
 
 def refused(config: Config) -> Iterator[Problem]:
-    """What cannot be traced: it would be reported wrongly; empty if all can."""
+    """Settings that cannot be traced, as results would be wrong; empty if all can."""
     expected = "tensors on the device: the trace models one memory"
     if config.mesh.cpu_offload:
         yield Problem(
@@ -205,7 +205,7 @@ def _traced(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Trace
 
 
 def _repeated(one: Sent, two: Sent, times: int) -> Sent:
-    """What `times` micro-batches send, given what one and two do."""
+    """The communication of `times` micro-batches, given that of one and two."""
     traffic = {}
     for key, (calls, size) in two.items():
         first_calls, first_size = one.get(key, (0, 0))

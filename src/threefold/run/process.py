@@ -100,7 +100,7 @@ def stay_near(device: torch.device, system: Path = Path("/sys")) -> None:
 
 
 def _cores(listed: str) -> set[int]:
-    """Of the kernel's list: `0-31,64-95`."""
+    """Core numbers from the kernel's list: `0-31,64-95`."""
     spans = [span.split("-") for span in listed.split(",") if span]
     return {
         core for first, *last in spans for core in range(int(first), int(*last or [first]) + 1)

@@ -183,7 +183,7 @@ def _compute_type(asked: Config, mesh: Mesh) -> list[tuple[str, str]]:
 
 
 def _admit_full_size(run: Built) -> tuple[tuple[str, str], ...]:
-    """What was probed of the run's own forward, for its head."""
+    """The probes of the run's own forward, for its head."""
     if run.config.model.admission == "off":
         return ()
     data = run.config.data
@@ -222,7 +222,7 @@ def _accept(console: Screen, run: Run, built: Built, head: Head) -> None:
 
 
 def _facts_of_start(built: Built, head: Head, files: Sequence[str]) -> dict[str, object]:
-    """What the journal keeps of a start, besides what it keeps of any."""
+    """The journal's facts about a start, besides those of any start."""
     template = built.checkpointer.template
     exact: dict[str, object] = (
         {"reduce": "exact"} if built.config.train.reduce == "exact" else {}
@@ -302,7 +302,7 @@ def _saved(run: Built, hooks: Hooks) -> None:
 
 
 def _loss_of(run: Built) -> dict[str, Any]:
-    """What the step minimises, as its arguments."""
+    """The objective, as arguments of the step."""
     if run.pairs is not None:
         return {"loss": run.pairs.loss, "loss_on": "log_probabilities"}
     if run.given.loss is not None:

@@ -25,7 +25,7 @@ from threefold.jsonl import utc_now
 from threefold.mesh import environment
 
 _COMMAND = Words()
-# Of folders with checkpoints of other runs, fetched from a store.
+# Prefix of folders with checkpoints of other runs, fetched from a store.
 FETCHED = ".fork-of-"
 
 
@@ -126,7 +126,7 @@ def unnamed(path: Path, words: Words = _COMMAND) -> ConfigError:
 
 
 def writer(checkpoint: Checkpoint, identity: Identity | None) -> str:
-    """Who wrote a checkpoint that is not of the run in the folder."""
+    """The writer of a checkpoint that is not of the run in the folder."""
     author = checkpoint.author
     if author is None:
         return "no run"

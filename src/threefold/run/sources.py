@@ -66,7 +66,7 @@ def own_tokenizer(config: Config, *, key: str = MODEL_KEY) -> Tokenizer:
 
 
 def opened(key: str, open_source: Callable[[], T]) -> T:
-    """What `open_source` returns; its errors name the source by its key."""
+    """The result of `open_source`; its errors name the source by its key."""
     try:
         return open_source()
     except ThreefoldError as error:

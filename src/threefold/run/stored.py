@@ -44,7 +44,7 @@ from threefold.places.url import parse
 from threefold.run import resume_choice
 from threefold.run.folder import RunFolder, open_folder, require_shared
 
-# Of a run's folder: what a start elsewhere continues, or is compared with.
+# Files of a run's folder that a start elsewhere continues, or is compared with.
 _FILES = (
     METRICS,
     JOURNAL,
@@ -55,7 +55,7 @@ _FILES = (
     "data.files.jsonl",
 )
 _FOLDERS = ("rows", "lengths", "blocks", "reference")
-# Of a run that is forked, beside the checkpoint.
+# Files of a forked run, beside the checkpoint.
 _OF_FORK = ("reference/", "chat_template.jinja")
 _RANK = re.compile(r"state/rank-(\d+)")
 

@@ -194,7 +194,7 @@ class Terminal:
         self._screen.tell(kind, metrics, line)
 
     def _live_text(self, metrics: Metrics) -> str:
-        """What comes before the live bar."""
+        """The text before the live bar."""
         parts = [f"step {metrics['step']:,}/{self._num_steps:,}", f"loss {metrics['loss']:.4f}"]
         parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
         parts += (

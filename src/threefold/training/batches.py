@@ -16,7 +16,7 @@ from threefold.model.model import Model
 from threefold.training.forward import Batch
 
 _PER_TOKEN = ("input_ids", "labels", "position_ids", "document_ids", "padding")
-# What loaders add: the rows' numbers.
+# Added by loaders: the rows' numbers.
 _KNOWN = (*_PER_TOKEN, "attention_mask", "indices")
 _COUNTED = "labels = ids[:, 1:]; input_ids = ids[:, :-1]   (rows of sequence + 1 tokens)"
 

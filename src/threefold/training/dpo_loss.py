@@ -28,7 +28,7 @@ MEASURES = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accurac
 
 
 class Documents(NamedTuple):
-    """Of each document of some rows, [rows, documents] float64: log-probability of its trained tokens, and how many."""
+    """For each document of some rows, [rows, documents] float64: log-probability and number of its trained tokens."""
 
     sums: Tensor
     counts: Tensor

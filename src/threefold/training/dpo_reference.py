@@ -38,7 +38,7 @@ _TELL_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class ReferenceIdentity:
-    """What a reference is of.
+    """The inputs that a reference belongs to.
 
     Attributes:
         rows: fingerprint of packed rows of pairs.

@@ -43,7 +43,7 @@ _PER_TOKEN = ("input_ids", "labels", "position_ids", "document_ids")
 
 
 class OwnSums(NamedTuple):
-    """What a custom loss gave for a micro-batch.
+    """The result of a custom loss for a micro-batch.
 
     Attributes:
         objective: its sum, to go backward from; through all outputs, with no gradient for those that it left out.
@@ -91,7 +91,7 @@ def forward_own(
         failures: takes what the loss raises, whose sums are then 0: other ranks wait for this one in the backward.
         by_rows: refuse a loss that turns out to be no sum over rows, or over groups of `loss.rows_together`.
     """
-    # Of the logits of tokens, second derivatives would take several times the memory.
+    # For logits of tokens, second derivatives would take several times the memory.
     by_tokens = of == "logits" or model.mesh.size("cp") > 1
     twice = by_rows and (model.context is None or not by_tokens)
     sums = partial(_sums, mesh=model.mesh, failures=failures, by_rows=by_rows, twice=twice)
@@ -180,7 +180,7 @@ def _mixes_rows(total: Tensor, outputs: Any, rows: int, together: int) -> bool:
     ends, nodes = {leaf.grad_fn for leaf in reached}, [total.grad_fn]
     for node in nodes:
         if node and node.next_functions and node not in ends:
-            # Of torch's own, a number ends the name. Others may write in what they saved, or send: they run once.
+            # torch's own nodes have names ending in a number. Others may change saved tensors, or send: they run once.
             if node.name()[-1] > "9":
                 return False
             nodes += [each for each, _ in node.next_functions if each not in nodes]

@@ -86,7 +86,7 @@ class Gradients:
         """
         parameters = dict(self._model.module.named_parameters())
         if isinstance(self._model.forward, FSDPModule) and self._mesh.group("loss") is not None:
-            # What ranks hold whole beside their shards (`model.precision`).
+            # Parameters that ranks hold whole beside their shards (`model.precision`).
             kept = [
                 each.grad
                 for each in parameters.values()
@@ -148,7 +148,7 @@ class Gradients:
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor | None:
-    """What scales gradients of a norm above `limit` down to it; None with a limit of 0: nothing does."""
+    """The factor that scales gradients with a norm above `limit` down to it; None with a limit of 0: no scaling."""
     return (limit / (norm + 1e-6)).clamp(max=1.0) if limit else None
 
 

@@ -34,7 +34,7 @@ _LATE_SHARE, _BLOCK_S = 0.1, 0.3
 _LATE = math.log(0.9 / 0.5)
 _NOT_LATE = math.log(0.1 / 0.5)
 _ENOUGH = math.log(1e6)
-# What own time is spent on, and how that is reported; what may be behind it, if nothing else is known to be.
+# The parts of own time, and how they are reported; possible causes, if no other is known.
 PARTS = {
     "data": "waits for its data",
     "compute": "computes",
@@ -51,7 +51,7 @@ _LIKELY = {
     "device": "a slower device, or one that is fed late",
     "still": "it is stopped or frozen, its machine pauses, or one call holds Python's lock (the GIL)",
 }
-# Of what a rank loses, the share that a cause explains; reads of memory a second that are one.
+# The share of lost time that makes a cause an explanation; the rate of reads of memory per second that is a cause.
 _EXPLAINS, _READS = 0.4, 20.0
 
 
@@ -144,7 +144,7 @@ class Slowest:
         """Reports this rank's own time since the last logged step; before the collective of the loss."""
         if self._store is not None:
             values = [self._logged, self._host, own.parts() | own.counts()]
-            # No rank reports the logged step after the next one before all have read this one.
+            # No rank reports the logged step after the next one before all ranks have read this one.
             self._store.set(f"{_KEY}/{self._rank}/{self._logged % 2}", json.dumps(values))
 
     def find(self, step: int, elapsed_s: float) -> Metrics:

@@ -234,7 +234,7 @@ def _shared_length(run: Loop) -> int | None:
 
 
 class _Due(NamedTuple):
-    """What follows a step, the same on every rank."""
+    """The work due after a step, the same on every rank."""
 
     log: bool
     evaluation: bool
@@ -255,7 +255,7 @@ def _due_after(step: int, run: Loop, *, first: bool, end: bool) -> _Due:
 
 @dataclass
 class Window:
-    """What happened since the last logged step."""
+    """Measurements since the last logged step."""
 
     elapsed: Stopwatch = field(default_factory=Stopwatch)
     steps: int = 0
@@ -270,7 +270,7 @@ class Window:
         return self.own.read(batches)
 
     def measured(self, step: int, mesh: Mesh, slowest: Slowest) -> Metrics:
-        """What a step of the window has taken, and for which rank the others waited."""
+        """The duration of a step of the window, and the rank that the others waited for."""
         elapsed_s = self.elapsed.lap()
         return {
             "step_time_s": elapsed_s / max(1, self.steps),

@@ -82,7 +82,7 @@ class TokenLoss:
         width = logits.shape[1]
         start = self.vocabulary_start or 0
         counted = labels != self.ignored
-        # Of a whole vocabulary every label that counts: one that is beyond it is an error of `gather`.
+        # With the whole vocabulary, every label that counts: one beyond it is an error of `gather`.
         own = (
             counted & (labels >= start) & (labels < start + width)
             if self._is_split
@@ -111,7 +111,7 @@ class TokenLoss:
             normaliser, shift, target, spread = self._over_parts(
                 normaliser, target, spread, own, width
             )
-            # Of a label that no part has there is no loss.
+            # A label that no part has gives no loss.
             target = torch.where((labels >= 0) & (labels < self.vocabulary), target, math.nan)
         cross_entropy = torch.where(counted, -target, 0.0)
         objective = cross_entropy
@@ -264,7 +264,7 @@ class RouterLoss:
         counts = torch.zeros(self.num_experts + 1, dtype=torch.float64, device=counted.device)
         weights = counted.double()
         for logits in router_logits:
-            # As transformers picks: of the probabilities, whose ties can differ from those of the logits.
+            # Picked like transformers, by probabilities, whose ties can differ from those of the logits.
             flat = logits.detach().reshape(-1, self.num_experts)
             chosen = torch.softmax(flat, dim=-1).topk(self.top_k, dim=-1).indices
             counts.scatter_add_(0, chosen.flatten(), weights.repeat_interleave(self.top_k))
@@ -274,7 +274,7 @@ class RouterLoss:
     def share(
         self, router_logits: tuple[Tensor, ...], picks: Tensor, counted: Tensor
     ) -> Tensor:
-        """What these tokens add to the loss, given the picks of the whole global batch; differentiable."""
+        """The contribution of these tokens to the loss, given the picks of the whole global batch; differentiable."""
         probabilities = torch.zeros(self.num_experts, device=counted.device)
         for logits in router_logits:
             flat = logits.float().reshape(-1, self.num_experts)

@@ -73,7 +73,7 @@ def _gradients(
 
 
 def row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of logits [tokens, width], whole in memory, float32.
+    """For each row of logits [tokens, width], whole in memory, float32.
 
     Returns:
         [2, tokens]: its largest number, and the log of the sum of exp(logits - that); and its sum, [tokens].

@@ -32,7 +32,7 @@ MOST_IN_A_ROW = 10
 
 @dataclass(frozen=True)
 class Policy:
-    """What to do with a step whose loss or gradient is not finite.
+    """The treatment of a step whose loss or gradient is not finite.
 
     Attributes:
         skip: continue without its update, until `MOST_IN_A_ROW` of them follow one another; else the run ends.

@@ -1,4 +1,4 @@
-"""What a step has computed: on the device, and as numbers of the global batch."""
+"""The results of a step: on the device, and as numbers of the global batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StepNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step computed, still on the device.
+    """The results of one step, still on the device.
 
     Attributes:
         loss_sum: cross entropy (or a custom loss) of this rank; sum it over the `loss` group for the step's own.

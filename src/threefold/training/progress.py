@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 _Read = TypeVar("_Read")
-# What another thread, which is late, gets to note a stop that is over: Python's lock for reads of /proc, and a core.
+# Time for a late thread to note a stop that is over: to get Python's lock for reads of /proc, and a core.
 _NOTES_WITHIN_S = 0.02
 
 
@@ -70,7 +70,7 @@ class Progress:
         self.place, self.ticks, self.mirror = before.place, before.ticks, before.mirror
 
     def tick(self) -> None:
-        """What this rank alone does in a phase continues."""
+        """Work of this rank alone within a phase continues."""
         self.ticks += 1
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class DeviceForward:
             self._events[-1].record()
 
     def forget(self) -> None:
-        """What was before does not count."""
+        """Earlier time does not count."""
         self._events = []
 
     def take_s(self) -> float:
@@ -184,7 +184,7 @@ class OwnTime:
         }
 
     def counts(self) -> dict[str, float]:
-        """What was counted meanwhile, as `Progress.counted`; nothing of what was not counted before."""
+        """The counts of the interval, as `Progress.counted`; without counters that did not exist before."""
         counted, before = self.progress.counted, self._counted
         return {name: counted[name] - before[name] for name in counted.keys() & before.keys()}
 

@@ -18,7 +18,7 @@ HOOK = "hook"
 _KEY = "threefold/stop-after"  # and who asks: the store may outlive a restart, and hold an older request
 # A terminal sends Ctrl-C to every process and a launcher passes it on: within this time it is one request.
 _ONE_REQUEST_S = 1.0
-# So many signals of one kind within that time end the process at once, whatever it is doing.
+# This many signals of one kind within this time end the process at once, whatever it is doing.
 _AT_ONCE = 3
 
 

@@ -64,7 +64,7 @@ class Whole:
     _known: dict[str, str] = field(default_factory=dict)
 
     def render(self, messages: Messages, *, prompt: bool = False) -> str:
-        """What `renders` renders, once."""
+        """The rendering by `renders`, cached."""
         key = repr((prompt, messages))
         if key not in self._known:
             self._known[key] = self.renders(messages, prompt=prompt)
@@ -86,7 +86,7 @@ class Whole:
     def all_marked(
         self, stretches: Sequence[tuple[int, int]], texts: RowTexts
     ) -> tuple[Turn, ...]:
-        """The stretches that the template marks as the assistant's; a turn may have several of them.
+        """The spans that the template marks as the assistant's; a turn may have several of them.
 
         Raises:
             RowError: a stretch belongs to no turn, or to several, or has another's text in it.
@@ -112,7 +112,7 @@ class Whole:
             )
         made = []
         for at, (number, stretch) in enumerate(zip(owners, one_each or filled, strict=True)):
-            # What follows a stretch is the turn's end only if no other stretch of it follows.
+            # What follows a span is the turn's end only if no other span of the turn follows.
             last = number not in owners[at + 1 :]
             made.append(self.marked(number, *stretch) if last else Turn(*stretch, number))
         if texts.places is None:
@@ -122,7 +122,7 @@ class Whole:
         return tuple(made)
 
     def _owner(self, stretch: tuple[int, int], texts: RowTexts) -> int | None:
-        """The turn of a marked stretch: that of the texts in it, else of the text beside it; None without one."""
+        """The turn of a marked span: that of the texts in it, else of the text beside it; None without one."""
         begin, end = stretch
         places = [
             (place.begin, texts.texts[place.number].message) for place in texts.places or ()
@@ -137,7 +137,7 @@ class Whole:
         return owner if ours else None
 
     def marked(self, number: int, begin: int, end: int) -> Turn:
-        """The stretch of a turn that the template marks."""
+        """The span of a turn that the template marks."""
         if number + 1 == len(self.messages):
             return self._ended(Turn(begin, end, number), self.text[end:])
         turns = [*self.messages[:number], {"role": "assistant", "content": _PROBES[0]}]
@@ -250,9 +250,9 @@ class Whole:
             # After a question: an answer would have its own end there.
             question: list[Message] = [{"role": "user", "content": _PROBES[0]}]
             before, prompt = self.render(question), self.render(question, prompt=True)
-            # From where they differ, or from the token in which they do.
+            # From the first difference, or from the token that contains it.
             header = prompt[len(_OPEN.sub("", prompt[: _alike(before, prompt)])) :].strip()
-            # What headers have in common, such as <|im_start|>, does not end a turn.
+            # A common part of headers, such as <|im_start|>, does not end a turn.
             if not header.startswith(self.text[turn.end : alike].strip()):
                 return alike
         return turn.end
@@ -270,7 +270,7 @@ class Whole:
         return alike if alike < EVERYWHERE else 0
 
     def _beside(self, number: int) -> Turn | None:
-        """The stretch by what follows the message before it: here, and where the turn or its prompt is the last.
+        """The span by what follows the message before it: here, and where the turn or its prompt is the last.
 
         What the template leaves out of the turn here (thinking, the words beside tool calls) is left out there too.
         """
@@ -303,7 +303,7 @@ class Whole:
         return None
 
     def _after(self, messages: list[Message], number: int, *, prompt: bool = False) -> str:
-        """What follows the content of a message."""
+        """The text after the content of a message."""
         prefix, suffix = self._around(messages, number, prompt=prompt)
         text = (
             self.text
@@ -318,11 +318,11 @@ class Whole:
         return suffix
 
     def _found(self, number: int, before: str) -> Turn:
-        """The stretch by writing other texts into the turn."""
+        """The span, found by writing other texts into the turn."""
         message = self.messages[number]
         plain: Message = {"role": "assistant", "content": ""}
         wrong = None
-        # As a whole first: its thinking and its tool calls are the turn's too. Not all templates accept that.
+        # First as a whole: its thinking and tool calls belong to the turn too. Not all templates accept that.
         for each in (plain, message) if set(message) - {"role", "content"} else (message,):
             turns = [*self.messages[:number], each]
             try:

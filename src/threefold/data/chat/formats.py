@@ -80,7 +80,7 @@ class RowError(Exception):
 
 @dataclass(frozen=True)
 class Columns:
-    """What a source's rows are: their format, and the columns that are read.
+    """The kind of a source's rows: their format, and the columns that are read.
 
     Attributes:
         fields: our name of a column, or of a key of its messages -> the source's name for it.
@@ -124,7 +124,7 @@ class Example:
 def columns_of(
     names: Sequence[str], *, format: str = "auto", fields: Mapping[str, str] | None = None
 ) -> Columns:
-    """What rows with these columns hold.
+    """The contents of rows with these columns.
 
     Raises:
         ConfigError: they are of no format or, with `auto`, of several; or lack a column of the requested format.

@@ -1,4 +1,4 @@
-"""From rows of instruction data to labelled tokens, by the settings of the config: what the readers of rows call."""
+"""From rows of instruction data to labelled tokens, by the settings of the config; called by the readers of rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from threefold.errors import ConfigError, DataError
 
 # What is trained on by default, by format.
 _DEFAULT = {"chat": "assistant", "prompt_completion": "completion", PREFERENCE: "completion"}
-# What may be trained on. Never a pair's prompt, so that only its answers are compared.
+# Trainable parts. Never a pair's prompt, so that only its answers are compared.
 _ALLOWED = {
     "chat": TRAIN_ON,
     "prompt_completion": tuple(each for each in TRAIN_ON if each != "last"),
@@ -212,7 +212,7 @@ def template_file(name: str) -> str:
 def encoder_of(
     tokenizer: Tokenizer, labels: Labels, train_on: str, template: ChatTemplate | None
 ) -> Encoder:
-    """What encodes the examples of a source with these labels."""
+    """The encoder of the examples of a source with these labels."""
     return Encoder(
         _backend(tokenizer),
         tokenizer.end_id,

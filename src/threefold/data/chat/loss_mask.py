@@ -226,7 +226,7 @@ class Encoder:
         if opened is not None:
             self._mark_after(loss_mask, ids, offsets, turn, last, place, opened.start())
             return
-        # The turn's own end token, if the stretch reaches that far: after it there is only white space.
+        # The turn's own end token, if the span reaches that far: after it there is only white space.
         controls = self._run_of_controls(ids, last, int(covered.sum()))
         if controls:
             own = [
@@ -252,7 +252,7 @@ class Encoder:
                 break
 
     def _run_of_controls(self, ids: Int32, last: int, length: int) -> list[int]:
-        """The control tokens at the end of a stretch, the last one first, with only white space between them."""
+        """The control tokens at the end of a span, the last one first, with only white space between them."""
         controls = []
         for at in range(last, last - length, -1):
             if self._is_control(ids[at]):
@@ -271,7 +271,7 @@ class Encoder:
         place: Callable[[int], int],
         opened: int,
     ) -> None:
-        """Sets the loss mask of what follows a turn's stretch up to its end token, which `ending` has at `opened`."""
+        """Sets the loss mask of what follows a turn's span up to its end token, which `ending` has at `opened`."""
         reach = place(min(turn.reach, turn.shared) if turn.shared > turn.end else turn.reach)
         after = np.arange(last + 1, len(ids))
         controls = [

@@ -118,7 +118,7 @@ def _apart(chosen: Any, rejected: Any) -> list[tuple[Any, Any]]:
     length = _in_common(chosen, rejected)
     if isinstance(chosen, str):
         common = chosen[:length]
-        # No token should lie across the border, and most tokenizers begin one with a space.
+        # No token should cross the border, and most tokenizers begin tokens with a space.
         length = len(
             common.rstrip() if common[-1:].isspace() else "".join(common.rsplit(None, 1)[:-1])
         )

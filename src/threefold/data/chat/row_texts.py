@@ -19,15 +19,15 @@ from threefold.data.chat.formats import Message, Messages, RowError
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 EARLIER = "reasoning of earlier turns"
-# What messages have besides texts, and templates may look at.
+# Parts of messages besides texts that templates may read.
 _NAMES = ("role", "name", "id", "tool_call_id")
-# Of the content of an answer: reasoning in tags, which many templates cut off.
+# In the content of an answer: reasoning in tags, which many templates cut off.
 _THOUGHTS = "<think>"
 _TAGS = re.compile(r"(\s*</?think>\s*)")
 # The texts among the values of arguments that are JSON already.
 _VALUES = re.compile(r'(?<=[:\[,])(\s*")((?:[^"\\]|\\.)+)(?=")')
 _WORD = re.compile("Aq([g-v]{4})x")
-# What templates read as a switch, and do not write: /think, /no_think.
+# Switches that templates read, and do not write: /think, /no_think.
 _SWITCHES = re.compile(r"(?<!\S)/\w+")
 _LONGEST = 40
 

@@ -240,7 +240,7 @@ class ChatTemplate:
     def _marks(
         self, messages: Messages, tools: Tools, variables: Variables, text: str
     ) -> list[tuple[int, int]]:
-        """Where the stretches lie that the template marks: it is rendered with a character in place of each mark."""
+        """The spans marked by the template, found by rendering it with a character in place of each mark."""
         shown = self._bordered.render(messages, tools=tools, variables=variables)
         pieces = _BORDER.split(shown)
         if (
@@ -293,7 +293,7 @@ class ChatTemplate:
 
     @cached_property
     def _without_content(self) -> Mapping[str, Any]:
-        """What a message with only calls has: no content, null or an empty text, so that its calls are written."""
+        """Variants of a message with only calls: no content, null or an empty text, so that its calls are written."""
         calls = [
             {
                 "id": "call00001",

@@ -31,7 +31,7 @@ TAILS: tuple[Tail, ...] = ("drop", "pad", "exact")
 
 
 class StepRows(NamedTuple):
-    """What one dp rank reads in one step: `len(positions) + num_ignored` rows, the same number on every dp rank.
+    """The rows of one dp rank in one step: `len(positions) + num_ignored` rows, the same number on every dp rank.
 
     `positions` are [rows] in [0, num_rows), in reading order; ignored rows occur only with the tail `exact`.
     """
@@ -52,7 +52,7 @@ class Steps:
     tail: Tail = "drop"
 
     def of_rank(self, position: int, *, dp_rank: int, dp_size: int) -> StepRows:
-        """What one dp rank reads in the step that begins at `position` of its epoch.
+        """The rows of one dp rank in the step that begins at `position` of its epoch.
 
         Raises:
             ConfigError: global_batch is not a multiple of dp_size.

@@ -39,7 +39,7 @@ _Words = Array  # uint32 or uint64
 
 _TABLE_ROWS = 2**13
 _ROUNDS = 8
-# What one pass works on: the four buffers of a chunk (512 KiB at 32 bits) stay in a core's own cache.
+# Size of one pass: the four buffers of a chunk (512 KiB at 32 bits) stay in a core's own cache.
 _CHUNK_BYTES = 2**17
 
 # Multipliers and shifts of the round functions: lowbias32 (Wellons) and splitmix64's finaliser (Steele, Lea, Flood).

@@ -151,7 +151,7 @@ class PaddedRows:
         used = 0
         for piece in self._pieces_of(index).tolist():
             start, length = int(self._pieces.starts[piece]), int(self._pieces.lengths[piece])
-            # With the token after a cut: it is the label of the piece's last place.
+            # Includes the token after a cut: it is the label of the piece's last place.
             tokens = self.store.read(
                 start, stop := start + length + int(self._pieces.cut[piece])
             ).astype(np.int64)
@@ -159,7 +159,7 @@ class PaddedRows:
             if self.store.has_loss_mask:
                 tokens[~self.store.trained_on(start, stop)] = IGNORED
             masked = self.document_mask or bool(self._pieces.continued[piece])
-            # Else its first token is a label, that of the place before it.
+            # Otherwise its first token is a label, of the place before it.
             first = int(masked or not used)
             labels[used - 1 + first : used - 1 + len(tokens)] = tokens[first:]
             used += length

@@ -32,7 +32,7 @@ class PackedRows(Rows, Protocol):
         """How many labels of each row are trained on, [rows], of a store with a loss mask."""
 
     def stretches(self, row: int) -> Iterator[tuple[int, int]]:
-        """Where a row's tokens and labels lie in the stream, as [start, stop)."""
+        """Where a row's tokens and labels are in the stream, as [start, stop)."""
 
     def targets_of_documents(self) -> Int64:
         """How many tokens of each document are labels that are trained on, [documents], of a store with a loss mask."""
@@ -106,7 +106,7 @@ def changed(
     *,
     first_row: int = 0,
 ) -> str:
-    """What has changed: file, block, and the rows that read it, whose numbers begin with `first_row`."""
+    """Text about a change: file, block, and the rows that read it, numbered from `first_row`."""
     kept, path = blocks.files[change.suffix], f"{prefix}{change.suffix}"
     where = block_text(blocks, change, rows, first_row=first_row)
     if change.size_bytes < 0:

@@ -35,7 +35,7 @@ SAMPLED = 64
 
 
 class Known(NamedTuple):
-    """What the bytes were, where that is kept (None: it cannot be), and the first change since."""
+    """The bytes when hashed, where their hashes are kept (None: nowhere), and the first change since."""
 
     blocks: Blocks
     place: Path | None
@@ -81,7 +81,7 @@ def known(store: TokenStore, *, cache: Path, sampled: int = SAMPLED) -> Known:
 
 
 def places_of(prefix: Path, cache: Path) -> tuple[Path, Path]:
-    """Where a store's hashes may lie: beside it, or in the cache."""
+    """Possible places of a store's hashes: beside it, or in the cache."""
     name = content_digest(str(with_suffix(prefix, ".bin").resolve()))
     return with_suffix(prefix, SUFFIX), cache / "blocks" / f"{name}{SUFFIX}"
 

@@ -85,7 +85,7 @@ class StoreSide(TokenStore):
     def inside(self, start: int, stop: int) -> tuple[int, int]:
         """As `TokenStore`."""
         run = np.searchsorted(self._begins, (start, stop), side="right") - 1
-        # Of a place before the first run: none; of one after a run's end: all of that run.
+        # For a place before the first run: none; for one after a run's end: all of that run.
         into = np.minimum(
             np.array([start, stop]) - self._begins[run], np.diff(self._offsets)[run]
         )
@@ -111,7 +111,7 @@ class StoreSide(TokenStore):
         return up_to(stops) - up_to(starts)
 
     def _of_whole(self, places: Int64) -> Int64:
-        """Where tokens of this side lie in the whole."""
+        """Where tokens of this side are in the whole."""
         run = np.searchsorted(self._offsets, places, side="right") - 1
         return self._begins[run] + places - self._offsets[run]
 

@@ -28,7 +28,7 @@ SPAN = 64
 _MOST_SPANS = 1 << 23
 _BATCH = 1 << 18
 _TABLE_SHIFT = np.uint64(64 - 22)
-# Of a polynomial modulo 2^64: an odd number has an inverse, so that the sum of any stretch is moved to its beginning.
+# Base of a polynomial modulo 2^64: odd, so with an inverse, with which the sum of any span is shifted to its start.
 _BASE = 0x9E3779B97F4A7C15
 _POWERS, _INVERSES = (
     np.multiply.accumulate(np.array([1] + [base % (1 << 64)] * (_BATCH + SPAN), np.uint64))
@@ -51,7 +51,7 @@ class TrainedOn(NamedTuple):
 
 @dataclass(frozen=True)
 class Overlap:
-    """What of `num_documents` documents of an evaluation is trained on.
+    """The part of `num_documents` evaluation documents that is trained on.
 
     Attributes:
         exact: documents that are equal to one of the training.
@@ -74,7 +74,7 @@ class Overlap:
         return {**asdict(self), "exact": exact, "alike": alike}
 
     def lines(self, named: int | None = None) -> Iterator[str]:
-        """What was found, some by name, or that nothing was; and how much was compared, if not everything."""
+        """The findings, some by name, or that there are none; and how much was compared, if not everything."""
         of, how = f"of {self.num_documents:,} held-out documents", ""
         if self.share_read < 1 or self.step > 1:
             spans = f", 1 in {self.step} spans" * (self.step > 1)
@@ -101,7 +101,7 @@ def overlap(
     most: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Overlap:
-    """What of an evaluation is trained on.
+    """The part of an evaluation that is trained on.
 
     Args:
         training: the stores that are trained on, by the names of their sources.
@@ -124,7 +124,7 @@ def overlap(
 
 
 def _batches(store: TokenStore, every: int = 1) -> Iterator[tuple[int, Array]]:
-    """(begin, tokens) of stretches of a stream, each with the beginning of the next, for spans that lie in both."""
+    """(begin, tokens) of pieces of a stream, each with the beginning of the next, for spans that are in both."""
     for start in range(0, store.num_tokens, _BATCH * every):
         yield start, store.read(start, min(store.num_tokens, start + _BATCH + SPAN - 1))
 
@@ -158,7 +158,7 @@ class _Wanted:
             hashes.append(_spans(tokens, begins))
             places.append(start + begins)
         self._places = np.concatenate(places)
-        # Of equal spans, the first is looked for; a few bits of the hash tell most others in the training apart.
+        # Of equal spans, the first is searched; a few bits of the hash rule out most others in the training.
         self._spans, self._first, self._which = np.unique(
             np.concatenate(hashes), return_index=True, return_inverse=True
         )
@@ -210,7 +210,7 @@ class _Wanted:
         ]
 
     def found(self, share_read: float) -> Overlap:
-        """What has been found."""
+        """The findings so far."""
         matches = self._found[self._which]
         begins, matches = self._places[matched := matches[:, 0] >= 0], matches[matched]
         document = np.searchsorted(self._ends, begins, side="right") - 1

@@ -16,7 +16,7 @@ from threefold.errors import RunError
 
 
 class Maker(Protocol):
-    """What makes a part; pickles."""
+    """The maker of a part; pickles."""
 
     def make(self, part: EncodedPart) -> PartDone: ...
 

@@ -83,7 +83,7 @@ def _last(parts: Sequence[Any]) -> bytes:
 def _offences(
     seals: Iterable[Any], store: TokenStore, info: StoreInfo, *, read: bool
 ) -> Iterator[str]:
-    """What is wrong, in words."""
+    """The problems, in words."""
     documents = tokens = skipped = 0
     file, end = -1, 0
     for number, seal in enumerate(seals):

@@ -139,7 +139,7 @@ def prepare(
 
 
 def _left_over(to: Path) -> list[Path]:
-    """What killed processes left: the writer of a store holds the folder's lock until its files have their names."""
+    """Leftovers of killed processes: the writer of a store holds the folder's lock until its files have their names."""
     left = [
         file
         for kind in ("bin", "idx", "json", "parts")

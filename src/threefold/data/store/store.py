@@ -44,7 +44,7 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class StoreInfo:
-    """What a store was made of.
+    """The origin of a store.
 
     `fingerprint` identifies the tokens, the documents' lengths and the tokenizer; `request` the source, the tokenizer
     and the way the source is read, and is known before anything is read.
@@ -195,7 +195,7 @@ class TokenStore:
         return np.frombuffer(data, self.dtype)
 
     def places(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Where the tokens [start, stop) lie in the files, as [start, stop) of theirs."""
+        """Where the tokens [start, stop) are in the files, as [start, stop) of each."""
         return [(start, stop)]
 
     def inside(self, start: int, stop: int) -> tuple[int, int]:

@@ -95,7 +95,7 @@ def texts_of(table: Any, text_field: str) -> list[Any]:
     if encoded:
         column = column.cast(pyarrow.large_string())
     column = column.cast(pyarrow.large_binary())
-    # Of bytes, so that a text which is not UTF-8 is named by its row.
+    # As bytes, so that a text which is not UTF-8 is named by its row.
     column.validate(full=True)
     return [value if value is None else _decoded(value) for value in column.to_pylist()]
 

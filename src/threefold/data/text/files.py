@@ -38,7 +38,7 @@ from threefold.data.text.source import (
 )
 from threefold.errors import DataError, Problem
 
-# Of the standard library: no tests and no installed packages.
+# For the standard library: no tests and no installed packages.
 EXCLUDED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
 # The byte order marks of UTF-16.

@@ -196,7 +196,7 @@ def open_saved(
     try:
         dataset = datasets.load_from_disk(str(folder), keep_in_memory=False)
     except Exception as error:
-        # Of many classes: files that are missing, cut, or of another version.
+        # Errors of many classes: files that are missing, truncated, or of another version.
         raise DataError(
             f"data.source = {source.name!r} is a folder written by save_to_disk that cannot be read: "
             f"{first_line(error)}",

@@ -30,7 +30,7 @@ KINDS = ".txt, .md, .py, .jsonl (.ndjson, .jl), .json, .csv (each also with .gz 
 FILE = "data.files.jsonl"
 READ_ALREADY = "read already"
 
-# What the datasets library and `data prepare` write beside the data.
+# Files that the datasets library and `data prepare` write beside the data.
 _DESCRIPTIONS = frozenset(
     {
         "dataset_info.json",

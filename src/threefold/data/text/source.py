@@ -69,7 +69,7 @@ class LossMask:
 
 
 def no_end_warning(template: str) -> str:
-    """What a loss mask with a missing end means; `template`: the chat template's file, or the tokenizer that has it."""
+    """A warning about a loss mask without ends; `template`: the chat template's file, or the tokenizer that has it."""
     return (
         f"warning: the chat template of {template} writes no end token after the assistant's turn, so the model does "
         "not learn to stop. With a copy of it that writes one there: --data.chat_template FILE   (else end answers at "
@@ -119,7 +119,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of one file: bytes of a .jsonl, row groups of a .parquet, rows of a Hub dataset, or all of the file."""
+    """A part of one file: bytes of a .jsonl, row groups of a .parquet, rows of a Hub dataset, or all of the file."""
 
     file: int
     start: int
@@ -216,7 +216,7 @@ def names_in(row: Values) -> list[str]:
 
 
 def kind_of(value: Any) -> str:
-    """What a JSON value is, in words."""
+    """The kind of a JSON value, in words."""
     if isinstance(value, Mapping):
         return "an object"
     kinds = {

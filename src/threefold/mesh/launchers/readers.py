@@ -274,7 +274,7 @@ def _rendezvous_of(variables: Variables, info: LaunchInfo) -> tuple[str | None, 
             if character.isdecimal()
         )
         return "127.0.0.1", info_of.port_of_job(int(namespace)) if namespace else None
-    # Of an MPI in a job whose hosts are known, rank 0 is on the first.
+    # With MPI in a job whose hosts are known, rank 0 is on the first.
     address, _, port = environ.get("AZ_BATCH_MASTER_NODE", "").partition(":")
     if address:
         return address, int(port) if is_number(port) else None

@@ -123,7 +123,7 @@ class ContextParallel:
         own = local_positions(sequence, cp_size=self.size, cp_rank=self._rank).to(
             device, non_blocking=True
         )
-        # Of a loss that calls its own model.
+        # For a loss that calls its own model.
         outer = (self._masks, self._lengths, self._documents, self._positions)
         keys = torch.arange(sequence, device=device)
         by_heads = self._method == "ulysses"

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _EAGER = ("module", "query", "key", "value")
-# What an architecture's own attention function takes besides, and ours knows.
+# Further arguments of architectures' own attention functions that ours supports.
 _KNOWN = {
     *_EAGER,
     "attention_mask",
@@ -116,7 +116,7 @@ def methods(kind: type) -> Iterator[Any]:
 
 
 def _added_terms(method: Any) -> str:
-    """What the attention function beside a layer takes that ours does not know."""
+    """Arguments of the attention function beside a layer that ours does not support."""
     near = (method.__globals__.get(name) for name in method.__code__.co_names)
     takes = [[*inspect.signature(each).parameters] for each in near if inspect.isfunction(each)]
     terms = {name for names in takes if tuple(names[:4]) == _EAGER for name in names} - _KNOWN

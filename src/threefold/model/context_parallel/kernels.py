@@ -130,7 +130,7 @@ class DocumentLengths(NamedTuple):
 
 
 def unserved(config: PretrainedConfig) -> str:
-    """What of a model attention by lengths does not compute, or may not; empty if it computes all."""
+    """Parts of a model that attention by lengths does not compute, or may not; empty if it computes all."""
     family = FAMILIES.get(config.get_text_config().model_type)
     head_dim = head_size(config)
     if not family or family.written_out:

@@ -196,7 +196,7 @@ def attend(
     if isinstance(mask, BlockMask):  # which is a tuple itself
         return attend_blocks(query, key, value, mask, **kwargs), None
     if isinstance(mask, DocumentLengths):
-        # For no family that `kernels.unserved` lets pass.
+        # Not for any family that `kernels.unserved` accepts.
         assert not {"softcap", "s_aux"} & kwargs.keys()
         return attend_lengths((query, key, value), mask, scaling=kwargs.get("scaling")), None
     if isinstance(mask, tuple):
@@ -247,7 +247,7 @@ def _fused(
     if query.is_cuda and not (
         query.dtype != torch.float32 and key.shape[-1] == value.shape[-1] <= 256
     ):
-        # Whose kernel knows no groups.
+        # Its kernel does not support grouped heads.
         key = repeat_kv(key, groups)
         value = repeat_kv(value, groups)
         groups = 1
@@ -265,7 +265,7 @@ def _fused(
 
 def lower_right(queries: int, keys: int) -> Tensor:
     """A bias with which torch's CUDA kernels align the last query to the last key, with no mask in memory."""
-    # Which allocates a tensor of its sizes that no kernel reads.
+    # The constructor allocates a tensor of its sizes that no kernel reads.
     bias = causal_lower_right(1, 1)
     bias.seq_len_q, bias.seq_len_kv = queries, keys
     return bias

@@ -21,7 +21,7 @@ from threefold.model.context_parallel.attention_choice import (
     text_modules,
 )
 
-# What only such layers have: an argument of their forward, a tensor of their own.
+# Marks of such layers: an argument of their forward, or one of their tensors.
 _ARGUMENTS = {"cache_params", "state", "conv_mask"}
 _TENSORS = ("A_log", "time_decay", "slope_rate")
 
@@ -67,7 +67,7 @@ class DocumentRows:
 
     @classmethod
     def of(cls, documents: Tensor) -> DocumentRows:
-        """From the number of each token's document [batch, sequence]; waits for the device once."""
+        """Built from the number of each token's document [batch, sequence]; waits for the device once."""
         batch, sequence = documents.shape
         begins = torch.ones_like(documents, dtype=torch.bool)
         begins[:, 1:] = documents.diff(dim=1) != 0
@@ -92,7 +92,7 @@ class DocumentRows:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run(self, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """What `forward` returns for a batch, computed for each document alone."""
+        """The result of `forward` for a batch, computed for each document alone."""
         outputs = [
             forward(
                 *(self._laid_out(each, place) for each in arguments),

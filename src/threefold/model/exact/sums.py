@@ -31,7 +31,7 @@ HEADROOM = 8
 _PLACES = 62
 # The grid of a micro-batch's loss: float64 adds multiples of it exactly up to 2**29.
 _LOSS_GRID = 2.0**24
-# Of squares in [0, 1], each of two 64-bit sums takes as many places: room for 2**31 numbers on a rank.
+# Bits of a square in [0, 1] that each of two 64-bit sums takes: room for 2**31 numbers on a rank.
 _SQUARE_PLACES = 31
 # Below the exponent of any float32 but 0.
 _NOTHING = -300
@@ -138,7 +138,7 @@ class ExactSums:
                 continue
             self._mesh.all_reduce("dp_replicate", unit.sums)
             scale = _power_of_two(unit.exponent - self._places)
-            # Not a number if one of them was none: then nothing is updated.
+            # NaN if one of them was not finite: then nothing is updated.
             nothing = torch.where(own.isfinite(), 0.0, math.nan)
             for sums, gradient in in_blocks(unit.sums, unit.gradient):
                 gradient.copy_(sums.double().mul_(scale).add_(nothing))
@@ -198,7 +198,7 @@ class _Unit:
         for part, number in in_blocks(whole, numbers):
             number.copy_(part.double().mul_(scale).round_())
         if group is not None:
-            # Of which gloo makes a reduce-scatter too, after a copy.
+            # gloo implements reduce-scatter by an all-reduce too, after a copy.
             dist.all_reduce(numbers, group=group)
             numbers = numbers.view(group.size(), -1)[group.rank()].clone()
         if self.sums is None:

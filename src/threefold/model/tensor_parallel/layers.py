@@ -42,7 +42,7 @@ _SPLIT_STYLES = {"colwise", "rowwise", "embedding_rowwise", "replicate"}
 
 
 class _Beside:
-    """What a rank computes while the gradient of a layer's input is summed: the gradient of one weight that reads it.
+    """Work overlapped with the sum of the gradient of a layer's input: the gradient of one weight that reads it.
 
     Of the first that does: a linear layer's backward needs its input's gradient at once, and may leave its weight's.
     """
@@ -58,7 +58,7 @@ class _Beside:
         self._left = gradient, x
 
     def weight_gradient(self) -> Tensor | None:
-        """What was left, computed now; None if nothing was."""
+        """The remaining work, computed now; None if nothing was left."""
         if self._left is None:
             return None
         (gradient, x), self._left = self._left, None
@@ -66,7 +66,7 @@ class _Beside:
 
 
 class _Entry(torch.autograd.Function):
-    """What split projections read; its gradient is summed beside the gradient of the first one's weight."""
+    """The input of split projections; its gradient is summed concurrently with the first one's weight gradient."""
 
     @staticmethod
     def forward(

@@ -46,7 +46,7 @@ _WHOLE_AROUND = ("colwise_gather_output", "rowwise_split_input", "colwise_rep", 
 
 @dataclass(frozen=True)
 class TensorParallelism:
-    """What was split and how.
+    """The split parameters, and how they are split.
 
     Attributes:
         placements: parameter name -> its placement on the tp axis, for the parameters that are split.

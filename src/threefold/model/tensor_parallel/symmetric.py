@@ -55,7 +55,7 @@ def unfit(mesh: Mesh) -> str | None:
 
 
 def _unlinked(mesh: Mesh) -> str | None:
-    """Which device of the tp ranks NVLink does not join to this rank's, by switches or not; None if there is none."""
+    """A tp rank's device not connected to this rank's by NVLink, with or without switches; None if there is none."""
     own, cuda = mesh.device.index, torch._C._autograd.DeviceType.CUDA
     try:
         links = torch._C._distributed_c10d._detect_dma_connectivity(cuda, "nvlink").matrix[own]
@@ -90,7 +90,7 @@ def _wrong_exit(mesh: Mesh) -> str | None:
 
 
 def _integers(mesh: Mesh) -> tuple[dist.ProcessGroup, Tensor, Tensor]:
-    """Of each rank a part of a row and a weight, whose products and sums bfloat16 holds, in any order."""
+    """For each rank a part of a row and a weight, whose products and sums are exact in bfloat16, in any order."""
     group = mesh.group("tp")
     draws = torch.Generator().manual_seed(mesh.tp_rank)
     assert group is not None

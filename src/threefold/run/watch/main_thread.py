@@ -45,7 +45,7 @@ _COMPILERS = (
 # Each module of a model adds three such frames, which show nothing.
 _PASSING_ON = os.path.join("torch", "nn", "modules", "module.py")
 _MOST_SHOWN = 24
-# Of the time that has passed; on a core for less, it waits.
+# Share of the elapsed time; with less on a core, the thread is waiting.
 _IDLE_BELOW = 0.05
 # The kernel's calls that wait for another thread or for a socket: futex, poll, select, epoll and recv, by machine.
 _WAITS_FOR_OTHERS = {
@@ -53,7 +53,7 @@ _WAITS_FOR_OTHERS = {
     "aarch64": frozenset(("98", "449", "73", "72", "22", "207", "212")),
     # Unknown: nothing is reported as blocked.
 }.get(platform.machine(), frozenset(map(str, range(1024))))
-# As faulthandler writes them.
+# Lines as faulthandler writes them.
 _THREAD = re.compile(r"(?:Thread|Current thread) 0x([0-9a-f]+) ")
 _CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
@@ -144,7 +144,7 @@ class MainThread:
         return self._asked[1] - before[1] < _IDLE_BELOW * (self._asked[0] - before[0])
 
     def stuck(self) -> str:
-        """Where in the kernel it waits uninterruptibly, if it does: of a file system, or a driver."""
+        """Where in the kernel it waits uninterruptibly, if it does: in a file system, or a driver."""
         return uninterruptible(f"/proc/self/task/{self._number}")
 
     def _kernel_call(self) -> str:
@@ -205,13 +205,13 @@ def uninterruptible(folder: str) -> str:
 
 
 def counters() -> dict[str, float]:
-    """What has been counted of this process until now, by name."""
+    """The counters of this process until now, by name."""
     counts = {"major_faults": float(resource.getrusage(resource.RUSAGE_SELF).ru_majflt)}
     # The eighth number, in ticks of all cores together; the first five are always there.
     if (stolen := re.match(r"cpu +(?:\d+ ){7}(\d+)", proc_text("stat"))) is not None:
         counts["stolen_s"] = int(stolen[1]) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
     for folder in cgroup_folders("cpu"):
-        # Of version 2 in microseconds, of version 1 in nanoseconds; a quota may be that of a parent cgroup.
+        # Microseconds in version 2, nanoseconds in version 1; a quota may be that of a parent cgroup.
         if (
             throttled := line_of(folder / "cpu.stat", r"^throttled_(usec|time) (\d+)")
         ) is not None:

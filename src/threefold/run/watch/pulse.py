@@ -214,7 +214,7 @@ class Peer:
 
 
 def place_of(process: int, log_file: Path) -> Phase | None:
-    """Where a process of this host is, if it is the rank that writes `log_file`; None if that cannot be seen."""
+    """The place of a process of this host, if it is the rank that writes `log_file`; None if that cannot be seen."""
     place = None
     try:
         opened = {os.readlink(path): path for path in os.scandir(f"/proc/{process}/fd")}

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from threefold.checkpoint.lineage import Ending
 from threefold.errors import ranks_text
 
-# What keeps a process silent, as another of its host sees it.
+# What keeps a process silent, as seen by another of its host.
 GONE = "gone"
 STOPPED = "stopped"
 HELD = "held"
@@ -29,7 +29,7 @@ _STATES = {
     UNINTERRUPTIBLE: "its process waits uninterruptibly in {kernel}: a disk, a file system or a driver is stuck",
 }
 CLOSING = "closing"
-# Of more late ranks than these, only the numbers are given.
+# With more late ranks than this, only their numbers are given.
 _MOST_DESCRIBED = 4
 
 
@@ -182,7 +182,7 @@ class Stall:
         return "\n".join(lines)
 
     def what_to_look_at(self) -> str:
-        """Where the cause is to be found."""
+        """Where to look for the cause."""
         if self._waits_for_worker:
             return (
                 "its loader waits for a worker process (data.num_workers): look for one "

@@ -48,7 +48,7 @@ _EARLIER = 0.5
 _SAMPLE_EVERY_S, _SAMPLE_S = 0.05, 0.002
 # Own time is counted by the main thread's clocks in these, too; in data, by the clock alone.
 _IN_STEPS = ("exchange", "forward", "backward", "reduce", "optimizer", "the program")
-# What stood still in one of those may be here when that is seen.
+# A process that was stopped in one of those may be here when that is noticed.
 _AT_STEPS = (*_IN_STEPS, "log", "audit")
 # A thread that asks for no core gets one within this time where cores are free; later, its process stood still.
 _LATE_S = 0.02
@@ -180,7 +180,7 @@ class Watchdog:
             Journal(self.folder).end(ending)
 
     def gone(self) -> dict[int, Phase]:
-        """Where the ranks of this host were whose process is gone, and has reported nothing."""
+        """The last places of this host's ranks whose process is gone without a report."""
         gone = {
             rank: peer.place
             for rank, peer in self._peers.items()
@@ -250,7 +250,7 @@ class Watchdog:
         return self.progress.ticks + exchanges + sum(collectives_begun().values())
 
     def _with_stack(self, report: Report, *, idle: bool) -> Report:
-        """With what the main thread of this rank does."""
+        """Adds the activity of this rank's main thread."""
         compiles = " (compiling)" * self._main.compiles()
         return replace(
             report,

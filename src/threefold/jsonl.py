@@ -84,7 +84,7 @@ class MetricsFile:
 
 
 def as_json(values: Metrics) -> str:
-    """Values as one line of JSON, which has no number that is not finite: null instead."""
+    """Values as one line of JSON; null for non-finite numbers, which JSON lacks."""
     return json.dumps(_finite(values), allow_nan=False)
 
 
@@ -136,7 +136,7 @@ class Lines:
 
     def __init__(self, path: Path, *, most_bytes: int | None = None) -> None:
         """Args:
-        most_bytes: of a longer file only so many at its end are read; lines are counted from there.
+        most_bytes: only this many bytes at the end of a longer file are read; lines are counted from there.
         """
         self.path, self.again, self.torn = path, 0, 0
         self._most_bytes, self.left_bytes = most_bytes, 0

@@ -362,7 +362,7 @@ def _parse(path: Path, number: int, text: str, start: SegmentLine | None) -> Lin
         line = _KINDS[record["kind"]].from_record(record)
         if start is not None and not isinstance(line, SegmentLine):
             _check(line.step >= start.first_step)
-            # A start audits at least every so many steps: more in a line are a damaged number, and no end of work.
+            # A start audits at least every so many steps: more in one line mean a damaged number, and endless work.
             _check(isinstance(line, SkipLine) or line.last - line.first < start.every)
         return line
     except (

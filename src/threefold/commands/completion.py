@@ -1,4 +1,4 @@
-"""What a shell completes besides commands and options: the config's keys, their values, and runs. No torch."""
+"""Shell completion beyond commands and options: config keys, their values, and runs. No torch."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 An event is a line of an `EventKind`, matched by an expression. Whether a log is of a training job is whether it has an
 event of a rank: evidence of training, never the absence of something else, a genome, a climate or a solver may be what
-is trained on. A run that finished has not failed, and trouble that progress follows was made good: both matter more
+is trained on. A run that finished has not failed, and trouble followed by progress was recovered from: both matter more
 than any line that looks like an error.
 """
 

@@ -46,7 +46,7 @@ _MOST_PARAMS, _LONGEST_PARAM = 100, 6000
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What a tracker is given before the first step of a run.
+    """The description that a tracker gets before the first step of a run.
 
     Attributes:
         folder: the run's; its name is the run's name, and ids of trackers are kept in it.

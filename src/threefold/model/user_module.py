@@ -86,7 +86,7 @@ def _problems(module: nn.Module, mesh: Mesh) -> Iterator[Problem]:
         what = f"a {kind} has no parameter that is trained"
         yield Problem(what, "at least one with requires_grad", "parameter.requires_grad_(True)")
     yield from hook_problems(module.named_parameters())
-    yield from [*_of_state(module, kind)][:1]  # many alike, as all of a module in float16
+    yield from [*_of_state(module, kind)][:1]  # many of a kind, as in a float16 module
     if (mixing := mixes_rows(module, but=nn.SyncBatchNorm)) is not None and mesh.dp_size > 1:
         what = f"{mixing} mixes the rows of a rank, and each of {mesh.dp_size} dp ranks has its own"
         fix = _UNMIXED

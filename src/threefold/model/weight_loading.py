@@ -100,7 +100,7 @@ def reserve(model: PreTrainedModel, mesh: Mesh, *, offloaded: bool) -> None:
 
 
 def _mark_unwritten(model: nn.Module, written: set[int]) -> None:
-    """Fills the buffers that no file holds with what no initialisation leaves in them."""
+    """Fills the buffers that no file holds with a value that no initialisation leaves in them."""
     for buffer in model.buffers():
         if id(buffer) not in written and buffer.dtype.is_floating_point:
             buffer.fill_(torch.nan)

@@ -120,7 +120,7 @@ def _at(path: str) -> type[torch.optim.Optimizer]:
 
 
 def arguments_of(config: OptimizerConfig, kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
-    """What its constructor takes besides parameters and rate; weight decay belongs to the groups."""
+    """Arguments of its constructor beyond parameters and rate; weight decay belongs to the groups."""
     takes = inspect.signature(kind).parameters
     options = config.options.items()
     arguments: dict[str, Any] = {

@@ -35,7 +35,7 @@ StepsUntil = Callable[[int], float]
 
 
 class BlockCache:
-    """Blocks by their numbers. `num_blocks` is how many there is room for, besides those that are being fetched."""
+    """Blocks by their numbers. `num_blocks` is the capacity, not counting blocks that are being fetched."""
 
     def __init__(self, folder: Path, *, block_bytes: int, num_blocks: int) -> None:
         self._folder, self._block_bytes, self.num_blocks = folder, block_bytes, num_blocks

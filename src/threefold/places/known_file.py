@@ -132,7 +132,7 @@ class KnownFile:
         return data
 
     def read_again(self, sampled: int) -> int | None:
-        """The first of so many blocks that is not what was hashed, as they are in the store now."""
+        """The first of these blocks that differs from its hash, as they are in the store now."""
         for number in sorted(
             random.sample(range(self.num_blocks), min(sampled, self.num_blocks))
         ):

@@ -150,7 +150,7 @@ class Question:
     slowness: float | None = None
 
     def plans(self) -> list[Plan]:
-        """All that are legal: those that fit by time, and by memory where that is alike, then the others by memory.
+        """All legal plans: those that fit by time, and by memory if times are equal, then the others by memory.
 
         Raises:
             ConfigError: no mesh is legal, or the model or a key cannot be estimated.
@@ -174,7 +174,7 @@ class Question:
             )
         fitting = [plan for plan in legal if plan.fits]
         least = min((plan.duration.total for plan in fitting), default=1.0)
-        # Of two that are alike, the one that needs no transfers, whose speed was not measured.
+        # Of two equal plans, the one that needs no transfers, whose speed was not measured.
         fitting.sort(
             key=lambda plan: (
                 int((plan.duration.total / least - 1) / _ALIKE),

@@ -70,7 +70,7 @@ def row_counts(setup: Setup) -> list[int]:
 
 
 def with_rows(setup: Setup, size: int) -> Setup:
-    """With so many rows in a forward, and as many forwards as a step then has."""
+    """With this many rows per forward, and the resulting number of forwards per step."""
     return replace(
         setup, micro_batch=size, num_batches=setup.micro_batch * setup.num_batches // size
     )

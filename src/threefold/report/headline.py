@@ -21,7 +21,7 @@ TASK, _MOST_TASKS = "task_", 8
 
 
 def section(name: str, title: str, *inside: Any) -> Html:
-    """A part of the page with a heading; `name` finds it again when it is drawn anew."""
+    """A part of the page with a heading; `name` finds it again when the page is redrawn."""
     return tag("section", tag("h2", title), *inside, class_="part", data_part=name)
 
 

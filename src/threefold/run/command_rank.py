@@ -1,4 +1,4 @@
-"""A rank of a command that is no training: it joins the mesh, works, and reports a failure once for all ranks."""
+"""A rank of a command other than training: it joins the mesh, works, and reports a failure once for all ranks."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Exports:
         self._checkpointer, self._say = checkpointer, say
 
     def save(self, step: int, eval_loss: float | None, due: bool) -> None:
-        """As `Checkpointer.save`; besides, RunError if the folder reloads to another model."""
+        """As `Checkpointer.save`; also RunError if the folder reloads to another model."""
         self._checkpointer.save(step, eval_loss, due)
         every = self._checkpointer.config.checkpoint.export_every
         if due and every and step % every == 0:

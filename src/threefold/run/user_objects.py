@@ -173,7 +173,7 @@ PLACES = {
 
 
 def place_of(name: str) -> str:
-    """The value of a key whose own one is handed over."""
+    """The placeholder value of a key whose object is passed by the program."""
     return f"{name}="
 
 

@@ -110,7 +110,7 @@ def forward_own(
 
 
 def measures_of(loss: OwnLoss | None) -> tuple[str, ...]:
-    """The names of what a custom loss returns besides its sum and count."""
+    """The names of a custom loss's results beyond its sum and count."""
     return getattr(loss, "measures", ())
 
 

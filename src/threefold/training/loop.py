@@ -356,7 +356,7 @@ def _evaluate(run: Loop, step: int) -> float:
 
 
 def eval_metrics(evaluate: EvalStep, batches: Iterable[Batch]) -> Metrics:
-    """The loss over all batches, how much it counts, and what it measures besides; every rank calls it."""
+    """The loss over all batches, its count, and its further measures; every rank calls it."""
     (total, count), measured = evaluate.measured(batches)
     extra = {f"eval_{name}": value for name, value in measured.items()}
     # A loss that measures more is that of pairs; any other custom loss may count weights.

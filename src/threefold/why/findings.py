@@ -38,7 +38,7 @@ _BEFORE = 20
 _NAMED_ROWS, _MOST_ROWS = 5, 100
 # Share of a step that waits for data; lines that say it.
 _WAITS, _FEWEST = 0.2, 5
-# A step that takes so many times as long as usual, and so large a share of all steps' time beyond that.
+# A slow step: this many times as long as usual, and its excess this share of all steps' time.
 _LONG, _LOST = 3.0, 0.05
 
 

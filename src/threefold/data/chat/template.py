@@ -24,7 +24,7 @@ _GENERATION, _END = (
     re.compile(rf"\{{%([-+]?)\s*{name}\s*([-+]?)%\}}")
     for name in ("generation", "endgeneration")
 )
-# Characters that occur in no text: they mark the begin and end of a span.
+# Characters that occur in no text: they mark the start and end of a span.
 _OPEN_CLOSE = "\ufdd0\ufdd1"
 _BORDER = re.compile(f"[{_OPEN_CLOSE}]")
 # Parameters of what renders, which would change more than what the template reads.

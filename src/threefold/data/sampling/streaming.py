@@ -134,7 +134,7 @@ class StreamingLoader:
         return loader
 
     def _compare_first(self) -> None:
-        """DataError on every rank if the stream is not shuffled, or does not begin, alike on all of them."""
+        """DataError on every rank unless the stream is shuffled, and begins, in the same way on all of them."""
         if not self._compared and self._mesh is not None:
             first = next(iter(self._dataset), None) if self._shared else None
             self._mesh.decide(

@@ -74,7 +74,7 @@ def damage(path: SourceFile, compression: str) -> str | None:
 
 
 def jsonl_pieces(size: int, *, number: int) -> list[Piece]:
-    """Stretches of about 4 MiB of a .jsonl file of so many bytes."""
+    """Ranges of about 4 MiB of a .jsonl file with this many bytes."""
     return [
         Piece(number, start, min(start + _PIECE_BYTES, size), min(_PIECE_BYTES, size - start))
         for start in range(0, size, _PIECE_BYTES)

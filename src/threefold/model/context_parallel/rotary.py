@@ -72,7 +72,7 @@ def number_tokens(model: nn.Module, positions: Callable[[], Tensor | None]) -> N
 
 
 def numbering(model: nn.Module) -> list[Any]:
-    """The embeddings of positions that number the tokens at hand, unless they are given positions."""
+    """The position embeddings that number the tokens of their input, unless positions are passed to them."""
     named = [module for module in model.modules() if "Position" in type(module).__name__]
     # Behind the input; as the input itself (xglm) they are the model's own, and true. So are those that it must give.
     return [

@@ -316,7 +316,7 @@ def split_parts(
 
 
 def enter(part: nn.Module, shared: SharedInput, first: nn.Linear | None) -> None:
-    """Lets a split part gather the hidden states that it is given, as its first argument or by name.
+    """Makes a split part gather its input hidden states, passed as first argument or by name.
 
     Args:
         first: the part's projection by columns that comes first, if it has any.

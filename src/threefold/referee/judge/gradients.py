@@ -59,7 +59,7 @@ _NUM_VALUES = 4096
 _FLOAT32, _ROUNDED, _FACTOR = 1e-3, 1e-2, 0.01
 # A unit of less weight, as a share of the largest, is not in the gradient.
 _LOST = 0.02
-# So many times as much as the program's precision changes here, as it does there by other amounts.
+# Tolerance as a multiple of the effect of precision in this process: in the program its size differs.
 _TIMES = 4.0
 _TOO_NOISY = 0.3
 # Devices may round the factors of products of float32 (TF32).

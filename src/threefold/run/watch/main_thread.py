@@ -3,7 +3,7 @@
 A rank that waits for others has its main thread inside a collective, or idle in a backward whose collectives are in
 C++. Anything else that does not move is late itself.
 
-And what its kernel withholds from a rank, as counters in /proc and of its cgroup: the reasons why it is slow. They are
+Also the time that the kernel withholds from a rank, by counters in /proc and its cgroup: why the rank is slow. They are
 read once a second by a separate thread of the rank, which waits for no one. What cannot be read (no /proc, no
 cgroup, a container that hides them) is left out.
 """

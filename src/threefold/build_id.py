@@ -24,7 +24,7 @@ def version() -> str:
 
 
 def source_digest(folder: Path) -> str:
-    """Of the names and contents of all Python files of a folder and the folders below it."""
+    """Digest of the names and contents of all Python files of a folder and the folders below it."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(folder.rglob("*.py")):
         content = path.read_bytes()

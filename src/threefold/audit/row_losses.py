@@ -60,7 +60,7 @@ class _Place(NamedTuple):
 
 
 class StepLosses(NamedTuple):
-    """Of each row of a step in the order's own order, [rows]: summed loss and targets; NaN and 0 where it is lost.
+    """For each row of a step, in the order of the step, [rows]: summed loss and targets; NaN and 0 if lost.
 
     `whole`: no row of the step is.
     """

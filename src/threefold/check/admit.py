@@ -115,7 +115,7 @@ def _key(
 
 
 def _said(subject: Subject, results: list[Difference], when: str) -> tuple[str, str]:
-    """What was compared, with the figure of the gradients, which is the widest of them."""
+    """The comparisons, with the figure of the gradients, which covers the most."""
     num_probes = len({result.quantity for result in results} - {"positions", NOT_COMPARED})
     figures = [
         result.figure for result in results if result.quantity == PROBE_GRADIENT.quantity
@@ -156,7 +156,7 @@ def _subject(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Subj
     )
     topology, device = mesh.topology, mesh.device.type
     seq_len = row_length(topology, device=device)
-    # Of the run, whose rows are longer than those of a probe: it is probed as it will be computed.
+    # For the run, whose rows are longer than those of a probe: it is probed as it will be computed.
     asked = config.mesh
     run_length = config.data.seq_len
     heads = heads_of(architecture)

@@ -22,7 +22,7 @@ from torch import nn
 
 _TRUSTED = sys.stdlib_module_names | {"torch", "builtins", "typing_extensions"}
 _OURS = __name__.partition(".")[0]
-# What transformers adds to torch's modules when it first makes weights.
+# Added to torch's modules by transformers when it first makes weights.
 _ADDED = "Module.smart_apply"
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("purelib", "platlib")})
 
@@ -125,7 +125,7 @@ class _Code:
             return [value.__name__]
         if not isinstance(value, FunctionType | MethodType):
             return []
-        # What we register, we know.
+        # Our own registrations are known.
         records = set() if _package(value.__module__) == _OURS else self._of_modules
         origins = [
             function.__globals__.get("__name__") for function in _record(records, name, value)

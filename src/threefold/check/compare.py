@@ -69,7 +69,7 @@ WEIGHT = Bound("weight", 1e-3, "as its gradients, whose sums made it")
 OUTPUT = Bound("output", 1e-3, "as the gradients: a layer's outputs pass fewer sums")
 LOGITS = Bound("head", 1e-3, "the same product in another order, of the largest logit")
 ROUTERS_LOSS = Bound("routers' loss", 1e-4, "as the loss, which it is added to", relative=False)
-# Of reduced models, on rows of few tokens: more of their gradients are zero but for rounding.
+# For reduced models, on rows of few tokens: more of their gradients are zero except for rounding.
 PROBE_GRADIENT = Bound("gradients", 1e-3, GRADIENT.reason, smallest=1e-3)
 PROBE_REPLICA = Bound(
     "replicas", 1e-3, "copies on tp ranks that differ by more would drift apart", smallest=1e-3
@@ -88,7 +88,7 @@ REAL_SIZE = Bound(
     "real size", 1e-3, "of one token, whose loss moves more than a mean", relative=False
 )
 
-# Of the run's own forward: how far a token moves that does not see what was changed.
+# For the run's own forward: how far a token moves that does not see the change.
 FORWARD = Bound(
     "forward",
     1e-4,
@@ -101,7 +101,7 @@ FORWARD_FLOAT8 = Bound(
 
 FINITE = Bound("numbers", 0.0, "no comparison holds for what is not finite", relative=False)
 
-# Of what was written and read again, or computed twice by the same operations.
+# For values written and read again, or computed twice by the same operations.
 SAME_WEIGHT = Bound("weight", 0.0, "the same bits are promised", relative=False)
 SAME_LOGITS = Bound("logits", 0.0, "the same weights and operations", relative=False)
 
@@ -136,7 +136,7 @@ class Difference:
 
 @dataclass
 class Training:
-    """What a few steps computed.
+    """The results of a few steps.
 
     Attributes:
         losses, norms: one for each step; norms of the gradient, before clipping.

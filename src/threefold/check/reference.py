@@ -377,7 +377,7 @@ class LayerOutputs:
         return hook
 
     def finish(self) -> list[Tensor]:
-        """Of each layer, [rows, sequence, hidden]."""
+        """The outputs of each layer, [rows, sequence, hidden]."""
         for hook in self._hooks:
             hook.remove()
         return [torch.stack([rows[row] for row in sorted(rows)]) for rows in self._rows]
@@ -400,7 +400,7 @@ def head_difference(model: PreTrainedModel, ids: Tensor) -> Difference:
 
 @torch.no_grad()
 def use_of_positions(model: PreTrainedModel, ids: Tensor) -> str:
-    """What the model does with positions that begin anew in the middle of a row, as text."""
+    """How the model treats positions that restart in the middle of a row, as text."""
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "takes no position_ids"
     half = ids.shape[1] // 2

@@ -73,7 +73,7 @@ class Author:
 
     @classmethod
     def of(cls, manifest: Values) -> Author | None:
-        """Of a manifest; None if no run wrote it."""
+        """From a manifest; None if no run wrote it."""
         match manifest:
             case {"run": str(run), "start": int(start), "link": str(link)}:
                 return cls(run, start, link)
@@ -199,7 +199,7 @@ class Ending:
 
     @classmethod
     def of(cls, values: Values) -> Ending | None:
-        """Of a line of the journal; None if that is damaged."""
+        """From a line of the journal; None if that is damaged."""
         blank = asdict(cls(""))
         taken: dict[str, Any] = {name: values.get(name) for name in blank}
         sound = [type(each) for each in taken.values()] == [

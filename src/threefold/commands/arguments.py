@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # What typer needs to leave the config's part to `split`.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
-# Of each command that prints results; docs/generate_schemas.py has its fields.
+# Version of each command that prints results; docs/generate_schemas.py has its fields.
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print the answer as JSON, as docs/schemas describes it.")
 ]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from threefold.doctor.findings import Finding
     from threefold.mesh.topology import Topology
 
-# Of what --json prints: higher where a field has gone or changed its meaning.
+# Version of the --json output: raised when a field is removed or changes its meaning.
 SCHEMA = 1
 _MESH_KEYS = ("mesh.dp", "mesh.dp_shard", "mesh.cp", "mesh.tp")
 _PRELOAD = (

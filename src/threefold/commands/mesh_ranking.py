@@ -122,7 +122,7 @@ def _as_config(question: Question, plan: Plan) -> str:
 
 
 def _range(plan: Plan, figure: float, form: str) -> str:
-    """What a figure may be by the estimate: 2.21-2.72."""
+    """The range of a figure by the estimate: 2.21-2.72."""
     low, high = plan.between(figure)
     return f"{low:{form}}-{high:{form}}"
 
@@ -200,7 +200,7 @@ def _print(
 
 
 def _of_store(rows: int, rows_of_rank: int, seconds: float) -> str:
-    """What a step reads of a store with nothing in the cache: a block for each row."""
+    """The reads of a step from a store with an empty cache: a block for each row."""
     from threefold.data.store.blocks import BLOCK_BYTES
 
     mib = rows * BLOCK_BYTES / 2**20

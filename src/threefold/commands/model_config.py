@@ -72,7 +72,7 @@ def _from_hub(model: str, revision: str | None) -> Path:
     try:
         return Path(hf_hub_download(model, "config.json", revision=revision))
     except Exception as error:
-        # Of several families: no such model, no network, a name that is none.
+        # Exceptions of several families: no such model, no network, an invalid name.
         raise ConfigError(
             f"{model} has no config.json that can be read: {first_line(error)}",
             expected="a Hub id, a folder with a config.json, or a config.json",

@@ -108,7 +108,7 @@ def _documents_of_store(store: TokenStore) -> Iterator[Labelled]:
 def _documents_of_text(
     text: TextSource, source: Source, tokenizer: Tokenizer
 ) -> Iterator[Labelled]:
-    """Of a text all tokens are trained on."""
+    """All tokens of a text are trained on."""
     from threefold.data.tokens import for_texts
 
     own = for_texts(tokenizer, source.labels)

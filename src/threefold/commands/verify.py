@@ -180,7 +180,7 @@ def on_ranks(config: Config, options: VerifyOptions, topology: Topology) -> Veri
 
 
 def _on_ranks(bits: bool, config: Config, options: VerifyOptions, topology: Topology) -> Any:
-    """What rank 0 of local ranks answers, or the exit code of a failed attempt."""
+    """The answer of rank 0 of local ranks, or the exit code of a failed attempt."""
     import json
     import tempfile
 

@@ -142,7 +142,7 @@ def _of_float8(config: Config) -> Iterator[Problem]:
 
 
 def _of_objective(config: Config) -> Iterator[Problem]:
-    """What contradicts train.objective, whichever it is."""
+    """Contradictions to train.objective, whichever it is."""
     changed = [
         name for name, value in config.dpo if value != DpoConfig.model_fields[name].default
     ]

@@ -1,4 +1,4 @@
-"""What the sections of a config share: they are frozen and strict, and how their numbers are bounded."""
+"""Common base of config sections, which are frozen and strict, and the bounds of their numbers."""
 
 from __future__ import annotations
 

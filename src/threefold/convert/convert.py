@@ -41,7 +41,7 @@ _EXACT = ("F32", "BF16", "F16")
 
 @dataclass(frozen=True)
 class Imported:
-    """What was taken over: whose names the tensors had, the last step done, and what was left out."""
+    """The result of an import: whose names the tensors had, the last step done, and omitted tensors."""
 
     program: str
     step: int

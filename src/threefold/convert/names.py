@@ -27,7 +27,7 @@ _WRAPPED = re.compile(
 _STATE = re.compile(
     r"(^|\.)(optim|optimizer|optimizers|lr_scheduler|scheduler|dataloader|train_state|random|rng)(\.|_|$)"
 )
-# What torchtitan computes at once, and saves as three weights, but as one moment.
+# Projections that torchtitan computes at once, and saves as three weights, but as one moment.
 _FUSED = re.compile(r"(.+\.qkv_linear\.)wqkv\.(\w+)$")
 # Tables that a model computes for itself.
 _COMPUTED = re.compile(r"(^|\.)(freqs_cis|rope_cache|rotary_emb\.(original_)?inv_freq)$")
@@ -59,7 +59,7 @@ TITAN_FAMILIES = ("llama", "qwen3")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a model needs.
+    """The tensors that a model needs.
 
     Attributes:
         weights: shape of each, by its name in the model.

@@ -30,7 +30,7 @@ _TOKENS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine reports about itself; sizes in bytes, None for what it does not report."""
+    """This machine's report about itself; sizes in bytes, None for missing values."""
 
     host: str
     system: str

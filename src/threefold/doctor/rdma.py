@@ -25,7 +25,7 @@ _PLUGIN_FOLDERS = (
 
 @dataclass(frozen=True)
 class Rdma:
-    """What this machine has.
+    """The RDMA hardware of this machine.
 
     Attributes:
         devices: (name, driver).

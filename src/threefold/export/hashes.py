@@ -25,7 +25,7 @@ from threefold.model.load import build_without_storage
 
 @dataclass(frozen=True)
 class WeightsHash:
-    """Of how many tensors and numbers the hash is."""
+    """A hash, with the number of tensors and numbers that it covers."""
 
     sha256: str
     num_tensors: int

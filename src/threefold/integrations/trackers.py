@@ -40,7 +40,7 @@ _MLFLOW = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
-# What MLflow takes at once, and how much of a value.
+# MLflow's limits: values per call, and length of a value.
 _MOST_PARAMS, _LONGEST_PARAM = 100, 6000
 
 
@@ -314,7 +314,7 @@ class MLflow:
         if again is not None and before is not None:
             self._client.delete_run(before)
         self._client.update_run(self._id, status="RUNNING")
-        # What a resume may have changed; MLflow keeps parameters as they were first.
+        # Keys that a resume may have changed; MLflow keeps the first values of parameters.
         self._client.log_batch(
             self._id, tags=[RunTag(name, str(value)) for name, value in run.facts.items()]
         )

@@ -21,7 +21,7 @@ CLUSTERS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What every kind of job trains; `keys`: those that the command line gave, as text."""
+    """The training of any kind of job; `keys`: those given on the command line, as text."""
 
     config: Config
     ranks: Ranks
@@ -42,7 +42,7 @@ class JobKind(Protocol):
         """Yields what would make the job fail or lose its work."""
 
     def text(self, job: Any, settings: Any) -> str:
-        """What `--dry-run` prints: all that would be sent, without values that may be private."""
+        """The output of `--dry-run`: all that would be sent, without values that may be private."""
 
     def send(self, job: Any, settings: Any) -> str:
         """Submits the job and returns the cluster's answer."""

@@ -41,7 +41,7 @@ class KubernetesSettings:
     """Settings of a Kubernetes job that are not in a config."""
 
     image: str = setting("image with threefold and torch", ...)
-    # Of the job's content if None, so that another job gets another one.
+    # A digest of the job's content if None, so that another job gets another one.
     name: str | None = setting("the job's name; default: threefold and a digest of the job")
     kind: str = setting("pytorchjob, trainjob or jobset", "pytorchjob")
     namespace: str | None = setting("namespace; default: kubectl's")

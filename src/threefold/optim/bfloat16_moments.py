@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from threefold.model.collectives import local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# Of parameters that step together: their moments are in float32 meanwhile.
+# Size of parameters that step together: their moments are in float32 meanwhile.
 _TOGETHER_BYTES = 64 * 1024**2
 
 

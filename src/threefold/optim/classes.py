@@ -323,7 +323,7 @@ def _numbers() -> tuple[Tensor, list[Tensor]]:
 
 
 class _Trial(NamedTuple):
-    """What the trial leaves: the parameters, the optimizer, and what has changed outside its state."""
+    """The result of the trial: the parameters, the optimizer, and changes outside its state."""
 
     parameters: list[Tensor]
     optimizer: torch.optim.Optimizer

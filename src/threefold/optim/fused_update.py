@@ -14,7 +14,7 @@ from threefold.optim.exact import update
 
 
 class Tensors(NamedTuple):
-    """What an update reads and writes of one parameter, all of one shape and layout.
+    """The tensors of one parameter that an update reads and writes, all of one shape and layout.
 
     Attributes:
         gradient: float32 or bfloat16.
@@ -39,7 +39,7 @@ class Tensors(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Of the parameters of one update, float32 on their device.
+    """Factors for the parameters of one update, float32 on their device.
 
     Attributes:
         rates, root_scales: [parameters]: -lr and 1 with the biases of the moments corrected (`exact.update`).

@@ -35,7 +35,7 @@ _ELSEWHERE = "another store for this; SeaweedFS, Amazon S3 and Google Cloud Stor
 
 @dataclass(frozen=True)
 class StoreProbe:
-    """What was asked of a store, and what was seen; `expected` and `fix` are for one that does not hold."""
+    """A probe of a store, and its observation; `expected` and `fix` are for one that does not hold."""
 
     name: str
     holds: bool
@@ -304,7 +304,7 @@ class _Probing:
 
 
 def facts(admission: StoreAdmission) -> dict[str, Any]:
-    """What was measured, as plain values with their units."""
+    """The measurements, as plain values with their units."""
     admitted = all(probe.holds for probe in admission.probes)
     return {
         "address": admission.address,

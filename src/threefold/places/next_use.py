@@ -67,7 +67,7 @@ class NextUses:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What some steps will read: blocks of each step, summed, and those of them that have to be fetched."""
+    """The reads of some coming steps: blocks of each step, summed, and those that have to be fetched."""
 
     num_steps: int
     uses: int

@@ -299,7 +299,7 @@ class ObjectStore:
                 self._call(self._library.delete, self._store, list(keys))
 
     def _call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """What a function of the library returns, from a thread: while it waits itself, Ctrl-C is not noticed."""
+        """The result of a library function, called in a thread: in the main thread its waits would block Ctrl-C."""
         if threading.current_thread() is not threading.main_thread():
             return function(*arguments, **options)
         future: Future[Any] = Future()

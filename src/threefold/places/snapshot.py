@@ -34,13 +34,13 @@ STATE, RECORDS = "checkpoint/", "records/"
 _RANGE_BYTES = 16 * 2**20
 _NUM_WRITES, _NUM_READS = 2, 4
 _INSIDE = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
-# What anybody else has put there is left alone.
+# Objects of anybody else are left alone.
 _OF_CHECKPOINT = re.compile(rf"{CHECKPOINTS}/(step-\d+-\w+)/")
 _T = TypeVar("_T")
 
 
 class StoredDamage(CheckpointError):
-    """What a store holds is not what was written."""
+    """The contents of a store differ from what was written."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def send(place: ObjectStore, name: str, file: str, path: Path) -> StoredFile:
 
 
 def persist(call: Callable[..., _T], *arguments: Any) -> _T:
-    """What a call returns, repeated for PATIENCE_S while the store fails."""
+    """The result of a call, repeated for PATIENCE_S while the store fails."""
     until = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -151,7 +151,7 @@ def seal(place: ObjectStore, snapshot: Snapshot) -> str:
 
 
 def read_seal(place: ObjectStore, name: str, checksum: str | None = None) -> Snapshot:
-    """What was sealed under a name.
+    """The seal under a name.
 
     Args:
         checksum: of the seal, where the head has it.

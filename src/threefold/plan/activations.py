@@ -17,7 +17,7 @@ FLOAT = 4
 
 
 class Activations(NamedTuple):
-    """Of one layer and one micro-batch, on one rank; bytes.
+    """Bytes for one layer and one micro-batch, on one rank.
 
     Attributes:
         kept: from forward to backward, with the recomputation that is asked for.
@@ -100,7 +100,7 @@ def _queries(layer: Layer, setup: Setup) -> tuple[float, float]:
 
 
 def _eager(decoder: Decoder, layer: Layer, setup: Setup) -> float:
-    """Of a layer whose operators run one by one."""
+    """For a layer whose operators run one by one."""
     tokens = setup.tokens
     element = setup.element
     family = decoder.family
@@ -111,7 +111,7 @@ def _eager(decoder: Decoder, layer: Layer, setup: Setup) -> float:
         * hidden
         * norm_bytes(family, element, frozen=bool(layer.rank))
     )
-    # What norms give is read by products, except by those after a sum; a frozen one does not keep what it reads.
+    # Products read the outputs of norms, except of norms after a sum; a frozen one does not keep its input.
     read = 1 if family.num_norms == 1 else 2
     if layer.rank:
         readers = (
@@ -130,7 +130,7 @@ def _eager(decoder: Decoder, layer: Layer, setup: Setup) -> float:
 
 
 def _adapters(layer: Layer, setup: Setup, *, products: bool) -> float:
-    """Of one token: results of the first of two products, and of both `products`; inputs where they are dropped."""
+    """Per token: results of the first of two products, and of both `products`; inputs with dropout."""
     kept, element = 0.0, setup.element
     # The dropout mask; on a CPU it is a factor.
     mask = 1 if setup.device is not None else element
@@ -168,7 +168,7 @@ def _masks(setup: Setup) -> float:
 
 
 def _mlp(decoder: Decoder, layer: Layer, setup: Setup) -> float:
-    """Of one token."""
+    """Per token."""
     element, tp, hidden = setup.element, setup.topology.tp, decoder.hidden
     numbers = (2 if decoder.family.mlp == "plain" else 4) - _product_is_let_go(layer)
     if not layer.chosen:

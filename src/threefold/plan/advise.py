@@ -248,7 +248,7 @@ class Question:
         return plans
 
     def plan(self, setup: Setup) -> Plan:
-        """Of one set-up."""
+        """The plan for one set-up."""
         decoder = self.decoder
         flops = decoder.flops.per_token(causal_keys(setup.seq_len))
         seconds = duration(
@@ -267,7 +267,7 @@ def _divisors(of: int) -> list[int]:
 
 
 def pareto(plans: Sequence[Plan]) -> list[Plan]:
-    """Of those that fit, the ones than which none is both faster and smaller, the fastest first."""
+    """Of the plans that fit, those that no other beats in both time and memory, the fastest first."""
     front: list[Plan] = []
     for plan in sorted(
         (plan for plan in plans if plan.fits), key=lambda plan: plan.duration.total

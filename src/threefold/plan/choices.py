@@ -26,7 +26,7 @@ KEPT_WHOLE_PART = 1 / 32
 # long as the products of a chunk of 256 MiB on a GPU.
 CHUNK_BYTES = 256 * 2**20
 CHUNK_BYTES_CUDA = 2**30
-# What the kernels of a product in 8 bits need its sizes to be multiples of.
+# The sizes of an 8-bit product must be multiples of this.
 FLOAT8_MULTIPLE = 16
 # Below it all-to-all costs more than it saves (on a CPU, 2 ranks: 0.80 of one process' speed at 512, 0.92 at 2048).
 ULYSSES_FROM = 2048
@@ -40,7 +40,7 @@ class Decision(NamedTuple, Generic[Value]):
 
 
 class Device(NamedTuple):
-    """What choices depend on of a rank's device.
+    """The properties of a rank's device that choices depend on.
 
     Attributes:
         kind: `cpu` or `cuda`.

@@ -138,7 +138,7 @@ class Decoder:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Of queries, and of keys and values."""
+        """The numbers of heads of queries, and of keys and values."""
         return self.layers[0].heads, self.layers[0].kv_heads
 
 

@@ -19,7 +19,7 @@ from threefold.plan.operations import causal_keys
 from threefold.plan.setup import Setup
 from threefold.plan.units import kept_whole, units_of
 
-# Of the rate of large products, smaller ones reach dim / (dim + 256), of their least dim.
+# Smaller products reach dim / (dim + 256) of the rate of large ones, by their least dim.
 HALF_AT = 256
 # How much slower float32 products are with torch's default settings (H100: 67 of 989 TFLOP/s).
 FLOAT32 = 15
@@ -98,7 +98,7 @@ def _layer_products(
 def duration(
     decoder: Decoder, setup: Setup, fabric: Fabric, reached: Efficiency | None = None
 ) -> Duration:
-    """Of a step of a rank; `setup.device` is set.
+    """The duration of a step of a rank; `setup.device` is set.
 
     Args:
         reached: what its kernels reach; None: as published for its device.

@@ -15,7 +15,7 @@ LINKS = {"nvlink4": 450e9, "nvlink5": 900e9, "pcie4": 32e9, "pcie5": 64e9}
 # Between hosts: a network card for each device (NDR, HDR, EFA, RoCE), or one for each host (Ethernet).
 NETWORKS = {"ib-ndr": 50e9, "ib-hdr": 25e9, "efa": 50e9, "efa-p4d": 6.25e9, "roce": 50e9}
 OF_A_HOST = {"100gbe": 12.5e9, "25gbe": 3.125e9}
-# Of a rate, what large collectives reach: NCCL's own tests give 360 of 450 GB/s on NVLink 4.
+# The share of a rate that large collectives reach: NCCL's own tests give 360 of 450 GB/s on NVLink 4.
 _REACHED = 0.8
 # Of a collective in a host, for each doubling of its ranks, and of one between hosts, for each host of its ring, s.
 _LATENCY_LINK, _LATENCY_NETWORK = 5e-6, 20e-6
@@ -36,7 +36,7 @@ class Fabric:
     network: float
 
     def seconds(self, collective: str, size: float, *, ranks: int, stride: int) -> float:
-        """Of one call.
+        """The duration of one call.
 
         Args:
             size: as `traffic` counts it.

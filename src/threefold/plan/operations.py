@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Attention(NamedTuple):
-    """What a layer's attention reads: heads, the widths of a head's queries and values, and at most `window` keys."""
+    """Sizes of a layer's attention: heads, the widths of a head's queries and values, and at most `window` keys."""
 
     heads: int
     query_width: int
@@ -18,7 +18,7 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True)
 class Flops:
-    """What a token meets.
+    """The operations per token.
 
     Attributes:
         trained, frozen: parameters of matrices with and without a gradient; of experts, those of the chosen ones.
@@ -57,7 +57,7 @@ def causal_keys(length: int) -> Callable[[int | None], float]:
 
 
 def formula(flops: Flops, seq_len: int) -> list[str]:
-    """What a token of a row costs, as a line, and the products that it is made of."""
+    """The cost of a token of a row, as a line, and the products that make it up."""
     keys = causal_keys(seq_len)
     lines = [f"a token costs {flops.per_token(keys) / 1e9:,.2f} GFLOP, forward and backward"]
     of_matrices = (

@@ -52,7 +52,7 @@ class Setup:
 
     @property
     def tokens(self) -> int:
-        """Of a forward, on this rank."""
+        """Tokens of a forward, on this rank."""
         return self.micro_batch * self.seq_len // self.topology.cp
 
     @property
@@ -152,7 +152,7 @@ def setup_of(
 
 
 def refused(config: Config, decoder: Decoder, topology: Topology) -> Iterator[Problem]:
-    """What the mesh cannot divide, and what an estimate would get wrong; empty if all can be estimated."""
+    """Sizes that the mesh cannot divide, and settings that cannot be estimated; empty if all can be."""
     yield from decoder.unsure
     yield from batch_problems(config, topology)
     yield from head_problems(topology.tp, *decoder.heads, name=decoder.model_type)

@@ -93,7 +93,7 @@ def kept_whole(decoder: Decoder, setup: Setup) -> bool:
 
 
 def _unit(weights: tuple[Weight, ...], tp: int, shards: int, *, layers: int) -> Unit:
-    # Of linear layers, which experts are not; a router is not converted.
+    # For linear layers, which experts are not; a router is not converted.
     narrow = sum(
         math.prod(shape)
         for each in weights

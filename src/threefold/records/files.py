@@ -27,7 +27,7 @@ _READ = (
 
 
 def content_of(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """What a file holds.
+    """The contents of a file.
 
     Raises:
         OSError: as `open_file`, or it is too large.

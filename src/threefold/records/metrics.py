@@ -150,7 +150,7 @@ class Metrics:
         return self._split(name)[0]
 
     def replaced(self, name: str) -> dict[int, Points]:
-        """What was replaced of earlier passes, by the number of the pass (from 1)."""
+        """The replaced values of earlier passes, by the number of the pass (from 1)."""
         return self._split(name)[1]
 
     def number(self, step: int, name: str) -> float | None:

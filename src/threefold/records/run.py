@@ -74,7 +74,7 @@ class RunRecord:
 
     @property
     def damaged(self) -> list[str]:
-        """What could not be read, in words."""
+        """The parts that could not be read, in words."""
         lines = (
             f"{self.path / file}, line {line}: {what}"
             for file, line, what in self.metrics.damaged

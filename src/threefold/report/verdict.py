@@ -30,7 +30,7 @@ from threefold.mesh.environment import cache_folder
 from threefold.records.run import RunRecord
 from threefold.run import resume_choice
 
-# Of the folder of a loop that has saved there without a run.
+# For the folder of a loop that has saved there without a run.
 _LOOP = {
     "audit": "its loop has no run",
     "audit_fix": "threefold.Run(folder), and for batch in run.steps(loader)",

@@ -95,7 +95,7 @@ def slowness(
 def _depths(
     config: Config, values: dict[str, Any], device: Accelerator
 ) -> tuple[Config, Config]:
-    """Of two models: of the first layers up to one of each kind, or of one layer; and of twice as many."""
+    """The depths of two models: the first layers up to one of each kind, or one layer; and twice as many."""
     depth = int(values["num_hidden_layers"])
     for number in dict.fromkeys((max(kept_layers(values)) + 1, 1)):
         few, many = (
@@ -146,7 +146,7 @@ def _estimate(config: Config, device: Accelerator) -> float:
 
 
 def _step_of(config: Config, mesh: Mesh) -> Callable[[], None]:
-    """What takes one step of a run, to its end."""
+    """A function that takes one step of a run, to its end."""
     model = build(config, load.read_config(config.model), mesh)
     step = TrainStep(model, optimizer_of(config, model, mesh), compare_copies=False)
     ids = torch.randint(

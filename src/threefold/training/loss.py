@@ -130,7 +130,7 @@ class TokenLoss:
     def _over_parts(
         self, part: Tensor, target: Tensor, spread: Tensor | None, own: Tensor, width: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Of the whole vocabulary: the log of the softmax' sum, its difference to the part's, the target's
+        """For the whole vocabulary: the log of the softmax' sum, its difference to the part's, the target's
         log-probability, and the sum of all of them (Megatron-LM, arXiv:1909.08053, section 3).
 
         A few numbers per token are sent, never all of its logits: the largest part; the sum of the parts' sums, the

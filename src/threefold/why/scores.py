@@ -14,7 +14,7 @@ import numpy as np
 
 from threefold.arrays import Float64, Int64
 
-# Of a normal distribution: its standard deviation in median absolute deviations.
+# The standard deviation of a normal distribution in median absolute deviations.
 _OF_MAD = 1.4826
 # Steps that a step is compared with, and those on each side that give the scale; fewer say nothing.
 _BEFORE, _AROUND, _FEWEST = 7, 25, 12

@@ -34,7 +34,7 @@ from threefold.model.head import first_position, longest_row
 from threefold.model.model import Model
 from threefold.plan import choices
 
-# What the Trainer passes to every model, and what changes nothing here.
+# Arguments that the Trainer passes to every model, and that change nothing here.
 _IGNORED_ARGUMENTS = {
     "num_items_in_batch",
     "return_dict",
@@ -104,7 +104,7 @@ def _asked(model: Any, dtype: str = "float32") -> Config:
 def _probe_of(
     model: Any, mesh: Mesh, context: ContextParallel
 ) -> Callable[[Mapping[str, Tensor]], None]:
-    """What probes the model's own forward, at the size of a first micro-batch; every rank calls it."""
+    """A probe of the model's own forward, at the size of a first micro-batch; every rank calls it."""
     # Without peft's wrapper.
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     own_forward = inner.forward

@@ -153,7 +153,7 @@ class RowCounter:
 def _of_all_ranks(
     steps: list[list[int]], gather: Callable[[Int64], Int64]
 ) -> list[list[Int64]]:
-    """What each rank has read in each step, [steps][ranks] of [rows]."""
+    """The rows that each rank has read in each step, [steps][ranks] of [rows]."""
     sizes = gather(np.array([len(rows) for rows in steps], np.int64))
     padded = np.full(max(int(own.sum()) for own in sizes), -1, np.int64)
     own = np.array([row for rows in steps for row in rows], np.int64)

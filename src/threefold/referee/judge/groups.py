@@ -179,7 +179,7 @@ def _whole_calls(parts: Iterator[RankRecord]) -> Iterator[ReadCall]:
 
 
 def _positions(record: RankRecord) -> Iterator[Tensor]:
-    """Of each call of the checked steps, [rows, tokens]."""
+    """The positions of each call of the checked steps, [rows, tokens]."""
     from safetensors.torch import load_file
 
     for line in record.checked if not record.damaged else ():

@@ -458,7 +458,7 @@ def hang(recorder: RankRecorder) -> None:
 
 
 def _watch_calls(recorder: RankRecorder) -> None:
-    """Of modules: those that no other module calls."""
+    """Watches the calls of modules that no other module calls."""
     call, local = Module.__call__, threading.local()
 
     @wraps(call)

@@ -30,7 +30,7 @@ _NOT_THE_ROW = ("attention_mask", "position_ids", "cache_position")
 
 
 class CallRows(NamedTuple):
-    """What a call reads.
+    """The rows read by a call.
 
     Attributes:
         values: for the record: the digests of its `rows`; the places of those with labels that are all `ignored`, if it

@@ -72,7 +72,7 @@ class Part(NamedTuple):
 
 
 def parts_in_a_row(module: Module) -> dict[int, tuple[list[int], int]]:
-    """Of each parameter of which FullyShardedDataParallel holds some values in a row: its shape, and the first place.
+    """For each parameter of which FullyShardedDataParallel holds consecutive values: its shape, and the first place.
 
     Raises:
         ValueError: it holds several parameters as one.

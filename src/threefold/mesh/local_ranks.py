@@ -252,11 +252,7 @@ class _Ranks:
         # Others may have ended by now as well: with a code of ours, for they have lost that one.
         return min(
             (each for each in self._all if each.exitcode),
-            key=lambda each: (
-                (code := each.exitcode or 0) > 0,
-                code in (EXIT_FAILED, *_FINAL),
-                code,
-            ),
+            key=lambda each: (each.exitcode in (EXIT_FAILED, *_FINAL), each.exitcode or 0),
             default=None,
         )
 

@@ -204,7 +204,7 @@ def _elsewhere(folder: Path, run: Path, mesh: str, place: str, number: int) -> P
             refused = command(folder, "resume", target.name)
             if (
                 refused.returncode != 2
-                or "of a copy of this run, which has parted from it" not in refused.stderr
+                or "of a copy of this run, which has diverged" not in refused.stderr
             ):
                 raise SystemExit(
                     f"{target.name} took a checkpoint of {run.name}:\n{refused.stdout}{refused.stderr}"

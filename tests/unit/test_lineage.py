@@ -244,7 +244,7 @@ def test_checkpoint_of_a_copy_that_has_parted_is_refused(place: int) -> None:
     shutil.rmtree(step("a", place), ignore_errors=True)
     shutil.copytree(step("copy", place), step("a", place))
     assert refused("a").what == (
-        f"log.dir = a has a checkpoint that start 2 of a copy of this run, which has parted from it, wrote: "
+        f"log.dir = a has a checkpoint that start 2 of a copy of this run, which has diverged, wrote: "
         f"step-{place:08d}"
     )
     shutil.rmtree(step("a", place))
@@ -255,7 +255,7 @@ def test_copy_that_has_parted_is_not_gone_back_to() -> None:
     """Its id is the run's; a checkpoint from before the two parted is."""
     parted()
     with pytest.raises(
-        ConfigError, match=r"and start 2 of a copy of this run, which has parted from it, wrote"
+        ConfigError, match=r"and start 2 of a copy of this run, which has diverged, wrote"
     ):
         open_run(config("a", step("copy", 20)))
     assert start("a", step("copy", 5)) == 5

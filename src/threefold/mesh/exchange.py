@@ -262,7 +262,7 @@ def refuse_unlike(parts: list[dict[str, Any]], ranks_of_copy: int) -> None:
 def _first_difference(first: dict[str, Any], other: dict[str, Any]) -> str:
     for name in sorted(first.keys() | other.keys()):
         if name not in first or name not in other:
-            return f"{name} is on one of them alone"
+            return f"{name} is on only one of them"
         (shapes, rows), (other_shapes, other_rows) = first[name], other[name]
         if shapes != other_shapes:
             return f"{name} is {shapes[0]} on one, {other_shapes[0]} on the other"

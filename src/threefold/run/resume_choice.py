@@ -132,7 +132,7 @@ def writer(checkpoint: Checkpoint, identity: Identity | None) -> str:
         return "no run"
     if identity is None or author.run != identity.id:
         return "another run"
-    return f"start {author.start} of a copy of this run, which has parted from it,"
+    return f"start {author.start} of a copy of this run, which has diverged,"
 
 
 def _origin(of: Checkpoint) -> Origin:

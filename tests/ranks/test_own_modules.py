@@ -555,7 +555,7 @@ def _mixing(sizes: dict[str, int], micro_batch: int | None) -> list[str]:
             torch.arange(4) + mesh.dp_rank,
         )
         try:
-            step({"pixels": pixels, "labels": torch.arange(4), "weights": weights})
+            step(given := {"pixels": pixels, "labels": torch.arange(4), "weights": weights})
             said.append("")
         except ConfigError as error:
             said.append(str(error).splitlines()[0].partition(":")[0])
@@ -566,6 +566,15 @@ def _mixing(sizes: dict[str, int], micro_batch: int | None) -> list[str]:
     assert step(batch)[1] == step(batch)[1] == step(batch)[1], (
         "looked at in the first one alone"
     )
+    for own in (loss, _rare, _mean, _mean_of_tensors):
+        try:
+            threefold.EvalStep(model, loss=own)(
+                {name: each[part] for name, each in given.items()}
+                for part in (slice(2), slice(2, 3), slice(3, 4))
+            )
+            said.append("")
+        except ConfigError as error:
+            said.append(str(error).splitlines()[0])
     mesh.close()
     return said
 
@@ -573,11 +582,13 @@ def _mixing(sizes: dict[str, int], micro_batch: int | None) -> list[str]:
 def test_a_loss_that_mixes_rows_is_refused_where_they_are_split() -> None:
     """By ranks or by micro-batches. In one process they are all together; so are rows that belong together."""
     mean = "the loss gave 1 as its count for each of"
-    assert run_ranks(_mixing, 1, {}, None) == [12 * [""]]
+    evaluated = ["", "", *2 * [f"{mean} 3 micro-batches, with 4 rows in all"]]
+    assert run_ranks(_mixing, 1, {}, None) == [[*12 * [""], *evaluated]]
     found = [*6 * [""], *4 * ["the loss mixes rows"]]
     of_step = f"{mean} 2 micro-batches, with 4 rows in all"
-    assert run_ranks(_mixing, 1, {}, 2) == [[*found, of_step, of_step]]
+    assert run_ranks(_mixing, 1, {}, 2) == [[*found, of_step, of_step, *evaluated]]
     of_step = f"{mean} 2 micro-batches, with 8 rows in all"
-    split = [*found, of_step, of_step]
+    evaluated[2:] = 2 * [f"{mean} 6 micro-batches, with 8 rows in all"]
+    split = [*found, of_step, of_step, *evaluated]
     for shards in (1, 2):
         assert run_ranks(_mixing, 2, {"dp": 2, "dp_shard": shards}, None) == 2 * [split]

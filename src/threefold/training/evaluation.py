@@ -22,6 +22,7 @@ from threefold.training.forward import (
     forward_own,
     forward_sums,
     measures_of,
+    refuse_means,
     token_loss_of,
 )
 from threefold.training.numbers import refuse_nothing
@@ -65,8 +66,8 @@ class EvalStep:
     @torch.no_grad()
     def measured(self, batches: Iterable[Values]) -> tuple[EvalNumbers, dict[str, float]]:
         """The result of a call, and the means of a custom loss's further measures by name (`forward`)."""
-        # Means are not refused here: at a run's end it would come before the save.
-        loss_sum, count, _, _, *sums = self._totals(batches)
+        loss_sum, count, parts, of_one, *sums = self._totals(batches)
+        refuse_means(parts, of_one)
         refuse_nothing("the evaluation", count)
         means = {name: total / count for name, total in zip(self._measures, sums, strict=True)}
         return EvalNumbers(loss_sum, round(count) if self._loss is None else count), means

@@ -48,6 +48,13 @@ def twice(logits, batch):
     return 2 * F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), (labels != -100).sum()
 
 
+def unless_told(logits, batch):
+    import pathlib
+    if not logits.requires_grad and pathlib.Path("fail").exists():
+        raise ValueError("planted in an evaluation")
+    return twice(logits, batch)
+
+
 def momentum(model):
     import torch
     small = [each for each in model.parameters() if each.ndim < 2]
@@ -195,6 +202,31 @@ threefold.train(config(mesh=%s, train={"steps": 3, "grad_clip": 0}, optimizer={"
     assert as_object.returncode == 0 and "nothing to do" in as_object.stdout, as_object.stderr
     more = program(tmp_path / "one", "threefold.train('run/config.yaml', loss=twice)")
     assert more.returncode == 0 and "nothing to do" in more.stdout, more.stderr
+
+
+def test_an_error_in_the_last_evaluation_loses_no_step_and_the_next_start_evaluates(
+    tmp_path: Path,
+) -> None:
+    body = """
+threefold.train(config(mesh={"dp": 2, "device": "cpu"}), dataset=ROWS, eval_dataset=ROWS[:4], loss=unless_told)
+"""
+    run = tmp_path / "run"
+    (tmp_path / "fail").touch()
+    failed = program(tmp_path, body)
+    assert failed.returncode == 1 and "planted in an evaluation" in failed.stderr
+    assert [path.name for path in run.glob("checkpoints/step-*")] == ["step-00000006"]
+    (tmp_path / "fail").unlink()
+    evaluated = program(tmp_path, body)
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert (
+        "evaluation after step 6: loss " in evaluated.stdout
+        and "done: 6 steps, in " in evaluated.stdout
+    )
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    best = json.loads((run / "checkpoints" / "best.json").read_text())
+    assert last["step"] == best["step"] == 6 and last["eval_loss"] == best["eval_loss"]
+    again = program(tmp_path, body)
+    assert again.returncode == 0 and "nothing to do" in again.stdout, again.stderr
 
 
 def test_optimizer_of_one_s_own_follows_the_schedule_on_every_mesh_and_resumes(

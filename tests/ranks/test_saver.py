@@ -355,6 +355,21 @@ def test_newest_and_best_are_kept(tmp_path: Path) -> None:
     assert run_ranks(_keep_some, 1, str(tmp_path / "run")) == [([2, 7], (2, 4.0))]
 
 
+def _saved_first(folder: str) -> Any:
+    run = Miniature((2, 1, 1, 1), folder, checkpoint={"keep": 1, "every": 1})
+    for step, eval_loss in enumerate([5.0, 6.0, 4.0], start=1):
+        run.advance(1)
+        run.checkpointer.save(step, None, True)
+        run.checkpointer.save(step, eval_loss, False)
+        run.checkpointer.save(step, eval_loss + 1, False)
+    return run.folder.checkpoints.complete()[0].step, run.folder.checkpoints.best()
+
+
+def test_a_step_that_was_saved_before_its_evaluation_becomes_the_best(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    assert run_ranks(_saved_first, 2, str(tmp_path / "run")) == 2 * [(3, (3, 4.0))]
+
+
 def _evaluated(folder: str, rows: str | None, eval_loss: float | None) -> Any:
     run = Miniature((1, 1, 1, 1), folder, checkpoint={"keep": 1}, evaluation=rows)
     run.advance(1)

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from store_stub import StubStore, serving
+from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 from threefold.errors import CheckpointError, ConfigError, ThreefoldError
 from threefold.places import head, mirror, run_copy, snapshot
 from threefold.places.faults import PlaceError
@@ -34,6 +36,8 @@ from threefold.places.object_store import ObjectStore, open_store
 from threefold.places.restore import Restore, checkpoints_of, forget_interrupted, restore
 from threefold.places.run_copy import RunCopies
 from threefold.places.snapshot import RECORDS, STATE, Snapshot, StoredDamage
+from threefold.run.folder import RunFolder
+from threefold.run.stored import StoredRun
 
 URL = "s3://runs/a/b"
 
@@ -479,6 +483,23 @@ def test_a_slow_store_gets_the_newest_and_the_best(
     gate.set()
     copies.wait(lambda: None)
     assert steps(held.head) == [(1, False), (3, True), (7, False)]
+
+
+def test_a_checkpoint_that_was_sent_before_its_evaluation_becomes_the_best(
+    place: ObjectStore, taken: Callable[..., HeldHead], tmp_path: Path
+) -> None:
+    held = taken()
+    copies = mirror_of(place, held, tmp_path)
+    for step in (1, 2):
+        copies.send(Sent(tmp_path / f"step-{step:08d}", step, best=step == 1))
+    copies.wait(lambda: None)
+    stored = SimpleNamespace(mirror=copies, _mesh=Alone())
+    (tmp_path / "checkpoints").mkdir()
+    for best in (None, 2, 3):  # of 3 nothing was sent
+        if best is not None:
+            CheckpointFolder(tmp_path).mark_best(best, 4.0)
+        StoredRun.mark_best(stored, RunFolder(tmp_path))  # type: ignore[arg-type]
+        assert steps(held.head) == [(1, best is None), (2, best is not None)]
 
 
 @pytest.mark.parametrize("go_on", [False, True])

@@ -87,6 +87,7 @@ class Checkpointer:
         # Why an exact run continues with other bits; None: it does not resume.
         self.lost_bits: list[str] | None = None
         self.saved: Checkpoint | None = None  # the last one, on the rank that completes it
+        self._last = self.folder.done  # the step of the last save, or of the resume
         self.saver: Saver  # made by `start`
         self.stored: StoredRun | None = None  # the run's copy in a store
         self._base = load.base_of(self.config, self.mesh)
@@ -112,19 +113,27 @@ class Checkpointer:
             continue_on_error=self.config.checkpoint.on_error == "continue",
             in_forward=[f"model.{name}" for name, _ in self.model.module.named_buffers()],
         )
+        self.saver.saved_step = self.folder.done
         step.before_update = self.saver.before_update
 
     def save(self, step: int, eval_loss: float | None, due: bool) -> None:
         """Saves after `step` if a save is due or the evaluation loss is the best so far; every rank calls it.
+
+        A step that is saved already becomes the best, when its save has ended.
 
         Raises:
             RunError: the previous save, or this one, failed.
         """
         best = None
         if eval_loss is not None and math.isfinite(eval_loss) and eval_loss < self._best:
-            best = eval_loss
-        if not due and best is None:
+            self._best = best = eval_loss
+        if step == self._last and best is not None:
+            self.saver.wait()
+            if self.saver.saved_step == step:
+                self.mesh.share("the best", partial(self._mark_best, step, best))
+        if step == self._last or (best is None and not due):
             return
+        self._last = step
         copies = state_held(self.model.module, self.optimizer) | (
             self.ema.state() if self.ema is not None else {}
         )
@@ -157,8 +166,11 @@ class Checkpointer:
             done = partial(stored.send, checkpoints.at(step), best=best is not None)
             job = replace(job, refusal=lambda: refusal() or stored.mirror.refusal(), done=done)
         self.saver.save(job)
-        if best is not None:
-            self._best = best
+
+    def _mark_best(self, step: int, eval_loss: float) -> None:
+        checkpoints, mirror = self.folder.checkpoints, self.stored and self.stored.mirror
+        checkpoints.mark_best(step, eval_loss)
+        checkpoints.prune(self.config.checkpoint.keep, mirror.pinned() if mirror else ())
 
     def _parts(self) -> list[TensorPart]:
         # Some optimizers make their state in the first step, and of parameters without a gradient none.

@@ -299,12 +299,12 @@ def conclude(console: Screen, run: Built, outcome: Outcome) -> int:
         return 0
     if run.config.log.sample_tokens and not console.quiet:
         _show_sample(console, run)
-    loss = f"loss {outcome.loss:.4f}" if outcome.loss is not None else ""
+    loss = f"loss {outcome.loss:.4f}, " if outcome.loss is not None else ""
     console.print(epochs_read(run))
     if (stored := run.loader.ahead) is not None:
         console.print(str(stored.counts))
     done = "stopped by a hook" if outcome.stopped else "done"
-    console.print(f"{done}: {outcome.step} steps, {loss}, in {path}")
+    console.print(f"{done}: {outcome.step} steps, {loss}in {path}")
     console.print(f"export: threefold export {shlex.quote(str(path))} --to DIR")
     return 0
 

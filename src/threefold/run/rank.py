@@ -147,7 +147,7 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
                 ),
             )
             introduce(console, head)
-            if built.done >= built.num_steps:
+            if built.done >= built.num_steps and not _left_in_evaluation(built):
                 more = "--train.steps" if config.train.epochs is None else "--train.epochs"
                 console.print(
                     f"nothing to do: step {built.done} of {built.num_steps} is done. To train more: {more} N"
@@ -170,6 +170,21 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
             saved = built.checkpointer.saver.saved_step
             run.ended(outcome.step, stopped=outcome.stopped, saved=saved)
             return conclude(console, built, outcome)
+
+
+def _left_in_evaluation(run: Built) -> bool:
+    """Whether the run's last start saved its last step and ended before it had evaluated it."""
+
+    def unevaluated() -> bool:
+        ends = [
+            line["event"]
+            for line in run.folder.journal.lines()
+            if line.get("step") == run.num_steps and line["event"] in ("save", "stop", "done")
+        ]
+        return ends[-1:] == ["save"]
+
+    asked = run.config.evaluates or bool(run.config.eval.tasks)
+    return asked and run.mesh.share("unevaluated", unevaluated)
 
 
 def _compute_type(asked: Config, mesh: Mesh) -> list[tuple[str, str]]:
@@ -276,7 +291,7 @@ def _followed(run: Run, built: Built, console: Screen, extras: Extras, hooks: Ho
             checkpointer.saver.wait()
         _saved(built, hooks)
         _store(run, console)
-    except ThreefoldError:
+    except Exception:
         checkpointer.saver.join(LINGER_S)
         if run.stored is not None:
             run.stored.mirror.join(LINGER_S)
@@ -293,6 +308,7 @@ def _store(run: Run, console: Screen) -> None:
     if run.stored is not None:
         with console.bars.show(f"sending to {run.config.checkpoint.store}"):
             run.stored.mirror.wait(run.watch.progress.tick)
+        run.stored.mark_best(run.folder)
 
 
 def _saved(run: Built, hooks: Hooks) -> None:

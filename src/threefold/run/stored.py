@@ -10,7 +10,8 @@ import json
 import re
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh
 from threefold.places import mirror
 from threefold.places.admission import require_admitted
-from threefold.places.head import KEY, HeldHead
+from threefold.places.head import KEY, HeldHead, RunHead
 from threefold.places.lease import give_back, take_lease
 from threefold.places.mirror import Mirror, Sent, SentFiles
 from threefold.places.object_store import ObjectStore, open_store
@@ -39,7 +40,7 @@ from threefold.places.restore import (
     parted,
     restore,
 )
-from threefold.places.snapshot import RECORDS, STATE
+from threefold.places.snapshot import RECORDS, STATE, persist
 from threefold.places.url import parse
 from threefold.run import resume_choice
 from threefold.run.folder import RunFolder, open_folder, require_shared
@@ -113,6 +114,17 @@ class StoredRun:
         """Sends a complete checkpoint behind the steps; every rank calls it, and none waits."""
         self.mirror.send(Sent(checkpoint.path, checkpoint.step, best))
 
+    def mark_best(self, folder: RunFolder) -> None:
+        """Marks the best checkpoint in the store, if it was sent before its evaluation; every rank calls it."""
+
+        def mark() -> None:
+            step, _ = folder.checkpoints.best() or (None, None)
+            held = self.mirror.held
+            if any(each.step == step and not each.best for each in held.head.checkpoints):
+                persist(held.update, partial(_with_best, step))
+
+        self._mesh.share("best stored", mark)
+
     def close(self) -> None:
         """Gives the lease back, on rank 0."""
         if self._held is not None:
@@ -139,6 +151,11 @@ class StoredRun:
 def _name(checkpoint: Checkpoint) -> str:
     """Equal for equal checkpoints alone: the manifest holds the start and all checksums."""
     return f"{checkpoint.path.name}-{(checkpoint.checksum or '')[:12]}"
+
+
+def _with_best(step: int | None, head: RunHead) -> RunHead:
+    marked = [replace(each, best=each.step == step) for each in head.checkpoints]
+    return replace(head, checkpoints=tuple(marked))
 
 
 def _place(address: str) -> ObjectStore:

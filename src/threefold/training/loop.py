@@ -107,8 +107,8 @@ class Loop:
     Attributes:
         num_steps: the last step's number (steps count from 1).
         micro_batch: rows of this dp rank in one forward.
-        keep: given (step, evaluation loss, due), saves the state if it is due or the best so far; called by every
-            rank, which need not wait until it is on the disk.
+        keep: given (step, evaluation loss, due), saves the state if it is due or the best so far, and not saved
+            before its evaluation; called by every rank, which need not wait until it is on the disk.
         guards: checks around the steps.
         eval_batches: makes the held-out batches again, or None without evaluation.
         evaluate: evaluates them; None: their cross entropy.
@@ -153,13 +153,20 @@ class Outcome:
 
 
 def train_loop(run: Loop, *, first_step: int) -> Outcome:
-    """Steps from `first_step` to the last one or to a stop signal; the state is saved at the end either way."""
+    """Steps from `first_step` to the last one or to a stop signal; the state is saved at the end either way.
+
+    After the last step it is saved before the evaluation, which may fail or be killed. Called for no step, the loop
+    evaluates the last one again.
+    """
     batches, guards = iter(run.loader), run.guards
     window = _window_of(run)
     slowest = Slowest(run.mesh, notice=guards.late)
     loss: float | None = None
     seed = run.config.train.seed
     exact = run.config.train.reduce == "exact"
+    if first_step > run.num_steps:
+        due = _due_after(run.num_steps, run, first=False, end=True)
+        run.keep(run.num_steps, _evaluated(run, run.num_steps, due), False)
     for step in range(first_step, run.num_steps + 1):
         epoch = run.loader.epoch
         guards.progress.enter("data", step=step)
@@ -198,13 +205,16 @@ def train_loop(run: Loop, *, first_step: int) -> Outcome:
             loss = mean_loss(result, run.mesh)
             guards.tell(_step_metrics(run, step, epoch, loss, lr, result, window, slowest))
             window = _window_of(run)
-        eval_loss = _evaluated(run, step, due)
         saving = due.save or due.evaluation or due.tasks
-        guards.stop.saving = stopping or step == run.num_steps
         guards.prove(step, saving=saving)
+        last = step == run.num_steps
+        if last:
+            _keep(run, step, None, due=True, end=True)
+            # A second Ctrl-C leaves the evaluation.
+            guards.stop.saving = not (due.evaluation or due.tasks)
+        eval_loss = _evaluated(run, step, due)
         if saving:
-            guards.progress.enter("save")
-            run.keep(step, eval_loss, due.save)
+            _keep(run, step, eval_loss, due=due.save and not last, end=stopping or last)
             window = _window_of(run)  # saving and evaluating is not stepping
         if run.after_step is not None:
             run.after_step()
@@ -216,6 +226,12 @@ def train_loop(run: Loop, *, first_step: int) -> Outcome:
                 by=guards.stop.by if guards.stop.by == HOOK else "signal",
             )
     return Outcome(run.num_steps, loss, stopped=False)
+
+
+def _keep(run: Loop, step: int, eval_loss: float | None, *, due: bool, end: bool) -> None:
+    run.guards.stop.saving = end
+    run.guards.progress.enter("save")
+    run.keep(step, eval_loss, due)
 
 
 def _rows_of(batches: Sequence[Batch]) -> list[list[int]]:

@@ -141,6 +141,28 @@ def test_wrong_use_of_a_command_is_said_in_three_parts(
     assert message.endswith(f"\n  fix: `{path} --help` shows its options\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("resume", "--train.steps", "5", "runs/a"), "runs/a is not a run"),
+        (("eval", "--eval.source", "corpus.txt", "runs/a"), "runs/a is not a run"),
+        (("resume", "runs/a", "--train.steps", "5"), "runs/a is not a run"),
+        (("resume", "--train.steps", "5"), "Missing argument 'run'."),
+        (("resume", "--train.steps=5"), "Missing argument 'run'."),
+        (("plan", "--mesh.dp", "8", "gone.yaml"), "gone.yaml: No such file"),
+        (("plan", "--model.name_or_path", "./gone"), "model.name_or_path = './gone': no such"),
+        (("plan", "--mesh.dp", "8"), "no model is named"),
+        (("plan", "--mesh.dp", "--gpus", "8"), "--mesh.dp has no value"),
+        (("train", "--train.steps", "-1"), "train.steps = -1 is not accepted"),
+        (("train", "--train.steps"), "--train.steps has no value"),
+    ],
+)
+def test_keys_may_come_before_what_a_command_takes(
+    folder: Path, words: tuple[str, ...], what: str
+) -> None:
+    assert said(command(folder, *words)).startswith(what)
+
+
 def test_a_command_that_was_dropped_is_refused_with_what_replaces_it(folder: Path) -> None:
     message = said(command(folder, "flops", "my-model"))
     assert message == (

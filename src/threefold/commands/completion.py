@@ -1,7 +1,8 @@
-"""Shell completion beyond commands and options: config keys, their values, and runs. No torch."""
+"""Keys of the config as a command takes them, and shell completion of keys, their values and runs. No torch."""
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,18 @@ def runs_here(incomplete: str) -> list[str]:
 
 class WithKeys(TyperCommand):
     """A command that takes `--section.key value`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Takes the keys, each with the argument after it: RUN or MODEL may follow them."""
+        own, keys, rest = list[str](), list[str](), [*args]
+        while rest:
+            key = re.match(r"--\w+\.[^=]*(=?)", rest[0])
+            (keys if key else own).append(rest.pop(0))
+            if key and not key[1] and rest and not re.match("--|-h$", rest[0]):
+                keys.append(rest.pop(0))
+        super().parse_args(ctx, own)
+        ctx.args += keys
+        return ctx.args
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Options and keys; after a key, the words that it takes."""

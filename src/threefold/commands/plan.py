@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 def command(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="A Hub id, a folder, a config.json, or the YAML of a run.")
-    ],
+        str | None,
+        typer.Argument(help="A Hub id, a folder, a config.json, or the YAML of a run."),
+    ] = None,
     gpus: Annotated[
         int | None,
         typer.Option(
@@ -79,7 +81,13 @@ def command(
     from threefold.commands.model_config import model_keys
 
     _refuse_without_effect(context.args)
-    keys = [*model_keys(model), *context.args]
+    keys = [*(model_keys(model) if model is not None else ()), *context.args]
+    if not any(key.startswith("--model.") for key in keys) and model is None:
+        raise ConfigError(
+            "no model is named",
+            expected="a Hub id, a folder, a config.json, or the YAML of a run",
+            fix=f"threefold plan Qwen/Qwen3-8B {shlex.join(sys.argv[2:])}",
+        )
     only = {
         "--nodes": nodes, "--tokens": tokens, "--price": price, "--link": link, "--network": network, "--emit": emit,
         "--measure": measure or None,

@@ -468,3 +468,11 @@ def test_the_yaml_of_a_run_is_planned_with_the_model_that_it_trains(tmp_path: Pa
     )
     assert ranked.exit_code == 0, ranked.output
     assert json.loads(ranked.stdout)
+    sizes = (
+        "hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4"
+    )
+    job.write_text(f"model: {{config: {{model_type: llama, {sizes}}}}}")
+    ranked = CliRunner().invoke(main.app, ["plan", str(job), "--gpus", "1", "--gpu", "h200"])
+    # As a run: the vocabulary is that of the tokenizer, of bytes.
+    parameters = 2 * 257 * 32 + 2 * (4 * 32**2 + 3 * 32 * 64 + 2 * 32) + 32
+    assert f"llama: {parameters:,} parameters on" in ranked.output

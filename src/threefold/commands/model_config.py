@@ -31,13 +31,15 @@ def model_keys(model: str) -> list[str]:
 
 
 def with_default_model(config: Config) -> Config:
-    """The same; where it names no model, with the values of the one that a run then trains, on bytes."""
+    """The same, with the values of the model that a run trains: its default, and the vocabulary of its tokenizer."""
     from threefold.config.schema import EMBEDDED_DEFAULT
-    from threefold.data.tokens import ByteTokenizer
+    from threefold.run.sources import tokenizer_of
 
-    if config.model.name_or_path is not None or config.model.config is not None:
+    if config.model.name_or_path is not None:
         return config
-    values = {**EMBEDDED_DEFAULT, "vocab_size": ByteTokenizer.vocab_size}
+    values = dict(config.model.config or EMBEDDED_DEFAULT)
+    if "vocab_size" not in values:
+        values["vocab_size"] = tokenizer_of(config).vocab_size
     return config.changed(model={"config": values})
 
 

@@ -190,6 +190,15 @@ threefold.train(config(mesh=%s, train={"steps": 3, "grad_clip": 0}, optimizer={"
             (plain / "run" / "metrics.jsonl").read_text().splitlines()[-1])["eval_loss"], rel=1e-3)  # fmt: skip
         assert found[case] == pytest.approx(found["one"], abs=1e-5)
     assert found["one"][0] == pytest.approx(2 * losses(plain)[0], rel=1e-6)
+    rows = ("--eval.source", "rows.txt")
+    for folder, note in (
+        (plain, ""),
+        (tmp_path / "one", "cross entropy, not objects.twice, which "),
+    ):
+        (folder / "rows.txt").write_text("word " * 200)
+        evaluated = command(folder, "eval", "run", *rows)
+        assert evaluated.returncode == 0 and evaluated.stderr.startswith(note), evaluated.stderr
+        assert "cross entropy" not in evaluated.stderr or note
     refused = command(tmp_path / "one", "resume", "run", "--train.steps", "5")
     assert refused.returncode == 2
     assert (

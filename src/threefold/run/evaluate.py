@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 from threefold.check.admit import admit
@@ -78,6 +79,9 @@ def _evaluated(asked: Asked, mesh: Mesh, checkpoint: Checkpoint, *, ema: bool) -
     admit(config, asked.architecture, mesh)
     rows = None
     if config.evaluates:
+        if mesh.rank == 0 and (loss := (manifest.get("given") or {}).get("loss")):
+            note = f"cross entropy, not {loss}, which the run was trained with: only its program has that"
+            print(note, file=sys.stderr)
         vocabulary = asked.architecture.get_text_config().vocab_size
         rows = assemble.rows_of(
             config, asked.tokenizer, mesh, held_out=True, vocab_size=vocabulary

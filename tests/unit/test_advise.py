@@ -476,3 +476,9 @@ def test_the_yaml_of_a_run_is_planned_with_the_model_that_it_trains(tmp_path: Pa
     # As a run: the vocabulary is that of the tokenizer, of bytes.
     parameters = 2 * 257 * 32 + 2 * (4 * 32**2 + 3 * 32 * 64 + 2 * 32) + 32
     assert f"llama: {parameters:,} parameters on" in ranked.output
+    (tmp_path / "run.json").write_text("{}")
+    job.rename(tmp_path / "config.yaml")
+    planned = CliRunner().invoke(
+        main.app, ["plan", str(tmp_path), "--gpus", "1", "--gpu", "h200"]
+    )
+    assert planned.output == ranked.output

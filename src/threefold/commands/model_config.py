@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from threefold.config.paths import RUN_CONFIG, is_run
 from threefold.errors import ConfigError, first_line
 from threefold.jsonl import from_json
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 def model_keys(model: str) -> list[str]:
     """The keys of the config that name a model."""
     path = Path(model)
+    if is_run(path):
+        return [str(path / RUN_CONFIG)]
     if path.suffix in (".yaml", ".yml"):
         return [model]  # the config of a run, which names it
     if path.suffix != ".json":

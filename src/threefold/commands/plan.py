@@ -26,7 +26,7 @@ def command(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Argument(help="A Hub id, a folder, a config.json, or the YAML of a run."),
+        typer.Argument(help="A Hub id, a folder, a config.json, a run, or its YAML."),
     ] = None,
     gpus: Annotated[
         int | None,
@@ -85,7 +85,7 @@ def command(
     if not any(key.startswith("--model.") for key in keys) and model is None:
         raise ConfigError(
             "no model is named",
-            expected="a Hub id, a folder, a config.json, or the YAML of a run",
+            expected="a Hub id, a folder, a config.json, a run, or its YAML",
             fix=f"threefold plan Qwen/Qwen3-8B {shlex.join(sys.argv[2:])}",
         )
     only = {

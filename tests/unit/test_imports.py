@@ -99,7 +99,7 @@ TORCH_FREE = [
     "threefold.mesh.rendezvous_errors",
     "threefold.mesh.topology",
     "threefold.why.format",
-    "threefold.commands.completion",
+    "threefold.commands.run_argument",
     "threefold.commands.init",
     "threefold.commands.why",
     "threefold.config.yaml_document",

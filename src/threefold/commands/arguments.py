@@ -1,13 +1,15 @@
-"""The part of a command line that is the config: an optional file, and `--section.key value` pairs."""
+"""The part of a command line that is the config: a file and `--section.key value` pairs; a shell completes them too."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from threefold.config.dropped import DROPPED
 from threefold.errors import ConfigError, Problem
@@ -42,6 +44,41 @@ AcceptChanges = Annotated[
 Quiet = Annotated[
     bool, typer.Option("--quiet", help="Print only errors; the run's logs keep everything.")
 ]
+
+
+class WithKeys(TyperCommand):
+    """A command that takes `--section.key value`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Takes the keys, each with the argument after it: RUN or MODEL may follow them."""
+        own, keys, rest = list[str](), list[str](), [*args]
+        while rest:
+            key = re.match(r"--\w+\.[^=]*(=?)", rest[0])
+            (keys if key else own).append(rest.pop(0))
+            if key and not key[1] and rest and not re.match("--|-h$", rest[0]):
+                keys.append(rest.pop(0))
+        super().parse_args(ctx, own)
+        ctx.args += keys
+        return ctx.args
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Options and keys; after a key, the words that it takes."""
+        from threefold.config.described import every_key_described
+
+        # typer brings its own click, or uses click's.
+        click = TyperCommand.__mro__[1].__module__.rpartition(".")[0]
+        item = import_module(f"{click}.shell_completion").CompletionItem
+        keys = {f"--{key}": about for key, about in every_key_described()}
+        if incomplete.startswith("-"):
+            matching = [
+                item(key, help=about.meaning)
+                for key, about in keys.items()
+                if key.startswith(incomplete)
+            ]
+            return super().shell_complete(ctx, incomplete) + matching
+        about = keys.get(ctx.args[-1]) if ctx.args else None
+        words = "".join(about.values).split("`")[1::2] if about is not None else []
+        return [item(word) for word in words if word.startswith(incomplete)]
 
 
 def load_config(arguments: Sequence[str]) -> LoadedConfig:

@@ -16,9 +16,8 @@ import typer
 
 from threefold import jsonl
 from threefold.commands.arguments import CONTEXT, AsJson, load_config, split
-from threefold.commands.completion import runs_here
 from threefold.commands.help_examples import ending
-from threefold.commands.run_argument import run_here
+from threefold.commands.run_argument import run_here, runs_here
 from threefold.errors import ConfigError, ranks_text
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from threefold.commands.arguments import AsJson, TrustRemoteCode
-from threefold.commands.completion import runs_here
-from threefold.commands.run_argument import run_here
+from threefold.commands.run_argument import run_here, runs_here
 from threefold.errors import EXIT_FAILED
 
 

@@ -17,8 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from threefold.commands.arguments import CONTEXT
-from threefold.commands.completion import WithKeys
+from threefold.commands.arguments import CONTEXT, WithKeys
 from threefold.commands.help_examples import ending
 from threefold.config.dropped import DROPPED
 from threefold.errors import ConfigError, Problem, ThreefoldError, full_disk, refused_path

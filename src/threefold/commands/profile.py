@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from threefold.commands.arguments import AsJson
-from threefold.commands.completion import runs_here
-from threefold.commands.run_argument import only_here
+from threefold.commands.run_argument import only_here, runs_here
 from threefold.errors import ConfigError
 
 _SHARES = ("compute", "communication", "host", "idle", "overlapped")

@@ -12,8 +12,7 @@ import typer
 
 from threefold import jsonl
 from threefold.commands.arguments import AsJson, is_address, on_this_machine
-from threefold.commands.completion import runs_here
-from threefold.commands.run_argument import run_here
+from threefold.commands.run_argument import run_here, runs_here
 from threefold.errors import ConfigError
 
 

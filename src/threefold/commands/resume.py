@@ -12,8 +12,7 @@ from typing import Annotated
 import typer
 
 from threefold.commands.arguments import AcceptChanges, Force, MaxRestarts, Quiet, load_config
-from threefold.commands.completion import runs_here
-from threefold.commands.run_argument import only_here
+from threefold.commands.run_argument import only_here, runs_here
 from threefold.errors import ConfigError
 
 

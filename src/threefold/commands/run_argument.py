@@ -9,8 +9,16 @@ from typing import Annotated
 import typer
 
 from threefold.commands.arguments import is_address
-from threefold.commands.completion import runs_here
 from threefold.errors import ConfigError
+
+
+def runs_here(incomplete: str) -> list[str]:
+    """The runs in the folder `runs`, and in the folder that is being typed."""
+    from threefold.config.paths import is_run
+
+    folders = {Path("runs"), Path(f"{incomplete}x").parent}
+    return sorted(str(path) for folder in folders for path in folder.glob("*") if is_run(path))
+
 
 RunOrCheckpoint = Annotated[
     str,

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from threefold.commands.arguments import AsJson
-from threefold.commands.completion import runs_here
-from threefold.commands.run_argument import run_here
+from threefold.commands.run_argument import run_here, runs_here
 
 
 def command(

@@ -43,7 +43,7 @@ def ranks_of(sizes: dict[str, int]) -> int:
 
 
 def _loop(
-    sizes: dict[str, int], folder: str, until: int, wait: bool
+    sizes: dict[str, int], folder: str, until: int, wait: bool, dropout: float = 0.0
 ) -> tuple[int, list[float], Any]:
     """(steps done before, losses, extra) of a loop that goes on from the folder's newest checkpoint, and saves."""
     from torch.utils.data import DataLoader
@@ -51,7 +51,8 @@ def _loop(
     import threefold
 
     mesh = threefold.init_mesh(**sizes)
-    model = threefold.load_model(config=TINY_LLAMA, mesh=mesh, admission="off")
+    config = {**TINY_LLAMA, "attention_dropout": dropout}
+    model = threefold.load_model(config=config, mesh=mesh, admission="off")
     step = threefold.TrainStep(model, lr=1e-2)
     loader = threefold.distribute(
         DataLoader(Windows(), batch_size=8 // mesh.dp_size, shuffle=True, drop_last=True)
@@ -104,11 +105,12 @@ def test_a_loop_goes_on_on_another_mesh(
 
 
 def test_the_same_mesh_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    sizes = {"dp": 2, "tp": 2}
-    whole = run_ranks(_loop, 4, sizes, str(tmp_path / "whole"), STEPS, False)[0][1]
-    begun = run_ranks(_loop, 4, sizes, str(tmp_path / "parts"), STOP, False)[0][1]
-    rest = run_ranks(_loop, 4, sizes, str(tmp_path / "parts"), STEPS, True)[0][1]
-    assert [*begun, *rest] == whole
+    sizes, dropout = {"dp": 2, "tp": 2}, 0.3
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    unbroken = run_ranks(_loop, 4, sizes, whole, STEPS, False, dropout)[0][1]
+    begun = run_ranks(_loop, 4, sizes, parts, STOP, False, dropout)[0][1]
+    rest = run_ranks(_loop, 4, sizes, parts, STEPS, True, dropout)[0][1]
+    assert [*begun, *rest] == unbroken
 
 
 def _with_an_optimizer(sizes: dict[str, int], folder: str, until: int) -> Any:

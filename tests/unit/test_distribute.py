@@ -212,6 +212,33 @@ def test_state_counts_what_the_loop_had_with_any_number_of_workers(
     assert [first + second for first, second in zip(begun, ended, strict=True)] == alone
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loops_random_numbers_do_not_depend_on_passes_begun(workers: int) -> None:
+    loader = distribute(numbers(6, num_workers=workers), place(0, 1))
+    before = torch.get_rng_state()
+    for _ in range(2):
+        assert len(list(loader)) == 6
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Seeds(Dataset[int]):
+    """The seed of the worker that reads a sample."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return torch.initial_seed()
+
+
+def test_workers_draw_other_numbers_in_each_epoch_and_on_each_rank() -> None:
+    plain = DataLoader(Seeds(), batch_size=1, num_workers=1)
+    loaders = [*per_rank(plain, 2), set_to(distribute(plain, place(1, 2)), 1)]
+    first, second, resumed = ([seed for _ in range(2) for seed in each] for each in loaders)
+    assert len({int(seed) for seed in first + second}) == 4
+    assert resumed[0] == second[1], "those of its epoch"
+
+
 def set_to(loader: DistributedLoader, epoch: int) -> DistributedLoader:
     loader.set_epoch(epoch)
     return loader

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.utils.data
 from datasets import Dataset, IterableDataset
 from datasets.distributed import split_dataset_by_node
@@ -67,6 +68,17 @@ def test_every_sample_once_with_workers(shards: int, workers: int, buffer: int) 
         for rank in range(2)
     ]
     assert sorted(chain.from_iterable(map(flat, ranks))) == list(range(23))
+
+
+@pytest.mark.parametrize("resume", ["replay", "seek"])
+def test_loops_random_numbers_do_not_depend_on_passes_begun(resume: str) -> None:
+    one = loader(stream(), resume=resume)
+    before = torch.get_rng_state()
+    next(iter(one))
+    again = loader(stream(), resume=resume)
+    again.load_state_dict(one.state_dict())
+    assert flat(again) == list(range(3, 23))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_shuffled_stream_has_another_order_in_every_epoch() -> None:

@@ -332,7 +332,10 @@ class TrainStep:
             self._refuse_changed()
             wait_for_trained(self.model)
             batches = read()
-            return batches, _num_targets(batches) if together and not own_loss else 0
+            if not together or own_loss:
+                return batches, 0
+            # In host memory, where a loader leaves them; on a device it is waited for.
+            return batches, sum(int((each["labels"] != IGNORED).sum()) for each in batches)
 
         if not together:
             return begin()[0], None
@@ -562,8 +565,3 @@ def _as_fused(optimizer: torch.optim.Optimizer) -> FusedAdamW | None:
     from threefold.optim.fused_adamw import FusedAdamW
 
     return optimizer if isinstance(optimizer, FusedAdamW) else None
-
-
-def _num_targets(batches: Sequence[Batch]) -> int:
-    """Target tokens of micro-batches in host memory, where a loader leaves them; on a device it waits for it."""
-    return sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)

@@ -29,7 +29,13 @@ from torch.utils.data import (
 
 from threefold.data.order.partition import Tail
 from threefold.data.rows.concat import IGNORED
-from threefold.data.sampling.sampler import DistributedSampler, OrderName, Pass, data_axis
+from threefold.data.sampling.sampler import (
+    DistributedSampler,
+    OrderName,
+    Pass,
+    data_axis,
+    opening,
+)
 from threefold.errors import ConfigError
 
 IgnoreLastRow = Callable[[Any], Any]
@@ -136,7 +142,8 @@ class DistributedLoader(DataLoader[Any]):
             ConfigError: tail = exact, and a batch has no integer labels, one row per sample, to mark as ignored.
         """
         now = self.sampler.open_pass()
-        return self._counting(super().__iter__(), now)
+        with opening(now.seed, now.epoch, self.sampler.rank):
+            return self._counting(super().__iter__(), now)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the head of `epoch`; that of a state just loaded keeps its place, an earlier one is refused."""
@@ -230,12 +237,8 @@ def _replica_of(loader: Any) -> tuple[int, int] | None:
     return (split.world_size, split.rank) if split is not None else None
 
 
-def is_known(sampler: Any, num_rows: int) -> bool:
-    """Whether `draw_of` knows how a sampler draws."""
-    return _known_draw(sampler, num_rows) is not None
-
-
-def _known_draw(sampler: Any, num_rows: int) -> dict[str, Any] | None:
+def known_draw(sampler: Any, num_rows: int) -> dict[str, Any] | None:
+    """As `draw_of`, but None for a sampler of which it is not known how it draws."""
     # accelerate's SeedableRandomSampler draws as RandomSampler does, from its own seed.
     shuffles = (
         type(sampler) is RandomSampler or type(sampler).__name__ == "SeedableRandomSampler"
@@ -251,7 +254,7 @@ def _known_draw(sampler: Any, num_rows: int) -> dict[str, Any] | None:
 
 def draw_of(sampler: Any, num_rows: int) -> dict[str, Any]:
     """The arguments that make our sampler equivalent to torch's sampler."""
-    if (draw := _known_draw(sampler, num_rows)) is not None:
+    if (draw := known_draw(sampler, num_rows)) is not None:
         return draw
     name = type(sampler).__name__
     if hasattr(sampler, "num_replicas"):

@@ -19,6 +19,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Literal, Self, get_args
 
@@ -29,7 +30,7 @@ from threefold.arrays import Array, Int64
 from threefold.data.order.draws import WeightedDraws
 from threefold.data.order.order import Cursor, Plain
 from threefold.data.order.partition import Tail, share, tail_of_sampler
-from threefold.data.order.permutation import Permutation
+from threefold.data.order.permutation import Permutation, seed_of
 from threefold.errors import ConfigError, check_argument
 
 OrderName = Literal["threefold", "torch"]
@@ -348,6 +349,17 @@ def _is_divided_again() -> bool:
     while frame is not None and "BatchSamplerShard" not in frame.f_code.co_qualname:
         frame = frame.f_back
     return frame is not None
+
+
+@contextmanager
+def opening(*place: int) -> Iterator[None]:
+    """Inside, torch draws the seed of a loader's workers from `place`, and leaves its global numbers as they were.
+
+    Drawn from those, as each pass begins, it would put a resumed loop one number ahead: its dropout would differ.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed_of("workers", *place))
+        yield
 
 
 def checked_epoch(epoch: int, loaded: int) -> int:

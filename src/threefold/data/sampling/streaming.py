@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from threefold.data.order.order import Cursor, Plain
-from threefold.data.sampling.sampler import checked_epoch, data_axis
+from threefold.data.sampling.sampler import checked_epoch, data_axis, opening
 from threefold.errors import ConfigError, DataError
 from threefold.mesh.mesh import Mesh, active_mesh
 
@@ -108,10 +108,11 @@ class StreamingLoader:
         epoch, self._done = self.epoch, self._begin
         self._begin = self._loaded = 0
         self._loader, self._seek_to = self._open(epoch), None
-        batches = iter(self._loader)
-        if self._resume == "replay":
-            for _ in islice(batches, self._done):
-                pass
+        with opening(epoch, self.rank):
+            batches = iter(self._loader)
+            if self._resume == "replay":
+                for _ in islice(batches, self._done):
+                    pass
         for batch in batches:
             self._done += 1
             yield batch

@@ -22,7 +22,7 @@ from threefold.data.sampling.distribute import (
     KEPT,
     DistributedLoader,
     draw_of,
-    is_known,
+    known_draw,
     require_distributed,
 )
 from threefold.data.sampling.sampler import DistributedSampler
@@ -73,10 +73,11 @@ def training(
 ) -> TrainLoader:
     """This dp rank's share of the rows, in the order of `sampler`; ConfigError if the sampler's draws are unknown."""
     args = trainer.args
+    grouped = type(sampler) is LengthGroupedSampler
     order = _order(
         trainer,
         rows,
-        draw=_draw_of(sampler, rows),
+        draw={"lengths": sampler.lengths} if grouped else draw_of(sampler, len(rows)),
         batch_size=batch_size,
         drop=args.dataloader_drop_last,
     )
@@ -87,7 +88,8 @@ def training(
     settings = {
         **_settings(trainer, collate),
         "worker_init_fn": seeded,
-        "split": _may_split(trainer),
+        # A micro-batch may be computed in two parts; over tp transformers sums some gradients in each of them.
+        "split": trainer.get_tp_size() == 1,
     }
     return TrainLoader(rows, order, batch_size=batch_size, **settings)
 
@@ -101,16 +103,16 @@ def adopted(trainer: Any, loader: Any) -> Any:
     if type(loader) is DistributedLoader:
         require_distributed(loader, trainer.axis)
         plain, sampler, batch_size = loader, loader.sampler, loader.batch_size
-        draw: dict[str, Any] = {**sampler.draw, "order": sampler.order, "seed": sampler.seed}
+        draw: dict[str, Any] | None
+        draw = {**sampler.draw, "order": sampler.order, "seed": sampler.seed}
         drop = sampler.tail == "drop"
     elif type(loader) is DataLoaderShard and type(loader.base_dataloader) is DataLoader:
         plain = loader.base_dataloader
         batches = getattr(plain.batch_sampler, "batch_sampler", plain.batch_sampler)
-        if type(batches) is not BatchSampler or not is_known(
-            batches.sampler, len(plain.dataset)
-        ):
+        if type(batches) is not BatchSampler:
             return loader
-        draw = draw_of(batches.sampler, len(plain.dataset))
+        if (draw := known_draw(batches.sampler, len(plain.dataset))) is None:
+            return loader
         batch_size = batches.batch_size
         drop = batches.drop_last
     else:
@@ -124,7 +126,7 @@ def adopted(trainer: Any, loader: Any) -> Any:
     kept |= {
         "accelerator": trainer.accelerator,
         "axis": trainer.axis,
-        "split": _may_split(trainer),
+        "split": trainer.get_tp_size() == 1,
     }
     generator = torch.Generator().manual_seed(_seed(trainer.args))
     return TrainLoader(
@@ -148,19 +150,6 @@ def _order(
         alone=partial(operator.add, len(rows)),
         **settings,
     )
-
-
-def _draw_of(sampler: Any, rows: Any) -> dict[str, Any]:
-    return (
-        {"lengths": sampler.lengths}
-        if type(sampler) is LengthGroupedSampler
-        else draw_of(sampler, len(rows))
-    )
-
-
-def _may_split(trainer: Any) -> bool:
-    """Whether a micro-batch may be computed in two parts: transformers sums some gradients over tp in each of them."""
-    return trainer.get_tp_size() == 1
 
 
 def evaluation(

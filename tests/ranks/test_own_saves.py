@@ -156,6 +156,42 @@ def test_an_optimizer_and_a_scheduler_of_ones_own_go_on(tmp_path: Path) -> None:
     assert rates_then == rates
 
 
+def _beside_adapters(sizes: dict[str, int], folder: str, until: int) -> Any:
+    """A norm after steps that train adapters, and the norm too in the second; each is saved."""
+    import torch
+
+    import threefold
+
+    mesh = threefold.init_mesh(**sizes)
+    model = threefold.load_model(
+        config=TINY_LLAMA, mesh=mesh, admission="off", lora={"r": 2}, dtype="float32"
+    )
+    norm = next(each for name, each in model.named_parameters() if name == "model.norm.weight")
+    # It keeps no state of what it trains.
+    step = threefold.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found = threefold.load(folder, model=model, optimizer=step)
+    for number in range(found.step if found else 0, until):
+        batch = loops.share(loops.batches(1)[0], mesh)
+        batch.pop("weights")
+        norm.requires_grad_(number == 1)
+        step(batch)
+        threefold.save(folder, model=model, step=number + 1, optimizer=step, wait=False)
+    held = loops.whole(norm).numpy()
+    mesh.close()
+    return held
+
+
+def test_weights_trained_beside_adapters_are_saved_when_they_are_frozen_again(
+    tmp_path: Path,
+) -> None:
+    sizes = {"dp": 2, "dp_shard": 2}
+    first, *_ = run_ranks(_beside_adapters, 2, sizes, str(tmp_path), 3)
+    assert (first != 1).any()
+    for until, there in ((4, {}), (5, sizes), (5, {"tp": 2})):
+        ranks = run_ranks(_beside_adapters, ranks_of(there), there, str(tmp_path), until)
+        assert all((each == first).all() for each in ranks)
+
+
 def _folder_and_text(sizes: dict[str, int], folder: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM

@@ -59,7 +59,13 @@ def on_mesh(module: nn.Module, mesh: Mesh, *, dtype: str) -> Model:
     autocast = torch.bfloat16 if dtype == "bfloat16" else None
     # As with DDP, gradients are averaged once a step (`training.gradients`), even if a rank has left some out.
     return Model(
-        module, module, mesh, autocast=autocast, choices=((f"data parallelism: {kind}", why),)
+        module,
+        module,
+        mesh,
+        autocast=autocast,
+        choices=((f"data parallelism: {kind}", why),),
+        # Its original files are unknown.
+        trained={f"model.{name}" for name in module.state_dict()},
     )
 
 

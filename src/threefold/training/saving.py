@@ -270,6 +270,7 @@ def read(checkpoint: Checkpoint, held: Held) -> Loaded:
     if loader is not None:
         loader.load_state_dict(saved["loader"])
     run_state.read_into(state, checkpoint.state, index, mesh)
+    model.trained.update(index.entries)
     place = noise.places(mesh, model.tensor.sequence_group)
     seed = seed_of("a resume on another mesh", manifest["seed"], checkpoint.step, *place)
     run_state.restore_or_draw_random(checkpoint, manifest["mesh"], index, mesh, seed)
@@ -337,7 +338,8 @@ def _refuse_folder(folder: Path, step: int, model: Model) -> None:
             fix=f"run.save(), inside of `with threefold.Run({str(folder)!r})`, if it is this loop's run; or {other}",
         )
     if place not in model.locks:
-        (lock := RunLock()).take(_made(folder), fresh=False, at=str(folder), other=other)
+        folder.mkdir(parents=True, exist_ok=True)
+        (lock := RunLock()).take(folder, fresh=False, at=str(folder), other=other)
         model.locks[place] = lock
     steps = [each.step for each in CheckpointFolder(folder).all() if each.complete]
     last = model.saved.get(place)
@@ -363,11 +365,6 @@ def _refuse_folder(folder: Path, step: int, model: Model) -> None:
         )
 
 
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def _refuse_other_copies(
     model: Model, optimizer: torch.optim.Optimizer | None, step: int
 ) -> None:
@@ -389,17 +386,9 @@ def _refuse_other_copies(
 def _state(
     model: Model, optimizer: torch.optim.Optimizer | None, held: Container[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The live tensors that a checkpoint has `held`, or is to hold: with adapters, also weights trained before them.
-
-    Those have moments. For a custom module it is everything, as its original files are unknown.
-    """
+    """The live tensors that a checkpoint has `held`, or is to hold: with adapters, also other weights ever trained."""
     if held is None:
-        kept = optimizer.state if optimizer is not None else {}
-        held = {
-            f"model.{name}"
-            for name, each in model.module.state_dict(keep_vars=True).items()
-            if model.asked is None or each in kept
-        }
+        held = model.trained
     if optimizer is None:
         return run_state.model_state(model.module, held)
     return run_state.state_of(model.module, optimizer, held)

@@ -347,6 +347,7 @@ class TrainStep:
         """ConfigError if trained parameters would not be updated, or have a gradient to which the step would add."""
         named = [*self.model.named_parameters()]
         ConfigError.raise_for(hook_problems(named))
+        self.model.trained.update(f"model.{name}" for name, each in named if each.requires_grad)
         for name, parameter in named:
             registered, trained = self._parameters.get(name, (None, False))
             if parameter is not registered:

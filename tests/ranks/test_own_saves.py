@@ -192,6 +192,34 @@ def test_weights_trained_beside_adapters_are_saved_when_they_are_frozen_again(
         assert all((each == first).all() for each in ranks)
 
 
+def _groups_of_numbers(folder: str) -> list[Any]:
+    """The groups of an optimizer whose numbers numpy and torch have computed, before a save and after its load."""
+    import numpy as np
+    import torch
+
+    import threefold
+
+    mesh = threefold.init_mesh()
+    found = []
+    for saves in (True, False):
+        model = threefold.load_model(config=TINY_LLAMA, mesh=mesh, admission="off")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        if saves:
+            betas = np.float32(0.5), torch.tensor(0.75)
+            optimizer.param_groups[0] |= {"lr": np.float32(0.25), "betas": betas}
+            threefold.save(folder, model=model, step=1, optimizer=optimizer)
+        else:
+            threefold.load(folder, model=model, optimizer=optimizer)
+        found.append([optimizer.param_groups[0][name] for name in ("lr", "betas")])
+    mesh.close()
+    return found
+
+
+def test_rates_that_are_numbers_of_numpy_are_kept(tmp_path: Path) -> None:
+    (saved, loaded), *_ = run_ranks(_groups_of_numbers, 1, str(tmp_path))
+    assert saved == loaded == [0.25, (0.5, 0.75)]
+
+
 def _folder_and_text(sizes: dict[str, int], folder: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM

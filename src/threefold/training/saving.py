@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.utils._pytree import tree_map
 
 from threefold.checkpoint import state as run_state
 from threefold.checkpoint.background_saver import Save, Saver
@@ -477,15 +478,14 @@ def rates_of(
     """The step's rate, and by parameter names each group's settings, which a scheduler may have changed."""
     if (inner := optimizer_of(optimizer)) is None:
         return None
+    # Numbers may be tensors, for compiled and captured updates, or numpy's.
+    plain = partial(tree_map, lambda each: each.tolist() if hasattr(each, "tolist") else each)
     groups = [
         {
-            # A rate may be a tensor, for compiled and captured updates.
-            name: value.tolist() if isinstance(value, torch.Tensor) else value
-            for name, value in group.items()
-            if name != "params"
-            and (isinstance(value, torch.Tensor) or not [*_not_plain(value, name)])
+            name: value
+            for name, value in plain(group | {"params": names}).items()
+            if not [*_not_plain(value, name)]
         }
-        | {"params": names}
         for group, names in zip(inner.param_groups, _names_of(inner, model), strict=True)
     ]
     own = optimizer if isinstance(optimizer, TrainStep) else None

@@ -592,3 +592,27 @@ def test_a_loss_that_mixes_rows_is_refused_where_they_are_split() -> None:
     split = [*found, of_step, of_step, *evaluated]
     for shards in (1, 2):
         assert run_ranks(_mixing, 2, {"dp": 2, "dp_shard": shards}, None) == 2 * [split]
+
+
+def _later_pairs(sizes: dict[str, int], micro_batch: int | None) -> list[str]:
+    """What refused steps with 4 rows, 3 and again 4."""
+    import threefold
+
+    mesh = threefold.init_mesh(**sizes)
+    model = threefold.load_model(Net(), mesh=mesh)
+    step = threefold.TrainStep(model, loss=_Pairs(2), micro_batch=micro_batch)
+    said = []
+    for rows in (4, 3, 4):
+        try:
+            step({"pixels": torch.ones(rows, 12)})
+            said.append("")
+        except ConfigError as error:
+            said.append(str(error).partition(":")[0])
+    mesh.close()
+    return said
+
+
+def test_pair_that_a_later_batch_splits_is_refused() -> None:
+    found = ["", "the loss mixes rows", ""]
+    assert run_ranks(_later_pairs, 1, {}, 2) == [found]
+    assert run_ranks(_later_pairs, 2, {"dp": 2}, None) == 2 * [found]

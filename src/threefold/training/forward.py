@@ -84,16 +84,18 @@ def forward_own(
     routers: bool = False,
     failures: list[Exception] | None = None,
     by_rows: bool = False,
+    twice: bool = False,
 ) -> Iterator[OwnSums]:
     """The sums of a custom loss over this rank's part of a batch; backward belongs inside the `with`.
 
     Args:
         failures: takes what the loss raises, whose sums are then 0: other ranks wait for this one in the backward.
-        by_rows: refuse a loss that turns out to be no sum over rows, or over groups of `loss.rows_together`.
+        by_rows: refuse a part of a group of `loss.rows_together` rows: its other rows are elsewhere.
+        twice: refuse, by second derivatives, a loss that turns out to be no sum over these groups.
     """
     # For logits of tokens, second derivatives would take several times the memory.
     by_tokens = of == "logits" or model.mesh.size("cp") > 1
-    twice = by_rows and (model.context is None or not by_tokens)
+    twice = twice and (model.context is None or not by_tokens)
     sums = partial(_sums, mesh=model.mesh, failures=failures, by_rows=by_rows, twice=twice)
     if model.context is None:
         device = model.mesh.device

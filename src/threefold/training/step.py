@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from threefold.checkpoint.copies import refuse_drift, state_held
 from threefold.config.observation import AuditConfig
@@ -248,11 +247,7 @@ class TrainStep:
         batches, target_tokens = self._agreed(read)
         if self._batches.taken == 1 and self.model.before_first_step is not None:
             self.model.before_first_step(self.model, batches[0])
-        if (
-            self._batches.taken == 1
-            and isinstance(self.model.forward, DistributedDataParallel)
-            and not self._averages
-        ):
+        if self._batches.taken == 1 and self._loss is None:
             rows, sequence = batches[0]["input_ids"].shape
             warm_up_buckets(self.model, self._mesh, rows=rows, seq_len=sequence)
         due = self._compares and (
@@ -425,7 +420,7 @@ class TrainStep:
         return outcome, None
 
     def _backward_own(
-        self, batches: Sequence[Batch], by_rows: bool
+        self, batches: Sequence[Batch], due: bool
     ) -> tuple[StepResult, Tensor | None]:
         """The gradients of the sum, and what to scale them by once the count of all micro-batches is known.
 
@@ -443,7 +438,7 @@ class TrainStep:
         losses: list[Tensor] = []
         of_rows: list[Tensor] = []
         failures: list[Exception] = []
-        by_rows = by_rows and (len(batches) > 1 or ranks > 1)
+        split = len(batches) > 1 or self._mesh.dp_size > 1
         for number, batch in enumerate(batches, start=1):
             if number > 1:
                 self.progress.enter("forward")
@@ -460,7 +455,8 @@ class TrainStep:
                     of=self._loss_on,
                     routers=routers,
                     failures=failures,
-                    by_rows=by_rows and number == 1,
+                    by_rows=split,
+                    twice=split and due and number == 1,
                 ) as sums,
             ):
                 objective = sums.objective

@@ -120,6 +120,28 @@ def test_config_file_that_is_no_yaml() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("path", "fix"),
+    [
+        ("rows.jsonl", "instead: --data.source rows.jsonl   (a config is a .yaml)"),
+        ("book.txt", "instead: --data.source book.txt   (a config is a .yaml)"),
+        ("words", "instead: --data.source words   (a config is a .yaml)"),
+        ("a folder", "instead: --data.source 'a folder'   (a config is a .yaml)"),
+        ("model", "instead: --model.name_or_path model   (a config is a .yaml)"),
+        ("run", "threefold resume run   (its config: run/config.yaml)"),
+        ("gone.txt", "check the path"),
+    ],
+)
+def test_what_was_meant_by_a_path_that_is_no_config(path: str, fix: str) -> None:
+    Path("rows.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    Path("book.txt").write_text("one: two: three\nfour\n")
+    Path("words").write_text("only words")
+    for folder, file in (("a folder", "a.txt"), ("model", "config.json"), ("run", "run.json")):
+        Path(folder).mkdir(exist_ok=True)
+        Path(folder, file).write_text("{}")
+    assert text(lambda: config_loading.load(path, environ={})).endswith(f"\n  fix: {fix}")
+
+
 def test_config_file_that_is_a_list() -> None:
     assert text(loading_file("- steps: 5\n")) == problem(
         "c.yaml must contain sections such as train:",

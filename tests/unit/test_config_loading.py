@@ -553,4 +553,7 @@ def test_run_in_place_of_a_config_is_resumed(
     with pytest.raises(ConfigError) as refused:
         loading.load("a run", environ={})
     (problem,) = refused.value.problems
-    assert (problem.what, problem.fix) == ("a run: Is a directory", "threefold resume 'a run'")
+    assert (problem.what, problem.fix) == (
+        "a run: Is a directory",
+        "threefold resume 'a run'   (its config: 'a run/config.yaml')",
+    )

@@ -216,6 +216,16 @@ def _by_value(problems: Iterable[Problem]) -> Iterable[Problem]:
     return merged.values()
 
 
+def _meant(path: Path) -> str | None:
+    """What to write for a path that is there, but not a config by its name: a run, a model or data."""
+    if not path.exists() or path.suffix in (".yaml", ".yml"):
+        return None
+    if is_run(path):
+        return f"threefold resume {shlex.quote(str(path))}   (its config: {shlex.quote(str(path / RUN_CONFIG))})"
+    key = "model.name_or_path" if (path / "config.json").is_file() else "data.source"
+    return f"instead: --{key} {shlex.quote(str(path))}   (a config is a .yaml)"
+
+
 def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
     try:
         with open(path, encoding="utf-8") as file:
@@ -233,21 +243,22 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
             )
             return []
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        fix = (
-            f"threefold resume {shlex.quote(path)}" if is_run(Path(path)) else "check the path"
-        )
+        fix = _meant(Path(path)) or "check the path"
         problems.append(Problem(f"{path}: {reason}", "a readable YAML file", fix))
         return []
     try:
         content = parse(text, path)
     except ConfigError as error:
-        problems += error.problems
+        problems += [
+            replace(each, fix=_meant(Path(path)) or each.fix) for each in error.problems
+        ]
         return []
     if content is None:
         return []
     fix = f"the sections are {', '.join(Config.model_fields)}"
     if not isinstance(content, Mapping):
         expected = "sections with keys: `train:` and below it `  steps: 100`"
+        fix = _meant(Path(path)) or fix
         problems.append(Problem(f"{path} must contain sections such as train:", expected, fix))
         return []
     pairs: list[tuple[str, Any]] = []

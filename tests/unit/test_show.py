@@ -481,6 +481,11 @@ def test_errors_of_requests() -> None:
         data("show")
     with pytest.raises(ConfigError, match=r"run and --data\.source are both given"):
         data("show", "run", "--data.source", "c.jsonl", "--data.tokenizer", "bytes")
+    meant = r"c\.jsonl is no run\n.*\n  fix: threefold data show --data\.source c\.jsonl --data\.tokenizer bytes$"
+    with pytest.raises(ConfigError, match=meant):
+        data("show", "c.jsonl", "--data.tokenizer", "bytes")
+    with pytest.raises(ConfigError, match=r"c\.jsonl and --data\.source are both given"):
+        data("show", "c.jsonl", "--data.source", "c.jsonl")
     with pytest.raises(ConfigError, match=r"data\.fields = 5 is not accepted"):
         data("show", *CHATS, "--data.fields", "5")
 

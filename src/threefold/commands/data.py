@@ -6,6 +6,7 @@ source in the run's config.yaml, opened as the run opens it.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -18,6 +19,7 @@ from threefold import jsonl
 from threefold.commands.arguments import CONTEXT, AsJson, load_config, split
 from threefold.commands.help_examples import ending
 from threefold.commands.run_argument import run_here, runs_here
+from threefold.config.paths import is_run
 from threefold.errors import ConfigError, ranks_text
 
 if TYPE_CHECKING:
@@ -224,13 +226,17 @@ def show(
     refuse_flags(context.args, "show")
     path, keys = split(context.args)
     run = path if path is not None and Path(path).suffix not in (".yaml", ".yml") else None
-    if run is not None and keys:
-        raise ConfigError(
-            f"{run} and --{keys[0][0]} are both given",
-            expected="a run, which has its own source, or a source",
-            fix=f"leave out {run}",
-        )
     if run is not None:
+        is_source = Path(run).exists() and not is_run(Path(run))
+        is_source = is_source and "data.source" not in dict(keys)
+        if is_source or keys:
+            others = [each for each in context.args if each != run]
+            source = shlex.join(["--data.source", run, *others])
+            raise ConfigError(
+                f"{run} is no run" if is_source else f"{run} and --{keys[0][0]} are both given",
+                expected="a run, which has its own source, or a source",
+                fix=f"threefold data show {source}" if is_source else f"leave out {run}",
+            )
         rows, named = show_rows.run_rows(run_here(run), row)
     else:
         rows, named = show_rows.rows_of_source(*source_of(context.args, "show"), row)

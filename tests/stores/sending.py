@@ -56,13 +56,23 @@ def main(address: str, folder: Path) -> None:
             files[STATE + path.name] = (0, size, xxhash.xxh3_128_hexdigest(data))
         return SentFiles(f"{sent.folder.name}-a{os.getpid()}", files, {})
 
+    def best() -> int | None:
+        return step // 7 * 7 or None
+
     one = OneRank()
     sender = Mirror(
-        one, one, held.place, keep=2, continue_on_error=False, held=held, describe=describe
+        one,
+        one,
+        held.place,
+        keep=2,
+        continue_on_error=False,
+        held=held,
+        describe=describe,
+        best=best,
     )  # type: ignore[arg-type]
     while True:
         step += 1
-        sender.send(Sent(folder / f"step-{step:08d}", step, best=step % 7 == 0))
+        sender.send(Sent(folder / f"step-{step:08d}", step))
         sender.wait(lambda: None)
         print("stored", step, flush=True)
 

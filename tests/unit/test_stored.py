@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from store_stub import StubStore, serving
-from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 from threefold.errors import CheckpointError, ConfigError, ThreefoldError
 from threefold.places import head, mirror, run_copy, snapshot
 from threefold.places.faults import PlaceError
@@ -36,8 +34,6 @@ from threefold.places.object_store import ObjectStore, open_store
 from threefold.places.restore import Restore, checkpoints_of, forget_interrupted, restore
 from threefold.places.run_copy import RunCopies
 from threefold.places.snapshot import RECORDS, STATE, Snapshot, StoredDamage
-from threefold.run.folder import RunFolder
-from threefold.run.stored import StoredRun
 
 URL = "s3://runs/a/b"
 
@@ -365,6 +361,7 @@ def mirror_of(
     *,
     keep: int = 2,
     continue_on_error: bool = False,
+    best: Callable[[], int | None] = lambda: None,
 ) -> Mirror:
     def describe(each: Sent) -> SentFiles:
         files = {
@@ -391,6 +388,7 @@ def mirror_of(
         continue_on_error=continue_on_error,
         held=held,
         describe=describe,
+        best=best,
     )
 
 
@@ -402,19 +400,13 @@ def test_the_newest_and_the_best_are_kept(
     place: ObjectStore, store: StubStore, taken: Callable[..., HeldHead], tmp_path: Path
 ) -> None:
     held = taken()
-    copies = mirror_of(place, held, tmp_path)
-    for step, best in (
-        (1, True),
-        (2, False),
-        (3, False),
-        (4, True),
-        (5, False),
-        (6, False),
-        (7, False),
-    ):
-        copies.send(Sent(tmp_path / f"step-{step:08d}", step, best))
+    # Step 5 is sent before its evaluation, by which it becomes the best: known with the next one.
+    best = iter([1, 1, 1, 4, 4, 5, 5])
+    copies = mirror_of(place, held, tmp_path, best=lambda: next(best))
+    for step in range(1, 8):
+        copies.send(Sent(tmp_path / f"step-{step:08d}", step))
         copies.wait(lambda: None)
-    assert steps(held.head) == [(4, True), (6, False), (7, False)] and copies.pinned() == []
+    assert steps(held.head) == [(5, True), (6, False), (7, False)] and copies.pinned() == []
     assert {key.split("/")[3] for key in store.objects if "/checkpoints/" in key} == {
         each.name for each in held.head.checkpoints
     }
@@ -424,7 +416,7 @@ def test_the_newest_and_the_best_are_kept(
     ] = b"1"
     store.objects["a/b/checkpoints/notes/of/mine"] = b"1"
     mirror.begin(held, {"id": "run"}, 6)
-    assert steps(held.head) == [(4, True), (6, False)] and held.head.aside == (
+    assert steps(held.head) == [(5, True), (6, False)] and held.head.aside == (
         "step-00000007-x",
     )
     assert any("step-00000009-z" in key for key in store.objects), "it may be under way"
@@ -441,7 +433,7 @@ def test_whole_checkpoints_whose_head_is_gone_are_not_removed(
     mirror.begin(first, {"id": "run"}, 0)
     copies = mirror_of(place, first, tmp_path)
     for step in (4, 8):
-        copies.send(Sent(tmp_path / f"step-{step:08d}", step, False))
+        copies.send(Sent(tmp_path / f"step-{step:08d}", step))
         copies.wait(lambda: None)
     first._ended.set()
     del store.objects[f"a/b/{head.KEY}"]
@@ -473,33 +465,16 @@ def test_a_slow_store_gets_the_newest_and_the_best(
         write(key, data, in_parts=in_parts)
 
     monkeypatch.setattr(place, "write", slow)
-    copies = mirror_of(place, held, tmp_path, keep=5)
+    copies = mirror_of(place, held, tmp_path, keep=5, best=lambda: 3)
     begun = time.monotonic()
     for step in range(1, 8):
-        copies.send(Sent(tmp_path / f"step-{step:08d}", step, best=step == 3))
+        copies.send(Sent(tmp_path / f"step-{step:08d}", step))
         assert begins.wait(10)
     assert time.monotonic() - begun < 0.5, "nobody waits"
     assert set(copies.pinned()) >= {1, 3, 7}
     gate.set()
     copies.wait(lambda: None)
     assert steps(held.head) == [(1, False), (3, True), (7, False)]
-
-
-def test_a_checkpoint_that_was_sent_before_its_evaluation_becomes_the_best(
-    place: ObjectStore, taken: Callable[..., HeldHead], tmp_path: Path
-) -> None:
-    held = taken()
-    copies = mirror_of(place, held, tmp_path)
-    for step in (1, 2):
-        copies.send(Sent(tmp_path / f"step-{step:08d}", step, best=step == 1))
-    copies.wait(lambda: None)
-    stored = SimpleNamespace(mirror=copies, _mesh=Alone())
-    (tmp_path / "checkpoints").mkdir()
-    for best in (None, 2, 3):  # of 3 nothing was sent
-        if best is not None:
-            CheckpointFolder(tmp_path).mark_best(best, 4.0)
-        StoredRun.mark_best(stored, RunFolder(tmp_path))  # type: ignore[arg-type]
-        assert steps(held.head) == [(1, best is None), (2, best is not None)]
 
 
 @pytest.mark.parametrize("go_on", [False, True])
@@ -514,7 +489,7 @@ def test_a_failed_upload_ends_the_run_or_is_printed(
     held = taken()
     copies = mirror_of(place, held, tmp_path, continue_on_error=go_on)
     store.answers["PUT"] = (403, "AccessDenied", 1000)
-    copies.send(Sent(tmp_path / "step-00000001", 1, False))
+    copies.send(Sent(tmp_path / "step-00000001", 1))
     if go_on:
         copies.wait(lambda: None)
         said = capsys.readouterr().err
@@ -529,7 +504,7 @@ def test_a_failed_upload_ends_the_run_or_is_printed(
         assert copies.refusal() is raised.value and raised.value.exit_code == 1
     store.answers.clear()
     assert steps(held.head) == []
-    copies.send(Sent(tmp_path / "step-00000002", 2, False))
+    copies.send(Sent(tmp_path / "step-00000002", 2))
     if go_on:
         copies.wait(lambda: None)
         assert steps(held.head) == [(2, False)]
@@ -551,7 +526,7 @@ def test_a_library_that_panics_fails_the_upload_and_does_not_end_its_thread(
 
     copies = mirror_of(place, taken(), tmp_path)
     monkeypatch.setattr(place, "write", panics)
-    copies.send(Sent(tmp_path / "step-00000001", 1, False))
+    copies.send(Sent(tmp_path / "step-00000001", 1))
 
     def tick() -> None:
         assert copies._thread is None or copies._thread.is_alive()
@@ -566,7 +541,7 @@ def test_a_store_that_is_away_is_waited_for(
     held = taken()
     copies = mirror_of(place, held, tmp_path)
     store.answers["PUT"] = (503, "SlowDown", 30)
-    copies.send(Sent(tmp_path / "step-00000001", 1, False))
+    copies.send(Sent(tmp_path / "step-00000001", 1))
     copies.wait(lambda: None)
     assert steps(held.head) == [(1, False)]
 
@@ -585,7 +560,7 @@ def test_a_file_that_changed_after_it_was_sealed_is_not_sent_as_it(
         return described
 
     copies._describe = then_change
-    copies.send(Sent(tmp_path / "step-00000001", 1, False))
+    copies.send(Sent(tmp_path / "step-00000001", 1))
     with pytest.raises(ThreefoldError, match="has changed since it was saved"):
         copies.wait(lambda: None)
     assert steps(held.head) == []

@@ -66,12 +66,10 @@ class Sent:
     Attributes:
         folder: complete, and unchanged while it is `pinned`.
         step: that it is the state of.
-        best: whether it is the best so far.
     """
 
     folder: Path
     step: int
-    best: bool
 
 
 @dataclass(frozen=True)
@@ -102,6 +100,7 @@ class Mirror:
         continue_on_error: bool,
         held: HeldHead | None,
         describe: Callable[[Sent], SentFiles],
+        best: Callable[[], int | None],
     ) -> None:
         """Args:
         values: a key-value store that all ranks reach, for this alone: set, get, wait and delete_key.
@@ -109,14 +108,11 @@ class Mirror:
         continue_on_error: an upload that fails is printed, and the run continues.
         held: the head, on rank 0.
         describe: called by rank 0 before a folder is sent.
+        best: the step of the best checkpoint so far, if it is known; called by rank 0.
         """
         self.place, self._ranks, self._values = place, ranks, values
-        self._keep, self._continue, self._held, self._describe = (
-            keep,
-            continue_on_error,
-            held,
-            describe,
-        )
+        self._keep, self._continue, self._held = keep, continue_on_error, held
+        self._describe, self._best = describe, best
         self._lock, self._waiting, self._sending = threading.Lock(), list[Sent](), list[Sent]()
         self._thread: threading.Thread | None = None
         self._failure: ThreefoldError | None = None
@@ -172,14 +168,11 @@ class Mirror:
                     self._thread = None
                     return
                 sent = self._waiting.pop(0)
-                # A later one is nearer to where the run is; the best is left out for a better one only.
-                skipped = bool(self._waiting) and (
-                    not sent.best or any(each.best for each in self._waiting)
-                )
+                later = bool(self._waiting)
                 self._sending.append(sent)
                 self._number += 1
             try:
-                error = self._together(str(self._number), sent, skipped)
+                error = self._together(str(self._number), sent, later)
             except BaseException as raised:  # the ranks' store is gone, and with it the run
                 log.exception("the upload of step %d", sent.step)
                 error = described_error(raised)
@@ -198,11 +191,11 @@ class Mirror:
         elif self._ranks.rank == 0:
             print(error, file=sys.stderr)
 
-    def _together(self, key: str, sent: Sent, skipped: bool) -> dict[str, Any] | None:
+    def _together(self, key: str, sent: Sent, later: bool) -> dict[str, Any] | None:
         """Sends one folder; returns rank 0's conclusion: the description of an error, or None."""
         values, rank, contents = self._values, self._ranks.rank, list[SentFiles]()
         if rank == 0:
-            opening = None if skipped else _attempt(lambda: self._said(sent, contents))
+            opening = _attempt(lambda: self._said(sent, contents, later))
             values.set(f"{key}/begun", json.dumps(opening))
         values.wait([f"{key}/begun"], _LONGEST)
         if (begun := json.loads(values.get(f"{key}/begun"))) is None:
@@ -224,7 +217,12 @@ class Mirror:
         ended = json.loads(values.get(f"{key}/ended"))
         return ended if "class" in ended else None
 
-    def _said(self, sent: Sent, contents: list[SentFiles]) -> dict[str, Any]:
+    def _said(
+        self, sent: Sent, contents: list[SentFiles], later: bool
+    ) -> dict[str, Any] | None:
+        # A later one is nearer to where the run is; the best is left out for a better one only.
+        if later and sent.step != self._best():
+            return None
         contents.append(self._describe(sent))
         return {"name": contents[0].name, "files": contents[0].files}
 
@@ -263,7 +261,7 @@ class Mirror:
             "files": files,
         }
         added = StoredCheckpoint(
-            contents.name, sent.step, snapshot.seal(self.place, Snapshot.of(values)), sent.best
+            contents.name, sent.step, snapshot.seal(self.place, Snapshot.of(values))
         )
         before = {each.name for each in self.held.head.checkpoints}
         now = snapshot.persist(self.held.update, partial(self._with, added))
@@ -281,13 +279,10 @@ class Mirror:
         return {}
 
     def _with(self, added: StoredCheckpoint, before: RunHead) -> RunHead:
-        others = [
-            replace(each, best=each.best and not added.best) for each in before.checkpoints
-        ]
-        entries = sorted(
-            [*(each for each in others if each.name != added.name), added],
-            key=lambda each: each.step,
-        )
+        others = [each for each in before.checkpoints if each.name != added.name]
+        entries = sorted([*others, added], key=lambda each: each.step)
+        if (step := self._best()) is not None:
+            entries = [replace(each, best=each.step == step) for each in entries]
         best = [each for each in entries[: -self._keep] if each.best]
         return replace(before, checkpoints=(*best, *entries[-self._keep :]))
 
@@ -324,7 +319,7 @@ def sweep(held: HeldHead) -> None:
         place.delete(left)
 
 
-def _attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _attempt(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
     try:
         return work()
     except BaseException as error:  # a library in Rust that panics raises no Exception

@@ -163,7 +163,7 @@ class Checkpointer:
             refusal,
         )
         if stored is not None:
-            done = partial(stored.send, checkpoints.at(step), best=best is not None)
+            done = partial(stored.send, checkpoints.at(step))
             job = replace(job, refusal=lambda: refusal() or stored.mirror.refusal(), done=done)
         self.saver.save(job)
 

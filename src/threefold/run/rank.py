@@ -308,7 +308,6 @@ def _store(run: Run, console: Screen) -> None:
     if run.stored is not None:
         with console.bars.show(f"sending to {run.config.checkpoint.store}"):
             run.stored.mirror.wait(run.watch.progress.tick)
-        run.stored.mark_best(run.folder)
 
 
 def _saved(run: Built, hooks: Hooks) -> None:

@@ -493,7 +493,7 @@ class Run:
             ends = saving.Ends(partial(self._commit, self.step), refusal=refusal)
             checkpoints = self.folder.checkpoints
             if (stored := self.stored) is not None:
-                done = partial(stored.send, checkpoints.at(self.step), best=False)
+                done = partial(stored.send, checkpoints.at(self.step))
                 refused = lambda: refusal() or stored.mirror.refusal()  # noqa: E731
                 ends = dataclasses.replace(ends, refusal=refused, done=done)
             extra = {**self.extra, **states}

@@ -10,8 +10,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh
 from threefold.places import mirror
 from threefold.places.admission import require_admitted
-from threefold.places.head import KEY, HeldHead, RunHead
+from threefold.places.head import KEY, HeldHead
 from threefold.places.lease import give_back, take_lease
 from threefold.places.mirror import Mirror, Sent, SentFiles
 from threefold.places.object_store import ObjectStore, open_store
@@ -40,7 +39,7 @@ from threefold.places.restore import (
     parted,
     restore,
 )
-from threefold.places.snapshot import RECORDS, STATE, persist
+from threefold.places.snapshot import RECORDS, STATE
 from threefold.places.url import parse
 from threefold.run import resume_choice
 from threefold.run.folder import RunFolder, open_folder, require_shared
@@ -86,6 +85,7 @@ class StoredRun:
             continue_on_error=asked.on_error == "continue",
             held=held,
             describe=self._contents,
+            best=lambda: (CheckpointFolder(folder).best() or (None,))[0],
         )
 
     def begun(self, folder: RunFolder) -> None:
@@ -100,30 +100,15 @@ class StoredRun:
         if resume is None or resume.path.parent != folder.checkpoints.path:
             return
 
-        def missing() -> bool | None:
-            stored = any(
-                each.name == _name(resume) for each in self.mirror.held.head.checkpoints
-            )
-            best = folder.checkpoints.best()
-            return None if stored else best is not None and best[0] == resume.step
+        def stored() -> bool:
+            return _name(resume) in {each.name for each in self.mirror.held.head.checkpoints}
 
-        if (best := self._mesh.share("best stored", missing)) is not None:
-            self.send(resume, best=best)
+        if not self._mesh.share("stored", stored):
+            self.send(resume)
 
-    def send(self, checkpoint: Checkpoint, *, best: bool) -> None:
+    def send(self, checkpoint: Checkpoint) -> None:
         """Sends a complete checkpoint behind the steps; every rank calls it, and none waits."""
-        self.mirror.send(Sent(checkpoint.path, checkpoint.step, best))
-
-    def mark_best(self, folder: RunFolder) -> None:
-        """Marks the best checkpoint in the store, if it was sent before its evaluation; every rank calls it."""
-
-        def mark() -> None:
-            step, _ = folder.checkpoints.best() or (None, None)
-            held = self.mirror.held
-            if any(each.step == step and not each.best for each in held.head.checkpoints):
-                persist(held.update, partial(_with_best, step))
-
-        self._mesh.share("best stored", mark)
+        self.mirror.send(Sent(checkpoint.path, checkpoint.step))
 
     def close(self) -> None:
         """Gives the lease back, on rank 0."""
@@ -151,11 +136,6 @@ class StoredRun:
 def _name(checkpoint: Checkpoint) -> str:
     """Equal for equal checkpoints alone: the manifest holds the start and all checksums."""
     return f"{checkpoint.path.name}-{(checkpoint.checksum or '')[:12]}"
-
-
-def _with_best(step: int | None, head: RunHead) -> RunHead:
-    marked = [replace(each, best=each.step == step) for each in head.checkpoints]
-    return replace(head, checkpoints=tuple(marked))
 
 
 def _place(address: str) -> ObjectStore:

@@ -489,6 +489,12 @@ RAISED_BY_A_PACKAGE = """Traceback (most recent call last):
         ("pandas/io/parsers.py", "ParserError: line 4, saw 3", "dataset-rows"),
         ("jinja2/environment.py", "UndefinedError: 'tools' is undefined", "chat-template"),
         ("numpy/core/a.py", "ParserError: line 4, saw 3", "own-error"),
+        ("PIL/_binary.py", "struct.error: unpack requires a buffer of 4 bytes", "dataset-rows"),
+        (
+            "botocore/parsers.py",
+            "ResponseParserError: Unable to parse response",
+            "object-store",
+        ),
     ],
 )
 def test_error_that_no_page_has_words_of_is_told_by_the_package_that_raised_it(
@@ -511,8 +517,45 @@ def test_traceback_whose_heading_is_cut_off_ends_with_an_error() -> None:
 
 
 @pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("torch/distributed/fsdp/wrap.py", "fsdp-root"),
+        ("torch/distributed/tensor/_ops.py", "dtensor-operator"),
+        ("deepspeed/runtime/zero/stage3.py", "zero3-model-size"),
+        ("megatron/training/arguments.py", "wrong-arguments"),
+        ("trl/trainer/sft_trainer.py", "own-error"),
+    ],
+)
+def test_error_that_no_page_has_words_of_is_told_by_the_part_of_the_library(
+    file: str, name: str
+) -> None:
+    found = explain(of_rank(RAISED_BY_A_PACKAGE.format(file=file, error="ValueError: no")))
+    assert found is not None
+    assert (found.known.name, found.confidence) == (name, "only a symptom")
+
+
+def test_lines_that_a_platform_marks_as_errors_are_the_program_s_own() -> None:
+    lines = ("Traceback (most recent call last):", '  File "/job/train.py", line 7, in main')
+    marked = "\n".join(
+        f"2026-05-21 09:28:21.116 [ERROR] {line}"
+        for line in (*lines, "AssertionError: no rank")
+    )
+    found = explain(f"{marked}\n")
+    assert found is not None
+    assert (found.known.name, found.line.text) == ("own-error", "AssertionError: no rank")
+
+
+def test_port_of_nccl_s_own_reports_is_needed_by_no_training() -> None:
+    line = "n9:12:14 [1] {}:160 NCCL WARN Call to bind failed: Address already in use\n"
+    assert explain(line.format("ras/client_support.cc")) is None
+    found = explain(line.format("misc/socket.cc"))
+    assert found is not None and found.known.name == "address-in-use"
+
+
+@pytest.mark.parametrize(
     "line",
     [
+        "OSError: Forbidden: b/star/o/selected_train.csv: no storage.objects.get access",
         "ERROR: tablespace 'fast' must be on the same device as the base directory",
         "mv: cannot move '/srv/a': source and target must be on the same device",
         "FlinkException: Failed to resume from checkpoint 412",

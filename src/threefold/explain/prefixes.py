@@ -20,7 +20,9 @@ _OF_LINE = re.compile(
     r"|\[pod/(?P<pod>[\w.-]+)[^\]]*\] ?|\(\w+ pid=\d+(?:, ip=(?P<ip>[\w.:]+))?\) ?)"
 )
 # The prefix of a container's runtime or a logger.
-_STAMP = re.compile(r"^\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}\S*\s(?:std(?:out|err) [FP] )?")
+_STAMP = re.compile(
+    r"^\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}:\d{2}\S*\s(?:std(?:out|err) [FP] |\[ERROR\] )?"
+)
 _JOURNAL = r"(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d|\d{4}-\d\d-\d\dT\S+) (?P<host>[\w.-]+) [\w./@-]+(?:\[\d+\])?: ?"
 # Before every line of a source, each other than the line before (a time) or one of a few (who wrote it).
 _TIMES = (

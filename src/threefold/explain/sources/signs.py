@@ -43,7 +43,8 @@ class EventKind(Enum):
     (?<![a-z])(?:verl|xtuner|nanotron|nemo_rl|torchtune|torchtitan)[./]\w  openrlhf  llamafactory  (?<![A-Za-z])GRPO
     (?<!o)llama(?! runner)
     grpo_  tensor_parallel  pipeline_parallel  train_dataloader  trainer\.(?:train|fit)\(  model\.fit\(  RayJob  TFJob
-    train\w*\.(?:py|sh|ya?ml)  [_-]train(?![a-z])  pretrain(?!ed)  finetun  fine-tun  batch_size  local_rank  Trainer\b
+    train\w*\.(?:py|sh|ya?ml)  [_-]train(?![a-z]|\.[cjt])  pretrain(?!ed)  pt_main_thread
+    finetun  fine-tun  batch_size  local_rank  Trainer\b
     LLMEngine  raylet  ^\[[\d-]+[ ][\d:,]+[ ][A-Z][ ]\d+[ ]\d+\][ ]  -launcher-\d  capabilities: \[\[gpu  GPUs?Quota
     nvidia\.com/gpu
     (?<![A-Za-z])[Tt]rain(?:ing|ed)? (?:pipeline|script|job|run|code|process|loop|model|stage)\b
@@ -68,7 +69,7 @@ class EventKind(Enum):
     # what only runs models writes it, or builds
     SERVING = r"""
     api_server(?:\.py|[ ])  APIServer pid  vllm serve  text.generation.(?:launcher|server)  sglang\.launch_server
-    ServerArgs\(  tritonserver  lmdeploy  [Oo]llama[ /:]  ggml_  llama_model_load  ComfyUI.execution
+    ServerArgs\(  tritonserver  TRITONBACKEND  lmdeploy  [Oo]llama[ /:]  ggml_  llama_model_load  ComfyUI.execution
     ComfyUI-Manager  ComfyUI startup  custom_nodes
     To see the GUI go to  Running on local URL  gradio/  streamlit/  [Tt]ensor[Rr][Tt]-LLM
     pytorch\.serve  MODEL_LOG  ServeController  ServeReplica  Bento[SM]  bentoml  \bLLM\(model

@@ -9,7 +9,7 @@ from threefold.explain.log import Log, LogLine
 
 _ERROR = re.compile(
     r"^(?:│\s*)?(?P<kind>(?:[\w<>]+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Missing|Failed\w*|Warning|Elapsed|Timeout"
-    r"|OutOfResources|LimitHit|Invalid)\w*|Exception)(?::|$)"
+    r"|OutOfResources|LimitHit|Invalid)\w*|Exception|\w+\.(?:error|timeout|gaierror))(?::|$)"
 )
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = (

@@ -603,3 +603,16 @@ def test_server_of_models_within_training_is_of_the_training() -> None:
     assert (
         explain(f"GRPO step 1\nserver_args=ServerArgs(model_path='m')\n{error}\n") is not None
     )
+
+
+def test_machine_taken_away_is_told_and_a_request_that_waits_is_no_failure() -> None:
+    training = "torchrun --nproc_per_node 8 train.py\nstep 10 loss 2.31"
+    for line in (
+        "Host EC2 (instance i-0abc) terminated.",
+        "Warning  Preempted  3m  kueue-admission  Preempted to accommodate a higher priority Workload",
+    ):
+        found = explain(f"{training}\n{line}\n")
+        assert found is not None and found.known.name == "preempted"
+        assert explain(f"{line}\n") is None
+    waits = "WARNING scheduler.py:1057] Sequence group 12 is preempted by PreemptionMode.RECOMPUTE mode."
+    assert explain(f"{training}\n{waits}\n") is None

@@ -5,8 +5,8 @@ import re
 # The program itself continues: warnings, information. But NCCL warns of fatal errors; so do a Pod's events.
 is_mild = re.compile(
     r"^(?!.*NCCL (?:WARN|INFO bootstrap.cc:\d+ -> ))"
-    r"(?!\s*(?:\w+\s+)?Warning\s+(?:[A-Z][a-z]+[A-Z]|Failed\s|Evicted\s))(?!.*retry(?:ing)? \(?(\d+)/\1\b)(?:"
-    r".{0,160}?\b(?:[A-Z]\w*Warning|WARN(?:ING)?|[Ww]arning|INFO|DEBUG)(?![a-z])|.{0,60}\[info\]|.*NCCL INFO"
+    r"(?!\s*(?:\w+\s+)?Warning\s+(?:[A-Z][a-z]+[A-Z]|(?:Failed|Evicted|Preempted)\s))(?!.*retry(?:ing)? \(?(\d+)/\1\b)"
+    r"(?:.{0,160}?\b(?:[A-Z]\w*Warning|WARN(?:ING)?|[Ww]arning|INFO|DEBUG)(?![a-z])|.{0,60}\[info\]|.*NCCL INFO"
     r"|\[[WI]\d{0,4} |[WI]\d{4} |.{0,160}\[rank\d+\]:\s?[WI]\d{4} |.{0,60}[\d\]:] [WI] [a-z]\w+/|.{0,60}\[[WI]\d* )"
     r"|^NET/OFI |failed call to cuInit|dso_loader\.cc|Unable to register cu\w+ factory"
     r"|A module that was compiled using NumPy|_ARRAY_API not found|^wandb: ERROR "

@@ -11,6 +11,7 @@ So the comma before a closing bracket, which the formatter writes where it break
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import tokenize
 import tomllib
@@ -24,6 +25,7 @@ SOURCE = ROOT / "src" / "threefold"
 MODULES = sorted(SOURCE.rglob("*.py"))
 # Rooms that a run on local disks does not load, with bounds of their own.
 REFEREE, PLACES = SOURCE / "referee", SOURCE / "places"
+EXPLAIN = SOURCE / "explain"
 _CLOSING = (")", "]", "}")
 _COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 
@@ -71,6 +73,13 @@ def options() -> list[str]:
     return list(visit(typer.main.get_command(main.app), ""))
 
 
+def _of_explain() -> int:
+    """Its code, and the words and marks of its pages, which hold the expressions."""
+    pages = [path.read_text(encoding="utf-8") for path in EXPLAIN.glob("pages/*.md")]
+    words = sum(len(re.findall(r"\w+|[^\w\s]", page)) for page in pages)
+    return words + sum(map(code_tokens, EXPLAIN.rglob("*.py")))
+
+
 def measure(*, static: bool) -> dict[str, float]:
     """Each bound's name, and what it is now."""
     from threefold.config.schema import every_key
@@ -88,6 +97,7 @@ def measure(*, static: bool) -> dict[str, float]:
         "code tokens a line": round(tokens / sum(len(set(each)) for each in lines), 2),
         "code tokens of the referee": sum(map(code_tokens, apart[REFEREE])),
         "code tokens of the places": sum(map(code_tokens, apart[PLACES])),
+        "code tokens and words of explain": _of_explain(),
         "config keys": len(every_key()),
         "options of the commands": len(options()),
         "class names with two meanings": sum(count > 1 for count in class_names().values()),

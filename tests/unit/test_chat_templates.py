@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.oracle_of_loss_masks import Family, Tokens, check, expected, seen
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -28,6 +27,7 @@ from tokenizers import (
     trainers,
 )
 
+from oracle_of_loss_masks import Family, Tokens, check, expected, seen
 from threefold.data.chat.formats import Example, RowError, columns_of
 from threefold.data.chat.labeller import ends_turns
 from threefold.data.chat.loss_mask import Encoder

@@ -7,7 +7,9 @@ from collections import Counter
 
 import pytest
 from jinja2 import TemplateError
-from tests.random_templates import (
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from random_templates import (
     BOS,
     CONTROLS,
     EOS,
@@ -18,8 +20,6 @@ from tests.random_templates import (
     template,
     violations,
 )
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
 from threefold.data.chat.formats import Example, RowError
 from threefold.data.chat.loss_mask import Encoder
 from threefold.data.chat.template import ChatTemplate

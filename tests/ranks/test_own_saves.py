@@ -192,6 +192,29 @@ def test_weights_trained_beside_adapters_are_saved_when_they_are_frozen_again(
         assert all((each == first).all() for each in ranks)
 
 
+def _history(folder: str) -> list[Any]:
+    """What was saved beside the state after two steps; the loop goes on to change it while it is being written."""
+    import threefold
+
+    mesh = threefold.init_mesh()
+    model = threefold.load_model(config=TINY_LLAMA, mesh=mesh, admission="off")
+    history: list[int] = []
+    for step in (1, 2):
+        history.append(step)
+        extra = {"best": {"of": history}}
+        saving = threefold.save(folder, model=model, step=step, extra=extra, wait=False)
+        history.append(-step)
+        saving.wait()
+    path = f"{folder}/checkpoints/step-0000000"
+    found = [threefold.load(f"{path}{step}", model=model) for step in (1, 2)]
+    mesh.close()
+    return [each.extra["best"]["of"] for each in found if each is not None]
+
+
+def test_values_saved_in_the_background_are_those_of_their_step(tmp_path: Path) -> None:
+    assert run_ranks(_history, 1, str(tmp_path)) == [[[1], [1, -1, 2]]]
+
+
 def _groups_of_numbers(folder: str) -> list[Any]:
     """The groups of an optimizer whose numbers numpy and torch have computed, before a save and after its load."""
     import numpy as np

@@ -6,6 +6,7 @@ values as JSON. Nothing is pickled. `threefold export FOLDER --to DIR` reads the
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -199,7 +200,8 @@ def write(
     )
     saver.wait()
     mesh.decide_on("what is saved", look, conclude)
-    manifest = _manifest(model, described)
+    # A background save writes it while the loop, whose values these are, goes on.
+    manifest = _manifest(model, copy.deepcopy(described))
     state = checkpoints.partial(step) / "state"
     saver.save(
         Save(
@@ -435,7 +437,7 @@ def _manifest(model: Model, described: Values) -> dict[str, Any]:
         "config": with_absolute_paths(config).model_dump(mode="json"),
         "base": weights.base_of(config, model.mesh),
         "code": weights.own_code(model.module),
-        "loop": dict(described),
+        "loop": described,
         "versions": versions(),
     }
 

@@ -407,7 +407,8 @@ def test_other_data_is_named_by_its_keys_and_files(tmp_path: Path) -> None:
     lines += [{"path": str(corpus)}, {"path": str(corpus), "bytes": "3"}]
     (run / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert not run_ranks(_refused, 1, str(run), {"num_workers": 1})[0]
-    at, expected = run / "checkpoints" / "step-00000002", "  expected: what the run began with"
+    at = run / "checkpoints" / "step-00000002"
+    expected = "  expected: what the run began with   (at most ten changes are named)"
     [longer] = run_ranks(_refused, 1, str(run), {"seq_len": 32, "num_workers": 1})
     assert longer.startswith(
         f"data.seq_len 16 -> 32 since {at}\n{expected}\n  fix: --data.seq_len 16\n\nthe saved state has data = "
@@ -421,3 +422,9 @@ def test_other_data_is_named_by_its_keys_and_files(tmp_path: Path) -> None:
     assert changed.startswith(
         f"{corpus} no longer has {size:,} bytes\n{expected}\n  fix: restore it\n\nthe saved state has data = "
     )
+    for number in range(20):
+        lines.append({"path": str(corpus), "bytes": size + number})
+    (run / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    [many] = run_ranks(_refused, 1, str(run), {"num_workers": 1})
+    assert many.count("no longer has") == 10
+    assert "the saved state has data = " in many

@@ -232,9 +232,8 @@ class Checkpointer:
                 self.loader.load_state_dict(manifest["data"])
             except DataError as error:
                 same_rows = self.loader.rows.fingerprint in str(manifest["data"])
-                raise DataError.of(
-                    [*(() if same_rows else self._other_data(checkpoint)), *error.problems]
-                ) from error
+                other = tuple(self._other_data(checkpoint))[: 0 if same_rows else 10]
+                raise DataError.of(other + error.problems) from error
         index = Index.read(checkpoint.state)
         begin_state(self.model.module, self.optimizer, index)
         averages = self.ema.resume(index.entries) if self.ema is not None else {}
@@ -255,7 +254,7 @@ class Checkpointer:
 
     def _other_data(self, checkpoint: Checkpoint) -> Iterator[Problem]:
         """The keys and files of the data that have changed: of the data itself the order knows a digest alone."""
-        expected = "what the run began with"
+        expected = "what the run began with   (at most ten changes are named)"
         for change in self.changed:
             if change.key.startswith("data."):
                 yield to_set(

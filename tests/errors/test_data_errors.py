@@ -396,7 +396,7 @@ def test_lines_that_cannot_be_used_are_named_together(folder: Path) -> None:
             "one JSON object per line",
         ),
         (
-            "x.jsonl, line 3: a JSON list, not an object",
+            "x.jsonl, line 3: a list, not an object",
             'one JSON object per line: {"text": "..."}',
         ),
         ("x.jsonl, line 4: no field 'text'; it has body", "the text's field in every row"),

@@ -294,8 +294,8 @@ MALFORMED: list[tuple[Any, str]] = [
         {"prompt": "q:", "chosen": "a", "rejected": "b", "system": "s"},
         "'chosen': 'system' is text, beside text",
     ),
-    (["a", "b"], "a JSON list, not an object"),
-    (None, "a JSON NoneType, not an object"),
+    (["a", "b"], "a list, not an object"),
+    (None, "null, not an object"),
 ]
 
 
@@ -545,7 +545,7 @@ def test_show_marks_both_sides() -> None:
         "\nuse it: threefold train --train.objective dpo --data.source store --data.tokenizer bytes\n"
     )
     assert data("show", "--data.source", "store", *options, "--json").splitlines() == lines
-    with pytest.raises(ConfigError, match=r"--row 2 does not exist"):
+    with pytest.raises(ConfigError, match=r"there is no row 2"):
         data("show", "--data.source", "store", *options, "--row", "2")
 
 

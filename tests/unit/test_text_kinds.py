@@ -124,7 +124,7 @@ def test_bad_rows_are_named_by_line_or_row(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         documents(source)
     assert [problem.what.replace(f"{tmp_path}/", "") for problem in caught.value.problems] == [
-        "a.json, row 1: a JSON int, not an object",
+        "a.json, row 1: a number, not an object",
         "a.json, row 2: no field 'text'; it has body",
         "a.json, row 3: field 'text' is null, not text",
         "b.csv, line 4: 1 fields, not 2",

@@ -31,6 +31,7 @@ from threefold.data.text.source import (
     LossMask,
     ReadLog,
     Source,
+    kind_of,
 )
 from threefold.data.tokens import Tokenizer, for_texts
 from threefold.errors import ConfigError, DataError
@@ -92,7 +93,7 @@ class RowLabeller:
     def documents(self, row: Any, log: ReadLog) -> Documents:
         """As `Labeller`."""
         if not isinstance(row, dict):
-            return f"a JSON {type(row).__name__}, not an object", "one JSON object per line"
+            return f"{kind_of(row)}, not an object", "one JSON object per line"
         log.num_rows += 1
         log.num_with_field += 1
         try:

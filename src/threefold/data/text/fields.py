@@ -167,7 +167,7 @@ def text_of_row(row: Any, text_field: str, log: ReadLog) -> str | tuple[str, str
     """The text, or (problem, what was expected)."""
     if not isinstance(row, dict):
         return (
-            f"a JSON {type(row).__name__}, not an object",
+            f"{kind_of(row)}, not an object",
             f'one JSON object per line: {{"{text_field}": "..."}}',
         )
     log.num_rows += 1

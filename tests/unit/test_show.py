@@ -475,8 +475,11 @@ def test_errors_of_requests() -> None:
         ConfigError, match=r"has no chat template\n.*\n  fix: --data.chat_template FILE"
     ):
         data("show", "--data.source", "c.jsonl", "--data.tokenizer", "bytes")
-    with pytest.raises(ConfigError, match=r"--row 12 does not exist"):
+    with pytest.raises(ConfigError, match=r"there is no row 12"):
         data("show", *CHATS, "--row", "12")
+    Path("empty.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"there is no row 0\n"):
+        data("show", "--data.source", "empty.jsonl", "--data.tokenizer", "bytes")
     with pytest.raises(ConfigError, match=r"data\.source is not given"):
         data("show")
     with pytest.raises(ConfigError, match=r"run and --data\.source are both given"):

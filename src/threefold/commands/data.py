@@ -250,11 +250,11 @@ def show(
     for line in lines:
         typer.echo(line)
         printed = True
-    if row is not None and not printed:
+    if not printed:
         raise ConfigError(
-            f"--row {row} does not exist",
-            expected="a row of the source, counted from 0",
-            fix="--row 0, or an existing row",
+            f"there is no row {row or 0}",
+            expected="a row of the source or of the run, counted from 0",
+            fix="a smaller --row, or a source with text",
         )
 
 

@@ -407,8 +407,7 @@ def test_other_data_is_named_by_its_keys_and_files(tmp_path: Path) -> None:
     lines += [{"path": str(corpus)}, {"path": str(corpus), "bytes": "3"}]
     (run / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert not run_ranks(_refused, 1, str(run), {"num_workers": 1})[0]
-    at = run / "checkpoints" / "step-00000002"
-    expected = "  expected: what the run began with   (at most ten changes are named)"
+    at, expected = run / "checkpoints" / "step-00000002", "  expected: what the run began with"
     [longer] = run_ranks(_refused, 1, str(run), {"seq_len": 32, "num_workers": 1})
     assert longer.startswith(
         f"data.seq_len 16 -> 32 since {at}\n{expected}\n  fix: --data.seq_len 16\n\nthe saved state has data = "
@@ -427,4 +426,5 @@ def test_other_data_is_named_by_its_keys_and_files(tmp_path: Path) -> None:
     (run / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     [many] = run_ranks(_refused, 1, str(run), {"num_workers": 1})
     assert many.count("no longer has") == 10
+    assert "\n\n10 other files of the data have changed too\n" in many
     assert "the saved state has data = " in many

@@ -61,6 +61,9 @@ if TYPE_CHECKING:
     from threefold.run.stored import StoredRun
 
 
+_MOST_NAMED = 10  # changes of the data, in an error
+
+
 @dataclass
 class Checkpointer:
     """Saves and resumes the state of a run. Every rank has one and calls it in the same way."""
@@ -232,8 +235,11 @@ class Checkpointer:
                 self.loader.load_state_dict(manifest["data"])
             except DataError as error:
                 same_rows = self.loader.rows.fingerprint in str(manifest["data"])
-                other = tuple(self._other_data(checkpoint))[: 0 if same_rows else 10]
-                raise DataError.of(other + error.problems) from error
+                other = [] if same_rows else [*self._other_data(checkpoint)]
+                if more := len(other[_MOST_NAMED:]):
+                    what = f"{more:,} other files of the data have changed too"
+                    other[_MOST_NAMED:] = [Problem(what, "as they were", "restore them")]
+                raise DataError.of([*other, *error.problems]) from error
         index = Index.read(checkpoint.state)
         begin_state(self.model.module, self.optimizer, index)
         averages = self.ema.resume(index.entries) if self.ema is not None else {}
@@ -254,7 +260,7 @@ class Checkpointer:
 
     def _other_data(self, checkpoint: Checkpoint) -> Iterator[Problem]:
         """The keys and files of the data that have changed: of the data itself the order knows a digest alone."""
-        expected = "what the run began with   (at most ten changes are named)"
+        expected = "what the run began with"
         for change in self.changed:
             if change.key.startswith("data."):
                 yield to_set(

@@ -36,12 +36,13 @@ def model_keys(model: str) -> list[str]:
 def with_default_model(config: Config) -> Config:
     """The same, with the values of the model that a run trains: its default, and the vocabulary of its tokenizer."""
     from threefold.config.schema import EMBEDDED_DEFAULT
-    from threefold.run.sources import tokenizer_of
 
     if config.model.name_or_path is not None:
         return config
     values = dict(config.model.config or EMBEDDED_DEFAULT)
     if "vocab_size" not in values:
+        from threefold.run.sources import tokenizer_of
+
         values["vocab_size"] = tokenizer_of(config).vocab_size
     return config.changed(model={"config": values})
 

@@ -117,3 +117,27 @@ def test_tp_ranks_draw_the_same_and_data_ranks_their_own() -> None:
     )
     assert first == second != third
     assert all(rank[1:] == ranks[0][1:] for rank in ranks)
+
+
+def _uneven(sizes: dict[str, int]) -> list[tuple[float, ...]]:
+    """The numbers of steps of a model with experts over 7 rows, each read once on any number of ranks."""
+    from torch.utils.data import DataLoader
+
+    import threefold
+
+    mesh = threefold.init_mesh(**sizes)
+    model = threefold.load_model(config=EXPERTS, mesh=mesh, admission="off")
+    batch = loops.batches(1)[0]
+    rows = [{name: batch[name][row] for name in ("input_ids", "labels")} for row in range(7)]
+    plain = DataLoader(rows, batch_size=8 // mesh.dp_size)  # type: ignore[arg-type]
+    loader = threefold.distribute(plain, tail="exact")
+    step = threefold.TrainStep(model, lr=loops.LR)
+    numbers = [tuple(step(batch)) for _ in range(3) for batch in loader]
+    mesh.close()
+    return numbers
+
+
+def test_routers_loss_counts_no_row_that_fills_up_a_last_batch() -> None:
+    (alone,) = run_ranks(_uneven, 1, {})
+    for ranks in run_ranks(_uneven, 2, {"dp": 2, "dp_shard": 2}):
+        require(compare_curves(ranks, alone))

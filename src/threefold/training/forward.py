@@ -95,7 +95,7 @@ def forward_own(
     """
     # For logits of tokens, second derivatives would take several times the memory.
     by_tokens = of == "logits" or model.mesh.size("cp") > 1
-    twice = twice and (model.context is None or not by_tokens)
+    twice &= model.context is None or not by_tokens
     sums = partial(_sums, mesh=model.mesh, failures=failures, by_rows=by_rows, twice=twice)
     if model.context is None:
         device = model.mesh.device

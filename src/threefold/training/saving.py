@@ -576,9 +576,7 @@ def check_stateful(name: str, value: Any) -> None:
 
 def state_of_loader(loader: Any) -> dict[str, Any]:
     check_stateful("loader", loader)
-    if loader is None:
-        return {}
-    return dict(loader.state_dict())
+    return {} if loader is None else dict(loader.state_dict())
 
 
 def _not_plain(value: Any, name: str) -> Iterator[tuple[str, Any]]:

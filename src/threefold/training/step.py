@@ -156,7 +156,9 @@ class TrainStep:
         # The count that divides the loss is global.
         self._averaged_over = model.sums.averaged_over
         self._compares = compare_copies
-        self.after: Callable[[StepResult], None] = _refuse_nothing
+        self.after: Callable[[StepResult], None] = lambda result: refuse_nothing(
+            "the global batch", result.target_tokens.item()
+        )
         """Is given what each call has computed, on every rank; raises if that must not be built on."""
         self.before_update: Callable[[], object] = lambda: None
         """Is called when gradients are complete, before weights, moments and averages are written."""
@@ -369,7 +371,8 @@ class TrainStep:
         state = state_held(
             self.model.module, self.optimizer, buffers=self.model.context is not None
         )
-        state |= self._ema.state() if self._ema is not None else {}
+        if self._ema is not None:
+            state |= self._ema.state()
         refuse_drift(
             state,
             self._mesh,
@@ -551,10 +554,6 @@ class TrainStep:
                     )
                     count += 0.0 if loss is None else sums.totals[1]
         return over_ranks(picks, self._mesh), over_ranks(count, self._mesh)
-
-
-def _refuse_nothing(result: StepResult) -> None:
-    refuse_nothing("the global batch", result.target_tokens.item())
 
 
 def _as_fused(optimizer: torch.optim.Optimizer) -> FusedAdamW | None:

@@ -37,6 +37,7 @@ from threefold.data.sampling.sampler import (
     opening,
 )
 from threefold.errors import ConfigError
+from threefold.mesh.mesh import active_mesh
 
 IgnoreLastRow = Callable[[Any], Any]
 
@@ -157,10 +158,6 @@ class DistributedLoader(DataLoader[Any]):
         """Resume with any number of ranks and workers and any batch size; errors as for the sampler."""
         self.sampler.load_state_dict(state)
 
-    def rows_left(self) -> int:
-        """Rows of this rank from the loop's place to the end of the epoch; the same number on every rank."""
-        return self.sampler.rows_left()
-
     def _counting(self, batches: Iterator[Any], now: Pass) -> Iterator[Any]:
         sampler = self.sampler
         uneven = sampler.is_uneven(now)
@@ -172,22 +169,24 @@ class DistributedLoader(DataLoader[Any]):
                 _check_labels(batch, rows)
             sampler.begin_reading(now)
             now.count(rows)
-            last = now.had == len(now.positions)
+            last = lacks_one and now.had == len(now.positions)
             indices = [now.asked.popleft() for _ in range(min(rows, len(now.asked)))]
-            self.indices = indices[:-1] if last and lacks_one else indices
-            yield (
-                (self._ignore_last_row or ignore_last_labels)(batch)
-                if last and lacks_one
-                else batch
-            )
+            self.indices = indices[:-1] if last else indices
+            yield (self._ignore_last_row or ignore_last_labels)(batch) if last else batch
         sampler.close_pass(now)
 
 
 def ignore_last_labels(batch: Any) -> Any:
-    """A copy of a dict batch with `labels` [rows, ...] in which the last row's labels are all -100."""
+    """A copy of a dict batch with `labels` [rows, ...] in which the last row's labels are all -100.
+
+    On a mesh a row of tokens is `padding` too, as for a TrainStep: routers' losses count tokens whatever their labels.
+    """
     marked = copy.copy(batch)
-    marked["labels"] = batch["labels"].clone()
-    marked["labels"][-1] = IGNORED
+    marked["labels"] = labels = batch["labels"].clone()
+    labels[-1] = IGNORED
+    if active_mesh() and "input_ids" in batch:
+        marked["padding"] = batch.get("padding", torch.zeros_like(labels).bool()).clone()
+        marked["padding"][-1] = True
     return marked
 
 

@@ -90,7 +90,7 @@ class PreparedLoader:
         return self._on_device(iter(self.loader))
 
     def _on_device(self, batches: Iterator[Any]) -> Iterator[Any]:
-        rows = self.loader.rows_left()
+        rows = self.loader.sampler.rows_left()
         per_batch = self.loader.batch_size or 1
         left = rows // per_batch if self.loader.drop_last else -(-rows // per_batch)
         for batch in tracked(self, self._accelerator, batches, num_batches=left):

@@ -85,13 +85,15 @@ def training(
     seeded = partial(
         seed_worker, num_workers=args.dataloader_num_workers, rank=trainer.axis.dp_rank
     )
-    settings = {
-        **_settings(trainer, collate),
-        "worker_init_fn": seeded,
+    return TrainLoader(
+        rows,
+        order,
+        batch_size=batch_size,
+        worker_init_fn=seeded,
         # A micro-batch may be computed in two parts; over tp transformers sums some gradients in each of them.
-        "split": trainer.get_tp_size() == 1,
-    }
-    return TrainLoader(rows, order, batch_size=batch_size, **settings)
+        split=trainer.get_tp_size() == 1,
+        **_settings(trainer, collate),
+    )
 
 
 def adopted(trainer: Any, loader: Any) -> Any:
@@ -118,20 +120,15 @@ def adopted(trainer: Any, loader: Any) -> Any:
     else:
         return loader
     order = _order(trainer, plain.dataset, draw=draw, batch_size=batch_size or 1, drop=drop)
-    kept = {
-        name: getattr(plain, name)
-        for name in KEPT
-        if name not in ("batch_size", "drop_last", "generator")
-    }
+    kept = {name: getattr(plain, name) for name in KEPT if name != "drop_last"}
     kept |= {
         "accelerator": trainer.accelerator,
         "axis": trainer.axis,
+        "batch_size": batch_size or 1,
+        "generator": torch.Generator().manual_seed(_seed(trainer.args)),
         "split": trainer.get_tp_size() == 1,
     }
-    generator = torch.Generator().manual_seed(_seed(trainer.args))
-    return TrainLoader(
-        plain.dataset, order, batch_size=batch_size or 1, generator=generator, **kept
-    )
+    return TrainLoader(plain.dataset, order, **kept)
 
 
 def _order(
@@ -139,7 +136,6 @@ def _order(
 ) -> DistributedSampler:
     args, axis = trainer.args, trainer.axis
     kind = GroupedSampler if "lengths" in draw else DistributedSampler
-    settings = {"seed": _seed(args), "tail": "drop" if drop else "exact", **draw}
     return kind.for_loop(
         rows,
         num_replicas=axis.dp_size,
@@ -148,7 +144,7 @@ def _order(
         # See NumberedRows.
         stand_in=operator.invert,
         alone=partial(operator.add, len(rows)),
-        **settings,
+        **{"seed": _seed(args), "tail": "drop" if drop else "exact", **draw},
     )
 
 

@@ -178,7 +178,7 @@ class TrainLoader(DistributedLoader):
 
     def batches_left(self) -> int:
         """Batches from the loop's place to the end of the epoch."""
-        return -(-self.rows_left() // cast(int, self.batch_size))
+        return -(-self.sampler.rows_left() // cast(int, self.batch_size))
 
     def _on_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         self.returned.clear()

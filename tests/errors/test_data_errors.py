@@ -120,6 +120,8 @@ def test_missing_source(folder: Path) -> None:
     (folder / "corpus").unlink()
     (folder / "corpora").mkdir()
     assert said(read("corpra"))[0][2] == "--data.source corpora"
+    (folder / "two words").mkdir()
+    assert said(read("two wrds"))[0][2] == "--data.source 'two words'"
     assert said(read("stdlb"))[0][2] == "--data.source stdlib"
     assert said(read(("stdlib", "corpra")))[0][2] == "in the list: corpora"
     os.mkfifo(folder / "corpus")  # as a shell's <(zcat FILE)

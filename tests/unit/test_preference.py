@@ -544,6 +544,8 @@ def test_show_marks_both_sides() -> None:
     assert prepared.endswith(
         "\nuse it: threefold train --train.objective dpo --data.source store --data.tokenizer bytes\n"
     )
+    again = data("prepare", "--data.source", "p.jsonl", *options, "--to", "a store")
+    assert " --data.source 'a store' --data.tokenizer bytes\n" in again
     assert data("show", "--data.source", "store", *options, "--json").splitlines() == lines
     with pytest.raises(ConfigError, match=r"there is no row 2"):
         data("show", "--data.source", "store", *options, "--row", "2")

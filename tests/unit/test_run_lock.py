@@ -139,3 +139,7 @@ def test_other_folders_stay(tmp_path: Path, how: str) -> None:
         raise error
     assert (folder / "checkpoints").is_dir()
     assert (folder / "logs" / "rank-0000.log").exists() == (how != "with another's file")
+
+
+def test_path_of_a_command_is_quoted_for_the_shell() -> None:
+    assert run_lock.Words().resume("my runs/a") == "--checkpoint.resume 'my runs/a'"

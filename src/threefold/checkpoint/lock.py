@@ -48,7 +48,9 @@ class Words(NamedTuple):
         option = f"config={{'checkpoint.resume': {str(checkpoint)!r}}}"
         if self.program:
             return f"threefold.Run({into!r}, ..., {option})" if into else option
-        return f"--checkpoint.resume {checkpoint}" + (f" {self.another(into)}" if into else "")
+        return f"--checkpoint.resume {shlex.quote(str(checkpoint))}" + (
+            f" {self.another(into)}" if into else ""
+        )
 
 
 class RunLock:

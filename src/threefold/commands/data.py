@@ -246,11 +246,10 @@ def show(
         lines = show_rows.text_lines(
             rows, named, show=first or _SHOWN, ids=ids, count=row is None
         )
-    printed = False
+    line = ""
     for line in lines:
         typer.echo(line)
-        printed = True
-    if not printed:
+    if not line:
         raise ConfigError(
             f"there is no row {row or 0}",
             expected="a row of the source or of the run, counted from 0",

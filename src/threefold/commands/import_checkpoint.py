@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -54,9 +55,9 @@ def command(
         )
     else:
         typer.echo(
-            f"{to}: step {done.step}, {done.num_weights} weights and their moments, by the names of {done.program}"
+            f"{to}: step {done.step}, {done.num_weights} weights and their moments, by the names of {done.program}\n"
+            f"  its data begin at the first row; to continue: threefold resume {shlex.quote(str(to))}"
         )
-        typer.echo(f"  its data begin at the first row; to continue: threefold resume {to}")
     if done.left_out:
         more = f" and {len(done.left_out) - 3:,} more" if len(done.left_out) > 3 else ""
         typer.echo(f"  left out: {', '.join(done.left_out[:3])}{more}")

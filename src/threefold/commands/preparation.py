@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -74,7 +75,8 @@ def prepare(
     if lists:
         typer.echo(f"the files are {write_list(lists, store.prefix.parent)}", err=True)
     typer.echo(
-        f"use it: threefold train {objective}--data.source {to} --data.tokenizer {info.tokenizer}"
+        f"use it: threefold train {objective}--data.source {shlex.quote(to)} "
+        f"--data.tokenizer {shlex.quote(info.tokenizer)}"
     )
 
 

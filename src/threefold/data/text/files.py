@@ -113,7 +113,7 @@ class Files:
                 raise DataError(
                     f"{full} cannot be read: {error.strerror}",
                     expected="files that this user may read",
-                    fix=f"chmod u+r {full}   (or leave the file out of the source)",
+                    fix=f"chmod u+r {shlex.quote(str(full))}   (or leave the file out of the source)",
                 ) from error
         digests.keep()
         return hashed
@@ -344,7 +344,7 @@ def _not_there(source: str, path: Path) -> DataError:
     nearest = difflib.get_close_matches(path.name, [*names, "stdlib"], 1)
     fix = "--data.source PATH   (or stdlib, or hf:ID for a dataset on the Hub)"
     if nearest:
-        fix = f"--data.source {nearest[0] if nearest[0] == 'stdlib' else parent / nearest[0]}"
+        fix = f"--data.source {nearest[0] if nearest[0] == 'stdlib' else shlex.quote(str(parent / nearest[0]))}"
     return DataError(
         f"data.source = {source!r} {'is neither a file nor a folder' if path.exists() else 'does not exist'}",
         expected=f"stdlib, hf:ID, a prepared folder, or a file, folder or glob, relative to {Path.cwd()}",

@@ -639,7 +639,7 @@ def test_run_without_a_record_is_refused(tmp_path: Path) -> None:
         audit_record.read(tmp_path / "audit.jsonl")
     assert str(caught.value) == (
         f"{tmp_path} has no audit.jsonl\n"
-        "  expected: the folder of a run\n"
+        "  expected: the folder of a run, or for `data audit` a token store with its tokens.parts\n"
         "  fix: check the path: a run's folder is its log.dir (runs/... if none was given)"
     )
 

@@ -314,7 +314,7 @@ def read_lines(path: Path) -> list[Line]:
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
             f"{path.parent} has no {path.name}",
-            expected="the folder of a run",
+            expected="the folder of a run, or for `data audit` a token store with its tokens.parts",
             fix="check the path: a run's folder is its log.dir (runs/... if none was given)",
         ) from None
     lines: list[Line] = []

@@ -246,10 +246,11 @@ def show(
         lines = show_rows.text_lines(
             rows, named, show=first or _SHOWN, ids=ids, count=row is None
         )
-    line = ""
+    printed = False
     for line in lines:
         typer.echo(line)
-    if not line:
+        printed = True
+    if not printed:
         raise ConfigError(
             f"there is no row {row or 0}",
             expected="a row of the source or of the run, counted from 0",

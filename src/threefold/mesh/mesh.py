@@ -77,6 +77,7 @@ class Mesh:
         store: the rendezvous store, or None in a single process.
         timeout_s: longest wait in a collective.
         losses: the batches of the custom losses being computed now, for models that a loss calls.
+        routers: the routers' losses of its steps, which count every token that is not `padding`.
         exchange: passes plain values between ranks; set from the start, as a watch reads it from its thread.
     """
 
@@ -91,6 +92,7 @@ class Mesh:
     store: dist.Store | None = None
     timeout_s: float = 600.0
     losses: list[Any] = field(default_factory=list, repr=False, compare=False)
+    routers: list[Any] = field(default_factory=list, repr=False, compare=False)
     exchange: Exchange = field(init=False, repr=False, compare=False)
     _before_close: list[Callable[[], object]] = field(
         default_factory=list, repr=False, compare=False

@@ -141,6 +141,7 @@ class TrainStep:
             token_loss_of(model, self._mesh) if loss is None else None
         )
         self._router = RouterLoss.of(model.module) if model.context is not None else None
+        self._mesh.routers.extend([self._router] if self._router is not None else [])
         self._batches = Batches(
             model, own_loss=loss is not None, labels=loss_on == "log_probabilities"
         )

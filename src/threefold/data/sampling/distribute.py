@@ -179,12 +179,12 @@ class DistributedLoader(DataLoader[Any]):
 def ignore_last_labels(batch: Any) -> Any:
     """A copy of a dict batch with `labels` [rows, ...] in which the last row's labels are all -100.
 
-    On a mesh a row of tokens is `padding` too, as for a TrainStep: routers' losses count tokens whatever their labels.
+    For a step with a routers' loss the row is `padding` too: that loss counts tokens whatever their labels.
     """
     marked = copy.copy(batch)
     marked["labels"] = labels = batch["labels"].clone()
     labels[-1] = IGNORED
-    if active_mesh() and "input_ids" in batch:
+    if (mesh := active_mesh()) and mesh.routers and "input_ids" in batch:
         marked["padding"] = batch.get("padding", torch.zeros_like(labels).bool()).clone()
         marked["padding"][-1] = True
     return marked

@@ -291,3 +291,25 @@ def test_workers_read_the_same(tmp_path: Path) -> None:
     for found in on_ranks(train, 2, str(tmp_path), "causal", 29, 4, {**more, "resume": True}):
         assert_same_curve(found["curve"], wanted)
     assert "epoch 1: 29 of 29 rows, each exactly once" in proved(tmp_path)
+
+
+def _without_targets(folder: str) -> str:
+    from threefold.errors import DataError
+    from threefold.integrations.huggingface import Trainer
+
+    rows = [dict(row) for row in Sentences(8)]  # type: ignore[attr-defined]
+    for row in rows:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    trainer = Trainer(causal_model(), arguments(folder, **settings(2)), train_dataset=rows)
+    weights = [each.clone() for each in trainer.model.parameters()]
+    with pytest.raises(DataError) as refused:
+        trainer.train()
+    assert all(map(torch.equal, weights, trainer.model.parameters()))
+    return refused.value.problems[0].what
+
+
+def test_a_step_without_a_target_is_refused_before_it_moves_a_weight(tmp_path: Path) -> None:
+    """transformers divides by the number of targets; by none of them, weights would follow the optimizer's moments."""
+    for ranks in (1, 2):
+        for what in on_ranks(_without_targets, ranks, str(tmp_path / str(ranks))):
+            assert what.startswith("the global batch has no token that is trained on")

@@ -424,7 +424,15 @@ def test_other_data_is_named_by_its_keys_and_files(tmp_path: Path) -> None:
     for number in range(20):
         lines.append({"path": str(corpus), "bytes": size + number})
     (run / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines[:0] = [
+        {"path": str(tmp_path / "gone.txt"), "bytes": 3},
+        {"path": "gone.txt", "bytes": 3},
+    ]
+    (run / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     [many] = run_ranks(_refused, 1, str(run), {"num_workers": 1})
-    assert many.count("no longer has") == 10
-    assert "\n\n10 other files of the data have changed too\n" in many
+    assert many.startswith(
+        f"{tmp_path / 'gone.txt'} is gone\n{expected}\n  fix: restore it\n\n"
+    )
+    assert many.count("no longer has") == 9
+    assert "\n\n11 other files of the data have changed too\n" in many
     assert "the saved state has data = " in many

@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import xxhash
 
@@ -67,8 +68,7 @@ def main(address: str, folder: Path) -> None:
         keep=2,
         continue_on_error=False,
         held=held,
-        describe=describe,
-        best=best,
+        run=SimpleNamespace(contents=describe, best=best),
     )  # type: ignore[arg-type]
     while True:
         step += 1

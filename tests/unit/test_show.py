@@ -138,6 +138,20 @@ def test_changed_block_of_targets_is_named_with_the_rows_that_read_its_tokens(
         assert touched and set(touched) <= set(found) and len(found) <= len(touched) + 1, named
 
 
+@pytest.mark.parametrize("to", ["texts", "texts/", "./texts"])
+def test_a_store_is_not_made_in_its_own_source(to: str) -> None:
+    """From then on the folder would be the store, and texts that are added to it would not be read."""
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("some text")
+    prepared = ("prepare", "--data.source", "texts", "--data.tokenizer", "bytes", "--to")
+    with pytest.raises(
+        ConfigError, match=rf"--to {to} is the source\n.*\n  fix: --to .*texts-tokens$"
+    ):
+        data(*prepared, to)
+    assert [path.name for path in Path("texts").iterdir()] == ["a.txt"]
+    assert "is made: " in data(*prepared, "texts-tokens")
+
+
 def test_options_of_prepare_reach_the_store() -> None:
     write(
         "d.jsonl",

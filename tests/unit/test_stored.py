@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -387,8 +388,7 @@ def mirror_of(
         keep=keep,
         continue_on_error=continue_on_error,
         held=held,
-        describe=describe,
-        best=best,
+        run=SimpleNamespace(contents=describe, best=best),
     )
 
 
@@ -551,7 +551,7 @@ def test_a_file_that_changed_after_it_was_sealed_is_not_sent_as_it(
 ) -> None:
     held = taken()
     copies = mirror_of(place, held, tmp_path)
-    describe = copies._describe
+    describe = copies._run.contents
 
     def then_change(each: Sent) -> SentFiles:
         described = describe(each)
@@ -559,7 +559,7 @@ def test_a_file_that_changed_after_it_was_sealed_is_not_sent_as_it(
         path.write_bytes(path.read_bytes()[:-1] + b"!")
         return described
 
-    copies._describe = then_change
+    copies._run.contents = then_change  # type: ignore[method-assign]
     copies.send(Sent(tmp_path / "step-00000001", 1))
     with pytest.raises(ThreefoldError, match="has changed since it was saved"):
         copies.wait(lambda: None)

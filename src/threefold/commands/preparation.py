@@ -86,6 +86,13 @@ def _asked(
     """The store to prepare, its path and files; `alone`: no other process makes parts of it."""
     refuse_flags(arguments, "prepare")
     source, tokenizer = source_of(arguments, "prepare")
+    names = (source.name,) if isinstance(source.name, str) else source.name
+    if Path(to).resolve() in [Path(name).resolve() for name in names]:
+        raise ConfigError(
+            f"--to {to} is the source",
+            expected="another folder: this one would be read as the store, without what is added to it later",
+            fix=f"--to {shlex.quote(f'{Path(to)}-tokens')}",
+        )
     encoder = for_texts(tokenizer, source.labels)
     address = to if is_address(to) else None
     # With the digests of the files, other tasks need not read all of them for the fingerprint.

@@ -87,6 +87,14 @@ class SentFiles:
     others: Mapping[str, Path]
 
 
+class SentRun(Protocol):
+    """What is known of a run on disk."""
+
+    def contents(self, sent: Sent) -> SentFiles: ...
+    def best(self) -> int | None:
+        """The step of its best checkpoint so far, if there is one."""
+
+
 class Mirror:
     """The copy of a run's checkpoints in a store. Every rank has one and calls it in the same way."""
 
@@ -99,20 +107,18 @@ class Mirror:
         keep: int,
         continue_on_error: bool,
         held: HeldHead | None,
-        describe: Callable[[Sent], SentFiles],
-        best: Callable[[], int | None],
+        run: SentRun,
     ) -> None:
         """Args:
         values: a key-value store that all ranks reach, for this alone: set, get, wait and delete_key.
         keep: newest checkpoints that are kept there, besides the best.
         continue_on_error: an upload that fails is printed, and the run continues.
         held: the head, on rank 0.
-        describe: called by rank 0 before a folder is sent.
-        best: the step of the best checkpoint so far, if it is known; called by rank 0.
+        run: asked by rank 0 before a folder is sent.
         """
         self.place, self._ranks, self._values = place, ranks, values
         self._keep, self._continue, self._held = keep, continue_on_error, held
-        self._describe, self._best = describe, best
+        self._run = run
         self._lock, self._waiting, self._sending = threading.Lock(), list[Sent](), list[Sent]()
         self._thread: threading.Thread | None = None
         self._failure: ThreefoldError | None = None
@@ -221,9 +227,9 @@ class Mirror:
         self, sent: Sent, contents: list[SentFiles], later: bool
     ) -> dict[str, Any] | None:
         # A later one is nearer to where the run is; the best is left out for a better one only.
-        if later and sent.step != self._best():
+        if later and sent.step != self._run.best():
             return None
-        contents.append(self._describe(sent))
+        contents.append(self._run.contents(sent))
         return {"name": contents[0].name, "files": contents[0].files}
 
     def _send(self, begun: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -281,7 +287,7 @@ class Mirror:
     def _with(self, added: StoredCheckpoint, before: RunHead) -> RunHead:
         others = [each for each in before.checkpoints if each.name != added.name]
         entries = sorted([*others, added], key=lambda each: each.step)
-        if (step := self._best()) is not None:
+        if (step := self._run.best()) is not None:
             entries = [replace(each, best=each.step == step) for each in entries]
         best = [each for each in entries[: -self._keep] if each.best]
         return replace(before, checkpoints=(*best, *entries[-self._keep :]))

@@ -268,7 +268,9 @@ class Checkpointer:
                 )
         for line in Lines(checkpoint.path.parents[1] / FILE).read():
             path, size = Path(str(line.values.get("path"))), line.values.get("bytes")
-            if isinstance(size, int) and path.is_file() and path.stat().st_size != size:
+            if path.is_absolute() and not path.exists():
+                yield Problem(f"{path} is gone", expected, "restore it")
+            elif isinstance(size, int) and path.is_file() and path.stat().st_size != size:
                 yield Problem(f"{path} no longer has {size:,} bytes", expected, "restore it")
 
 

@@ -84,8 +84,7 @@ class StoredRun:
             keep=asked.keep,
             continue_on_error=asked.on_error == "continue",
             held=held,
-            describe=self._contents,
-            best=lambda: (CheckpointFolder(folder).best() or (None,))[0],
+            run=self,
         )
 
     def begun(self, folder: RunFolder) -> None:
@@ -115,7 +114,11 @@ class StoredRun:
         if self._held is not None:
             give_back(self._held, self._folder)
 
-    def _contents(self, sent: Sent) -> SentFiles:
+    def best(self) -> int | None:
+        """The step of its best checkpoint so far, if there is one."""
+        return (CheckpointFolder(self._folder).best() or (None,))[0]
+
+    def contents(self, sent: Sent) -> SentFiles:
         """Each rank sends what it wrote, as far as there are as many ranks as when it was written."""
         checkpoint = Checkpoint(sent.folder, sent.step)
         folder = self._folder

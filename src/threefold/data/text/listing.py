@@ -195,14 +195,12 @@ def write_list(lists: Iterable[FileList], folder: Path) -> str:
     try:
         with temporary.open("w") as file:
             for each in lists:
-                key = {"key": each.key} if each.key else {}
+                # The run may be resumed from another folder.
+                root, key = each.root.absolute(), {"key": each.key} if each.key else {}
                 read = (
-                    {"path": str(each.root / p), "bytes": _size(each.root / p), **key}
-                    for p in each.read
+                    {"path": str(root / p), "bytes": _size(root / p), **key} for p in each.read
                 )
-                left = (
-                    {"path": str(each.root / o.path), "left_out": o.why} for o in each.left_out
-                )
+                left = ({"path": str(root / o.path), "left_out": o.why} for o in each.left_out)
                 file.writelines(json.dumps(line) + "\n" for line in (*read, *left))
         os.replace(temporary, to)
     except OSError as error:

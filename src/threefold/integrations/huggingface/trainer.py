@@ -43,6 +43,7 @@ from threefold.integrations.huggingface.loss import (
     weighing,
 )
 from threefold.integrations.huggingface.training_loader import Axis, TrainLoader
+from threefold.training.numbers import refuse_nothing
 
 log = logging.get_logger(__name__)
 # For a sharded model; transformers' own scheduler.pt is a pickle.
@@ -184,6 +185,8 @@ class Trainer(transformers.Trainer):
         is_passed = self.compute_loss_func is not None or (
             labelled and self.model_accepts_loss_kwargs
         )
+        if is_passed and labelled:
+            refuse_nothing("the global batch", int(targets))
         return targets if is_passed else None
 
     def _parts_of(self, batch: Any) -> list[StepPart]:

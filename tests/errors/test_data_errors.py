@@ -879,7 +879,7 @@ def test_store_that_was_never_finished(folder: Path) -> None:
         (
             "data.source = 'half' is an unfinished token store",
             "a complete store: .bin, .idx and .json",
-            "run the same   threefold data prepare ... --to half   again: it resumes where it stopped",
+            "threefold data prepare ... --to half   as before: it continues",
         )
     ]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -223,7 +224,7 @@ def _write(path: Path, identity: ReferenceIdentity, values: Float64) -> None:
 
 def _read(path: Path, identity: ReferenceIdentity, num_documents: int) -> Float64:
     """Raises CheckpointError: the file is not as it was written, or that of something else."""
-    again = f"rm {path}   (it is computed again from the weights that the run began with)"
+    again = f"rm {shlex.quote(str(path))}   (it is computed again from the weights that the run began with)"
     try:
         line, _, content = path.read_bytes().partition(b"\n")
     except OSError as error:

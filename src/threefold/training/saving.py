@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -354,11 +355,11 @@ def _refuse_folder(folder: Path, step: int, model: Model) -> None:
         )
     if last is not None and (later := [each for each in steps if each > last]):
         aside = folder / f"after-step-{last:08d}"
-        moved = " ".join(str(folder / "checkpoints" / f"step-{each:08d}") for each in later)
+        moved = [str(folder / "checkpoints" / f"step-{each:08d}") for each in later]
         raise ConfigError(
             f"{asked}: step {later[-1]} is there, and this loop has gone back to step {last}",
             expected="no later checkpoints: the next load would take the newest, from the abandoned steps",
-            fix=f"mkdir -p {aside} && mv {moved} {aside}   (or {other})",
+            fix=f"mkdir -p {shlex.quote(str(aside))} && mv {shlex.join([*moved, str(aside)])}   (or {other})",
         )
     if steps and step <= steps[-1]:
         raise ConfigError(
@@ -453,7 +454,7 @@ def _newest(folder: Path) -> str | None:
         raise CheckpointError(
             f"{torn[-1].path} is not complete, and there is no other checkpoint in {folder}",
             expected="a checkpoint with its marker, which is written last",
-            fix=f"rm -r {torn[-1].path}   to start over, or copy it again from its source",
+            fix=f"rm -r {shlex.quote(str(torn[-1].path))}   to start over, or copy it again from its source",
         )
     return None
 

@@ -7,6 +7,7 @@ blocks of rows that were just read, which reads them once more from the disk.
 
 from __future__ import annotations
 
+import shlex
 import time
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -214,7 +215,7 @@ def problem_of(
     folder = store.prefix.parent
     fix = "copy all files of the store again from their origin, or prepare the text again in another folder"
     if cache in folder.parents:
-        fix = f"rm -r {folder}   (it is made again from the text)"
+        fix = f"rm -r {shlex.quote(str(folder))}   (it is made again from the text)"
     elif store.info is None:
         fix = f"copy its files again from their origin; if they were changed on purpose: rm {store.blocks_at}"
     return Problem(

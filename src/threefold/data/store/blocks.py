@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -221,7 +222,7 @@ class Blocks:
             raise DataError(
                 f"{place} is damaged: {str(error) or type(error).__name__}",
                 expected="the hashes of the store's blocks as written: without them nothing can be compared",
-                fix=f"rm {place}   (the store is hashed again; a run that knows its bytes compares them)",
+                fix=f"rm {shlex.quote(str(place))}   (it is hashed again; a run that knows its bytes compares them)",
             ) from error
 
 

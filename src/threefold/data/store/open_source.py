@@ -7,6 +7,7 @@ once into a cached store while the machine's other processes wait.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -264,7 +265,7 @@ def store_prefix(source: str) -> Path | None:
             raise DataError(
                 f"data.source = {source!r} is an unfinished token store",
                 expected="a complete store: .bin, .idx and .json",
-                fix=f"run the same   threefold data prepare ... --to {path}   again: it resumes where it stopped",
+                fix=f"threefold data prepare ... --to {shlex.quote(str(path))}   as before: it continues",
             )
         return prefixes[0] if prefixes else None
     if path.suffix in (".bin", ".idx"):

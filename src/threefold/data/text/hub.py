@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -131,7 +132,8 @@ def open_hub(
         for path, hashed in rows.files.items():
             if digests.setdefault(str(path), hashed.content) != hashed.content:
                 raise changed(
-                    path, fix=f"rm -r {checked.parent}   (it is made again from {folder})"
+                    path,
+                    fix=f"rm -r {shlex.quote(str(checked.parent))}   (it is made again from {folder})",
                 )
         checked.write_text(json.dumps(digests))
     return rows

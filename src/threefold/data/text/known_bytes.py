@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import os
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,7 +184,7 @@ def changed(path: Path, *, fix: str | None = None) -> DataError:
         f"{path} has changed, or is gone, since its fingerprint was made",
         expected="files that do not change while they are read: a store is named after the bytes that it was made from",
         fix=fix
-        or f"touch {path}   and run the same command again once nothing writes to it any more",
+        or f"touch {shlex.quote(str(path))}   and run the same command again once nothing writes to it any more",
     )
 
 

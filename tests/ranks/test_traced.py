@@ -164,6 +164,18 @@ def test_command(tmp_path: Path) -> None:
     assert large.returncode == 1 and "it does not fit on l4:" in large.stdout, large.stderr
 
 
+def test_adapters_are_counted_as_a_ranking_counts_them(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    keys = ("--model.lora.r", "4", "--model.lora.target_modules", "all-linear")
+    traced = _plan(tmp_path, *keys).stdout
+    ranked = _plan(tmp_path, *keys, "--gpus", "1", "--gpu", "h100-80gb").stdout
+    assert "frozen ones" in traced
+    for line in traced.splitlines():
+        if "GFLOP" in line:
+            assert line in ranked
+    assert traced.partition(" on ")[0] == ranked.partition(" on ")[0]  # the parameters
+
+
 @pytest.mark.parametrize(
     ("keys", "said"),
     [

@@ -187,7 +187,7 @@ def _traced(config: Config, topology: Topology) -> tuple[str, int, Flops, Traced
     import torch
     import transformers
 
-    from threefold.model import load
+    from threefold.model import load, lora
     from threefold.model.flops import flops_of
     from threefold.run.plan_trace import refused, trace
     from threefold.run.request import setup_problems
@@ -201,6 +201,8 @@ def _traced(config: Config, topology: Topology) -> tuple[str, int, Flops, Traced
     ):
         raise ConfigError.of(problems)
     outline: Any = load.outline(architecture, trust_remote_code=config.model.trust_remote_code)
+    if config.model.lora.r:
+        lora.insert(outline, config.model.lora)
     parameters = sum(parameter.numel() for parameter in outline.parameters())
     traced = trace(config, architecture, topology)
     return architecture.model_type, parameters, flops_of(outline), traced

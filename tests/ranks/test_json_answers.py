@@ -179,6 +179,12 @@ def test_facts_are_those_that_are_printed(folder: Path) -> None:
     assert [(each["step"], each["ranks"]) for each in read["read"]] == [(2, [1])]
 
 
+def test_a_page_says_of_the_data_what_the_run_said(folder: Path) -> None:
+    assert command(folder, "report", "run").returncode == 0
+    page = (folder / "run" / "report.html").read_text()
+    assert " tokens in " in page and "num_rows" not in page
+
+
 def test_verify_of_ranks_of_a_launcher_prints_the_same_object(folder: Path) -> None:
     arguments = ["verify", "config.yaml", "--mesh.dp", "2", "--steps", "1", "--json"]
     (local,) = answers(command(folder, *arguments).stdout)

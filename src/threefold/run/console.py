@@ -116,7 +116,7 @@ def _data(run: Built) -> dict[str, Any]:
     return {
         "source": source,
         "tokenizer": run.tokenizer.name,
-        "rows": run.rows.report,
+        "rows": str(run.rows.report),
         "seq_len": data.seq_len,
     }
 

@@ -97,3 +97,16 @@ def test_what_has_no_hash(tmp_path: Path) -> None:
     (tmp_path / "empty" / "model.safetensors").write_bytes(b"no tensors")
     done = command(tmp_path, "hash", "empty")
     assert done.returncode == 2 and "cannot be read" in done.stderr
+
+
+def test_half_of_the_files_has_no_hash(tmp_path: Path) -> None:
+    """Two copies that both lack a file would be equal."""
+    (tmp_path / "half").mkdir()
+    file = tmp_path / "half" / "model-00001-of-00002.safetensors"
+    save_file({"a": torch.ones(2)}, file)
+    done = command(tmp_path, "hash", "half", "half")
+    assert done.returncode == 2 and "half has 1 of 2 weights files\n" in done.stderr, (
+        done.stdout
+    )
+    save_file({"b": torch.ones(2)}, file.with_stem("model-00002-of-00002"))
+    assert hashed(tmp_path, "half")["num_tensors"] == 2

@@ -86,7 +86,7 @@ def hash_of_folder(folder: Path) -> WeightsHash:
     """The hash of the weights in a folder's files (model*.safetensors, or an adapter's).
 
     Raises:
-        CheckpointError: there are none, a tensor is in two files, or a file cannot be read.
+        CheckpointError: there are none, one is missing or cannot be read, or a tensor is in two files.
     """
     files = sorted(folder.glob("model*.safetensors")) or sorted(
         folder.glob("adapter_model.safetensors")
@@ -96,6 +96,14 @@ def hash_of_folder(folder: Path) -> WeightsHash:
             f"{folder} holds neither a run's checkpoints nor a model's weights",
             expected="a run's folder, one of its checkpoints, or a folder with model.safetensors",
             fix="threefold hash runs/NAME",
+        )
+    # model-00001-of-00003: the name of one tells how many there are.
+    number = files[0].stem.rpartition("-of-")[2]
+    if number.isdigit() and int(number) > len(files):
+        raise CheckpointError(
+            f"{folder} has {len(files)} of {int(number)} weights files",
+            expected="whole weights: two halves may be equal",
+            fix="export or download it again",
         )
     return hash_of(_read(files))
 

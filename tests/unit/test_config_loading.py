@@ -522,6 +522,7 @@ def test_text_that_yaml_changes_is_refused_and_its_fix_is_the_text(text: str) ->
         ("log.dir", "$HOME/runs", '--log.dir "$HOME/runs"'),
         ("data.source", "${DATA}/a.jsonl", '--data.source "${DATA}/a.jsonl"'),
         ("model.name_or_path", "$MODEL", '--model.name_or_path "$MODEL"'),
+        ("log.dir", "$HOME/läufe", '--log.dir "$HOME/läufe"'),
     ],
 )
 def test_path_that_no_shell_has_expanded_is_refused(key: str, text: str, fix: str) -> None:

@@ -105,7 +105,7 @@ def literal_paths(config: Config) -> Iterator[Problem]:
                 yield Problem(
                     f"{key} = {text!r} does not exist, and {'~' if home else 'its $'} is taken literally",
                     "a literal path: a shell expands ~ and $NAME outside of single quotes, and nothing in a file does",
-                    f"--{key} {text if home else json.dumps(text)}",
+                    f"--{key} {text if home else json.dumps(text, ensure_ascii=False)}",
                 )
 
 

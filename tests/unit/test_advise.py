@@ -482,3 +482,37 @@ def test_the_yaml_of_a_run_is_planned_with_the_model_that_it_trains(tmp_path: Pa
         main.app, ["plan", str(tmp_path), "--gpus", "1", "--gpu", "h200"]
     )
     assert planned.output == ranked.output
+
+
+def test_a_mask_that_a_run_sets_for_its_rows_is_not_left_out_in_silence(
+    config: Path, tmp_path: Path
+) -> None:
+    for rows, is_said in (
+        ({"prompt": "a", "completion": "b"}, True),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": "b"},
+                ]
+            },
+            True,
+        ),
+        ({"text": "a"}, False),
+    ):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(rows))
+        asked = [
+            "plan",
+            str(config),
+            "--gpus",
+            "1",
+            "--gpu",
+            "h200",
+            "--data.source",
+            str(tmp_path / "rows.jsonl"),
+        ]
+        for keys, expected in (([], is_said), (["--data.document_mask", "false"], False)):
+            planned = CliRunner().invoke(main.app, [*asked, *keys])
+            assert ("planned without data.document_mask" in planned.stderr) is expected, (
+                planned.output
+            )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from threefold.commands.model_config import values_of, with_default_model
+from threefold.commands.model_config import planned_config, values_of
 from threefold.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,11 +61,9 @@ def ranked(
 
 
 def _question(devices: Devices, arguments: list[str]) -> Question:
-    from threefold.commands.arguments import load_config
     from threefold.plan import accelerators
     from threefold.plan.adapters import adapted
     from threefold.plan.advise import Question
-    from threefold.plan.choices import Device, with_dtype
     from threefold.plan.decoder import decoder_of
     from threefold.plan.fabric import fabric_of
 
@@ -82,9 +80,7 @@ def _question(devices: Devices, arguments: list[str]) -> Question:
             expected=expected,
             fix=f"--nodes {max(size for size in range(1, nodes + 1) if count % size == 0)}",
         )
-    loaded = load_config(arguments)
-    config = with_dtype(with_default_model(loaded.config), Device("cuda"))
-    pinned = frozenset(loaded.origins)
+    config, pinned = planned_config(arguments)
     values = values_of(config.model)
     decoder = adapted(decoder_of(values), config.model.lora)
     fabric = fabric_of(

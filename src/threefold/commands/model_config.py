@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from threefold.config.paths import RUN_CONFIG, is_run
 from threefold.errors import ConfigError, first_line
@@ -33,7 +36,29 @@ def model_keys(model: str) -> list[str]:
     return ["--model.config", json.dumps(values)]
 
 
-def with_default_model(config: Config) -> Config:
+def planned_config(arguments: Sequence[str]) -> tuple[Config, frozenset[str]]:
+    """The config of a run that is planned, on a GPU, and which keys were given."""
+    from threefold.commands.arguments import load_config
+    from threefold.plan.choices import Device, with_dtype
+
+    loaded = load_config(arguments)
+    config, given = loaded.config, frozenset(loaded.origins)
+    if config.data.document_mask is None and {"data.source", "data.mixture"} & given:
+        _say_if_masked(config)
+    return with_dtype(_with_default_model(config), Device("cuda")), given
+
+
+def _say_if_masked(config: Config) -> None:
+    from threefold.config.paths import source_names
+    from threefold.run.sources import formats_of
+
+    on_the_hub = any(name.startswith("hf:") for name in source_names(config))
+    if not on_the_hub and {*formats_of(config).values()} - {"text"}:
+        note = "planned without data.document_mask, which a run sets for rows that are not text"
+        typer.echo(f"{note}: with it by --data.document_mask true", err=True)
+
+
+def _with_default_model(config: Config) -> Config:
     """The same, with the values of the model that a run trains: its default, and the vocabulary of its tokenizer."""
     from threefold.config.schema import EMBEDDED_DEFAULT
 

@@ -123,15 +123,13 @@ def _refuse(names: list[str], where: str, fix: str) -> None:
 
 def _one(keys: list[str], gpu: str | None, *, as_json: bool) -> None:
     """Prints what one set-up needs, traced."""
-    from threefold.commands.arguments import load_config
-    from threefold.commands.model_config import with_default_model
+    from threefold.commands.model_config import planned_config
     from threefold.mesh.topology import resolve
     from threefold.plan import accelerators
-    from threefold.plan.choices import Device, with_dtype
     from threefold.plan.operations import causal_keys, formula
 
     device = accelerators.named(gpu) if gpu is not None else None
-    config = with_dtype(with_default_model(load_config(keys).config), Device("cuda"))
+    config, _ = planned_config(keys)
     axes = (config.mesh.dp or config.mesh.dp_shard, config.mesh.cp, config.mesh.tp)
     if "auto" in axes:
         raise ConfigError(

@@ -355,6 +355,26 @@ def test_newest_and_best_are_kept(tmp_path: Path) -> None:
     assert run_ranks(_keep_some, 1, str(tmp_path / "run")) == [([2, 7], (2, 4.0))]
 
 
+def _between(folder: str) -> Any:
+    run, told = Miniature((2, 1, 1, 1), folder, checkpoint={"keep": 1, "every": 1}), []
+
+    def tell() -> None:
+        if run.mesh.rank == 0 and (saved := run.checkpointer.saved) is not None:
+            told.append((saved.step, saved.complete))
+
+    run.checkpointer.between = tell
+    for step in (1, 2, 3):
+        run.advance(1)
+        run.checkpointer.save(step, None, True)
+    run.checkpointer.saver.wait()
+    return told
+
+
+def test_each_save_is_told_of_before_the_next_can_remove_it(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    assert run_ranks(_between, 2, str(tmp_path / "run")) == [[(1, True), (2, True)], []]
+
+
 def _saved_first(folder: str) -> Any:
     run = Miniature((2, 1, 1, 1), folder, checkpoint={"keep": 1, "every": 1})
     for step, eval_loss in enumerate([5.0, 6.0, 4.0], start=1):

@@ -87,7 +87,7 @@ def _asked(
     refuse_flags(arguments, "prepare")
     source, tokenizer = source_of(arguments, "prepare")
     names = (source.name,) if isinstance(source.name, str) else source.name
-    if Path(to).resolve() in [Path(name).resolve() for name in names]:
+    if Path(to).is_dir() and Path(to).resolve() in [Path(name).resolve() for name in names]:
         raise ConfigError(
             f"--to {to} is the source",
             expected="another folder: this one would be read as the store, without what is added to it later",

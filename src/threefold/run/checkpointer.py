@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -91,6 +91,8 @@ class Checkpointer:
         self.lost_bits: list[str] | None = None
         self.saved: Checkpoint | None = None  # the last one, on the rank that completes it
         self._last = self.folder.done  # the step of the last save, or of the resume
+        # Called when a save is over, before the next, which may remove what it saved.
+        self.between: Callable[[], None] = lambda: None
         self.saver: Saver  # made by `start`
         self.stored: StoredRun | None = None  # the run's copy in a store
         self._base = load.base_of(self.config, self.mesh)
@@ -168,6 +170,8 @@ class Checkpointer:
         if stored is not None:
             done = partial(stored.send, checkpoints.at(step))
             job = replace(job, refusal=lambda: refusal() or stored.mirror.refusal(), done=done)
+        self.saver.wait()
+        self.between()
         self.saver.save(job)
 
     def _mark_best(self, step: int, eval_loss: float) -> None:

@@ -275,6 +275,7 @@ def _followed(run: Run, built: Built, console: Screen, extras: Extras, hooks: Ho
         )
     loop = _loop_of(built, guards, extras)
     checkpointer.start(loop.step)
+    checkpointer.between = partial(_saved, built, hooks)
     guards.notice = checkpointer.saver.check
     rows = kept_rows_of(built, guards.audit)
     try:
@@ -282,7 +283,7 @@ def _followed(run: Run, built: Built, console: Screen, extras: Extras, hooks: Ho
             loop,
             kept_rows=rows,
             eval_batches=shown_evaluation(console, built),
-            after_step=lambda: _saved(built, hooks),
+            after_step=checkpointer.between,
         )
         outcome = train_loop(loop, first_step=built.done + 1)
         guards.progress.close()

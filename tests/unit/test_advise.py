@@ -476,6 +476,11 @@ def test_the_yaml_of_a_run_is_planned_with_the_model_that_it_trains(tmp_path: Pa
     # As a run: the vocabulary is that of the tokenizer, of bytes.
     parameters = 2 * 257 * 32 + 2 * (4 * 32**2 + 3 * 32 * 64 + 2 * 32) + 32
     assert f"llama: {parameters:,} parameters on" in ranked.output
+    # A model's own file is completed by nothing: what it leaves out is transformers' default, or further inside.
+    values = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    own = ["plan", str(tmp_path / "config.json"), "--gpus", "1", "--gpu", "h200"]
+    assert "has vocab_size = None" in str(CliRunner().invoke(main.app, own).exception)
     (tmp_path / "run.json").write_text("{}")
     job.rename(tmp_path / "config.yaml")
     planned = CliRunner().invoke(

@@ -227,8 +227,8 @@ def show(
     path, keys = split(context.args)
     run = path if path is not None and Path(path).suffix not in (".yaml", ".yml") else None
     if run is not None:
-        is_source = Path(run).exists() and not is_run(Path(run))
-        is_source = is_source and "data.source" not in dict(keys)
+        is_source = "data.source" not in dict(keys) and Path(run).exists()
+        is_source &= not is_run(Path(run))
         if is_source or keys:
             others = [each for each in context.args if each != run]
             source = shlex.join(["--data.source", run, *others])

@@ -52,8 +52,9 @@ def _say_if_masked(config: Config) -> None:
     from threefold.config.paths import source_names
     from threefold.run.sources import formats_of
 
-    on_the_hub = any(name.startswith("hf:") for name in source_names(config))
-    if not on_the_hub and {*formats_of(config).values()} - {"text"}:
+    if any(name.startswith("hf:") for name in source_names(config)):
+        return
+    if {*formats_of(config).values()} - {"text"}:
         note = "planned without data.document_mask, which a run sets for rows that are not text"
         typer.echo(f"{note}: with it by --data.document_mask true", err=True)
 
@@ -65,7 +66,8 @@ def _with_default_model(config: Config) -> Config:
     if config.model.name_or_path is not None:
         return config
     values = dict(config.model.config or EMBEDDED_DEFAULT)
-    if "vocab_size" not in values:
+    # A model's own file without a vocabulary has it further inside, or is of transformers' default.
+    if not {"vocab_size", "text_config", "architectures"} & values.keys():
         from threefold.run.sources import tokenizer_of
 
         values["vocab_size"] = tokenizer_of(config).vocab_size

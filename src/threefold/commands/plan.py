@@ -81,8 +81,8 @@ def command(
     from threefold.commands.model_config import model_keys
 
     _refuse_without_effect(context.args)
-    keys = [*(model_keys(model) if model is not None else ()), *context.args]
-    if not any(key.startswith("--model.") for key in keys) and model is None:
+    keys = [*(model_keys(model) if model else ()), *context.args]
+    if not any(key.startswith("--model.") for key in keys) and not model:
         raise ConfigError(
             "no model is named",
             expected="a Hub id, a folder, a config.json, a run, or its YAML",

@@ -164,6 +164,16 @@ def test_command(tmp_path: Path) -> None:
     assert large.returncode == 1 and "it does not fit on l4:" in large.stdout, large.stderr
 
 
+def test_sgd_waits_for_a_norm_that_a_trace_lacks(tmp_path: Path) -> None:
+    keys = ("--mesh.dp_shard", "2", "--json", "--optimizer.name")
+    adam, sgd = (
+        json.loads(_plan(tmp_path, *keys, *name).stdout)
+        for name in (("adamw",), ("sgd", "--optimizer.options", "{momentum: 0.9}"))
+    )
+    assert sgd["optimizer_bytes"] == pytest.approx(adam["optimizer_bytes"] / 2, rel=0.01)
+    assert sgd["sent"] == adam["sent"]
+
+
 def test_adapters_are_counted_as_a_ranking_counts_them(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     keys = ("--model.lora.r", "4", "--model.lora.target_modules", "all-linear")
@@ -191,7 +201,8 @@ def test_adapters_are_counted_as_a_ranking_counts_them(tmp_path: Path) -> None:
             "train.float8 = rowwise cannot be traced",
         ),
         (("--eval.every", "3"), "--eval.every has no effect on a step"),
-        (("--optimizer.name", "muon"), "'llama' cannot be traced"),
+        (("--optimizer.name", "muon"), "optimizer.name = muon cannot be traced"),
+        (("--mesh.tp", "2", "--mesh.ep", "2"), "mesh.ep = 2 cannot be traced"),
         (("--train.micro_batch", "3"), "train.micro_batch = 3"),
     ],
 )

@@ -42,6 +42,7 @@ from threefold.training.step import TrainStep
 _HOST_BYTES = (370 * 2**20, 440 * 2**20), (525 * 2**20, 815 * 2**20)
 # Changes nothing that is traced.
 _RATE = 1e-4
+_FINITE = torch.ones(())
 Sent: TypeAlias = dict[tuple[str, str], tuple[int, int]]
 _AXES = ("tp", "cp", "fsdp", "dp_replicate", "dp", "loss", "world")
 
@@ -83,12 +84,15 @@ def refused(config: Config) -> Iterator[Problem]:
             expected,
             "--train.activation_checkpointing full   (which holds one more layer input per layer)",
         )
-    eager = "what is computed as it is written: weights and their averages, layers and products as they are"
+    eager = "what is computed as it is written, and needs no values: weights, layers and products as they are"
+    by_values = config.optimizer.name in ("adafactor", "adamw_8bit", "muon")
     for key, value, plain in (
         ("train.objective", config.train.objective, "next_token"),
         ("train.reduce", config.train.reduce, "fast"),
         ("train.float8", config.train.float8, "none"),
         ("train.compile", config.train.compile, False),
+        ("mesh.ep", config.mesh.ep, 1),
+        ("optimizer.name", config.optimizer.name if by_values else "adamw", "adamw"),
     ):
         if value not in (plain, "auto"):
             shown = str(value).lower()
@@ -154,7 +158,7 @@ def _traced(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Trace
             if config.optimizer.ema is not None
             else None
         )
-        step = TrainStep(
+        step = _Step(
             model,
             optimizer,
             grad_clip=config.train.grad_clip,
@@ -202,6 +206,13 @@ def _traced(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Trace
     if replicated:
         traffic["dp", "all-reduce"] = (1, gradients)
     return Traced(memory.peak + sums, held, state, gradients, resident, host, traffic)
+
+
+class _Step(TrainStep):
+    def _update(self, grad_norm: Tensor, lr: float | None) -> None:
+        # Some optimizers wait for the norm, which has no value here: finite.
+        grad_norm.constant = _FINITE  # type: ignore[attr-defined]
+        super()._update(grad_norm, lr)
 
 
 def _repeated(one: Sent, two: Sent, times: int) -> Sent:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from threefold.checkpoint import lineage
 from threefold.checkpoint.checkpoint_folder import Checkpoint, CheckpointFolder
@@ -17,9 +19,12 @@ from threefold.checkpoint.lineage import Author, Identity
 from threefold.config import loading
 from threefold.config.paths import run_and_checkpoint
 from threefold.config.schema import Config
-from threefold.errors import EXIT_FAILED, CheckpointError, ConfigError
+from threefold.errors import EXIT_FAILED, CheckpointError, ConfigError, RunError
+from threefold.mesh.mesh import Mesh
+from threefold.mesh.topology import Topology
 from threefold.run.failure import report_failure
 from threefold.run.folder import RunFolder, log_to_file, open_run
+from threefold.run.watch.watchdog import Watchdog
 
 
 @pytest.fixture(autouse=True)
@@ -271,6 +276,26 @@ def test_full_disk_at_a_start_is_said_in_three_parts(
         text = capsys.readouterr().err
         assert text.startswith(f"a disk is full: [Errno {number}] why\n  expected: ") == told
         assert ("Traceback" in text) != told
+
+
+def test_a_rank_that_still_joins_does_not_report_that_another_has_failed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The mesh's store is the ranks' own with a prefix, so a count in each would have two first failures."""
+    store = dist.HashStore()
+    joined = Mesh(
+        Topology(dp_replicate=2),
+        0,
+        torch.device("cpu"),
+        store=dist.PrefixStore("mesh-1", store),
+    )
+    watches = [Watchdog(rank, stall_s=60, timeout_s=60) for rank in range(2)]
+    for watch in watches:
+        watch.store = store
+    refused = ConfigError("a wrong key", expected="a right one", fix="--right key")
+    report_failure(refused, joined, 0, watches[0])
+    report_failure(RunError("lost", expected="a peer", fix="none"), None, 1, watches[1])
+    assert capsys.readouterr().err == f"{refused}\n"
 
 
 @pytest.mark.parametrize("inside", ["sub", "checkpoints/sub", "exports/deep/er"])

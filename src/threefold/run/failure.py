@@ -94,7 +94,8 @@ def _is_first_failure(
 ) -> bool:
     if isinstance(error, RendezvousError | NoDeviceError):
         return error.first
-    store = mesh.store if mesh is not None else watch.store if watch is not None else None
+    # The watch's first: a rank that is still joining has no mesh, and its store is another.
+    store = next((each.store for each in (watch, mesh) if each and each.store), None)
     if store is None:
         return rank == 0
     try:

@@ -93,10 +93,10 @@ def run_rank(loaded: LoadedConfig, topology: Topology, why: str) -> int:
             watch.leave()
             return code
         except (SystemExit, KeyboardInterrupt):
-            if mesh is not None and mesh.store is not None:
+            if watch.store is not None:
                 with contextlib.suppress(Exception):
                     # The other ranks need not report that this one has left.
-                    mesh.store.add(FAILURES, 1)
+                    watch.store.add(FAILURES, 1)
             raise
         except BaseException as error:
             code = report_failure(error, mesh, info.rank, watch, keep=loaded.reason)

@@ -407,9 +407,7 @@ class Watchdog:
         if store.add(f"{_PREFIX}/told/{verdict.key}", 1) == 1:  # no judge has reported it
             _print(verdict.text())
         if (verdict.still_s > self._timeout_s and verdict.ends) or self.overdue():
-            if self.mesh is not None and self.mesh.store is not None:
-                # The other ranks need not report the errors that follow.
-                self.mesh.store.clone().add(FAILURES, 1)
+            store.add(FAILURES, 1)  # the other ranks need not report the errors that follow
             if store.add(f"{_PREFIX}/told/end", 1) == 1:
                 _print(text := str(self._end(verdict.headline(), verdict.what_to_look_at())))
                 self.note(verdict.ending(text))

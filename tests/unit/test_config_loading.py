@@ -451,7 +451,7 @@ def test_dump_loads_as_the_same_config(
     """Whatever text a value holds: quotes, colons, `null`, `1e-4`, a date."""
     config = validate(
         {
-            "model": {"config": model},
+            "model": {"config": None if model is None else model | {"model_type": "llama"}},
             "data": {"source": texts[0], "split": texts[1], "seed": counts[0]},
             "mesh": dict(zip(("dp", "dp_shard", "cp", "tp"), sizes, strict=True)),
             "optimizer": {"lr": max(rates), "min_lr": min(rates), "betas": list(betas)},
@@ -486,8 +486,9 @@ def test_shown_value_reads_back_to_the_same(value: Any) -> None:
     """What an error or --print-config shows can be pasted."""
     shown = as_yaml(value)
     assert "\n" not in shown
-    loaded = loading.load(None, [("model.config", f"{{value: {shown}}}")], environ={})
-    assert loaded.config.model.config == {"value": value}
+    text = f"{{model_type: llama, value: {shown}}}"
+    loaded = loading.load(None, [("model.config", text)], environ={})
+    assert loaded.config.model.config == {"model_type": "llama", "value": value}
 
 
 def test_section_defaults_hold_alone() -> None:
@@ -501,6 +502,28 @@ def test_files_of_tasks_are_found_from_another_folder_and_names_stay(folder: Pat
     (folder / "hellaswag").mkdir()
     config = validate({"eval": {"tasks": ["own.yaml", "hellaswag"], "every": 5}})
     assert with_absolute_paths(config).eval.tasks == (str(folder / "own.yaml"), "hellaswag")
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "fix"),
+    [
+        ("data.fields", "{text:body}", "{text: body}"),
+        (
+            "optimizer.options",
+            "{ momentum:0.9 , nesterov: true}",
+            "{momentum: 0.9 , nesterov: true}",
+        ),
+        ("model.config", "{model_type:llama}", "{model_type: llama}"),
+    ],
+)
+def test_colon_of_a_key_without_a_space_is_named(key: str, text: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(None, (key, text))
+    (problem,) = refused.value.problems
+    assert "is a key, without a value" in problem.what and problem.fix == f"write '{fix}'"
+    spelled = {"data.fields": '{"a:b": c}', "model.config": "{model_type: llama, a:b: null}"}
+    for other, value in spelled.items():
+        load(None, (other, value))
 
 
 @pytest.mark.parametrize("text", ["a\nb", "a ", " a", "a # b"])

@@ -36,6 +36,12 @@ def contradictions(config: Config) -> Iterator[Problem]:
             expected,
             "leave one of them out",
         )
+    if config.model.config is not None and config.model.config.get("model_type") is None:
+        yield Problem(
+            "model.config has no model_type",
+            "the architecture's name in transformers, next to its sizes",
+            "--model.config '{model_type: llama, hidden_size: 128, num_hidden_layers: 4}'",
+        )
     if config.model.init_missing and config.model.name_or_path is None:
         what = f"model.init_missing = {as_yaml(config.model.init_missing)} has no effect without model.name_or_path"
         fix = "leave model.init_missing out"

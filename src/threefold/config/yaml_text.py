@@ -18,6 +18,8 @@ _SAME_IN_YAML_1_1 = re.compile(
     r"(?!(?:y|n|yes|no|on|off|true|false|null)\Z)[A-Za-z/].*", re.IGNORECASE | re.DOTALL
 )
 
+_WITHOUT_SPACE = re.compile(r"""\{\s*([\w.]+:)([^\s,:{}"']+)(?=\s*[,}])""")
+
 # Nested aliases: a short text can expand beyond any memory.
 _MOST_ENTRIES = 1_000_000
 
@@ -60,7 +62,7 @@ def parse(text: str, origin: str) -> Any:
     from ruamel.yaml.error import YAMLError
 
     try:
-        return read_yaml(text)
+        value = read_yaml(text)
     # Besides syntax: a date that does not exist, more digits than an int may have, a mapping inside itself.
     except (YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -74,6 +76,15 @@ def parse(text: str, origin: str) -> Any:
             expected="YAML 1.2",
             fix=fix if "\n" not in text else "correct the line",
         ) from None
+    pair = _WITHOUT_SPACE.search(text)
+    if pair and isinstance(value, dict) and pair[1] + pair[2] in value:
+        spaced = _WITHOUT_SPACE.sub(r"{\1 \2", text)
+        raise ConfigError(
+            f"{origin}: {pair[1]}{pair[2]} is a key, without a value",
+            expected="a space after the colon that ends a key",
+            fix=f"write {shlex.quote(spaced)}",
+        )
+    return value
 
 
 def read_yaml(text: str) -> Any:

@@ -107,12 +107,7 @@ def _refused(what: str, error: Exception, expected: str) -> ConfigError:
 
 
 def _config_from_values(values: dict[str, Any]) -> PretrainedConfig:
-    if (model_type := values.pop("model_type", None)) is None:
-        raise ConfigError(
-            "model.config has no model_type",
-            expected="the architecture's name in transformers, next to its sizes",
-            fix="--model.config '{model_type: llama, hidden_size: 128, num_hidden_layers: 4}'",
-        )
+    model_type = values.pop("model_type")
     try:
         config = AutoConfig.for_model(model_type, **values)
         unknown = unknown_keys(model_type, values)

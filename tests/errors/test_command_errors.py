@@ -255,6 +255,22 @@ def test_unknown_key(folder: Path) -> None:
     assert message.endswith("\n  fix: did you mean optimizer.lr?\n")
 
 
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("train", "--quite"), "--quiet"),
+        (("data", "show", "--firts", "3"), "--first"),
+        (("data", "prepare", "--to", "store", "--worker=3"), "--workers"),
+    ],
+)
+def test_misspelt_option_is_not_taken_for_a_key(
+    words: tuple[str, ...], option: str, folder: Path
+) -> None:
+    assert said(command(folder, *words)).endswith(f"\n  fix: did you mean {option}?\n")
+    key = said(command(folder, "train", "--source", "x"))  # near --force
+    assert key.endswith("\n  fix: did you mean data.source?\n")
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_paths_that_a_config_names_are_looked_at_before_torch_is_imported(
     folder: Path, num_ranks: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from importlib import import_module
@@ -58,6 +59,15 @@ class WithKeys(TyperCommand):
             if key and not key[1] and rest and not re.match("--|-h$", rest[0]):
                 keys.append(rest.pop(0))
         super().parse_args(ctx, own)
+        options = [option for each in self.params for option in each.opts]
+        for name in ctx.args:
+            near = difflib.get_close_matches(name.partition("=")[0], options, n=1, cutoff=0.85)
+            if near and name.startswith("--"):
+                expected = (
+                    "an option of this command, or a key of the config: --section.key value"
+                )
+                fix = f"did you mean {near[0]}?"
+                raise ConfigError(f"unknown option {name}", expected=expected, fix=fix)
         ctx.args += keys
         return ctx.args
 

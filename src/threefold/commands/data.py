@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from threefold import jsonl
-from threefold.commands.arguments import CONTEXT, AsJson, load_config, split
+from threefold.commands.arguments import CONTEXT, AsJson, WithKeys, load_config, split
 from threefold.commands.help_examples import ending
 from threefold.commands.run_argument import run_here, runs_here
 from threefold.config.paths import is_run
@@ -38,7 +38,7 @@ app = typer.Typer(
 _Run = Annotated[str, typer.Argument(autocompletion=runs_here, help="A run's folder.")]
 
 
-@app.command("prepare", context_settings=CONTEXT, **ending("data prepare"))
+@app.command("prepare", cls=WithKeys, context_settings=CONTEXT, **ending("data prepare"))
 def prepare(
     context: typer.Context,
     to: Annotated[
@@ -111,7 +111,7 @@ def order(
         typer.echo(line)
 
 
-@app.command("overlap", context_settings=CONTEXT, **ending("data overlap"))
+@app.command("overlap", cls=WithKeys, context_settings=CONTEXT, **ending("data overlap"))
 def overlap(context: typer.Context, as_json: AsJson = False) -> None:
     """Find evaluation documents, and 64-token spans of them, that are trained on, and name them all."""
     from threefold.commands.show_rows import sides_of
@@ -198,7 +198,7 @@ def audit(
             typer.echo(line)
 
 
-@app.command("show", context_settings=CONTEXT, **ending("data show"))
+@app.command("show", cls=WithKeys, context_settings=CONTEXT, **ending("data show"))
 def show(
     context: typer.Context,
     row: Annotated[

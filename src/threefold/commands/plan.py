@@ -47,7 +47,7 @@ def command(
     ] = None,
     price: Annotated[
         float | None,
-        typer.Option(min=0, help="Also the cost, at this price per device-hour: 2.5."),
+        typer.Option(min=0, max=1e6, help="Also the cost, at this price per device-hour: 2.5."),
     ] = None,
     link: Annotated[
         str | None,

@@ -149,6 +149,7 @@ def test_glob_without_a_match(folder: Path) -> None:
             "find -L . -type f | head   shows what is there",
         )
     ]
+    assert said(read("nowhere/deep/*.txt"))[0][2].startswith("find -L . -type f ")
     (folder / "a.rst").touch()
     assert said(read("*.rst"))[0][0] == "data.source = '*.rst' matches no file that can be read"
 

@@ -324,7 +324,8 @@ def _nothing_readable(source: str, files: FileList) -> DataError:
         f" matches no file{' that can be read' if files.left_out else ''}",
         f"relative to {Path.cwd()}",
     )
-    fix = f"find -L {shlex.quote(str(files.root))} -type f | head   shows what is there"
+    there = next(each for each in (files.root, *files.root.parents) if each.exists())
+    fix = f"find -L {shlex.quote(str(there))} -type f | head   shows what is there"
     if (path := expanded(source)).exists():
         what = (
             ": no file in this folder can be read" if path.is_dir() else ": the file is empty"

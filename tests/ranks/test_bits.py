@@ -410,6 +410,7 @@ def test_how_many_numbers_are_taken_together_changes_no_bit() -> None:
     assert _of("small blocks", found)[0][:2] == _of("llama", found)[0][:2]
 
 
+@pytest.mark.ranks
 def test_plain_sums_have_not() -> None:
     # So that the test above could fail; and the curve of both is the same as far as floating point goes.
     found = _everywhere(FEW, "llama")

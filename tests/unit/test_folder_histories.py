@@ -684,6 +684,7 @@ LONG = (
     "what was left behind is gone back to",
     "all checkpoints are the run's",
     "a run needs no run.json",
+    "a copy's starts are the run's",
 )
 
 

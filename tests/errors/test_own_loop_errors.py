@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -68,6 +70,38 @@ def test_a_callback_needs_no_hook_but_those_that_it_writes(tmp_path: Path) -> No
         hooks.log({"step": step, "loss": 1.0})
     hooks.ended(2, "hook")
     assert stopped == [1]
+
+
+@pytest.mark.parametrize(
+    ("answer", "stops"),
+    [
+        (np.True_, True),
+        (torch.tensor(True), True),
+        (np.False_, False),
+        (None, False),
+        ("x", False),
+    ],
+    ids=str,
+)
+def test_a_hook_stops_a_run_with_the_truth_of_numpy_and_torch(
+    answer: Any, stops: bool, tmp_path: Path
+) -> None:
+    class Watch:
+        def on_eval(self, facts: threefold.Facts) -> Any:
+            return answer
+
+    stopped: list[int] = []
+    Hooks([Watch()], tmp_path, lambda: stopped.append(1)).log({"step": 1, "eval_loss": 1.0})
+    assert bool(stopped) == stops
+
+
+def test_a_hook_that_ends_its_process_is_named(tmp_path: Path) -> None:
+    class Exits:
+        def on_step(self, facts: threefold.Facts) -> None:
+            sys.exit(0)
+
+    with pytest.raises(RunError, match=r"Exits.on_step raised SystemExit after step 3: 0 \("):
+        Hooks([Exits()], tmp_path, lambda: None).log({"step": 3, "loss": 1.0})
 
 
 MASK = torch.ones(4, 8, dtype=torch.int64)

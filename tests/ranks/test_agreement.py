@@ -42,8 +42,12 @@ def _later(sizes: dict[str, int]) -> list[Any]:
     uneven = {name: rows[: len(rows) - 2 * mesh.rank] for name, rows in second.items()}
     bad = {**second, **({"junk": torch.zeros(1)} if mesh.rank == 1 else {})}
     losses = [step(first).loss]
+    model.train(mesh.rank == 0)  # as after an evaluation that the other forgot to end
+    said_of_mode = _said(lambda: step(second))
+    model.train()
     before = [loops.whole(values) for values in model.parameters()]
     said = {
+        "mode": said_of_mode,
         "rows": _said(lambda: step(other)) if mesh.dp_size == 1 else "",
         "pieces": _said(lambda: step(uneven)),
         "batch": _said(lambda: step(bad)),
@@ -83,6 +87,10 @@ def test_a_later_batch_that_is_wrong_is_named_on_every_rank(
     sizes: dict[str, int], alone: list[float]
 ) -> None:
     for said, losses in run_ranks(_later, 2, sizes, timeout_s=60):
+        different = (
+            "ranks are not in the same call: rank 0 is in step 2, rank 1 in eval-mode step 2"
+        )
+        assert said["mode"] == different
         if "dp" not in sizes:
             same = "ranks 0 and 1 belong to dp rank 0 and give different rows to step 2"
             assert said["rows"] == f"{same}: row 0 of input_ids"

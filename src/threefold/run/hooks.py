@@ -70,7 +70,7 @@ class Hooks:
             answers = self._call("on_step", facts)
         else:
             return
-        if any(answer is True for answer in answers):
+        if any(answers):
             self._stop()
 
     def saved(self, checkpoint: Checkpoint) -> None:
@@ -86,17 +86,18 @@ class Hooks:
     def close(self) -> None:
         """Nothing is open."""
 
-    def _call(self, name: str, facts: Facts) -> list[Any]:
+    def _call(self, name: str, facts: Facts) -> list[bool]:
         return [self._one(each, name, facts) for each in self._callbacks if hasattr(each, name)]
 
-    def _one(self, callback: Any, name: str, facts: Facts) -> Any:
+    def _one(self, callback: Any, name: str, facts: Facts) -> bool:
         try:
-            return getattr(callback, name)(facts)
-        except Exception as error:
+            answer = getattr(callback, name)(facts)
+            return answer is not None and bool(answer == True)  # noqa: E712  (NumPy's and torch's too)
+        except (Exception, SystemExit) as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             raise RunError(
                 f"{name_of(callback)}.{name} raised {type(error).__name__} after step {facts.step}: {error} "
                 f"({where.filename}, line {where.lineno})",
-                expected="a hook that returns; what was trained since the last checkpoint is not saved",
+                expected="a hook that returns (True to stop the run); steps since the last checkpoint are not saved",
                 fix="fix the hook and train again: the run resumes from its last checkpoint",
             ) from error

@@ -338,7 +338,8 @@ class TrainStep:
         if not together:
             return begin()[0], None
         self.progress.enter("exchange")
-        batches, count = self._mesh.agree("step", number, begin)
+        call = "step" if self.model.module.training else "eval-mode step"
+        batches, count = self._mesh.agree(call, number, begin)
         return batches, None if own_loss else torch.full((), count, device=self._mesh.device)
 
     def _refuse_changed(self) -> None:

@@ -97,7 +97,7 @@ def test_folder_that_is_moved_while_its_run_goes(folder: Path, run: Path) -> Non
     )
     assert (done.returncode, done.stderr) == (
         1,
-        "the run's folder copy was moved or removed, while this start trained\n"
+        f"the run's folder copy is not at {folder / 'copy'} any more, while this start trained\n"
         "  expected: only its own metrics, audit and checkpoints in the folder that it began in\n"
         "  fix: threefold resume FOLDER   (its new path), and move a folder only after its run has ended\n",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,10 @@ def test_a_start_saves_no_more_in_a_folder_that_is_not_its_own(
     again.accept(config())
     assert "now belongs to another start" in str(opened.refusal())
     opened.path.rename("moved")
-    assert "was moved or removed" in str(opened.refusal())
+    assert f"is not at {opened.path.absolute()} any more" in str(opened.refusal())
+    Path("moved").rename(opened.path)
+    os.chdir(opened.path)
+    assert f"is not at {Path.cwd() / opened.path} any more" in str(opened.refusal())
 
 
 def test_default_folders_do_not_collide() -> None:

@@ -219,7 +219,9 @@ class RunFolder:
             return None if isinstance(error.__cause__, OSError) else error
         if identity and identity.author == self.author:
             return None
-        what = "now belongs to another start" if identity else "was moved or removed"
+        what = "now belongs to another start"
+        if not identity:  # or the program is in another folder now
+            what = f"is not at {self.path.absolute()} any more"
         return RunError(
             f"the run's folder {self.path} {what}, while this start trained",
             expected="only its own metrics, audit and checkpoints in the folder that it began in",

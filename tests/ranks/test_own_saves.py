@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,42 @@ def test_weights_trained_beside_adapters_are_saved_when_they_are_frozen_again(
     for until, there in ((4, {}), (5, sizes), (5, {"tp": 2})):
         ranks = run_ranks(_beside_adapters, ranks_of(there), there, str(tmp_path), until)
         assert all((each == first).all() for each in ranks)
+
+
+def _unfreezing(sizes: dict[str, int], folder: str, until: int) -> list[tuple[float, float]]:
+    """The numbers of steps of which the third is the first that trains layer 0; it is saved after the last."""
+    import torch
+
+    import threefold
+
+    mesh = threefold.init_mesh(**sizes)
+    model = threefold.load_model(config=TINY_LLAMA, mesh=mesh, admission="off")
+    step = threefold.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    found = threefold.load(folder, model=model, optimizer=step)
+    numbers = []
+    for number in range(found.step if found else 0, until):
+        batch = loops.share(loops.batches(until)[number], mesh)
+        batch.pop("weights")
+        for name, each in model.named_parameters():
+            each.requires_grad_(number >= 2 or "layers.0." not in name)
+        numbers.append(tuple(step(batch)))
+    threefold.save(folder, model=model, step=until, optimizer=step)
+    mesh.close()
+    return numbers
+
+
+def test_moments_that_had_not_begun_when_it_was_saved_begin_when_it_goes_on(
+    tmp_path: Path,
+) -> None:
+    sizes = {"dp": 2, "dp_shard": 2}
+    unbroken = run_ranks(_unfreezing, 2, sizes, str(tmp_path / "unbroken"), 5)[0]
+    begun = run_ranks(_unfreezing, 2, sizes, str(tmp_path / "begun"), 2)[0]
+    shutil.copytree(tmp_path / "begun", tmp_path / "alone")
+    assert begun + run_ranks(_unfreezing, 2, sizes, str(tmp_path / "begun"), 5)[0] == unbroken
+    for numbers, expected in zip(
+        run_ranks(_unfreezing, 1, {}, str(tmp_path / "alone"), 5)[0], unbroken[2:], strict=True
+    ):
+        assert numbers == pytest.approx(expected, rel=1e-4)
 
 
 def _history(folder: str) -> list[Any]:

@@ -26,6 +26,8 @@ def optimizer_state(
 ) -> dict[str, Tensor]:
     """Live tensors of the optimizer's state; Adam's are made here before its first step, as it makes them.
 
+    Once some of Adam's are there, parameters without any have not begun.
+
     Args:
         held: the names in a checkpoint, whose moments of parameters that are frozen now are made too.
 
@@ -34,21 +36,20 @@ def optimizer_state(
     """
     state: dict[str, Tensor] = {}
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    begun = {*optimizer.state}
     for name, parameter in model.named_parameters():
-        has_begun = parameter in optimizer.state or f"{_PREFIX}step.{name}" in held
-        if id(parameter) not in own or not (parameter.requires_grad or has_begun):
+        has_begun = parameter in begun or f"{_PREFIX}step.{name}" in held
+        if id(parameter) not in own or not (
+            has_begun or (parameter.requires_grad and not begun)
+        ):
             continue
-        kept = (
-            optimizer.state[parameter]
-            if makes_its_state(optimizer)
-            else optimizer.state.get(parameter, {})
-        )
+        kept = optimizer.state.get(parameter, {})
         if makes_its_state(optimizer) and not kept:
-            kept["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            kept["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            kept["exp_avg_sq"] = torch.zeros_like(
-                parameter, memory_format=torch.preserve_format
-            )
+            kept = optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
         for key, value in plain_state(kept).items():
             if (wrong := _cannot_be_kept(value, parameter)) is not None:
                 raise _refused(optimizer, f"{key} of {name} {wrong}")
@@ -145,8 +146,6 @@ def refuse_other_state(
             expected="the state of the same optimizer, with the same options, over the same parameters",
             fix="use the optimizer of the run, or another folder for a new one",
         )
-    if makes_its_state(optimizer):
-        return
     for name, parameter in model.named_parameters():
         kept = optimizer.state.get(parameter, {})
         if kept and not any(f"{_PREFIX}{key}.{name}" in held for key in plain_state(kept)):

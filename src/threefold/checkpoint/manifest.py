@@ -202,8 +202,8 @@ def changes(manifest: Values, config: Config) -> list[ChangedKey]:
             before = functools.reduce(operator.getitem, key.split("."), manifest["config"])
         except (KeyError, TypeError):
             continue
-        if (key, before) == ("model.dtype", "auto"):
-            continue  # an import leaves it to the device of the first start
+        if before in (None, "auto") and not manifest["mesh"]:
+            continue  # an import leaves it to the first start
         value = functools.reduce(operator.getitem, key.split("."), now)
         moved = (
             isinstance(before, str)

@@ -227,7 +227,8 @@ class Checkpointer:
             refuse_other_code(manifest, self._code, self.config, checkpoint)
         chat_template.refuse_other(manifest, self.template, self.config, checkpoint)
         self.changed = changes(manifest, self.config)
-        exact = self.config.train.reduce == "exact"
+        # What was imported has no bits to keep.
+        exact = self.config.train.reduce == "exact" and manifest["mesh"] != []
         if exact:
             self.changed = with_axes(self.changed, manifest, self.mesh.topology)
             self.lost_bits = lost_bits(manifest, self.changed, versions())

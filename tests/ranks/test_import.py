@@ -140,6 +140,9 @@ def test_accelerate_s_two_folders_become_a_run_that_goes_on(model: Any, tmp_path
     assert_equal(held(run), expected(weights))
     on = command(tmp_path, "resume", str(run), "--log.sample_tokens", "0")
     assert on.returncode == 0, on.stderr
+    assert "resumed from " in on.stdout and "changed: " not in on.stdout.replace(
+        "changed: log.sample_tokens 64 -> 0\n", ""
+    )
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps] == [4, 5]
     audited = command(tmp_path, "data", "audit", str(run))
@@ -437,6 +440,68 @@ def test_moments_that_are_not_complete_are_refused_by_name(model: Any, tmp_path:
         )
         done = imported(tmp_path / case, tmp_path / "run", tmp_path)
         assert done.returncode == 2 and reason in done.stderr, done.stderr
+
+
+def test_numbers_that_are_not_finite_are_refused_by_name(model: Any, tmp_path: Path) -> None:
+    weights = dict(model.state_dict())
+    moments = moments_of(weights)
+    spoilt = {**weights, "model.norm.weight": torch.full((32,), torch.nan)}
+    for case, held, option in (("model", spoilt, "--weights"), ("o.state", weights, "--json")):
+        dcp.save(
+            {"model": held, "o": {"state": moments}},
+            checkpoint_id=tmp_path / case,
+            no_dist=True,
+        )
+        moments["model.norm.weight"]["exp_avg_sq"][3] = torch.inf
+        done = imported(tmp_path / case, tmp_path / "to", tmp_path, option)
+        assert done.returncode == 2 and not (tmp_path / "to").exists(), done.stderr
+        name = "exp_avg_sq" * (case == "o.state")
+        assert done.stderr.splitlines() == [
+            f"{case}.model.norm.weight{name and f'.{name}'} has numbers that are not finite",
+            "  expected: weights and moments that training can continue from",
+            "  fix: import an earlier checkpoint",
+        ]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("name", "sgd"),
+        ("name", "torch.optim.NAdam"),
+        ("moments", "bfloat16"),
+        ("options", "{amsgrad: true}"),
+    ],
+    ids=str,
+)
+def test_an_optimizer_that_cannot_go_on_with_the_moments_is_refused(
+    asked: tuple[str, str], tmp_path: Path
+) -> None:
+    key, value = asked
+    done = imported(tmp_path, tmp_path / "run", tmp_path, f"--optimizer.{key}", value)
+    shown = {"name": "adamw", "moments": "float32", "options": "{}"} | {key: value}
+    assert done.returncode == 2 and done.stderr.splitlines() == [
+        f"optimizer.name = {shown['name']}, optimizer.moments = {shown['moments']} and optimizer.options = "
+        f"{shown['options']} do not continue with AdamW's moments, which are imported",
+        "  expected: adamw, torch.optim.AdamW, torch.optim.Adam: with moments in float32 and without amsgrad",
+        "  fix: --optimizer.name adamw --optimizer.moments float32 --optimizer.options '{}'   (or --weights, for a "
+        "Hugging Face folder from which a new run begins)",
+    ]
+
+
+@pytest.mark.ranks
+def test_an_imported_run_with_exact_sums_begins_on_any_mesh(model: Any, tmp_path: Path) -> None:
+    """No mesh has made its bits: what was saved by another program has none to keep."""
+    weights = dict(model.state_dict())
+    state = {"model": weights, "optim": {"state": moments_of(weights)}}
+    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    exact = ("--train.steps", "4", "--train.reduce", "exact", "--train.micro_batch", "2")
+    done = imported(tmp_path / "a", tmp_path / "run", tmp_path, *exact)
+    assert done.returncode == 0, done.stderr
+    mesh = ("--mesh.dp", "1", "--mesh.tp", "2", "--log.sample_tokens", "0")
+    on = command(tmp_path, "resume", str(tmp_path / "run"), *mesh)
+    assert on.returncode == 0, on.stderr
+    (line,) = [each for each in on.stdout.splitlines() if "resumed from " in each]
+    assert "bit for bit" not in line
 
 
 class _Calls:

@@ -25,8 +25,9 @@ from threefold.checkpoint.tensor_index import Box
 from threefold.checkpoint.tensors import TYPE_NAMES, write_boxes
 from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config
+from threefold.config.yaml_text import as_yaml
 from threefold.convert.dcp_reader import Foreign, open_dcp
-from threefold.convert.names import MOMENTS, Convert, Found, Wanted, find_names
+from threefold.convert.names import Convert, Found, Wanted, find_names
 from threefold.convert.universal import open_universal
 from threefold.errors import CheckpointError, ConfigError
 from threefold.export.model_folder import Exported, export
@@ -37,6 +38,7 @@ from threefold.run.request import model_of
 _FILE = "rank-00000.safetensors"
 # Values of these types are values of float32.
 _EXACT = ("F32", "BF16", "F16")
+_WITH_THESE_MOMENTS = ("adamw", "torch.optim.AdamW", "torch.optim.Adam")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,19 @@ def import_run(source: Path, to: Path, config: Config) -> Imported:
         CheckpointError: it is not a checkpoint of this model with AdamW's moments. ConfigError: `to` is not empty.
     """
     refuse_filled(to)
+    asked = config.optimizer
+    if (
+        asked.name not in _WITH_THESE_MOMENTS
+        or asked.moments != "float32"
+        or asked.options.get("amsgrad")
+    ):
+        raise ConfigError(
+            f"optimizer.name = {asked.name}, optimizer.moments = {asked.moments} and optimizer.options = "
+            f"{as_yaml(asked.options)} do not continue with AdamW's moments, which are imported",
+            expected=f"{', '.join(_WITH_THESE_MOMENTS)}: with moments in float32 and without amsgrad",
+            fix="--optimizer.name adamw --optimizer.moments float32 --optimizer.options '{}'   (or --weights, for a "
+            "Hugging Face folder from which a new run begins)",
+        )
     return _made(source, to, config.changed(log={"dir": str(to)}), weights_alone=False)
 
 
@@ -80,11 +95,11 @@ def refuse_filled(to: Path) -> None:
 
 def _made(source: Path, to: Path, config: Config, *, weights_alone: bool) -> Imported:
     if config.model.lora.r:
-        what, expected = (
+        raise ConfigError(
             f"model.lora.r = {config.model.lora.r}",
-            "the whole model: adapters are not imported",
+            expected="the whole model: adapters are not imported",
+            fix="--model.lora.r 0",
         )
-        raise ConfigError(what, expected=expected, fix="--model.lora.r 0")
     foreign = open_universal(source) or open_dcp(source)
     _, architecture = model_of(config)
     model = load.build_without_storage(
@@ -101,16 +116,7 @@ def _made(source: Path, to: Path, config: Config, *, weights_alone: bool) -> Imp
     step = 0 if weights_alone else _step_of(foreign, names, source)
     made = not to.exists()
     try:
-        _write(
-            foreign,
-            names,
-            shapes,
-            to,
-            config,
-            architecture,
-            step=step,
-            weights_alone=weights_alone,
-        )
+        _write(foreign, names, shapes, to, config, architecture, step=step)
     except BaseException:
         shutil.rmtree(to, ignore_errors=True)
         if not made:
@@ -179,25 +185,31 @@ def _write(
     architecture: PretrainedConfig,
     *,
     step: int,
-    weights_alone: bool,
 ) -> None:
     sources: dict[str, tuple[str, Convert, tuple[int, ...]]] = {
         f"model.{name}": (*pair, tuple(shapes[f"model.{name}"].shape))
         for name, pair in names.weights.items()
     }
-    for moment in MOMENTS if not weights_alone else ():
-        for name, pair in names.moments[moment].items():
+    for moment, pairs in names.moments.items():
+        for name, pair in pairs.items():
             shape = () if moment == "step" else tuple(shapes[f"model.{name}"].shape)
             sources[f"optimizer.{moment}.{name}"] = (*pair, shape)
     types = {name: shapes[name].dtype if name in shapes else torch.float32 for name in sources}
-    _refuse_inexact(foreign, sources, types)
+    for name, (entry, _, _) in sources.items():
+        theirs, ours = foreign.tensors[entry].dtype, types[name]
+        if theirs != TYPE_NAMES[ours] and not (ours == torch.float32 and theirs in _EXACT):
+            raise CheckpointError(
+                f"{entry} is {theirs}, and {TYPE_NAMES[ours]} does not hold all of its values",
+                expected="F32, BF16 or F16",
+                fix="save the checkpoint again in one of them",
+            )
     ordered = sorted(sources, key=lambda name: -types[name].itemsize)
     boxes = [
         (
             name,
             TYPE_NAMES[types[name]],
-            sources[name][2],
-            Box((0,) * len(sources[name][2]), sources[name][2]),
+            shape := sources[name][2],
+            Box((0,) * len(shape), shape),
         )
         for name in ordered
     ]
@@ -208,7 +220,14 @@ def _write(
     def values() -> Iterator[Tensor]:
         for name in ordered:
             entry, convert, shape = sources[name]
-            yield convert(foreign.read(entry)).reshape(shape).to(types[name])
+            values = foreign.read(entry)
+            if not values.isfinite().all():
+                raise CheckpointError(
+                    f"{entry} has numbers that are not finite",
+                    expected="weights and moments that training can continue from",
+                    fix="import an earlier checkpoint",
+                )
+            yield convert(values).reshape(shape).to(types[name])
 
     seals = indexed(state, {_FILE: write_boxes(state / _FILE, boxes, values())})
     identity.write(to)
@@ -229,18 +248,3 @@ def _write(
         "versions": versions(),
     }
     checkpoints.commit(step, manifest, {f"state/{name}": seal for name, seal in seals.items()})
-
-
-def _refuse_inexact(
-    foreign: Foreign,
-    sources: dict[str, tuple[str, Convert, tuple[int, ...]]],
-    types: dict[str, torch.dtype],
-) -> None:
-    for name, (entry, _, _) in sources.items():
-        theirs, ours = foreign.tensors[entry].dtype, types[name]
-        if theirs != TYPE_NAMES[ours] and not (ours == torch.float32 and theirs in _EXACT):
-            raise CheckpointError(
-                f"{entry} is {theirs}, and {TYPE_NAMES[ours]} does not hold all of its values",
-                expected="F32, BF16 or F16",
-                fix="save the checkpoint again in one of them",
-            )

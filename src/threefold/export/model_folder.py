@@ -304,7 +304,7 @@ def _compare(model: Any, reloaded: Any, to: Path, *, trained: str) -> None:
         raise RunError(
             f"{to} reloads to logits that differ from those of {trained} by up to {difference.figure:.3g}{reason}",
             expected="equal logits; the folder has been removed",
-            fix="report it with the model's config; --no-verify keeps the folder",
+            fix="report it with the model's config; threefold export --no-verify keeps the folder",
         )
 
 

@@ -126,6 +126,24 @@ def test_the_moving_average_is_exported_and_evaluated(folder: Path) -> None:
     )
 
 
+def test_a_run_is_evaluated_on_meshes_that_its_optimizer_does_not_train_on(
+    tmp_path: Path,
+) -> None:
+    """torch's Adafactor, named by its path, has means of whole rows: it is refused where they are split."""
+    prepare(tmp_path)
+    asked = ("--optimizer.name", "torch.optim.Adafactor", "--optimizer.options", "{d: 2.0}")
+    one = ("--mesh.dp", "1", "--train.steps", "1", "--log.dir", "run")
+    done = command(tmp_path, "train", "config.yaml", *asked, *one)
+    assert done.returncode == 0, done.stderr
+    said = [
+        command(tmp_path, "eval", "run", "--eval.source", "corpus", *mesh)
+        for mesh in ((), ("--mesh.dp", "1", "--mesh.tp", "2"))
+    ]
+    assert all(each.returncode == 0 for each in said), said
+    alone, split = (float(each.stdout.split("loss ")[1].split()[0]) for each in said)
+    assert split == pytest.approx(alone, abs=1e-4)
+
+
 def test_what_is_refused_before_the_ranks(folder: Path) -> None:
     asked = ("--optimizer.groups", "[{match: embde, lr: 1e-4}]", "--log.dir", "none")
     done = command(folder, "train", "config.yaml", "--mesh.dp", "1", *asked)

@@ -47,7 +47,8 @@ def evaluate_rank(
         ema: evaluate the moving average of the weights.
         values: print JSON.
     """
-    config = float8.without(loaded.config)
+    # No optimizer steps here: the run's own may not be one for this mesh, or this machine.
+    config = float8.without(loaded.config).changed(optimizer={"name": "adamw", "options": {}})
 
     def work(mesh: Mesh) -> int:
         metrics = _evaluated(asked_of(config, mesh), mesh, checkpoint, ema=ema)
@@ -129,13 +130,10 @@ def _evaluation(
         run_state.fit(state, index)
         run_state.read_into(state, checkpoint.state, index, mesh)
         return model, EvalStep(model) if pairs is None else evaluation_of(model, pairs.loss)
-    named = {
-        name.removeprefix("model."): entry
+    weights = {
+        name.removeprefix("model."): partial(read_whole, checkpoint.state, entry)
         for name, entry in index.entries.items()
         if name.startswith("model.")
-    }
-    weights = {
-        name: partial(read_whole, checkpoint.state, entry) for name, entry in named.items()
     }
     model = build(asked.config, asked.architecture, mesh, weights=weights)
     return model, EvalStep(model)

@@ -240,6 +240,21 @@ def test_muon_is_torchs_bit_for_bit_in_bfloat16(adjust: str | None) -> None:
     )
 
 
+def test_muon_leaves_a_frozen_matrix_and_its_momentum_as_they_are() -> None:
+    matrices = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    muon = Muon([{"params": matrices}], lr=0.02)
+    for number in range(3):
+        matrices[0].requires_grad_(number == 0)
+        for each in matrices:
+            each.grad = torch.eye(4) if each.requires_grad else None
+        muon.step()
+        if not number:
+            frozen = matrices[0].detach().clone()
+            momentum = muon.state[matrices[0]]["momentum_buffer"].clone()
+    assert torch.equal(matrices[0], frozen) and not torch.equal(matrices[1], frozen)
+    assert torch.equal(muon.state[matrices[0]]["momentum_buffer"], momentum)
+
+
 @pytest.mark.parametrize(
     ("kind", "device", "sharded", "expected"),
     [

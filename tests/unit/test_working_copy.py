@@ -379,3 +379,16 @@ def test_frozen_later_it_has_no_gradient(mesh: Any) -> None:
         name for name, each in model.named_parameters() if not torch.equal(each, before[name])
     }
     assert moved == {name for name, each in model.named_parameters() if each.requires_grad}
+
+
+def test_frozen_for_a_step_it_is_trained_again(mesh: Any) -> None:
+    model = built_on(mesh, TINY_LLAMA)
+    step = TrainStep(model, lr=1e-2, micro_batch=1)
+    weight = model.module.get_parameter("model.layers.0.mlp.up_proj.weight")
+    moved = []
+    for number, batch in enumerate(make_batches(steps=4, rows=2, seq_len=16)):
+        weight.requires_grad_(number % 2 == 0)
+        before = weight.detach().clone()
+        step(batch)
+        moved.append(not torch.equal(weight, before))
+    assert moved == [True, False, True, False]

@@ -65,12 +65,7 @@ class WorkingCopy:
             torch._foreach_copy_([self._copies[weight] for weight in stale], stale)
             self.note_written(stale)
         for weight, copy in self._copies.items():
-            if weight.requires_grad and not copy.requires_grad:
-                copy.requires_grad_(True).register_post_accumulate_grad_hook(
-                    partial(_hand_over, weight)
-                )
-            elif copy.requires_grad and not weight.requires_grad:
-                copy.requires_grad_(False)
+            copy.requires_grad_(weight.requires_grad)
 
     def copy_of(self, weight: nn.Parameter) -> Tensor | None:
         """The copy to be written beside a weight; None of one that computes in float32."""
@@ -110,7 +105,8 @@ class WorkingCopy:
                 if weight is None or weight in kept or weight.dtype != torch.float32:
                     continue
                 if weight not in self._copies:
-                    copy = nn.Parameter(torch.empty_like(weight, dtype=self._dtype), False)
+                    copy = nn.Parameter(torch.empty_like(weight, dtype=self._dtype))
+                    copy.register_post_accumulate_grad_hook(partial(_hand_over, weight))
                     if torch.__version__ >= "2.15":
                         copy.grad_dtype = None  # as FSDP2's parameters from there on
                     self._copies[weight] = copy

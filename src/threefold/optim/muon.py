@@ -47,7 +47,8 @@ def is_hidden_matrix(model: nn.Module) -> dict[str, bool]:
 class Muon(torch.optim.AdamW):
     """Muon for the groups that are `orthogonal`, AdamW for the others.
 
-    Every rank of the mesh calls `step`. A matrix without a gradient counts as one whose gradient is zero.
+    Every rank of the mesh calls `step`. A matrix without a gradient counts as one whose gradient is zero,
+    unless it is frozen.
 
     Args:
         mesh: whose ranks all hold these parameters, whole or in part; None: this process alone.
@@ -97,7 +98,12 @@ class Muon(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:
         """One update of all parameters; gradients of matrices are used up."""
         groups = [group for group in self.param_groups if group["orthogonal"]]
-        matrices = [(matrix, group) for group in groups for matrix in group["params"]]
+        matrices = [
+            (matrix, group)
+            for group in groups
+            for matrix in group["params"]
+            if matrix.requires_grad or matrix.grad is not None
+        ]
         # Ranks that take turns in the order of the work have about as much each.
         matrices.sort(key=lambda pair: -pair[0].numel() * min(pair[0].shape[-2:]))
         ranks = self._mesh.world_size if self._mesh is not None else 1

@@ -517,7 +517,7 @@ def set_rates(
         for names, group in zip(_names_of(inner, model), inner.param_groups, strict=True)
     ]
     named = "lr_share" in inner.param_groups[0]
-    not_kept = {"params"}
+    not_kept = {"params", "fused", "foreach"}  # kernels are those of this mesh and device
     if isinstance(optimizer, TrainStep) and (rate := optimizer.lr) is not None:
         if saved.get("weight_decay") != optimizer.given_decay:
             not_kept.add("weight_decay")  # the program passes another value than before

@@ -490,6 +490,15 @@ def test_damaged_torn_and_foreign_saves_are_refused(
     assert threefold.load(tmp_path, model=model, optimizer=step) == threefold.load(
         path, model=model
     )
+    bare = threefold.save(tmp_path / "bare", model=model, step=1).path
+    with pytest.raises(CheckpointError) as without:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        threefold.load(bare, model=model, optimizer=sgd)
+    assert str(without.value) == (
+        f"{bare} was saved without an optimizer\n"
+        "  expected: its moments, without which this one would start over\n"
+        "  fix: load without optimizer=   (and from now on threefold.save(..., optimizer=optimizer))"
+    )
     with pytest.raises(ThreefoldError, match="has no loader position"):
         threefold.load(
             path,

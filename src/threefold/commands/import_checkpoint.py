@@ -37,9 +37,8 @@ def command(
     first row.
     """
     from threefold.commands.arguments import load_config
-    from threefold.convert.convert import import_model, import_run, refuse_filled
+    from threefold.convert.convert import import_model, import_run
 
-    refuse_filled(to)
     config = load_config(context.args).config
     if weights:
         done, exported = import_model(source, to, config)

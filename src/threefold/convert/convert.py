@@ -38,7 +38,7 @@ from threefold.run.request import model_of
 _FILE = "rank-00000.safetensors"
 # Values of these types are values of float32.
 _EXACT = ("F32", "BF16", "F16")
-_WITH_THESE_MOMENTS = ("adamw", "torch.optim.AdamW", "torch.optim.Adam")
+_ADAM = ("adamw", "torch.optim.AdamW", "torch.optim.Adam")
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,11 @@ def import_run(source: Path, to: Path, config: Config) -> Imported:
     """
     refuse_filled(to)
     asked = config.optimizer
-    if (
-        asked.name not in _WITH_THESE_MOMENTS
-        or asked.moments != "float32"
-        or asked.options.get("amsgrad")
-    ):
+    if asked.name not in _ADAM or asked.moments != "float32" or asked.options.get("amsgrad"):
         raise ConfigError(
             f"optimizer.name = {asked.name}, optimizer.moments = {asked.moments} and optimizer.options = "
             f"{as_yaml(asked.options)} do not continue with AdamW's moments, which are imported",
-            expected=f"{', '.join(_WITH_THESE_MOMENTS)}: with moments in float32 and without amsgrad",
+            expected=f"{', '.join(_ADAM)}: with moments in float32 and without amsgrad",
             fix="--optimizer.name adamw --optimizer.moments float32 --optimizer.options '{}'   (or --weights, for a "
             "Hugging Face folder from which a new run begins)",
         )

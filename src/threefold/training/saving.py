@@ -254,7 +254,7 @@ def read(checkpoint: Checkpoint, held: Held) -> Loaded:
     model, optimizer, loader, mesh = held.model, held.optimizer, held.loader, held.model.mesh
     manifest = read_manifest(checkpoint)
     _refuse_other_model(manifest, model, checkpoint)
-    saved = manifest.get("loop", {"loader": manifest["data"], "extra": {}, "optimizer": None})
+    saved = manifest.get("loop", {"loader": manifest["data"], "extra": {}, "optimizer": {}})
     if loader is not None and not saved["loader"]:
         raise DataError(
             f"{checkpoint.path} has no loader position",
@@ -263,6 +263,12 @@ def read(checkpoint: Checkpoint, held: Held) -> Loaded:
         )
     index = Index.read(checkpoint.state)
     if (inner := optimizer_of(optimizer)) is not None:
+        if saved["optimizer"] is None:
+            raise CheckpointError(
+                f"{checkpoint.path} was saved without an optimizer",
+                expected="its moments, without which this one would start over",
+                fix="load without optimizer=   (and from now on threefold.save(..., optimizer=optimizer))",
+            )
         begin_state(model.module, inner, index)
     state = _state(model, inner, index.entries)
     run_state.fit(
@@ -391,8 +397,7 @@ def _state(
     model: Model, optimizer: torch.optim.Optimizer | None, held: Container[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """The live tensors that a checkpoint has `held`, or is to hold: with adapters, also other weights ever trained."""
-    if held is None:
-        held = model.trained
+    held = model.trained if held is None else held
     if optimizer is None:
         return run_state.model_state(model.module, held)
     return run_state.state_of(model.module, optimizer, held)
@@ -406,7 +411,7 @@ def _saver_of(
     continue_on_error: bool,
 ) -> Saver:
     """The saver of these tensors, made at the first save; waits for an earlier saver of other tensors."""
-    key = id(optimizer) if optimizer is not None else None, background, continue_on_error
+    key = id(optimizer), background, continue_on_error
     current = model.savers.get(key)
     for other in model.savers.values():
         if other is not current:
@@ -509,7 +514,7 @@ def set_rates(
     model: Model,
 ) -> None:
     inner = optimizer_of(optimizer)
-    if inner is None or saved is None:
+    if inner is None or not saved:
         return
     by_names = {tuple(group["params"]): group for group in saved["groups"]}
     matches = [

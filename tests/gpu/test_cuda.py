@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ranks.reference import curve_bounds, require
+from ranks.reference import compare_curves, curve_bounds, require
 from ranks.spawn import run_ranks
-from threefold.check.compare import compare_curves
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -14,20 +15,52 @@ from threefold.check.compare import (
     GRADIENT,
     GRADIENT_NORM,
     LOSS,
-    Bounds,
+    WEIGHT,
+    Bound,
     Comparison,
     Difference,
     Training,
     compare_numbers,
     compare_tensors,
-    in_turn,
 )
 
 # Of models whose parameters all have a gradient that is more than rounding: none is compared with another's size.
 STRICT = replace(GRADIENT, smallest=0.0)
 # A gradient below this share of the largest is zero but for rounding, as that of a key's bias.
 _ROUNDING = 1e-5
+# (loss, gradient norm) of each step; what follows them in a step is not compared.
+Curve: TypeAlias = Sequence[Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The bounds of a comparison of two trainings."""
+
+    loss: Bound = LOSS
+    norm: Bound = GRADIENT_NORM
+    gradient: Bound = GRADIENT
+    weight: Bound = WEIGHT
+
+
 PARITY = Bounds(gradient=STRICT)
+
+
+def compare_curves(actual: Curve, expected: Curve, bounds: Bounds | None = None) -> Comparison:
+    """Compares the loss and the gradient norm of each step, in turn."""
+    bounds = bounds or Bounds()
+    losses, norms = (
+        compare_numbers(
+            bound, [step[place] for step in actual], [step[place] for step in expected]
+        )
+        for place, bound in enumerate((bounds.loss, bounds.norm))
+    )
+    return Comparison(in_turn(losses, norms))
+
+
+def in_turn(losses: Sequence[Difference], norms: Sequence[Difference]) -> list[Difference]:
+    """The loss and the norm of each step, one after the other."""
+    pairs = zip_longest(losses, norms)
+    return [difference for pair in pairs for difference in pair if difference is not None]
 
 
 def compare_trainings(

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from ranks.reference import TINY_LLAMA, curve_bounds, make_batches, require
+from ranks.reference import TINY_LLAMA, compare_curves, curve_bounds, make_batches, require
 from ranks.spawn import run_ranks
-from threefold.check.compare import compare_curves
 
 pytestmark = pytest.mark.ranks
 

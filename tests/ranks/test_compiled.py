@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from ranks.reference import curve_bounds, require
+from ranks.reference import compare_curves, curve_bounds, require
 from ranks.shared_memory import as_if_shared
 from ranks.spawn import run_ranks
-from threefold.check.compare import compare_curves
 from threefold.config.loading import validate
 from threefold.model.compiled import MANY, Recompiled
 from threefold.plan.choices import Device, compiled

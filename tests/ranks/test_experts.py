@@ -11,6 +11,7 @@ from ranks.keeping import Miniature, Sizes, write_corpus
 from ranks.reference import (
     PARITY,
     TINY_LLAMA,
+    compare_curves,
     compare_trainings,
     make_batches,
     require,
@@ -18,7 +19,7 @@ from ranks.reference import (
 )
 from ranks.spawn import run_ranks
 from ranks.test_parity import CLIP, DECAY, LR, ROWS, SEQ_LEN, STEPS, train_on_mesh
-from threefold.check.compare import Training, compare_curves
+from threefold.check.compare import Training
 from threefold.config.loading import validate
 from threefold.errors import ConfigError
 from threefold.model import load

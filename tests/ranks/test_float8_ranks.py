@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from ranks.keeping import LLAMA, Miniature, Sizes, write_corpus
-from ranks.reference import curve_bounds, require
+from ranks.reference import compare_curves, curve_bounds, require
 from ranks.spawn import run_ranks
 from ranks.traffic import traffic
-from threefold.check.compare import compare_curves
 from threefold.model import float8
 from threefold.plan import choices
 from threefold.plan.decoder import decoder_of

@@ -14,14 +14,20 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ranks.keeping import LLAMA, Miniature, Sizes, write_corpus
-from ranks.reference import PARITY, TINY_LLAMA, compare_trainings, make_batches, require
+from ranks.reference import (
+    PARITY,
+    TINY_LLAMA,
+    compare_curves,
+    compare_trainings,
+    make_batches,
+    require,
+)
 from ranks.spawn import run_ranks
 from threefold.check.compare import (
     LOGITS,
     Bound,
     Comparison,
     Training,
-    compare_curves,
     compare_tensors,
 )
 from threefold.checkpoint.checkpoint_folder import find

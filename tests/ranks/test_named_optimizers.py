@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ranks.reference import require
+from ranks.reference import compare_curves, require
 from ranks.runs import command, curve, prepare
 from ranks.spawn import run_ranks
-from threefold.check.compare import Bound, compare_curves, compare_tensors
+from threefold.check.compare import Bound, compare_tensors
 from threefold.checkpoint.checkpoint_folder import find
 from threefold.checkpoint.state import index_of
 from threefold.checkpoint.tensors import read_whole

@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ranks.reference import require
+from ranks.reference import compare_curves, require
 from ranks.runs import command, curve, metrics, prepare
-from threefold.check.compare import compare_curves
 from threefold.checkpoint.checkpoint_folder import find
 from threefold.checkpoint.state import index_of
 from threefold.checkpoint.tensors import read_whole

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from ranks.keeping import LLAMA, Miniature, Sizes, write_corpus
-from ranks.reference import require
+from ranks.reference import compare_curves, require
 from ranks.spawn import run_ranks
 from threefold.check.compare import (
     Bound,
     Comparison,
     Difference,
-    compare_curves,
     compare_tensors,
 )
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from ranks import loops
-from ranks.reference import STRICT, TINY_LLAMA, require
+from ranks.reference import STRICT, TINY_LLAMA, compare_curves, require
 from ranks.spawn import run_ranks
-from threefold.check.compare import Bound, compare_curves, compare_tensors
+from threefold.check.compare import Bound, compare_tensors
 
 pytestmark = pytest.mark.ranks
 

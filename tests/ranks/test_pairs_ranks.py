@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from ranks.reference import require
+from ranks.reference import compare_curves, require
 from ranks.runs import CONFIG, command, curve, metrics
 from threefold.audit import record, row_losses
-from threefold.check.compare import compare_curves
 
 pytestmark = pytest.mark.ranks
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from ranks.keeping import Miniature, Sizes, write_corpus
-from ranks.reference import require
+from ranks.reference import compare_curves, require
 from ranks.spawn import run_ranks
-from threefold.check.compare import compare_curves
 
 pytestmark = pytest.mark.ranks
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from ranks.keeping import LLAMA, Miniature, Sizes, write_corpus
-from ranks.reference import curve_bounds, require
+from ranks.reference import compare_curves, curve_bounds, require
 from ranks.spawn import run_ranks
-from threefold.check.compare import compare_curves
 from threefold.config.schema import Config
 from threefold.errors import ConfigError
 from threefold.model import data_parallel

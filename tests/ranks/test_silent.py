@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from ranks.reference import TINY_LLAMA, compare_gradients, require
+from ranks.reference import TINY_LLAMA, compare_curves, compare_gradients, require
 from ranks.spawn import run_ranks
 from threefold.check.compare import (
     ROUTERS_LOSS,
     Bound,
-    compare_curves,
     compare_number,
     compare_numbers,
     compare_tensors,

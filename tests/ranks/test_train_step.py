@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ranks.reference import require
+from ranks.reference import compare_curves, require
 from ranks.spawn import run_ranks
-from threefold.check.compare import compare_curves
 
 CONFIG = {
     "model_type": "llama",

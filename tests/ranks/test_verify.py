@@ -192,6 +192,31 @@ def lines_of(run: Path) -> list[Any]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_evaluations_of_two_runs_are_compared(tmp_path: Path) -> None:
+    """The last step had another learning rate: only the evaluation after it shows that."""
+    steps = [{"step": step, "loss": 3.0 - step / 8, "grad_norm": 1.0} for step in range(1, 5)]
+    for name, last, more in (("a", 2.5, []), ("b", 2.5, []), ("c", 2.75, []), ("d", 2.5, [3])):
+        (tmp_path / name).mkdir()
+        evaluated = {2: 3.0, **dict.fromkeys(more, 9.0), 4: last}
+        evaluations = [{"step": step, "eval_loss": loss} for step, loss in evaluated.items()]
+        lines = sorted([*steps, *evaluations], key=lambda line: line["step"])
+        (tmp_path / name / "metrics.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
+    lines, holds = compare_runs(tmp_path / "a", tmp_path / "b")
+    assert holds
+    same = "2 evaluations in common, after steps 2 to 4: largest difference of their loss 0.0e+00 nats, at step 2"
+    assert lines[3] == same
+    lines, holds = compare_runs(tmp_path / "a", tmp_path / "c")
+    assert not holds and "largest difference of their loss 2.5e-01 nats, at step 4" in lines[3]
+    differs = "evaluation loss of step 4: 2.5, expected 2.75: differs by 2.5e-01, bound 1e-04"
+    assert f"the first difference: {differs}" in lines
+    assert compare_runs(tmp_path / "a", tmp_path / "c", steps=3)[1]
+    assert compare_runs(tmp_path / "a", tmp_path / "d")[1], (
+        "step 3 was evaluated by one of them"
+    )
+
+
 def test_two_runs_are_compared(tmp_path: Path) -> None:
     for name, shift in (("a", 0.0), ("b", 5e-5), ("c", 0.5)):
         (tmp_path / name).mkdir()

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranks.reference import compare_trainings
+from ranks.reference import compare_curves, compare_trainings
 from threefold.check.compare import (
     GRADIENT,
     LOSS,
@@ -22,7 +22,6 @@ from threefold.check.compare import (
     Difference,
     TensorComparison,
     Training,
-    compare_curves,
     compare_exactly,
     compare_number,
     compare_numbers,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import torch
@@ -26,8 +25,6 @@ from threefold.model.model import Model
 
 # Tensors are torch's or numpy's.
 Tensors: TypeAlias = Mapping[str, Any]
-# (loss, gradient norm) of each step; what follows them in a step is not compared.
-Curve: TypeAlias = Sequence[Sequence[Any]]
 
 # Below any gradient that matters: it keeps a division by the size of a tensor of zeros defined.
 _LEAST_SIZE = 1e-12
@@ -152,16 +149,6 @@ class Training:
     outputs: list[Any] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """The bounds of a comparison of two trainings."""
-
-    loss: Bound = LOSS
-    norm: Bound = GRADIENT_NORM
-    gradient: Bound = GRADIENT
-    weight: Bound = WEIGHT
-
-
 @dataclass
 class Comparison:
     """All differences, in the order in which they were measured."""
@@ -213,33 +200,6 @@ def _share_of_bound(difference: Difference) -> float:
     return difference.figure / max(difference.bound, _LEAST_SIZE)
 
 
-def compare_curves(
-    actual: Curve,
-    expected: Curve,
-    bounds: Bounds | None = None,
-    *,
-    places: Sequence[str] | None = None,
-) -> Comparison:
-    """Compares the loss and the gradient norm of each step, in turn."""
-    bounds = bounds or Bounds()
-    losses, norms = (
-        compare_numbers(
-            bound,
-            [step[place] for step in actual],
-            [step[place] for step in expected],
-            places=places,
-        )
-        for place, bound in enumerate((bounds.loss, bounds.norm))
-    )
-    return Comparison(in_turn(losses, norms))
-
-
-def in_turn(losses: Sequence[Difference], norms: Sequence[Difference]) -> list[Difference]:
-    """The loss and the norm of each step, one after the other."""
-    pairs = zip_longest(losses, norms)
-    return [difference for pair in pairs for difference in pair if difference is not None]
-
-
 def compare_number(
     bound: Bound, actual: float, expected: float, *, place: str = ""
 ) -> Difference:
@@ -260,19 +220,13 @@ def compare_numbers(
     bound: Bound,
     actual: Sequence[float],
     expected: Sequence[float],
-    *,
-    places: Sequence[str] | None = None,
 ) -> list[Difference]:
-    """Compares two lists, entry by entry; at least one difference.
-
-    Args:
-        places: the name of each entry; default: `step 1` and so on.
-    """
+    """Compares the numbers of steps, one by one; at least one difference."""
     if not actual and not expected:
         return [_nothing(bound)]
     differences = []
     for number in range(max(len(actual), len(expected))):
-        place = places[number] if places is not None else f"step {number + 1}"
+        place = f"step {number + 1}"
         if number >= len(actual):
             differences.append(_absent(bound, place, "missing"))
         elif number >= len(expected):

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from threefold.check.compare import (
     LOSS,
     Comparison,
     Difference,
-    compare_curves,
     compare_number,
     compare_numbers,
     compare_tensors,
@@ -32,6 +32,9 @@ from threefold.config.paths import METRICS
 from threefold.errors import ConfigError
 from threefold.mesh.topology import Topology
 from threefold.records.metrics import Metrics
+
+_EVALUATION = replace(LOSS, quantity="evaluation loss")
+_COMPARED = ("loss", "grad_norm", "eval_loss")
 
 
 @dataclass(frozen=True)
@@ -205,21 +208,31 @@ def compare_runs(
     Raises:
         ConfigError: a run has no metrics, or they share no step.
     """
-    curves = [_curve_of(run, steps) for run in (first, second)]
-    common = sorted(curves[0].keys() & curves[1].keys())
+    curves = [_curves_of(run, steps) for run in (first, second)]
+    losses, norms, evaluated = ([curve[name] for curve in curves] for name in _COMPARED)
+    common = sorted(losses[0].keys() & losses[1].keys())
     if not common:
         raise ConfigError(
             f"{first} and {second} have no logged step in common",
             expected="two runs that logged the same steps",
             fix="--log.every 1 in both",
         )
-    logged = [[curve[step] for step in common] for curve in curves]
-    comparison = compare_curves(
-        logged[0], logged[1], places=[f"step {step}" for step in common]
+    evaluations = sorted(evaluated[0].keys() & evaluated[1].keys())
+    pairs = [(step, LOSS, losses) for step in common]
+    pairs += [(step, GRADIENT_NORM, norms) for step in common]
+    # An evaluation shows the last update too, which no loss of a step does.
+    pairs += [(step, _EVALUATION, evaluated) for step in evaluations]
+    comparison = Comparison(
+        [
+            compare_number(
+                bound, *(run.get(step, math.nan) for run in runs), place=f"step {step}"
+            )
+            for step, bound, runs in sorted(pairs, key=itemgetter(0))
+        ]
     )
     missing = [
-        *_missing(curves[1], curves[0], of=second),
-        *_missing(curves[0], curves[1], of=first),
+        *_missing(losses[1], losses[0], of=second),
+        *_missing(losses[0], losses[1], of=first),
     ]
     comparison.differences += missing
     worst = comparison.worst(LOSS.quantity)
@@ -228,6 +241,12 @@ def compare_runs(
         f"largest difference of the loss: {worst.figure:.1e} nats, at {worst.place}",
         f"largest relative difference of the gradient norm: {comparison.worst(GRADIENT_NORM.quantity).figure:.1e}",
     ]
+    if evaluations:
+        worst = comparison.worst(_EVALUATION.quantity)
+        lines.append(
+            f"{len(evaluations)} evaluations in common, after steps {evaluations[0]} to {evaluations[-1]}: "
+            f"largest difference of their loss {worst.figure:.1e} nats, at {worst.place}"
+        )
     if (difference := comparison.first) is not None:
         lines.append(f"the first difference: {difference}")
     if missing:
@@ -238,8 +257,8 @@ def compare_runs(
     ], comparison.holds
 
 
-def _curve_of(run: Path, steps: int | None) -> dict[int, list[float]]:
-    """(loss, gradient norm) of the valid training steps, by step."""
+def _curves_of(run: Path, steps: int | None) -> dict[str, dict[int, float]]:
+    """What is compared, of the valid steps."""
     path = run / METRICS
     if not path.exists():
         raise ConfigError(
@@ -255,12 +274,13 @@ def _curve_of(run: Path, steps: int | None) -> dict[int, list[float]]:
             expected="lines as the run wrote them: a damaged file proves nothing",
             fix=f"restore {path}, or compare another run",
         )
-    norms = dict(zip(*metrics.points("grad_norm"), strict=True))
-    losses = zip(metrics.steps, metrics.points("loss").values.tolist(), strict=True)
     return {
-        step: [loss, norms.get(step, math.nan)]
-        for step, loss in losses
-        if steps is None or step <= steps
+        name: {
+            step: value
+            for step, value in zip(*map(list, metrics.points(name)), strict=True)
+            if steps is None or step <= steps
+        }
+        for name in _COMPARED
     }
 
 

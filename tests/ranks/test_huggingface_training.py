@@ -293,14 +293,55 @@ def test_workers_read_the_same(tmp_path: Path) -> None:
     assert "epoch 1: 29 of 29 rows, each exactly once" in proved(tmp_path)
 
 
-def _without_targets(folder: str) -> str:
+def _own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """Has no use for labels."""
+    return outputs.logits.float().square().mean((1, 2)).sum() / num_items_in_batch
+
+
+def _without_labels(folder: str, labels: bool, micro_batch: int) -> Any:
+    from threefold.integrations.huggingface import Trainer
+
+    rows = [{"input_ids": row["input_ids"]} for row in Sentences(11)]  # type: ignore[attr-defined]
+    if labels:
+        rows = [{**row, "labels": torch.full_like(row["input_ids"], -100)} for row in rows]
+    trainer = Trainer(
+        causal_model(),
+        arguments(folder, **settings(micro_batch)),
+        train_dataset=rows,
+        compute_loss_func=_own_loss,
+    )
+    trainer.train()
+    return curve_of(trainer.state.log_history)
+
+
+def test_a_loss_that_has_no_use_for_labels_is_the_mean_over_rows(tmp_path: Path) -> None:
+    wanted = _without_labels(str(tmp_path / "alone"), False, 8)
+    for ranks in (1, 2):
+        folder = str(tmp_path / str(ranks))
+        for found in on_ranks(_without_labels, ranks, folder, True, 4 // ranks):
+            assert_same_curve(found, wanted)
+
+
+class Plain(torch.nn.Module):
+    """Takes no number of targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = causal_model()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        return self.inner(input_ids=input_ids, labels=labels)
+
+
+def _without_targets(folder: str, is_plain: bool) -> str:
     from threefold.errors import DataError
     from threefold.integrations.huggingface import Trainer
 
     rows = [dict(row) for row in Sentences(8)]  # type: ignore[attr-defined]
     for row in rows:
         row["labels"] = torch.full_like(row["labels"], -100)
-    trainer = Trainer(causal_model(), arguments(folder, **settings(2)), train_dataset=rows)
+    model = Plain() if is_plain else causal_model()
+    trainer = Trainer(model, arguments(folder, **settings(2)), train_dataset=rows)
     weights = [each.clone() for each in trainer.model.parameters()]
     with pytest.raises(DataError) as refused:
         trainer.train()
@@ -310,6 +351,7 @@ def _without_targets(folder: str) -> str:
 
 def test_a_step_without_a_target_is_refused_before_it_moves_a_weight(tmp_path: Path) -> None:
     """transformers divides by the number of targets; by none of them, weights would follow the optimizer's moments."""
-    for ranks in (1, 2):
-        for what in on_ranks(_without_targets, ranks, str(tmp_path / str(ranks))):
+    for ranks, is_plain in ((1, False), (2, False), (2, True)):
+        folder = str(tmp_path / f"{ranks} {is_plain}")
+        for what in on_ranks(_without_targets, ranks, folder, is_plain):
             assert what.startswith("the global batch has no token that is trained on")

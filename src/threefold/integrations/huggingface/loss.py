@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.trainer_pt_utils import find_batch_size
 
 from threefold.data.rows.concat import IGNORED
+from threefold.training.numbers import refuse_nothing
 
 
 def targets_in(batch: Any, *, shifts_labels: bool) -> Tensor | int:
@@ -123,6 +124,8 @@ def weighing(trainer: Any, part: StepPart, step: StepPart) -> Iterator[None]:
             model, inputs, return_outputs=with_outputs, num_items_in_batch=num_items_in_batch
         )
         loss, outputs = computed if with_outputs else (computed, None)
+        if not step.targets:
+            refuse_nothing("the global batch", bool(loss.isfinite() and loss))
         loss = loss * trainer.loss_weight if part.rows else nothing_of(outputs, loss)
         trainer.loss_is_scaled_for_ga = True
         return (loss, outputs) if return_outputs else loss

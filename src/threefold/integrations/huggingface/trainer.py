@@ -43,7 +43,6 @@ from threefold.integrations.huggingface.loss import (
     weighing,
 )
 from threefold.integrations.huggingface.training_loader import Axis, TrainLoader
-from threefold.training.numbers import refuse_nothing
 
 log = logging.get_logger(__name__)
 # For a sharded model; transformers' own scheduler.pt is a pickle.
@@ -185,9 +184,8 @@ class Trainer(transformers.Trainer):
         is_passed = self.compute_loss_func is not None or (
             labelled and self.model_accepts_loss_kwargs
         )
-        if is_passed and labelled:
-            refuse_nothing("the global batch", int(targets))
-        return targets if is_passed else None
+        # A loss of one's own may have no use for labels: then its rows count.
+        return (targets or rows) if is_passed else None
 
     def _parts_of(self, batch: Any) -> list[StepPart]:
         """The parts of one micro-batch; a stream's has no numbered rows, and is weighed as one."""

@@ -46,19 +46,18 @@ class Referee:
         self.verdict: CommandVerdict | None = None
         self._folder = Path(record)
         self._rank, _ = rank_and_world()
-        what, name = f"the folder {record} has a record of the referee", f"{record}-2"
+        what = None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            is_free = not (self._folder / f"rank-{self._rank:05d}.jsonl").exists()
+            if (self._folder / f"rank-{self._rank:05d}.jsonl").exists():
+                what = f"the folder {record} has a record of the referee"
         except OSError as error:
-            what, name, is_free = (
-                f"the folder {record} cannot be made ({error.strerror})",
-                "DIR",
-                False,
-            )
-        if not is_free:
+            what = f"the folder {record} cannot be made ({error.strerror})"
+        if what:
             raise ConfigError(
-                what, expected="a new folder", fix=f'Referee(model, optimizer, record="{name}")'
+                what,
+                expected="a new folder",
+                fix=f'Referee(model, optimizer, record="{record}-2")',
             )
         # Of accelerate's optimizers, the one below.
         only = model, getattr(optimizer, "optimizer", optimizer)

@@ -213,8 +213,10 @@ def _take_training(
     if num_optimizers < len(runs):
         record.mixed = f"rank {record.rank} trains with {num_optimizers} optimizers in turn"
     elif record.left_out > _MOST_LEFT_OUT * len(longest) and not is_tried:
-        lengths = ", ".join(str(len(lines)) for lines in runs)
-        record.mixed = f"rank {record.rank} trains {len(runs)} times, for {lengths} steps"
+        record.mixed = (
+            f"rank {record.rank} trains {len(runs)} times, for "
+            f"{', '.join(str(len(lines)) for lines in runs)} steps"
+        )
     record.begins = longest[0].get("begins")
     # Gradients that are set to zero again: of a trial before the first step, but not of each step.
     if not any("cleared" in call for line in longest[1:] for call in line["calls"]):

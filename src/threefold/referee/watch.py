@@ -81,17 +81,12 @@ def _run(command: Sequence[str], settings: dict[str, str], *, output: TextIO | N
 def _prepare(folder: Path, command: Sequence[str]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        is_empty = not any(folder.iterdir())
-    except OSError as error:
-        what, fix = f"--record {folder} cannot be made ({error.strerror})", "referee-record"
-    else:
-        if is_empty:
+        if not any(folder.iterdir()):
             write_command(folder, command, None)
             return
-        number = next(
-            number for number in range(2, 10**6) if not Path(f"{folder}-{number}").exists()
-        )
-        what, fix = f"--record {folder} is not empty", f"{folder}-{number}"
+        what, fix = f"--record {folder} is not empty", f"{folder}-2"
+    except OSError as error:
+        what, fix = f"--record {folder} cannot be made ({error.strerror})", "referee-record"
     raise ConfigError(what, expected="a new folder, or an empty one", fix=f"--record {fix}")
 
 

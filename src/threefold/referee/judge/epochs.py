@@ -329,9 +329,9 @@ def _check_shares(epoch: Epoch, replicas: int) -> None:
     collide = len(set(shares)) < num_ranks and not epoch.is_disjoint
     if replicas <= num_ranks and not collide:
         return
-    numbers = ", ".join(map(str, shares))
     raise Refuted(
-        f"the samplers divide the rows by {replicas} and read the shares {numbers} on {num_ranks} data ranks",
+        f"the samplers divide the rows by {replicas} and read the shares {', '.join(map(str, shares))} on {num_ranks} "
+        "data ranks",
         "num_replicas is the number of data ranks, and each of them reads a different share",
         "where the sampler is made: num_replicas and rank are those of the data ranks",
     )

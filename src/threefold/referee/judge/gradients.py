@@ -95,6 +95,11 @@ class StepFit(NamedTuple):
     fit: LawFit
     compared: dict[str, Compared]
 
+    @property
+    def num_targets(self) -> int:
+        """Of all rows."""
+        return sum(size.num_targets for size in self.sizes)
+
 
 @judges(GRADIENTS)
 def judge_gradients(
@@ -163,11 +168,9 @@ def _judged(model: OwnModel, steps: list[CheckedStep], device: str) -> JudgedPar
         _check(fit)
         fits.append(fit)
     first = fits[0]
-    total = sum(size.num_targets for size in first.sizes)
-    law = _known_factors(first)[0].law
     what = (
         f"in {numbers_text(first.step.number, fits[-1].step.number)} each of {len(first.compared)} parameters has the "
-        f"gradient of {law} ({total} in step {first.step.number})"
+        f"gradient of {_known_factors(first)[0].law} ({first.num_targets} in step {first.step.number})"
     )
     num_silent = len(first.step.gradients) - len(first.compared)
     silent = f"; {num_silent} are zero up to rounding, and not compared" if num_silent else ""
@@ -352,7 +355,7 @@ def _check(step_fit: StepFit) -> None:
             _AS_ALONE,
             "what these layers compute: a mask, positions, a part of the gradient, a sum over ranks of one part",
         )
-    total = f"{TARGETS}, {sum(size.num_targets for size in step_fit.sizes)} in {step}"
+    total = f"{TARGETS}, {step_fit.num_targets} in {step}"
     is_even = all(unit.is_even for unit in step_fit.step.units)
     by_rank = torch.cat([unit.by_rank for unit in step_fit.step.units])
     if (fit.law.name == OWN_LOSS or not is_even) and are_even(by_rank):

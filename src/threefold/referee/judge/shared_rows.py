@@ -117,8 +117,10 @@ def judge_model_copies(groups: RankGroups) -> JudgedPart:
                     "the same rows on ranks that compute one copy of the model: each holds a part of it",
                     "the sampler: num_replicas and rank are those of the data ranks, not of all ranks",
                 )
-    num_steps = max(record.num_steps for record in groups.records)
-    return proved(f"ranks of one model copy read the same rows in each of {num_steps} steps")
+    return proved(
+        "ranks of one model copy read the same rows in each of "
+        f"{max(record.num_steps for record in groups.records)} steps"
+    )
 
 
 def rows_by_step(*ranks: RankRecord) -> dict[int, Rows]:
@@ -152,9 +154,9 @@ def judge_copies(groups: RankGroups) -> JudgedPart:
                 other, expected = first.setdefault(held, (record.rank, value))
                 num_copies += other != record.rank
                 if value != expected:
-                    names = ranks_text([other, record.rank])
                     raise Refuted(
-                        f"{names} hold different {kind} of {held[1]} in step {record.checked[place]['step']}",
+                        f"{ranks_text([other, record.rank])} hold different {kind} of {held[1]} in step "
+                        f"{record.checked[place]['step']}",
                         "the same values wherever the same part is held",
                         _CHANGED_BY[kind],
                     )

@@ -173,9 +173,9 @@ class RankRecorder:
 
     def called(self, module: Module, args: tuple[Any, ...], kwargs: Values) -> OpenCall | None:
         """The outermost module is called; None if this is no call with data."""
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            return None
-        is_recorded = not self._only or unwrapped(module) is self._only[0]
+        is_recorded = any(parameter.requires_grad for parameter in module.parameters()) and (
+            not self._only or unwrapped(module) is self._only[0]
+        )
         if not is_recorded or (rows := rows_of_call(args, kwargs)) is None:
             return None
         self._file = self._file or self._open()
@@ -256,16 +256,19 @@ class RankRecorder:
                     most_bytes=self._most_bytes // world_size,
                 )
         self._pid = os.getpid()
-        values: Values = {
-            "rank": self._rank,
-            "start": self._start,
-            "world_size": world_size,
-            "versions": {
-                name: str(getattr(sys.modules.get(name), "__version__", None))
-                for name in ("torch", "transformers", "accelerate", "trl", "deepspeed")
-            },
+        versions = {
+            name: str(getattr(sys.modules.get(name), "__version__", None))
+            for name in ("torch", "transformers", "accelerate", "trl", "deepspeed")
         }
-        file.write("start", values)
+        file.write(
+            "start",
+            {
+                "rank": self._rank,
+                "start": self._start,
+                "world_size": world_size,
+                "versions": versions,
+            },
+        )
         if (models := sys.modules.get("transformers.modeling_utils")) is not None:
             self.around(models.PreTrainedModel, "save_pretrained", after=self.exports)
         atexit.register(self.guard, self.end)

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from examples.test_referee_programs import REFEREE, TORCHRUN, WATCHED, refuted, run
+from examples.test_referee_programs import (
+    REFEREE,
+    TORCHRUN,
+    WATCHED,
+    not_judged,
+    refuted,
+    run,
+)
 
 pytestmark = pytest.mark.examples
 
@@ -221,6 +228,25 @@ def test_faults_are_refuted(
     )
     assert watched.returncode == 1, watched.stdout + watched.stderr
     assert refuted(watched.stdout) == parts
+    assert what in watched.stdout
+
+
+NOT_JUDGED = [
+    (
+        "two_clips",
+        ["norm of gradients", "updates"],
+        "gradients are clipped more than once in a step",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "parts", "what"), NOT_JUDGED)
+def test_what_cannot_be_seen_is_not_judged(
+    tmp_path: Path, kind: str, parts: list[str], what: str
+) -> None:
+    watched = run(tmp_path, *REFEREE, "--", *TORCHRUN, str(WATCHED / "qwen_loop.py"), kind)
+    assert watched.returncode == 3, watched.stdout + watched.stderr
+    assert not_judged(watched.stdout) == parts
     assert what in watched.stdout
 
 

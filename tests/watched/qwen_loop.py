@@ -3,7 +3,8 @@
 clean: the mean over all targets of all ranks and micro-batches; bf16: in bfloat16; accelerated: by the model's own
 loss with `num_items_in_batch`; tied: one matrix for embeddings and head; packed: two documents in a row, told apart by
 their positions; uncached: and by the mask that transformers makes of them where no keys are cached; trial: a batch of
-the loader is tried before the first step, and no pass asks for more batches than there are. Each other kind is a fault.
+the loader is tried before the first step, and no pass asks for more batches than there are; two_clips: the head is
+clipped by itself. Each other kind is a fault.
 """
 
 import contextlib
@@ -141,7 +142,10 @@ for epoch in range(2):
                 loss.backward()
             if kind == "between" and not last:
                 optimizer.zero_grad()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clipped = own.model if kind == "two_clips" else model
+        torch.nn.utils.clip_grad_norm_(clipped.parameters(), 1.0)
+        if kind == "two_clips":
+            torch.nn.utils.clip_grad_norm_(own.lm_head.parameters(), 0.1)
         if kind == "after_clip":
             own.model.norm.weight.grad.mul_(-1)
         optimizer.step()

@@ -45,10 +45,12 @@ _SMALL = 0.02
 @judges(NORM)
 def judge_norms(steps: list[CheckedStep]) -> JudgedPart:
     """Whether the norm that gradients are clipped by is that of all of them."""
-    clipped = [step for step in steps if step.clip.get("by_norm")]
+    clipped = [step for step in steps if step.clip]
     if not clipped:
         return none_here("gradients are not clipped by torch's clip_grad_norm_")
     for step in clipped:
+        if why := step.clip.get("unknown"):
+            raise Unjudgeable(why)
         # Non-finite values are None in a record.
         if (norm := step.clip["norm"]) is None:
             raise Unjudgeable(
@@ -82,8 +84,9 @@ def judge_updates(steps: list[CheckedStep]) -> JudgedPart:
         raise Unjudgeable(f"{first['class']} is not one of {', '.join(_KNOWN)}")
     if not first["is_new"]:
         raise Unjudgeable("the optimizer had a state before the first step of this program")
-    if any(step.clip and not step.clip["by_norm"] for step in steps):
-        raise Unjudgeable("gradients are clipped by value")
+    for step in steps:
+        if why := step.clip.get("unknown"):
+            raise Unjudgeable(why)
     if low := sorted(steps[0].weight_types - {"float32"}):
         raise Unjudgeable(f"weights in {low[0]} round away most of an update")
     weights = {name: nn.Parameter(value.clone()) for name, value in steps[0].weights.items()}

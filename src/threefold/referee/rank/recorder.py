@@ -303,14 +303,17 @@ class RankRecorder:
         """Gradients were clipped to a norm; it is read in the checked steps only."""
         if (curve := self._trained_curve()) is not None:
             total = result if total_norm is None else total_norm
-            is_known = not curve.values["clip"] and not hasattr(total, "placements")
-            norm = float(total) if is_known else None
-            curve.values["clip"] = {"most": float(max_norm), "norm": norm, "by_norm": True}
+            norm = None if hasattr(total, "placements") else float(total)
+            curve.values["clip"] = (
+                {"unknown": "gradients are clipped more than once in a step"}
+                if curve.values["clip"]
+                else {"most": float(max_norm), "norm": norm}
+            )
 
     def clipped_values(self, *args: Any, **kwargs: Any) -> None:
         """Each value was clipped."""
         if self._curve is not None:
-            self._curve.values["clip"] = {"most": 0.0, "norm": None, "by_norm": False}
+            self._curve.values["clip"] = {"unknown": "gradients are clipped by value"}
 
     def steps(self, optimizer: Optimizer, *args: Any) -> None:
         """An optimizer takes a step. One that steps right after another has trained on the same calls."""

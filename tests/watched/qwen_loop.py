@@ -149,9 +149,13 @@ for epoch in range(2):
         if kind == "after_clip":
             own.model.norm.weight.grad.mul_(-1)
         optimizer.step()
+        if kind == "step_twice" and epoch == 1:
+            optimizer.step()
         if kind == "decay_twice":
             for parameter in own.parameters():
                 parameter.data.mul_(1 - 1e-3 * 0.01)
+    if kind == "eval":  # an evaluation from which nothing returns to training
+        model.eval()
 if kind in ("export", "lost_shard"):
     if rank == 0:
         own.save_pretrained("model", max_shard_size=20_000)

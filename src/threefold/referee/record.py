@@ -172,6 +172,10 @@ def _read_rank(path: Path) -> RankRecord | None:
         f"rank {record.rank}: the referee stopped recording ({line['what']})"
         for line in of_kind["fault"]
     ]
+    if unseen := of_kind["unseen"]:
+        record.wrong.append(
+            f"rank {record.rank}: {len(unseen)} steps of its optimizer follow no call of the model in training mode"
+        )
     record.joined = bool(of_kind["joined"])
     record.saved = {line["step"]: line for line in of_kind["saved"]}
     record.exported = of_kind["exported"]

@@ -173,7 +173,9 @@ def _curve(folder: Path, groups: RankGroups) -> list[JudgedPart]:
 @judges("record")
 def _nothing(watched: WatchedCommand) -> JudgedPart:
     shown = shlex.join(watched.command)
-    why = f"no process of `{shown}` took a step of a torch optimizer"
+    why = (
+        f"no process of `{shown}` took a step of a torch optimizer for a model in training mode"
+    )
     if watched.exit_code:
         why = f"`{shown}` ended with exit code {watched.exit_code} before its first optimizer step"
     raise Unjudgeable(

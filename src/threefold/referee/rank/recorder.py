@@ -100,10 +100,9 @@ class RankRecorder:
         self._file: SealedFile | None = None
         self._name = ""
         self._pid = self._rank = self._start = self._num_steps = 0
-        self._trained: WeakKeyDictionary[Optimizer, Module] = WeakKeyDictionary()
-        self._saved: set[tuple[int, int | None]] = set()
+        self._trained: WeakKeyDictionary[Optimizer, tuple[int, Module]] = WeakKeyDictionary()
+        self._saved: set[tuple[int, int]] = set()
         self._passes: set[PassName | None] = {None}
-        self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._shown: WeakKeyDictionary[Module, Values] = WeakKeyDictionary()
         self._models: WeakKeyDictionary[Module, int] = WeakKeyDictionary()
         self._numbers = count()
@@ -111,7 +110,7 @@ class RankRecorder:
         self._curve: StepCurve | None = None
         self._steps_of: Counter[int] = Counter()
         self.types: set[str] | None = None
-        self._is_off = self._is_joined = self._has_loaded = False
+        self._is_off = self._has_loaded = False
         self.loaders = Loaders()
 
     def guard(self, action: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -320,24 +319,26 @@ class RankRecorder:
         calls = [call for call in self._calls if call.is_trained]
         if self._file is None or (self._only and optimizer is not self._only[1]):
             return
+        rates = [
+            group["lr"]
+            for group in optimizer.param_groups
+            if isinstance(group.get("lr"), float)
+        ]
         if not calls:
-            if self._num_steps and not self._is_joined and optimizer not in self._optimizers:
-                self._is_joined = True
-                self._file.write("joined", {"step": self._num_steps})
+            trained = self._trained.get(optimizer)
+            # ZeRO steps its optimizer part by part; to save its state, torch takes a step without a learning rate.
+            if self._num_steps and any(rates) and not (trained and zero_of(trained[1])):
+                self._file.write("unseen" if trained else "joined", {"step": self._num_steps})
             return
+        number, _ = self._trained.setdefault(optimizer, (next(self._numbers), calls[0].module))
         self._num_steps += 1
         self._steps_of.update({call.values["module"] for call in calls})
         values: Values = {
             "step": self._num_steps,
-            "optimizer": self._optimizers.setdefault(optimizer, next(self._numbers)),
+            "optimizer": number,
             "calls": [call.values for call in calls],
-            "rates": [
-                group["lr"]
-                for group in optimizer.param_groups
-                if isinstance(group.get("lr"), float)
-            ],
+            "rates": rates,
         }
-        self._trained[optimizer] = calls[0].module
         if self._start > 1 and self._num_steps == 1:
             values["begins"] = {
                 **state_of(calls[0].module, optimizer),
@@ -374,11 +375,15 @@ class RankRecorder:
 
     def saves(self, optimizer: Optimizer) -> None:
         """The state of an optimizer is asked for: the training is saved as it is after this step."""
-        at = self._num_steps, self._optimizers.get(optimizer)
-        if self._file is None or at[1] is None or at in self._saved:
+        trained = self._trained.get(optimizer)
+        if (
+            self._file is None
+            or trained is None
+            or (at := (self._num_steps, trained[0])) in self._saved
+        ):
             return
         self._saved.add(at)
-        state = state_of(self._trained[optimizer], optimizer)
+        state = state_of(trained[1], optimizer)
         self._file.write("saved", {"step": at[0], "optimizer": at[1], **state})
 
     def loads(self, optimizer: Optimizer, state_dict: Any) -> None:

@@ -595,6 +595,8 @@ def test_what_is_not_a_number_proves_nothing(model: Any) -> None:
         steps = trained()
         steps[0].gradients[name].view(-1)[-1] = math.nan
         assert judge_updates(steps).status is PartStatus.REFUTED
+        steps[1].weights[name].view(-1)[-1] = math.nan  # as the optimizer makes of it
+        assert judge_updates(steps).what == "step 1 has a gradient that is not finite"
     weights = {name: value.detach().clone() for name, value in model.named_parameters()}
     weights["model.norm.weight"][0] = math.nan
     step = CheckedStep(

@@ -120,6 +120,11 @@ class CheckedStep:
     optimizer: Values
     ranks_a_copy: int = 1
 
+    def require_finite(self) -> None:
+        """Raises that a gradient is not finite, if one is not."""
+        if not all(value.isfinite().all() for value in self.gradients.values()):
+            raise Unjudgeable(f"step {self.number} has a gradient that is not finite")
+
 
 def checked_steps(folder: Path, groups: RankGroups) -> list[CheckedStep]:
     """The steps that all ranks have recorded with their weights.

@@ -162,8 +162,7 @@ def _judged(model: OwnModel, steps: list[CheckedStep], device: str) -> JudgedPar
                 f"{work:.0e} operations are needed for the gradients of step {step.number} here, more than "
                 f"{_MOST_WORK:.0e}: train fewer rows, or a smaller config"
             )
-        if not all(value.isfinite().all() for value in step.gradients.values()):
-            raise Unjudgeable(f"step {step.number} has a gradient that is not finite")
+        step.require_finite()
         fit = _fit_step(model, step, fits[-1].step if fits else None)
         _check(fit)
         fits.append(fit)

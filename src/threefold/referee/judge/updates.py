@@ -142,6 +142,8 @@ def _check_update(
         lost, size = _ROUNDING * float(before.norm()), float(expected.norm())
         num_compared += lost <= _SMALL * size
         if not (moved - expected).norm() <= _LEFT * size + lost:
+            if not moved.isfinite().all():
+                step.require_finite()
             factor, left = factor_of(expected, moved)
             is_multiple = left <= min(_SMALL, abs(factor - 1)) or not moved.any()
             odd[name] = f" x{factor:.4g}" if is_multiple else " differently"

@@ -368,17 +368,18 @@ def _check(step_fit: StepFit) -> None:
             f"in {step} the program's loss counts the targets of a row differently, as it may"
         )
     counts = fit.law.weights
-    first, last = int(counts.argmax()), int(counts.argmin())
-    ratio = float(counts[first] / counts[last])
+    first, last = (step_fit.sizes[int(place)] for place in (counts.argmax(), counts.argmin()))
+    what = (
+        f"in {step} targets do not count equally: those of {first} count "
+        f"{float(counts.max() / counts.min()):.3g} x those of {last}"
+    )
     if fit.law.name == OWN_LOSS:
         raise Unjudgeable(
-            f"in {step} targets count up to {ratio:.3g} x others, as the program's own loss weighs them; each "
-            "parameter follows it"
+            f"{what}, as the program's own loss weighs them; each parameter follows it"
         )
     if fit.law.name != TARGETS:
         raise Refuted(
-            f"in {step} targets do not count equally: those of {step_fit.sizes[first]} count {ratio:.3g} x those of "
-            f"{step_fit.sizes[last]}; it is {fit.law.name}",
+            f"{what}; it is {fit.law.name}",
             total,
             "what the loss is divided by: the number of targets of all ranks and micro-batches of the step",
         )

@@ -119,6 +119,12 @@ FAULTS = [
     ),
     (
         "qwen_loop.py",
+        "padding",
+        ["targets"],
+        "outputs are trained to predict padding, which attention_mask leaves out",
+    ),
+    (
+        "qwen_loop.py",
         "left_out",
         ["gradients", "updates"],
         "in no group of the optimizer: lm_head.weight",
@@ -246,6 +252,11 @@ NOT_JUDGED = [
         "two_clips",
         ["norm of gradients", "updates"],
         "gradients are clipped more than once in a step",
+    ),
+    (
+        "other_rows",
+        ["targets"],
+        "of the outputs are trained to predict the next token: what the others predict is not",
     ),
 ]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from threefold.referee.judge.checked_steps import CheckedStep, TrainedRows, _assembled
-from threefold.referee.judge.gradients import judge_gradients
+from threefold.referee.judge.gradients import judge_gradients, judge_target_places
 from threefold.referee.judge.groups import RankGroups
 from threefold.referee.judge.own_model import OwnModel
 from threefold.referee.judge.parts import JudgedPart, PartStatus, Unjudgeable
@@ -630,6 +630,33 @@ def test_what_is_not_finite_in_a_later_step_ends_the_proof(model: Any) -> None:
     part = judge_norms(clipped)
     assert part.status is PartStatus.NOT_JUDGED
     assert "the norm of step 3 is not finite, or was computed in a way" in part.what
+
+
+def test_targets_are_tokens_of_their_rows_where_a_model_writes_them() -> None:
+    """An encoder reads the tokens that its decoder is to write: of the same number, and mostly the same."""
+    rows = [replace(row, targets=row.inputs["input_ids"]) for row in ROWS]
+    step = CheckedStep(1, {}, {}, rows, set(), set(), [], {}, {})
+    assert judge_target_places([step], {}).status is PartStatus.REFUTED
+    of_two = {"class": "T5ForConditionalGeneration", "config": {"is_encoder_decoder": True}}
+    assert judge_target_places([step], of_two).status is PartStatus.NONE
+    rows = [replace(row, targets=row.inputs["input_ids"].roll(3, 1)) for row in ROWS]
+    step = CheckedStep(1, {}, {}, rows, set(), set(), [], {}, {})
+    for name, status in (("Qwen3ForCausalLM", "not judged"), ("BertForMaskedLM", "proved")):
+        assert judge_target_places([step], {"class": name}).status == status
+
+
+def test_padding_that_is_a_token_too_is_told_apart() -> None:
+    """GPT-2 pads with the token that rows begin with: padding on the left is followed by it, and predicts it."""
+    ids = torch.tensor([[7, 7, 7, 1, 2, 3]])
+    targets = torch.tensor([[-100, 7, 1, 2, 3, -100]])
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    row = TrainedRows(0, 0, 0, {"input_ids": ids, "attention_mask": mask}, targets, None)
+    step = CheckedStep(1, {}, {}, [row], set(), set(), [], {}, {})
+    shown = {"class": "GPT2LMHeadModel", "config": {}}
+    assert judge_target_places([step], shown).status is PartStatus.PROVED
+    targets[0, 0] = 7
+    part = judge_target_places([step], shown)
+    assert part.what.startswith("1 outputs are trained to predict padding")
 
 
 @pytest.mark.parametrize("order", [1.0, math.inf])

@@ -70,7 +70,7 @@ def collate(rows):
     return {
         "input_ids": ids,
         "attention_mask": mask,
-        "labels": torch.where(mask.bool(), ids, -100),
+        "labels": ids.clone() if kind == "padding" else torch.where(mask.bool(), ids, -100),
     }
 
 
@@ -118,6 +118,8 @@ for epoch in range(2):
             labels = batch["labels"]
             if kind == "shifted":
                 labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+            if kind == "other_rows":
+                labels = labels.roll(1, 0)
             with sync, low:
                 if is_packed:
                     # Of one length, so that the mean of means is the mean; `scaled` adds up means.

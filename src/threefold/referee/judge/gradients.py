@@ -407,32 +407,47 @@ def _known_factors(step_fit: StepFit) -> list[NamedFactor]:
 
 
 @judges("targets")
-def judge_target_places(steps: list[CheckedStep]) -> JudgedPart:
-    """Whether a causal model is trained on the next token, where both show."""
-    pairs = [
-        (unit.inputs.get("input_ids"), unit.targets) for step in steps for unit in step.units
+def judge_target_places(steps: list[CheckedStep], architecture: Values) -> JudgedPart:
+    """Whether a causal model is trained on the next token, where both show, and not on padding."""
+    seen = [
+        (ids, unit.targets, unit.inputs.get("attention_mask", ids + 1))
+        for step in steps
+        for unit in step.units
+        if unit.targets is not None
+        and (ids := unit.inputs.get("input_ids")) is not None
+        and ids.shape == unit.targets.shape
     ]
-    same = [
-        (i, t)
-        for i, t in pairs
-        if i is not None and t is not None and i.ndim == 2 and i.shape == t.shape
-    ]
-    if not same:
+    if not seen or architecture.get("config", {}).get("is_encoder_decoder"):
         return none_here("the targets of the outputs cannot be seen")
     itself, following, later = (
-        float(torch.cat([_hits(*each, shift) for each in same]).mean()) for shift in range(3)
-    )
-    if following < 0.5 and max(itself, later) > 0.95:
-        target = "the token after the next" if later > itself else "the token itself"
-        raise Refuted(
-            f"{max(itself, later):.0%} of the outputs are trained to predict {target}",
-            "the next token",
-            "where labels are shifted: once, in the model or before it",
+        float(
+            torch.cat(
+                [(targets == ids.roll(-shift, 1))[targets != -100] for ids, targets, _ in seen]
+            )
+            .float()
+            .mean()
         )
-    return proved(f"{following:.0%} of the outputs are trained to predict the next token")
-
-
-def _hits(ids: Tensor, targets: Tensor, shift: int) -> Tensor:
-    """For each target, whether it is the token so many places later: 1.0, or 0.0."""
-    aligned = targets[:, : targets.shape[1] - shift]
-    return (aligned == ids[:, shift:])[aligned != -100].float()
+        for shift in range(3)
+    )
+    what = f"{following:.0%} of the outputs are trained to predict the next token"
+    if following < 0.5:
+        if max(itself, later) > 0.95:
+            raise Refuted(
+                f"{max(itself, later):.0%} of the outputs are trained to predict the token "
+                f"{'after the next' if later > itself else 'itself'}",
+                "the next token",
+                "where labels are shifted: once, in the model or before it",
+            )
+        if architecture.get("class", "").endswith(("ForCausalLM", "LMHeadModel")):
+            raise Unjudgeable(f"{what}: what the others predict is not known")
+    if num_padding := sum(
+        int(((targets == ids) & (mask + mask.roll(-1, 1) == 0)).sum())
+        for ids, targets, mask in seen
+        if mask.shape == ids.shape
+    ):
+        raise Refuted(
+            f"{num_padding} outputs are trained to predict padding, which attention_mask leaves out",
+            "labels of -100 where a row is padded",
+            "what makes the labels: a copy of input_ids has the padding too",
+        )
+    return proved(what)

@@ -157,15 +157,15 @@ def _curve(folder: Path, groups: RankGroups) -> list[JudgedPart]:
         steps = checked_steps(folder, groups)
     except Unjudgeable as why:
         return [copies, *(not_judged(name, why) for name in (GRADIENTS, NORM, UPDATES))]
-    places = judge_target_places(steps)
-    is_joined = any(record.joined for record in groups.records)
+    placement = groups.records[0].placement
+    places = judge_target_places(steps, placement["architecture"])
     return [
         copies,
-        read_alone(folder) or judge_gradients(steps, groups.records[0].placement),
-        *([places] if places.status is PartStatus.REFUTED else []),
+        read_alone(folder) or judge_gradients(steps, placement),
+        *([places] if _EXIT_CODES[places.status] else []),
         judge_norms(steps),
         not_judged(UPDATES, "several optimizers step together")
-        if is_joined
+        if any(record.joined for record in groups.records)
         else judge_updates(steps),
     ]
 

@@ -322,6 +322,27 @@ def test_a_loss_that_has_no_use_for_labels_is_the_mean_over_rows(tmp_path: Path)
             assert_same_curve(found, wanted)
 
 
+class Growing(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """A stream whose batches are longer and longer."""
+
+    def __iter__(self) -> Any:
+        for length in range(4, 20):
+            yield {"input_ids": torch.arange(length), "labels": torch.arange(length)}
+
+
+def _train_on_a_stream(folder: str) -> None:
+    from threefold.integrations.huggingface import Trainer
+
+    more = settings(1, max_steps=2, gradient_accumulation_steps=1)
+    Trainer(causal_model(), arguments(folder, **more), train_dataset=Growing()).train()
+
+
+def test_a_stream_that_rank_0_cannot_deal_out_ends_all_ranks(tmp_path: Path) -> None:
+    """accelerate joins the batches of all ranks on rank 0, while the others wait for it."""
+    with pytest.raises(AssertionError, match="You can't use batches of different size"):
+        on_ranks(_train_on_a_stream, 2, str(tmp_path))
+
+
 class Plain(torch.nn.Module):
     """Takes no number of targets."""
 

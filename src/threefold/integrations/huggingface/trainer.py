@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.data_loader import DataLoaderDispatcher
 from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler
 from transformers.trainer_utils import has_length
@@ -152,7 +153,11 @@ class Trainer(transformers.Trainer):
             parts = [part.batch for parts in self._micro_batches for part in parts]
             return [dict(part) if isinstance(part, Mapping) else {} for part in parts], 0
 
-        self._ranks.agree("training step", self.state.global_step + 1, read)
+        # Where rank 0 reads a stream for all, the others wait for its batch, not for its error.
+        dispatched = read() if isinstance(self._train_loader, DataLoaderDispatcher) else None
+        self._ranks.agree(
+            "training step", self.state.global_step + 1, lambda: dispatched or read()
+        )
         self._collects = True
         try:
             return samples, self._get_num_items_in_batch(samples, device)

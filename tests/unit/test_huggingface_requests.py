@@ -288,6 +288,17 @@ def test_resume_refuses_what_it_cannot_go_on_from(tmp_path: Path) -> None:
     assert anew.train(resume_from_checkpoint=str(checkpoint)).global_step == 3
 
 
+def test_weights_alone_are_not_resumed_from(tmp_path: Path) -> None:
+    """transformers would continue with a new optimizer and schedule, without a word."""
+    trained(tmp_path, save_only_model=True)
+    again = Trainer(
+        causal_model(), arguments(str(tmp_path), max_steps=3), train_dataset=Sentences(16)
+    )
+    ((what, _, fix),) = refusal(lambda: again.train(resume_from_checkpoint=True))
+    assert what == f"{tmp_path / 'checkpoint-2'} has weights, but no state of the optimizer"
+    assert fix.startswith("save with save_only_model=False")
+
+
 def test_true_resumes_from_the_newest_that_was_written_to_its_end(tmp_path: Path) -> None:
     trained(tmp_path, max_steps=4)
     (tmp_path / "checkpoint-4" / "trainer_state.json").write_text('{"global')

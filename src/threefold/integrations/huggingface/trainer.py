@@ -430,6 +430,9 @@ class Trainer(transformers.Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if not self.is_distributed_loading_by_transformers or checkpoint is None:
+            # Where these files are missing, transformers begins with a new optimizer, without a word.
+            if checkpoint and not self.is_deepspeed_enabled:
+                trainer_checkpoint.refuse_weights_alone(Path(checkpoint))
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         trainer_checkpoint.load_shards(Path(checkpoint), self.model, self.optimizer)

@@ -120,6 +120,16 @@ def newest_complete(output_dir: Path) -> Path:
     return max(numbered)[1]
 
 
+def refuse_weights_alone(checkpoint: Path) -> None:
+    """CheckpointError if a checkpoint has no state of an optimizer, as with save_only_model=True."""
+    if not any(checkpoint.glob("optimizer*")):
+        raise CheckpointError(
+            f"{checkpoint} has weights, but no state of the optimizer",
+            expected="both, to continue: a new optimizer and schedule would take other steps",
+            fix="save with save_only_model=False; to begin again from these weights: from_pretrained, and train()",
+        )
+
+
 def _is_complete(checkpoint: Path) -> bool:
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))

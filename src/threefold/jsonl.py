@@ -1,4 +1,4 @@
-"""JSON lines that a run appends to, how they are read, and the protocol of its trackers.
+"""JSON lines that a run appends to, how they are read, and the protocol of its trackers; and files written whole.
 
 A resumed run appends; a torn last line, left by a killed run, is cut before the first append, and is not read. A whole
 line that is not a JSON object is named and skipped. Floats read back to the same value; non-finite ones are null.
@@ -12,8 +12,8 @@ import math
 import os
 import stat
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, Protocol
@@ -99,6 +99,20 @@ def _finite(value: Any) -> Any:
 def utc_now() -> str:
     """This moment in UTC, to the millisecond, as ISO 8601."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def write_whole(path: Path, content: Iterable[bytes]) -> None:
+    """Writes a file that gets its name once all of it is on the disk: an error, or a kill, leaves what was there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.writelines(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def cut_torn_line(path: Path) -> None:

@@ -6,7 +6,6 @@ computed again without the source, from the lengths that the run had. No torch.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 from threefold.data.order.length_buckets import LengthsOf
 from threefold.data.text.known_bytes import content_digest
 from threefold.errors import RunError
+from threefold.jsonl import write_whole
 
 FOLDER = "lengths"
 _TYPE = np.dtype("<i4")
@@ -24,11 +24,7 @@ def keep(run: Path, lengths: LengthsOf, num_rows: int) -> str:
     content = lengths(np.arange(num_rows, dtype=np.int64)).astype(_TYPE).tobytes()
     place = _place(run, content_digest(content))
     place.parent.mkdir(exist_ok=True)
-    with (partial := place.with_suffix(".partial")).open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, place)
+    write_whole(place, [content])
     return place.stem
 
 

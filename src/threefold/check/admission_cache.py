@@ -8,9 +8,7 @@ Only a result that holds is kept.
 from __future__ import annotations
 
 import json
-import os
 import platform
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import xxhash
 from threefold.build_id import build_id
 from threefold.check.compare import Comparison, Difference
 from threefold.check.probes import Subject
+from threefold.jsonl import write_whole
 from threefold.mesh.environment import cache_folder
 from threefold.mesh.mesh import Mesh
 
@@ -105,11 +104,8 @@ def keep(key: str, results: list[Difference]) -> None:
     """Keeps results under a key; a cache that cannot be written is left as it is."""
     try:
         _folder().mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=_folder(), suffix=".part", delete=False
-        ) as file:
-            file.write(json.dumps([vars(result) for result in results]))
-        os.replace(file.name, _folder() / f"{key}.json")
+        content = json.dumps([vars(result) for result in results]).encode()
+        write_whole(_folder() / f"{key}.json", [content])
     except OSError:
         return
 

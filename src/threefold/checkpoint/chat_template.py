@@ -6,18 +6,17 @@ conversation have none.
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from threefold.checkpoint.checkpoint_folder import Checkpoint
-from threefold.checkpoint.seal import write_sealed
 from threefold.config.schema import Config
 from threefold.data.chat.labeller import template_file
 from threefold.data.text.known_bytes import content_digest
 from threefold.errors import CheckpointError
+from threefold.jsonl import write_whole
 
 FILE = "chat_template.jinja"
 KEY = "chat_template"
@@ -31,8 +30,7 @@ def digest_of(template: str | None) -> str | None:
 
 def keep(template: str, run: Path) -> None:
     """Writes the template into a run's folder."""
-    write_sealed(run / f".{FILE}", template.encode())
-    os.replace(run / f".{FILE}", run / FILE)
+    write_whole(run / FILE, [template.encode()])
 
 
 def template_of(checkpoint: Checkpoint, config: Config) -> str | None:

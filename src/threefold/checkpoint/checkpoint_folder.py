@@ -30,7 +30,7 @@ from threefold.checkpoint.seal import (
     wrong_sizes,
 )
 from threefold.errors import CheckpointError
-from threefold.jsonl import from_json
+from threefold.jsonl import from_json, write_whole
 
 FORMAT = 2
 _MARKER = "COMPLETE"
@@ -244,10 +244,8 @@ class CheckpointFolder:
 
     def mark_best(self, step: int, eval_loss: float) -> None:
         """Records that the checkpoint of `step` is the best, so that it is kept."""
-        temporary = self.path / f".{_BEST}"
         record = {"step": step, "eval_loss": eval_loss, "checksum": _of_best(step, eval_loss)}
-        write_sealed(temporary, json.dumps(record).encode() + b"\n")
-        os.replace(temporary, self.path / _BEST)
+        write_whole(self.path / _BEST, [json.dumps(record).encode(), b"\n"])
         sync(self.path)
 
     def forget_best_after(self, step: int) -> None:

@@ -16,10 +16,18 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from threefold.checkpoint.seal import checksum_of, sync, write_sealed
+from threefold.checkpoint.seal import checksum_of, sync
 from threefold.config.paths import JOURNAL, RUN_FILE
 from threefold.errors import ConfigError
-from threefold.jsonl import Lines, Values, cut_torn_line, from_json, open_file, utc_now
+from threefold.jsonl import (
+    Lines,
+    Values,
+    cut_torn_line,
+    from_json,
+    open_file,
+    utc_now,
+    write_whole,
+)
 
 
 @dataclass(frozen=True)
@@ -163,9 +171,7 @@ class Identity:
         return identity
 
     def write(self, run: Path) -> None:
-        temporary = run / f".{RUN_FILE}"
-        write_sealed(temporary, json.dumps(asdict(self)).encode() + b"\n")
-        os.replace(temporary, run / RUN_FILE)
+        write_whole(run / RUN_FILE, [json.dumps(asdict(self)).encode(), b"\n"])
         sync(run)
 
 

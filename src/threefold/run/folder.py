@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from threefold.checkpoint.checkpoint_folder import Checkpoint, CheckpointFolder, damaged
 from threefold.checkpoint.lineage import Author, Identity, Journal, Origin
 from threefold.checkpoint.lock import RunLock, Words
-from threefold.checkpoint.seal import Seal, sync, write_sealed
+from threefold.checkpoint.seal import Seal, sync
 from threefold.config import yaml_text as config_text
 from threefold.config.paths import (
     AUDIT,
@@ -36,6 +36,7 @@ from threefold.config.paths import (
 )
 from threefold.config.schema import Config
 from threefold.errors import CheckpointError, ConfigError, RunError, ThreefoldError
+from threefold.jsonl import write_whole
 from threefold.mesh import environment
 from threefold.run import resume_choice
 
@@ -55,7 +56,6 @@ _NOT_YET_A_RUN = (
     "job.sh",
     ".lease.json",
     ".from-store",
-    f".{RUN_FILE}",  # of a start that ended while it was written
 )
 _OUTPUTS = (".err", ".log", ".out")  # where a shell, or a scheduler, sends output
 
@@ -266,9 +266,7 @@ class RunFolder:
 
 def keep_config(path: Path, config: Config) -> None:
     """Writes a run's config.yaml, with absolute paths."""
-    temporary = path / ".config.yaml"
-    write_sealed(temporary, config_text.dump(with_absolute_paths(config)).encode())
-    os.replace(temporary, path / "config.yaml")
+    write_whole(path / RUN_CONFIG, [config_text.dump(with_absolute_paths(config)).encode()])
 
 
 def open_run(
@@ -380,7 +378,8 @@ def _refuse_filled(path: Path, words: Words) -> None:
         for each in names
         if each.name not in _NOT_YET_A_RUN
         and each.suffix not in _OUTPUTS
-        and not each.name.startswith(resume_choice.FETCHED)
+        # The second is of a start that ended while it was written.
+        and not each.name.startswith((resume_choice.FETCHED, f".{RUN_FILE}"))
     ]
     if others:
         more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""

@@ -8,7 +8,6 @@ the same ones share it in the cache, and a run keeps its own copy, from which it
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -24,10 +23,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from threefold.arrays import Float64
-from threefold.checkpoint.seal import checksum_of, write_sealed
+from threefold.checkpoint.seal import checksum_of
 from threefold.data.rows.best_fit import PaddedRows
 from threefold.data.sampling.loader import evaluation_batches
 from threefold.errors import CheckpointError, RunError
+from threefold.jsonl import write_whole
 from threefold.model.data_parallel import reshard
 from threefold.model.model import Model
 from threefold.training.dpo_loss import of_documents
@@ -217,9 +217,7 @@ def _write(path: Path, identity: ReferenceIdentity, values: Float64) -> None:
     head = {"kind": _KIND, **vars(identity), "documents": len(values)}
     head["checksum"] = checksum_of(json.dumps(head).encode() + content)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    write_sealed(temporary, json.dumps(head).encode() + b"\n" + content)
-    os.replace(temporary, path)
+    write_whole(path, [json.dumps(head).encode(), b"\n", content])
 
 
 def _read(path: Path, identity: ReferenceIdentity, num_documents: int) -> Float64:

@@ -23,7 +23,7 @@ import xxhash
 
 from threefold.arrays import Array
 from threefold.errors import DataError
-from threefold.jsonl import from_json
+from threefold.jsonl import from_json, write_whole
 
 BLOCK_BYTES = 1 << 20
 SUFFIX = ".blocks"
@@ -176,12 +176,7 @@ class Blocks:
     def write(self, place: Path) -> None:
         """Writes the file, complete or not at all."""
         place.parent.mkdir(parents=True, exist_ok=True)
-        temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
-        try:
-            temporary.write_bytes(self.to_bytes())
-            os.replace(temporary, place)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(place, [self.to_bytes()])
 
     def to_bytes(self) -> bytes:
         """The content of a .blocks file."""

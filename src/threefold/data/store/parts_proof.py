@@ -9,8 +9,8 @@ of its bytes.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +20,16 @@ from threefold.data.store.blocks import with_suffix
 from threefold.data.store.parts import PartDone, PartMaker
 from threefold.data.store.prepare import PARTS
 from threefold.data.store.store import StoreInfo, TokenStore
-from threefold.data.store.writer import sync
 from threefold.errors import DataError
-from threefold.jsonl import from_json
+from threefold.jsonl import from_json, write_whole
 
 SUFFIX = ".parts"
 
 
 def write(prefix: Path, maker: PartMaker, done: Sequence[PartDone]) -> None:
     """Writes the record of all parts, in order, which are about to be joined."""
-    temporary = prefix.with_name(f".{prefix.name}{SUFFIX}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.writelines(maker.path(each.part, "json").read_bytes() for each in done)
-        file.write(_last(done))
-        sync(file)
-    os.replace(temporary, with_suffix(prefix, SUFFIX))
+    seals = (maker.path(each.part, "json").read_bytes() for each in done)
+    write_whole(with_suffix(prefix, SUFFIX), chain(seals, [_last(done)]))
 
 
 def prove(prefix: Path, *, read: bool) -> str:

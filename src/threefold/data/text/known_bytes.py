@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import xxhash
 
 from threefold.errors import DataError
+from threefold.jsonl import write_whole
 
 BLOCK_BYTES = 1 << 20
 _DIGEST_BYTES = 16
@@ -153,14 +154,11 @@ class Digests:
         """Writes what was learned, if the cache can be written."""
         if self._place is None or not self._changed:
             return
-        text = json.dumps(self._known)
-        temporary = self._place.with_name(f".{self._place.name}.{os.getpid()}.tmp")
+        text = json.dumps(self._known).encode()
+        head = f"{_FORMAT} {xxhash.xxh3_128_hexdigest(text)}"
         with contextlib.suppress(OSError):
             self._place.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(
-                f"{_FORMAT} {xxhash.xxh3_128_hexdigest(text.encode())}\n{text}\n"
-            )
-            os.replace(temporary, self._place)
+            write_whole(self._place, [head.encode(), b"\n", text, b"\n"])
 
     def _read(self) -> dict[str, list[Any]]:
         entries: dict[str, list[Any]] = {}

@@ -8,7 +8,6 @@ names its files itself. Empty files of the kinds that came later than the others
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import json
 import os
@@ -18,10 +17,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from threefold.config.paths import RUN_FILE
 from threefold.errors import size_text
+from threefold.jsonl import write_whole
 
 TEXTS = (".txt", ".md", ".py")
 ROWS = (".jsonl", ".json", ".csv", ".parquet")
@@ -191,24 +191,21 @@ def write_list(lists: Iterable[FileList], folder: Path) -> str:
     Returns where, or why it could not: nothing else needs the list.
     """
     to = folder / FILE
-    temporary = to.with_name(f".{to.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w") as file:
-            for each in lists:
-                # The run may be resumed from another folder.
-                root, key = each.root.absolute(), {"key": each.key} if each.key else {}
-                read = (
-                    {"path": str(root / p), "bytes": _size(root / p), **key} for p in each.read
-                )
-                left = ({"path": str(root / o.path), "left_out": o.why} for o in each.left_out)
-                file.writelines(json.dumps(line) + "\n" for line in (*read, *left))
-        os.replace(temporary, to)
+        write_whole(to, (json.dumps(line).encode() + b"\n" for line in _lines(lists)))
     except OSError as error:
         return f"not listed in {to}: {error.strerror}"
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
     return f"listed in {to}"
+
+
+def _lines(lists: Iterable[FileList]) -> Iterator[dict[str, Any]]:
+    for each in lists:
+        # The run may be resumed from another folder.
+        root, key = each.root.absolute(), {"key": each.key} if each.key else {}
+        for path in each.read:
+            yield {"path": str(root / path), "bytes": _size(root / path), **key}
+        for left in each.left_out:
+            yield {"path": str(root / left.path), "left_out": left.why}
 
 
 def _below(root: Path, excluded: Collection[str], left: list[LeftOut]) -> Iterator[str]:

@@ -50,26 +50,13 @@ def head_of(run: Built, why: str, findings: Sequence[tuple[str, str]]) -> Head:
         global_batch=config.train.global_batch,
         stored=stored.facts(run.loader.begins()) if ahead and stored is not None else None,
         labels=labels_of(run.rows),
-        notes=[
-            *_begins(run.rows),
-            *_no_end(run),
-            *_evaluated(run),
-            *_shares(run),
-            *_pairs(run),
-        ],
+        notes=[*_notes(run)],
         first_step=run.done + 1 if ahead else None,
         last_step=run.num_steps if ahead else None,
         epochs=epochs_ahead(run) if ahead else None,
         rate=(config.optimizer.lr, run.rate_why),
         hosts=(mesh.num_hosts, _who_can_join()) if mesh.num_hosts > 1 else (),
-        choices=[
-            *_other_tokenizer(run),
-            *findings,
-            *run.model.choices,
-            *optimizers.said(run.optimizer, config.optimizer),
-            *_given_loss(run),
-            *_skips(run),
-        ],
+        choices=[*_choices(run, findings)],
         resumed=str(run.folder.resume.path) if run.folder.resume is not None else None,
         lost_bits=run.checkpointer.lost_bits,
         changed=[
@@ -144,60 +131,44 @@ def labels_of(rows: Rows) -> list[Entry]:
     return entries
 
 
-def _begins(rows: Rows) -> Iterator[Entry]:
-    parts = [(part.name, part.rows.store.info) for part in parts_of(rows)]
-    for name, info in parts:
-        if info is not None and info.bos_id is not None:
-            source = f"{name}: " if len(parts) > 1 else ""
-            yield "bos", f"{source}token {info.bos_id} begins each document: data.bos"
-
-
 def without_end(rows: Rows) -> bool:
     """Whether answers of a source have no end token, although it is to be trained on."""
     masks = [part.rows.store.loss_mask for part in parts_of(rows)]
     return any(mask is not None and mask.end == "missing" for mask in masks)
 
 
-def _no_end(run: Built) -> Iterator[Entry]:
+def _notes(run: Built) -> Iterator[Entry]:
+    """Further facts about data and loss."""
+    parts = parts_of(run.rows)
+    for part in parts:
+        if (info := part.rows.store.info) is not None and info.bos_id is not None:
+            source = f"{part.name}: " if len(parts) > 1 else ""
+            yield "bos", f"{source}token {info.bos_id} begins each document: data.bos"
     if without_end(run.rows):
         yield "", no_end_warning(run.config.data.chat_template or run.tokenizer.name)
-
-
-def _evaluated(run: Built) -> Iterator[Entry]:
-    """Held-out rows that are also trained on: on those the evaluation measures memorisation."""
+    # Held-out rows that are also trained on: on those the evaluation measures memorisation.
     for overlap in run.overlaps:
         for line in overlap.lines(_NAMED):
             yield ("", f"warning: {line}") if overlap.exact or overlap.alike else ("eval", line)
-
-
-def _shares(run: Built) -> Iterator[Entry]:
     if run.loader.order.mixture is not None:
         yield "shares", run.loader.order.mixture.shares
-
-
-def _pairs(run: Built) -> Iterator[Entry]:
     if run.pairs is not None:
-        dpo = run.config.dpo
-        how = (
-            "without the adapters"
-            if run.config.model.lora.r
-            else f"as kept in {run.folder.path / REFERENCE}"
-        )
+        dpo, how = run.config.dpo, "without the adapters"
+        if not run.config.model.lora.r:
+            how = f"as kept in {run.folder.path / REFERENCE}"
         yield "dpo", f"{dpo.loss}, beta {dpo.beta:g}; reference: the initial model, {how}"
 
 
-def _other_tokenizer(run: Built) -> Iterator[Entry]:
+def _choices(run: Built, findings: Sequence[Entry]) -> Iterator[Entry]:
+    """What was given or chosen, with `findings`, and why."""
     if run.config.data.allow_other_tokenizer:
         why = "not compared with the model's own: data.allow_other_tokenizer"
         yield "tokenizer", f"{run.tokenizer.name}, {why}"
-
-
-def _given_loss(run: Built) -> Iterator[Entry]:
+    yield from findings
+    yield from run.model.choices
+    yield from optimizers.said(run.optimizer, run.config.optimizer)
     if run.given.loss is not None:
         yield "loss", f"{name_of(run.given.loss)}, of {run.given.loss_on}: as given"
-
-
-def _skips(run: Built) -> Iterator[Entry]:
     if run.config.data.skip:
         skips = ", ".join(f"[{first}, {last}]" for first, last in run.config.data.skip)
         yield "data.skip", f"the batches of steps {skips} are left out"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from threefold.data.chat.formats import RowError
-from threefold.data.chat.template import ChatTemplate
+from threefold.data.chat.template import ChatTemplate, Conversation
 
 # The call, then the results that follow in the conversation, then the words beside the call: one turn of the model.
 CALLS = (
@@ -47,7 +47,7 @@ def test_result_of_a_tool_inside_a_turn_is_refused(form: str, marked: bool) -> N
         )
     template = ChatTemplate(source, {}, {})
     with pytest.raises(RowError) as raised:
-        template.rendered([ASKED, calling("Let me look."), RESULT, ANSWERED])
+        Conversation(template, [ASKED, calling("Let me look."), RESULT, ANSWERED]).turns()
     assert raised.value.what.startswith(
         "messages[2]: the chat template writes it inside messages[1], a turn of the"
     )
@@ -66,8 +66,8 @@ def test_answer_that_repeats_what_was_said_is_its_own() -> None:
         RESULT,
         {**ANSWERED, "content": "rain\n12 degrees"},
     ]
-    shown = ChatTemplate(source, {}, {}).rendered(talk)
-    assert [shown.text[turn.begin : turn.end] for turn in shown.turns] == [
+    shown = Conversation(ChatTemplate(source, {}, {}), talk)
+    assert [shown.texts.text[turn.begin : turn.end] for turn in shown.turns()] == [
         "Rain? rain\n12 degrees<end>",
         "rain\n12 degrees<end>",
     ]

@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from threefold.data.chat.formats import Message, Messages, RowError
+from threefold.data.chat.formats import Message, Messages, RowError, in_common
 from threefold.data.chat.row_texts import REASONING, RowTexts
 
 # Two texts that begin and end differently, and that no template takes for anything but words.
@@ -53,22 +53,14 @@ class Whole:
     """A rendered conversation whose turns are to be located.
 
     Args:
-        renders: renders other messages like these, with `prompt` up to where the assistant would begin to write.
+        render: renders other messages like these, with `prompt` up to where the assistant would begin to write.
         after_mark: renders them and returns what follows the last span that the template marks.
     """
 
     messages: list[Message]
     text: str
-    renders: Callable[..., str]
+    render: Callable[..., str]
     after_mark: Callable[[Messages], str]
-    _known: dict[str, str] = field(default_factory=dict)
-
-    def render(self, messages: Messages, *, prompt: bool = False) -> str:
-        """The rendering by `renders`, cached."""
-        key = repr((prompt, messages))
-        if key not in self._known:
-            self._known[key] = self.renders(messages, prompt=prompt)
-        return self._known[key]
 
     def turn(self, number: int) -> Turn:
         """The span of one turn; RowError if it cannot be determined."""
@@ -213,7 +205,7 @@ class Whole:
         return begin < turn.end and turn.begin < end
 
     def _ended(self, turn: Turn, ending: str) -> Turn:
-        reach = turn.end + _alike(self.text[turn.end :], ending)
+        reach = turn.end + in_common(self.text[turn.end :], ending)
         return self.closed(turn._replace(ending=ending, reach=reach))
 
     def closed(self, turn: Turn) -> Turn:
@@ -230,7 +222,7 @@ class Whole:
                 return turn._replace(next=self._next_message(turn.message + 1))
             return turn
         try:
-            shared = _alike(
+            shared = in_common(
                 self.text,
                 self.render([*self.messages, {"role": "user", "content": _PROBES[0]}]),
             )
@@ -246,12 +238,12 @@ class Whole:
         """Up to where the text would be the same if the assistant began to write after a turn; at least its end."""
         turns = self.messages[: turn.message + 1]
         with contextlib.suppress(RowError):
-            alike = _alike(self.text, self.render(turns, prompt=True))
+            alike = in_common(self.text, self.render(turns, prompt=True))
             # After a question: an answer would have its own end there.
             question: list[Message] = [{"role": "user", "content": _PROBES[0]}]
             before, prompt = self.render(question), self.render(question, prompt=True)
             # From the first difference, or from the token that contains it.
-            header = prompt[len(_OPEN.sub("", prompt[: _alike(before, prompt)])) :].strip()
+            header = prompt[len(_OPEN.sub("", prompt[: in_common(before, prompt)])) :].strip()
             # A common part of headers, such as <|im_start|>, does not end a turn.
             if not header.startswith(self.text[turn.end : alike].strip()):
                 return alike
@@ -266,7 +258,7 @@ class Whole:
                     [*self.messages[:number], {"role": role, "content": _PROBES[0]}]
                 )
                 if _PROBES[0] in shown:
-                    alike = min(alike, _alike(self.text, shown))
+                    alike = min(alike, in_common(self.text, shown))
         return alike if alike < EVERYWHERE else 0
 
     def _beside(self, number: int) -> Turn | None:
@@ -376,7 +368,7 @@ class Whole:
                 self._around(question, 0, prompt=True),
                 self._around(question, 0),
             )
-            header = prompt[_alike(prompt, closed) :] or header
+            header = prompt[in_common(prompt, closed) :] or header
         with contextlib.suppress(RowError):
             until, _ = self._content(self.messages, 0)
         before, shown, _ = self.text[:until].partition(header)
@@ -414,7 +406,7 @@ class Whole:
             )
             for probe in _PROBES
         )
-        begin, after = _alike(one, other), _alike(one[::-1], other[::-1])
+        begin, after = in_common(one, other), in_common(one[::-1], other[::-1])
         if (
             one[begin : len(one) - after] != _PROBES[0]
             or other[begin : len(other) - after] != _PROBES[1]
@@ -424,11 +416,3 @@ class Whole:
                 "a template that writes each turn once",
             )
         return one[:begin], one[len(one) - after :]
-
-
-def _alike(one: str, other: str) -> int:
-    """How many characters two texts begin with in common."""
-    length = min(len(one), len(other))
-    if one[:length] == other[:length]:
-        return length
-    return next(place for place in range(length) if one[place] != other[place])

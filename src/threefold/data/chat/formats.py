@@ -121,6 +121,14 @@ class Example:
     untrained: frozenset[int] = frozenset()
 
 
+def in_common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many characters, messages or ids two sequences begin with in common."""
+    length = min(len(one), len(other))
+    if one[:length] == other[:length]:
+        return length
+    return next(place for place in range(length) if one[place] != other[place])
+
+
 def columns_of(
     names: Sequence[str], *, format: str = "auto", fields: Mapping[str, str] | None = None
 ) -> Columns:
@@ -205,14 +213,26 @@ def example_of(row: Values, columns: Columns) -> Example:
         RowError: a column is missing, null, or of another form.
     """
     values = values_of(row, columns)
-    tools, variables = (
-        _tools(values.get("tools")),
-        _variables(values.get("chat_template_kwargs")),
-    )
+    tools = _tools(values.get("tools"))
+    variables = _variables(values.get("chat_template_kwargs"))
     if columns.format == "chat":
-        return _example(_conversation(values, columns), 0, tools, variables)
+        name = columns.names[0]
+        messages = _messages(_given(values, name), name, columns)
+        return _example(_with_system(values, messages), 0, tools, variables)
     prompt, completion = _prompt_and_completion(values, columns)
-    return _completed(_with_system(values, prompt), completion, columns, tools, variables)
+    prompt = _with_system(values, prompt)
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion:
+            raise RowError("the completion is empty", "a text after the prompt")
+        return Example(texts=(prompt, completion), tools=tools, variables=variables)
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise RowError(
+            f"the prompt is {kind_of(prompt)} and the completion {kind_of(completion)}",
+            "two texts, or two lists of messages",
+        )
+    asked = _messages(prompt, "prompt", columns)
+    answered = _messages(completion, "completion", columns)
+    return _example([*asked, *answered], len(asked), tools, variables)
 
 
 def values_of(row: Values, columns: Columns) -> dict[str, Any]:
@@ -248,14 +268,6 @@ def _example(
         {key: value for key, value in message.items() if key != "train"} for message in messages
     )
     return Example(shown, None, num_prompt, tools, variables, untrained)
-
-
-def _conversation(values: Values, columns: Columns) -> list[Message]:
-    name = columns.names[0]
-    messages: list[Message] = _with_system(
-        values, _messages(_given(values, name), name, columns)
-    )
-    return messages
 
 
 def _with_system(values: Values, messages: Any) -> Any:
@@ -302,29 +314,6 @@ def _prompt_and_completion(values: Values, columns: Columns) -> tuple[Any, Any]:
     return question, [{"role": "assistant", "content": output}]
 
 
-def _completed(
-    prompt: Any,
-    completion: Any,
-    columns: Columns,
-    tools: tuple[Any, ...] | None,
-    variables: Values,
-) -> Example:
-    if isinstance(prompt, str) and isinstance(completion, str):
-        if not completion:
-            raise RowError("the completion is empty", "a text after the prompt")
-        return Example(texts=(prompt, completion), tools=tools, variables=variables)
-    if isinstance(prompt, str) or isinstance(completion, str):
-        raise RowError(
-            f"the prompt is {kind_of(prompt)} and the completion {kind_of(completion)}",
-            "two texts, or two lists of messages",
-        )
-    asked, answered = (
-        _messages(prompt, "prompt", columns),
-        _messages(completion, "completion", columns),
-    )
-    return _example([*asked, *answered], len(asked), tools, variables)
-
-
 def _messages(value: Any, where: str, columns: Columns) -> list[Message]:
     if not isinstance(value, list | tuple):
         raise RowError(
@@ -340,10 +329,8 @@ def _message(value: Any, where: str, columns: Columns) -> Message:
         raise RowError(
             f"{where} is {kind_of(value)}, not a message", '{"role": ..., "content": ...}'
         )
-    role_key, content_key = (
-        columns.fields.get("role", "role"),
-        columns.fields.get("content", "content"),
-    )
+    role_key = columns.fields.get("role", "role")
+    content_key = columns.fields.get("content", "content")
     if role_key not in value and "from" in value:
         role_key, content_key = "from", columns.fields.get("content", "value")
     raw_role = value.get(role_key)
@@ -369,10 +356,8 @@ def _message(value: Any, where: str, columns: Columns) -> Message:
         others["train"] = False
     content = value.get(content_key)
     if raw_role == "function_call":
-        others["tool_calls"], content = (
-            [{"type": "function", "function": _call(content, where)}],
-            None,
-        )
+        others["tool_calls"] = [{"type": "function", "function": _call(content, where)}]
+        content = None
     if isinstance(calls := others.get("tool_calls"), list):
         others["tool_calls"] = [_with_arguments(each, where) for each in calls]
     elif calls is not None:

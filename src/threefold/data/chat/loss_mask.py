@@ -21,7 +21,7 @@ from threefold.arrays import Bool, Int32, Int64
 from threefold.data.chat.assistant_spans import EVERYWHERE, Turn
 from threefold.data.chat.formats import NO_JSON, Example, Messages, RowError
 from threefold.data.chat.row_texts import RowTexts
-from threefold.data.chat.template import ChatTemplate, Rendered
+from threefold.data.chat.template import ChatTemplate, Conversation
 from threefold.data.text.source import KnownText, Labelled
 
 # Private-use characters for the control tokens of a text, and for those that the template writes.
@@ -121,9 +121,8 @@ class Encoder:
                 "it has messages, but the tokenizer has no chat template",
                 "a chat template: data.chat_template",
             )
-        options: dict[str, Any] = {"tools": example.tools, "variables": example.variables}
-        texts = self.template.texts(example.messages, **options)
-        unwritten = self.template.unwritten(example.messages, **options)
+        talk = Conversation(self.template, example.messages, example.tools, example.variables)
+        texts, unwritten = talk.texts, talk.unwritten()
         lost = self._lost(texts, unwritten)
         known_texts = [
             KnownText(
@@ -144,23 +143,16 @@ class Encoder:
             raise RowError(
                 what, f"the assistant's turns alone, not {self.train_on}", train_on="assistant"
             )
-        if self.train_on == "all":
-            ids, _ = self._encoded(texts.text, spelled)
-            return Labelled(ids, np.ones(len(ids), np.bool_), lost, known_texts)
-        shown = (
-            self._completion(example, options)
-            if self.train_on == "completion"
-            else self._turns(example, options, texts)
-        )
-        ids, offsets = self._encoded(shown.text, spelled)
-        loss_mask = np.zeros(len(ids), np.bool_)
-        places = self._places(shown.text) if spelled else None
+        turns = () if self.train_on == "all" else self._turns(example, talk)
+        ids, offsets = self._encoded(texts.text, spelled)
+        loss_mask = np.full(len(ids), self.train_on == "all")
+        places = self._places(texts.text) if spelled else None
 
         def place(at: int) -> int:
             return at if places is None else int(places[min(at, len(places) - 1)])
 
-        text = self._spelled_out(shown.text) if spelled else shown.text
-        for turn in shown.turns:
+        text = self._spelled_out(texts.text) if spelled else texts.text
+        for turn in turns:
             self._begin_words(offsets, text, place(turn.begin))
             self._mark(loss_mask, ids, offsets, turn, place)
         return Labelled(ids, loss_mask, lost, known_texts)
@@ -177,26 +169,23 @@ class Encoder:
             texts.refuse(lost)
         return Counter([*lost.values(), *unwritten])
 
-    def _turns(self, example: Example, options: Mapping[str, Any], texts: RowTexts) -> Rendered:
-        assert self.template is not None
-        shown = self.template.rendered(example.messages, **options, texts=texts)
+    def _turns(self, example: Example, talk: Conversation) -> Sequence[Turn]:
+        """The turns that are trained on."""
+        if self.train_on == "completion":
+            if not example.num_prompt:
+                raise RowError(
+                    "it has no prompt", "prompt and completion", train_on="assistant"
+                )
+            return [talk.completion(example.num_prompt)]
+        turns = talk.turns()
         last = (
-            max((turn.message for turn in shown.turns), default=0)
-            if self.train_on == "last"
-            else 0
+            max((turn.message for turn in turns), default=0) if self.train_on == "last" else 0
         )
-        trained = (
+        return [
             turn
-            for turn in shown.turns
+            for turn in turns
             if turn.message >= last and turn.message not in example.untrained
-        )
-        return Rendered(shown.text, tuple(trained))
-
-    def _completion(self, example: Example, options: Mapping[str, Any]) -> Rendered:
-        assert self.template is not None
-        if not example.num_prompt:
-            raise RowError("it has no prompt", "prompt and completion", train_on="assistant")
-        return self.template.completion(example.messages, example.num_prompt, **options)
+        ]
 
     def _begin_words(self, offsets: Int64, text: str, begin: int) -> None:
         """Lets the token of a turn's first word begin with the turn, if the template's white space is in it."""

@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from threefold.data.chat.formats import Columns, Example, RowError, example_of, values_of
+from threefold.data.chat.formats import (
+    Columns,
+    Example,
+    RowError,
+    example_of,
+    in_common,
+    values_of,
+)
 from threefold.data.chat.loss_mask import Encoder
 from threefold.data.text.source import SIDES, Labelled, kind_of
 from threefold.jsonl import Values
@@ -115,7 +122,7 @@ def _asks(answer: Any, prompt: Any, keys: Mapping[str, str]) -> bool:
 
 def _apart(chosen: Any, rejected: Any) -> list[tuple[Any, Any]]:
     """Two answers without a prompt as what both begin with and what follows, which is never nothing."""
-    length = _in_common(chosen, rejected)
+    length = in_common(chosen, rejected)
     if isinstance(chosen, str):
         common = chosen[:length]
         # No token should cross the border, and most tokenizers begin tokens with a space.
@@ -132,15 +139,6 @@ def _apart(chosen: Any, rejected: Any) -> list[tuple[Any, Any]]:
     return [(answer[:length], answer[length:]) for answer in (chosen, rejected)]
 
 
-def _in_common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many items two sequences begin with in common."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next(
-        (place for place, (first, second) in pairs if first != second),
-        min(len(one), len(other)),
-    )
-
-
 def _refuse_unlike(chosen: Labelled, rejected: Labelled) -> None:
     """Refuses two documents that are the same, or that do not have one prompt."""
     if np.array_equal(chosen.ids, rejected.ids):
@@ -151,7 +149,7 @@ def _refuse_unlike(chosen: Labelled, rejected: Labelled) -> None:
     if begins[0] != begins[1] or not np.array_equal(
         chosen.ids[: begins[0]], rejected.ids[: begins[1]]
     ):
-        shared = min(*begins, _in_common(chosen.ids.tolist(), rejected.ids.tolist()))
+        shared = min(*begins, in_common(chosen.ids.tolist(), rejected.ids.tolist()))
         raise RowError(
             f"the prompt has different tokens before the two answers: {begins[0]} before 'chosen', {begins[1]} before "
             f"'rejected', diverging after {shared}",

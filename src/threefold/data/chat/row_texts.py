@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from threefold.data.chat.formats import Message, Messages, RowError
+from threefold.data.chat.formats import Message, Messages, RowError, in_common
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 EARLIER = "reasoning of earlier turns"
@@ -114,10 +114,7 @@ class RowTexts:
             prompt = self.render(self._worded[0][:message], prompt=True)
         except RowError:
             return place.begin
-        pairs = enumerate(zip(prompt, shown, strict=False))
-        alike = next(
-            (at for at, (one, other) in pairs if one != other), min(len(prompt), len(shown))
-        )
+        alike = in_common(prompt, shown)
         before = max((match.end() for match in _WORD.finditer(shown, 0, place.word)), default=0)
         return (
             place.begin - (place.word - alike) if before <= alike <= place.word else place.begin

@@ -10,9 +10,9 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -42,14 +42,6 @@ Variables = Mapping[str, Any] | None
 # A text that no template writes by itself.
 _WORD = "Aqx"
 _DATE = re.compile(r"\bstrftime_now\b")
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A conversation as text, with the turns of its assistant."""
-
-    text: str
-    turns: tuple[Turn, ...]
 
 
 @dataclass(frozen=True)
@@ -144,117 +136,6 @@ class ChatTemplate:
             ) from None
         return str(texts[0])
 
-    def rendered(
-        self,
-        messages: Messages,
-        *,
-        tools: Tools = None,
-        variables: Variables = None,
-        texts: RowTexts | None = None,
-    ) -> Rendered:
-        """A conversation's text with all its assistant turns.
-
-        Raises:
-            RowError: as `render`, or a turn cannot be separated from what is around it.
-        """
-        texts = texts or self.texts(messages, tools=tools, variables=variables)
-        turns = [
-            number for number, message in enumerate(messages) if message["role"] == "assistant"
-        ]
-        whole = self._whole(messages, tools, variables, texts.text)
-        if not self.marks_generation:
-            return Rendered(
-                texts.text, whole.checked([whole.turn(number) for number in turns], texts)
-            )
-        return Rendered(
-            texts.text,
-            whole.all_marked(self._marks(messages, tools, variables, texts.text), texts),
-        )
-
-    def texts(self, messages: Messages, *, tools: Tools, variables: Variables) -> RowTexts:
-        """The texts of a conversation, and where they are in its rendering; a RowError as for `render`."""
-        renders = partial(self.render, tools=tools, variables=variables)
-        return RowTexts(messages, renders(messages), renders)
-
-    def unwritten(self, messages: Messages, *, tools: Tools, variables: Variables) -> list[str]:
-        """`tools`, `tool_calls`: which of them the template leaves out, so that the model would not see any of them."""
-        calls = [
-            {"content": "", **{k: v for k, v in each.items() if k != "tool_calls"}}
-            for each in messages
-        ]
-        others: dict[str, tuple[Messages, Any]] = {"tools": (messages, None)} if tools else {}
-        others |= (
-            {"tool_calls": (calls, tools)}
-            if any(each.get("tool_calls") for each in messages)
-            else {}
-        )
-        unwritten = []
-        for what, (bare, bare_tools) in others.items():
-            text = self.render(messages, tools=tools, variables=variables)
-            with contextlib.suppress(RowError):  # it refuses to render without them
-                if self.render(bare, tools=bare_tools, variables=variables) == text:
-                    unwritten.append(what)
-        return unwritten
-
-    def _whole(
-        self, messages: Messages, tools: Tools, variables: Variables, text: str
-    ) -> Whole:
-        def after_mark(turns: Messages) -> str:
-            shown = self.render(turns, tools=tools, variables=variables)
-            marked = self._marks(turns, tools, variables, shown)
-            return shown[marked[-1][1] :] if marked else ""
-
-        return Whole(
-            list(messages),
-            text,
-            partial(self.render, tools=tools, variables=variables),
-            after_mark,
-        )
-
-    def completion(
-        self,
-        messages: Messages,
-        num_prompt: int,
-        *,
-        tools: Tools = None,
-        variables: Variables = None,
-    ) -> Rendered:
-        """A conversation's text, of which all is the assistant's that follows the first `num_prompt` messages.
-
-        Raises:
-            RowError: as `render`, or the prompt is rendered in another way when the completion follows.
-        """
-        text = self.render(messages, tools=tools, variables=variables)
-        prompt = self.render(
-            messages[:num_prompt], tools=tools, variables=variables, prompt=True
-        )
-        if not text.startswith(prompt):
-            raise RowError(
-                "the chat template renders the prompt differently when the completion follows",
-                "a template that renders it the same way",
-                train_on="assistant",
-            )
-        whole = self._whole(messages, tools, variables, text)
-        return Rendered(text, (whole.closed(Turn(len(prompt), len(text), len(messages) - 1)),))
-
-    def _marks(
-        self, messages: Messages, tools: Tools, variables: Variables, text: str
-    ) -> list[tuple[int, int]]:
-        """The spans marked by the template, found by rendering it with a character in place of each mark."""
-        shown = self._bordered.render(messages, tools=tools, variables=variables)
-        pieces = _BORDER.split(shown)
-        if (
-            "".join(pieces) != text
-            or len(pieces) % 2 == 0
-            or "".join(_BORDER.findall(shown)) != _OPEN_CLOSE * (len(pieces) // 2)
-        ):
-            raise RowError(
-                "what the template marks as generated cannot be located: the marks are inside text that it changes",
-                "{% generation %} around text that is written unchanged",
-            )
-        places = [0, *accumulate(map(len, pieces))]
-        return list(zip(places[1::2], places[2::2], strict=False))
-
     def _as_taken(self, message: Message) -> Message:
         """A message in the form that the template takes."""
         taken = (
@@ -318,7 +199,7 @@ class ChatTemplate:
             return False
 
     @cached_property
-    def _bordered(self) -> ChatTemplate:
+    def bordered(self) -> ChatTemplate:
         """The template, which writes a border where it has a mark."""
         source = self.source
         for mark, border in zip((_GENERATION, _END), _OPEN_CLOSE, strict=True):
@@ -340,6 +221,101 @@ class ChatTemplate:
         unknown = "raise_exception('strftime_now is asked for a form that is not written out: ' ~ form)"
         lookup = f"{{{{- {{{dates}}}[form] if form in {{{dates}}} else {unknown} -}}}}"
         return f"{{%- macro strftime_now(form) -%}}{lookup}{{%- endmacro +%}}{self.source}"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages as a template writes them, with the tools and variables of their row."""
+
+    template: ChatTemplate
+    messages: Messages
+    tools: Tools = None
+    variables: Variables = None
+    _known: dict[str, str] = field(default_factory=dict, init=False)
+
+    def render(self, messages: Messages, *, prompt: bool = False) -> str:
+        """As `ChatTemplate.render`, other messages of this row; what was rendered before is known."""
+        key = repr((prompt, messages))
+        if key not in self._known:
+            self._known[key] = self.template.render(
+                messages, tools=self.tools, variables=self.variables, prompt=prompt
+            )
+        return self._known[key]
+
+    @cached_property
+    def texts(self) -> RowTexts:
+        """Its texts, and where they are in its rendering; a RowError as for `render`."""
+        return RowTexts(self.messages, self.render(self.messages), self.render)
+
+    def unwritten(self) -> list[str]:
+        """`tools`, `tool_calls`: which of them the template leaves out, so that the model would not see any of them."""
+        others = {"tools": replace(self, tools=None)} if self.tools else {}
+        if any(each.get("tool_calls") for each in self.messages):
+            calls = [
+                {"content": "", **{k: v for k, v in each.items() if k != "tool_calls"}}
+                for each in self.messages
+            ]
+            others["tool_calls"] = replace(self, messages=calls)
+        unwritten = []
+        for what, bare in others.items():
+            with contextlib.suppress(RowError):  # it refuses to render without them
+                if bare.texts.text == self.texts.text:
+                    unwritten.append(what)
+        return unwritten
+
+    def turns(self) -> tuple[Turn, ...]:
+        """All turns of the assistant.
+
+        Raises:
+            RowError: as `render`, or a turn cannot be separated from what is around it.
+        """
+        if self.template.marks_generation:
+            return self._whole.all_marked(self._marks(self.messages), self.texts)
+        turns = [
+            self._whole.turn(number)
+            for number, message in enumerate(self.messages)
+            if message["role"] == "assistant"
+        ]
+        return self._whole.checked(turns, self.texts)
+
+    def completion(self, num_prompt: int) -> Turn:
+        """What follows the first `num_prompt` messages, all of which is the assistant's.
+
+        Raises:
+            RowError: as `render`, or the prompt is rendered in another way when the completion follows.
+        """
+        text, prompt = self.texts.text, self.render(self.messages[:num_prompt], prompt=True)
+        if not text.startswith(prompt):
+            raise RowError(
+                "the chat template renders the prompt differently when the completion follows",
+                "a template that renders it the same way",
+                train_on="assistant",
+            )
+        return self._whole.closed(Turn(len(prompt), len(text), len(self.messages) - 1))
+
+    @cached_property
+    def _whole(self) -> Whole:
+        return Whole(list(self.messages), self.texts.text, self.render, self._after_mark)
+
+    def _after_mark(self, messages: Messages) -> str:
+        marked = self._marks(messages)
+        return self.render(messages)[marked[-1][1] :] if marked else ""
+
+    def _marks(self, messages: Messages) -> list[tuple[int, int]]:
+        """The spans marked by the template, found by rendering it with a character in place of each mark."""
+        shown = replace(self, template=self.template.bordered).render(messages)
+        pieces = _BORDER.split(shown)
+        if (
+            "".join(pieces) != self.render(messages)
+            or len(pieces) % 2 == 0
+            or "".join(_BORDER.findall(shown)) != _OPEN_CLOSE * (len(pieces) // 2)
+        ):
+            raise RowError(
+                "what the template marks as generated cannot be located: the marks are inside text that it changes",
+                "{% generation %} around text that is written unchanged",
+            )
+        places = [0, *accumulate(map(len, pieces))]
+        return list(zip(places[1::2], places[2::2], strict=False))
 
 
 def _as_text(call: Any) -> Any:

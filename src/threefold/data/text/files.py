@@ -97,7 +97,10 @@ class Files:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of every file's relative path, size and content, and of the field that is read."""
-        digest = hashlib.blake2b(self._recipe.encode(), digest_size=16)
+        recipe = f"files 1 {self.text_field!r} {self.skip_undecodable}"
+        if self.labeller is not None:
+            recipe += f" {self.labeller.recipe}"
+        digest = hashlib.blake2b(recipe.encode(), digest_size=16)
         for path, hashed in zip(self.paths, self._hashed, strict=True):
             digest.update(f"\n{path}\0{hashed.content}".encode(errors="surrogateescape"))
         return digest.hexdigest()
@@ -127,12 +130,6 @@ class Files:
         """A file, of which only what was hashed is read once there is a fingerprint."""
         hashed = self._hashed[number] if "_hashed" in vars(self) else None
         return SourceFile(self.root / self.paths[number], hashed)
-
-    @property
-    def _recipe(self) -> str:
-        """How the files are read."""
-        recipe = f"files 1 {self.text_field!r} {self.skip_undecodable}"
-        return recipe if self.labeller is None else f"{recipe} {self.labeller.recipe}"
 
     @cached_property
     def pieces(self) -> Sequence[Piece]:

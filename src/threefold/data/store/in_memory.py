@@ -20,7 +20,7 @@ import numpy as np
 
 from threefold.arrays import Bool, Int64
 from threefold.data.store.prepare import STORE_NAME
-from threefold.data.store.store import StoreInfo, dtype_for, fingerprint_of_content
+from threefold.data.store.store import dtype_for
 from threefold.data.store.writer import StoreWriter
 from threefold.data.text.known_bytes import content_digest
 from threefold.data.text.source import LossMask
@@ -125,27 +125,11 @@ def _store(rows: Any, name: str, folder: Path, tokenizer: Tokenizer) -> Path:
                     expected="labels that are the input_ids where a token is trained on",
                     fix="labels=...",
                 )
-
-            def info(made: StoreWriter) -> StoreInfo:
-                return StoreInfo(
-                    fingerprint=fingerprint_of_content(
-                        made.content_hash(), tokenizer.fingerprint
-                    ),
-                    request=f"handed {content}",
-                    num_tokens=made.num_tokens,
-                    num_documents=made.num_documents,
-                    num_skipped=0,
-                    source=name,
-                    source_fingerprint=content,
-                    tokenizer=tokenizer.name,
-                    tokenizer_fingerprint=tokenizer.fingerprint,
-                    vocab_size=tokenizer.vocab_size,
-                    end_id=tokenizer.end_id,
-                    loss_mask=loss_mask,
-                    num_loss_tokens=made.num_loss_tokens if with_labels else None,
-                )
-
-            writer.finish(info)
+            origin = {"source": name, "source_fingerprint": content, "num_skipped": 0}
+            request = f"handed {content}"
+            writer.finish(
+                lambda made: made.info(tokenizer, loss_mask, request=request, **origin)
+            )
         place = folder / f"{content}-{tokenizer.fingerprint[:8]}"
         # It exists: another process or run was first.
         with contextlib.suppress(OSError):

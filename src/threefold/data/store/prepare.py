@@ -28,7 +28,6 @@ from threefold.data.store.store import (
     StoreInfo,
     TokenStore,
     dtype_for,
-    fingerprint_of_content,
     read_info,
 )
 from threefold.data.store.writer import StoreWriter
@@ -322,29 +321,20 @@ def _join(
     log = ReadLog()
     for part_done in done:
         log.merge(part_done.log)
-
-    def info(writer: StoreWriter) -> StoreInfo:
-        _refuse_whole(source, writer)
-        return StoreInfo(
-            fingerprint=fingerprint_of_content(writer.content_hash(), tokenizer.fingerprint),
-            request=request,
-            num_tokens=writer.num_tokens,
-            num_documents=writer.num_documents,
-            num_skipped=log.num_skipped,
-            source=source.name,
-            source_fingerprint=source.fingerprint,
-            tokenizer=tokenizer.name,
-            tokenizer_fingerprint=tokenizer.fingerprint,
-            vocab_size=tokenizer.vocab_size,
-            end_id=tokenizer.end_id,
-            loss_mask=mask,
-            num_loss_tokens=writer.num_loss_tokens if mask is not None else None,
-            bos_id=tokenizer.bos_id if mask is None else None,
-            pairs=True if mask is not None and mask.has_pairs else None,
-            lost_texts=log.lost or None,
-        )
-
     with StoreWriter(prefix, dtype=dtype_for(tokenizer.vocab_size)) as writer:
         for part_done in done:
             writer.add_block(*maker.read(part_done))
-        return writer.finish(info)
+        _refuse_whole(source, writer)
+        return writer.finish(
+            lambda made: made.info(
+                tokenizer,
+                mask,
+                request=request,
+                num_skipped=log.num_skipped,
+                source=source.name,
+                source_fingerprint=source.fingerprint,
+                bos_id=tokenizer.bos_id if mask is None else None,
+                pairs=True if mask is not None and mask.has_pairs else None,
+                lost_texts=log.lost or None,
+            )
+        )

@@ -25,7 +25,9 @@ from threefold.data.store.blocks import (
     with_suffix,
 )
 from threefold.data.store.index import write_index
-from threefold.data.store.store import INFO_FORMAT, StoreInfo
+from threefold.data.store.store import INFO_FORMAT, StoreInfo, fingerprint_of_content
+from threefold.data.text.source import LossMask
+from threefold.data.tokens import Tokenizer
 
 _WRITTEN = (".bin", LOSS_MASK, ".idx", SUFFIX, ".json")
 
@@ -83,6 +85,23 @@ class StoreWriter:
         digest.update(self._all_bits())
         digest.update(np.asarray(self._lengths, "<i4").tobytes())
         return digest.hexdigest()
+
+    def info(
+        self, tokenizer: Tokenizer, loss_mask: LossMask | None, **origin: Any
+    ) -> StoreInfo:
+        """The record of what was written; `origin` has its fields about the source."""
+        return StoreInfo(
+            fingerprint=fingerprint_of_content(self.content_hash(), tokenizer.fingerprint),
+            num_tokens=self.num_tokens,
+            num_documents=self.num_documents,
+            tokenizer=tokenizer.name,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            vocab_size=tokenizer.vocab_size,
+            end_id=tokenizer.end_id,
+            loss_mask=loss_mask,
+            num_loss_tokens=self.num_loss_tokens if loss_mask is not None else None,
+            **origin,
+        )
 
     def finish(self, info: Callable[[StoreWriter], StoreInfo]) -> StoreInfo:
         """Puts .bin, .idx, .blocks and the .json from `info(self)` in place, in this order; returns the info.

@@ -131,7 +131,7 @@ class StoredRun:
         records += [path for name in _FOLDERS for path in sorted((folder / name).rglob("*"))]
         others = {STATE + name: sent.folder / name for name in ("manifest.json", "COMPLETE")}
         for path in records:
-            if path.is_file() and not path.is_symlink() and path.suffix != ".partial":
+            if path.is_file() and not path.is_symlink() and path.suffix != ".tmp":
                 others[RECORDS + path.relative_to(folder).as_posix()] = path
         return SentFiles(_name(checkpoint), files, others)
 

@@ -36,18 +36,12 @@ class StepRead:
 
 def find_step(segments: Sequence[Segment], step: int) -> StepRead | None:
     """What a step read, in the valid history; None if the record does not have it."""
-    for segment in segments:
-        if (line := segment.line_of(step)) is not None:
-            return _read_at(
-                segment, step, segment.start.order.after(line.place, step - line.first)
-            )
-    return None
+    return _read_at(_audited(segments, step), step)
 
 
 def ordered_step(segments: Sequence[Segment], step: int) -> StepRead | None:
     """What the order has for a step, audited or not yet; None before the record begins."""
-    placed = _placed(segments, step)
-    return None if placed is None else _read_at(placed[0], step, placed[1])
+    return _read_at(_placed(segments, step), step)
 
 
 def ordered_rows(segments: Sequence[Segment], first: int, most: int) -> Int64 | None:
@@ -82,7 +76,18 @@ def _placed(segments: Sequence[Segment], step: int) -> tuple[Segment, Place] | N
     return None
 
 
-def _read_at(segment: Segment, step: int, place: Place) -> StepRead:
+def _audited(segments: Sequence[Segment], step: int) -> tuple[Segment, Place] | None:
+    """The segment that has an audited step, and where the step begins."""
+    for segment in segments:
+        if (line := segment.line_of(step)) is not None:
+            return segment, segment.start.order.after(line.place, step - line.first)
+    return None
+
+
+def _read_at(placed: tuple[Segment, Place] | None, step: int) -> StepRead | None:
+    if placed is None:
+        return None
+    segment, place = placed
     order = segment.start.order
     places = [each for each, *_ in order.stretches(place, 1)]
     return StepRead(step, places, order.rows(order.begin(place), 1)[0], segment.start.topology)
@@ -90,10 +95,10 @@ def _read_at(segment: Segment, step: int, place: Place) -> StepRead:
 
 def place_after(segments: Sequence[Segment], step: int) -> Place | None:
     """The place in the order after `step`; None if the history does not have the step."""
-    for segment in segments:
-        if (line := segment.line_of(step)) is not None:
-            return segment.start.order.after(line.place, step - line.first + 1)
-    return None
+    if (audited := _audited(segments, step)) is None:
+        return None
+    segment, place = audited
+    return segment.start.order.after(place, 1)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -23,7 +23,6 @@ from threefold.config.paths import is_run
 from threefold.errors import ConfigError, ranks_text
 
 if TYPE_CHECKING:
-    from threefold.audit.lookup import SampleRead, StepRead
     from threefold.audit.record import Segment
     from threefold.data.rows.concat import Rows
 
@@ -91,15 +90,7 @@ def order(
             expected="rows as numbers",
             fix="leave out --show",
         )
-    if sample is not None and step is None:
-        if as_json:
-            return typer.echo(jsonl.as_json(sample_values(folder, sample)))
-        lines = sample_lines(folder, sample, show=show)
-    elif step is not None and sample is None:
-        if as_json:
-            return typer.echo(jsonl.as_json(step_values(folder, step)))
-        lines = step_lines(folder, step, show=show)
-    else:
+    if (sample is None) == (step is None):
         raise ConfigError(
             "--sample and --step are both given"
             if step is not None
@@ -107,8 +98,23 @@ def order(
             expected="exactly one of them: a row or a step",
             fix=f"threefold data order {run} --step 1",
         )
-    for line in lines:
+    from threefold.audit import record
+
+    segments = record.read(folder / record.FILE)
+    answer = (
+        _of_sample(segments, sample)
+        if sample is not None
+        else _of_step(folder, segments, step or 0)
+    )
+    if as_json:
+        return typer.echo(jsonl.as_json(answer.values))
+    for line in answer.lines:
         typer.echo(line)
+    if show:
+        from threefold.commands.show_rows import texts_of_rows
+
+        for line in texts_of_rows(folder, segments, answer.rows):
+            typer.echo(line)
 
 
 @app.command("overlap", cls=WithKeys, context_settings=CONTEXT, **ending("data overlap"))
@@ -270,57 +276,46 @@ def audit_lines(run: Path, *, contents: bool = False) -> Iterator[str]:
     yield from proof_lines(run, rows_of if contents else None)
 
 
-def _reads_of(run: Path, row: int) -> tuple[list[Segment], list[SampleRead]]:
-    """The record, and where it has a row."""
-    from threefold.audit import record
+class _Answer(NamedTuple):
+    """What a record has of a row or a step: for programs, in lines, and which rows these are."""
+
+    values: dict[str, Any]
+    lines: list[str]
+    rows: list[int]
+
+
+def _of_sample(segments: Sequence[Segment], sample: int) -> _Answer:
+    """Which steps and ranks have read a row; for programs step 0 is one that was left out, null one not read."""
     from threefold.audit.lookup import find_sample
     from threefold.audit.proof import stretches_of
 
-    segments = record.read(run / record.FILE)
     num_rows = segments[0].start.num_rows
-    if not 0 <= row < num_rows:
+    if not 0 <= sample < num_rows:
         raise ConfigError(
-            f"--sample {row} is not a row of the source",
+            f"--sample {sample} is not a row of the source",
             expected=f"a row from 0 to {num_rows - 1}",
             fix=f"--sample {num_rows - 1}",
         )
     stretches = stretches_of(segments)
-    return segments, find_sample(stretches, row) if stretches else []
-
-
-def sample_lines(run: Path, sample: int, *, show: bool) -> Iterator[str]:
-    """Which steps and ranks have read a row."""
-    segments, reads = _reads_of(run, sample)
-    yield from (f"row {sample}: {read}" for read in reads)
-    if not reads:
-        yield f"row {sample}: not read yet"
-    if show:
-        from threefold.commands.show_rows import texts_of_rows
-
-        yield from texts_of_rows(run, segments, [sample])
-
-
-def sample_values(run: Path, sample: int) -> dict[str, Any]:
-    """The same for programs; step 0 is a row that was left out, null one that was not read."""
-    reads = [
+    reads = find_sample(stretches, sample) if stretches else []
+    values = [
         {
             "epoch": read.epoch,
             "position": read.position,
             "step": read.step,
             "ranks": read.ranks if read.step else [],
         }
-        for read in _reads_of(run, sample)[1]
+        for read in reads
     ]
-    return {"row": sample, "read": reads}
+    lines = [f"row {sample}: {read}" for read in reads] or [f"row {sample}: not read yet"]
+    return _Answer({"row": sample, "read": values}, lines, [sample])
 
 
-def _read_of(run: Path, step: int) -> tuple[list[Segment], StepRead]:
-    """The record, and what it has of a step."""
-    from threefold.audit import record
+def _of_step(run: Path, segments: Sequence[Segment], step: int) -> _Answer:
+    """Which rows a step has read, by dp rank; those below 0 are padding."""
     from threefold.audit.lookup import find_step
     from threefold.report.verdict import first_and_last_step
 
-    segments = record.read(run / record.FILE)
     read = find_step(segments, step)
     if read is None:
         audited = [line for segment in segments for line in segment.steps]
@@ -332,36 +327,17 @@ def _read_of(run: Path, step: int) -> tuple[list[Segment], StepRead]:
             else "a run with an audited step",
             fix=f"--step {last}" if audited else "wait for the first audit (audit.every steps)",
         )
-    return segments, read
-
-
-def _rows_by_rank(read: StepRead) -> list[list[int]]:
-    """The rows of each dp rank; those below 0 are padding."""
-    size = read.topology.dp
-    return [
-        [int(row) for row in read.rows[dp_rank::size] if row >= 0] for dp_rank in range(size)
-    ]
-
-
-def step_lines(run: Path, step: int, *, show: bool = False) -> Iterator[str]:
-    """Which rows a step has read, by dp rank."""
-    segments, read = _read_of(run, step)
     topology = read.topology
+    rows = [
+        [int(row) for row in read.rows[dp_rank :: topology.dp] if row >= 0]
+        for dp_rank in range(topology.dp)
+    ]
     where = ", ".join(
         f"epoch {epoch}, positions from {position:,} on" for epoch, position in read.places
     )
-    yield f"step {step:,}: {where}, {topology}"
-    size = topology.cp * topology.tp
-    for dp_rank, rows in enumerate(_rows_by_rank(read)):
+    lines, size = [f"step {step:,}: {where}, {topology}"], topology.cp * topology.tp
+    for dp_rank, own in enumerate(rows):
         ranks = ranks_text(range(dp_rank * size, (dp_rank + 1) * size))
-        yield f"  dp rank {dp_rank} ({ranks}): rows {', '.join(map(str, rows))}"
-    if show:
-        from threefold.commands.show_rows import texts_of_rows
-
-        yield from texts_of_rows(run, segments, [int(row) for row in read.rows if row >= 0])
-
-
-def step_values(run: Path, step: int) -> dict[str, Any]:
-    """The same for programs."""
-    _, read = _read_of(run, step)
-    return {"step": step, "mesh": str(read.topology), "rows": _rows_by_rank(read)}
+        lines.append(f"  dp rank {dp_rank} ({ranks}): rows {', '.join(map(str, own))}")
+    values = {"step": step, "mesh": str(topology), "rows": rows}
+    return _Answer(values, lines, [int(row) for row in read.rows if row >= 0])

@@ -84,13 +84,12 @@ def documents_of(source: Source, tokenizer: Tokenizer) -> tuple[bool, Iterator[L
 
     if isinstance(source.name, str) and store_prefix(source.name) is not None:
         store = open_store(source, tokenizer=tokenizer, cache=cache_folder())
-        warn_of_no_end(store.loss_mask, source.labels.chat_template or tokenizer.name)
-        return store.has_pairs, _documents_of_store(store)
-    text = open_text(source, labeller_for(source, tokenizer))
-    warn_of_no_end(text.loss_mask, source.labels.chat_template or tokenizer.name)
-    return text.loss_mask is not None and text.loss_mask.has_pairs, _documents_of_text(
-        text, source, tokenizer
-    )
+        mask, documents = store.loss_mask, _documents_of_store(store)
+    else:
+        text = open_text(source, labeller_for(source, tokenizer))
+        mask, documents = text.loss_mask, _documents_of_text(text, source, tokenizer)
+    warn_of_no_end(mask, source.labels.chat_template or tokenizer.name)
+    return mask is not None and mask.has_pairs, documents
 
 
 def _documents_of_store(store: TokenStore) -> Iterator[Labelled]:

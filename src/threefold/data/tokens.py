@@ -156,7 +156,14 @@ def load_tokenizer(
     if not folder.is_dir():
         folder = _download(name, revision=revision, key=key)
     if not has_vocabulary(folder):
-        raise _no_vocabulary(name, folder, key=key)
+        fix = f"the id or folder of a model that comes with its tokenizer   ({_FOR_RANDOM})"
+        if key == MODEL_KEY:
+            fix = "copy the files of the tokenizer that the weights were trained with there"
+        raise DataError(
+            f"{key} = {name!r} contains no tokenizer",
+            expected=f"tokenizer.json, or an older vocabulary ({', '.join(VOCABULARIES[1:])}), in {folder}",
+            fix=fix,
+        )
     from tokenizers import Tokenizer as Backend
 
     file = folder / "tokenizer.json"
@@ -195,9 +202,13 @@ def load_tokenizer(
             expected=f'"eos_token" or "eos_token_id" in one of {", ".join(CONFIGS)}: it ends each document',
             fix='add   "eos_token": "TOKEN"   to tokenizer_config.json, a token of the vocabulary',
         )
-    return replace(
-        _with_vocabulary(name, loaded, end_id=end_id, content=content), folder=folder
-    )
+    if hasattr(loaded, "encode_batch_fast"):
+        # A file may ask for truncation or padding to a model's length: a document is encoded completely.
+        loaded.no_truncation()
+        loaded.no_padding()
+    vocab_size = max(end_id, *loaded.get_vocab().values()) + 1
+    fingerprint = content_digest(content + f"\0{end_id}".encode())
+    return VocabularyTokenizer(name, loaded, vocab_size, end_id, fingerprint, folder)
 
 
 def for_texts(tokenizer: Tokenizer, labels: Labels) -> Tokenizer:
@@ -211,7 +222,13 @@ def for_texts(tokenizer: Tokenizer, labels: Labels) -> Tokenizer:
         DataError: a token that begins a text is requested, and the tokenizer has none.
     """
     bos_id = _own_bos(tokenizer) if labels.bos else None
-    if labels.bos is True and bos_id is None and (bos_id := _named_bos(tokenizer)) is None:
+    if labels.bos is True and bos_id is None:
+        folder = getattr(tokenizer, "folder", None)
+        named = [config.get("bos_token") for config in (_configs(folder) if folder else ())]
+        texts = [token.get("content") if isinstance(token, dict) else token for token in named]
+        tokens = _vocabulary(tokenizer).items()
+        bos_id = next((id for id, each in tokens if each in texts), None)
+    if labels.bos is True and bos_id is None:
         raise DataError(
             f"data.bos = true, but the tokenizer {tokenizer.name!r} names no token that begins a text",
             expected='"bos_token" in its tokenizer_config.json',
@@ -236,15 +253,6 @@ def _own_bos(tokenizer: Tokenizer) -> int | None:
         and ids[0] in _special_ids(tokenizer)
     )
     return int(ids[0]) if begins else None
-
-
-def _named_bos(tokenizer: Tokenizer) -> int | None:
-    folder = getattr(tokenizer, "folder", None)
-    named = [
-        config.get("bos_token") for config in (_configs(folder) if folder is not None else ())
-    ]
-    texts = [token.get("content") if isinstance(token, dict) else token for token in named]
-    return next((id for id, each in _vocabulary(tokenizer).items() if each in texts), None)
 
 
 def has_vocabulary(folder: Path) -> bool:
@@ -298,30 +306,6 @@ def _byte_letters() -> dict[int, str]:
     }
     free = iter(range(_BYTES, 2 * _BYTES))
     return {byte: chr(byte if byte in printed else next(free)) for byte in range(_BYTES)}
-
-
-def _with_vocabulary(
-    name: str, backend: Any, *, end_id: int, content: bytes
-) -> VocabularyTokenizer:
-    if hasattr(backend, "encode_batch_fast"):
-        # A file may ask for truncation or padding to a model's length: a document is encoded completely.
-        backend.no_truncation()
-        backend.no_padding()
-    fingerprint = content_digest(content + f"\0{end_id}".encode())
-    return VocabularyTokenizer(
-        name, backend, max(end_id, *backend.get_vocab().values()) + 1, end_id, fingerprint
-    )
-
-
-def _no_vocabulary(name: str, folder: Path, *, key: str) -> DataError:
-    fix = f"the id or folder of a model that comes with its tokenizer   ({_FOR_RANDOM})"
-    if key == MODEL_KEY:
-        fix = "copy the files of the tokenizer that the weights were trained with there"
-    return DataError(
-        f"{key} = {name!r} contains no tokenizer",
-        expected=f"tokenizer.json, or an older vocabulary ({', '.join(VOCABULARIES[1:])}), in {folder}",
-        fix=fix,
-    )
 
 
 def _download(name: str, *, revision: str | None, key: str) -> Path:

@@ -249,7 +249,7 @@ def refuse_unlike(parts: list[dict[str, Any]], ranks_of_copy: int) -> None:
         )
     for rank, part in enumerate(parts):
         dp = rank // ranks_of_copy
-        first = rank // ranks_of_copy * ranks_of_copy
+        first = dp * ranks_of_copy
         if difference := _first_difference(parts[first]["rows"], part["rows"]):
             raise DataError(
                 f"ranks {first} and {rank} belong to dp rank {dp} and give different rows to {calls[0]}: {difference}",

@@ -41,8 +41,33 @@ class TextField:
 
     def documents(self, row: Any, log: ReadLog) -> Documents:
         """As `Labeller`."""
-        text = text_of_row(row, self.name, log)
-        return [text] if isinstance(text, str) else text
+        if not isinstance(row, dict):
+            return (
+                f"{kind_of(row)}, not an object",
+                f'one JSON object per line: {{"{self.name}": "..."}}',
+            )
+        log.num_rows += 1
+        text = value_of(row, self.name)
+        if text is MISSING:
+            log.saw_row(row)
+            return (
+                f"no field {self.name!r}; it has {', '.join(names_in(row)) or 'none'}",
+                "the text's field in every row",
+            )
+        log.num_with_field += 1
+        if not isinstance(text, str):
+            return f"field {self.name!r} is {kind_of(text)}, not text", "a text in every row"
+        # JSON can escape half of a surrogate pair, which UTF-8 cannot hold; in a .csv it means a non-UTF-8 byte.
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            if error.object[error.start] >= "\udc80":
+                return "the text is not UTF-8", "text in UTF-8"
+            return (
+                "half of a surrogate pair (\\ud8xx) in the text",
+                "text that can be written as UTF-8",
+            )
+        return [text]
 
 
 def rows_of_table(
@@ -50,9 +75,19 @@ def rows_of_table(
 ) -> Iterator[Document]:
     """The documents of an Arrow table or batch, rows numbered from `first_row`; Arrow's errors if it is damaged."""
     if isinstance(take, TextField):
-        yield from rows_of_texts(
-            texts_of(table, take.name), where=where, first_row=first_row, log=log
-        )
+        texts = _texts_of(table, take.name)
+        log.num_rows += len(texts)
+        log.num_with_field += len(texts)
+        for number, text in enumerate(texts, start=first_row):
+            if isinstance(text, str):
+                yield text
+                continue
+            what, expected, fix = (
+                ("the text is null", "a text in every row", SKIP)
+                if text is None
+                else ("the text is not UTF-8", "text in UTF-8", AGAIN)
+            )
+            log.bad(f"{where}, row {number}: {what}", expected=expected, fix=fix)
         return
     table.validate(full=True)  # a text that is not UTF-8 is an error here, not halfway through
     decoded = _decoder(table.schema)
@@ -80,7 +115,7 @@ def _decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return decoded
 
 
-def texts_of(table: Any, text_field: str) -> list[Any]:
+def _texts_of(table: Any, text_field: str) -> list[Any]:
     """The values of a text column of an Arrow table or batch; bytes for values that are not UTF-8."""
     import pyarrow
     import pyarrow.compute
@@ -98,25 +133,6 @@ def texts_of(table: Any, text_field: str) -> list[Any]:
     # As bytes, so that a text which is not UTF-8 is named by its row.
     column.validate(full=True)
     return [value if value is None else _decoded(value) for value in column.to_pylist()]
-
-
-def rows_of_texts(
-    texts: list[Any], *, where: str, first_row: int, log: ReadLog
-) -> Iterator[str]:
-    """The texts of rows that are known to have the field; null is bad. Rows count from 0."""
-    log.num_rows += len(texts)
-    log.num_with_field += len(texts)
-    for i, text in enumerate(texts):
-        if isinstance(text, str):
-            yield text
-        else:
-            wrong = (
-                ("the text is null", "a text in every row", SKIP)
-                if text is None
-                else ("the text is not UTF-8", "text in UTF-8", AGAIN)
-            )
-            what, expected, fix = wrong
-            log.bad(f"{where}, row {first_row + i}: {what}", expected=expected, fix=fix)
 
 
 def refuse_repeated(where: str, names: Sequence[str], columns: Sequence[str]) -> None:
@@ -161,34 +177,3 @@ def _decoded(value: bytes) -> str | bytes:
         return value.decode()
     except UnicodeDecodeError:
         return value
-
-
-def text_of_row(row: Any, text_field: str, log: ReadLog) -> str | tuple[str, str]:
-    """The text, or (problem, what was expected)."""
-    if not isinstance(row, dict):
-        return (
-            f"{kind_of(row)}, not an object",
-            f'one JSON object per line: {{"{text_field}": "..."}}',
-        )
-    log.num_rows += 1
-    text = value_of(row, text_field)
-    if text is MISSING:
-        log.saw_row(row)
-        return (
-            f"no field {text_field!r}; it has {', '.join(names_in(row)) or 'none'}",
-            "the text's field in every row",
-        )
-    log.num_with_field += 1
-    if not isinstance(text, str):
-        return f"field {text_field!r} is {kind_of(text)}, not text", "a text in every row"
-    # JSON can escape half of a surrogate pair, which UTF-8 cannot hold; in a .csv it means a non-UTF-8 byte.
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        if error.object[error.start] >= "\udc80":
-            return "the text is not UTF-8", "text in UTF-8"
-        return (
-            "half of a surrogate pair (\\ud8xx) in the text",
-            "text that can be written as UTF-8",
-        )
-    return text

@@ -23,7 +23,7 @@ from threefold.data.store import parts, prepare
 from threefold.data.store.blocks import Blocks
 from threefold.data.store.open_source import cached_store, open_text
 from threefold.data.store.part_processes import make_in_processes
-from threefold.data.store.prepare import PreparedStore, PrepareProgress, request_of
+from threefold.data.store.prepare import PreparedStore, request_of
 from threefold.data.store.store import TokenStore
 from threefold.data.text.source import Piece, ReadLog, Source
 from threefold.data.tokens import ByteTokenizer
@@ -148,9 +148,8 @@ def test_batches_do_not_show_in_the_store(
     make(corpus, tmp_path / "whole")
     monkeypatch.setattr(parts, "PART_BYTES", 1 << 20)
     monkeypatch.setattr(parts, limit, 30)
-    seen: list[PrepareProgress] = []
-    make(corpus, tmp_path / "batches", progress=seen.append)
-    assert seen[-1].num_tokens == 480
+    made = make(corpus, tmp_path / "batches")
+    assert made.info.num_tokens == 480 and not made.reused
     assert contents(tmp_path / "batches") == contents(tmp_path / "whole")
 
 
@@ -258,10 +257,9 @@ def test_bad_lines_are_counted_when_skipped(tmp_path: Path) -> None:
 
 
 def test_progress_counts_up_to_the_whole(corpus: Path, tmp_path: Path) -> None:
-    seen: list[PrepareProgress] = []
-    make(corpus, tmp_path / "to", progress=seen.append)
-    assert (seen[0].done_bytes, seen[-1].done_bytes, seen[-1].total_bytes) == (0, 440, 440)
-    assert [p.num_documents for p in seen] == list(range(0, 41, 2))
+    seen: list[tuple[int, int]] = []
+    make(corpus, tmp_path / "to", progress=lambda *each: seen.append(each))
+    assert seen == [(done, 440) for done in range(0, 441, 22)]
 
 
 def test_whole_store_is_used_again(corpus: Path, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def _made(
             to=prefix.parent,
             skip_bad=maker.skip_bad,
             num_workers=workers,
-            progress=lambda done: bar.at(done.done_bytes, total=done.total_bytes),
+            progress=lambda done, total: bar.at(done, total=total),
             make=make,
             record=partial(parts_proof.write, prefix),
         )

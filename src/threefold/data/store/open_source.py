@@ -17,7 +17,7 @@ from threefold.config.yaml_text import as_yaml, pasted
 from threefold.data.chat.formats import FORMATS
 from threefold.data.chat.labeller import format_of, labeller_for, template_file
 from threefold.data.store.blocks import with_suffix
-from threefold.data.store.prepare import PreparedStore, PrepareProgress, prepare, request_of
+from threefold.data.store.prepare import PreparedStore, prepare, request_of
 from threefold.data.store.store import TokenStore, read_info
 from threefold.data.text.files import Files, open_files, open_stdlib
 from threefold.data.text.hub import is_saved, open_hub, open_saved
@@ -237,11 +237,13 @@ def cached_store(
     """The store of a text under the folder `cache`, made on first use and named by content and tokenizer."""
     to = cache / "tokens" / request_of(text, tokenizer, skip_bad=skip_bad)
     with Bars().show(f"preparing {text.name}") as bar:
-
-        def report(made: PrepareProgress) -> None:
-            bar.at(made.done_bytes, total=made.total_bytes)
-
-        return prepare(text, tokenizer, to=to, skip_bad=skip_bad, progress=report)
+        return prepare(
+            text,
+            tokenizer,
+            to=to,
+            skip_bad=skip_bad,
+            progress=lambda done, total: bar.at(done, total=total),
+        )
 
 
 def store_prefix(source: str) -> Path | None:

@@ -51,16 +51,6 @@ _FORMAT = 2
 
 
 @dataclass(frozen=True)
-class PrepareProgress:
-    """Progress of making a store; bytes are those of the source."""
-
-    done_bytes: int
-    total_bytes: int
-    num_documents: int
-    num_tokens: int
-
-
-@dataclass(frozen=True)
 class PreparedStore:
     """A complete store on disk; `reused` if it existed already."""
 
@@ -79,7 +69,7 @@ def prepare(
     to: Path,
     skip_bad: bool = False,
     num_workers: int | None = None,
-    progress: Callable[[PrepareProgress], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
     make: MakeParts | None = None,
     record: Callable[[PartMaker, Sequence[PartDone]], None] | None = None,
 ) -> PreparedStore:
@@ -88,7 +78,7 @@ def prepare(
     Args:
         skip_bad: count lines, rows and files that cannot be read instead of refusing them.
         num_workers: processes that encode; None: one for a source below 64 MiB, else one per CPU core.
-        progress: called after each part.
+        progress: called after each part with the bytes of the source that are done, and all.
         make: makes the parts that are missing; None: `num_workers` processes of this host.
         record: gets all parts, in order, before they are joined.
 
@@ -220,26 +210,15 @@ def _make_parts(
     plan: Sequence[EncodedPart],
     *,
     num_workers: int | None,
-    progress: Callable[[PrepareProgress], None] | None,
+    progress: Callable[[int, int], None],
     make: MakeParts | None,
 ) -> list[PartDone]:
     """All parts of `plan`, in order: those found from an earlier run and those made now."""
     done = {part.number: kept for part in plan if (kept := maker.finished(part))}
 
     def report() -> None:
-        if progress is not None:
-            counts = [
-                (made.part.size_bytes, made.num_documents, made.num_tokens)
-                for made in done.values()
-            ]
-            done_bytes, num_documents, num_tokens = map(
-                sum, zip((0, 0, 0), *counts, strict=True)
-            )
-            progress(
-                PrepareProgress(
-                    done_bytes, sum(part.size_bytes for part in plan), num_documents, num_tokens
-                )
-            )
+        done_bytes = sum(made.part.size_bytes for made in done.values())
+        progress(done_bytes, sum(part.size_bytes for part in plan))
 
     report()
     missing = [part for part in plan if part.number not in done]

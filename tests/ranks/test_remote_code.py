@@ -131,7 +131,7 @@ def _probed(name: str, cache: str) -> str:
     def identity(shape_of: str, shape: Any, *, seed: int = 0) -> Any:
         return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape_of)))
 
-    outline = load.outline(load.read_config(config.model), trust_remote_code=True)
+    outline = load.outline(load.read_config(config.model), config.model)
     weights = {
         key: (lambda key=key, value=value: identity(key, value.shape))
         for key, value in outline.state_dict().items()
@@ -186,7 +186,7 @@ def _resumed(name: str, cache: str, run: str) -> str:
     from threefold.model import load
 
     asked = _config(name, cache).model
-    outline = load.outline(load.read_config(asked), trust_remote_code=True)
+    outline = load.outline(load.read_config(asked), asked)
     weights = {key: torch.ones(each.shape) for key, each in outline.state_dict().items()}
     save_file(weights, f"{name}/model.safetensors", metadata={"format": "pt"})
     model = {"config": None, "name_or_path": name, "trust_remote_code": True}

@@ -19,7 +19,7 @@ from threefold.plan.units import units_of
 )
 def test_the_planner_counts_what_the_model_gathers(model_type: str, tied: bool) -> None:
     config = config_of(model_type, tie_word_embeddings=tied, num_hidden_layers=2)
-    model = load.outline(config, trust_remote_code=False)
+    model = load.outline(config)
     found = [
         sum(
             each.numel() for module in end if module is not None for each in module.parameters()
@@ -49,9 +49,7 @@ def test_the_norm_behind_the_layers_is_the_last(
     model_type: str, last: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choices, "UNIT_BYTES", 1)
-    model = load.outline(
-        shallow(config_of(model_type, tie_word_embeddings=False)), trust_remote_code=False
-    )
+    model = load.outline(shallow(config_of(model_type, tie_word_embeddings=False)))
     assert [
         type(module).__name__ for module, head in _ends(model, load.layers_of(model)) if head
     ] == [last] * bool(last)

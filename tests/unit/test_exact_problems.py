@@ -111,7 +111,7 @@ def test_models_that_were_not_compared_are_refused_by_name(
 ) -> None:
     asked = config(model={"config": {**TINY, **architecture}})
     read = load.read_config(asked.model)
-    outline = load.outline(read, trust_remote_code=False)
+    outline = load.outline(read)
     found = list(limits.problems(asked, read, outline, device="cpu"))
     assert bool(found) == (named is not None)
     assert named is None or any(named in problem.what for problem in found)

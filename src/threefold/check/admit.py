@@ -91,8 +91,7 @@ def admit(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> tuple[s
 
 
 def _code_of(subject: Subject) -> CodeDigest:
-    trusted = subject.config.model.trust_remote_code
-    return code_digest(load.outline(subject.architecture, trust_remote_code=trusted), probes)
+    return code_digest(load.outline(subject.architecture, subject.config.model), probes)
 
 
 def _key(
@@ -197,19 +196,18 @@ def _narrow(config: Config, as_probed: Config, *, device: str) -> Config | None:
 def _adapters(config: Config, small: PretrainedConfig) -> LoraConfig:
     """The run's adapters without dropout; none where their names do not fit the reduced model (`layers.20.`)."""
     asked = config.model.lora
-    build = partial(load.outline, small, trust_remote_code=config.model.trust_remote_code)
+    build = partial(load.outline, small, config.model)
     unfit = asked.r and lora.problems(asked, build, name=small.model_type)
     return asked.model_copy(update={"r": 0} if unfit else {"dropout": 0.0})
 
 
 def _leading(config: Config, architecture: PretrainedConfig) -> int:
     """How many of the first layers a cut model must have, so that each kind of layer is probed."""
-    trusted = config.model.trust_remote_code
     try:
-        cut = load.outline(shallow(architecture), trust_remote_code=trusted)
+        cut = load.outline(shallow(architecture), config.model)
     except Exception:  # a config whose values are tied to its depth
         return 0
-    whole = load.outline(architecture, trust_remote_code=trusted)
+    whole = load.outline(architecture, config.model)
     return leading_layers(load.layers_of(whole), load.layers_of(cut))
 
 

@@ -339,8 +339,6 @@ def _absent(bound: Bound, place: str, detail: str) -> Difference:
 
 def _float(tensor: Any) -> Any:
     """A tensor on the CPU, in float32 or float64."""
-    import torch
-
     value = tensor.detach().cpu() if isinstance(tensor, torch.Tensor) else torch.tensor(tensor)
     return value if value.dtype == torch.float64 else value.float()
 

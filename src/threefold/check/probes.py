@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -57,7 +57,7 @@ from threefold.model.weight_check import Weights, is_adapter
 from threefold.optim.build import build_optimizer
 from threefold.training.forward import forward_sums, token_loss_of
 from threefold.training.loss import TokenLoss
-from threefold.training.numbers import mean_aux_loss, mean_loss
+from threefold.training.numbers import StepResult, mean_aux_loss, mean_loss
 from threefold.training.step import TrainStep
 
 # A change that must be seen moves the loss by more than this, or the probe could not see anything.
@@ -176,11 +176,7 @@ def probe(subject: Subject, mesh: Mesh) -> list[Difference]:
     )
     rows = rows_of(seq_len=subject.config.data.seq_len)
     with noise.kept(mesh.device):
-        alone = perturbed_model(
-            subject.architecture,
-            seed=subject.seed,
-            trust_remote_code=subject.config.model.trust_remote_code,
-        )
+        alone = perturbed_model(subject.architecture, subject.config.model, seed=subject.seed)
         weights = {name: partial(_value, tensor) for name, tensor in alone.state_dict().items()}
         if subject.config.model.lora.r:
             weights.update(_adapted(alone, subject))
@@ -314,7 +310,6 @@ def _compared(
     model: Model, mesh: Mesh, rows: Batch, expected: Expected | None
 ) -> list[Difference]:
     """A step of two micro-batches on the mesh, compared on rank 0 with the one process; every rank calls it."""
-    own = probe_rows.share_of(rows, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
     gradients: dict[str, Tensor] = {}
     replicas: list[Difference] = []
 
@@ -323,13 +318,7 @@ def _compared(
         if (group := mesh.group("tp")) is not None:
             replicas.append(_replicas(model, group))
 
-    step = TrainStep(
-        model,
-        build_optimizer(model.module, OptimizerConfig()),
-        observe=observe,
-        compare_copies=False,
-    )
-    result = step.run(_halves(own), lr=0.0)
+    result = _step(model, mesh, rows, observe)
     loss = mean_loss(result, mesh)
     aux_loss = mean_aux_loss(result, mesh)
     norm = result.grad_norm.item()
@@ -365,11 +354,16 @@ def _compared_longer(model: Model, mesh: Mesh, rows: Batch, alone: Any) -> list[
     ]
 
 
-def _halves(rows: Batch) -> list[Batch]:
-    return [
-        {name: values[part] for name, values in rows.items()}
+def _step(model: Model, mesh: Mesh, rows: Batch, observe: Callable[[], None]) -> StepResult:
+    """A step of two micro-batches of this dp rank's rows, which changes no weight; every rank calls it."""
+    own = probe_rows.share_of(rows, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
+    halves = [
+        {name: values[part] for name, values in own.items()}
         for part in (slice(0, 2), slice(2, 4))
     ]
+    optimizer = build_optimizer(model.module, OptimizerConfig(), working=model.working)
+    step = TrainStep(model, optimizer, observe=observe, compare_copies=False)
+    return step.run(halves, lr=0.0)
 
 
 def _narrowed(
@@ -383,15 +377,9 @@ def _narrowed(
     """A step in bfloat16, as the run makes it: that it can be computed, and is near float32; every rank calls it."""
     assert subject.narrow is not None
     model = build(subject.narrow, subject.architecture, mesh, weights=weights)
-    own = probe_rows.share_of(rows, dp_rank=mesh.dp_rank, dp_size=mesh.dp_size)
     gradients: dict[str, Tensor] = {}
-    step = TrainStep(
-        model,
-        build_optimizer(model.module, OptimizerConfig(), working=model.working),
-        observe=partial(_keep_gradients, model, gradients if expected is not None else None),
-        compare_copies=False,
-    )
-    result = step.run(_halves(own), lr=0.0)
+    into = gradients if expected is not None else None
+    result = _step(model, mesh, rows, partial(_keep_gradients, model, into))
     loss = mean_loss(result, mesh)
     norm = result.grad_norm.item()
     if subject.narrow.train.compile:

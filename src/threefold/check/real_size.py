@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,8 +33,6 @@ from threefold.model.layer_kinds import common_number
 from threefold.model.load import layers_of, outline
 from threefold.model.reduced import reduced, shallow
 from threefold.training.forward import token_loss_of
-
-Array: TypeAlias = Array
 
 NOT_COMPARED = "not compared"
 # What one process may take for it: parameters, operations of its forward, and numbers in one layer's attention. So both
@@ -99,7 +97,7 @@ def real_sizes(
     for width, make in candidates:
         try:
             cut = make()
-            module = outline(cut, trust_remote_code=config.model.trust_remote_code)
+            module = outline(cut, config.model)
         except Exception:
             # Any refusal by a config's class: its values may depend on those that are cut.
             continue
@@ -138,8 +136,7 @@ def _compare(
 
     Of the quantity `NOT_COMPARED` if transformers' own forward cannot be computed at this size.
     """
-    trusted = config.model.trust_remote_code
-    alone = perturbed_model(asked.architecture, seed=seed, trust_remote_code=trusted)
+    alone = perturbed_model(asked.architecture, config.model, seed=seed)
     vocabulary = asked.architecture.get_text_config().vocab_size
     rows = probe_rows(mode, seq_len=asked.seq_len, vocabulary=vocabulary, seed=seed)
     row = 2 if mode.documents else -1  # of several documents, or with padding

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from threefold.check.compare import LOGITS, Difference, Training, compare_tensors
 from threefold.config.objective import DpoConfig
-from threefold.config.schema import Config
+from threefold.config.schema import Config, ModelConfig
 from threefold.data.rows.concat import IGNORED, PADDING
 from threefold.model import head, lora
 from threefold.model.load import layers_of, outline
@@ -51,7 +51,7 @@ class MeanLoss:
     aux_loss: float | None
 
 
-def perturbed_model(config: PretrainedConfig, *, seed: int, trust_remote_code: bool) -> Any:
+def perturbed_model(config: PretrainedConfig, asked: ModelConfig, *, seed: int) -> Any:
     """The architecture with its own eager attention and random weights far from zero, on the CPU.
 
     In wide layers they are smaller, so that what a layer gives is of one size at any width.
@@ -61,7 +61,7 @@ def perturbed_model(config: PretrainedConfig, *, seed: int, trust_remote_code: b
         copy.deepcopy(config),
         attn_implementation="eager",
         dtype=torch.float32,
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=asked.trust_remote_code,
     )
     with torch.no_grad():
         for parameter in model.parameters():
@@ -331,9 +331,7 @@ def _load(config: Config, architecture: PretrainedConfig) -> Any:
         trust_remote_code=config.model.trust_remote_code,
         **settings,
     )
-    return frozen_as_built(
-        model, outline(architecture, trust_remote_code=config.model.trust_remote_code)
-    ).train()
+    return frozen_as_built(model, outline(architecture, config.model)).train()
 
 
 def frozen_as_built(model: Any, built: Any) -> Any:

@@ -198,7 +198,7 @@ def _traced(config: Config, topology: Topology) -> tuple[str, int, Flops, Traced
         setup_problems(config, architecture, topology, device="cuda")
     ):
         raise ConfigError.of(problems)
-    outline: Any = load.outline(architecture, trust_remote_code=config.model.trust_remote_code)
+    outline: Any = load.outline(architecture, config.model)
     if config.model.lora.r:
         lora.insert(outline, config.model.lora)
     parameters = sum(parameter.numel() for parameter in outline.parameters())

@@ -98,9 +98,7 @@ def _made(source: Path, to: Path, config: Config, *, weights_alone: bool) -> Imp
         )
     foreign = open_universal(source) or open_dcp(source)
     _, architecture = model_of(config)
-    model = load.build_without_storage(
-        architecture, attention="eager", trust_remote_code=config.model.trust_remote_code
-    )
+    model = load.outline(architecture, config.model)
     shapes = run_state.model_state(model)
     names = find_names(
         foreign,

@@ -20,7 +20,7 @@ from threefold.checkpoint.tensors import TYPE_NAMES, bytes_of
 from threefold.errors import CheckpointError
 from threefold.export.model_folder import described
 from threefold.export.weights import converted, model_with_adapters, peft_weights
-from threefold.model.load import build_without_storage
+from threefold.model.load import outline
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,7 @@ def hash_of_checkpoint(
         return hash_of(
             peft_weights(model_with_adapters(checkpoint, config, architecture, index)).items()
         )
-    model = build_without_storage(
-        architecture, attention="eager", trust_remote_code=trust_remote_code
-    )
+    model = outline(architecture, config.model)
     held = run_state.model_state(model)
     run_state.fit(held, index)
     names = [name.removeprefix("model.") for name in held]

@@ -44,7 +44,7 @@ from threefold.export.weights import (
     write_weights,
 )
 from threefold.model import lora
-from threefold.model.load import build_without_storage, own_code
+from threefold.model.load import outline, own_code
 from threefold.progress_bars import Bars
 
 MAX_SHARD_BYTES = 5 * 1000**3
@@ -187,9 +187,7 @@ class _Export:
     def weights(self) -> Exported:
         state, index = self.checkpoint.state, self.index
         trusted = self.config.model.trust_remote_code
-        model = build_without_storage(
-            self.architecture, attention="eager", trust_remote_code=trusted
-        )
+        model = outline(self.architecture, self.config.model)
         tensors = run_state.model_state(model)
         run_state.fit(tensors, index)
         files = write_weights(

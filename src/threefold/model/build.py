@@ -100,9 +100,7 @@ def arranged(
     resolved = resolved_on(mesh, config, architecture)
     dtype = precision.DTYPES[resolved.dtype.value]
     context, attention_choices = _context(config, architecture, mesh, resolved)
-    model: Any = load.build_without_storage(
-        architecture, attention=context.name, trust_remote_code=config.model.trust_remote_code
-    )
+    model: Any = load.build_without_storage(architecture, config.model, attention=context.name)
     if (own_attention := context.adapt(model)) is not None:
         attention_choices = [("attention: the model's own", own_attention)]
     model.config.use_cache = False
@@ -189,8 +187,7 @@ def _narrow(
 ) -> frozenset[str]:
     """Prepares a model on the meta device for bfloat16; returns the names of what stays float32."""
     kept = precision.kept_in_float32(model)
-    trusted = config.model.trust_remote_code
-    like = load.outline(architecture, trust_remote_code=trusted, dtype=torch.bfloat16)
+    like = load.outline(architecture, config.model, dtype=torch.bfloat16)
     precision.narrow_buffers(model, like, kept)
     return kept
 

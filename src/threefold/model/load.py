@@ -170,14 +170,15 @@ def _paths(values: Mapping[Any, Any]) -> Iterator[str]:
 
 def build_without_storage(
     config: PretrainedConfig,
+    asked: ModelConfig | None = None,
     *,
     attention: str,
-    trust_remote_code: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
     """The model's modules with parameters on the meta device.
 
     Args:
+        asked: says whether code that came with the model is trusted.
         attention: `eager`, or the name of registered masks, and of the attention that `backend` lets the model use.
     """
     with torch.device("meta"):
@@ -185,7 +186,7 @@ def build_without_storage(
             config,
             attn_implementation="eager",
             dtype=dtype,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=asked is not None and asked.trust_remote_code,
         )
     if attention != "eager":
         attention_choice.use(model, attention)
@@ -194,24 +195,25 @@ def build_without_storage(
 
 def outline(
     config: PretrainedConfig,
+    asked: ModelConfig | None = None,
     *,
-    trust_remote_code: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
     """The model without storage, with eager attention, to look at.
+
+    Args:
+        asked: as of `build_without_storage`.
 
     Raises:
         ConfigError: its class cannot be built from this config.
     """
     try:
         return build_without_storage(
-            copy.deepcopy(config),
-            attention="eager",
-            trust_remote_code=trust_remote_code,
-            dtype=dtype,
+            copy.deepcopy(config), asked, attention="eager", dtype=dtype
         )
     except Exception as error:  # whatever a model's code may raise
-        if not trust_remote_code and type(config) not in AutoModelForCausalLM._model_mapping:
+        known = type(config) in AutoModelForCausalLM._model_mapping
+        if not known and not (asked is not None and asked.trust_remote_code):
             raise ConfigError(
                 f"transformers has no causal language model of type {config.model_type!r}",
                 expected="an architecture that predicts the next token, as llama, qwen3 and gemma3_text do",

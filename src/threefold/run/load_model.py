@@ -127,8 +127,8 @@ def load_model(
     )
     asked = with_dtype(asked, data_parallel.device_of(mesh))
     architecture = load.read_config(asked.model)
-    ConfigError.raise_for(_problems(asked, architecture, mesh))
-    outline = load.outline(architecture, trust_remote_code=trust_remote_code)
+    outline = load.outline(architecture, asked.model)
+    ConfigError.raise_for(_problems(asked, architecture, outline, mesh))
     refused = _admitted(asked, architecture, mesh, limits.document_problems(outline))
     built = build(asked, architecture, mesh)
     assert built.context is not None
@@ -139,15 +139,16 @@ def load_model(
     return built
 
 
-def _problems(asked: Config, architecture: PretrainedConfig, mesh: Mesh) -> list[Problem]:
-    trusted, name = asked.model.trust_remote_code, asked.model.name_or_path
-    outline = load.outline(architecture, trust_remote_code=trusted)
+def _problems(
+    asked: Config, architecture: PretrainedConfig, outline: Any, mesh: Mesh
+) -> list[Problem]:
+    name = asked.model.name_or_path
     problems = plan_problems(architecture, mesh.topology.tp, plan=outline.tp_plan)
     problems += split_problems(asked.mesh.cp_method, architecture, mesh.topology, outline)
     problems += limits.direction_problems(outline, pretrained=name is not None)
     problems += data_parallel.problems(asked, device=mesh.device.type)
     if asked.model.lora.r and not problems:
-        build = partial(load.outline, architecture, trust_remote_code=trusted)
+        build = partial(load.outline, architecture, asked.model)
         named = name or str(architecture.model_type)
         problems += adapters.problems(asked.model.lora, build, name=named)
     return problems

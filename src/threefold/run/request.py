@@ -123,7 +123,7 @@ def setup_problems(
 ) -> Iterator[Problem]:
     """Problems of the model on this mesh, without a tokenizer; empty if there are none."""
     yield from batch_problems(config, topology)
-    outline = load.outline(architecture, trust_remote_code=config.model.trust_remote_code)
+    outline = load.outline(architecture, config.model)
     yield from plan_problems(architecture, topology.tp, plan=outline.tp_plan)
     yield from expert_problems(architecture, config.mesh.ep, topology.tp)
     yield from split_problems(config.mesh.cp_method, architecture, topology, outline)
@@ -150,8 +150,7 @@ def setup_problems(
     if config.train.float8 != "none":
         yield from float8.problems(config, outline, topology, device=device)
     if config.model.lora.r:
-        trusted = config.model.trust_remote_code
-        build = partial(load.outline, architecture, trust_remote_code=trusted)
+        build = partial(load.outline, architecture, config.model)
         yield from lora.problems(config.model.lora, build, name=architecture.model_type)
     yield from router_problems(outline)
     longest = longest_row(architecture, outline)

@@ -226,7 +226,7 @@ def rows_chosen() -> tuple[int | str, int | None, str]:
     )
     asked: Any = Asked(config, None, load.read_config(config.model))  # type: ignore[arg-type]
     found = memory_check.fitted(asked, mesh)
-    return found.asked.config.train.micro_batch, found.asked.estimated_bytes, found.said[0][0]
+    return found.config.train.micro_batch, found.estimated_bytes, found.said[0][0]
 
 
 def test_ranks_choose_the_same_rows() -> None:

@@ -19,7 +19,7 @@ from threefold.plan.fabric import fabric_of
 from threefold.plan.fit import largest_micro_batch
 from threefold.plan.memory import host_bytes, peak
 from threefold.plan.setup import Setup, setup_of
-from threefold.run.memory_check import Fitted, _what_fits, fitted_into, refuse_too_much_of_host
+from threefold.run.memory_check import _what_fits, fitted_into, refuse_too_much_of_host
 from threefold.run.request import Asked
 
 _8B = {
@@ -32,7 +32,7 @@ _FREE = 78 * 2**30
 
 def _fitted(
     free: int, *, device: Any = _H100, **sections: dict[str, Any]
-) -> tuple[Fitted, Setup, Any]:
+) -> tuple[Asked, Setup, Any]:
     values: dict[str, Any] = {
         "model": {"config": _8B, "dtype": "bfloat16"},
         "data": {"seq_len": 4096},
@@ -50,7 +50,7 @@ def _fitted(
 
 def test_the_largest_micro_batch_that_fits() -> None:
     found, setup, decoder = _fitted(_FREE)
-    chosen = found.asked.config.train.micro_batch
+    chosen = found.config.train.micro_batch
     assert (
         chosen in (1, 2, 4)
         and found.said[0][0] == f"micro-batch: {chosen} rows, {8 // chosen} of them a step"
@@ -61,15 +61,15 @@ def test_the_largest_micro_batch_that_fits() -> None:
         return peak(decoder, Setup(**fields)).total
 
     assert held(chosen) <= _FREE < held(2 * chosen)
-    assert found.asked.estimated_bytes == round(held(chosen))
+    assert found.estimated_bytes == round(held(chosen))
 
 
 def test_all_rows_at_once_where_they_fit() -> None:
     """The config stays as it was asked for."""
     found, _, _ = _fitted(int(1e13))
-    assert found.asked.config.train.micro_batch == "auto"
+    assert found.config.train.micro_batch == "auto"
     found, _, _ = _fitted(int(1e13), device=None, train={"compile": False})
-    assert found.asked.config.train.micro_batch == "auto" and not found.said
+    assert found.config.train.micro_batch == "auto" and not found.said
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_what_is_refused_and_would_fit(free: int, sections: dict[str, Any], said
         given.setdefault(section, {})[name] = (
             int(value) if value.isdigit() else value == "true" or value
         )
-    assert _fitted(free, **given)[0].asked.estimated_bytes <= free  # type: ignore[operator]
+    assert _fitted(free, **given)[0].estimated_bytes <= free  # type: ignore[operator]
 
 
 def test_nothing_fits() -> None:
@@ -108,18 +108,16 @@ def test_nothing_fits() -> None:
 
 def test_the_check_can_be_left_out() -> None:
     found, _, _ = _fitted(2**30, train={"micro_batch": 8, "memory_check": False})
-    assert (
-        found.asked.config.train.micro_batch == 8 and (found.asked.estimated_bytes or 0) > 2**30
-    )
+    assert found.config.train.micro_batch == 8 and (found.estimated_bytes or 0) > 2**30
 
 
 def test_a_run_that_nearly_fits_is_not_refused() -> None:
     """The estimate may be too high by a tenth."""
     found, _, _ = _fitted(int(1e13), train={"micro_batch": 2})
-    assert found.asked.estimated_bytes is not None
-    _fitted(int(found.asked.estimated_bytes / 1.05), train={"micro_batch": 2})
+    assert found.estimated_bytes is not None
+    _fitted(int(found.estimated_bytes / 1.05), train={"micro_batch": 2})
     with pytest.raises(ConfigError):
-        _fitted(int(found.asked.estimated_bytes / 1.25), train={"micro_batch": 2})
+        _fitted(int(found.estimated_bytes / 1.25), train={"micro_batch": 2})
 
 
 @pytest.mark.parametrize(

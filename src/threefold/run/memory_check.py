@@ -7,7 +7,7 @@ per cent (docs/plan.md), but were not measured on devices: a run is refused only
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -29,19 +29,7 @@ _CERTAIN = {"cpu": 0.7, "cuda": 0.9}
 _CERTAIN_COMPILED = 0.75
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """A request with a micro-batch that fits.
-
-    Attributes:
-        said: choices and estimates with their reasons, to be printed.
-    """
-
-    asked: Asked
-    said: tuple[tuple[str, str], ...] = ()
-
-
-def fitted(asked: Asked, mesh: Mesh) -> Fitted:
+def fitted(asked: Asked, mesh: Mesh) -> Asked:
     """The request, where train.micro_batch is auto with the largest that fits; every rank calls it.
 
     Raises:
@@ -52,7 +40,7 @@ def fitted(asked: Asked, mesh: Mesh) -> Fitted:
     device = of_memory(whole) if mesh.device.type == "cuda" else None
     estimate = estimate_of(asked.config, asked.architecture.to_dict(), mesh.topology, device)
     if free is None or estimate is None:
-        return Fitted(asked)
+        return asked
     if asked.config.train.memory_check:
         host_free = mesh.decide("free host memory", host_memory_here(), _least_known)
         refuse_too_much_of_host(*estimate, host_free)
@@ -75,7 +63,7 @@ def refuse_too_much_of_host(decoder: Decoder, setup: Setup, free: int | None) ->
     )
 
 
-def fitted_into(asked: Asked, decoder: Decoder, setup: Setup, free: int) -> Fitted:
+def fitted_into(asked: Asked, decoder: Decoder, setup: Setup, free: int) -> Asked:
     """Like `fitted`, with `free` bytes for each rank."""
     config, automatic = asked.config, asked.config.train.micro_batch == "auto"
     if automatic:
@@ -97,7 +85,7 @@ def fitted_into(asked: Asked, decoder: Decoder, setup: Setup, free: int) -> Fitt
                 f"estimated for the {moment.name}; {_gib(free)} are free",
             )
         )
-    return Fitted(replace(asked, estimated_bytes=round(moment.total)), tuple(lines))
+    return replace(asked, estimated_bytes=round(moment.total), said=tuple(lines))
 
 
 def _least(of_ranks: Sequence[tuple[int | None, int]]) -> tuple[int | None, int]:

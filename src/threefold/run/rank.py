@@ -42,7 +42,7 @@ from threefold.run.exports import Exports
 from threefold.run.failure import report_failure
 from threefold.run.head import Head, printed
 from threefold.run.hooks import Hooks
-from threefold.run.memory_check import Fitted, fitted
+from threefold.run.memory_check import fitted
 from threefold.run.process import compute_alike, facts_of, quieten_libraries, stay_near
 from threefold.run.request import asked_of
 from threefold.run.run import LINGER_S, REPORT_BEFORE, Run
@@ -117,8 +117,8 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
     plain = loaded.given is None or (
         loaded.given.loss is None and loaded.given.optimizer is None
     )
-    fitting = fitted(asked, mesh) if plain else Fitted(asked)
-    asked = fitting.asked
+    if plain:
+        asked = fitted(asked, mesh)
     config = asked.config
     enter("admission")
     with console.bars.show("admission: the architecture on this mesh"):
@@ -142,7 +142,7 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
                 (
                     admission,
                     *full_size,
-                    *fitting.said,
+                    *asked.said,
                     *_compute_type(loaded.config, mesh),
                 ),
             )

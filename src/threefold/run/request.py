@@ -60,12 +60,14 @@ class Asked:
 
     Attributes:
         estimated_bytes: what a rank is estimated to hold at its peak; None: not estimated.
+        said: choices and estimates of memory with their reasons, to be printed.
     """
 
     config: Config
     tokenizer: Tokenizer
     architecture: PretrainedConfig
     estimated_bytes: int | None = field(default=None, kw_only=True)
+    said: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
 
 
 def asked_of(config: Config, mesh: Mesh) -> Asked:

@@ -38,6 +38,7 @@ from threefold.model.model import Model
 from threefold.optim.build import build_optimizer, own_optimizer
 from threefold.optim.ema import Ema
 from threefold.plan import choices
+from threefold.progress_bars import Bars
 from threefold.run.checkpointer import Checkpointer, rate_of
 from threefold.run.dpo import Pairs, pairs_of
 from threefold.run.folder import RunFolder
@@ -356,16 +357,19 @@ def start_of(run: Built) -> SegmentLine:
     return start
 
 
-def held_out_of(run: Built) -> Callable[[], Iterable[Batch]] | None:
-    """Returns a function that makes this rank's evaluation batches; None without an evaluation."""
-    if run.held_out is None:
-        return None
-    return functools.partial(
+def held_out_batches(
+    config: Config, rows: Rows, mesh: Mesh, bars: Bars
+) -> Callable[[], Iterable[Batch]]:
+    """Makes this rank's batches of held-out rows, each time anew, with a bar of how many are evaluated."""
+    micro_batch = choices.micro_batch(config, mesh.topology).value
+    make = functools.partial(
         evaluation_batches,
-        run.held_out,
-        rows_per_rank=run.micro_batch,
-        dp_rank=run.mesh.dp_rank,
-        dp_size=run.mesh.dp_size,
-        document_mask=bool(run.config.data.document_mask),
-        alike=run.config.train.reduce == "exact",
+        rows,
+        rows_per_rank=micro_batch,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        document_mask=bool(config.data.document_mask),
+        alike=config.train.reduce == "exact",
     )
+    total = -(-rows.num_rows // (micro_batch * mesh.dp_size))
+    return lambda: bars.track(make(), "evaluation", total)

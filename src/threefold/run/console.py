@@ -40,6 +40,9 @@ def head_of(run: Built, why: str, findings: Sequence[tuple[str, str]]) -> Head:
     ahead = run.done < run.num_steps
     info = environment.current()
     stored = run.loader.ahead
+    who_can_join = "only ranks with the token can join"
+    if environment.token() is None:
+        who_can_join = "no THREEFOLD_TOKEN, so every host that reaches them must be trusted"
     return Head(
         path=str(run.folder.path),
         model=_model(run),
@@ -55,7 +58,7 @@ def head_of(run: Built, why: str, findings: Sequence[tuple[str, str]]) -> Head:
         last_step=run.num_steps if ahead else None,
         epochs=epochs_ahead(run) if ahead else None,
         rate=(config.optimizer.lr, run.rate_why),
-        hosts=(mesh.num_hosts, _who_can_join()) if mesh.num_hosts > 1 else (),
+        hosts=(mesh.num_hosts, who_can_join) if mesh.num_hosts > 1 else (),
         choices=[*_choices(run, findings)],
         resumed=str(run.folder.resume.path) if run.folder.resume is not None else None,
         lost_bits=run.checkpointer.lost_bits,
@@ -211,12 +214,6 @@ def epochs_read(run: Built) -> str:
     return f"{read}; none is left" + (
         ", except what data.skip left out" if loader.left_out else ""
     )
-
-
-def _who_can_join() -> str:
-    if environment.token() is not None:
-        return "only ranks with the token can join"
-    return "no THREEFOLD_TOKEN, so every host that reaches them must be trusted"
 
 
 def _schedule_changed(run: Built) -> list[Entry]:

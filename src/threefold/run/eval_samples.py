@@ -91,7 +91,7 @@ def prompts_of(run: Built) -> list[Prompt]:
             end_id = run.tokenizer.end_id
         else:
             encoder = encoder_of(run.tokenizer, labels, "last", template)
-            turns = [_question(prompt)]
+            turns: list[Message] = [{"role": "user", "content": prompt}]
             try:
                 ids = encoder.prompt(turns)
                 end_id = encoder.end_of_turn(turns)
@@ -113,10 +113,6 @@ def prompts_of(run: Built) -> list[Prompt]:
             )
         prompts.append(Prompt(prompt, ids, end_id))
     return prompts
-
-
-def _question(text: str) -> Message:
-    return {"role": "user", "content": text}
 
 
 def _short(text: Any) -> str:

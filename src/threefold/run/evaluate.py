@@ -16,16 +16,13 @@ from threefold.checkpoint.manifest import (
 )
 from threefold.checkpoint.tensors import read_whole
 from threefold.config.loading import LoadedConfig
-from threefold.config.schema import Config
 from threefold.data.rows.concat import Rows
-from threefold.data.sampling.loader import evaluation_batches
 from threefold.jsonl import Metrics, as_json
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 from threefold.model import float8, load
 from threefold.model.build import build
 from threefold.model.model import Model
-from threefold.plan import choices
 from threefold.progress_bars import Bars
 from threefold.run import assemble
 from threefold.run.command_rank import as_rank
@@ -89,25 +86,12 @@ def _evaluated(asked: Asked, mesh: Mesh, checkpoint: Checkpoint, *, ema: bool) -
         )
     model, evaluate = _evaluation(asked, mesh, checkpoint, rows, ema=ema)
     refuse_other_code(manifest, load.own_code(model.module), config, checkpoint)
-    means = {} if rows is None else _over(rows, evaluate, config, mesh)
+    means = {}
+    if rows is not None:
+        bars = Bars(quiet=mesh.rank != 0)
+        batches = assemble.held_out_batches(config, rows, mesh, bars)
+        means = eval_metrics(evaluate, batches())
     return {**means, **(EvalTasks(config, model)(checkpoint.step) if config.eval.tasks else {})}
-
-
-def _over(rows: Rows, evaluate: EvalStep, config: Config, mesh: Mesh) -> Metrics:
-    """The metrics of held-out rows, each counted once."""
-    micro_batch = choices.micro_batch(config, mesh.topology).value
-    batches = evaluation_batches(
-        rows,
-        rows_per_rank=micro_batch,
-        dp_rank=mesh.dp_rank,
-        dp_size=mesh.dp_size,
-        document_mask=bool(config.data.document_mask),
-        alike=config.train.reduce == "exact",
-    )
-    total = -(-rows.num_rows // (micro_batch * mesh.dp_size))
-    return eval_metrics(
-        evaluate, Bars(quiet=mesh.rank != 0).track(batches, "evaluation", total)
-    )
 
 
 def _evaluation(

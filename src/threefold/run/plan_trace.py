@@ -31,9 +31,9 @@ from threefold.model import weight_loading
 from threefold.model.build import arranged
 from threefold.model.collectives import local_part
 from threefold.optim.build import build_optimizer
-from threefold.optim.ema import Ema
 from threefold.plan import choices
 from threefold.plan.live_tensors import LiveTensors
+from threefold.run.assemble import average_of
 from threefold.training.forward import token_loss_of
 from threefold.training.step import TrainStep
 
@@ -153,11 +153,7 @@ def _traced(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Trace
         optimizer = build_optimizer(model.module, config.optimizer, working=model.working)
         smoothing, z_loss = config.train.label_smoothing, config.train.z_loss
         token_loss = token_loss_of(model, mesh, label_smoothing=smoothing, z_loss=z_loss)
-        ema = (
-            Ema(model.module, config.optimizer.ema)
-            if config.optimizer.ema is not None
-            else None
-        )
+        ema = average_of(config, model)
         step = _Step(
             model,
             optimizer,

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ from threefold.checkpoint import chat_template
 from threefold.config.loading import LoadedConfig
 from threefold.config.schema import Config
 from threefold.data.rows.known_rows import KnownRows
-from threefold.data.sampling.loader import Batch
 from threefold.errors import ThreefoldError
 from threefold.mesh import environment
 from threefold.mesh.mesh import FAILURES, Mesh, join_mesh
@@ -277,12 +276,16 @@ def _followed(run: Run, built: Built, console: Screen, extras: Extras, hooks: Ho
     checkpointer.start(loop.step)
     checkpointer.between = partial(_saved, built, hooks)
     guards.notice = checkpointer.saver.check
-    rows = kept_rows_of(built, guards.audit)
+    rows, batches = kept_rows_of(built, guards.audit), None
+    if built.held_out is not None:
+        batches = assemble.held_out_batches(
+            built.config, built.held_out, built.mesh, console.bars
+        )
     try:
         loop = dataclasses.replace(
             loop,
             kept_rows=rows,
-            eval_batches=shown_evaluation(console, built),
+            eval_batches=batches,
             after_step=checkpointer.between,
         )
         outcome = train_loop(loop, first_step=built.done + 1)
@@ -413,12 +416,3 @@ def kept_rows_of(run: Built, audit: Audit | None) -> KeptRows | None:
     return KeptRows(
         run.folder.path, mesh, segment=audit.start.segment, count=count, spread=spread
     )
-
-
-def shown_evaluation(console: Screen, run: Built) -> Callable[[], Iterable[Batch]] | None:
-    """Makes the held-out batches again, with a bar of how many are evaluated; None without an evaluation."""
-    make = assemble.held_out_of(run)
-    if make is None or run.held_out is None:
-        return make
-    total = -(-run.held_out.num_rows // (run.micro_batch * run.mesh.dp_size))
-    return lambda: console.bars.track(make(), "evaluation", total)

@@ -78,14 +78,14 @@ def test_disk_that_takes_no_more(folder: Path, run: Path) -> None:
 def _moved_after_a_save() -> None:
     from threefold.run.folder import RunFolder
 
-    commit = RunFolder.commit
+    commit = RunFolder._commit
 
     def commit_and_move(folder: RunFolder, *arguments: Any, **named: Any) -> Any:
         saved = commit(folder, *arguments, **named)
         folder.path.rename(f"{folder.path}-moved")
         return saved
 
-    RunFolder.commit = commit_and_move  # type: ignore[method-assign]
+    RunFolder._commit = commit_and_move  # type: ignore[method-assign]
 
 
 def test_folder_that_is_moved_while_its_run_goes(folder: Path, run: Path) -> None:

@@ -658,7 +658,7 @@ def _guarded(folder: str) -> dict[str, Any]:
     import errno
 
     import threefold
-    from threefold.run.folder import RunFolder
+    from threefold.checkpoint.checkpoint_folder import CheckpointFolder
 
     mesh, step, loader, scheduler = own_runs.parts({})
 
@@ -694,7 +694,7 @@ def _guarded(folder: str) -> dict[str, Any]:
     newest = max(Path(folder).glob("run/checkpoints/step-*/**/*.safetensors"))
     newest.write_bytes(newest.read_bytes()[:-1])
     found["damaged"] = said("run", lambda run: (trained(run, 4), run.folder.resume.step))
-    RunFolder.commit = full  # type: ignore[method-assign, assignment]
+    CheckpointFolder.commit = full  # type: ignore[method-assign, assignment]
     found["full"] = said(
         "full", lambda run: trained(run, 2, list(loader)), **{"checkpoint.on_error": "continue"}
     )

@@ -359,8 +359,8 @@ def _between(folder: str) -> Any:
     run, told = Miniature((2, 1, 1, 1), folder, checkpoint={"keep": 1, "every": 1}), []
 
     def tell() -> None:
-        if run.mesh.rank == 0 and (saved := run.checkpointer.saved) is not None:
-            told.append((saved.step, saved.complete))
+        if run.mesh.rank == 0 and (step := run.checkpointer.saver.saved_step) > 0:
+            told.append((step, run.folder.checkpoints.at(step).complete))
 
     run.checkpointer.between = tell
     for step in (1, 2, 3):

@@ -22,6 +22,7 @@ from threefold.config.schema import Config, every_key
 from threefold.config.yaml_text import as_yaml, pasted, to_set
 from threefold.errors import CheckpointError, Problem
 from threefold.jsonl import Values
+from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 
 # Fields and types that a manifest must have. A damaged one fails its checksum; this check is for a foreign one.
@@ -80,6 +81,31 @@ def _not_sections(config: Values, defaults: Values) -> Iterator[str]:
                 yield name
             else:
                 yield from (f"{name}.{key}" for key in _not_sections(config[name], default))
+
+
+def manifest_of(
+    config: Config,
+    architecture: PretrainedConfig | None,
+    mesh: Mesh,
+    base: str | None,
+    code: str | None,
+) -> dict[str, Any]:
+    """What a manifest says of the model and of what computes it.
+
+    Args:
+        base: of `load.base_of`.
+        code: of `load.own_code`.
+    """
+    return {
+        "mesh": list(mesh.topology.sizes),
+        "device": mesh.device.type,
+        "seed": config.train.seed,
+        "architecture": architecture_of(architecture) if architecture is not None else {},
+        "config": with_absolute_paths(config).model_dump(mode="json"),
+        "base": base,
+        "code": code,
+        "versions": versions(),
+    }
 
 
 def refuse_layers_without_tensors(

@@ -28,8 +28,11 @@ from threefold.checkpoint.tensors import (
     read_box,
     read_whole,
 )
+from threefold.data.order.permutation import seed_of
 from threefold.errors import CheckpointError, first_line
 from threefold.mesh.mesh import Mesh
+from threefold.model import noise
+from threefold.model.model import Model
 from threefold.model.weight_check import is_adapter
 
 # (stride, size) of each axis that a tensor is split over, in ranks.
@@ -126,16 +129,22 @@ def restore_random_state(folder: Path, index: Index, mesh: Mesh) -> None:
 
 
 def restore_or_draw_random(
-    checkpoint: Checkpoint, saved_on: Sequence[int], index: Index, mesh: Mesh, seed: int
+    checkpoint: Checkpoint, manifest: Mapping[str, Any], index: Index, model: Model
 ) -> None:
-    """Restores this rank's random states on the mesh that saved them; on another one they begin with `seed`.
+    """Ends the reading of a checkpoint with this rank's random states, drawn anew on another mesh; every rank calls it.
 
     The saved ones do not apply to another mesh, and those of step 1 must not repeat either.
     """
-    if tuple(saved_on) == mesh.topology.sizes:
+    mesh = model.mesh
+    if tuple(manifest["mesh"]) == mesh.topology.sizes:
         restore_random_state(checkpoint.state, index, mesh)
     else:
-        torch.manual_seed(seed)
+        places = noise.places(mesh, model.tensor.sequence_group)
+        torch.manual_seed(
+            seed_of("a resume on another mesh", manifest["seed"], checkpoint.step, *places)
+        )
+    # Until every rank has read the checkpoint, no rank may start anything that could remove it.
+    mesh.decide("resumed", "", lambda parts: "")
 
 
 @dataclass(frozen=True)

@@ -9,24 +9,24 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
 from threefold.checkpoint import chat_template
 from threefold.checkpoint import state as run_state
-from threefold.checkpoint.background_saver import Save, Saver
+from threefold.checkpoint.background_saver import Saver
 from threefold.checkpoint.checkpoint_folder import Checkpoint, newest_undamaged
 from threefold.checkpoint.copies import refuse_drift, state_held
 from threefold.checkpoint.manifest import (
     ChangedKey,
-    architecture_of,
     changes,
     lost_bits,
+    manifest_of,
     read_manifest,
     refuse_other,
     refuse_other_base,
@@ -36,30 +36,23 @@ from threefold.checkpoint.manifest import (
     versions,
     with_axes,
 )
-from threefold.checkpoint.seal import Seal
 from threefold.checkpoint.tensor_index import Index
 from threefold.checkpoint.tensors import TensorPart
 from threefold.config.auto_lr import peak_rate
-from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config
 from threefold.config.yaml_text import to_set
-from threefold.data.order.permutation import seed_of
 from threefold.data.rows.known_rows import digests_of
 from threefold.data.sampling.loader import TokenLoader
 from threefold.data.text.listing import FILE
 from threefold.errors import CheckpointError, DataError, Problem
 from threefold.jsonl import Lines
 from threefold.mesh.mesh import Mesh
-from threefold.model import load, noise
+from threefold.model import load
 from threefold.model.model import Model
 from threefold.optim.build import begin_state
 from threefold.optim.ema import Ema
 from threefold.run.folder import RunFolder
 from threefold.training.step import TrainStep
-
-if TYPE_CHECKING:
-    from threefold.run.stored import StoredRun
-
 
 _MOST_NAMED = 10  # changes of the data, in an error
 
@@ -89,12 +82,10 @@ class Checkpointer:
         self.changed: list[ChangedKey] = []
         # Why an exact run continues with other bits; None: it does not resume.
         self.lost_bits: list[str] | None = None
-        self.saved: Checkpoint | None = None  # the last one, on the rank that completes it
         self._last = self.folder.done  # the step of the last save, or of the resume
         # Called when a save is over, before the next, which may remove what it saved.
         self.between: Callable[[], None] = lambda: None
         self.saver: Saver  # made by `start`
-        self.stored: StoredRun | None = None  # the run's copy in a store
         self._base = load.base_of(self.config, self.mesh)
         self._code = load.own_code(self.model.module)
 
@@ -143,41 +134,15 @@ class Checkpointer:
             self.ema.state() if self.ema is not None else {}
         )
         refuse_drift(copies, self.mesh, when=f"after step {step}, which is not saved")
-        checkpoints = self.folder.checkpoints
-        manifest = self._manifest()
-
-        def commit(seals: Mapping[str, Seal]) -> None:
-            pinned = stored.mirror.pinned() if stored is not None else ()
-            self.saved = self.folder.commit(
-                step,
-                manifest,
-                seals,
-                keep=self.config.checkpoint.keep,
-                best=best,
-                pinned=pinned,
-            )
-
-        stored = self.stored
-        refusal = self.folder.refusal
-        job = Save(
-            step,
-            checkpoints.partial(step) / "state",
-            partial(checkpoints.begin, step),
-            commit,
-            partial(checkpoints.abandon, step),
-            refusal,
-        )
-        if stored is not None:
-            done = partial(stored.send, checkpoints.at(step))
-            job = replace(job, refusal=lambda: refusal() or stored.mirror.refusal(), done=done)
+        keep = self.config.checkpoint.keep
+        job = self.folder.save_of(step, self._manifest(), keep=keep, best=best)
         self.saver.wait()
         self.between()
         self.saver.save(job)
 
     def _mark_best(self, step: int, eval_loss: float) -> None:
-        checkpoints, mirror = self.folder.checkpoints, self.stored and self.stored.mirror
-        checkpoints.mark_best(step, eval_loss)
-        checkpoints.prune(self.config.checkpoint.keep, mirror.pinned() if mirror else ())
+        self.folder.checkpoints.mark_best(step, eval_loss)
+        self.folder.prune(self.config.checkpoint.keep)
 
     def _parts(self) -> list[TensorPart]:
         # Some optimizers make their state in the first step, and of parameters without a gradient none.
@@ -187,20 +152,12 @@ class Checkpointer:
 
     def _manifest(self) -> dict[str, Any]:
         return {
-            **(asdict(self.folder.author) if self.folder.author is not None else {}),
-            "mesh": list(self.mesh.topology.sizes),
-            "device": self.mesh.device.type,
+            **manifest_of(self.config, self.architecture, self.mesh, self._base, self._code),
             "data": self.loader.state_dict(),
             "blocks": digests_of(self.loader.rows),
-            "seed": self.config.train.seed,
-            "architecture": architecture_of(self.architecture),
-            "config": with_absolute_paths(self.config).model_dump(mode="json"),
-            "base": self._base,
-            "code": self._code,
             "evaluation": self.evaluation,
             chat_template.KEY: chat_template.digest_of(self.template),
             "admission": self.config.model.admission,
-            "versions": versions(),
             "given": dict(self.given),
         }
 
@@ -253,15 +210,7 @@ class Checkpointer:
         run_state.read_into(state, checkpoint.state, index, self.mesh)
         if self.ema is not None and not averages:
             self.ema.begin()
-        seed = seed_of(
-            "a resume on another mesh",
-            self.config.train.seed,
-            checkpoint.step,
-            *noise.places(self.mesh, self.model.tensor.sequence_group),
-        )
-        run_state.restore_or_draw_random(checkpoint, manifest["mesh"], index, self.mesh, seed)
-        # Until every rank has read the checkpoint, no rank may start anything that could remove it.
-        self.mesh.decide("resumed", "", lambda parts: "")
+        run_state.restore_or_draw_random(checkpoint, manifest, index, self.model)
 
     def _other_data(self, checkpoint: Checkpoint) -> Iterator[Problem]:
         """The keys and files of the data that have changed: of the data itself the order knows a digest alone."""

@@ -41,7 +41,9 @@ from threefold.mesh import environment
 from threefold.run import resume_choice
 
 if TYPE_CHECKING:
+    from threefold.checkpoint.background_saver import Save
     from threefold.mesh.mesh import Mesh
+    from threefold.places.mirror import Mirror
 
 # Network file systems show a new file to other hosts after a moment.
 _SEEN_WITHIN_S = 15.0
@@ -71,6 +73,7 @@ class RunFolder:
         accepts_changes: the user has confirmed changes that affect training.
         author: this start, as named in its checkpoints; known once it is accepted.
         program: the run has a program's custom loop.
+        mirror: sends its checkpoints to its store, if it has one.
     """
 
     path: Path
@@ -81,6 +84,7 @@ class RunFolder:
     accepts_changes: bool = False
     author: Author | None = None
     program: bool = False
+    mirror: Mirror | None = None
 
     @property
     def metrics(self) -> Path:
@@ -228,40 +232,66 @@ class RunFolder:
             fix="threefold resume FOLDER   (its new path), and move a folder only after its run has ended",
         )
 
-    def commit(
+    def save_of(
+        self, step: int, manifest: Mapping[str, Any], *, keep: int, best: float | None = None
+    ) -> Save:
+        """The save of a step, here and in the run's store.
+
+        Args:
+            keep: how many checkpoints to keep afterwards.
+            best: its evaluation loss, if it is the best so far.
+        """
+        from threefold.checkpoint.background_saver import Save
+
+        checkpoints, mirror = self.checkpoints, self.mirror
+        job = Save(
+            step,
+            checkpoints.partial(step) / "state",
+            partial(checkpoints.begin, step),
+            partial(self._commit, step, manifest, keep, best),
+            partial(checkpoints.abandon, step),
+            self.refusal,
+        )
+        if mirror is None:
+            return job
+        from threefold.places.mirror import Sent
+
+        sent = partial(mirror.send, Sent(checkpoints.at(step).path, step))
+        return dataclasses.replace(
+            job, refusal=lambda: self.refusal() or mirror.refusal(), done=sent
+        )
+
+    def prune(self, keep: int) -> None:
+        """Removes all but the newest checkpoints, the best, and those that are still being sent."""
+        self.checkpoints.prune(keep, self.mirror.pinned() if self.mirror is not None else ())
+
+    def _commit(
         self,
         step: int,
         manifest: Mapping[str, Any],
-        seals: Mapping[str, Seal],
-        *,
         keep: int,
-        best: float | None = None,
-        pinned: Sequence[int] = (),
-    ) -> Checkpoint:
-        """Completes the checkpoint of `step`, which every rank has written, and removes old ones; one rank calls it.
-
-        Args:
-            seals: of the files in its folder `state`.
-            best: its evaluation loss, if it is the best so far.
-            pinned: steps whose checkpoints somebody still reads.
-        """
+        best: float | None,
+        seals: Mapping[str, Seal],
+    ) -> None:
+        """Completes the checkpoint of `step`, which every rank has written, and removes old ones; one rank calls it."""
+        assert self.author is not None
+        manifest = {**dataclasses.asdict(self.author), **manifest}
         for record in (self.metrics, self.path / AUDIT):
             if record.exists():
                 # After a power cut, every checkpoint's steps have a record.
                 sync(record)
-        saved = self.checkpoints.commit(
+        self.checkpoints.commit(
             step, manifest, {f"state/{name}": seal for name, seal in seals.items()}
         )
         if best is not None:
             self.checkpoints.mark_best(step, best)
-        self.checkpoints.prune(keep, pinned)
+        self.prune(keep)
         if self.resume is not None and (fetched := self.resume.path.parents[1]).name.startswith(
             resume_choice.FETCHED
         ):
             # The run now has its own checkpoint.
             shutil.rmtree(fetched, ignore_errors=True)
-        self.journal.note("save", step=step, start=manifest["start"])
-        return saved
+        self.journal.note("save", step=step, start=self.author.start)
 
 
 def keep_config(path: Path, config: Config) -> None:
@@ -282,16 +312,16 @@ def open_run(
             is asked for or files that no run wrote, another process is using it, or it cannot be written.
         CheckpointError: a checkpoint given by path does not exist.
     """
-    refuse = partial(resume_choice.of, config, words=Words(program))
-    path = open_folder(config, lock, program=program, refuse=refuse)
+    words = Words(program)
+    refuse = partial(resume_choice.of, config, words=words)
+    path = open_folder(config, lock, words, refuse)
     return RunFolder(path, None, *refuse(path), program=program)
 
 
 def open_folder(
     config: Config,
     lock: RunLock | None,
-    *,
-    program: bool,
+    words: Words,
     refuse: Callable[[Path], object] = str,
 ) -> Path:
     """Makes the run's folder or finds it, with `lock`; one rank calls it.
@@ -302,7 +332,6 @@ def open_folder(
     Raises:
         ConfigError: as `open_run`, except for the checks on resuming.
     """
-    words = Words(program)
     path = checked_path(config, words, refuse)
     with _written(path, words):
         fresh = _made(path)

@@ -230,7 +230,7 @@ def _accept(console: Screen, run: Run, built: Built, head: Head) -> None:
     known = KnownRows(rows, seed=built.mesh.rank)
     skips = built.loader.planned
     run.begin(partial(assemble.start_of, built), facts, rows=rows, known=known, skips=skips)
-    built.checkpointer.folder, built.checkpointer.stored = run.folder, run.stored
+    built.checkpointer.folder = run.folder
     for line in files:
         console.print(printed("files", line))
 
@@ -297,8 +297,8 @@ def _followed(run: Run, built: Built, console: Screen, extras: Extras, hooks: Ho
         _store(run, console)
     except Exception:
         checkpointer.saver.join(LINGER_S)
-        if run.stored is not None:
-            run.stored.mirror.join(LINGER_S)
+        if run.folder.mirror is not None:
+            run.folder.mirror.join(LINGER_S)
         raise
     finally:
         guards.close()
@@ -309,15 +309,14 @@ def _followed(run: Run, built: Built, console: Screen, extras: Extras, hooks: Ho
 
 def _store(run: Run, console: Screen) -> None:
     """Waits until the run's checkpoints are in its store, if it has one."""
-    if run.stored is not None:
+    if run.folder.mirror is not None:
         with console.bars.show(f"sending to {run.config.checkpoint.store}"):
-            run.stored.mirror.wait(run.watch.progress.tick)
+            run.folder.mirror.wait(run.watch.progress.tick)
 
 
 def _saved(run: Built, hooks: Hooks) -> None:
-    done = run.checkpointer.saved
-    if done is not None and done.step == run.checkpointer.saver.saved_step:
-        hooks.saved(done)
+    if (step := run.checkpointer.saver.saved_step) > run.done:
+        hooks.saved(run.folder.checkpoints.at(step))
 
 
 def _loss_of(run: Built) -> dict[str, Any]:

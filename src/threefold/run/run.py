@@ -194,12 +194,18 @@ class Run:
             asked = self.config.checkpoint
             if asked.store is not None or "://" in asked.resume:
                 self._open_stored(stack)
-            folder = RunFolder.from_values(self.mesh.share("run", self._opened))
+            # Opening the store has locked the folder.
+            lock = self._lock if not self._lock.held else None
+            opened = partial(open_run, self.config, lock, program=self._program)
+            values = self.mesh.share("run", lambda: opened().to_values())
+            folder = RunFolder.from_values(values)
             require_shared(folder.path, self.mesh, Words(self._program))
             end = log_to_file(folder.path, self.mesh.rank)
             if self._program:
                 stack.callback(end)
             self.folder = undamaged(folder, self.mesh)
+            if self.stored is not None:
+                self.folder = dataclasses.replace(self.folder, mirror=self.stored.mirror)
             self.watch.folder = folder.path
             if self.stored is not None:
                 self.stored.send_if_missing(self.folder)
@@ -489,35 +495,15 @@ class Run:
             self.guards.prove(self.step, saving=True)
             self.guards.progress.enter("save")
             states = {name: each.state_dict() for name, each in self._stateful.items()}
-            refusal = self.folder.refusal
-            ends = saving.Ends(partial(self._commit, self.step), refusal=refusal)
-            checkpoints = self.folder.checkpoints
-            if (stored := self.stored) is not None:
-                done = partial(stored.send, checkpoints.at(self.step))
-                refused = lambda: refusal() or stored.mirror.refusal()  # noqa: E731
-                ends = dataclasses.replace(ends, refusal=refused, done=done)
-            extra = {**self.extra, **states}
+            asked = self.config.checkpoint
             saving.write(
                 self._held,
                 self.step,
-                checkpoints,
-                extra=extra,
-                ends=ends,
-                on_error=self.config.checkpoint.on_error,
+                partial(self.folder.save_of, self.step, keep=asked.keep),
+                extra={**self.extra, **states},
+                on_error=asked.on_error,
             )
         self._saved = self.step
-
-    def _commit(self, step: int, manifest: Values, seals: Values) -> None:
-        assert self.folder.author is not None
-        whole = {**dataclasses.asdict(self.folder.author), **manifest}
-        pinned = self.stored.mirror.pinned() if self.stored is not None else ()
-        self.folder.commit(step, whole, seals, keep=self.config.checkpoint.keep, pinned=pinned)
-
-    def _opened(self) -> dict[str, Any]:
-        # Opening the store has locked the folder.
-        return open_run(
-            self.config, self._lock if not self._lock.held else None, program=self._program
-        ).to_values()
 
     def _open_stored(self, stack: contextlib.ExitStack) -> None:
         # A run on local disk alone loads none of this.
@@ -697,8 +683,8 @@ class Run:
         self.guards.progress.enter(CLOSING)
         for saver in self._savers():
             saver.wait()
-        if self.stored is not None:
-            self.stored.mirror.wait(self.watch.progress.tick)
+        if self.folder.mirror is not None:
+            self.folder.mirror.wait(self.watch.progress.tick)
         # What this folder holds: a saver of the model may also have saved elsewhere.
         newest = self.mesh.share(
             "saved", lambda: (each := self.folder.checkpoints.newest()) and each.step
@@ -719,8 +705,8 @@ class Run:
         log.error("%s: %s", type(error).__name__, error)
         for saver in self._savers():
             saver.join(LINGER_S)
-        if self.stored is not None:
-            self.stored.mirror.join(LINGER_S)
+        if self.folder.mirror is not None:
+            self.folder.mirror.join(LINGER_S)
 
     def _require_open(self, what: str) -> None:
         if self._open != os.getpid():

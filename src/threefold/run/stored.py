@@ -103,11 +103,7 @@ class StoredRun:
             return _name(resume) in {each.name for each in self.mirror.held.head.checkpoints}
 
         if not self._mesh.share("stored", stored):
-            self.send(resume)
-
-    def send(self, checkpoint: Checkpoint) -> None:
-        """Sends a complete checkpoint behind the steps; every rank calls it, and none waits."""
-        self.mirror.send(Sent(checkpoint.path, checkpoint.step))
+            self.mirror.send(Sent(resume.path, resume.step))
 
     def close(self) -> None:
         """Gives the lease back, on rank 0."""
@@ -201,7 +197,7 @@ def _planned(
     words: Words,
     say: Callable[[str], None],
 ) -> _Plan:
-    folder = open_folder(config, lock, program=words.program)
+    folder = open_folder(config, lock, words)
     asked = config.checkpoint.resume
     store = None
     forget_interrupted(folder, begun=(folder / RUN_FILE).exists())

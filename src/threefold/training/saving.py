@@ -31,30 +31,25 @@ from threefold.checkpoint.copies import refuse_drift, state_held
 from threefold.checkpoint.lineage import Identity
 from threefold.checkpoint.lock import RunLock
 from threefold.checkpoint.manifest import (
-    architecture_of,
+    manifest_of,
     read_manifest,
     refuse_other,
     refuse_other_base,
     refuse_other_code,
-    versions,
 )
 from threefold.checkpoint.seal import Seal
 from threefold.checkpoint.tensor_index import Index
 from threefold.checkpoint.tensors import TensorPart
-from threefold.config.paths import with_absolute_paths
 from threefold.config.schema import Config
-from threefold.data.order.permutation import seed_of
 from threefold.errors import (
     CheckpointError,
     ConfigError,
     DataError,
-    ThreefoldError,
     check_argument,
     in_program,
 )
 from threefold.jsonl import Values
 from threefold.model import load as weights
-from threefold.model import noise
 from threefold.model.model import Model, check_model
 from threefold.optim.build import begin_state
 from threefold.training.step import TrainStep
@@ -132,51 +127,41 @@ def save(
     place = folder.resolve()
     checkpoints = CheckpointFolder(folder)
 
-    def commit(manifest: Values, seals: Mapping[str, Seal]) -> None:
-        checkpoints.commit(
-            step, manifest, {f"state/{name}": seal for name, seal in seals.items()}
-        )
-        if keep is not None:
-            checkpoints.prune(keep)
+    def job(manifest: Values) -> Save:
+        def commit(seals: Mapping[str, Seal]) -> None:
+            checkpoints.commit(
+                step, manifest, {f"state/{name}": seal for name, seal in seals.items()}
+            )
+            if keep is not None:
+                checkpoints.prune(keep)
 
-    ends = Ends(commit, partial(_refuse_folder, folder, step, model))
+        begin, abandon = partial(checkpoints.begin, step), partial(checkpoints.abandon, step)
+        return Save(step, checkpoints.partial(step) / "state", begin, commit, abandon)
+
+    accept = partial(_refuse_folder, folder, step, model)
     held = Held(model, optimizer, loader)
-    saving = write(held, step, checkpoints, extra=extra or {}, ends=ends, wait=wait)
+    saver = write(held, step, job, extra=extra or {}, accept=accept, wait=wait)
     model.saved[place] = step
     if (lock := model.locks.get(place)) is not None:
         mesh.before_close(lock.close)  # after the saver, which was the first to be waited for
-    return saving
-
-
-@dataclass(frozen=True)
-class Ends:
-    """Callbacks of the caller of a save.
-
-    Attributes:
-        commit: completes the checkpoint, with its manifest and the seals of its files; on rank 0, when all are written.
-        accept: raises for a folder that is not the loop's; on rank 0, before anything is written.
-        refusal, done: as those of `Save`.
-    """
-
-    commit: Callable[[Values, Mapping[str, Seal]], object]
-    accept: Callable[[], object] = lambda: None
-    refusal: Callable[[], ThreefoldError | None] = lambda: None
-    done: Callable[[], object] = lambda: None
+    return Saving(checkpoints.at(step).path, saver)
 
 
 def write(
     held: Held,
     step: int,
-    checkpoints: CheckpointFolder,
+    job: Callable[[Values], Save],
     *,
     extra: Values,
-    ends: Ends,
+    accept: Callable[[], object] = lambda: None,
     wait: bool = False,
     on_error: Literal["error", "continue"] = "error",
-) -> Saving:
-    """Writes the state of a loop after `step`; every rank calls it.
+) -> Saver:
+    """Writes the state of a loop after `step`; every rank calls it, and gets what may still be writing it.
 
     Args:
+        job: the save, from the manifest of the checkpoint.
+        accept: raises for a folder that is not the loop's; on rank 0, before anything is written.
         on_error: set by the first save: end the loop if a save fails, or print the error and continue.
 
     Raises:
@@ -192,7 +177,7 @@ def write(
 
     def conclude(parts: list[dict[str, Any]]) -> str:
         refuse_other_values(parts)
-        ends.accept()
+        accept()
         return ""
 
     _refuse_other_copies(model, optimizer, step)
@@ -202,20 +187,8 @@ def write(
     saver.wait()
     mesh.decide_on("what is saved", look, conclude)
     # A background save writes it while the loop, whose values these are, goes on.
-    manifest = _manifest(model, copy.deepcopy(described))
-    state = checkpoints.partial(step) / "state"
-    saver.save(
-        Save(
-            step,
-            state,
-            partial(checkpoints.begin, step),
-            partial(ends.commit, manifest),
-            partial(checkpoints.abandon, step),
-            ends.refusal,
-            ends.done,
-        )
-    )
-    return Saving(checkpoints.path / f"step-{step:08d}", saver)
+    saver.save(job(_manifest(model, copy.deepcopy(described))))
+    return saver
 
 
 def load(
@@ -281,11 +254,7 @@ def read(checkpoint: Checkpoint, held: Held) -> Loaded:
         loader.load_state_dict(saved["loader"])
     run_state.read_into(state, checkpoint.state, index, mesh)
     model.trained.update(index.entries)
-    place = noise.places(mesh, model.tensor.sequence_group)
-    seed = seed_of("a resume on another mesh", manifest["seed"], checkpoint.step, *place)
-    run_state.restore_or_draw_random(checkpoint, manifest["mesh"], index, mesh, seed)
-    # Until every rank has read the checkpoint, no rank may start anything that could remove it.
-    mesh.decide("loaded", "", lambda parts: "")
+    run_state.restore_or_draw_random(checkpoint, manifest, index, model)
     return Loaded(checkpoint.step, saved["extra"])
 
 
@@ -432,20 +401,9 @@ def _saver_of(
 
 def _manifest(model: Model, described: Values) -> dict[str, Any]:
     config = model.asked or Config()
-    return {
-        "mesh": list(model.mesh.topology.sizes),
-        "device": model.mesh.device.type,
-        "data": described["loader"],
-        "seed": config.train.seed,
-        "architecture": architecture_of(model.architecture)
-        if model.architecture is not None
-        else {},
-        "config": with_absolute_paths(config).model_dump(mode="json"),
-        "base": weights.base_of(config, model.mesh),
-        "code": weights.own_code(model.module),
-        "loop": described,
-        "versions": versions(),
-    }
+    base, code = weights.base_of(config, model.mesh), weights.own_code(model.module)
+    common = manifest_of(config, model.architecture, model.mesh, base, code)
+    return {**common, "data": described["loader"], "loop": described}
 
 
 def _newest(folder: Path) -> str | None:

@@ -154,7 +154,7 @@ def _traced(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Trace
         smoothing, z_loss = config.train.label_smoothing, config.train.z_loss
         token_loss = token_loss_of(model, mesh, label_smoothing=smoothing, z_loss=z_loss)
         ema = average_of(config, model)
-        step = _Step(
+        step = _TracedStep(
             model,
             optimizer,
             grad_clip=config.train.grad_clip,
@@ -204,7 +204,7 @@ def _traced(config: Config, architecture: PretrainedConfig, mesh: Mesh) -> Trace
     return Traced(memory.peak + sums, held, state, gradients, resident, host, traffic)
 
 
-class _Step(TrainStep):
+class _TracedStep(TrainStep):
     def _update(self, grad_norm: Tensor, lr: float | None) -> None:
         # Some optimizers wait for the norm, which has no value here: finite.
         grad_norm.constant = _FINITE  # type: ignore[attr-defined]

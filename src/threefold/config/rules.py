@@ -36,7 +36,7 @@ def contradictions(config: Config) -> Iterator[Problem]:
             expected,
             "leave one of them out",
         )
-    if config.model.config is not None and config.model.config.get("model_type") is None:
+    elif config.model.config is not None and config.model.config.get("model_type") is None:
         yield Problem(
             "model.config has no model_type",
             "the architecture's name in transformers, next to its sizes",

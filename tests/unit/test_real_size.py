@@ -29,7 +29,11 @@ def _asked(
     model_type: str, seq_len: int, topology: Topology | None = None, **sizes: Any
 ) -> Any:
     config = validate(
-        {"data": {"seq_len": seq_len}, "mesh": {"device": "cpu"}, "model": {"config": {}}}
+        {
+            "data": {"seq_len": seq_len},
+            "mesh": {"device": "cpu"},
+            "model": {"config": {"model_type": "llama"}},
+        }
     )
     share = sizes.pop("share", 1.0)
     architecture = AutoConfig.for_model(model_type, **{**SIZES, **sizes})
@@ -185,7 +189,7 @@ def test_layers_that_only_code_tells_apart_are_kept(monkeypatch: pytest.MonkeyPa
         layer.is_global = layer_idx % 4 == 3
 
     architecture = AutoConfig.for_model("llama", **SIZES)
-    config = validate({"mesh": {"device": "cpu"}, "model": {"config": {}}})
+    config = validate({"mesh": {"device": "cpu"}, "model": {"config": {"model_type": "llama"}}})
     assert admit._leading(config, architecture) == 0
     monkeypatch.setattr(LlamaDecoderLayer, "__init__", init)
     assert admit._leading(config, architecture) == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,14 @@ def unless_told(logits, batch):
     return twice(logits, batch)
 
 
+def stopped_once(logits, batch):
+    import os, pathlib, signal
+    if not logits.requires_grad and pathlib.Path("stop").exists():
+        pathlib.Path("stop").unlink(missing_ok=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+    return twice(logits, batch)
+
+
 def momentum(model):
     import torch
     small = [each for each in model.parameters() if each.ndim < 2]
@@ -91,11 +100,12 @@ def noted(folder: Path) -> list[list[str]]:
     return [line.split() for line in (folder / "hooks.txt").read_text().splitlines()]
 
 
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(folder: Path, run: str = "run") -> list[float]:
-    lines = [
-        json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()
-    ]
-    return [line["loss"] for line in lines if "loss" in line]
+    return [line["loss"] for line in lines(folder / run) if "loss" in line]
 
 
 HOOKED = """
@@ -211,6 +221,43 @@ threefold.train(config(mesh=%s, train={"steps": 3, "grad_clip": 0}, optimizer={"
     assert as_object.returncode == 0 and "nothing to do" in as_object.stdout, as_object.stderr
     more = program(tmp_path / "one", "threefold.train('run/config.yaml', loss=twice)")
     assert more.returncode == 0 and "nothing to do" in more.stdout, more.stderr
+
+
+@pytest.mark.parametrize(
+    ("mesh", "every", "step"),
+    [({"dp": 1}, 3, 3), ({"dp": 2, "dp_shard": 2}, 3, 3), ({"tp": 2}, 0, 6)],
+    ids=str,
+)
+def test_a_stop_signal_leaves_an_evaluation_which_the_next_start_makes(
+    mesh: dict[str, int], every: int, step: int, tmp_path: Path
+) -> None:
+    """The whole evaluation may take longer than what a scheduler waits for."""
+    body = f"""
+asked = config(mesh={mesh | {"device": "cpu"}}, eval={{"every": {every}}}, log={{"dir": %r}})
+print(threefold.train(asked, dataset=ROWS, eval_dataset=ROWS, loss=stopped_once))
+"""
+    assert program(tmp_path, body % "whole").returncode == 0
+    for _ in range(2):  # the second one in the evaluation that it makes first
+        (tmp_path / "stop").touch()
+        stopped = program(tmp_path, body % "run")
+        said = f"stopped by a signal after step {step}, in its evaluation, which the next start makes"
+        assert said in stopped.stdout and "exit_code=75" in stopped.stdout, stopped.stderr
+        saved = [path.name for path in (tmp_path / "run").glob("checkpoints/step-*")]
+        assert saved == [f"step-{step:08d}"]
+    done = program(tmp_path, body % "run")
+    assert "done: 6 steps, " in done.stdout and "exit_code=0" in done.stdout, done.stderr
+    kept = ("step", "loss", "grad_norm", "eval_loss", "eval_count")
+    found, expected = (
+        [{key: line.get(key) for key in kept} for line in lines(tmp_path / each)]
+        for each in ("run", "whole")
+    )
+    assert found == expected
+    best = [
+        (tmp_path / each / "checkpoints" / "best.json").read_text() for each in ("run", "whole")
+    ]
+    assert best[0] == best[1]
+    again = program(tmp_path, body % "run")
+    assert again.returncode == 0 and "nothing to do" in again.stdout, again.stderr
 
 
 def test_an_error_in_the_last_evaluation_loses_no_step_and_the_next_start_evaluates(

@@ -258,8 +258,9 @@ def conclude(console: Screen, run: Built, outcome: Outcome) -> int:
         console.print(f"repeat the steps since then: threefold resume {shlex.quote(str(path))}")
         return EXIT_FAILED
     if by_signal:
+        left = "" if outcome.evaluated else ", in its evaluation, which the next start makes"
         console.print(
-            f"stopped by a signal after step {outcome.step}; the checkpoint is saved in {path}"
+            f"stopped by a signal after step {outcome.step}{left}; the checkpoint is saved in {path}"
         )
         console.print(f"resume: threefold resume {shlex.quote(str(path))}")
         return EXIT_STOPPED_WITH_CHECKPOINT

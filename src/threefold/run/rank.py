@@ -146,7 +146,8 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
                 ),
             )
             introduce(console, head)
-            if built.done >= built.num_steps and not _left_in_evaluation(built):
+            unevaluated = _left_in_evaluation(built)
+            if built.done >= built.num_steps and not unevaluated:
                 more = "--train.steps" if config.train.epochs is None else "--train.epochs"
                 console.print(
                     f"nothing to do: step {built.done} of {built.num_steps} is done. To train more: {more} N"
@@ -162,25 +163,29 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
                 folder.path,
                 run.guards.stop.ask,
             )
-            outcome = _followed(run, built, console, extras, hooks)
+            outcome = _followed(run, built, console, extras, hooks, unevaluated)
             hooks.ended(outcome.step, outcome.by if outcome.stopped else "done")
             mesh.barrier()
             mesh.close()
             saved = built.checkpointer.saver.saved_step
-            run.ended(outcome.step, stopped=outcome.stopped, saved=saved)
+            left = {} if outcome.evaluated else {"evaluated": False}
+            run.ended(outcome.step, stopped=outcome.stopped, saved=saved, **left)
             return conclude(console, built, outcome)
 
 
 def _left_in_evaluation(run: Built) -> bool:
-    """Whether the run's last start saved its last step and ended before it had evaluated it."""
+    """Whether the run's last start ended in the evaluation of the step that this one continues from.
+
+    A stop signal leaves any evaluation, with a note; what has no note is the last step, saved before it is evaluated.
+    """
 
     def unevaluated() -> bool:
-        ends = [
-            line["event"]
-            for line in run.folder.journal.lines()
-            if line.get("step") == run.num_steps and line["event"] in ("save", "stop", "done")
-        ]
-        return ends[-1:] == ["save"]
+        last: dict[str, Any] = {}
+        for line in run.folder.journal.lines():
+            if line.get("step") == run.done and line["event"] in ("save", "stop", "done"):
+                last = line
+        without_note = run.done >= run.num_steps and last.get("event") == "save"
+        return without_note or not last.get("evaluated", True)
 
     asked = run.config.evaluates or bool(run.config.eval.tasks)
     return asked and run.mesh.share("unevaluated", unevaluated)
@@ -250,7 +255,9 @@ def _facts_of_start(built: Built, head: Head, files: Sequence[str]) -> dict[str,
     return {"changed": changed, **exact, **kept, "files": files, "head": head.to_values()}
 
 
-def _followed(run: Run, built: Built, console: Screen, extras: Extras, hooks: Hooks) -> Outcome:
+def _followed(
+    run: Run, built: Built, console: Screen, extras: Extras, hooks: Hooks, unevaluated: bool
+) -> Outcome:
     """Trains to the end or to a stop signal, audited and tracked; returns when everything is saved."""
     guards, watch, checkpointer = run.guards, run.watch, built.checkpointer
     shown = Terminal(console, num_steps=built.num_steps, done=built.done)
@@ -288,7 +295,7 @@ def _followed(run: Run, built: Built, console: Screen, extras: Extras, hooks: Ho
             eval_batches=batches,
             after_step=checkpointer.between,
         )
-        outcome = train_loop(loop, first_step=built.done + 1)
+        outcome = train_loop(loop, first_step=built.done + 1, unevaluated=unevaluated)
         guards.progress.close()
         guards.progress.enter(CLOSING)
         with console.bars.show("saving"):

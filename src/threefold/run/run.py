@@ -320,12 +320,12 @@ class Run:
             *trackers.open_trackers(self.config.log.trackers, described, self.say),
         ]
 
-    def ended(self, step: int, *, stopped: bool, saved: int) -> None:
+    def ended(self, step: int, *, stopped: bool, saved: int, **more: bool) -> None:
         """Notes the end in the journal, and the last step that has a checkpoint."""
         if self.mesh.rank == 0 and self.folder.author is not None:
             event, by = ("stop", {"by": self.guards.stop.by}) if stopped else ("done", {})
             self.folder.journal.note(
-                event, step=step, saved=saved, start=self.folder.author.start, **by
+                event, step=step, saved=saved, start=self.folder.author.start, **by, **more
             )
 
     def load(self, step: TrainStep, loader: Any = None, **stateful: Any) -> Loaded | None:

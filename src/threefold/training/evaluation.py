@@ -26,6 +26,7 @@ from threefold.training.forward import (
     token_loss_of,
 )
 from threefold.training.numbers import refuse_nothing
+from threefold.training.stop_request import EvaluationLeft
 
 
 class EvalNumbers(NamedTuple):
@@ -90,10 +91,14 @@ class EvalStep:
             model, own_loss=self.own_loss, labels=self._loss_on == "log_probabilities"
         )
         failures: list[Exception] = []
-        with model.evaluating():
-            for batch, counts in self._with_stand_ins(reader, batches, failures):
-                sums = self._of(batch, failures)
-                totals += sums if counts else 0 * totals
+        try:
+            with model.evaluating():
+                for batch, counts in self._with_stand_ins(reader, batches, failures):
+                    sums = self._of(batch, failures)
+                    totals += sums if counts else 0 * totals
+        except EvaluationLeft:
+            reshard(model.forward)  # what is in shards is saved
+            raise
         mesh.all_reduce("loss", totals)
         reshard(model.forward)
         return [*totals.tolist()]

@@ -34,7 +34,7 @@ from threefold.training.numbers import StepResult, mean_aux_loss, mean_loss, mea
 from threefold.training.progress import OwnTime, Progress, Stopwatch, peak_memory_bytes
 from threefold.training.row_losses import KeptRows
 from threefold.training.step import TrainStep
-from threefold.training.stop_request import HOOK, StopRequest
+from threefold.training.stop_request import HOOK, EvaluationLeft, StopRequest
 
 _Read = TypeVar("_Read")
 
@@ -144,19 +144,29 @@ class Loop:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the last step done, its loss, whether it was stopped before its end, and then by what."""
+    """How a run ended.
+
+    Attributes:
+        step, loss: of the last step done.
+        stopped: before its end, or in its last evaluation; `by`: by what.
+        evaluated: False if the evaluation after the step was left.
+    """
 
     step: int
     loss: float | None
     stopped: bool
     by: str = "signal"
+    evaluated: bool = True
 
 
-def train_loop(run: Loop, *, first_step: int) -> Outcome:
+def train_loop(run: Loop, *, first_step: int, unevaluated: bool = False) -> Outcome:
     """Steps from `first_step` to the last one or to a stop signal; the state is saved at the end either way.
 
-    After the last step it is saved before the evaluation, which may fail or be killed. Called for no step, the loop
-    evaluates the last one again.
+    After the last step it is saved before the evaluation, which may fail or be killed. A stop signal leaves an
+    evaluation, after which the state is saved.
+
+    Args:
+        unevaluated: the evaluation after the step before the first one comes first.
     """
     batches, guards = iter(run.loader), run.guards
     window = _window_of(run)
@@ -164,9 +174,11 @@ def train_loop(run: Loop, *, first_step: int) -> Outcome:
     loss: float | None = None
     seed = run.config.train.seed
     exact = run.config.train.reduce == "exact"
-    if first_step > run.num_steps:
-        due = _due_after(run.num_steps, run, first=False, end=True)
-        run.keep(run.num_steps, _evaluated(run, run.num_steps, due), False)
+    if unevaluated:
+        due = _due_after(first_step - 1, run, first=False, end=True)
+        run.keep(first_step - 1, _evaluated(run, first_step - 1, due), False)
+        if guards.stop.left:
+            return Outcome(first_step - 1, loss, stopped=True, evaluated=False)
     for step in range(first_step, run.num_steps + 1):
         epoch = run.loader.epoch
         guards.progress.enter("data", step=step)
@@ -213,18 +225,16 @@ def train_loop(run: Loop, *, first_step: int) -> Outcome:
             # A second Ctrl-C leaves the evaluation.
             guards.stop.saving = not (due.evaluation or due.tasks)
         eval_loss = _evaluated(run, step, due)
+        stopping |= guards.stop.left
         if saving:
-            _keep(run, step, eval_loss, due=due.save and not last, end=stopping or last)
+            now = due.save or guards.stop.left
+            _keep(run, step, eval_loss, due=now and not last, end=stopping or last)
             window = _window_of(run)  # saving and evaluating is not stepping
         if run.after_step is not None:
             run.after_step()
-        if stopping and step < run.num_steps:
-            return Outcome(
-                step,
-                loss,
-                stopped=True,
-                by=guards.stop.by if guards.stop.by == HOOK else "signal",
-            )
+        if guards.stop.left or (stopping and step < run.num_steps):
+            by = HOOK if guards.stop.by == HOOK and not guards.stop.left else "signal"
+            return Outcome(step, loss, True, by, evaluated=not guards.stop.left)
     return Outcome(run.num_steps, loss, stopped=False)
 
 
@@ -352,9 +362,14 @@ def _step_metrics(
 
 
 def _evaluated(run: Loop, step: int, due: _Due) -> float | None:
-    """The loss of held-out rows, if they are due; tasks are evaluated too."""
-    eval_loss = _evaluate(run, step) if due.evaluation else None
-    if due.tasks:
+    """The loss of held-out rows, if they are due and a stop signal leaves the time; tasks are evaluated too."""
+    stop, eval_loss = run.guards.stop, None
+    try:
+        eval_loss = _evaluate(run, step) if due.evaluation else None
+    except EvaluationLeft:
+        stop.left = True
+        stop.after(step)  # on every rank, so that each knows the signal
+    if due.tasks and not stop.left:
         assert run.tasks is not None
         run.guards.tell({"step": step, **run.tasks(step)})
     return eval_loss
@@ -363,7 +378,8 @@ def _evaluated(run: Loop, step: int, due: _Due) -> float | None:
 def _evaluate(run: Loop, step: int) -> float:
     assert run.eval_batches is not None
     run.guards.progress.enter("evaluation")
-    metrics = eval_metrics(run.evaluate or EvalStep(run.model), run.eval_batches())
+    batches = run.guards.stop.until_asked(run.eval_batches(), step)
+    metrics = eval_metrics(run.evaluate or EvalStep(run.model), batches)
     run.guards.tell({"step": step, **metrics})
     if run.sample is not None:
         run.sample(step)

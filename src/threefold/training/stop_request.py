@@ -9,17 +9,24 @@ import threading
 import time
 import uuid
 from collections import deque
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
+from threefold.errors import RunError
 from threefold.mesh.local_ranks import STOPS
 from threefold.mesh.mesh import Mesh
 
+Each = TypeVar("Each")
 HOOK = "hook"
 _KEY = "threefold/stop-after"  # and who asks: the store may outlive a restart, and hold an older request
 # A terminal sends Ctrl-C to every process and a launcher passes it on: within this time it is one request.
 _ONE_REQUEST_S = 1.0
 # This many signals of one kind within this time end the process at once, whatever it is doing.
 _AT_ONCE = 3
+
+
+class EvaluationLeft(RunError):
+    """A signal asks for a stop during an evaluation, which every rank leaves; the next start makes it."""
 
 
 class StopRequest:
@@ -46,6 +53,7 @@ class StopRequest:
         self._by_hook = False
         self._stop_after: int | None = None
         self.by = HOOK  # or a signal's name
+        self.left = False  # an evaluation
         self._key = f"{_KEY}/{mesh.share('stop requests', lambda: uuid.uuid4().hex)}"
         self._previous: dict[int, Any] = {}
         self._told_before = -1
@@ -132,6 +140,23 @@ class StopRequest:
             (signal.Signals(number).name for number, times in self._asked.items() if times),
             HOOK,
         )
+
+    def until_asked(self, batches: Iterable[Each], step: int) -> Iterator[Each]:
+        """Batches of the evaluation after `step`.
+
+        Raises:
+            EvaluationLeft: a signal has asked for a stop, of which `after(step)` then tells on every rank.
+        """
+        for batch in batches:
+            if any(self._asked.values()):
+                if self._mesh.store is not None:
+                    self._mesh.store.compare_set(self._key, "", f"{step} {self._why}")
+                raise EvaluationLeft(
+                    f"the evaluation after step {step} was left: {self._why}",
+                    expected="an evaluation without a stop signal",
+                    fix="start again: the evaluation is made first",
+                )
+            yield batch
 
     def after(self, step: int) -> bool:
         """Whether the run stops after `step`, which this rank has just finished."""

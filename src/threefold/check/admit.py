@@ -230,18 +230,17 @@ def _refusal(
         # Other ranks may wait in a collective that this one never reached: nothing is asked of them.
         if isinstance(tried.error, OwnForwardError):
             reason = " ".join(str(tried.error).split())
-            expected = "sizes that fit one another, as transformers' own forward needs them"
-            fix = "see the architecture's config page in the transformers documentation"
             return ConfigError(
                 f"{name!r} cannot be computed by transformers: {reason}",
-                expected=expected,
-                fix=fix,
+                expected="sizes that fit one another, as transformers' own forward needs them",
+                fix="see the architecture's config page in the transformers documentation",
             )
         reason = " ".join(f"{type(tried.error).__name__}: {tried.error}".split())
         where, fix = _where_it_raises(config, architecture, mesh)
-        expected = "an architecture whose step works there, with the model's own forward to compare it with"
         return ConfigError(
-            f"{name!r} cannot be computed {where}: {reason[:300]}", expected=expected, fix=fix
+            f"{name!r} cannot be computed {where}: {reason[:300]}",
+            expected="an architecture whose step works there, with the model's own forward to compare it with",
+            fix=fix,
         )
     where, fix = _diagnosis(config, architecture, mesh)
     failed = [result for result in tried.results if not result.holds]

@@ -439,12 +439,10 @@ def architecture_problems(config: PretrainedConfig) -> list[Problem]:
             return []
         key = changed[0]
         lost = f"{key} = {written.get(key)} becomes {read.get(key)}"
-    what = f"the config of {config.model_type!r} is not the same when read back: {lost}"
-    expected = "a config that a checkpoint can keep: the model of the run could not be resumed or exported"
     return [
         Problem(
-            what,
-            expected,
+            f"the config of {config.model_type!r} is not the same when read back: {lost}",
+            "a config that a checkpoint can keep: the model of the run could not be resumed or exported",
             "set the key to the value that it becomes, in model.config or in config.json",
         )
     ]

@@ -63,11 +63,11 @@ class WithKeys(TyperCommand):
         for name in ctx.args:
             near = difflib.get_close_matches(name.partition("=")[0], options, n=1, cutoff=0.85)
             if near and name.startswith("--"):
-                expected = (
-                    "an option of this command, or a key of the config: --section.key value"
+                raise ConfigError(
+                    f"unknown option {name}",
+                    expected="an option of this command, or a key of the config: --section.key value",
+                    fix=f"did you mean {near[0]}?",
                 )
-                fix = f"did you mean {near[0]}?"
-                raise ConfigError(f"unknown option {name}", expected=expected, fix=fix)
         ctx.args += keys
         return ctx.args
 
@@ -170,12 +170,11 @@ def split(arguments: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
         elif path is None:
             path = argument
         else:
-            fix = f"a value comes after its key: --section.key {argument}"
             problems.append(
                 Problem(
                     f"a second config file: {argument}",
                     f"one config file ({path}) and --section.key value pairs",
-                    fix,
+                    f"a value comes after its key: --section.key {argument}",
                 )
             )
     ConfigError.raise_for(problems)

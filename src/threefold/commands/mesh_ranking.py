@@ -68,16 +68,18 @@ def _question(devices: Devices, arguments: list[str]) -> Question:
     from threefold.plan.fabric import fabric_of
 
     if devices.name is None:
-        expected = f"the kind of device: {', '.join(accelerators.ACCELERATORS)}"
-        raise ConfigError("--gpus without --gpu", expected=expected, fix="--gpu h100-80gb")
+        raise ConfigError(
+            "--gpus without --gpu",
+            expected=f"the kind of device: {', '.join(accelerators.ACCELERATORS)}",
+            fix="--gpu h100-80gb",
+        )
     device = accelerators.named(devices.name)
     count = devices.count
     nodes = devices.nodes or -(-count // 8)
     if count % nodes:
-        expected = "as many devices on each host"
         raise ConfigError(
             f"--gpus {count} cannot be divided over --nodes {nodes}",
-            expected=expected,
+            expected="as many devices on each host",
             fix=f"--nodes {max(size for size in range(1, nodes + 1) if count % size == 0)}",
         )
     config, pinned = planned_config(arguments)

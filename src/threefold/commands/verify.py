@@ -54,9 +54,8 @@ def command(
     trains with train.reduce exact on 1, 2 and 4 data ranks and on the mesh, and says whether all weights are equal.
     """
     if as_json and (bits or against is not None):
-        what = f"verify --json with {'--bits' if bits else '--against'}"
         raise ConfigError(
-            what,
+            f"verify --json with {'--bits' if bits else '--against'}",
             expected="a mesh and one process, whose numbers are printed",
             fix="leave out --json",
         )
@@ -64,9 +63,8 @@ def command(
         from threefold.verify.verdict import compare_runs
 
         if bits:
-            what = "verify --bits with --against"
             raise ConfigError(
-                what,
+                "verify --bits with --against",
                 expected="one of them: metrics of finished runs have no weights",
                 fix="threefold hash RUN_A RUN_B   (compares their weights)",
             )

@@ -116,11 +116,10 @@ def _parsed(
         if not text.strip() and origin == "command line":
             # As null it would train another model, or another number of steps, than the command means.
             open_key = key in every_key() and value_at(Config(), key) is None
-            expected = "a value (an empty or unset variable has none), or an explicit null"
             problems.append(
                 Problem(
                     f"{name} is empty",
-                    expected,
+                    "a value (an empty or unset variable has none), or an explicit null",
                     f"--{key} null" if open_key else f"leave --{key} out",
                 )
             )
@@ -232,12 +231,11 @@ def _read_file(path: str, problems: list[Problem]) -> list[tuple[str, Any]]:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         if Path(path).name == RUN_CONFIG and is_of_program(run := Path(path).parent):
-            expected = "a run of threefold train: only the program knows what this one reads and computes"
             fix = "run the program again to resume it; its weights: "
             problems.append(
                 Problem(
                     f"{run} is the run of a program with a custom loop (threefold.Run), which has no {RUN_CONFIG}",
-                    expected,
+                    "a run of threefold train: only the program knows what this one reads and computes",
                     f"{fix}threefold export {shlex.quote(str(run))} --to DIR",
                 )
             )
@@ -436,13 +434,12 @@ def _group_problem(entry: Any, where: str) -> Problem:
             "a regular expression for the parameters' names",
             *GROUPS_FIX,
         )
-    expected = (
+    return to_set(
+        f"{path} = {as_yaml(entry['input'])} is not accepted{where}",
         _expected(entry)
         if len(entry["loc"]) > 3
-        else "[{match: REGEX, lr: ..., weight_decay: ...}, ...]"
-    )
-    return to_set(
-        f"{path} = {as_yaml(entry['input'])} is not accepted{where}", expected, *GROUPS_FIX
+        else "[{match: REGEX, lr: ..., weight_decay: ...}, ...]",
+        *GROUPS_FIX,
     )
 
 

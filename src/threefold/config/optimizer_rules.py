@@ -30,9 +30,8 @@ def of_optimizer(config: Config) -> Iterator[Problem]:
     lr, why = peak_rate(config)
     if asked.min_lr > lr:
         automatic = f" (auto: {why})" if asked.lr == "auto" else ""
-        what = f"optimizer.min_lr = {asked.min_lr} is above optimizer.lr = {lr}{automatic}"
         yield Problem(
-            what,
+            f"optimizer.min_lr = {asked.min_lr} is above optimizer.lr = {lr}{automatic}",
             "a schedule that falls from lr to min_lr",
             f"--optimizer.min_lr 0   (or raise optimizer.lr above {asked.min_lr})",
         )
@@ -96,19 +95,18 @@ def _of_schedule(config: Config) -> Iterator[Problem]:
     asked, steps = config.optimizer, config.train.steps
     wsd = asked.schedule == "wsd"
     if wsd and asked.decay_steps is None:
-        what = "optimizer.schedule = wsd without optimizer.decay_steps"
         yield Problem(
-            what,
+            "optimizer.schedule = wsd without optimizer.decay_steps",
             "the number of steps at the end in which the rate falls",
             "--optimizer.decay_steps 20",
         )
     for key in ("decay_steps", "decay_shape"):
         value = getattr(asked, key)
         if not wsd and value != OptimizerConfig.model_fields[key].default:
-            what = f"optimizer.{key} = {value} has no effect with optimizer.schedule = {asked.schedule}"
-            expected = "optimizer.schedule wsd, whose last steps fall"
             yield Problem(
-                what, expected, f"--optimizer.schedule wsd   (or leave optimizer.{key} out)"
+                f"optimizer.{key} = {value} has no effect with optimizer.schedule = {asked.schedule}",
+                "optimizer.schedule wsd, whose last steps fall",
+                f"--optimizer.schedule wsd   (or leave optimizer.{key} out)",
             )
     if (
         wsd
@@ -116,9 +114,8 @@ def _of_schedule(config: Config) -> Iterator[Problem]:
         and steps is not None
         and asked.decay_steps > (most := steps - 1)
     ):
-        what = f"optimizer.decay_steps = {asked.decay_steps}, but the run has train.steps = {steps}"
         yield Problem(
-            what,
+            f"optimizer.decay_steps = {asked.decay_steps}, but the run has train.steps = {steps}",
             "a decay that begins after the first step",
             f"--optimizer.decay_steps {max(1, most // 5)}"
             if most
@@ -142,18 +139,16 @@ def _of_groups(asked: OptimizerConfig) -> Iterator[Problem]:
             what = f"{at} has neither lr nor weight_decay: it changes nothing"
             yield to_set(what, "what differs for these parameters", *GROUPS_FIX)
         if group.name is not None and not re.fullmatch(r"[A-Za-z0-9_.-]+", group.name):
-            what = f"{at}.name = {as_yaml(group.name)}"
             yield Problem(
-                what,
+                f"{at}.name = {as_yaml(group.name)}",
                 "letters, digits, _, - and .: it becomes a metrics key",
                 "name: embeddings",
             )
     names = [group_name(asked, number) for number in range(len(asked.groups))]
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
-            what = f"optimizer.groups has the name {name} {names.count(name)} times"
             yield Problem(
-                what,
+                f"optimizer.groups has the name {name} {names.count(name)} times",
                 "another name for each group: each has its own rate in the metrics",
                 f"name: {name}2",
             )

@@ -30,10 +30,9 @@ def contradictions(config: Config) -> Iterator[Problem]:
     """Keys whose values, each valid by itself, contradict one another."""
     yield from _of_mixture(config)
     if config.model.name_or_path is not None and config.model.config is not None:
-        expected = "one of them: trained weights by name, or random weights by their sizes"
         yield Problem(
             "model.name_or_path and model.config are both set",
-            expected,
+            "one of them: trained weights by name, or random weights by their sizes",
             "leave one of them out",
         )
     elif config.model.config is not None and config.model.config.get("model_type") is None:
@@ -43,12 +42,10 @@ def contradictions(config: Config) -> Iterator[Problem]:
             "--model.config '{model_type: llama, hidden_size: 128, num_hidden_layers: 4}'",
         )
     if config.model.init_missing and config.model.name_or_path is None:
-        what = f"model.init_missing = {as_yaml(config.model.init_missing)} has no effect without model.name_or_path"
-        fix = "leave model.init_missing out"
         yield Problem(
-            what,
+            f"model.init_missing = {as_yaml(config.model.init_missing)} has no effect without model.name_or_path",
             "a model whose files may lack some weights; without one all weights are random",
-            fix,
+            "leave model.init_missing out",
         )
     if config.data.allow_other_tokenizer and (
         config.model.name_or_path is None or config.data.tokenizer is None
@@ -63,9 +60,10 @@ def contradictions(config: Config) -> Iterator[Problem]:
         what = f"train.steps = {config.train.steps} and train.epochs = {config.train.epochs} are both set"
         yield Problem(what, "one measure of how long to train", "leave one of them out")
     if config.train.epochs is not None and config.train.epochs > _MOST_EPOCHS:
-        what = f"train.epochs = {config.train.epochs} is more than {_MOST_EPOCHS:,}"
         yield Problem(
-            what, "passes that end and whose rows a run can count", "--train.epochs 3"
+            f"train.epochs = {config.train.epochs} is more than {_MOST_EPOCHS:,}",
+            "passes that end and whose rows a run can count",
+            "--train.epochs 3",
         )
     if config.data.num_workers > _MOST_WORKERS:
         what = f"data.num_workers = {config.data.num_workers} is more than {_MOST_WORKERS}"
@@ -73,9 +71,10 @@ def contradictions(config: Config) -> Iterator[Problem]:
         yield Problem(what, expected, "--data.num_workers 4")
     held_out = "--data.eval_share 0.01   (or --eval.source FILE_OR_FOLDER"
     if not config.evaluates and config.eval.every and not config.eval.tasks:
-        what = f"eval.every = {config.eval.every} has no effect without eval.source or data.eval_share"
         yield Problem(
-            what, "held-out data to evaluate on", f"{held_out}, or leave eval.every out)"
+            f"eval.every = {config.eval.every} has no effect without eval.source or data.eval_share",
+            "held-out data to evaluate on",
+            f"{held_out}, or leave eval.every out)",
         )
     if config.eval.sample and (not config.evaluates or not config.log.sample_tokens):
         lacking = (
@@ -84,11 +83,8 @@ def contradictions(config: Config) -> Iterator[Problem]:
             else "eval.source or data.eval_share"
         )
         fix = "--log.sample_tokens 64   (or" if config.evaluates else f"{held_out}, or"
-        what = (
-            f"eval.sample = {as_yaml(list(config.eval.sample))} has no effect without {lacking}"
-        )
         yield Problem(
-            what,
+            f"eval.sample = {as_yaml(list(config.eval.sample))} has no effect without {lacking}",
             "an evaluation, after which tokens are generated",
             f"{fix} leave eval.sample out)",
         )
@@ -118,19 +114,15 @@ def _of_float8(config: Config) -> Iterator[Problem]:
     asked = f"train.float8 = {config.train.float8}"
     without = "leave train.float8 out"
     if config.model.dtype == "float32":
-        expected = "model.dtype bfloat16, whose largest products are then made of 8 bits"
         yield Problem(
             f"{asked} with model.dtype = float32",
-            expected,
+            "model.dtype bfloat16, whose largest products are then made of 8 bits",
             f"--model.dtype bfloat16   (or {without})",
         )
     if config.train.compile is False:
-        expected = (
-            "compiled layers: casts in kernels of their own take longer than the products save"
-        )
         yield Problem(
             f"{asked} with train.compile = false",
-            expected,
+            "compiled layers: casts in kernels of their own take longer than the products save",
             f"--train.compile auto   (or {without})",
         )
     if config.model.lora.r:
@@ -139,10 +131,9 @@ def _of_float8(config: Config) -> Iterator[Problem]:
         )
         yield Problem(f"{asked} with model.lora.r = {config.model.lora.r}", expected, without)
     if config.data.group_by_length:
-        expected = "rows of one length, a multiple of 16"
         yield Problem(
             f"{asked} with data.group_by_length = true",
-            expected,
+            "rows of one length, a multiple of 16",
             f"leave data.group_by_length out, or {without}",
         )
 
@@ -154,22 +145,23 @@ def _of_objective(config: Config) -> Iterator[Problem]:
     ]
     if config.train.objective != "dpo":
         for name in changed[:1]:
-            what = f"dpo.{name} has no effect with train.objective = {config.train.objective}"
             yield Problem(
-                what,
+                f"dpo.{name} has no effect with train.objective = {config.train.objective}",
                 "train.objective dpo",
                 f"--train.objective dpo   (or leave dpo.{name} out)",
             )
         return
     if config.data.format not in ("auto", "preference"):
-        what = f"train.objective = dpo with data.format = {config.data.format}"
         yield Problem(
-            what, "rows with a chosen and a rejected answer", "--data.format preference"
+            f"train.objective = dpo with data.format = {config.data.format}",
+            "rows with a chosen and a rejected answer",
+            "--data.format preference",
         )
     if config.dpo.label_smoothing and config.dpo.loss != "sigmoid":
-        what = f"dpo.label_smoothing = {config.dpo.label_smoothing} has no effect with dpo.loss = {config.dpo.loss}"
         yield Problem(
-            what, "dpo.loss sigmoid", "--dpo.loss sigmoid   (or leave dpo.label_smoothing out)"
+            f"dpo.label_smoothing = {config.dpo.label_smoothing} has no effect with dpo.loss = {config.dpo.loss}",
+            "dpo.loss sigmoid",
+            "--dpo.loss sigmoid   (or leave dpo.label_smoothing out)",
         )
     for name, unset in (("label_smoothing", 0.0), ("z_loss", 0.0), ("fused_loss", "auto")):
         if (value := getattr(config.train, name)) not in (unset, False):
@@ -188,20 +180,20 @@ def _of_lengths(data: DataConfig) -> Iterator[Problem]:
     if not data.group_by_length:
         return
     if data.packing != "none":
-        what = f"data.group_by_length = true has no effect with data.packing = {data.packing or 'best_fit or concat'}"
-        expected = "data.packing none: rows of the others are full and of equal length"
         yield Problem(
-            what, expected, "--data.packing none   (or leave data.group_by_length out)"
+            f"data.group_by_length = true has no effect with data.packing = {data.packing or 'best_fit or concat'}",
+            "data.packing none: rows of the others are full and of equal length",
+            "--data.packing none   (or leave data.group_by_length out)",
         )
     if data.mixture is not None:
         what = "data.group_by_length = true with data.mixture"
         expected = "one source: batches of similar length would not have the mixture's shares"
         yield Problem(what, expected, "leave data.group_by_length out")
     if not data.shuffle:
-        what = "data.group_by_length = true with data.shuffle = false"
-        expected = "rows that may be reordered: without the shuffle they keep their order"
         yield Problem(
-            what, expected, "--data.shuffle true   (or leave data.group_by_length out)"
+            "data.group_by_length = true with data.shuffle = false",
+            "rows that may be reordered: without the shuffle they keep their order",
+            "--data.shuffle true   (or leave data.group_by_length out)",
         )
 
 
@@ -222,16 +214,16 @@ def _of_exports(config: Config) -> Iterator[Problem]:
 def _of_skip(skip: Sequence[tuple[int, int]]) -> Iterator[Problem]:
     for first, last in skip:
         if last < first:
-            what = f"data.skip has [{first}, {last}], which ends before it begins"
             yield Problem(
-                what, "[first, last], both steps included", f"--data.skip '[[{last}, {first}]]'"
+                f"data.skip has [{first}, {last}], which ends before it begins",
+                "[first, last], both steps included",
+                f"--data.skip '[[{last}, {first}]]'",
             )
     firsts = [first for first, _ in skip]
     if any(later <= earlier for earlier, later in itertools.pairwise(firsts)):
         ascending = sorted({first: [first, last] for first, last in skip}.values())
-        what = f"data.skip has ranges that begin with steps {', '.join(map(str, firsts))}: they do not ascend"
         yield Problem(
-            what,
+            f"data.skip has ranges that begin with steps {', '.join(map(str, firsts))}: they do not ascend",
             "ranges in the order in which the run reaches them, each beginning with a different step",
             f"--data.skip '{ascending}'",
         )
@@ -251,10 +243,9 @@ def _of_profile(config: Config) -> Iterator[Problem]:
         expected = f"at most {MOST_TRACED} steps: a trace holds every kernel, and takes long to write and to open"
         yield Problem(f"{what} are {last - first + 1} steps", expected, fix)
     if config.train.steps is not None and first > config.train.steps:
-        expected = f"steps of the run, which ends with step {config.train.steps}"
         yield Problem(
             f"{what} has no effect",
-            expected,
+            f"steps of the run, which ends with step {config.train.steps}",
             "--log.profile '[3, 5]'   (or leave log.profile out)",
         )
 
@@ -302,16 +293,14 @@ def _of_mixture(config: Config) -> Iterator[Problem]:
     if not mixture:
         yield Problem("data.mixture names no source", "at least one", MIXTURE_FIX)
     if source != DataConfig().source:
-        what = f"data.source = {as_yaml(source)} and data.mixture are both set"
         yield Problem(
-            what,
+            f"data.source = {as_yaml(source)} and data.mixture are both set",
             "one of them: a mixture names all of its sources, each with a weight",
             f"leave data.source out, or add it to the mixture: {{source: {as_yaml(source)}, weight: 1}}",
         )
     if config.train.epochs is not None:
-        what = f"train.epochs = {config.train.epochs} with data.mixture"
         yield Problem(
-            what,
+            f"train.epochs = {config.train.epochs} with data.mixture",
             "train.steps: a mixture has no end, because each of its sources starts over when it is exhausted",
             "--train.steps N, and leave train.epochs out",
         )

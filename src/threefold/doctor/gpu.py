@@ -215,9 +215,11 @@ def _visible(probe: Torch) -> Iterator[Finding]:
         expected = f"{installed if chosen is None else len(chosen)}"
         yield stop("GPUs", f"torch has {count} GPUs, {hides}", expected, fix)
     elif installed and not count:
-        what = f"0 of {installed} are visible: CUDA_VISIBLE_DEVICES={probe.visible}"
         yield stop(
-            "GPUs", what, "at least one", "unset CUDA_VISIBLE_DEVICES, or --mesh.device cpu"
+            "GPUs",
+            f"0 of {installed} are visible: CUDA_VISIBLE_DEVICES={probe.visible}",
+            "at least one",
+            "unset CUDA_VISIBLE_DEVICES, or --mesh.device cpu",
         )
     elif installed and count < installed:
         yield note(

@@ -99,17 +99,15 @@ def _judged(machine: Machine) -> Iterator[Finding]:
         fix = "free some space, or use another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches"
         yield judged("disk", what, fits, expected, fix, otherwise=level)
     if machine.clock_synchronized is not None:
-        what = (
+        yield judged(
+            "clock",
             "synchronised"
             if machine.clock_synchronized
-            else "not synchronised with a time server"
-        )
-        expected = (
-            "a synchronised clock: logs of several machines are compared, and tokens expire"
-        )
-        fix = "start chrony or systemd-timesyncd; a container has its host's clock"
-        yield judged(
-            "clock", what, machine.clock_synchronized, expected, fix, otherwise="warning"
+            else "not synchronised with a time server",
+            machine.clock_synchronized,
+            "a synchronised clock: logs of several machines are compared, and tokens expire",
+            "start chrony or systemd-timesyncd; a container has its host's clock",
+            otherwise="warning",
         )
     for name in _TOKENS:
         yield note("token", f"{name}: {machine.tokens.get(name, 'none')}")

@@ -104,9 +104,11 @@ def _replaced(network: Network, usable: Sequence[Interface]) -> Iterator[Finding
     for name, value in network.replaced.items():
         here = f"ranks that are started here use {network.variables.get(name)} in its place"
         if chosen.get(name) is None:
-            fix = f"unset {name}, or {name}=NAME of the interface that the machines share"
             yield stop(
-                name, f"this machine has no interface {value}; {here}", _names(usable), fix
+                name,
+                f"this machine has no interface {value}; {here}",
+                _names(usable),
+                f"unset {name}, or {name}=NAME of the interface that the machines share",
             )
         else:
             yield note(name, f"{value} is set; {here}")
@@ -181,10 +183,13 @@ def _gloo(network: Network, usable: Sequence[Interface], *, several_machines: bo
         what = f"would offer {chosen.address or '127.0.0.1'} to the other machines: {why}"
         return stop("gloo", what, "an address that they can reach", hint)
     fits = not (chosen.loopback and others)
-    fix = f"for several machines: {hint}"
-    expected = "on one machine this is right; ranks on several machines could not connect to one another"
     return judged(
-        "gloo", f"uses {chosen.name}: {why}", fits, expected, fix, otherwise="warning"
+        "gloo",
+        f"uses {chosen.name}: {why}",
+        fits,
+        "on one machine this is right; ranks on several machines could not connect to one another",
+        f"for several machines: {hint}",
+        otherwise="warning",
     )
 
 

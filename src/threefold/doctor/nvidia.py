@@ -295,9 +295,11 @@ def _memory(tools: Nvidia) -> Iterator[Finding]:
     for number, gpu in enumerate(tools.gpus):
         name, at = f"GPU {number} memory", f"{gpu.name} at {gpu.bus}"
         if gpu.remap_failed:
-            what = f"{at}: a failed row could not be replaced"
             yield stop(
-                name, what, "memory that keeps what is written", f"{_DISMISSED} and replaced"
+                name,
+                f"{at}: a failed row could not be replaced",
+                "memory that keeps what is written",
+                f"{_DISMISSED} and replaced",
             )
         elif gpu.uncorrected:
             what = (
@@ -332,10 +334,11 @@ def _speed(tools: Nvidia) -> Iterator[Finding]:
     for number, gpu in enumerate(tools.gpus):
         if gpu.slowed:
             why = " and ".join(dict.fromkeys(_SLOWED[reason] for reason in gpu.slowed))
-            fix = "look at fans, air and power of the host; nvidia-smi -q -d PERFORMANCE,TEMPERATURE"
-            what = f"{gpu.name} at {gpu.bus} is slowed: {why}"
             yield warning(
-                f"GPU {number} clocks", what, "full speed: all ranks wait for the slowest", fix
+                f"GPU {number} clocks",
+                f"{gpu.name} at {gpu.bus} is slowed: {why}",
+                "full speed: all ranks wait for the slowest",
+                "look at fans, air and power of the host; nvidia-smi -q -d PERFORMANCE,TEMPERATURE",
             )
     for number, count in tools.link_errors.items():
         what = (
@@ -355,15 +358,19 @@ def _equal(tools: Nvidia) -> Iterator[Finding]:
         each = "; ".join(
             f"{count} x {name} ({memory})" for (name, memory), count in kinds.items()
         )
-        fix = "leave the others out: CUDA_VISIBLE_DEVICES"
         yield warning(
-            "GPUs", f"are not equal: {each}", "one kind: all ranks wait for the slowest", fix
+            "GPUs",
+            f"are not equal: {each}",
+            "one kind: all ranks wait for the slowest",
+            "leave the others out: CUDA_VISIBLE_DEVICES",
         )
     by_nvlink = [pair for pair, kind in tools.links.items() if kind.startswith("NV")]
     others = [pair for pair in tools.links if pair not in by_nvlink]
     if by_nvlink and others and len(others) < len(by_nvlink):
         pairs = ", ".join(f"{a}-{b}" for a, b in others[:4])
-        fix = f"nvidia-smi topo -m and nvidia-smi nvlink -s; {_DISMISSED}"
         yield warning(
-            "links", f"GPUs {pairs} connect over PCIe, the others over NVLink", "one kind", fix
+            "links",
+            f"GPUs {pairs} connect over PCIe, the others over NVLink",
+            "one kind",
+            f"nvidia-smi topo -m and nvidia-smi nvlink -s; {_DISMISSED}",
         )

@@ -74,10 +74,11 @@ def _judged(cards: Rdma) -> Iterator[Finding]:
         yield warning("locked memory", what, expected, fix)
     if any(driver == "efa" for _, driver in cards.devices):
         if cards.plugin is None:
-            what = f"{names} is here, but NCCL's plugin for libfabric ({_PLUGIN}) was not found"
-            fix = "install aws-ofi-nccl, or an image that has it; its folder belongs in LD_LIBRARY_PATH"
             yield warning(
-                "EFA", what, "the plugin: without it NCCL goes over TCP, many times slower", fix
+                "EFA",
+                f"{names} is here, but NCCL's plugin for libfabric ({_PLUGIN}) was not found",
+                "the plugin: without it NCCL goes over TCP, many times slower",
+                "install aws-ofi-nccl, or an image that has it; its folder belongs in LD_LIBRARY_PATH",
             )
         else:
             yield note("EFA", f"{names}, by {cards.plugin}")

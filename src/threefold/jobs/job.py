@@ -52,21 +52,17 @@ def ranks_of(mesh: MeshConfig, *, num_hosts: int, per_host: int | None) -> Ranks
         return Ranks(topology, num_hosts, per_host)
     sizes = (mesh.dp, mesh.dp_shard, mesh.cp, mesh.tp)
     if all(size is None for size in sizes) or "auto" in (mesh.dp, mesh.cp, mesh.tp):
-        what = "the mesh leaves the number of ranks open, but a job must request its hosts' devices"
-        fix = "--ranks-per-node 8   (or --mesh.dp 8)"
         raise ConfigError(
-            what,
+            "the mesh leaves the number of ranks open, but a job must request its hosts' devices",
             expected="mesh.dp, mesh.cp and mesh.tp as numbers, or the ranks on each host",
-            fix=fix,
+            fix="--ranks-per-node 8   (or --mesh.dp 8)",
         )
     topology, _ = resolve(mesh)
     if topology.world_size % num_hosts:
-        what = f"{topology.world_size} ranks ({topology}) cannot be divided equally among {num_hosts} hosts"
-        fix = f"a number of hosts that divides {topology.world_size}, or other mesh sizes"
         raise ConfigError(
-            what,
+            f"{topology.world_size} ranks ({topology}) cannot be divided equally among {num_hosts} hosts",
             expected="world size = dp x cp x tp, the same number of ranks on every host",
-            fix=fix,
+            fix=f"a number of hosts that divides {topology.world_size}, or other mesh sizes",
         )
     return Ranks(topology, num_hosts, topology.world_size // num_hosts)
 
@@ -102,10 +98,11 @@ def variables(
     for entry in entries or ():
         name, equals, value = entry.partition("=")
         if not _VARIABLE.fullmatch(name):
-            expected = "NAME=VALUE, or NAME to take its value from this environment"
             problems.append(
                 Problem(
-                    f"--env {entry!r} does not name a variable", expected, "--env NAME=VALUE"
+                    f"--env {entry!r} does not name a variable",
+                    "NAME=VALUE, or NAME to take its value from this environment",
+                    "--env NAME=VALUE",
                 )
             )
         elif _SECRET_NAME.search(name) or _SECRET_VALUE.match(value or environ.get(name, "")):

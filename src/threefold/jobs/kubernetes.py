@@ -100,9 +100,8 @@ def problems(config: Config, ranks: Ranks, options: KubernetesSettings) -> Itera
             what = f"--secret {name}={secret} does not name a key of a Secret"
             yield Problem(what, "NAME=SECRET/KEY", f"--secret {name}=my-secret/{name}")
     if options.volcano_queue is not None and options.kind != "pytorchjob":
-        what = f"--volcano-queue with --kind {options.kind}, whose operator creates no pod group for Volcano"
         yield Problem(
-            what,
+            f"--volcano-queue with --kind {options.kind}, whose operator creates no pod group for Volcano",
             "a PyTorchJob, whose operator does, or a queue of Kueue's",
             "--kind pytorchjob   (or --queue)",
         )
@@ -118,9 +117,8 @@ def problems(config: Config, ranks: Ranks, options: KubernetesSettings) -> Itera
     ):
         where = "is not set" if run is None else f"= {run} is not on a volume"
         shared = " that all pods share" if ranks.num_hosts > 1 else ""
-        what = f"log.dir {where}: the files that a pod writes are lost with it"
         yield Problem(
-            what,
+            f"log.dir {where}: the files that a pod writes are lost with it",
             f"a folder on a volume{shared}, so that a restarted pod can resume",
             "--volume CLAIM=/runs --log.dir /runs/my-run",
         )

@@ -139,20 +139,18 @@ def problems(config: Config, ranks: Ranks, options: SageMakerSettings) -> Iterat
         and ranks.num_hosts == 1
         and not config.log.dir.startswith("/opt/ml/")
     ):
-        what = f"log.dir = {config.log.dir} is lost with the instance"
-        fix = "leave log.dir out of the config"
         yield Problem(
-            what, f"a folder that SageMaker keeps; without log.dir it is {CHECKPOINTS}", fix
+            f"log.dir = {config.log.dir} is lost with the instance",
+            f"a folder that SageMaker keeps; without log.dir it is {CHECKPOINTS}",
+            "leave log.dir out of the config",
         )
     if ranks.num_hosts > 1 and (
         config.log.dir is None or config.log.dir.startswith(CHECKPOINTS)
     ):
-        what = f"{ranks.num_hosts} instances, but log.dir is on each one's own disk"
-        fix = "an FSx for Lustre or EFS channel, and log.dir below it: --log.dir /opt/ml/input/data/shared/run"
         yield Problem(
-            what,
+            f"{ranks.num_hosts} instances, but log.dir is on each one's own disk",
             "a folder that all instances share: each rank writes its part of a checkpoint",
-            fix,
+            "an FSx for Lustre or EFS channel, and log.dir below it: --log.dir /opt/ml/input/data/shared/run",
         )
 
 
@@ -319,9 +317,10 @@ def _create(made: Mapping[str, Any], source: bytes, to: str, region: str | None)
         import boto3
         from botocore.exceptions import BotoCoreError, ClientError
     except ImportError:
-        fix = "pip install 'threefold[sagemaker]'"
         raise ConfigError(
-            "boto3 is not installed", expected="AWS' library, to send the job", fix=fix
+            "boto3 is not installed",
+            expected="AWS' library, to send the job",
+            fix="pip install 'threefold[sagemaker]'",
         ) from None
     session = boto3.Session(region_name=region)
     bucket, _, key = to.removeprefix(_S3).partition("/")
@@ -329,9 +328,8 @@ def _create(made: Mapping[str, Any], source: bytes, to: str, region: str | None)
         session.client("s3").put_object(Bucket=bucket, Key=key, Body=source)
         return str(session.client("sagemaker").create_training_job(**made)["TrainingJobArn"])
     except (BotoCoreError, ClientError) as error:
-        fix = "aws sts get-caller-identity shows who you are; --region, AWS_PROFILE; or see the request: --dry-run"
         raise RunError(
             f"AWS did not accept the job: {error}",
             expected="credentials that may write to the bucket, pass the role and create training jobs, and a region",
-            fix=fix,
+            fix="aws sts get-caller-identity shows who you are; --region, AWS_PROFILE; or see the request: --dry-run",
         ) from error

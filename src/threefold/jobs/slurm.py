@@ -99,19 +99,17 @@ def problems(config: Config, ranks: Ranks, options: SlurmSettings) -> Iterator[P
         limit = _seconds(options.time)
         ahead = _ahead_s(config, options)
         if limit is None:
-            expected = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
             yield Problem(
-                f"--time {options.time!r} is not a Slurm time", expected, "--time 12:00:00"
+                f"--time {options.time!r} is not a Slurm time",
+                "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS",
+                "--time 12:00:00",
             )
         elif limit <= (least := ahead + _SIGNAL_EARLY_S):
             minutes = -(-2 * least // 60)
-            expected = (
-                f"more than {least} s (--signal-ahead {ahead}, which Slurm may send a "
-                "minute early), and time to train"
-            )
             yield Problem(
                 f"--time {options.time}: ranks are told to save {ahead} s before it ends, as soon as they start",
-                expected,
+                f"more than {least} s (--signal-ahead {ahead}, which Slurm may send a "
+                "minute early), and time to train",
                 f"--time {minutes // 60:02}:{minutes % 60:02}:00",
             )
 

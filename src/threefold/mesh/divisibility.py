@@ -44,9 +44,8 @@ def batch_problems(config: Config, topology: Topology) -> Iterator[Problem]:
         yield from error.problems
     if not left and size != "auto" and rows % size:
         divisor = max(each for each in range(1, rows + 1) if rows % each == 0 and each <= size)
-        what = f"train.micro_batch = {size} does not divide the {rows} rows of a dp rank"
         yield Problem(
-            what,
+            f"train.micro_batch = {size} does not divide the {rows} rows of a dp rank",
             "micro-batches of equal size",
             f"--train.micro_batch {divisor}   (or auto)",
         )
@@ -55,13 +54,9 @@ def batch_problems(config: Config, topology: Topology) -> Iterator[Problem]:
     split = config.mesh.sequence_parallel in (True, "async")
     if split and seq_len % (cp * tp):
         unit = math.lcm(cp * tp, unit)
-        what = f"data.seq_len = {seq_len} cannot be shared by {cp} cp x {tp} tp ranks"
-        expected = (
-            f"a multiple of {unit}, so that each tp rank has an equal part between the layers"
-        )
         yield Problem(
-            what,
-            expected,
+            f"data.seq_len = {seq_len} cannot be shared by {cp} cp x {tp} tp ranks",
+            f"a multiple of {unit}, so that each tp rank has an equal part between the layers",
             f"--data.seq_len {-(-seq_len // unit) * unit}   (or --mesh.sequence_parallel false)",
         )
     elif seq_len % unit:
@@ -94,12 +89,10 @@ def head_problems(tp: int, heads: Any, kv_heads: Any, *, name: str) -> list[Prob
     """Why key-value heads or `tp` ranks cannot share the attention heads of an architecture; empty if they can."""
     kv_heads = kv_heads or heads
     if isinstance(kv_heads, int) and isinstance(heads, int) and heads % kv_heads:
-        what = f"num_key_value_heads = {kv_heads} does not divide the {heads} attention heads of {name!r}"
-        expected = "a group of query heads, of equal size, for each key-value head"
         return [
             Problem(
-                what,
-                expected,
+                f"num_key_value_heads = {kv_heads} does not divide the {heads} attention heads of {name!r}",
+                "a group of query heads, of equal size, for each key-value head",
                 f"'num_key_value_heads': {math.gcd(heads, kv_heads)}   in the model's config",
             )
         ]

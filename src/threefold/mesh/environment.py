@@ -148,9 +148,10 @@ def token() -> bytes | None:
         fix = f"(umask 077; openssl rand -hex 32 > {path})"
         try:
             if Path(path).stat().st_mode & 0o077:
-                expected = "a file that only its owner can read: anyone who knows the token can join the run"
                 raise ConfigError(
-                    f"{name} can be read by others", expected=expected, fix=f"chmod 600 {path}"
+                    f"{name} can be read by others",
+                    expected="a file that only its owner can read: anyone who knows the token can join the run",
+                    fix=f"chmod 600 {path}",
                 )
             secret = Path(path).read_text()
         except (OSError, UnicodeDecodeError) as error:
@@ -161,8 +162,11 @@ def token() -> bytes | None:
     if secret is None:
         return None
     if len(secret := secret.strip()) < _LEAST_TOKEN:
-        expected = f"at least {_LEAST_TOKEN} random ones"
-        raise ConfigError(f"{name} has {len(secret)} characters", expected=expected, fix=fix)
+        raise ConfigError(
+            f"{name} has {len(secret)} characters",
+            expected=f"at least {_LEAST_TOKEN} random ones",
+            fix=fix,
+        )
     return secret.encode()
 
 

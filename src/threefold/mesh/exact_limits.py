@@ -57,37 +57,32 @@ def exact_problems(config: Config, topology: Topology) -> list[Problem]:
 def _problems(config: Config, topology: Topology) -> Iterator[Problem]:
     asked, size = "train.reduce = exact", config.train.micro_batch
     if size == "auto":
-        what = (
-            f"{asked} with train.micro_batch = auto, which depends on the number of data ranks"
-        )
         yield Problem(
-            what,
+            f"{asked} with train.micro_batch = auto, which depends on the number of data ranks",
             "rows of a micro-batch, whose gradient has the same bits anywhere",
             "--train.micro_batch 1",
         )
     elif config.train.global_batch // size > MOST_MICRO_BATCHES:
         least = -(-config.train.global_batch // MOST_MICRO_BATCHES)
-        what = f"{asked} with {config.train.global_batch // size:,} micro-batches a step"
-        expected = f"at most {MOST_MICRO_BATCHES:,}, whose sum leaves 40 binary places below the largest gradient"
         yield Problem(
-            what, expected, f"--train.micro_batch {least}   (or a smaller train.global_batch)"
+            f"{asked} with {config.train.global_batch // size:,} micro-batches a step",
+            f"at most {MOST_MICRO_BATCHES:,}, whose sum leaves 40 binary places below the largest gradient",
+            f"--train.micro_batch {least}   (or a smaller train.global_batch)",
         )
     for axis, ranks in (("cp", topology.cp), ("tp", topology.tp)):
         if ranks > MOST_RANKS:
-            expected = f"mesh.{axis} 1 or 2: with more ranks, floats are added in an order that may depend on mesh.dp"
             yield Problem(
                 f"{asked} with mesh.{axis} = {ranks}",
-                expected,
+                f"mesh.{axis} 1 or 2: with more ranks, floats are added in an order that may depend on mesh.dp",
                 f"--mesh.{axis} {MOST_RANKS}, or {_FAST}",
             )
     if config.mesh.device == "cuda":
         yield cuda_problem()
     for key, compared, why in _COMPARED:
         if (value := value_at(config, key)) not in compared:
-            expected = f"{key} {' or '.join(map(as_yaml, compared))}: {why}"
             yield Problem(
                 f"{asked} with {key} = {as_yaml(value)}",
-                expected,
+                f"{key} {' or '.join(map(as_yaml, compared))}: {why}",
                 f"leave {key} out, or {_FAST}",
             )
     optimizer = OPTIMIZERS.get(config.optimizer.name)
@@ -95,10 +90,10 @@ def _problems(config: Config, topology: Topology) -> Iterator[Problem]:
     if strange := [
         key for key in config.optimizer.options if key not in allowed and optimizer is not None
     ]:
-        what = f"{asked} with optimizer.options.{strange[0]} = {as_yaml(config.optimizer.options[strange[0]])}"
-        expected = f"of {config.optimizer.name} {', '.join(allowed) or 'none'}: its other options were not compared"
         yield Problem(
-            what, expected, f"leave {strange[0]} out of optimizer.options, or {_FAST}"
+            f"{asked} with optimizer.options.{strange[0]} = {as_yaml(config.optimizer.options[strange[0]])}",
+            f"of {config.optimizer.name} {', '.join(allowed) or 'none'}: its other options were not compared",
+            f"leave {strange[0]} out of optimizer.options, or {_FAST}",
         )
 
 

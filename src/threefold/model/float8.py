@@ -84,10 +84,9 @@ def problems(
         what = f"{asked}, but layers are not compiled: {layers.why}"
         yield Problem(what, expected, f"pip install triton, or {leave_out}")
     if topology.tp > 1:
-        expected = "whole layers: each tp rank would scale its part of a weight by itself"
         yield Problem(
             f"{asked} with mesh.tp = {topology.tp}",
-            expected,
+            "whole layers: each tp rank would scale its part of a weight by itself",
             f"--mesh.tp 1   (or {leave_out})",
         )
     if not layers_to_convert(outline, recipe):

@@ -75,11 +75,10 @@ def _problems(module: nn.Module, mesh: Mesh) -> Iterator[Problem]:
         if mesh.size(axis) > 1:
             what = f"mesh.{axis} = {mesh.size(axis)}, but a {kind} is a custom module"
             ranks = mesh.world_size
-            fix = f"threefold.init_mesh(dp={ranks}, {axis}=1)   (dp_shard={ranks} shards its parameters)"
             yield Problem(
                 what,
                 "data ranks only: how to split its layers or its rows is not known",
-                fix,
+                f"threefold.init_mesh(dp={ranks}, {axis}=1)   (dp_shard={ranks} shards its parameters)",
             )
     wrappers = "torch.nn.parallel", "torch.distributed", "torch._dynamo"
     if any(base.__module__.startswith(wrappers) for base in type(module).__mro__):

@@ -156,10 +156,9 @@ def check_loaded(info: Mapping[str, Any], *, name: str, allowed: Sequence[str]) 
         f"{key} {list(stored)} instead of {list(own)}"
         for key, stored, own in info["mismatched_keys"]
     ]
-    fix = _fix_of_missing(missing[0], unexpected) if missing else ""
     _refuse(
         name,
-        fix,
+        _fix_of_missing(missing[0], unexpected) if missing else "",
         missing=missing,
         unexpected=[] if missing else unexpected,
         misshapen=misshapen,

@@ -295,9 +295,10 @@ def _argument_problems(
             what = f"optimizer.{key} = {as_yaml(value)} has no effect on {config.name}"
             yield Problem(what, f"an optimizer that has {key}", f"leave optimizer.{key} out")
     if "weight_decay" not in takes and any(group.weight_decay for group in config.groups):
-        what = f"optimizer.groups has weight_decay, which {config.name} does not take"
         yield Problem(
-            what, "an optimizer with weight decay", "leave weight_decay out of optimizer.groups"
+            f"optimizer.groups has weight_decay, which {config.name} does not take",
+            "an optimizer with weight decay",
+            "leave weight_decay out of optimizer.groups",
         )
     if "lr" not in takes:
         what = f"{config.name} has no learning rate"
@@ -309,9 +310,11 @@ def _argument_problems(
         for each in step
         if each.name not in ("self", "args", "kwargs")
     ):
-        what = f"{config.name} re-evaluates the loss in each step"
         yield to_set(
-            what, "an optimizer that needs one gradient per step", "optimizer.name", "adamw"
+            f"{config.name} re-evaluates the loss in each step",
+            "an optimizer that needs one gradient per step",
+            "optimizer.name",
+            "adamw",
         )
 
 
@@ -368,9 +371,8 @@ def _trust_problems(
 ) -> Iterator[Problem]:
     name, another = config.name, ("optimizer.name", "adamw")
     if whole.changed:
-        what = f"{name} changes {whole.changed[0]} in its step, outside its state"
         yield to_set(
-            what,
+            f"{name} changes {whole.changed[0]} in its step, outside its state",
             "a state of tensors, one set for each parameter, which a checkpoint keeps",
             *another,
         )
@@ -403,11 +405,9 @@ def _trust_problems(
             for number, part in enumerate(start.chunk(2, dim))
         ]
         if (torch.cat(parts, dim) - whole.parameters[0]).abs().max() > _BOUND * furthest:
-            what = f"{name} does not update a part of a matrix as it updates the whole, and this mesh holds parts"
-            expected = "an update of each weight by itself, or dp ranks alone, each with the whole model"
             yield Problem(
-                what,
-                expected,
+                f"{name} does not update a part of a matrix as it updates the whole, and this mesh holds parts",
+                "an update of each weight by itself, or dp ranks alone, each with the whole model",
                 "--optimizer.name adamw   (or --mesh.dp_shard 1 --mesh.cp 1 --mesh.tp 1)",
                 (*another, ""),
             )

@@ -33,11 +33,10 @@ def adapted(decoder: Decoder, asked: LoraConfig) -> Decoder:
         raise ConfigError(what, expected=expected, fix=traced)
     targets = asked.target_modules
     if targets is None and not (targets := decoder.family.adapted):
-        what = (
-            f"model.lora.target_modules = null for {decoder.model_type!r} cannot be estimated"
-        )
         raise ConfigError(
-            what, expected="names of projections", fix="--model.lora.target_modules all-linear"
+            f"model.lora.target_modules = null for {decoder.model_type!r} cannot be estimated",
+            expected="names of projections",
+            fix="--model.lora.target_modules all-linear",
         )
     names = (
         set(_WEIGHTS.values())

@@ -175,18 +175,16 @@ def _family(values: Mapping[str, Any]) -> Family:
     model_type = values.get("model_type")
     if (family := FAMILIES.get(str(model_type))) is None:
         parts = " (its decoder is one of several parts)" if "text_config" in values else ""
-        expected = f"a model type whose layers are known: {', '.join(FAMILIES)}"
         raise ConfigError(
             f"model_type {model_type!r} cannot be estimated{parts}",
-            expected=expected,
+            expected=f"a model type whose layers are known: {', '.join(FAMILIES)}",
             fix=TRACED,
         )
     for key in _OTHER_LAYERS:
         if values.get(key):
-            expected = "layers as the family's published models have them: others have more parameters, or keep more"
             raise ConfigError(
                 f"{key} = {values[key]} of {model_type!r} cannot be estimated",
-                expected=expected,
+                expected="layers as the family's published models have them: others have more parameters, or keep more",
                 fix=TRACED,
             )
     return family

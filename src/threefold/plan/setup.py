@@ -157,10 +157,9 @@ def refused(config: Config, decoder: Decoder, topology: Topology) -> Iterator[Pr
     yield from batch_problems(config, topology)
     yield from head_problems(topology.tp, *decoder.heads, name=decoder.model_type)
     if topology.tp > 1 and not decoder.family.plan:
-        what = f"mesh.tp = {topology.tp} of {decoder.model_type!r} cannot be estimated"
         expected = "a family that tp splits like Llama, or one tp rank"
         yield Problem(
-            what,
+            f"mesh.tp = {topology.tp} of {decoder.model_type!r} cannot be estimated",
             expected,
             "--mesh.tp 1   (or without --gpus: traced, of the model's own code)",
         )

@@ -95,28 +95,25 @@ def _loaded(names: Sequence[str]) -> Any:
     listed = set(manager.all_tasks)
     for name in names:
         if not is_task_file(name) and name not in listed:
-            expected = "a name that `lm-eval ls tasks` lists, or the path of a task's .yaml"
             raise ConfigError(
                 f"eval.tasks has {name}, which is not known",
-                expected=expected,
+                expected="a name that `lm-eval ls tasks` lists, or the path of a task's .yaml",
                 fix="check the name",
             )
     asked = [name if name in listed else _own(name) for name in names]
     try:
         loaded = manager.load(asked)
     except Exception as error:  # from datasets, the Hub or the harness: of many families
-        expected = "tasks whose data this machine has, or can load"
         raise ConfigError(
             f"eval.tasks cannot be loaded: {first_line(error)}",
-            expected=expected,
+            expected="tasks whose data this machine has, or can load",
             fix="see the reason",
         ) from error
     for name, task in loaded["tasks"].items():
         if (kind := task.get_config("output_type")) not in _SCORED:
-            expected = "tasks scored by the probability of texts, which any mesh computes"
             raise ConfigError(
                 f"eval.tasks has {name}, which is scored by {kind}",
-                expected=expected,
+                expected="tasks scored by the probability of texts, which any mesh computes",
                 fix=f"leave {name} out; lm-eval runs it on an exported model",
             )
         if task.get_config("num_fewshot") is None:

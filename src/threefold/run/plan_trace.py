@@ -106,10 +106,9 @@ def trace(config: Config, architecture: PretrainedConfig, topology: Topology) ->
         ConfigError: this process has a process group already, or torch cannot trace the model.
     """
     if dist.is_initialized():
-        expected = "a separate process: a group that sends nothing replaces the ranks"
         raise ConfigError(
             "tracing in a process that is a rank",
-            expected=expected,
+            expected="a separate process: a group that sends nothing replaces the ranks",
             fix="threefold plan, by itself",
         )
     dist.init_process_group(
@@ -129,10 +128,9 @@ def trace(config: Config, architecture: PretrainedConfig, topology: Topology) ->
             "model_type", "the model"
         )
         reason = first_line(error)
-        expected = "operators with output shapes that need no values, in these dtypes"
         raise ConfigError(
             f"{name!r} cannot be traced: {reason}",
-            expected=expected,
+            expected="operators with output shapes that need no values, in these dtypes",
             fix="--model.dtype bfloat16"
             if "BF16" in reason
             else "train one step, and read peak_memory_bytes",

@@ -145,9 +145,10 @@ def setup_problems(
         config.train.fused_loss is True
         and not choices.fused_loss("auto", choices.Device.here(device)).value
     ):
-        what = f"train.fused_loss = true on a {device}{'' if device == 'cpu' else ', but triton is not installed'}"
         yield Problem(
-            what, "a CUDA device with triton, for its kernels", "--train.fused_loss auto"
+            f"train.fused_loss = true on a {device}{'' if device == 'cpu' else ', but triton is not installed'}",
+            "a CUDA device with triton, for its kernels",
+            "--train.fused_loss auto",
         )
     if config.train.float8 != "none":
         yield from float8.problems(config, outline, topology, device=device)
@@ -157,9 +158,8 @@ def setup_problems(
     yield from router_problems(outline)
     longest = longest_row(architecture, outline)
     if 0 < longest < config.data.seq_len:
-        what = f"data.seq_len = {config.data.seq_len}, but the model supports at most {longest} positions"
         yield Problem(
-            what,
+            f"data.seq_len = {config.data.seq_len}, but the model supports at most {longest} positions",
             "rows that are no longer than the model's max_position_embeddings",
             f"--data.seq_len {longest}",
         )

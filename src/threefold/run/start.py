@@ -292,19 +292,17 @@ def _refuse_unrestartable(
 ) -> None:
     problems = []
     if max_restarts:
-        what = f"--max-restarts {max_restarts}, but a launcher started this rank"
         problems.append(
             Problem(
-                what,
+                f"--max-restarts {max_restarts}, but a launcher started this rank",
                 "the launcher to restart the ranks that it started",
                 f"torchrun --max-restarts {max_restarts} ... -m threefold train ..., and no --max-restarts after train",
             )
         )
     if info.max_restarts and config.log.dir is None:
-        what = f"torchrun --max-restarts {info.max_restarts} without log.dir"
         problems.append(
             Problem(
-                what,
+                f"torchrun --max-restarts {info.max_restarts} without log.dir",
                 "a folder that restarted ranks can find; otherwise they would begin another run",
                 "--log.dir FOLDER",
             )

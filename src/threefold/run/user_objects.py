@@ -108,9 +108,8 @@ def _loss_problems(config: Config) -> Iterator[Problem]:
 
 def _optimizer_problems(make: Any, config: OptimizerConfig) -> Iterator[Problem]:
     if not callable(make) or not hasattr(make, "__qualname__"):
-        what = f"optimizer is a {type(make).__name__}"
         yield Problem(
-            what,
+            f"optimizer is a {type(make).__name__}",
             "a function of the model that returns an optimizer, called on each rank",
             "def optimizer(model): return torch.optim.SGD(model.parameters(), lr=0.01)",
         )

@@ -311,14 +311,11 @@ def router_problems(model: PreTrainedModel) -> list[Problem]:
         what = f"model.config has output_router_logits = true, but the routers' loss of {kind!r} is a different one"
     else:
         return []
-    expected = (
-        "the loss of Switch Transformer, as for Mixtral: its routers would be "
-        "trained without it, or with another"
-    )
     return [
         Problem(
             what,
-            expected,
+            "the loss of Switch Transformer, as for Mixtral: its routers would be "
+            "trained without it, or with another",
             "output_router_logits: false   (in model.config, or in the model's config.json)",
         )
     ]

@@ -315,12 +315,11 @@ def _far_rows(batches: StepBatches, reported: set[tuple[int, int]]) -> Iterator[
             facts.append(
                 batches.contents.seen(first.row) or "typical of memorised or trivial text"
             )
-        what = f"the loss of {row_name(first)} is far {way} that of comparable rows"
         yield Anomaly(
             "row",
             sorted({row.step for row in rows}),
             abs(first.score) / 2,
-            what,
+            f"the loss of {row_name(first)} is far {way} that of comparable rows",
             facts,
             [first],
         )

@@ -139,9 +139,10 @@ class Encoder:
             self.train_on, len(example.messages)
         )
         if untrained := [number for number in example.untrained if number >= first]:
-            what = f"messages[{min(untrained)}] is not to be trained on (weight: 0 or train: false)"
             raise RowError(
-                what, f"the assistant's turns alone, not {self.train_on}", train_on="assistant"
+                f"messages[{min(untrained)}] is not to be trained on (weight: 0 or train: false)",
+                f"the assistant's turns alone, not {self.train_on}",
+                train_on="assistant",
             )
         turns = () if self.train_on == "all" else self._turns(example, talk)
         ids, offsets = self._encoded(texts.text, spelled)

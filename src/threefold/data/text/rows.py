@@ -177,9 +177,8 @@ def read_csv(
                 numbered(), lambda number: f"line {number}", path, take=take, log=log
             )
         except csv.Error as error:
-            what = f"{path}, line {line}: {error}; nothing after it can be read"
             log.bad(
-                what,
+                f"{path}, line {line}: {error}; nothing after it can be read",
                 expected='fields in quotes, each quote inside them doubled: "say ""hi"""',
                 fix=_CORRECT,
             )

@@ -136,10 +136,9 @@ def _reading(args: Any) -> Iterator[Problem]:
         )
     for name in ("split_batches", "dispatch_batches"):
         if getattr(args.accelerator_config, name, None):
-            expected = "this key left out: every rank reads its own rows, per_device_train_batch_size of them at a time"
             yield Problem(
                 f"accelerator_config has {name} = True",
-                expected,
+                "this key left out: every rank reads its own rows, per_device_train_batch_size of them at a time",
                 f"leave {name} out of accelerator_config",
             )
     if not args.dataloader_in_order and args.dataloader_num_workers:
@@ -150,10 +149,9 @@ def _reading(args: Any) -> Iterator[Problem]:
             "leave dataloader_in_order out",
         )
     if args.world_size > 1 and not args.average_tokens_across_devices:
-        expected = "True, the default: the loss is the sum over all target tokens of a step / their number"
         yield Problem(
             "average_tokens_across_devices = False",
-            expected,
+            "True, the default: the loss is the sum over all target tokens of a step / their number",
             "leave average_tokens_across_devices out",
         )
     if args.world_size > 1 and args.eval_use_gather_object:

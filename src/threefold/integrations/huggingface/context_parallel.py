@@ -60,9 +60,8 @@ def problems(trainer: Any) -> Iterator[Problem]:
     cp = mesh.size("cp")
     kind = type(trainer.model).__name__
     if not kind.endswith("ForCausalLM"):
-        what = f"threefold.init_mesh(cp={cp}), and the model is a {kind}"
         yield Problem(
-            what,
+            f"threefold.init_mesh(cp={cp}), and the model is a {kind}",
             "a causal language model, whose loss is a sum over positions",
             "threefold.init_mesh(cp=1)",
         )
@@ -75,18 +74,16 @@ def problems(trainer: Any) -> Iterator[Problem]:
             f"threefold.init_mesh(cp={cp})",
         )
     if trainer.compute_loss_func is not None or args.label_smoothing_factor > 0:
-        what = "a custom loss (compute_loss_func or label_smoothing_factor) together with split rows"
-        fix = "leave it out, or threefold train --train.label_smoothing"
         yield Problem(
-            what, "the model's own loss: any other loss would see only a part of each row", fix
+            "a custom loss (compute_loss_func or label_smoothing_factor) together with split rows",
+            "the model's own loss: any other loss would see only a part of each row",
+            "leave it out, or threefold train --train.label_smoothing",
         )
     if getattr(trainer.model.config, "output_router_logits", False):
-        what = "output_router_logits = True together with split rows"
-        fix = f"threefold train --mesh.cp {cp}   (it is exact there)"
         yield Problem(
-            what,
+            "output_router_logits = True together with split rows",
             "a router's loss over entire rows, which transformers' loop then lacks",
-            fix,
+            f"threefold train --mesh.cp {cp}   (it is exact there)",
         )
 
 

@@ -197,9 +197,8 @@ def load_shards(
     """
     folder = checkpoint / STATE_FOLDER
     if not folder.is_dir():
-        what = f"{checkpoint} has no {STATE_FOLDER}: the model that was saved there was not sharded"
         raise CheckpointError(
-            what,
+            f"{checkpoint} has no {STATE_FOLDER}: the model that was saved there was not sharded",
             expected="a checkpoint of a model that was loaded with DistributedConfig, as this one was",
             fix="from_pretrained(CHECKPOINT, distributed_config=...) begins with its weights, without its optimizer",
         )
@@ -212,11 +211,11 @@ def load_shards(
     optimizer = getattr(optimizer, "optimizer", optimizer)
     live = _tensors(model, optimizer)
     if missing := sorted(live.keys() - index.entries.keys()):
-        what = f"{folder} has no {missing[0]}" + (
-            f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        )
         raise CheckpointError(
-            what, expected="the tensors of the same model and optimizer", fix=_SAME
+            f"{folder} has no {missing[0]}"
+            + (f", and {len(missing) - 1} more" if len(missing) > 1 else ""),
+            expected="the tensors of the same model and optimizer",
+            fix=_SAME,
         )
     fit(live, index, fix=_SAME)
     read_into(live, files, index, mesh)

@@ -35,10 +35,11 @@ def problems(config: PretrainedConfig, asked: str, *, device: str) -> list[Probl
     )
     if possible.value != "sdpa":
         return []
-    expected = "a CUDA device with triton, and a model without attention dropout"
     return [
         Problem(
-            f"model.attention = {asked}, but {possible.why}", expected, "--model.attention auto"
+            f"model.attention = {asked}, but {possible.why}",
+            "a CUDA device with triton, and a model without attention dropout",
+            "--model.attention auto",
         )
     ]
 

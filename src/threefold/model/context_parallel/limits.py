@@ -42,13 +42,10 @@ def direction_problems(model: Any, *, pretrained: bool) -> list[Problem]:
         if not pretrained:
             expected = "a model that predicts each token from the ones before it"
             return [Problem(what, expected, f"--model.config '{{..., {key}}}'")]
-        expected = (
-            "a causal language model: these weights were trained to see both sides of a token"
-        )
         return [
             Problem(
                 what,
-                expected,
+                "a causal language model: these weights were trained to see both sides of a token",
                 f"use a causal model; to continue training this one as causal: {key} in config.json",
             )
         ]
@@ -61,20 +58,18 @@ def cp_problems(model: Any, topology: Topology) -> list[Problem]:
         return []
     begin = f"mesh.cp = {topology.cp}, but {model.config.model_type!r}"
     if kinds := sorted({type(module).__name__ for module in carriers(model)}):
-        expected = "attention layers only: a state runs along the whole sequence"
         return [
             Problem(
                 f"{begin} has layers that carry a state along the sequence ({', '.join(kinds)})",
-                expected,
+                "attention layers only: a state runs along the whole sequence",
                 _ALONE,
             )
         ]
     if _masks_itself(model):
-        expected = "masks from transformers' mask functions, which are given true positions"
         return [
             Problem(
                 f"{begin} makes its masks itself, for the tokens that it is given",
-                expected,
+                "masks from transformers' mask functions, which are given true positions",
                 _ALONE,
             )
         ]
@@ -101,11 +96,10 @@ def document_problems(model: Any) -> list[Problem]:
         expected = "positions that can restart with each document"
         return [Problem(f"{begin} gives every row the same positions", expected, _WHOLE_ROWS)]
     if (layer := attention_choice.layer_with_joined_keys(model)) is not None:
-        expected = "keys that each stand for one token: what stands for several would join two documents"
         return [
             Problem(
                 f"{begin} has a {layer}, which takes keys of a row several at a time",
-                expected,
+                "keys that each stand for one token: what stands for several would join two documents",
                 _WHOLE_ROWS,
             )
         ]

@@ -36,10 +36,9 @@ def problems(
     if config.model.dtype == "bfloat16":
         kept = kept_in_float32(outline) & {name for name, _ in outline.named_parameters()}
         if kept:
-            expected = "weights that FSDP2 casts and sums: those that stay float32 are averaged in floating point"
             yield Problem(
                 f"{asked} with bfloat16 and {min(kept)} in float32",
-                expected,
+                "weights that FSDP2 casts and sums: those that stay float32 are averaged in floating point",
                 f"--model.dtype float32, or {_FAST}",
             )
 

@@ -84,11 +84,11 @@ def plan_problems(
     text = config.get_text_config()
     name = config.model_type
     if tp_size > 1 and not any(".*." in name for name in plan or ()):
-        what = f"mesh.tp = {tp_size}, but transformers has no tensor-parallel plan for {name!r}"
-        expected = "a model whose layers can be split, or one tp rank"
         return [
             Problem(
-                what, expected, "--mesh.tp 1   (use mesh.dp, mesh.dp_shard or mesh.cp instead)"
+                f"mesh.tp = {tp_size}, but transformers has no tensor-parallel plan for {name!r}",
+                "a model whose layers can be split, or one tp rank",
+                "--mesh.tp 1   (use mesh.dp, mesh.dp_shard or mesh.cp instead)",
             )
         ]
     heads, kv_heads = (
@@ -119,9 +119,8 @@ def expert_problems(config: PretrainedConfig, ep_size: int, tp_size: int) -> Ite
         sizes = [
             size for size in range(1, experts + 1) if experts % size == 0 and size <= ep_size
         ]
-        what = f"mesh.ep = {ep_size} cannot divide the {experts} experts of {name!r}"
         yield Problem(
-            what,
+            f"mesh.ep = {ep_size} cannot divide the {experts} experts of {name!r}",
             "whole experts on every rank",
             f"--mesh.ep {sizes[-1]} --mesh.tp {sizes[-1]}",
         )

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from threefold.model.model import freeze as freeze
     from threefold.referee.block import Referee as Referee
     from threefold.referee.callback import RefereeCallback as RefereeCallback
-    from threefold.run.hooks import Callback as Callback
-    from threefold.run.hooks import Facts as Facts
     from threefold.run.load_model import load_model as load_model
-    from threefold.run.named_optimizer import optimizer as optimizer
+    from threefold.run.load_model import optimizer as optimizer
     from threefold.run.run import Run as Run
     from threefold.run.start import Result as Result
     from threefold.run.start import train
+    from threefold.run.user_objects import Callback as Callback
+    from threefold.run.user_objects import Facts as Facts
     from threefold.training.evaluation import EvalNumbers as EvalNumbers
     from threefold.training.evaluation import EvalStep as EvalStep
     from threefold.training.numbers import StepNumbers as StepNumbers
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from threefold.training.step import TrainStep as TrainStep
 
 _HOME_OF_NAME = {
-    "Callback": "threefold.run.hooks",
+    "Callback": "threefold.run.user_objects",
     "DistributedSampler": "threefold.data.sampling.sampler",
     "EvalNumbers": "threefold.training.evaluation",
     "EvalStep": "threefold.training.evaluation",
-    "Facts": "threefold.run.hooks",
+    "Facts": "threefold.run.user_objects",
     "Loaded": "threefold.training.saving",
     "Mesh": "threefold.mesh.mesh",
     "Model": "threefold.model.model",
@@ -57,7 +57,7 @@ _HOME_OF_NAME = {
     "init_mesh": "threefold.mesh.mesh",
     "load": "threefold.training.saving",
     "load_model": "threefold.run.load_model",
-    "optimizer": "threefold.run.named_optimizer",
+    "optimizer": "threefold.run.load_model",
     "save": "threefold.training.saving",
     "save_pretrained": "threefold.export.mesh_model",  # as a method of Model
     "train": "threefold.run.start",

@@ -19,7 +19,7 @@ import threefold
 from ranks.reference import TINY_LLAMA
 from ranks.spawn import run_ranks
 from threefold.errors import CheckpointError, ConfigError, DataError, RunError, ThreefoldError
-from threefold.run.hooks import Hooks
+from threefold.run.user_objects import Hooks
 
 IDS = torch.randint(67, (4, 9), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": IDS[:, :-1], "labels": IDS[:, 1:]}

@@ -154,7 +154,7 @@ def test_what_waits_on_the_host_changes_no_curve_and_frees_memory(
 def _snapshot(folder: str) -> str:
     from pathlib import Path
 
-    from threefold.run.out_of_memory import _snapshot as write
+    from threefold.run.memory_check import _snapshot as write
 
     torch.empty(1024, device="cuda")
     return write(Path(folder) / "memory" / "rank-0000.pickle")

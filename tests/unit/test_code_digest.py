@@ -17,7 +17,7 @@ from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
 
 from threefold.check import probes
-from threefold.check.code_digest import CodeDigest, code_digest
+from threefold.check.admission_cache import CodeDigest, code_digest
 from threefold.model.context_parallel.local_attention import BatchMasks
 from threefold.model.load import outline
 

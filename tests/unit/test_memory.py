@@ -14,7 +14,7 @@ from threefold.errors import RunError
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 from threefold.model import load
-from threefold.run import out_of_memory
+from threefold.run import memory_check
 from threefold.run.request import Asked
 
 OFFLOAD = "--train.activation_checkpointing offload"
@@ -32,7 +32,7 @@ _ESTIMATED = {"model_type": "llama", "vocab_size": 8192, "hidden_size": 256, "in
 def _advice(topology: Topology, **sections: Any) -> tuple[str, str]:
     config = asked(**{"model": {"config": _ESTIMATED}, "data": {"seq_len": 512}, **sections})
     request = Asked(config, None, load.read_config(config.model))  # type: ignore[arg-type]
-    return out_of_memory._advice(request, Mesh(topology, 0, torch.device("cpu")))
+    return memory_check._advice(request, Mesh(topology, 0, torch.device("cpu")))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_error_of_torch_becomes_ours(
     request = Asked(config, None, load.read_config(config.model, vocab_size=257))  # type: ignore[arg-type]
     with (
         pytest.raises(RunError) as caught,
-        out_of_memory.explained(request, Mesh(Topology(), 0, torch.device("cpu")), tmp_path),
+        memory_check.explained(request, Mesh(Topology(), 0, torch.device("cpu")), tmp_path),
     ):
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has a total capacity of 8 GiB."
@@ -116,9 +116,7 @@ def test_on_a_device_the_allocator_remembers_who_holds_what(
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
     request: Any = None
     for kind, count in (("cpu", 0), ("cuda", 1), ("cuda", 2)):
-        with out_of_memory.explained(
-            request, Mesh(Topology(), 0, torch.device(kind)), tmp_path
-        ):
+        with memory_check.explained(request, Mesh(Topology(), 0, torch.device(kind)), tmp_path):
             pass
         assert len(asked_for) == count
     assert asked_for[0] == (("state",), {"context": "state", "stacks": "python"})
@@ -129,6 +127,6 @@ def test_other_errors_pass() -> None:
     mesh = Mesh(Topology(), 0, torch.device("cpu"))
     with (
         pytest.raises(ValueError, match="another"),
-        out_of_memory.explained(request, mesh, request),
+        memory_check.explained(request, mesh, request),
     ):
         raise ValueError("another")

@@ -14,7 +14,7 @@ from threefold.commands import main
 from threefold.config.loading import validate
 from threefold.config.paths import PROFILE_FOLDER
 from threefold.errors import ConfigError
-from threefold.training.trace_summary import PHASE, summary_of
+from threefold.training.profiler import PHASE, summary_of
 
 MOMENTS = 60
 

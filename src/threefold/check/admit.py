@@ -17,7 +17,7 @@ from typing import NamedTuple
 from transformers import PretrainedConfig
 
 from threefold.check import admission_cache, probes
-from threefold.check.code_digest import CodeDigest, code_digest
+from threefold.check.admission_cache import CodeDigest, code_digest
 from threefold.check.compare import PROBE_GRADIENT, REAL_SIZE, Comparison, Difference
 from threefold.check.probe_rows import Mode, longer_row, row_length
 from threefold.check.probes import PROMISES, OwnForwardError, Subject, probe

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.checkpoint.lineage import Ending
-from threefold.explain.bearing import ended, follows_a_program, said_to_hang, telling
-from threefold.explain.events import Events
+from threefold.explain.events import Events, ended, follows_a_program, said_to_hang, telling
 from threefold.explain.facts import first_failure
 from threefold.explain.known import PAGES, KnownError, Sign, Tier, known_errors
 from threefold.explain.log import Log, LogLine

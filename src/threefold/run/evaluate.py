@@ -25,10 +25,9 @@ from threefold.model.build import build
 from threefold.model.model import Model
 from threefold.progress_bars import Bars
 from threefold.run import assemble
-from threefold.run.command_rank import as_rank
 from threefold.run.dpo import evaluation_of, pairs_of
 from threefold.run.eval_tasks import EvalTasks
-from threefold.run.process import compute_alike
+from threefold.run.process import as_rank, compute_alike
 from threefold.run.request import Asked, asked_of
 from threefold.run.terminal import evaluated, evaluated_tasks
 from threefold.training.evaluation import EvalStep

@@ -2,31 +2,38 @@
 
 A model or setting that cannot be estimated is trained as requested. Estimates agree with traced steps within a few
 per cent (docs/plan.md), but were not measured on devices: a run is refused only if it exceeds memory by a wide margin.
+If a device's memory is used up all the same, its snapshot is kept in the run's folder, and what would fit is named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from threefold.config.schema import Config
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, RunError
 from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh
 from threefold.plan.accelerators import of_memory
 from threefold.plan.decoder import Decoder
 from threefold.plan.fit import MORE_RANKS, estimate_of, largest_micro_batch, what_fits
 from threefold.plan.memory import Moment, host_bytes, peak
-from threefold.plan.setup import Setup
+from threefold.plan.setup import Setup, setup_of
 from threefold.run.local_rank_limit import room_here
 from threefold.run.request import Asked
 
+log = logging.getLogger("threefold")
 # A run is refused if this part of the estimate exceeds the free memory.
 _CERTAIN = {"cpu": 0.7, "cuda": 0.9}
 # For compiled layers the estimate is an upper bound.
 _CERTAIN_COMPILED = 0.75
+# Share of the estimate of what did not fit that other settings may need at most; first for those sure to help.
+_SHARES = (0.8, 0.99)
 
 
 def fitted(asked: Asked, mesh: Mesh) -> Asked:
@@ -142,3 +149,71 @@ def _too_large(moment: Moment, smaller: str, free: int) -> ConfigError:
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:,.2f} GiB"
+
+
+class DeviceMemoryError(RunError):
+    """A device has no memory left."""
+
+    how = "device"
+
+
+@contextlib.contextmanager
+def explained(asked: Asked, mesh: Mesh, folder: Path) -> Iterator[None]:
+    """Turns torch's error, if memory runs out inside, into one that suggests what would fit.
+
+    Raises:
+        DeviceMemoryError: in place of torch's OutOfMemoryError; on the rank that ran out.
+    """
+    if mesh.device.type == "cuda":
+        _remember_owners()
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).strip().split("\n")[0].split(". GPU")[0].rstrip(".")
+        snapshot = _snapshot(folder.resolve() / "memory" / f"rank-{mesh.rank:04d}.pickle")
+        expected, fix = _advice(asked, mesh)
+        raise DeviceMemoryError(
+            f"rank {mesh.rank} has no memory left: {reason}",
+            expected=expected + snapshot,
+            fix=fix,
+        ) from error
+
+
+def _advice(asked: Asked, mesh: Mesh) -> tuple[str, str]:
+    """(what was expected, what would fit), by the estimate if there is one."""
+    device = None
+    if mesh.device.type == "cuda":
+        device = of_memory(torch.cuda.get_device_properties(mesh.device).total_memory)
+    estimate = estimate_of(asked.config, asked.architecture.to_dict(), mesh.topology, device)
+    if estimate is None:
+        setup = setup_of(asked.config, None, mesh.topology, device)
+        return "a step that fits in its device", what_fits(None, setup, 0)
+    moment = peak(*estimate)
+    state = sum(
+        moment.lines.get(line, 0.0) for line in ("weights", "gradients", "moments", "averages")
+    )
+    expected = (
+        f"about {moment.total / 2**30:,.1f} GiB to fit in its device, as estimated for the {moment.name}: "
+        f"{state / 2**30:,.1f} GiB of weights, gradients and moments, together with activations and gathered weights"
+    )
+    fixes = (what_fits(*estimate, share * moment.total) for share in _SHARES)
+    return expected, next((fix for fix in fixes if fix != MORE_RANKS), MORE_RANKS)
+
+
+def _remember_owners() -> None:
+    """Lets the allocator keep where in Python each block was asked for that is in use, and nothing of freed ones."""
+    try:
+        torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
+    except Exception as error:  # a snapshot shows blocks without owners then
+        log.warning("the snapshot of a full device will not say who holds what: %s", error)
+
+
+def _snapshot(path: Path) -> str:
+    """Writes the allocator's snapshot, for pytorch.org/memory_viz, and reports its path; threefold never reads it."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+    except Exception as error:  # the run's own error is the one to see
+        log.warning("no snapshot of the memory in %s: %s", path, error)
+        return ""
+    return f"; what it holds is in {path}, for pytorch.org/memory_viz"

@@ -1,4 +1,7 @@
-"""Setup of a rank's process before it computes: logging of libraries, choice of kernels, its facts."""
+"""Setup of a rank's process before it computes: logging of libraries, choice of kernels, its facts.
+
+And a rank of a command that does not train: it joins the mesh, works, and reports a failure once for all ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,8 +19,12 @@ import xxhash
 from threefold.build_id import build_id
 from threefold.checkpoint.manifest import versions
 from threefold.config.schema import Config
+from threefold.errors import ThreefoldError
 from threefold.mesh import environment
+from threefold.mesh.mesh import Mesh, join_mesh
+from threefold.mesh.topology import Topology
 from threefold.progress_bars import print_any_text
+from threefold.run.failure import report_failure
 
 log = logging.getLogger("threefold")
 
@@ -105,3 +113,29 @@ def _cores(listed: str) -> set[int]:
     return {
         core for first, *last in spans for core in range(int(first), int(*last or [first]) + 1)
     }
+
+
+def as_rank(config: Config, topology: Topology, work: Callable[[Mesh], int]) -> int:
+    """Returns the exit code of `work` on the mesh, or of its failure."""
+    quieten_libraries()
+    info, asked = environment.current(), config.mesh
+    mesh: Mesh | None = None
+    try:
+        mesh = join_mesh(
+            topology,
+            info,
+            device=asked.device,
+            timeout_s=asked.timeout_s,
+            facts=facts_of(config),
+        )
+        code = work(mesh)
+        mesh.barrier()
+        mesh.close()
+        return code
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        code = report_failure(error, mesh, info.rank)
+        if isinstance(error, ThreefoldError) and mesh is not None:
+            mesh.abandon()
+        return code

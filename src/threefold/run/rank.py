@@ -32,7 +32,7 @@ from threefold.model.data_parallel import device_of
 from threefold.model.flops import flops_of
 from threefold.plan.accelerators import peak_flops
 from threefold.plan.choices import GIVEN, dtype
-from threefold.run import assemble, out_of_memory
+from threefold.run import assemble, memory_check
 from threefold.run.assemble import Built
 from threefold.run.console import conclude, head_of, introduce
 from threefold.run.eval_samples import EvalSamples
@@ -40,15 +40,13 @@ from threefold.run.eval_tasks import EvalTasks
 from threefold.run.exports import Exports
 from threefold.run.failure import report_failure
 from threefold.run.head import Head, printed
-from threefold.run.hooks import Hooks
-from threefold.run.memory_check import fitted
 from threefold.run.process import compute_alike, facts_of, quieten_libraries, stay_near
 from threefold.run.request import asked_of
 from threefold.run.run import LINGER_S, REPORT_BEFORE, Run
 from threefold.run.same_bytes import keep_lists
 from threefold.run.sources import file_lines
 from threefold.run.terminal import Screen, Terminal
-from threefold.run.user_objects import Given
+from threefold.run.user_objects import Given, Hooks
 from threefold.run.watch.stall import CLOSING
 from threefold.run.watch.watchdog import Watchdog
 from threefold.training.evaluation import EvalStep
@@ -117,7 +115,7 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
         loaded.given.loss is None and loaded.given.optimizer is None
     )
     if plain:
-        asked = fitted(asked, mesh)
+        asked = memory_check.fitted(asked, mesh)
     config = asked.config
     enter("admission")
     with console.bars.show("admission: the architecture on this mesh"):
@@ -126,7 +124,7 @@ def _train(loaded: LoadedConfig, mesh: Mesh, why: str, watch: Watchdog) -> int:
     run.say, run.warn = console.print, console.warn
     with run:
         folder = dataclasses.replace(run.folder, accepts_changes=loaded.accept_changes)
-        with out_of_memory.explained(asked, mesh, folder.path):
+        with memory_check.explained(asked, mesh, folder.path):
             enter("data preparation")
             built = assemble.build_run(
                 asked, mesh, folder, loaded.given or Given(), say=console.print, enter=enter

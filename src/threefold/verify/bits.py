@@ -26,8 +26,7 @@ from threefold.model.model import Model
 from threefold.optim.schedule import learning_rate
 from threefold.plan import choices
 from threefold.run import assemble, request
-from threefold.run.command_rank import as_rank
-from threefold.run.process import compute_alike
+from threefold.run.process import as_rank, compute_alike
 from threefold.run.sources import with_packing
 from threefold.training.batches import micro_batches, with_noise
 from threefold.training.forward import token_loss_of

@@ -47,8 +47,8 @@ from threefold.optim.schedule import learning_rate
 from threefold.plan import choices
 from threefold.progress_bars import Bars
 from threefold.run import assemble, request
-from threefold.run.command_rank import as_rank
 from threefold.run.dpo import pairs_of
+from threefold.run.process import as_rank
 from threefold.run.sources import file_lines, with_packing
 from threefold.training.batches import micro_batches
 from threefold.training.numbers import StepResult, mean_loss

@@ -6,12 +6,15 @@ C++. Anything else that does not move is late itself.
 Also the time that the kernel withholds from a rank, by counters in /proc and its cgroup: why the rank is slow. They are
 read once a second by a separate thread of the rank, which waits for no one. What cannot be read (no /proc, no
 cgroup, a container that hides them) is left out.
+
+And the last collectives of this rank, as torch knows them.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import linecache
+import logging
 import os
 import platform
 import re
@@ -25,6 +28,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from threefold.training.progress import core_wait_s, proc_text
+
+log = logging.getLogger("threefold")
 
 COLLECTIVE, STORE = "collective", "store"
 _COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
@@ -45,6 +50,8 @@ _COMPILERS = (
 # Each module of a model adds three such frames, which show nothing.
 _PASSING_ON = os.path.join("torch", "nn", "modules", "module.py")
 _MOST_SHOWN = 24
+# torch's Flight Recorder as JSON: of NCCL, else of gloo.
+_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 # Share of the elapsed time; with less on a core, the thread is waiting.
 _IDLE_BELOW = 0.05
 # The kernel's calls that wait for another thread or for a socket: futex, poll, select, epoll and recv, by machine.
@@ -236,3 +243,28 @@ def line_of(path: Path, pattern: str) -> re.Match[str] | None:
         return re.search(pattern, path.read_text(), re.MULTILINE)
     except OSError:
         return None
+
+
+def keep_collectives(folder: Path, rank: int) -> None:
+    """Writes the last collectives of this rank to logs/flight_recorder_rank_0001.json of a run's folder, for `explain`.
+
+    In its own thread: it waits for a lock that a stuck driver may hold.
+    """
+    threading.Thread(
+        target=_keep_collectives, args=(folder, rank), name="flight recorder", daemon=True
+    ).start()
+
+
+def _keep_collectives(folder: Path, rank: int) -> None:
+    from torch._C import _distributed_c10d  # the process that starts ranks loads no torch
+
+    dump = next(
+        (dumper for name in _RECORDERS if (dumper := getattr(_distributed_c10d, name, None))),
+        None,
+    )
+    if dump is None:
+        return
+    try:
+        (folder / "logs" / f"flight_recorder_rank_{rank:04}.json").write_bytes(dump())
+    except (OSError, RuntimeError) as error:
+        log.warning("watchdog: %s", error)

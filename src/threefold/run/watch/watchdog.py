@@ -30,7 +30,7 @@ from threefold.checkpoint.lineage import Ending, Journal
 from threefold.errors import EXIT_FAILED, Problem
 from threefold.mesh.exchange import collectives_begun
 from threefold.mesh.mesh import FAILURES, Mesh
-from threefold.run.watch import flight_recorder, stall
+from threefold.run.watch import main_thread, stall
 from threefold.run.watch.main_thread import MainThread, counters
 from threefold.run.watch.pulse import Peer, Pulse
 from threefold.run.watch.stall import Report, Seen
@@ -211,7 +211,7 @@ class Watchdog:
                 report = self._with_stack(report, idle=idle)
             if still_s > self._stall_s and place.number != kept and self.folder is not None:
                 kept = place.number
-                flight_recorder.keep(self.folder, self._rank)
+                main_thread.keep_collectives(self.folder, self._rank)
             try:
                 store.set(keys[self._rank], report.to_json())
                 self._report_for_the_silent(store)

@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 
 from threefold.config.dropped import DROPPED
 from threefold.errors import ConfigError, Problem
+from threefold.mesh import environment
 
 if TYPE_CHECKING:
     from threefold.config.loading import LoadedConfig
@@ -94,7 +95,6 @@ class WithKeys(TyperCommand):
 def load_config(arguments: Sequence[str]) -> LoadedConfig:
     """The config of a command line, over what a launcher suggests and a managed job sets."""
     from threefold.config import loading
-    from threefold.mesh import environment
 
     return loading.load(
         *split(arguments),
@@ -126,7 +126,6 @@ def on_this_machine(to: Path | None) -> Path | None:
 
 def settled(config: Config) -> dict[str, str]:
     """section.key -> what an automatic key becomes in this place, and why."""
-    from threefold.mesh import environment
     from threefold.plan.shown_choices import automatic
 
     num_devices = None

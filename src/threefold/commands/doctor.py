@@ -8,18 +8,27 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from threefold.commands.arguments import AsJson, Force
+from threefold.commands.arguments import AsJson, Force, is_address, load_config
+from threefold.config.loading import LoadedConfig
+from threefold.config.schema import Config
+from threefold.doctor.findings import (
+    Finding,
+    judged,
+    note,
+    ok,
+    stop,
+    summary,
+    warning,
+    would_stop,
+)
+from threefold.doctor.ranks import agree_on_code, look_at_machine, look_at_mesh
 from threefold.errors import EXIT_FAILED, ThreefoldError
-
-if TYPE_CHECKING:
-    from threefold.config.loading import LoadedConfig
-    from threefold.config.schema import Config
-    from threefold.doctor.findings import Finding
-    from threefold.mesh.topology import Topology
+from threefold.mesh import environment, local_ranks
+from threefold.mesh.topology import Topology, resolve
 
 # Version of the --json output: raised when a field is removed or changes its meaning.
 SCHEMA = 1
@@ -54,8 +63,6 @@ def command(
     reports. It then tests and measures every axis of the mesh, and pairs of ranks. With s3://BUCKET/PREFIX instead, it
     asks a store whether it keeps what runs rely on, by objects that it removes again.
     """
-    from threefold.commands.arguments import is_address, load_config
-
     options = ReportOptions(as_json, limit)
     try:
         match context.args:
@@ -71,8 +78,6 @@ def command(
 
 
 def _look_at_store(address: str, options: ReportOptions) -> int:
-    from threefold.doctor.findings import judged
-    from threefold.mesh import environment
     from threefold.places.admission import admit, facts
 
     admission = admit(address, environment.variables())
@@ -85,10 +90,6 @@ def _look_at_store(address: str, options: ReportOptions) -> int:
 
 def doctor_command(loaded: LoadedConfig, options: ReportOptions, *, force: bool = False) -> int:
     """Prints the report, returns the exit code; ThreefoldError if the ranks cannot meet or the mesh does not fit."""
-    from threefold.doctor.ranks import look_at_machine
-    from threefold.mesh import environment, local_ranks
-    from threefold.mesh.topology import resolve
-
     info = environment.current()
     if info.launcher is not None:
         environment.settle_rank(info)
@@ -109,8 +110,6 @@ def doctor_command(loaded: LoadedConfig, options: ReportOptions, *, force: bool 
 
 
 def _rank_entry(config: Config, topology: Topology, options: ReportOptions) -> None:
-    from threefold.mesh import environment
-
     try:
         code = run_rank(config, topology, options)
     except ThreefoldError as error:
@@ -122,9 +121,6 @@ def _rank_entry(config: Config, topology: Topology, options: ReportOptions) -> N
 
 def run_rank(config: Config, topology: Topology, options: ReportOptions) -> int:
     """Checks this machine and, with the other ranks, the mesh; rank 0 prints for all."""
-    from threefold.doctor.ranks import agree_on_code, look_at_machine, look_at_mesh
-    from threefold.mesh import environment
-
     info = environment.current()
     report = look_at_machine(config, several_machines=info.world_size > info.local_world_size)
     report.findings.extend(
@@ -162,7 +158,6 @@ def _memory(
 ) -> list[Finding]:
     """The estimated memory of a rank of the config's model; nothing where that is not known here."""
     from threefold.commands.model_config import values_of
-    from threefold.doctor.findings import ok, warning
     from threefold.plan.accelerators import of_memory
     from threefold.plan.fit import estimate_of
     from threefold.plan.memory import peak
@@ -200,8 +195,6 @@ def _memory(
 
 def _refused(error: ThreefoldError, findings: Sequence[Finding], facts: dict[str, Any]) -> int:
     """Prints as JSON what was found before an error, and the error; returns its exit code."""
-    from threefold.doctor.findings import stop
-
     faults = [stop("request", each.what, each.expected, each.fix) for each in error.problems]
     sys.stderr.write(f"{error}\n")
     _show([*findings, *faults], [], facts, ReportOptions(as_json=True))
@@ -215,8 +208,6 @@ def _show(
     options: ReportOptions,
 ) -> int:
     """Prints a report; returns its exit code."""
-    from threefold.doctor.findings import note, summary, would_stop
-
     code = EXIT_FAILED if would_stop(findings) else 0
     if options.as_json:
         values = {

@@ -21,6 +21,7 @@ from threefold.commands.arguments import CONTEXT, WithKeys
 from threefold.commands.help_examples import ending
 from threefold.config.dropped import DROPPED
 from threefold.errors import ConfigError, Problem, ThreefoldError, full_disk, refused_path
+from threefold.mesh import environment
 from threefold.progress_bars import print_any_text
 
 app = typer.Typer(
@@ -135,8 +136,6 @@ def _refuse_empty(arguments: Sequence[str]) -> None:
 
 def _speaks_for_all() -> bool:
     # All ranks of a host find the same error, but hosts may differ. A wrongly set up launcher has no rank to choose.
-    from threefold.mesh import environment
-
     try:
         return environment.current().local_rank == 0
     except ThreefoldError:
@@ -174,8 +173,6 @@ def run() -> None:
         raise abort.__cause__ or KeyboardInterrupt from None
     except ThreefoldError as error:
         if _speaks_for_all():
-            from threefold.mesh import environment
-
             environment.tell_failure(str(error))
             sys.stderr.write(f"{error}\n")
         else:

@@ -14,18 +14,33 @@ import numpy as np
 import typer
 
 from threefold.arrays import Array, Bool
-from threefold.data.store.store import lost_summary
-from threefold.data.text.source import SIDES, KnownText, Labelled, LossMask, ReadLog, log_error
+from threefold.audit import record
+from threefold.audit.record import Segment
+from threefold.config import loading
+from threefold.config.schema import Config
+from threefold.data.chat.labeller import labeller_for
+from threefold.data.rows.concat import IGNORED, PADDING, Rows
+from threefold.data.rows.known_rows import parts_of, reasons_text, why_cut
+from threefold.data.store.open_source import open_store, open_text, store_prefix
+from threefold.data.store.store import TokenStore, lost_summary, starts_of
+from threefold.data.text.source import (
+    SIDES,
+    KnownText,
+    Labelled,
+    LossMask,
+    ReadLog,
+    Source,
+    TextSource,
+    log_error,
+    no_end_warning,
+)
+from threefold.data.tokens import Tokenizer, byte_backend, for_texts
 from threefold.errors import ConfigError, RunError
+from threefold.mesh.environment import cache_folder
+from threefold.run.sources import tokenizer_of, with_packing
 from threefold.why.contents import visible
 
 if TYPE_CHECKING:
-    from threefold.audit.record import Segment
-    from threefold.config.schema import Config
-    from threefold.data.rows.concat import Rows
-    from threefold.data.store.store import TokenStore
-    from threefold.data.text.source import Source, TextSource
-    from threefold.data.tokens import Tokenizer
     from threefold.mesh.mesh import Mesh
 
 COUNTED = 1000
@@ -78,10 +93,6 @@ def rows_of_source(
 
 def documents_of(source: Source, tokenizer: Tokenizer) -> tuple[bool, Iterator[Labelled]]:
     """Whether documents are pairs, and the documents of a source or store. Errors as when it is prepared."""
-    from threefold.data.chat.labeller import labeller_for
-    from threefold.data.store.open_source import open_store, open_text, store_prefix
-    from threefold.mesh.environment import cache_folder
-
     if isinstance(source.name, str) and store_prefix(source.name) is not None:
         store = open_store(source, tokenizer=tokenizer, cache=cache_folder())
         mask, documents = store.loss_mask, _documents_of_store(store)
@@ -108,8 +119,6 @@ def _documents_of_text(
     text: TextSource, source: Source, tokenizer: Tokenizer
 ) -> Iterator[Labelled]:
     """All tokens of a text are trained on."""
-    from threefold.data.tokens import for_texts
-
     own = for_texts(tokenizer, source.labels)
     log = ReadLog(skip_bad=source.skip_bad_lines)
     for piece in text.pieces:
@@ -130,17 +139,12 @@ def _documents_of_text(
 
 def warn_of_no_end(mask: LossMask | None, template: str) -> None:
     """Prints a warning if the chat template writes no token that ends an answer."""
-    from threefold.data.text.source import no_end_warning
-
     if mask is not None and mask.end == "missing":
         typer.echo(no_end_warning(template), err=True)
 
 
 def run_rows(run: Path, row: int | None) -> tuple[Iterator[Shown], Tokenizer]:
     """The packed rows of a run, or one of them."""
-    from threefold.audit import record
-    from threefold.data.rows.known_rows import parts_of
-
     rows, tokenizer = rows_of_run(run, record.read(run / record.FILE))
     for mask in {part.rows.store.loss_mask for part in parts_of(rows)}:
         warn_of_no_end(mask, tokenizer.name)
@@ -150,8 +154,6 @@ def run_rows(run: Path, row: int | None) -> tuple[Iterator[Shown], Tokenizer]:
 
 def packed_row(rows: Rows, row: int) -> Shown:
     """One packed row. The label of its last token, and of a piece that was cut, is a token of another place."""
-    from threefold.data.rows.known_rows import parts_of
-
     read = {name: values[0] for name, values in rows.rows(np.array([row], np.int64)).items()}
     ids = read["input_ids"]
     labels = read["labels"]
@@ -249,8 +251,6 @@ def marked(
 
 def decoder_of(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
     """Ids as text, with special tokens."""
-    from threefold.data.tokens import byte_backend
-
     backend = getattr(tokenizer, "backend", None) or byte_backend()
     return lambda ids: str(backend.decode(list(ids), skip_special_tokens=False))
 
@@ -277,11 +277,6 @@ def ledger_lines(run: Path) -> Iterator[str]:
         ConfigError: every token of all documents is trained on.
         RunError: the rows have another number of labels than their documents keep.
     """
-    from threefold.audit import record
-    from threefold.data.rows.concat import IGNORED
-    from threefold.data.rows.known_rows import parts_of, why_cut
-    from threefold.data.store.store import starts_of
-
     rows, _ = rows_of_run(run, record.read(run / record.FILE))
     parts = [part for part in parts_of(rows) if part.rows.store.has_loss_mask]
     if not parts:
@@ -324,8 +319,6 @@ def ledger_lines(run: Path) -> Iterator[str]:
 
 
 def _ledger(name: str, tokens: int, trained_on: int, kept: int, why: Mapping[str, int]) -> str:
-    from threefold.data.rows.known_rows import reasons_text
-
     cut = f", {trained_on - kept:,} cut off ({reasons_text(why)})" if kept < trained_on else ""
     return (
         f"{name}: trained on: {trained_on:,} of {tokens:,} tokens; after packing: {kept:,}{cut}"
@@ -336,8 +329,6 @@ def texts_of_rows(
     run: Path, segments: Sequence[Segment], indices: Sequence[int]
 ) -> Iterator[str]:
     """The texts of some rows of a run, without special tokens."""
-    from threefold.data.rows.concat import PADDING
-
     rows, tokenizer = rows_of_run(run, segments)
     for index in indices:
         row = rows.rows(np.array([index], np.int64))
@@ -351,7 +342,6 @@ def texts_of_rows(
 def sides_of(config: Config) -> tuple[Rows, Rows]:
     """The rows that a config trains on, and those that it evaluates on."""
     from threefold.run import assemble
-    from threefold.run.sources import tokenizer_of, with_packing
 
     mesh, tokenizer = _one_process(), tokenizer_of(config)
     config = with_packing(config, mesh)
@@ -374,9 +364,7 @@ def _one_process() -> Mesh:
 
 def rows_of_run(run: Path, segments: Sequence[Segment]) -> tuple[Rows, Tokenizer]:
     """The rows that a run reads and their tokenizer; RunError if the source has changed since the run."""
-    from threefold.config import loading
     from threefold.run import assemble
-    from threefold.run.sources import tokenizer_of
 
     config = loading.load(str(run / "config.yaml"), environ={}).config
     tokenizer = tokenizer_of(config)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from threefold import jsonl
 from threefold.commands.arguments import CONTEXT, AsJson, split
 from threefold.commands.help_examples import ending_of
+from threefold.config.schema import Config
 from threefold.errors import ConfigError
 from threefold.jobs.clusters import CLUSTERS, Job, kind_of
+from threefold.jobs.job import ranks_of, secrets_in
 from threefold.jobs.settings import described, read
-
-if TYPE_CHECKING:
-    from threefold.config.schema import Config
+from threefold.mesh import environment
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -29,8 +29,6 @@ _CODES = "0 submitted, or shown; 1 the cluster refused it; 2 the request was wro
 def read_config(path: str | None, overrides: Sequence[tuple[str, str]]) -> Config:
     """The config that the job will train with; ConfigError also if it holds a secret."""
     from threefold.config import loading
-    from threefold.jobs.job import secrets_in
-    from threefold.mesh import environment
 
     config = loading.load(path, overrides, environ=environment.variables()).config
     ConfigError.raise_for(secrets_in(config))
@@ -52,9 +50,6 @@ def _command_of(name: str) -> Callable[..., None]:
         ] = False,
         as_json: AsJson = False,
     ) -> None:
-        from threefold.jobs.job import ranks_of
-        from threefold.mesh import environment
-
         settings, rest = read(kind.Settings, context.args, environment.variables())
         path, overrides = split(rest)
         config = read_config(path, overrides)

@@ -5,19 +5,26 @@ If the two differ, each axis of the mesh is tried alone, to find the wrong one.
 
 from __future__ import annotations
 
+import json
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from threefold.commands.arguments import AsJson, Force
+from threefold.commands.arguments import AsJson, Force, load_config
+from threefold.config.loading import LoadedConfig
+from threefold.config.schema import Config
 from threefold.errors import EXIT_FAILED, ConfigError
+from threefold.jsonl import as_json
+from threefold.mesh import environment, local_ranks
+from threefold.mesh.divisibility import refuse_impossible
+from threefold.mesh.topology import Topology, resolve
+from threefold.run.start import PRELOAD, topology_here
 
 if TYPE_CHECKING:
-    from threefold.config.loading import LoadedConfig
-    from threefold.config.schema import Config
-    from threefold.mesh.topology import Topology
     from threefold.verify.verdict import Verification, VerifyOptions
 
 
@@ -72,7 +79,6 @@ def command(
         lines, holds = compare_runs(*against, steps=steps)
         typer.echo("\n".join(lines))
         sys.exit(0 if holds else EXIT_FAILED)
-    from threefold.commands.arguments import load_config
     from threefold.verify.verdict import VerifyOptions
 
     verified = bits_command if bits else verify_command
@@ -87,12 +93,6 @@ def command(
 
 def verify_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool = False) -> int:
     """Verifies the mesh of the config and returns the exit code: 0 it follows the single process, 1 it does not."""
-    from dataclasses import replace
-
-    from threefold.jsonl import as_json
-    from threefold.mesh import environment, local_ranks
-    from threefold.mesh.divisibility import refuse_impossible
-    from threefold.mesh.topology import resolve
     from threefold.verify.verdict import answer_of, diagnose, table
 
     info = environment.current()
@@ -102,7 +102,6 @@ def verify_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool 
 
         return verify_rank(loaded.config, options, topology, None)
     from threefold.run.sources import file_lines
-    from threefold.run.start import PRELOAD, topology_here
 
     local_ranks.preload(PRELOAD)
     topology, why = topology_here(loaded.config, force=force)
@@ -138,9 +137,6 @@ def bits_command(loaded: LoadedConfig, options: VerifyOptions, *, force: bool = 
     Raises:
         ConfigError: a run that does not promise it, a mesh that is impossible, or ranks of a launcher's.
     """
-    from threefold.mesh import environment, local_ranks
-    from threefold.mesh.divisibility import refuse_impossible
-    from threefold.run.start import PRELOAD, topology_here
     from threefold.verify.bits import compared, meshes_of, refuse_fast
 
     if (launcher := environment.current().launcher) is not None:
@@ -179,11 +175,6 @@ def on_ranks(config: Config, options: VerifyOptions, topology: Topology) -> Veri
 
 def _on_ranks(bits: bool, config: Config, options: VerifyOptions, topology: Topology) -> Any:
     """The answer of rank 0 of local ranks, or the exit code of a failed attempt."""
-    import json
-    import tempfile
-
-    from threefold.mesh import local_ranks
-
     with tempfile.TemporaryDirectory(prefix="threefold-verify-") as folder:
         answer = Path(folder) / "answer.json"
         arguments = (bits, config, options, topology, str(answer))

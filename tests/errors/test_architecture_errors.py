@@ -13,7 +13,8 @@ from threefold.mesh.topology import Topology
 from threefold.model import load
 from threefold.model.context_parallel import limits
 from threefold.model.context_parallel.attention import ContextParallel
-from threefold.model.context_parallel.split import heads_of, split_problems
+from threefold.model.context_parallel.limits import split_problems
+from threefold.model.layer_kinds import heads_of
 from threefold.plan.choices import cp_method
 from unit.test_architectures_alone import small
 

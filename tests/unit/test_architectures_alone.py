@@ -17,7 +17,7 @@ from threefold.check.compare import LOSS, compare_number
 from threefold.check.reference import forward_backward, gradients_of
 from threefold.mesh.mesh import Mesh, init_mesh
 from threefold.model import load, weight_loading
-from threefold.model.context_parallel import attention_choice, limits, recurrence, rotary
+from threefold.model.context_parallel import attention_choice, limits, positions, recurrence
 from threefold.model.context_parallel.attention import ContextParallel
 from threefold.model.head import install
 from threefold.model.reduced import reduced
@@ -346,7 +346,7 @@ def test_only_positions_that_may_be_left_out_are_replaced() -> None:
     class GivenPosition(torch.nn.Module):
         def forward(self, states: Any, distance: Any, position_ids: Any) -> None: ...
 
-    found = rotary.numbering(torch.nn.ModuleList([ByItselfPosition(), GivenPosition()]))
+    found = positions.numbering(torch.nn.ModuleList([ByItselfPosition(), GivenPosition()]))
     assert [type(each) for each in found] == [ByItselfPosition]
 
 

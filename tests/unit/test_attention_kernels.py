@@ -19,7 +19,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 from threefold.model.context_parallel import kernels
 from threefold.model.context_parallel.kernels import DocumentLengths
 from threefold.model.context_parallel.local_attention import BatchMasks, attend, lower_right
-from threefold.model.context_parallel.split import local_positions
+from threefold.model.context_parallel.positions import local_positions
 from threefold.plan.families import FAMILIES
 
 HOPPER, BLACKWELL, AMPERE, TURING = (9, 0), (10, 0), (8, 0), (7, 5)

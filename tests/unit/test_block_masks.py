@@ -24,8 +24,7 @@ from transformers.masking_utils import (
 from threefold.data.rows.concat import PADDING
 from threefold.model.context_parallel import flex
 from threefold.model.context_parallel.flex import block_mask, hides_later_keys
-from threefold.model.context_parallel.rotary import starts_of_documents
-from threefold.model.context_parallel.split import local_positions
+from threefold.model.context_parallel.positions import local_positions, starts_of_documents
 
 ROWS, LENGTH = 3, 48
 NO_PADDING = torch.zeros(ROWS, dtype=torch.long)

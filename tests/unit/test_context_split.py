@@ -9,8 +9,12 @@ from hypothesis import strategies as st
 
 from threefold.errors import RunError
 from threefold.mesh.mesh import init_mesh
-from threefold.model.context_parallel.rotary import places_in_documents, text_lengths
-from threefold.model.context_parallel.split import gathered_positions, local_positions
+from threefold.model.context_parallel.positions import (
+    gathered_positions,
+    local_positions,
+    places_in_documents,
+    text_lengths,
+)
 from threefold.run.load_model import load_model
 
 CP = st.integers(1, 8)

@@ -292,7 +292,7 @@ def test_why_is_what_it_does_most_beyond_the_others(
 
 
 def _mesh(store: Any, rank: int, world_size: int) -> Any:
-    return SimpleNamespace(store=store, rank=rank, world_size=world_size)
+    return SimpleNamespace(store=store, rank=rank, world_size=world_size, host=f"host-{rank}")
 
 
 def _never(lag: Lag) -> None:
@@ -331,7 +331,7 @@ def test_ranks_tell_their_time_and_what_was_counted_meanwhile() -> None:
             )
         assert ranks[1].find(step, STEP_S) == {}
         metrics.append(ranks[0].find(step, STEP_S))
-    assert [(lag.rank, lag.step) for lag in found] == [(1, 25)]
+    assert [(lag.rank, lag.host, lag.step) for lag in found] == [(1, "host-1", 25)]
     assert found[0].own["throttled_s"] == pytest.approx(0.6)
     assert "quota of CPU time throttles it for 60%" in found[0].text()
     assert metrics[0] == {"slowest_rank": 1, "slowest_share": pytest.approx(0.6)}

@@ -28,8 +28,7 @@ from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh, join_mesh
 from threefold.mesh.topology import Topology
 from threefold.model import load, lora
-from threefold.model.context_parallel.split import heads_of
-from threefold.model.layer_kinds import leading_layers
+from threefold.model.layer_kinds import heads_of, leading_layers
 from threefold.model.reduced import reduced, shallow
 from threefold.plan import choices
 

@@ -21,7 +21,7 @@ from threefold.errors import ConfigError
 from threefold.model import noise
 from threefold.model.build import resolved_on
 from threefold.model.collectives import local_part
-from threefold.model.context_parallel.split import local_positions
+from threefold.model.context_parallel.positions import local_positions
 from threefold.model.data_parallel import reshard
 from threefold.model.head import below_head
 from threefold.model.model import Model

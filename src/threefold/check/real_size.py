@@ -28,7 +28,7 @@ from threefold.data.rows.concat import IGNORED
 from threefold.mesh.mesh import Mesh
 from threefold.mesh.topology import Topology
 from threefold.model.build import build
-from threefold.model.context_parallel.split import local_positions
+from threefold.model.context_parallel.positions import local_positions
 from threefold.model.layer_kinds import common_number
 from threefold.model.load import layers_of, outline
 from threefold.model.reduced import reduced, shallow

@@ -73,6 +73,7 @@ class Mesh:
         local_world_size: ranks on this machine.
         host_leader: the lowest rank on this machine.
         num_hosts: number of machines, if known.
+        host: name of this machine, as its launcher or the system has it.
         groups: process groups of `dp`, `cp` and `loss` that have more than one member.
         store: the rendezvous store, or None in a single process.
         timeout_s: longest wait in a collective.
@@ -91,6 +92,7 @@ class Mesh:
     num_hosts: int = 1
     store: dist.Store | None = None
     timeout_s: float = 600.0
+    host: str = ""
     losses: list[Any] = field(default_factory=list, repr=False, compare=False)
     routers: list[Any] = field(default_factory=list, repr=False, compare=False)
     exchange: Exchange = field(init=False, repr=False, compare=False)
@@ -353,7 +355,10 @@ def init_mesh(
     info = environment.current()
     if dist.is_initialized() and dist.get_world_size() != info.world_size:
         info = environment.LaunchInfo(
-            rank=dist.get_rank(), world_size=dist.get_world_size(), launcher="process group"
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            launcher="process group",
+            host=info.host,
         )
     try:
         topology, _ = resolve(asked, launched_world_size=info.world_size)
@@ -412,7 +417,7 @@ def join_mesh(
     global _active
     own_device = pick_device(device, 0 if info.own_device else info.local_rank)
     if topology.world_size == 1 and (not dist.is_initialized() or dist.get_backend() == _ALONE):
-        _active = Mesh(topology, 0, own_device)
+        _active = Mesh(topology, 0, own_device, host=info.host)
         return _active
     if own_device.type == "cuda":
         torch.cuda.set_device(own_device)
@@ -454,6 +459,7 @@ def join_mesh(
         len(set(hosts)) or 1,
         store,
         timeout_s,
+        info.host,
     )
     return _active
 

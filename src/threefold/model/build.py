@@ -33,10 +33,10 @@ from threefold.model import (
 from threefold.model.activation_offload import HostActivations
 from threefold.model.context_parallel import attention_choice, kernels
 from threefold.model.context_parallel.attention import ContextParallel
-from threefold.model.context_parallel.split import heads_of
 from threefold.model.exact import limits
 from threefold.model.gradient_sums import FloatSums
 from threefold.model.head_gradient import is_product
+from threefold.model.layer_kinds import heads_of
 from threefold.model.model import Model
 from threefold.model.tensor_parallel.plan import TensorParallelism, split_over_tp
 from threefold.model.weight_check import Stored, Weights, is_adapter, stored_in_files

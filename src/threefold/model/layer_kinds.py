@@ -77,6 +77,16 @@ def common_number(config: PretrainedConfig, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
+def heads_of(config: PretrainedConfig) -> tuple[int, int] | None:
+    """Attention heads, and heads of keys and values; None where they are not known."""
+    text = config.get_text_config()
+    heads = common_number(text, "num_attention_heads")
+    if heads is None:
+        return None
+    shared = getattr(text, "multi_query", False)
+    return heads, 1 if shared else common_number(text, "num_key_value_heads") or heads
+
+
 def is_each_layer(name: str, value: Any) -> bool:
     """Whether a list can have an entry a layer, by its name."""
     return isinstance(value, list) and bool(_EACH_LAYER.search(name))

@@ -29,8 +29,7 @@ from threefold.errors import ConfigError, RunError, check_argument
 from threefold.mesh.mesh import Mesh
 from threefold.model.collectives import join, sum_over_all
 from threefold.model.context_parallel.attention import ContextParallel
-from threefold.model.context_parallel.rotary import places_in_documents
-from threefold.model.context_parallel.split import gathered_positions
+from threefold.model.context_parallel.positions import gathered_positions, places_in_documents
 from threefold.model.data_parallel import replicate, reshard
 from threefold.model.gradient_sums import FloatSums, GradientSums
 from threefold.model.head import Outputs, below_head, longest_row

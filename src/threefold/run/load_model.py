@@ -25,7 +25,7 @@ from threefold.model import data_parallel, load, noise
 from threefold.model import lora as adapters
 from threefold.model.build import build
 from threefold.model.context_parallel import limits
-from threefold.model.context_parallel.split import split_problems
+from threefold.model.context_parallel.limits import split_problems
 from threefold.model.model import Model, check_model
 from threefold.model.tensor_parallel.plan import plan_problems
 from threefold.model.user_module import on_mesh

@@ -19,7 +19,7 @@ from threefold.mesh.topology import Topology
 from threefold.model import data_parallel, float8, load, lora
 from threefold.model.context_parallel import flex
 from threefold.model.context_parallel import limits as cp_limits
-from threefold.model.context_parallel.split import split_problems
+from threefold.model.context_parallel.limits import split_problems
 from threefold.model.exact import limits as exact_limits
 from threefold.model.head import longest_row
 from threefold.model.tensor_parallel.plan import expert_problems, plan_problems

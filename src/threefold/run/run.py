@@ -523,7 +523,7 @@ class Run:
         self.watch.mesh = self.mesh
         if (store := self.mesh.store) is not None:
             # A mesh may serve several runs in turn.
-            hosts = self.mesh.decide("hosts", environment.current().host, list)
+            hosts = self.mesh.decide("hosts", self.mesh.host, list)
             number = self.mesh.share("watch", lambda: store.add("threefold/watches", 1))
             self.watch.begin(dist.PrefixStore(f"run-{number}", store), hosts)
 

@@ -19,7 +19,6 @@ from threefold.data.rows.concat import Rows
 from threefold.data.rows.known_rows import SourceRows, block_text, digests_of, parts_of
 from threefold.data.store.blocks import Blocks
 from threefold.errors import DataError, ranks_text
-from threefold.mesh import environment
 from threefold.mesh.mesh import Mesh
 from threefold.run.folder import RunFolder
 
@@ -43,7 +42,7 @@ def of_one_copy(open_rows: Callable[[], Rows], keys: Sequence[str], mesh: Mesh) 
         opened.append(rows := open_rows())
         digests = list(digests_of(rows).values())
         return {
-            "host": environment.current().host,
+            "host": mesh.host,
             "rows": rows.fingerprint,
             "digests": digests,
         }

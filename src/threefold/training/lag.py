@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from threefold.mesh import environment
 from threefold.training.progress import OwnTime
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ class Slowest:
         notice: called on rank 0 with each rank that stays the slowest, once.
         """
         self._store = mesh.store if mesh.world_size > 1 else None
-        self._rank, self._host = mesh.rank, environment.current().host
+        self._rank, self._host = mesh.rank, mesh.host
         self._ranks = range(mesh.world_size)
         self._lags, self._notice = Lags(), notice
         self._logged, self._found = 0, dict[str, Any]()

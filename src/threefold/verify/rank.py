@@ -39,7 +39,7 @@ from threefold.mesh.topology import Topology
 from threefold.model import load
 from threefold.model.build import build
 from threefold.model.collectives import gather_parts, local_part
-from threefold.model.context_parallel.split import gathered_positions
+from threefold.model.context_parallel.positions import gathered_positions
 from threefold.model.load import layers_of
 from threefold.model.model import Model
 from threefold.optim.build import build_optimizer

@@ -29,8 +29,10 @@ from threefold.mesh.mesh import Mesh, active_mesh
 from threefold.model import head
 from threefold.model.context_parallel import limits
 from threefold.model.context_parallel.attention import ContextParallel
-from threefold.model.context_parallel.split import gathered_positions, heads_of, split_problems
+from threefold.model.context_parallel.limits import split_problems
+from threefold.model.context_parallel.positions import gathered_positions
 from threefold.model.head import first_position, longest_row
+from threefold.model.layer_kinds import heads_of
 from threefold.model.model import Model
 from threefold.plan import choices
 

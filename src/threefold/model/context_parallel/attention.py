@@ -1,9 +1,10 @@
 """The cp axis of one model: its batches are split, and each attention sees the keys of the whole row.
 
-A batch of rows [batch, sequence] becomes [batch, sequence / cp] on each cp rank (`split.py`). Everything that depends
-on the position of a token (positions, masks, documents) is computed from true positions in the row: before the split,
-or after it in `BatchMasks`. The method `gather` brings the keys and values of the entire row to every rank's queries,
-`ulysses` brings entire rows of some heads to every rank; `model/collectives.py` sends them, and their gradients back.
+A batch of rows [batch, sequence] becomes [batch, sequence / cp] on each cp rank (`positions.py`). Everything that
+depends on the position of a token (positions, masks, documents) is computed from true positions in the row: before the
+split, or after it in `BatchMasks`. The method `gather` brings the keys and values of the entire row to every rank's
+queries, `ulysses` brings entire rows of some heads to every rank; `model/collectives.py` sends them, and their
+gradients back.
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ from threefold.model.context_parallel.local_attention import (
     Mask,
     attend,
 )
+from threefold.model.context_parallel.positions import (
+    follow_lengths,
+    local_positions,
+    number_tokens,
+    text_lengths,
+)
 from threefold.model.context_parallel.recurrence import DocumentRows, keep_documents_apart
-from threefold.model.context_parallel.rotary import follow_lengths, number_tokens, text_lengths
-from threefold.model.context_parallel.split import local_positions
 
 _instance_numbers = itertools.count()
 

@@ -21,7 +21,7 @@ from transformers.masking_utils import and_masks, causal_mask_function
 
 from threefold.errors import Problem
 from threefold.model.context_parallel.attention_choice import drops_weights
-from threefold.model.context_parallel.rotary import starts_of_documents
+from threefold.model.context_parallel.positions import starts_of_documents
 from threefold.plan import choices
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

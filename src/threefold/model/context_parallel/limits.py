@@ -1,7 +1,7 @@
 """Limits of an architecture, read from its modules: before anything is computed, and before the first collective.
 
-The model has no storage yet. Anything that is not refused is corrected where it is computed (`backend`,
-`recurrence`, `rotary`), or caught by the probes of an admission.
+The model has no storage yet. Anything that is not refused is corrected where it is computed (`attention`,
+`recurrence`, `positions`), or caught by the probes of an admission.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from types import CodeType
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel, masking_utils
+from transformers import PretrainedConfig, PreTrainedModel, masking_utils
 
 from threefold.errors import Problem
 from threefold.mesh.topology import Topology
 from threefold.model.context_parallel import attention_choice
+from threefold.model.context_parallel.positions import shares_numbers
 from threefold.model.context_parallel.recurrence import carriers
-from threefold.model.context_parallel.rotary import shares_numbers
+from threefold.model.layer_kinds import heads_of
+from threefold.plan.choices import heads_divide
 
+# Layers that carry a state along the sequence, which neither method keeps.
+_RECURRENT = ("mamba", "rwkv", "linear_attention", "recurrent", "xlstm", "conv", "hybrid")
 _MASKS = {name for name in vars(masking_utils) if "mask" in name.lower()}
 _ALONE = "--mesh.cp 1   (use mesh.dp or mesh.dp_shard instead)"
 _WHOLE_ROWS = "--data.document_mask false"
@@ -48,6 +52,43 @@ def direction_problems(model: Any, *, pretrained: bool) -> list[Problem]:
                 "a causal language model: these weights were trained to see both sides of a token",
                 f"use a causal model; to continue training this one as causal: {key} in config.json",
             )
+        ]
+    return []
+
+
+def split_problems(
+    method: str, config: PretrainedConfig, topology: Topology, model: Any = None
+) -> list[Problem]:
+    """Why this architecture's sequences cannot be split as asked; empty if they can.
+
+    Args:
+        model: of this config, without storage; its modules say more than its config does.
+    """
+    if topology.cp == 1:
+        return []
+    text = config.get_text_config()
+    kinds = [
+        *(getattr(text, "layer_types", None) or ()),
+        *(getattr(text, "layers_block_type", None) or ()),
+    ]
+    carried = sorted(
+        {
+            kind
+            for kind in (config.model_type, *kinds)
+            if any(word in kind for word in _RECURRENT)
+        }
+    )
+    if carried:
+        what = f"mesh.cp = {topology.cp}, but {config.model_type!r} has recurrent layers ({', '.join(carried)})"
+        expected = "attention layers only: a recurrent state runs along the whole sequence"
+        return [Problem(what, expected, "--mesh.cp 1   (use mesh.dp or mesh.tp instead)")]
+    if model is not None and (problems := cp_problems(model, topology)):
+        return problems
+    if method == "ulysses" and not heads_divide(heads_of(config), topology):
+        what = f"mesh.cp_method = ulysses, but the heads of a tp rank do not divide by mesh.cp ({topology.cp})"
+        expected = "attention heads and key-value heads that are multiples of mesh.tp x mesh.cp"
+        return [
+            Problem(what, expected, "--mesh.cp_method gather   (works for any number of heads)")
         ]
     return []
 

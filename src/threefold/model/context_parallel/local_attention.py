@@ -25,7 +25,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 from threefold.errors import ConfigError
 from threefold.model.context_parallel.flex import attend_blocks, block_mask
 from threefold.model.context_parallel.kernels import DocumentLengths, attend_lengths
-from threefold.model.context_parallel.rotary import starts_of_documents
+from threefold.model.context_parallel.positions import starts_of_documents
 
 # For the head half and the tail half of the queries: (the range of the keys that they see; their mask, None if causal).
 HalvedMask: TypeAlias = tuple[tuple[slice, Tensor | None], ...]

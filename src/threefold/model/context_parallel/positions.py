@@ -1,9 +1,11 @@
-"""Positions and lengths of a token's own row or document, for architectures that would take those of the tensor.
+"""Positions of tokens: of those of a row that a cp rank holds, and in their own row or document.
 
-A tensor can be a part of a row, or hold several rows and documents. Embeddings that number the tokens of the tensor at
-hand (bart) are given true positions. Rotary embeddings that depend on a text's length (longrope) take the largest
-position of the tensor, so one long document would change the factors of all: both sets of factors are computed, and
-each token takes the one that its document alone would give it.
+A row becomes [sequence / cp] on each cp rank: its head chunk and its tail chunk of 2 x cp equal ones, so that causal
+work is balanced. So a tensor can be a part of a row, or hold several rows and documents, for architectures that would
+take the positions and lengths of the tensor. Embeddings that number the tokens of the tensor at hand (bart) are given
+true positions. Rotary embeddings that depend on a text's length (longrope) take the largest position of the tensor, so
+one long document would change the factors of all: both sets of factors are computed, and each token takes the one that
+its document alone would give it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,28 @@ from torch import Tensor, nn
 _LONG = "longrope"
 # Their result is laid out for one numbering that all rows share.
 _SHARED = ("RoFormerSinusoidalPositionalEmbedding",)
+
+
+def local_positions(sequence: int, *, cp_size: int, cp_rank: int) -> Tensor:
+    """True positions in the row of the tokens that a cp rank holds, in the order in which it holds them.
+
+    Args:
+        sequence: length of the entire row, a multiple of 2 x cp_size (any length if cp_size is 1).
+
+    Returns:
+        int64 [sequence / cp_size]: chunk cp_rank, then chunk 2 x cp_size - 1 - cp_rank.
+    """
+    if cp_size == 1:
+        return torch.arange(sequence)
+    chunks = torch.arange(sequence).chunk(2 * cp_size)
+    return torch.cat([chunks[cp_rank], chunks[2 * cp_size - 1 - cp_rank]])
+
+
+def gathered_positions(sequence: int, *, cp_size: int) -> Tensor:
+    """True positions in the row of the tokens of all cp ranks, in rank order; int64 [sequence]."""
+    return torch.cat(
+        [local_positions(sequence, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)]
+    )
 
 
 def text_lengths(positions: Tensor, documents: Tensor | None) -> Tensor:

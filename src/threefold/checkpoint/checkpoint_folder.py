@@ -115,6 +115,11 @@ class Checkpoint:
             raise self._unreadable(f"{strange[0]!r} is not a file of a checkpoint")
         return seals
 
+    def refuse_damage(self) -> None:
+        """CheckpointError if its bytes are not those that were written."""
+        if (reason := self.damage()) is not None:
+            raise damaged(self, reason)
+
     def damage(self, *, share: tuple[int, int] = (0, 1)) -> str | None:
         """Returns the damage of the checkpoint, or None.
 

@@ -35,7 +35,7 @@ def command(
 
     One process reads the newest checkpoint, or the one that is named, and samples with a fixed seed.
     """
-    from threefold.checkpoint.checkpoint_folder import damaged, find
+    from threefold.checkpoint.checkpoint_folder import find
     from threefold.commands.arguments import load_config
     from threefold.config.paths import run_and_checkpoint
     from threefold.run.process import quieten_libraries
@@ -46,8 +46,7 @@ def command(
     folder, _ = run_and_checkpoint(place)
     config = load_config([str(folder / "config.yaml")]).config
     checkpoint = find(place)
-    if (reason := checkpoint.damage()) is not None:
-        raise damaged(checkpoint, reason)
+    checkpoint.refuse_damage()
     tokenizer = tokenizer_of(config)
     if chat:
         if as_json:

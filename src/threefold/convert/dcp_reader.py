@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -56,11 +56,7 @@ def open_dcp(folder: Path) -> Foreign:
     Raises:
         CheckpointError: there is none, it cannot be read, or its `.metadata` names something that DCP does not.
     """
-    places = (
-        [folder]
-        if _is_dcp(folder)
-        else sorted(place for place in _folders(folder) if _is_dcp(place))
-    )
+    places = [folder] if _is_dcp(folder) else sorted(filter(_is_dcp, folder.glob("*/")))
     if not places:
         raise CheckpointError(
             f"{folder} has no checkpoint of torch.distributed.checkpoint",
@@ -76,12 +72,6 @@ def open_dcp(folder: Path) -> Foreign:
 
 def _is_dcp(folder: Path) -> bool:
     return (folder / METADATA).exists() or any(folder.glob("*.safetensors"))
-
-
-def _folders(folder: Path) -> Iterator[Path]:
-    return (
-        (place for place in folder.iterdir() if place.is_dir()) if folder.is_dir() else iter(())
-    )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from threefold.checkpoint import state as run_state
-from threefold.checkpoint.checkpoint_folder import Checkpoint, damaged
+from threefold.checkpoint.checkpoint_folder import Checkpoint
 from threefold.checkpoint.tensors import TYPE_NAMES, bytes_of
 from threefold.errors import CheckpointError
 from threefold.export.model_folder import described
@@ -61,8 +61,7 @@ def hash_of_checkpoint(
     Raises:
         CheckpointError: its bytes are not those that were written, or it cannot be read.
     """
-    if (reason := checkpoint.damage()) is not None:
-        raise damaged(checkpoint, reason)
+    checkpoint.refuse_damage()
     index = run_state.index_of(checkpoint, ema=ema)
     config, architecture = described(checkpoint, trust_remote_code)
     if config.model.lora.r:

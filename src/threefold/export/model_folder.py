@@ -25,7 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from threefold.check.compare import SAME_LOGITS, compare_tensors
 from threefold.checkpoint import state as run_state
-from threefold.checkpoint.checkpoint_folder import Checkpoint, damaged, find
+from threefold.checkpoint.checkpoint_folder import Checkpoint, find
 from threefold.checkpoint.manifest import (
     read_architecture,
     read_manifest,
@@ -100,8 +100,7 @@ def export(
     _refuse_filled(to)
     transformers.utils.logging.disable_progress_bar()
     checkpoint = find(run)
-    if (reason := checkpoint.damage()) is not None:
-        raise damaged(checkpoint, reason)
+    checkpoint.refuse_damage()
     config, architecture = described(checkpoint, trust_remote_code)
     if adapter and not config.model.lora.r:
         raise ConfigError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,7 +44,7 @@ from threefold.plan.choices import GIVEN, Resolved, fused_loss, resolve
 if TYPE_CHECKING:
     from threefold.model.working_copy import WorkingCopy
 
-Choices = Sequence[tuple[str, str]]
+Choices = list[tuple[str, str]]
 
 
 def build(
@@ -109,7 +108,7 @@ def arranged(
     tensor, split_choices = _split(model, config, mesh, resolved)
     context.note_split_heads(model, tensor.given_in_parts)
     if config.train.float8 != "none":
-        split_choices = [*split_choices, float8.convert(model, config.train.float8)]
+        split_choices.append(float8.convert(model, config.train.float8))
     if config.train.activation_checkpointing != "none":
         _checkpoint_layers(model, config.train.activation_checkpointing, mesh)
     if resolved.compiled.value:
@@ -117,13 +116,10 @@ def arranged(
         around = recomputed == "offload" or (recomputed == "full" and mesh.size("tp") > 1)
         left_out = compiled.waiting_layers(model, dtype=dtype, device=mesh.device.type)
         compiled.compile_layers(model, recomputed_around=around, left_out=left_out)
-        split_choices = [*split_choices, ("compiled layers", resolved.compiled.why)]
+        split_choices.append(("compiled layers", resolved.compiled.why))
         if left_out:
             why = "compiled, experts in float32 would wait for the device; --model.dtype bfloat16 compiles them"
-            split_choices = [
-                *split_choices,
-                (f"layers that are not compiled: {len(left_out)}", why),
-            ]
+            split_choices.append((f"layers that are not compiled: {len(left_out)}", why))
     loss_choices = _install_head(model, config, tensor, mesh)
     offload = config.mesh.cpu_offload
     sharing = [data_parallel.gathering(model, mesh, config, dtype)]
@@ -135,10 +131,9 @@ def arranged(
             model, mesh, dtype=dtype, cpu_offload=offload, kept=whole, exact=asked, ends=True
         )
         if config.train.float8 != "none" and mesh.size("fsdp") > 1:
-            split_choices = [
-                *split_choices,
-                float8.gather_in_8_bits(model, mesh, config.train.float8, offloaded=offload),
-            ]
+            split_choices.append(
+                float8.gather_in_8_bits(model, mesh, config.train.float8, offloaded=offload)
+            )
     working = None
     if kind == "none" and dtype != torch.float32:
         working = _working_copy(model, dtype, kept)

@@ -31,7 +31,7 @@ def drawn(topology: Topology, now: Mapping[int, str]) -> Html:
     for dp_rank in range(topology.dp):
         left = dp_rank % across * block_w
         top = dp_rank // across * block_h
-        cells = [_label(left + 2, top + 14, _name(topology, dp_rank))]
+        cells = [tag("text", _name(topology, dp_rank), x=left + 2, y=top + 14, class_="axis")]
         for inside in range(topology.cp * topology.tp):
             cp, tp = divmod(inside, topology.tp)
             rank = dp_rank * topology.cp * topology.tp + inside
@@ -62,18 +62,10 @@ def _name(topology: Topology, dp_rank: int) -> str:
     return f"dp {dp_rank}"
 
 
-def _label(x: int, y: int, text: str) -> Html:
-    return tag("text", text, x=x, y=y, class_="axis")
-
-
 def _cell(rank: int, x: int, y: int, size: tuple[int, int], phase: str | None) -> Html:
     side, high = size
     title = tag("title", f"rank {rank}: {phase}" if phase else f"rank {rank}")
     box = tag("rect", title, x=x, y=y, width=side - 2, height=high - 2, rx=3)
     named = [tag("text", rank, x=x + side // 2 - 1, y=y + high // 2 + 4)] if side > 20 else []
-    return tag("g", box, *named, class_=f"rank {_colour(phase)}")
-
-
-def _colour(phase: str | None) -> str:
-    """Whether it computes, waits for data or others, or does something else."""
-    return _KINDS.get(phase, "other") if phase else ""
+    kind = _KINDS.get(phase, "other") if phase else ""
+    return tag("g", box, *named, class_=f"rank {kind}")

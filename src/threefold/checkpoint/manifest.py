@@ -151,15 +151,23 @@ def refuse_other(
         else ()
     ):
         if lora[key] != trained[key]:
-            what = f"{at} was made with model.lora.{key} = {trained[key]}, not {lora[key]}"
-            expected = (
-                "the adapters of the run: others would not fit, or would mean something else"
+            problems.append(
+                to_set(
+                    f"{at} was made with model.lora.{key} = {trained[key]}, not {lora[key]}",
+                    "the adapters of the run: others would not fit, or would mean something else",
+                    f"model.lora.{key}",
+                    trained[key],
+                )
             )
-            problems.append(to_set(what, expected, f"model.lora.{key}", trained[key]))
     if seed != config.train.seed:
-        what = f"{at} was made with train.seed = {seed}, not {config.train.seed}"
-        expected = "the seed of the run, so that it continues as if it had not stopped"
-        problems.append(to_set(what, expected, "train.seed", seed))
+        problems.append(
+            to_set(
+                f"{at} was made with train.seed = {seed}, not {config.train.seed}",
+                "the seed of the run, so that it continues as if it had not stopped",
+                "train.seed",
+                seed,
+            )
+        )
     if problems:
         raise CheckpointError.of(problems)
 

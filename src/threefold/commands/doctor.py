@@ -188,9 +188,14 @@ def _memory(
                 what + (f"; {free / 2**30:.2f} are free" if free is not None else ""),
             )
         ]
-    expected = f"at most the {free / 2**30:.2f} GiB that are free for a rank"
-    fix = "--train.micro_batch 1, --train.activation_checkpointing full, or another mesh: threefold plan"
-    return [warning("memory of a step", what, expected, fix)]
+    return [
+        warning(
+            "memory of a step",
+            what,
+            f"at most the {free / 2**30:.2f} GiB that are free for a rank",
+            "--train.micro_batch 1, --train.activation_checkpointing full, or another mesh: threefold plan",
+        )
+    ]
 
 
 def _refused(error: ThreefoldError, findings: Sequence[Finding], facts: dict[str, Any]) -> int:

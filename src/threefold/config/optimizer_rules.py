@@ -25,8 +25,12 @@ def of_optimizer(config: Config) -> Iterator[Problem]:
     yield from _of_name(asked)
     for number, beta in enumerate(asked.betas):
         if not 0 <= beta < 1:
-            what = f"optimizer.betas[{number}] = {beta} is not a decay"
-            yield to_set(what, "0 <= beta < 1", "optimizer.betas", [0.9, 0.95])
+            yield to_set(
+                f"optimizer.betas[{number}] = {beta} is not a decay",
+                "0 <= beta < 1",
+                "optimizer.betas",
+                [0.9, 0.95],
+            )
     lr, why = peak_rate(config)
     if asked.min_lr > lr:
         automatic = f" (auto: {why})" if asked.lr == "auto" else ""
@@ -57,8 +61,11 @@ def _of_name(asked: OptimizerConfig) -> Iterator[Problem]:
         value = getattr(asked, key)
         if value != getattr(defaults, key) and row is not None and not row.has_betas:
             what = f"optimizer.{key} = {as_yaml(value)} has no effect on optimizer.name = {asked.name}"
-            expected = f"one of {', '.join(_WITH_BETAS)}, or another optimizer that has {key}"
-            yield Problem(what, expected, f"leave optimizer.{key} out")
+            yield Problem(
+                what,
+                f"one of {', '.join(_WITH_BETAS)}, or another optimizer that has {key}",
+                f"leave optimizer.{key} out",
+            )
     yield from _of_moments(asked)
     for key in _OWN_KEYS:
         if key in asked.options and (row is None or key not in row.options):
@@ -76,9 +83,12 @@ def _of_moments(asked: OptimizerConfig) -> Iterator[Problem]:
         return
     if asked.name != "adamw" or asked.options:
         with_options = " with optimizer.options" if asked.name == "adamw" else ""
-        what = f"optimizer.moments = {asked.moments} with optimizer.name = {asked.name}{with_options}"
-        expected = "adamw without further options, whose moments are known"
-        yield to_set(what, expected, "optimizer.moments", "float32")
+        yield to_set(
+            f"optimizer.moments = {asked.moments} with optimizer.name = {asked.name}{with_options}",
+            "adamw without further options, whose moments are known",
+            "optimizer.moments",
+            "float32",
+        )
     if asked.betas[1] > _SLOWEST_IN_BFLOAT16:
         what = (
             f"optimizer.moments = {asked.moments} with optimizer.betas = {as_yaml(asked.betas)}"
@@ -122,9 +132,11 @@ def _of_schedule(config: Config) -> Iterator[Problem]:
             else "--optimizer.schedule constant",
         )
     if asked.min_lr and asked.schedule == "inverse_sqrt":
-        what = f"optimizer.min_lr = {asked.min_lr} has no effect with optimizer.schedule = {asked.schedule}"
-        expected = "a schedule that ends at a lowest rate: linear, cosine, wsd"
-        yield Problem(what, expected, "leave optimizer.min_lr out")
+        yield Problem(
+            f"optimizer.min_lr = {asked.min_lr} has no effect with optimizer.schedule = {asked.schedule}",
+            "a schedule that ends at a lowest rate: linear, cosine, wsd",
+            "leave optimizer.min_lr out",
+        )
 
 
 def _of_groups(asked: OptimizerConfig) -> Iterator[Problem]:
@@ -133,11 +145,17 @@ def _of_groups(asked: OptimizerConfig) -> Iterator[Problem]:
         try:
             re.compile(group.match)
         except re.error as error:
-            what = f"{at}.match = {as_yaml(group.match)} is not a regular expression: {error}"
-            yield to_set(what, "one that Python's re accepts", *GROUPS_FIX)
+            yield to_set(
+                f"{at}.match = {as_yaml(group.match)} is not a regular expression: {error}",
+                "one that Python's re accepts",
+                *GROUPS_FIX,
+            )
         if group.lr is None and group.weight_decay is None:
-            what = f"{at} has neither lr nor weight_decay: it changes nothing"
-            yield to_set(what, "what differs for these parameters", *GROUPS_FIX)
+            yield to_set(
+                f"{at} has neither lr nor weight_decay: it changes nothing",
+                "what differs for these parameters",
+                *GROUPS_FIX,
+            )
         if group.name is not None and not re.fullmatch(r"[A-Za-z0-9_.-]+", group.name):
             yield Problem(
                 f"{at}.name = {as_yaml(group.name)}",

@@ -53,12 +53,17 @@ def contradictions(config: Config) -> Iterator[Problem]:
         lacking = (
             "model.name_or_path" if config.model.name_or_path is None else "data.tokenizer"
         )
-        what = f"data.allow_other_tokenizer = true has no effect without {lacking}"
-        expected = "pretrained weights, and a tokenizer other than their own"
-        yield Problem(what, expected, "leave data.allow_other_tokenizer out")
+        yield Problem(
+            f"data.allow_other_tokenizer = true has no effect without {lacking}",
+            "pretrained weights, and a tokenizer other than their own",
+            "leave data.allow_other_tokenizer out",
+        )
     if config.train.steps is not None and config.train.epochs is not None:
-        what = f"train.steps = {config.train.steps} and train.epochs = {config.train.epochs} are both set"
-        yield Problem(what, "one measure of how long to train", "leave one of them out")
+        yield Problem(
+            f"train.steps = {config.train.steps} and train.epochs = {config.train.epochs} are both set",
+            "one measure of how long to train",
+            "leave one of them out",
+        )
     if config.train.epochs is not None and config.train.epochs > _MOST_EPOCHS:
         yield Problem(
             f"train.epochs = {config.train.epochs} is more than {_MOST_EPOCHS:,}",
@@ -66,9 +71,11 @@ def contradictions(config: Config) -> Iterator[Problem]:
             "--train.epochs 3",
         )
     if config.data.num_workers > _MOST_WORKERS:
-        what = f"data.num_workers = {config.data.num_workers} is more than {_MOST_WORKERS}"
-        expected = "processes per rank, which share its host's cores and memory: a few keep a rank busy"
-        yield Problem(what, expected, "--data.num_workers 4")
+        yield Problem(
+            f"data.num_workers = {config.data.num_workers} is more than {_MOST_WORKERS}",
+            "processes per rank, which share its host's cores and memory: a few keep a rank busy",
+            "--data.num_workers 4",
+        )
     held_out = "--data.eval_share 0.01   (or --eval.source FILE_OR_FOLDER"
     if not config.evaluates and config.eval.every and not config.eval.tasks:
         yield Problem(
@@ -94,9 +101,11 @@ def contradictions(config: Config) -> Iterator[Problem]:
         if value != LoraConfig.model_fields[name].default
     ]
     if lora and not config.model.lora.r:
-        what = f"model.lora.{lora[0]} has no effect without model.lora.r"
-        fix = f"--model.lora.r 16   (or leave model.lora.{lora[0]} out)"
-        yield Problem(what, "the rank of the adapters to train", fix)
+        yield Problem(
+            f"model.lora.{lora[0]} has no effect without model.lora.r",
+            "the rank of the adapters to train",
+            f"--model.lora.r 16   (or leave model.lora.{lora[0]} out)",
+        )
     yield from _of_float8(config)
     yield from _of_objective(config)
     yield from _of_lengths(config.data)
@@ -126,10 +135,11 @@ def _of_float8(config: Config) -> Iterator[Problem]:
             f"--train.compile auto   (or {without})",
         )
     if config.model.lora.r:
-        expected = (
-            "trained weights: it would compute gradients of frozen ones that nobody reads"
+        yield Problem(
+            f"{asked} with model.lora.r = {config.model.lora.r}",
+            "trained weights: it would compute gradients of frozen ones that nobody reads",
+            without,
         )
-        yield Problem(f"{asked} with model.lora.r = {config.model.lora.r}", expected, without)
     if config.data.group_by_length:
         yield Problem(
             f"{asked} with data.group_by_length = true",
@@ -186,9 +196,11 @@ def _of_lengths(data: DataConfig) -> Iterator[Problem]:
             "--data.packing none   (or leave data.group_by_length out)",
         )
     if data.mixture is not None:
-        what = "data.group_by_length = true with data.mixture"
-        expected = "one source: batches of similar length would not have the mixture's shares"
-        yield Problem(what, expected, "leave data.group_by_length out")
+        yield Problem(
+            "data.group_by_length = true with data.mixture",
+            "one source: batches of similar length would not have the mixture's shares",
+            "leave data.group_by_length out",
+        )
     if not data.shuffle:
         yield Problem(
             "data.group_by_length = true with data.shuffle = false",
@@ -240,8 +252,11 @@ def _of_profile(config: Config) -> Iterator[Problem]:
             f"{what} ends before it begins", "[first, last], both steps included", fix
         )
     elif last - first >= MOST_TRACED:
-        expected = f"at most {MOST_TRACED} steps: a trace holds every kernel, and takes long to write and to open"
-        yield Problem(f"{what} are {last - first + 1} steps", expected, fix)
+        yield Problem(
+            f"{what} are {last - first + 1} steps",
+            f"at most {MOST_TRACED} steps: a trace holds every kernel, and takes long to write and to open",
+            fix,
+        )
     if config.train.steps is not None and first > config.train.steps:
         yield Problem(
             f"{what} has no effect",

@@ -51,8 +51,12 @@ class StuckError(Exception):
         if self.missing:
             came = f"{ranks_text(self.missing)} did not join"
             fix = f"look at {ranks_text(self.missing)}: is the process running, is its host reachable"
-        what = f"{self.test} of {ranks_text(self.ranks)} did not end in {limit_s:g} s: {came}"
-        return stop("collective", what, "an answer from every rank", fix)
+        return stop(
+            "collective",
+            f"{self.test} of {ranks_text(self.ranks)} did not end in {limit_s:g} s: {came}",
+            "an answer from every rank",
+            fix,
+        )
 
 
 @dataclass(frozen=True)
@@ -169,8 +173,12 @@ def _axis_finding(name: str, timings: Sequence[Timing]) -> Finding:
             f"an all-reduce of {ranks_text(wrong[0])} gave a wrong sum",
             "the sum of what the ranks sent",
         )
-        fix = "take the host or the network card out of the job: it corrupts data"
-        return stop(f"axis {name}", what, sent, fix)
+        return stop(
+            f"axis {name}",
+            what,
+            sent,
+            "take the host or the network card out of the job: it corrupts data",
+        )
     # A group is as fast as its slowest rank saw it.
     slowest = min(timings, key=lambda timing: timing.bytes_per_s)
     text = (
@@ -194,12 +202,15 @@ def _pairs_finding(
         f"median {_rate(median)}"
     )
     fits = not (own_links and len(pairs) >= _FEWEST_JUDGED and rate < _SLOW_SHARE * median)
-    expected = "pairs of about the same speed: a step waits for the slowest"
-    fix = (
+    return judged(
+        "pairs",
+        text,
+        fits,
+        "pairs of about the same speed: a step waits for the slowest",
         "run it again; if it is the same pair, look at the cables, cards and load of its hosts, and place "
-        "tp and cp ranks on one host"
+        "tp and cp ranks on one host",
+        otherwise="warning",
     )
-    return judged("pairs", text, fits, expected, fix, otherwise="warning")
 
 
 def _time_axis(mesh: Mesh, name: str, limit_s: float) -> Timing:

@@ -110,8 +110,9 @@ def judge(probe: Torch) -> list[Finding]:
     """What would keep a run from using torch or the GPUs."""
     if probe.version is None:
         why = f"cannot be imported: {probe.error.strip()}"
-        fix = f"install it as described on {_START}"
-        return [stop("torch", why, "torch 2.11 or newer", fix)]
+        return [
+            stop("torch", why, "torch 2.11 or newer", f"install it as described on {_START}")
+        ]
     fits = _version(probe.version) >= _LEAST_TORCH
     findings = [
         judged(
@@ -140,13 +141,19 @@ def read_summary(text: str) -> tuple[str | None, Version | None]:
 
 def _builds(probe: Torch) -> Iterator[Finding]:
     if probe.rocm is not None:
-        what = f"torch {probe.version} is a build for ROCm {probe.rocm}"
-        fix = "--mesh.device cpu, or a machine with NVIDIA GPUs"
-        yield warning("ROCm", what, "NVIDIA GPUs or CPUs: ROCm is untested", fix)
+        yield warning(
+            "ROCm",
+            f"torch {probe.version} is a build for ROCm {probe.rocm}",
+            "NVIDIA GPUs or CPUs: ROCm is untested",
+            "--mesh.device cpu, or a machine with NVIDIA GPUs",
+        )
     elif probe.cuda is None and probe.installed_gpus:
-        what = f"this machine has {probe.installed_gpus} GPUs, but torch {probe.version} is a build for CPUs"
-        fix = f"pip install torch from the index for your CUDA: {_START}; or --mesh.device cpu"
-        yield stop("CUDA", what, "a build of torch for CUDA", fix)
+        yield stop(
+            "CUDA",
+            f"this machine has {probe.installed_gpus} GPUs, but torch {probe.version} is a build for CPUs",
+            "a build of torch for CUDA",
+            f"pip install torch from the index for your CUDA: {_START}; or --mesh.device cpu",
+        )
     elif probe.cuda is None:
         yield note("CUDA", "none: torch is a build for CPUs, ranks communicate through gloo")
     else:
@@ -158,8 +165,13 @@ def _builds(probe: Torch) -> Iterator[Finding]:
                 what = (
                     _dotted(version) if fits else f"{_dotted(version)} in torch {probe.version}"
                 )
-            fix = f"a newer build of torch, which includes it: {_START}"
-            yield judged(name, what, fits, f"{_dotted(least)} or newer", fix)
+            yield judged(
+                name,
+                what,
+                fits,
+                f"{_dotted(least)} or newer",
+                f"a newer build of torch, which includes it: {_START}",
+            )
 
 
 def _driver(probe: Torch) -> Iterator[Finding]:
@@ -168,17 +180,22 @@ def _driver(probe: Torch) -> Iterator[Finding]:
     if probe.silent:
         return
     if probe.driver is None:
-        what = "no NVIDIA driver was found (nvidia-smi)"
-        expected = f"a driver for CUDA {_dotted(probe.cuda)}, which torch was built with"
-        fix = "install the driver; in a container: docker run --gpus all; without GPUs: --mesh.device cpu"
-        yield warning("driver", what, expected, fix)
+        yield warning(
+            "driver",
+            "no NVIDIA driver was found (nvidia-smi)",
+            f"a driver for CUDA {_dotted(probe.cuda)}, which torch was built with",
+            "install the driver; in a container: docker run --gpus all; without GPUs: --mesh.device cpu",
+        )
         return
     newest = f", supports CUDA up to {_dotted(probe.driver_cuda)}" if probe.driver_cuda else ""
     # Within one major version a newer CUDA runs on an older driver.
     if probe.driver_cuda is not None and probe.driver_cuda[0] < probe.cuda[0]:
-        what = f"{probe.driver}{newest}; torch was built with {_dotted(probe.cuda)}"
-        fix = f"a newer driver, or torch for CUDA {probe.driver_cuda[0]}: {_START}"
-        yield stop("driver", what, f"a driver for CUDA {probe.cuda[0]}", fix)
+        yield stop(
+            "driver",
+            f"{probe.driver}{newest}; torch was built with {_dotted(probe.cuda)}",
+            f"a driver for CUDA {probe.cuda[0]}",
+            f"a newer driver, or torch for CUDA {probe.driver_cuda[0]}: {_START}",
+        )
     else:
         yield ok("driver", f"{probe.driver}{newest}")
     yield from _visible(probe)
@@ -193,13 +210,19 @@ def _visible(probe: Torch) -> Iterator[Finding]:
         else [name for name in probe.visible.split(",") if name.strip() not in ("", "-1")]
     )
     if "802" in probe.trouble and not count:
-        what = "CUDA waits for the fabric of the NVSwitches (error 802)"
-        expected = "a working fabric"
-        fix = "sudo systemctl restart nvidia-fabricmanager, of exactly the driver's version"
-        yield stop("fabric", what, expected, fix)
+        yield stop(
+            "fabric",
+            "CUDA waits for the fabric of the NVSwitches (error 802)",
+            "a working fabric",
+            "sudo systemctl restart nvidia-fabricmanager, of exactly the driver's version",
+        )
     elif probe.trouble and not count and chosen != []:
-        fix = "nvidia-smi, and sudo dmesg | grep -i nvrm; CUDA's libraries must be no newer than the driver"
-        yield stop("GPUs", probe.trouble[:300], "usable CUDA", fix)
+        yield stop(
+            "GPUs",
+            probe.trouble[:300],
+            "usable CUDA",
+            "nvidia-smi, and sudo dmesg | grep -i nvrm; CUDA's libraries must be no newer than the driver",
+        )
     elif installed and count < (installed if chosen is None else len(chosen)):
         hides = (
             "though CUDA_VISIBLE_DEVICES is not set"
@@ -212,8 +235,12 @@ def _visible(probe: Torch) -> Iterator[Finding]:
         )
         if chosen is not None:
             fix = "numbers from 0, or names, of GPUs that nvidia-smi -L lists"
-        expected = f"{installed if chosen is None else len(chosen)}"
-        yield stop("GPUs", f"torch has {count} GPUs, {hides}", expected, fix)
+        yield stop(
+            "GPUs",
+            f"torch has {count} GPUs, {hides}",
+            f"{installed if chosen is None else len(chosen)}",
+            fix,
+        )
     elif installed and not count:
         yield stop(
             "GPUs",
@@ -236,13 +263,22 @@ def _gpu(number: int, gpu: Gpu, architectures: Sequence[str]) -> Finding:
     ]
     runs = any(code[:-1] == own[:-1] and code <= own for code in codes)
     if not runs and not any(name.startswith("compute_") for name in architectures):
-        what = f"{text}; torch has code for {', '.join(architectures) or 'none'}"
-        fix = f"an older or newer build that matches the GPU: {_START}"
-        return stop(f"GPU {number}", what, "a build of torch for this generation of GPUs", fix)
+        return stop(
+            f"GPU {number}",
+            f"{text}; torch has code for {', '.join(architectures) or 'none'}",
+            "a build of torch for this generation of GPUs",
+            f"an older or newer build that matches the GPU: {_START}",
+        )
     free = gpu.free >= _FREE_SHARE * gpu.memory
     alone = "a GPU for this run alone: other processes use its memory"
-    fix = "nvidia-smi lists them; CUDA_VISIBLE_DEVICES can leave this GPU out"
-    return judged(f"GPU {number}", text, free, alone, fix, otherwise="warning")
+    return judged(
+        f"GPU {number}",
+        text,
+        free,
+        alone,
+        "nvidia-smi lists them; CUDA_VISIBLE_DEVICES can leave this GPU out",
+        otherwise="warning",
+    )
 
 
 def _links(links: Mapping[tuple[int, int], str]) -> Finding:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import shutil
 import socket
 import sys
@@ -77,17 +78,25 @@ def _judged(machine: Machine) -> Iterator[Finding]:
         what = f"{size_text(machine.shared_memory)} free in /dev/shm"
         fits = machine.shared_memory >= _LEAST_SHM
         uses = "loader workers and NCCL pass data through it, and a process that finds it full dies with a bus error"
-        fix = "docker run --shm-size=8g, or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm"
-        expected = f"{size_text(_LEAST_SHM)}: {uses}"
-        yield judged("shared memory", what, fits, expected, fix, otherwise="warning")
+        yield judged(
+            "shared memory",
+            what,
+            fits,
+            f"{size_text(_LEAST_SHM)}: {uses}",
+            "docker run --shm-size=8g, or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm",
+            otherwise="warning",
+        )
     if machine.open_files is not None:
         what = f"{machine.open_files} per process"
         fits = machine.open_files >= _LEAST_FILES
-        expected = (
-            f"{_LEAST_FILES}: connections and the tensors of loader workers each take one"
+        yield judged(
+            "open files",
+            what,
+            fits,
+            f"{_LEAST_FILES}: connections and the tensors of loader workers each take one",
+            "ulimit -n 65536; docker run --ulimit nofile=65536",
+            otherwise="warning",
         )
-        fix = "ulimit -n 65536; docker run --ulimit nofile=65536"
-        yield judged("open files", what, fits, expected, fix, otherwise="warning")
     for name, free in machine.disks.items():
         level: Level = "warning"
         expected = f"{size_text(_LITTLE_DISK)}: a checkpoint with AdamW's state takes 12 bytes per parameter"
@@ -96,8 +105,14 @@ def _judged(machine: Machine) -> Iterator[Finding]:
             expected = f"at least {size_text(_LEAST_DISK)}: nothing could be saved"
         what = f"{size_text(free)} free for {name}"
         fits = free >= _LITTLE_DISK
-        fix = "free some space, or use another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches"
-        yield judged("disk", what, fits, expected, fix, otherwise=level)
+        yield judged(
+            "disk",
+            what,
+            fits,
+            expected,
+            "free some space, or use another folder: --log.dir for runs, HF_HOME and XDG_CACHE_HOME for caches",
+            otherwise=level,
+        )
     if machine.clock_synchronized is not None:
         yield judged(
             "clock",
@@ -112,15 +127,18 @@ def _judged(machine: Machine) -> Iterator[Finding]:
     for name in _TOKENS:
         yield note("token", f"{name}: {machine.tokens.get(name, 'none')}")
     if machine.tpu is not None:
-        what = f"this machine has a TPU ({machine.tpu})"
-        fix = "--mesh.device cpu to try things out, or a machine with GPUs"
-        yield warning("TPU", what, "GPUs or CPUs: TPUs are not supported yet", fix)
+        yield warning(
+            "TPU",
+            f"this machine has a TPU ({machine.tpu})",
+            "GPUs or CPUs: TPUs are not supported yet",
+            "--mesh.device cpu to try things out, or a machine with GPUs",
+        )
 
 
 def _memory() -> int | None:
     """What this process may use: the machine's memory, or less if its container has a limit."""
     sizes = []
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+    if "SC_PHYS_PAGES" in os.sysconf_names:
         sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = text_of(Path(path))
@@ -129,11 +147,7 @@ def _memory() -> int | None:
     return min(sizes, default=None)
 
 
-def _open_files() -> int | None:
-    if sys.platform == "win32":
-        return None
-    import resource
-
+def _open_files() -> int:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return limit if limit != resource.RLIM_INFINITY else 1 << 30
 

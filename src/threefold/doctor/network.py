@@ -120,10 +120,15 @@ def _infiniband(ports: Sequence[str]) -> list[Finding]:
     findings = []
     for port in ports:
         fits = not (up and "DOWN" in port and port.endswith("InfiniBand"))
-        expected = "all ports up: NCCL shares its work among them"
-        fix = "ibstat; look at its cable and its switch"
         findings.append(
-            note("InfiniBand", port) if fits else warning("InfiniBand", port, expected, fix)
+            note("InfiniBand", port)
+            if fits
+            else warning(
+                "InfiniBand",
+                port,
+                "all ports up: NCCL shares its work among them",
+                "ibstat; look at its cable and its switch",
+            )
         )
     return findings or [note("InfiniBand", "none")]
 
@@ -180,8 +185,12 @@ def _gloo(network: Network, usable: Sequence[Interface], *, several_machines: bo
             "gloo", f"{why}, but this machine has no such interface", _names(usable), hint
         )
     if chosen.loopback and several_machines:
-        what = f"would offer {chosen.address or '127.0.0.1'} to the other machines: {why}"
-        return stop("gloo", what, "an address that they can reach", hint)
+        return stop(
+            "gloo",
+            f"would offer {chosen.address or '127.0.0.1'} to the other machines: {why}",
+            "an address that they can reach",
+            hint,
+        )
     fits = not (chosen.loopback and others)
     return judged(
         "gloo",
@@ -197,9 +206,12 @@ def _nccl(network: Network, usable: Sequence[Interface]) -> Finding:
     chosen, why = nccl_interface(network)
     if chosen is not None:
         return note("NCCL", f"would use {chosen.name} for its sockets: {why}")
-    what = f"{why}, but this machine has no such interface with an address"
-    fix = "NCCL_SOCKET_IFNAME=NAME, the one that the machines share, or unset it"
-    return stop("NCCL", what, _names(usable), fix)
+    return stop(
+        "NCCL",
+        f"{why}, but this machine has no such interface with an address",
+        _names(usable),
+        "NCCL_SOCKET_IFNAME=NAME, the one that the machines share, or unset it",
+    )
 
 
 def _names(interfaces: Sequence[Interface]) -> str:

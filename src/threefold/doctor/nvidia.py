@@ -268,27 +268,44 @@ def _lost(text: str) -> list[str]:
 def _answers(tools: Nvidia) -> Iterator[Finding]:
     smi = tools.smi
     if smi.late or tools.listed.late:
-        expected = "an immediate answer: ranks would wait as long, silently"
-        fix = f"{_LOG}; {_DISMISSED}, or reboot it"
-        yield stop("driver", f"nvidia-smi gave no answer in {LIMIT_S:g} s", expected, fix)
+        yield stop(
+            "driver",
+            f"nvidia-smi gave no answer in {LIMIT_S:g} s",
+            "an immediate answer: ranks would wait as long, silently",
+            f"{_LOG}; {_DISMISSED}, or reboot it",
+        )
     elif "Driver/library version mismatch" in smi.text:
         what = "the driver's libraries were updated, and its kernel module is still the old one (nvidia-smi: mismatch)"
         modules = "nvidia_uvm nvidia_drm nvidia_modeset nvidia"
-        fix = f"reboot, or while nothing uses the GPUs: sudo rmmod {modules}; sudo modprobe nvidia"
-        yield stop("driver", what, "libraries and a kernel module of one version", fix)
+        yield stop(
+            "driver",
+            what,
+            "libraries and a kernel module of one version",
+            f"reboot, or while nothing uses the GPUs: sudo rmmod {modules}; sudo modprobe nvidia",
+        )
     elif smi.code:
         reply = " ".join(smi.text.split())[:200]
-        fix = f"{_LOG}; install or load the driver (sudo modprobe nvidia); in a container: docker run --gpus all"
-        yield stop("driver", f"nvidia-smi failed: {reply}", "a driver that answers", fix)
-    for bus in dict.fromkeys(_lost(smi.text) + _lost(tools.listed.text)):
-        what = f"nvidia-smi cannot talk to the GPU at {bus}"
-        yield stop("GPUs", what, "every GPU of the host", f"{_LOG}; {_DISMISSED}, or reboot it")
-    for (bus, number), count in tools.xids.items():
-        what = f"Xid {number} at PCI {bus}: {_XIDS[number]}" + (
-            f", {count} times" if count > 1 else ""
+        yield stop(
+            "driver",
+            f"nvidia-smi failed: {reply}",
+            "a driver that answers",
+            f"{_LOG}; install or load the driver (sudo modprobe nvidia); in a container: docker run --gpus all",
         )
-        fix = f"{_LOG}; {_DISMISSED}, or reboot it"
-        yield stop("Xid", what, "no such message since the host was started", fix)
+    for bus in dict.fromkeys(_lost(smi.text) + _lost(tools.listed.text)):
+        yield stop(
+            "GPUs",
+            f"nvidia-smi cannot talk to the GPU at {bus}",
+            "every GPU of the host",
+            f"{_LOG}; {_DISMISSED}, or reboot it",
+        )
+    for (bus, number), count in tools.xids.items():
+        yield stop(
+            "Xid",
+            f"Xid {number} at PCI {bus}: {_XIDS[number]}"
+            + (f", {count} times" if count > 1 else ""),
+            "no such message since the host was started",
+            f"{_LOG}; {_DISMISSED}, or reboot it",
+        )
 
 
 def _memory(tools: Nvidia) -> Iterator[Finding]:
@@ -302,32 +319,38 @@ def _memory(tools: Nvidia) -> Iterator[Finding]:
                 f"{_DISMISSED} and replaced",
             )
         elif gpu.uncorrected:
-            what = (
-                f"{at}: {gpu.uncorrected} uncorrectable ECC errors since the driver was loaded"
+            yield stop(
+                name,
+                f"{at}: {gpu.uncorrected} uncorrectable ECC errors since the driver was loaded",
+                "none: a process that hits one dies",
+                f"reset it (sudo nvidia-smi -r -i {number}) or reboot; if they come back, {_DISMISSED}",
             )
-            fix = f"reset it (sudo nvidia-smi -r -i {number}) or reboot; if they come back, {_DISMISSED}"
-            yield stop(name, what, "none: a process that hits one dies", fix)
         elif gpu.remap_pending:
-            what = f"{at}: failed rows wait to be replaced"
-            expected = "none, before a long run"
-            fix = f"reset it while nothing uses it: sudo nvidia-smi -r -i {number}"
-            yield warning(name, what, expected, fix)
+            yield warning(
+                name,
+                f"{at}: failed rows wait to be replaced",
+                "none, before a long run",
+                f"reset it while nothing uses it: sudo nvidia-smi -r -i {number}",
+            )
         elif gpu.recovery not in ("None", "N/A"):
-            what = f"{at}: its driver asks for {gpu.recovery!r}"
-            fix = f"do so while nothing uses it: nvidia-smi -r -i {number}"
-            yield stop(f"GPU {number}", what, "a GPU that needs no recovery", fix)
+            yield stop(
+                f"GPU {number}",
+                f"{at}: its driver asks for {gpu.recovery!r}",
+                "a GPU that needs no recovery",
+                f"do so while nothing uses it: nvidia-smi -r -i {number}",
+            )
         if gpu.mig:
             yield note(
                 f"GPU {number} MIG",
                 "on: a rank gets one part of this GPU, and NCCL cannot connect two parts of one",
             )
         if gpu.fabric not in ("N/A", "Completed, Success"):
-            what = f"{at}: its fabric is not ready ({gpu.fabric})"
-            expected = (
-                "NVSwitch's fabric, which nvidia-fabricmanager builds when the host starts"
+            yield stop(
+                "fabric",
+                f"{at}: its fabric is not ready ({gpu.fabric})",
+                "NVSwitch's fabric, which nvidia-fabricmanager builds when the host starts",
+                "sudo systemctl restart nvidia-fabricmanager, of exactly the driver's version",
             )
-            fix = "sudo systemctl restart nvidia-fabricmanager, of exactly the driver's version"
-            yield stop("fabric", what, expected, fix)
 
 
 def _speed(tools: Nvidia) -> Iterator[Finding]:
@@ -341,15 +364,19 @@ def _speed(tools: Nvidia) -> Iterator[Finding]:
                 "look at fans, air and power of the host; nvidia-smi -q -d PERFORMANCE,TEMPERATURE",
             )
     for number, count in tools.link_errors.items():
-        what = (
-            f"GPU {number}: {count} replayed or recovered transfers since the driver was loaded"
+        yield warning(
+            "NVLink",
+            f"GPU {number}: {count} replayed or recovered transfers since the driver was loaded",
+            "none: each costs time, and many end in Xid 74",
+            f"nvidia-smi nvlink -e; if they grow during a run, {_DISMISSED}",
         )
-        fix = f"nvidia-smi nvlink -e; if they grow during a run, {_DISMISSED}"
-        yield warning("NVLink", what, "none: each costs time, and many end in Xid 74", fix)
     for number, count in tools.inactive_links.items():
-        what = f"GPU {number}: {count} links are inactive"
-        fix = f"nvidia-smi nvlink -s; {_DISMISSED}"
-        yield warning("NVLink", what, "all links active, as on its neighbours", fix)
+        yield warning(
+            "NVLink",
+            f"GPU {number}: {count} links are inactive",
+            "all links active, as on its neighbours",
+            f"nvidia-smi nvlink -s; {_DISMISSED}",
+        )
 
 
 def _equal(tools: Nvidia) -> Iterator[Finding]:

@@ -240,9 +240,14 @@ def _of_links(
     findings = list({finding.what: finding for finding in stuck}.values())
     missing = sorted(set(range(mesh.world_size)) - set(heard))
     if missing:
-        what = f"no result came from {ranks_text(missing)}"
-        fix = "look at the output of that rank and of its host"
-        findings.append(stop("ranks", what, "a result from every rank", fix))
+        findings.append(
+            stop(
+                "ranks",
+                f"no result came from {ranks_text(missing)}",
+                "a result from every rank",
+                "look at the output of that rank and of its host",
+            )
+        )
     measured = {
         rank: collectives.Measured.of(each["measured"])
         for rank, each in heard.items()
@@ -291,10 +296,13 @@ def judge(reports: Sequence[RankReport], topology: Topology) -> list[Finding]:
                 f"{version} on {ranks_text(ranks)}" for version, ranks in by_version.items()
             )
             level = stop if name in _MUST_AGREE else warning
-            expected = "the same everywhere, so that all ranks compute and send the same"
-            fix = "the same environment or image on every machine"
             findings.append(
-                level("versions of the ranks", f"{name}: {versions}", expected, fix)
+                level(
+                    "versions of the ranks",
+                    f"{name}: {versions}",
+                    "the same everywhere, so that all ranks compute and send the same",
+                    "the same environment or image on every machine",
+                )
             )
     findings = findings or [ok("versions of the ranks", "the same on all")]
     first, last = (choose(reports, key=lambda report: report.clock) for choose in (min, max))
@@ -302,11 +310,15 @@ def judge(reports: Sequence[RankReport], topology: Topology) -> list[Finding]:
     close = f"within {max(skew_s, 0.001):.3f} s"
     far = f"{last.host} (rank {last.rank}) is {skew_s:.1f} s ahead of {first.host} (rank {first.rank})"
     fits = skew_s <= _MOST_SKEW_S
-    fix = "start chrony or systemd-timesyncd on both"
-    expected = f"within {_MOST_SKEW_S:g} s: logs of several machines are compared"
-    what = close if fits else far
     findings.append(
-        judged("clocks of the ranks", what, fits, expected, fix, otherwise="warning")
+        judged(
+            "clocks of the ranks",
+            close if fits else far,
+            fits,
+            f"within {_MOST_SKEW_S:g} s: logs of several machines are compared",
+            "start chrony or systemd-timesyncd on both",
+            otherwise="warning",
+        )
     )
     hosts = {report.rank: report.host for report in reports}
     for axis in ("tp", "cp"):

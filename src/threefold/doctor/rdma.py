@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
+import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,10 +68,12 @@ def judge(cards: Rdma, *, gpus: bool) -> list[Finding]:
 def _judged(cards: Rdma) -> Iterator[Finding]:
     names = ", ".join(name for name, _ in cards.devices)
     if cards.locked_memory is not None and cards.locked_memory < _LEAST_LOCKED:
-        what = f"{size_text(cards.locked_memory)} per process, with {names} here"
-        expected = "unlimited: NCCL registers its buffers with the card, which locks them"
-        fix = "ulimit -l unlimited; Slurm: PropagateResourceLimitsExcept=MEMLOCK; docker run --ulimit memlock=-1"
-        yield warning("locked memory", what, expected, fix)
+        yield warning(
+            "locked memory",
+            f"{size_text(cards.locked_memory)} per process, with {names} here",
+            "unlimited: NCCL registers its buffers with the card, which locks them",
+            "ulimit -l unlimited; Slurm: PropagateResourceLimitsExcept=MEMLOCK; docker run --ulimit memlock=-1",
+        )
     if any(driver == "efa" for _, driver in cards.devices):
         if cards.plugin is None:
             yield warning(
@@ -83,15 +85,14 @@ def _judged(cards: Rdma) -> Iterator[Finding]:
         else:
             yield note("EFA", f"{names}, by {cards.plugin}")
     elif not cards.direct:
-        what = f"{names} cannot reach the GPUs' memory: nvidia_peermem is not loaded"
-        expected = "GPUDirect RDMA: otherwise all traffic goes through the host's memory"
-        yield warning("GPUDirect", what, expected, "sudo modprobe nvidia-peermem")
+        yield warning(
+            "GPUDirect",
+            f"{names} cannot reach the GPUs' memory: nvidia_peermem is not loaded",
+            "GPUDirect RDMA: otherwise all traffic goes through the host's memory",
+            "sudo modprobe nvidia-peermem",
+        )
 
 
 def _locked_memory() -> int | None:
-    if sys.platform == "win32":
-        return None
-    import resource
-
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return limit if limit != resource.RLIM_INFINITY else None

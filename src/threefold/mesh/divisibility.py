@@ -60,9 +60,11 @@ def batch_problems(config: Config, topology: Topology) -> Iterator[Problem]:
             f"--data.seq_len {-(-seq_len // unit) * unit}   (or --mesh.sequence_parallel false)",
         )
     elif seq_len % unit:
-        what = f"data.seq_len = {seq_len} cannot be split over {cp} cp ranks"
-        expected = f"a multiple of 2 x mesh.cp ({unit}): each rank takes a chunk of the head and one of the tail"
-        yield Problem(what, expected, f"--data.seq_len {-(-seq_len // unit) * unit}")
+        yield Problem(
+            f"data.seq_len = {seq_len} cannot be split over {cp} cp ranks",
+            f"a multiple of 2 x mesh.cp ({unit}): each rank takes a chunk of the head and one of the tail",
+            f"--data.seq_len {-(-seq_len // unit) * unit}",
+        )
     yield from exact_problems(config, topology)
 
 

@@ -75,14 +75,17 @@ def problems(
             f"pip install 'threefold[torchao]', or {leave_out}",
         )
     if (lacking := _lacking(device)) is not None:
-        expected = "a CUDA device of capability 8.9 or newer (Ada, Hopper, Blackwell)"
-        yield Problem(f"{asked} on {lacking}", expected, leave_out)
-    elif not (layers := choices.compiled(config, choices.Device.here(device))).value:
-        expected = (
-            "compiled layers: casts in kernels of their own take longer than the products save"
+        yield Problem(
+            f"{asked} on {lacking}",
+            "a CUDA device of capability 8.9 or newer (Ada, Hopper, Blackwell)",
+            leave_out,
         )
-        what = f"{asked}, but layers are not compiled: {layers.why}"
-        yield Problem(what, expected, f"pip install triton, or {leave_out}")
+    elif not (layers := choices.compiled(config, choices.Device.here(device))).value:
+        yield Problem(
+            f"{asked}, but layers are not compiled: {layers.why}",
+            "compiled layers: casts in kernels of their own take longer than the products save",
+            f"pip install triton, or {leave_out}",
+        )
     if topology.tp > 1:
         yield Problem(
             f"{asked} with mesh.tp = {topology.tp}",
@@ -103,8 +106,11 @@ def problems(
             * FLOAT8_MULTIPLE
             * topology.cp
         )
-        expected = f"a multiple of {FLOAT8_MULTIPLE}, over which a weight's gradient is summed"
-        yield Problem(what, expected, f"--data.seq_len {rounded}   (or {leave_out})")
+        yield Problem(
+            what,
+            f"a multiple of {FLOAT8_MULTIPLE}, over which a weight's gradient is summed",
+            f"--data.seq_len {rounded}   (or {leave_out})",
+        )
 
 
 def _lacking(device: str) -> str | None:

@@ -71,23 +71,27 @@ def _problems(given: Given, config: Config) -> Iterator[Problem]:
     for each in given.callbacks:
         yield from _callback_problems(each)
     if given.loss is not None and not callable(given.loss):
-        what = f"loss = {given.loss!r}"
-        expected = "a function of outputs and batch that returns a sum and a count"
-        yield Problem(what, expected, "loss=None")
+        yield Problem(
+            f"loss = {given.loss!r}",
+            "a function of outputs and batch that returns a sum and a count",
+            "loss=None",
+        )
     if given.loss_on not in ("logits", "hidden_states"):
-        what = f"loss_on = {given.loss_on!r}"
-        yield Problem(what, "logits or hidden_states", "leave it out")
+        yield Problem(f"loss_on = {given.loss_on!r}", "logits or hidden_states", "leave it out")
     elif given.loss is None and given.loss_on != "logits":
-        what = f"loss_on = {given.loss_on!r} without a loss"
-        yield Problem(what, "loss_on with a loss", "leave it out")
+        yield Problem(
+            f"loss_on = {given.loss_on!r} without a loss", "loss_on with a loss", "leave it out"
+        )
     if given.loss is not None:
         yield from _loss_problems(config)
     if config.train.reduce == "exact":
         for name, value in (("loss", given.loss), ("optimizer", given.optimizer)):
             if value is not None:
-                what = f"train.reduce = exact with a custom {name}"
-                expected = f"no custom {name}: its bits were not compared on several meshes"
-                yield Problem(what, expected, f"{name}=None, or --train.reduce fast")
+                yield Problem(
+                    f"train.reduce = exact with a custom {name}",
+                    f"no custom {name}: its bits were not compared on several meshes",
+                    f"{name}=None, or --train.reduce fast",
+                )
     if given.optimizer is not None:
         yield from _optimizer_problems(given.optimizer, config.optimizer)
 
@@ -96,19 +100,29 @@ def _loss_problems(config: Config) -> Iterator[Problem]:
     train = config.train
     for key, value in (("label_smoothing", train.label_smoothing), ("z_loss", train.z_loss)):
         if value:
-            what = f"train.{key} = {value} has no effect with a custom loss"
-            yield Problem(what, "what the loss itself adds", f"--train.{key} 0")
+            yield Problem(
+                f"train.{key} = {value} has no effect with a custom loss",
+                "what the loss itself adds",
+                f"--train.{key} 0",
+            )
     if train.objective != "next_token":
-        what = f"train.objective = {train.objective} and a custom loss"
-        yield Problem(what, "one of them", "loss=None, or --train.objective next_token")
+        yield Problem(
+            f"train.objective = {train.objective} and a custom loss",
+            "one of them",
+            "loss=None, or --train.objective next_token",
+        )
     if train.fused_loss is True:
-        what = "train.fused_loss = true has no effect with a custom loss"
-        expected = "the kernels compute the cross entropy alone"
-        yield Problem(what, expected, "--train.fused_loss auto")
+        yield Problem(
+            "train.fused_loss = true has no effect with a custom loss",
+            "the kernels compute the cross entropy alone",
+            "--train.fused_loss auto",
+        )
     if config.audit.rows is True:
-        what = "audit.rows = true with a custom loss"
-        expected = "the loss of each row: a custom loss returns only their sum"
-        yield Problem(what, expected, "--audit.rows auto")
+        yield Problem(
+            "audit.rows = true with a custom loss",
+            "the loss of each row: a custom loss returns only their sum",
+            "--audit.rows auto",
+        )
 
 
 def _optimizer_problems(make: Any, config: OptimizerConfig) -> Iterator[Problem]:
@@ -121,22 +135,32 @@ def _optimizer_problems(make: Any, config: OptimizerConfig) -> Iterator[Problem]
     usual = OptimizerConfig()
     for name in ("name", "options", "betas", "eps", "weight_decay", "groups", "moments"):
         if getattr(config, name) != getattr(usual, name):
-            what = f"optimizer.{name} = {as_yaml(getattr(config, name))} has no effect with a custom optimizer"
-            yield Problem(what, "the optimizer's own settings", f"leave optimizer.{name} out")
+            yield Problem(
+                f"optimizer.{name} = {as_yaml(getattr(config, name))} has no effect with a custom optimizer",
+                "the optimizer's own settings",
+                f"leave optimizer.{name} out",
+            )
 
 
 def _callback_problems(callback: Any) -> Iterator[Problem]:
     name, shown = name_of(callback), ", ".join(HOOKS)
     begun = [each for each in dir(callback) if each.startswith("on_")]
     if isinstance(callback, type):
-        what = f"the callback {name} is a class"
-        yield Problem(what, "an instance of it", f"callbacks=[{callback.__name__}()]")
+        yield Problem(
+            f"the callback {name} is a class",
+            "an instance of it",
+            f"callbacks=[{callback.__name__}()]",
+        )
     elif unknown := [each for each in begun if each not in HOOKS]:
-        what = f"the callback {name} has {unknown[0]}, which nothing calls"
-        yield Problem(what, f"one of {shown}", "rename it")
+        yield Problem(
+            f"the callback {name} has {unknown[0]}, which nothing calls",
+            f"one of {shown}",
+            "rename it",
+        )
     elif not begun or not all(callable(getattr(callback, each)) for each in begun):
-        what = f"the callback {name} has no hook"
-        yield Problem(what, f"a method of {shown}", "callbacks=[...]")
+        yield Problem(
+            f"the callback {name} has no hook", f"a method of {shown}", "callbacks=[...]"
+        )
 
 
 def refuse_unsendable(given: Given, num_ranks: int) -> None:

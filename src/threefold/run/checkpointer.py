@@ -88,6 +88,16 @@ class Checkpointer:
         self.saver: Saver  # made by `start`
         self._base = load.base_of(self.config, self.mesh)
         self._code = load.own_code(self.model.module)
+        # Of each save: what does not change while the run trains.
+        self._manifest = {
+            **manifest_of(self.config, self.architecture, self.mesh, self._base, self._code),
+            "data": {},
+            "blocks": digests_of(self.loader.rows),
+            "evaluation": self.evaluation,
+            chat_template.KEY: chat_template.digest_of(self.template),
+            "admission": self.config.model.admission,
+            "given": dict(self.given),
+        }
 
     def _best_before(self) -> tuple[float, str | None]:
         """The best loss of the steps that the run resumes after, on the rows evaluated now; and the last such rows."""
@@ -134,8 +144,9 @@ class Checkpointer:
             self.ema.state() if self.ema is not None else {}
         )
         refuse_drift(copies, self.mesh, when=f"after step {step}, which is not saved")
+        manifest = self._manifest | {"data": self.loader.state_dict()}
         keep = self.config.checkpoint.keep
-        job = self.folder.save_of(step, self._manifest(), keep=keep, best=best)
+        job = self.folder.save_of(step, manifest, keep=keep, best=best)
         self.saver.wait()
         self.between()
         self.saver.save(job)
@@ -149,17 +160,6 @@ class Checkpointer:
         state = run_state.state_of(self.model.module, self.optimizer)
         state |= self.ema.state() if self.ema is not None else {}
         return run_state.parts(state, run_state.holdings(state, self.mesh), self.mesh)
-
-    def _manifest(self) -> dict[str, Any]:
-        return {
-            **manifest_of(self.config, self.architecture, self.mesh, self._base, self._code),
-            "data": self.loader.state_dict(),
-            "blocks": digests_of(self.loader.rows),
-            "evaluation": self.evaluation,
-            chat_template.KEY: chat_template.digest_of(self.template),
-            "admission": self.config.model.admission,
-            "given": dict(self.given),
-        }
 
     def resume(self) -> None:
         """Reads the checkpoint that the run folder found, if there is one.

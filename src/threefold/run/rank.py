@@ -320,7 +320,7 @@ def _store(run: Run, console: Screen) -> None:
 
 
 def _saved(run: Built, hooks: Hooks) -> None:
-    if (step := run.checkpointer.saver.saved_step) > run.done:
+    if (step := run.checkpointer.saver.saved_step) > run.folder.done:
         hooks.saved(run.folder.checkpoints.at(step))
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from threefold.config.auto_lr import peak_rate, with_rate
 from threefold.config.loading import validate
 
 
@@ -22,14 +21,14 @@ from threefold.config.loading import validate
 def test_rate_for_what_is_trained(model: dict[str, Any], rate: float, why: str) -> None:
     config = validate({"model": model})
     assert config.optimizer.lr == "auto"
-    assert peak_rate(config) == (rate, why)
-    assert with_rate(config, rate).optimizer.lr == rate
+    assert config.peak_rate == (rate, why)
+    assert config.with_rate(rate).optimizer.lr == rate
     assert config.optimizer.lr == "auto"
 
 
 def test_given_rate_is_kept() -> None:
     for model in ({}, {"name_or_path": "x"}):
-        assert peak_rate(validate({"model": model, "optimizer": {"lr": 0.5}})) == (
+        assert validate({"model": model, "optimizer": {"lr": 0.5}}).peak_rate == (
             0.5,
             "as given",
         )

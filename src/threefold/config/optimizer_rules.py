@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from threefold.config.auto_lr import peak_rate
 from threefold.config.meant_values import meant_word
 from threefold.config.optimizer import OPTIMIZERS, OptimizerConfig
 from threefold.config.schema import Config
@@ -31,7 +30,7 @@ def of_optimizer(config: Config) -> Iterator[Problem]:
                 "optimizer.betas",
                 [0.9, 0.95],
             )
-    lr, why = peak_rate(config)
+    lr, why = config.peak_rate
     if asked.min_lr > lr:
         automatic = f" (auto: {why})" if asked.lr == "auto" else ""
         yield Problem(

@@ -82,6 +82,15 @@ class ModelConfig(Section):
     )
     lora: LoraConfig = LoraConfig()
 
+    @property
+    def automatic_rate(self) -> tuple[float, str]:
+        """What `optimizer.lr: auto` becomes for these weights, and the reason."""
+        if self.lora.r:
+            return 2e-4, "adapters are trained"
+        if self.name_or_path is not None:
+            return 2e-5, "the weights are pretrained"
+        return RATE_OF_RANDOM, "the weights are random"
+
 
 class MixtureSource(Section):
     """One source of a mixture; keys that it omits come from the data section."""
@@ -356,6 +365,12 @@ class Config(Section):
     audit: AuditConfig = AuditConfig()
 
     @property
+    def peak_rate(self) -> tuple[float, str]:
+        """The peak learning rate as a number, and the reason for it."""
+        asked = self.optimizer.lr
+        return self.model.automatic_rate if asked == "auto" else (asked, "as given")
+
+    @property
     def evaluates(self) -> bool:
         """Whether there are rows to evaluate on: of eval.source, or those that are held out of the training."""
         return self.eval.source is not None or self.data.eval_share > 0
@@ -364,6 +379,10 @@ class Config(Section):
     def saves_between(self) -> bool:
         """Whether steps run during a save, which then writes a copy: not if only the last state is saved."""
         return bool(self.checkpoint.every or (self.evaluates and self.eval.every))
+
+    def with_rate(self, lr: float) -> Config:
+        """A copy with `lr` as its peak learning rate."""
+        return self.changed(optimizer={"lr": lr})
 
     def changed(self, **sections: Mapping[str, Any]) -> Config:
         """A copy with other values in some sections: `config.changed(train={"seed": 1})`; they are not checked."""
@@ -409,6 +428,7 @@ def inner_sections(section: str) -> dict[str, Any]:
 
 
 DEFAULT_STEPS = 120  # without train.steps and train.epochs
+RATE_OF_RANDOM = 2e-3  # optimizer.lr: auto, for random weights
 # About one million parameters: trained if no model is named. Sizes divide by 2, 4 and 8 ranks.
 EMBEDDED_DEFAULT: Mapping[str, Any] = {
     "model_type": "llama",

@@ -16,7 +16,6 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PretrainedConfig, PreTrainedModel
 
-from threefold.config.auto_lr import automatic_rate
 from threefold.config.schema import Config
 from threefold.mesh.mesh import Mesh
 from threefold.model import (
@@ -146,7 +145,7 @@ def arranged(
     sharing += [limits.said(config, mesh.topology)] if exact is not None else []
     layout = (f"data parallelism: {kind}", why), *(each for each in sharing if each is not None)
     choices = (*layout, *attention_choices, *split_choices, *loss_choices)
-    rate, _ = automatic_rate(config.model)
+    rate, _ = config.model.automatic_rate
     built = Model(
         model,
         model,

@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
-from threefold.config.auto_lr import RANDOM
-from threefold.config.schema import Config
+from threefold.config.schema import RATE_OF_RANDOM, Config
 from threefold.errors import ConfigError, RunError, check_argument
 from threefold.mesh.mesh import Mesh
 from threefold.model.collectives import join, sum_over_all
@@ -107,7 +106,7 @@ class Model:
     context: ContextParallel | None = None
     autocast: torch.dtype | None = None
     choices: tuple[tuple[str, str], ...] = ()
-    automatic_rate: float = RANDOM
+    automatic_rate: float = RATE_OF_RANDOM
     asked: Config | None = None
     architecture: PretrainedConfig | None = None
     savers: dict[Any, Any] = field(default_factory=dict)

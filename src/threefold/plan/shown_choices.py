@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from threefold.config.auto_lr import peak_rate
 from threefold.config.paths import tokenizer_name
 from threefold.config.schema import DEFAULT_STEPS, Config, value_at
 from threefold.config.yaml_text import as_yaml
@@ -31,7 +30,7 @@ def automatic(
         "train.compile": choices.compiled,
         "model.dtype": choices.dtype,
         "model.attention": choices.attention,
-        "optimizer.lr": peak_rate(config),
+        "optimizer.lr": config.peak_rate,
     }
     decided |= {
         f"mesh.{axis}": (getattr(mesh, axis), why) for axis in ("dp", "dp_shard", "cp", "tp")

@@ -14,7 +14,6 @@ from threefold.audit import row_lengths
 from threefold.audit.digest import TOKEN_FIELDS
 from threefold.audit.record import SegmentLine
 from threefold.checkpoint.manifest import versions
-from threefold.config.auto_lr import with_rate
 from threefold.config.schema import DEFAULT_STEPS, Config
 from threefold.data.chat.labeller import template_source
 from threefold.data.order.length_buckets import LengthsOf
@@ -117,7 +116,7 @@ def build_run(
     """
     tokenizer, architecture = asked.tokenizer, asked.architecture
     rate, rate_why = rate_of(asked.config, folder)
-    config = with_rate(asked.config, rate)
+    config = asked.config.with_rate(rate)
     vocab_size = getattr(architecture.get_text_config(), "vocab_size", None)
     rows = rows_of(config, tokenizer, mesh, vocab_size=vocab_size)
     held_out = (
@@ -139,7 +138,7 @@ def build_run(
         optimizer = own_optimizer(given.optimizer, model.module, model, mesh.topology)
         rate = optimizer.param_groups[0]["lr"]
         rate_why = "that of the optimizer as it was made"
-        config = with_rate(config, rate)
+        config = config.with_rate(rate)
     else:
         optimizer = optimizer_of(config, model, mesh)
     ema = average_of(config, model)

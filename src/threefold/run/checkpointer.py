@@ -38,7 +38,6 @@ from threefold.checkpoint.manifest import (
 )
 from threefold.checkpoint.tensor_index import Index
 from threefold.checkpoint.tensors import TensorPart
-from threefold.config.auto_lr import peak_rate
 from threefold.config.schema import Config
 from threefold.config.yaml_text import to_set
 from threefold.data.rows.known_rows import digests_of
@@ -234,7 +233,7 @@ def rate_of(config: Config, folder: RunFolder) -> tuple[float, str]:
         before = read_manifest(folder.resume)["config"].get("optimizer", {}).get("lr")
         if isinstance(before, float):
             return before, "the run began with it"
-    return peak_rate(config)
+    return config.peak_rate
 
 
 def undamaged(folder: RunFolder, mesh: Mesh) -> RunFolder:

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 from threefold.check.compare import Difference, compare_exactly
 from threefold.checkpoint.tensors import bytes_of
-from threefold.config.auto_lr import peak_rate, with_rate
 from threefold.config.schema import Config
 from threefold.errors import ConfigError
 from threefold.mesh.mesh import Mesh
@@ -78,7 +77,7 @@ def bits_rank(config: Config, options: VerifyOptions, topology: Topology, answer
 def steps_on(mesh: Mesh, config: Config, options: VerifyOptions) -> list[Step]:
     """The first steps of a run on an existing mesh; every rank calls it."""
     compute_alike(config)
-    config = choices.with_dtype(with_rate(config, peak_rate(config)[0]), device_of(mesh))
+    config = choices.with_dtype(config.with_rate(config.peak_rate[0]), device_of(mesh))
     tokenizer, architecture = request.model_of(config)
     config, architecture = cut(config, architecture, options)
     config = with_packing(config, mesh)

@@ -27,7 +27,6 @@ from threefold.check.compare import (
 )
 from threefold.check.reference import run_alone
 from threefold.checkpoint.manifest import architecture_of, with_infinities
-from threefold.config.auto_lr import peak_rate, with_rate
 from threefold.config.loading import validate
 from threefold.config.paths import tokenizer_name
 from threefold.config.schema import Config
@@ -98,7 +97,7 @@ def _as_compared(config: Config, topology: Topology) -> Config:
 
 def verify_on(mesh: Mesh, config: Config, options: VerifyOptions) -> Verification:
     """Compares an existing mesh with one process; the result is complete on rank 0. Every rank calls it."""
-    config = _as_compared(with_rate(config, peak_rate(config)[0]), mesh.topology)
+    config = _as_compared(config.with_rate(config.peak_rate[0]), mesh.topology)
     tokenizer, architecture = request.model_of(config)
     config, architecture = cut(config, architecture, options)
     config = with_packing(config, mesh)

@@ -7,9 +7,13 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import causal_mask_function
 
-from threefold.model.context_parallel import kernels
-from threefold.model.context_parallel.kernels import DocumentLengths
-from threefold.model.context_parallel.local_attention import BatchMasks, Mask, attend
+from threefold.model.context_parallel import attention_choice
+from threefold.model.context_parallel.local_attention import (
+    BatchMasks,
+    DocumentLengths,
+    Mask,
+    attend,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +33,7 @@ def _attended(
     query, key, value = (each.to(dtype).requires_grad_() for each in given)
     module = nn.Module()
     module.num_key_value_groups = 2  # type: ignore[assignment]
-    with kernels.first(kernel):
+    with attention_choice.first(kernel):
         output, _ = attend(module, query, key, value, mask)
         output.float().square().sum().backward()
     assert query.grad is not None and key.grad is not None and value.grad is not None

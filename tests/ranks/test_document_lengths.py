@@ -110,7 +110,7 @@ def _give_torch_a_kernel(calls: list[tuple[int, ...]], fault: str) -> None:
 
 
 def _plant(fault: str) -> None:
-    from threefold.model.context_parallel.kernels import DocumentLengths
+    from threefold.model.context_parallel.local_attention import DocumentLengths
 
     of = DocumentLengths.of.__func__
 

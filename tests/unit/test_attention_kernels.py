@@ -16,9 +16,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from threefold.model.context_parallel import kernels
-from threefold.model.context_parallel.kernels import DocumentLengths
-from threefold.model.context_parallel.local_attention import BatchMasks, attend, lower_right
+from threefold.model.context_parallel import attention_choice
+from threefold.model.context_parallel.local_attention import (
+    BatchMasks,
+    DocumentLengths,
+    attend,
+    lower_right,
+)
 from threefold.model.context_parallel.positions import local_positions
 from threefold.plan.families import FAMILIES
 
@@ -43,10 +47,12 @@ HOPPER, BLACKWELL, AMPERE, TURING = (9, 0), (10, 0), (8, 0), (7, 5)
 def test_kernel_is_chosen_with_a_reason(
     capability: tuple[int, int], dtype: str, head_dim: int, halved: bool, expected: str
 ) -> None:
-    kernel, why = kernels.choose(capability, dtype=dtype, head_dim=head_dim, halved=halved)
+    kernel, why = attention_choice.choose(
+        capability, dtype=dtype, head_dim=head_dim, halved=halved
+    )
     assert kernel == expected
     assert why
-    same = kernels.choose(
+    same = attention_choice.choose(
         capability, dtype=dtype, head_dim=head_dim, halved=halved, deterministic=True
     )
     assert same[0] == ("flash" if expected == "cudnn" else expected)
@@ -54,20 +60,20 @@ def test_kernel_is_chosen_with_a_reason(
 
 def test_order_of_kernels_is_changed_for_cudnn_alone_and_given_back() -> None:
     before = torch._C._get_sdp_priority_order()  # type: ignore[attr-defined]
-    with kernels.first("cudnn"):
+    with attention_choice.first("cudnn"):
         assert torch._C._get_sdp_priority_order()[0] == SDPBackend.CUDNN_ATTENTION.value  # type: ignore[attr-defined]
     for kernel in ("flash", "efficient", ""):
-        with kernels.first(kernel):
+        with attention_choice.first(kernel):
             assert torch._C._get_sdp_priority_order() == before  # type: ignore[attr-defined]
     assert torch._C._get_sdp_priority_order() == before  # type: ignore[attr-defined]
 
 
 def test_head_size_is_that_of_queries_and_keys() -> None:
     llama: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4}
-    assert kernels.head_size(AutoConfig.for_model("llama", **llama)) == 16
-    assert kernels.head_size(AutoConfig.for_model("qwen3", **llama, head_dim=32)) == 32
+    assert attention_choice.head_size(AutoConfig.for_model("llama", **llama)) == 16
+    assert attention_choice.head_size(AutoConfig.for_model("qwen3", **llama, head_dim=32)) == 32
     latent = AutoConfig.for_model("deepseek_v3", qk_nope_head_dim=128, qk_rope_head_dim=64)
-    assert kernels.head_size(latent) == 192
+    assert attention_choice.head_size(latent) == 192
 
 
 def _rows(heads: int, sequence: int, *, seed: int) -> Tensor:
@@ -204,7 +210,7 @@ def test_lengths_are_the_mask_where_it_is_plain_causal_and_known() -> None:
 def test_models_of_which_lengths_serve_all(
     model_type: str, sizes: dict[str, int], why: str
 ) -> None:
-    assert kernels.unserved(AutoConfig.for_model(model_type, **sizes)) == why
+    assert attention_choice.unserved(AutoConfig.for_model(model_type, **sizes)) == why
 
 
 def test_known_families_ask_for_nothing_that_lengths_leave_out() -> None:
@@ -214,6 +220,6 @@ def test_known_families_ask_for_nothing_that_lengths_leave_out() -> None:
         source = inspect.getsource(sys.modules[model.__module__])
         more = re.findall(r"\b(?:softcap=|s_aux=|position_bias=|v_head_dim\b)", source)
         assert family.written_out or not more, (model_type, more)
-        assert not family.written_out or kernels.unserved(AutoConfig.for_model(model_type)), (
-            model_type
-        )
+        assert not family.written_out or attention_choice.unserved(
+            AutoConfig.for_model(model_type)
+        ), model_type

@@ -29,7 +29,7 @@ from threefold.model import (
     weight_loading,
 )
 from threefold.model.activation_offload import HostActivations
-from threefold.model.context_parallel import attention_choice, kernels
+from threefold.model.context_parallel import attention_choice
 from threefold.model.context_parallel.attention import ContextParallel
 from threefold.model.exact import limits
 from threefold.model.gradient_sums import FloatSums
@@ -37,7 +37,13 @@ from threefold.model.head_gradient import is_product
 from threefold.model.layer_kinds import heads_of
 from threefold.model.model import Model
 from threefold.model.tensor_parallel.plan import TensorParallelism, split_over_tp
-from threefold.model.weight_check import Stored, Weights, is_adapter, stored_in_files
+from threefold.model.weight_check import (
+    Stored,
+    Weights,
+    is_adapter,
+    parameters_named,
+    stored_in_files,
+)
 from threefold.plan.choices import GIVEN, Resolved, fused_loss, resolve
 
 if TYPE_CHECKING:
@@ -83,7 +89,7 @@ def build(
 def resolved_on(mesh: Mesh, config: Config, architecture: PretrainedConfig) -> Resolved:
     """The automatic choices of a config for a model on a mesh."""
     drops = attention_choice.drops_weights(architecture)
-    unserved = kernels.unserved(architecture)
+    unserved = attention_choice.unserved(architecture)
     device = data_parallel.device_of(mesh)
     heads = heads_of(architecture)
     return resolve(
@@ -124,7 +130,7 @@ def arranged(
     sharing = [data_parallel.gathering(model, mesh, config, dtype)]
     (kind, why), exact = resolved.data_parallel, None
     if kind == "fsdp":
-        whole = precision.parameters_named(model, kept)
+        whole = parameters_named(model, kept)
         asked = config.train.reduce == "exact"
         exact = data_parallel.shard(
             model, mesh, dtype=dtype, cpu_offload=offload, kept=whole, exact=asked, ends=True
@@ -169,7 +175,7 @@ def _working_copy(
     """The copy with which a model on the meta device will compute; weights frozen under adapters need no other copy."""
     from threefold.model.working_copy import WorkingCopy
 
-    whole = precision.parameters_named(model, kept)
+    whole = parameters_named(model, kept)
     for name, parameter in model.named_parameters() if lora.target_names(model) else ():
         if not parameter.requires_grad and not is_adapter(name) and parameter not in whole:
             parameter.data = parameter.data.to(dtype)
@@ -230,10 +236,13 @@ def _context(
     if kernel != "sdpa" or kernel_why == GIVEN:
         choices.append((f"attention: {kernel}", kernel_why))
     causal = ""
-    if mesh.device.type == "cuda" and (head_dim := kernels.head_size(architecture)) is not None:
+    if (
+        mesh.device.type == "cuda"
+        and (head_dim := attention_choice.head_size(architecture)) is not None
+    ):
         halved = mesh.size("cp") > 1 and method == "gather"
         capability = torch.cuda.get_device_capability(mesh.device)
-        causal, why = kernels.choose(
+        causal, why = attention_choice.choose(
             capability,
             dtype=resolved.dtype.value,
             head_dim=head_dim,

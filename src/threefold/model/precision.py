@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from threefold.model.weight_check import original
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Decay and skip of state-space layers, attention sinks, the routers' balance: layers compute with them in float32.
 _BY_NAME = (
@@ -58,11 +56,6 @@ def narrow_buffers(model: PreTrainedModel, like: PreTrainedModel, kept: frozense
         if name not in kept and buffer.dtype != types[name]:
             owner, _, own = name.rpartition(".")
             model.get_submodule(owner)._buffers[own] = buffer.to(types[name])
-
-
-def parameters_named(model: nn.Module, names: frozenset[str]) -> set[nn.Parameter]:
-    """The parameters that had these names when the model was whole; adapters rename what they are added to."""
-    return {each for name, each in model.named_parameters() if original(name) in names}
 
 
 def _has(name: str, patterns: Iterable[str]) -> bool:

@@ -262,3 +262,8 @@ def is_adapter(name: str) -> bool:
 def original(name: str) -> str:
     """The name that a frozen parameter has in the model without adapters."""
     return name.replace(".base_layer.", ".")
+
+
+def parameters_named(model: nn.Module, names: frozenset[str]) -> set[nn.Parameter]:
+    """The parameters that had these names when the model was whole; adapters rename what they are added to."""
+    return {each for name, each in model.named_parameters() if original(name) in names}

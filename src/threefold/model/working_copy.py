@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from threefold.errors import RunError
-from threefold.model.precision import parameters_named
+from threefold.model.weight_check import parameters_named
 
 
 class WorkingCopy:

@@ -22,10 +22,11 @@ from threefold.errors import ConfigError, RunError, ThreefoldError
 from threefold.mesh.mesh import Mesh
 from threefold.model import noise
 from threefold.model.collectives import gather_sequence, heads_to_sequence, sequence_to_heads
-from threefold.model.context_parallel import attention_choice, kernels, limits
+from threefold.model.context_parallel import attention_choice, limits
 from threefold.model.context_parallel.local_attention import (
     BatchMasks,
     CachedMasks,
+    DocumentLengths,
     Mask,
     attend,
 )
@@ -54,7 +55,7 @@ class ContextParallel:
         method: how cp ranks meet, `gather` or `ulysses`.
         kernel: `sdpa` with masks in memory, `flex` with masks by blocks (`flex_attention`), or `varlen` with lengths of
             causal documents where rows are whole (`varlen_attn`), and else masks by blocks.
-        causal: the kernel that is tried first where no mask is needed (`kernels.choose`); empty: as torch orders them.
+        causal: the kernel of `attention_choice.choose`, tried first where no mask is needed; empty: torch's order.
         """
         self.size = mesh.size("cp")
         self._rank = mesh.cp_rank
@@ -145,7 +146,7 @@ class ContextParallel:
             alone=self.size == 1,
             chunks=chunks,
             additive=self._additive,
-            lengths=kernels.DocumentLengths.of(documents, device) if counted else None,
+            lengths=DocumentLengths.of(documents, device) if counted else None,
         )
         self._lengths = text_lengths(
             rows["position_ids"], rows.get("document_ids")
@@ -164,7 +165,7 @@ class ContextParallel:
             local["position_ids"] if self.size > 1 or "document_ids" in rows else None
         )
         try:
-            with kernels.first(self._causal):
+            with attention_choice.first(self._causal):
                 yield local
         finally:
             self._masks, self._lengths, self._documents, self._positions = outer

@@ -1,10 +1,13 @@
-"""Which attention a model uses: ours, or its own.
+"""Which attention a model uses: ours, or its own; and which of torch's fused kernels computes ours without a mask.
 
 Most architectures ask transformers' attention interface for a function by name; they get ours, and boolean masks.
 The others compute attention in their own layers (bloom, falcon, gpt_neo), derive a mask from the one passed to them
 (deepseek_v4, for keys that it adds), or add a term that ours does not know (inkling). These keep their own attention,
 and take the same masks as numbers to add to the scores. Their layers see the keys that they hold, so cp ranks cannot
 split their rows.
+
+`scaled_dot_product_attention` tries its kernels in a fixed order, flash first. Here the order is a reasoned choice, by
+device, type and size; a kernel that cannot serve a call is skipped, so the choice affects time and never the result.
 """
 
 from __future__ import annotations
@@ -13,11 +16,16 @@ import copy
 import inspect
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PretrainedConfig, PreTrainedModel
+
+from threefold.model.layer_kinds import common_number
+from threefold.plan.families import FAMILIES
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _EAGER = ("module", "query", "key", "value")
@@ -39,6 +47,14 @@ _OF_TRANSFORMERS = ("eager", "sdpa")  # names for which a layer derives a mask, 
 _JOINED_KEYS = re.compile(
     r"\battention_mask = ((torch\.cat|F\.pad)\(|[\w.]+\([^()]*\bposition_ids\b)"
 )
+# The head sizes that flash and cuDNN have, the latter's backward included.
+_FLASH_HEAD, _CUDNN_HEAD = 256, 128
+_CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 def drops_weights(config: PretrainedConfig) -> bool:
@@ -143,3 +159,91 @@ def _configs(model: nn.Module, kind: type[nn.Module]) -> Iterator[Any]:
             getattr(module, "config", None), PretrainedConfig
         ):
             yield module.config
+
+
+def head_size(config: PretrainedConfig) -> int | None:
+    """The size of a query and of a key of one head; None if the config does not say."""
+    text = config.get_text_config()
+    names = (
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "head_dim",
+        "hidden_size",
+        "num_attention_heads",
+    )
+    nope, rope, own, hidden, heads = (common_number(text, name) for name in names)
+    if nope is not None and rope is not None:
+        return nope + rope
+    return hidden // heads if own is None and hidden and heads else own
+
+
+def choose(
+    capability: tuple[int, int],
+    *,
+    dtype: str,
+    head_dim: int,
+    halved: bool,
+    deterministic: bool = False,
+) -> tuple[str, str]:
+    """(`cudnn`, `flash` or `efficient`, why) for causal attention on a CUDA device.
+
+    Args:
+        capability: of the device, as torch gives it.
+        dtype: that attention computes in, `bfloat16` or `float32`.
+        head_dim: of a query and a key.
+        halved: queries are two chunks of a row, each over the keys up to its end (cp ranks that gather keys).
+        deterministic: every call must give the same bits.
+    """
+    if dtype == "float32":
+        return "efficient", "flash and cuDNN have no float32"
+    if head_dim > _FLASH_HEAD or capability < (8, 0):
+        limit = (
+            f"heads of {head_dim}"
+            if head_dim > _FLASH_HEAD
+            else f"capability {capability[0]}.{capability[1]}"
+        )
+        return "efficient", f"flash and cuDNN do not serve {limit}"
+    if halved:
+        return (
+            "flash",
+            "its causal order ends at the last key, as that of a chunk of a row does",
+        )
+    if deterministic:
+        return (
+            "flash",
+            "its backward can give the same bits every time, which cuDNN's cannot (pytorch#182551)",
+        )
+    if capability[0] != 9:
+        return (
+            "flash",
+            f"cuDNN is faster on capability 9 only; this is {capability[0]}.{capability[1]}",
+        )
+    if head_dim > _CUDNN_HEAD or head_dim % 8:
+        return "flash", f"cuDNN's backward does not serve heads of {head_dim}"
+    return (
+        "cudnn",
+        "1.7 to 2.3 times as fast as flash on capability 9, by transformers' measurements (#48163)",
+    )
+
+
+@contextmanager
+def first(kernel: str) -> Iterator[None]:
+    """Inside, in forward and in backward, `cudnn` is tried first; the others keep torch's order."""
+    if kernel != "cudnn":
+        yield
+        return
+    with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
+        yield
+
+
+def unserved(config: PretrainedConfig) -> str:
+    """Parts of a model that attention by lengths does not compute, or may not; empty if it computes all."""
+    family = FAMILIES.get(config.get_text_config().model_type)
+    head_dim = head_size(config)
+    if not family or family.written_out:
+        return "its layers ask for more than plain attention, or are not known by name"
+    return (
+        ""
+        if head_dim in range(8, _FLASH_HEAD + 1, 8)
+        else f"flash does not serve heads of {head_dim}"
+    )

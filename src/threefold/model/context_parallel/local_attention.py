@@ -10,22 +10,48 @@ silently leave out.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.varlen import varlen_attn
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from threefold.errors import ConfigError
 from threefold.model.context_parallel.flex import attend_blocks, block_mask
-from threefold.model.context_parallel.kernels import DocumentLengths, attend_lengths
 from threefold.model.context_parallel.positions import starts_of_documents
+
+# Before torch 2.12 varlen_attn has no argument for it, and takes fewer heads of keys as they are.
+_GROUPED = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+
+
+class DocumentLengths(NamedTuple):
+    """The mask of whole rows, one behind another, whose documents are causal and apart.
+
+    Attributes:
+        begins: int32 [documents + 1], the place of each one's first token among those of all rows; last, their number.
+        beyond: more tokens than any document has, at least 2.
+    """
+
+    begins: Tensor
+    beyond: int
+
+    @classmethod
+    def of(cls, documents: Tensor, device: torch.device) -> DocumentLengths:
+        """On a device, from the number of each token's document [rows, sequence] in the host's memory."""
+        first = documents.diff(prepend=documents[:, :1] - 1).flatten().nonzero()[:, 0]
+        begins = F.pad(first, (0, 1), value=documents.numel()).int()
+        return cls(begins.to(device, non_blocking=True), int(begins.diff().max()) + 1)
+
 
 # For the head half and the tail half of the queries: (the range of the keys that they see; their mask, None if causal).
 HalvedMask: TypeAlias = tuple[tuple[slice, Tensor | None], ...]
@@ -196,7 +222,7 @@ def attend(
     if isinstance(mask, BlockMask):  # which is a tuple itself
         return attend_blocks(query, key, value, mask, **kwargs), None
     if isinstance(mask, DocumentLengths):
-        # Not for any family that `kernels.unserved` accepts.
+        # Not for any family that `attention_choice.unserved` accepts.
         assert not {"softcap", "s_aux"} & kwargs.keys()
         return attend_lengths((query, key, value), mask, scaling=kwargs.get("scaling")), None
     if isinstance(mask, tuple):
@@ -309,3 +335,15 @@ def _written_out(
         weights = weights[..., :-1]
     weights = torch.dropout(weights, dropout, True)
     return (weights @ value).transpose(1, 2).contiguous()
+
+
+def attend_lengths(
+    whole: tuple[Tensor, ...], mask: DocumentLengths, *, scaling: float | None
+) -> Tensor:
+    """Output [rows, sequence, heads, head] of queries, keys and values [rows, heads, sequence, head] of whole rows."""
+    # (rows, heads, sequence, head) -> (rows x sequence, heads, head)
+    flat = (each.transpose(1, 2).flatten(0, 1) for each in whole)
+    places = mask.begins, mask.begins, mask.beyond, mask.beyond
+    # The window: all keys before the query, none behind it.
+    output = varlen_attn(*flat, *places, scale=scaling, window_size=(-1, 0), **_GROUPED)
+    return output.unflatten(0, (len(whole[0]), -1)).contiguous()

@@ -385,7 +385,7 @@ def test_steps_without_rows_have_no_end_and_are_not_looked_through(tmp_path: Pat
 def test_a_step_that_waits_says_for_what(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetch, "_SAID_AFTER_S", 0.01)
+    monkeypatch.setattr(prefetch, "_REPORTED_AFTER_S", 0.01)
     file, place = known_file(tmp_path / "a", 4, room=4)
     place.gate.clear()
     phases = list[str]()

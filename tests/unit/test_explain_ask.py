@@ -13,7 +13,7 @@ import pytest
 from logs.cases import EXAMPLES
 from threefold.commands.explain import explain_command
 from threefold.explain.answer import data, text
-from threefold.explain.ask import asked
+from threefold.explain.ask import confirm
 from threefold.explain.explain import Confidence, Diagnosis, Explanation, Status, explain
 from threefold.explain.known import PAGES, Retry, known_errors
 
@@ -48,7 +48,7 @@ def test_the_answer_settles_what_is_likely(
     tmp_path: Path, program: str, said: str, confidence: Confidence
 ) -> None:
     command = shlex.join(["python", "-c", program])
-    told = asked(explanation(tmp_path, command, "yes ^3 => it is", "no ^4 => it is not"))
+    told = confirm(explanation(tmp_path, command, "yes ^3 => it is", "no ^4 => it is not"))
     assert (told.asked, told.confidence) == (said, confidence)
     shown = text(Diagnosis(Status.FAILURE, told))
     assert f"asked here: {said}" in shown
@@ -57,7 +57,7 @@ def test_the_answer_settles_what_is_likely(
 
 
 def test_a_program_that_is_not_here_settles_nothing(tmp_path: Path) -> None:
-    told = asked(explanation(tmp_path, "no-such-program", "yes . => it is"))
+    told = confirm(explanation(tmp_path, "no-such-program", "yes . => it is"))
     assert (told.asked, told.confidence) == (
         "no-such-program: it cannot be run here",
         Confidence.LIKELY,
@@ -73,14 +73,14 @@ def test_no_module_of_the_folder_is_run(
     for name in ("no-cuda", "package-versions"):
         told = explain(f"torch\n{EXAMPLES[name]}\n")
         assert told is not None and told.known.name == name
-        assert asked(told).asked is not None
+        assert confirm(told).asked is not None
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_symptom_is_not_made_sure(tmp_path: Path) -> None:
     likely = explanation(tmp_path, "python -c 'print(3)'", "yes ^3 => it is")
     symptom = replace(likely, confidence=Confidence.SYMPTOM)
-    told = asked(symptom)
+    told = confirm(symptom)
     assert (told.asked, told.confidence) == ("it is", Confidence.SYMPTOM)
 
 

@@ -18,7 +18,7 @@ from threefold.commands import main
 from threefold.config.schema import LoraConfig
 from threefold.model import load, lora
 from threefold.model.flops import KeysSeen, flops_of
-from threefold.plan.accelerators import ACCELERATORS, named, peak_flops
+from threefold.plan.accelerators import ACCELERATORS, by_name, peak_flops
 from threefold.plan.adapters import adapted
 from threefold.plan.decoder import decoder_of
 from threefold.plan.operations import Flops, causal_keys
@@ -245,7 +245,7 @@ def test_devices_are_told_by_their_names() -> None:
     }  # fmt: skip
     assert {name: peak_flops(name) for name in names} == names
     assert peak_flops("a device nobody named") is None
-    assert len(ACCELERATORS) >= 15 and named("H100-80GB") is ACCELERATORS["h100-80gb"]
+    assert len(ACCELERATORS) >= 15 and by_name("H100-80GB") is ACCELERATORS["h100-80gb"]
     # A device that is given by its sign is found as itself.
     assert [
         key for key, each in ACCELERATORS.items() if peak_flops(each.sign) != each.bfloat16

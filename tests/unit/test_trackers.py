@@ -252,7 +252,7 @@ def test_tracker_is_opened_with_what_it_needs(
 ) -> None:
     run = RunDescription(tmp_path / "run-a", "p", {"train": {"steps": 3}}, {"mesh": "dp=2"})
     assert run.name == "run-a"
-    assert run.told == {"train": {"steps": 3}, "run": {"mesh": "dp=2"}}
+    assert run.values == {"train": {"steps": 3}, "run": {"mesh": "dp=2"}}
     run.folder.mkdir()
     assert [
         run.id_of("wandb", lambda: "a"),

@@ -69,10 +69,10 @@ def prove(segments: Sequence[Segment], rows: Rows | None = None) -> list[Stretch
         for line in segment.lines:
             _check_step(line.step, next_step)
             _check_place(line.place, place, step=line.step, order=order)
-            place = order.after(place, segment.stands(line))
+            place = order.after(place, segment.valid_batches(line))
             if isinstance(line, StepsLine):
                 _check_digests(line, start, rows)
-                next_step += segment.stands(line)
+                next_step += segment.valid_batches(line)
         if segment.last_step is not None:
             _check_step(segment.last_step + 1, next_step)
     return stretches_of(segments)
@@ -86,7 +86,7 @@ def stretches_of(segments: Sequence[Segment]) -> list[Stretch]:
         for line in segment.lines:
             step = line.first if isinstance(line, StepsLine) else 0
             for (epoch, position), count, before in order.stretches(
-                line.place, segment.stands(line)
+                line.place, segment.valid_batches(line)
             ):
                 steps, ahead = divmod(before, order.global_batch)
                 first = step + steps if step else 0

@@ -277,7 +277,7 @@ class Segment:
         """The audits among the lines."""
         return [line for line in self.lines if isinstance(line, StepsLine)]
 
-    def stands(self, line: StepsLine | SkipLine) -> int:
+    def valid_batches(self, line: StepsLine | SkipLine) -> int:
         """How many batches of a line are valid: those of its steps, or those left out."""
         if isinstance(line, SkipLine):
             return line.batches
@@ -287,7 +287,8 @@ class Segment:
     def line_of(self, step: int) -> StepsLine | None:
         """The audit of a step, if it is valid."""
         return next(
-            (line for line in self.steps if 0 <= step - line.first < self.stands(line)), None
+            (line for line in self.steps if 0 <= step - line.first < self.valid_batches(line)),
+            None,
         )
 
     def until(self, last_step: int) -> Segment:

@@ -144,7 +144,7 @@ def read(run: Path, segments: Sequence[Segment]) -> RowLosses:
                 losses.damaged.append(_damage(path, end, offset))
             payload = offset + _HEADER.size
             end = payload + _payload_bytes(record)
-            if _stands(record, segments):
+            if _is_valid(record, segments):
                 own = losses._places.setdefault(record.step, [])
                 own[:] = [each for each in own if each.record.part != record.part]
                 own.append(_Place(number, payload, record))
@@ -190,7 +190,7 @@ def _payload_bytes(record: _LossRecord) -> int:
     return record.rows * (8 if record.targets == _EACH_ITS_OWN else 4)
 
 
-def _stands(record: _LossRecord, segments: Sequence[Segment]) -> bool:
+def _is_valid(record: _LossRecord, segments: Sequence[Segment]) -> bool:
     own = next((each for each in segments if each.start.segment == record.segment), None)
     return (
         own is not None

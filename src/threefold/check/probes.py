@@ -175,7 +175,7 @@ def probe(subject: Subject, mesh: Mesh) -> list[Difference]:
         probe_rows.probe_rows, subject.mode, vocabulary=vocabulary, seed=subject.seed
     )
     rows = rows_of(seq_len=subject.config.data.seq_len)
-    with noise.kept(mesh.device):
+    with noise.preserved(mesh.device):
         alone = perturbed_model(subject.architecture, subject.config.model, seed=subject.seed)
         weights = {name: partial(_value, tensor) for name, tensor in alone.state_dict().items()}
         if subject.config.model.lora.r:

@@ -48,13 +48,13 @@ def explain_command(
 ) -> tuple[str, int]:
     """(what to print, exit code); ConfigError if there is no such log, or nothing is piped in (no `paths`)."""
     from threefold.explain import answer
-    from threefold.explain.ask import asked
+    from threefold.explain.ask import confirm
     from threefold.explain.evidence import gather, piped
     from threefold.explain.explain import Status
 
     diagnosis = answer.answer(gather(paths) if paths else piped(_input()))
     if ask and diagnosis.explanation is not None:
-        diagnosis = replace(diagnosis, explanation=asked(diagnosis.explanation))
+        diagnosis = replace(diagnosis, explanation=confirm(diagnosis.explanation))
     output = (
         json.dumps(answer.data(diagnosis), indent=2, ensure_ascii=False)
         if as_json

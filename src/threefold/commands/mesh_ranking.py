@@ -73,7 +73,7 @@ def _question(devices: Devices, arguments: list[str]) -> Question:
             expected=f"the kind of device: {', '.join(accelerators.ACCELERATORS)}",
             fix="--gpu h100-80gb",
         )
-    device = accelerators.named(devices.name)
+    device = accelerators.by_name(devices.name)
     count = devices.count
     nodes = devices.nodes or -(-count // 8)
     if count % nodes:

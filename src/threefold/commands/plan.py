@@ -128,7 +128,7 @@ def _one(keys: list[str], gpu: str | None, *, as_json: bool) -> None:
     from threefold.plan import accelerators
     from threefold.plan.operations import causal_keys, formula
 
-    device = accelerators.named(gpu) if gpu is not None else None
+    device = accelerators.by_name(gpu) if gpu is not None else None
     config, _ = planned_config(keys)
     axes = (config.mesh.dp or config.mesh.dp_shard, config.mesh.cp, config.mesh.tp)
     if "auto" in axes:

@@ -101,7 +101,7 @@ def load(
     if not problems:
         return LoadedConfig(validate(values, origins), origins)
     try:
-        validate(_known(values), origins)
+        validate(_existing_keys(values), origins)
     except ConfigError as error:
         problems += error.problems
     raise ConfigError.of(problems)
@@ -172,7 +172,7 @@ def _put(
     origins[key] = origin
 
 
-def _known(values: Mapping[str, Values]) -> dict[str, Any]:
+def _existing_keys(values: Mapping[str, Values]) -> dict[str, Any]:
     """The values of keys that exist."""
     sections: dict[str, Any] = {}
     for section in values.keys() & Config.model_fields.keys():

@@ -67,7 +67,7 @@ def import_run(source: Path, to: Path, config: Config) -> Imported:
             fix="--optimizer.name adamw --optimizer.moments float32 --optimizer.options '{}'   (or --weights, for a "
             "Hugging Face folder from which a new run begins)",
         )
-    return _made(source, to, config.changed(log={"dir": str(to)}), weights_alone=False)
+    return _import(source, to, config.changed(log={"dir": str(to)}), weights_alone=False)
 
 
 def import_model(source: Path, to: Path, config: Config) -> tuple[Imported, Exported]:
@@ -76,7 +76,7 @@ def import_model(source: Path, to: Path, config: Config) -> tuple[Imported, Expo
     between = to.absolute().with_name(f".{to.name}.imported")
     shutil.rmtree(between, ignore_errors=True)
     try:
-        return _made(source, between, config, weights_alone=True), export(between, to)
+        return _import(source, between, config, weights_alone=True), export(between, to)
     finally:
         shutil.rmtree(between, ignore_errors=True)
 
@@ -89,7 +89,7 @@ def refuse_filled(to: Path) -> None:
         )
 
 
-def _made(source: Path, to: Path, config: Config, *, weights_alone: bool) -> Imported:
+def _import(source: Path, to: Path, config: Config, *, weights_alone: bool) -> Imported:
     if config.model.lora.r:
         raise ConfigError(
             f"model.lora.r = {config.model.lora.r}",

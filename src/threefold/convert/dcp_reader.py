@@ -216,10 +216,10 @@ def _member(kind: Any, name: Any) -> Any:
     """A member of an enumeration, as a record: Python before 3.11.4 writes it as getattr(kind, name)."""
     if isinstance(kind, type) and issubclass(kind, _PickledObject):
         return kind()
-    raise _named("builtins.getattr")
+    raise _refused_name("builtins.getattr")
 
 
-def _named(name: str) -> CheckpointError:
+def _refused_name(name: str) -> CheckpointError:
     return CheckpointError(
         f"the .metadata names {name}",
         expected="the names that torch.distributed.checkpoint uses; a pickle that names others may run anything",
@@ -248,7 +248,7 @@ class _Inert(pickle._Unpickler):
             return _member
         if place == ("collections", "OrderedDict"):
             return OrderedDict
-        raise _named(f"{module}.{name}")
+        raise _refused_name(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
         raise pickle.UnpicklingError("a reference to something outside")

@@ -11,7 +11,7 @@ from threefold.explain.explain import Confidence, Explanation
 _LIMIT_S = 60
 
 
-def asked(explanation: Explanation) -> Explanation:
+def confirm(explanation: Explanation) -> Explanation:
     """The explanation, confirmed or not by the output of its page's command here. The command only reads."""
     if not (question := explanation.known.question):
         return replace(explanation, asked="no command settles this by itself")

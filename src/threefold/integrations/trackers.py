@@ -66,7 +66,7 @@ class RunDescription:
         return self.folder.resolve().name
 
     @property
-    def told(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         """Config and facts together."""
         return {**self.config, "run": dict(self.facts)}
 
@@ -202,7 +202,7 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(
             str(run.folder / "tensorboard"), purge_step=run.first_step
         )
-        for section, values in run.told.items():
+        for section, values in run.values.items():
             lines = [f"    {key}: {as_yaml(value)}" for key, value in values.items()]
             self._writer.add_text(section, "\n".join(lines), run.first_step - 1)
         self._writer.flush()
@@ -232,7 +232,7 @@ class WeightsAndBiases:
             id=run.id_of("wandb", lambda: uuid.uuid4().hex[:8]),
             resume="allow",
             dir=str(run.folder),
-            config=run.told,
+            config=run.values,
             settings=wandb.Settings(
                 silent=True,
                 console="off",
@@ -269,7 +269,7 @@ class Trackio:
                 ("embed", "auto_log_gpu", "auto_log_cpu"), False
             )
             self._run: Any = trackio.init(
-                project=run.project, name=name, config=run.told, resume="allow", **off
+                project=run.project, name=name, config=run.values, resume="allow", **off
             )
             for line in again or ():
                 self.log(line)

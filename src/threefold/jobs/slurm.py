@@ -220,17 +220,17 @@ def _start(options: SlurmSettings, *arguments: str) -> str:
                 '--container-workdir="$PWD"',
             ]
     python = options.python or (sys.executable if options.container is None else "python")
-    kept = [f'2> >(tee "$run/{_SAID}" >&2)'] if options.retries else []
+    kept = [f'2> >(tee "$run/{_SRUN_ERRORS}" >&2)'] if options.retries else []
     return " ".join([*words, shlex.quote(python), "-m", "threefold", *arguments, *kept])
 
 
 # What srun reports about ranks that end: `srun: error: NODE: task 3: Exited with exit code 1`.
-_SAID = "srun.err"
+_SRUN_ERRORS = "srun.err"
 
 
 def _again(retries: int) -> list[str]:
     """Lines that submit the job once more after a crash, without the node whose rank ended first according to srun."""
-    first = f'grep -m 1 "^srun: error: .*: task" "$run/{_SAID}"'
+    first = f'grep -m 1 "^srun: error: .*: task" "$run/{_SRUN_ERRORS}"'
     return [
         f'if [ "${{THREEFOLD_RETRY:=0}}" -lt {retries} ] && ! grep -qw -- "$code" <<< "{_FINAL}"; then',
         "    sleep 1  # what srun said is on its way to the file",

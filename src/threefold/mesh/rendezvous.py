@@ -97,21 +97,21 @@ def join_group(
     while (
         attempt.is_alive()
         and time.monotonic() < begun + timeout_s
-        and not _asked(given_up, otherwise=True)
+        and not _answer(given_up, otherwise=True)
     ):
         attempt.join(next(pauses))
     if attempt.is_alive() or failures:
         reason = failures[0] if failures else f"no connection in {left:.0f} s"
-        first = _asked(
+        first = _answer(
             lambda: verdicts.compare_set("unconnected", "", own).decode() == own,
             otherwise=False,
         )
-        raise _told(errors.unconnected(info, reason, hosts), first=first)
+        raise _marked(errors.unconnected(info, reason, hosts), first=first)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
     return hosts
 
 
-def _asked(ask: Callable[[], Any], *, otherwise: bool) -> bool:
+def _answer(ask: Callable[[], Any], *, otherwise: bool) -> bool:
     """The store's answer; `otherwise` if rank 0, which keeps it, is gone."""
     try:
         return bool(ask())
@@ -134,7 +134,7 @@ def rendezvous(
     serving = info.rank == 0 and info.generation is None
     if token is not None and info.generation is not None:
         if info.master_addr != LOOPBACK:
-            raise _told(errors.token_without_effect(info), first=info.local_rank == 0)
+            raise _marked(errors.token_without_effect(info), first=info.local_rank == 0)
         token = None  # no other process can reach that store
     store = (
         _serve(info, deadline, token) if serving else _reach(info, deadline, timeout_s, token)
@@ -153,22 +153,24 @@ def rendezvous(
     try:
         verdict, mine = _verdict(store, info, report, deadline, timeout_s)
     except RuntimeError as error:
-        raise _told(errors.store_lost(info, str(error)), first=info.local_rank == 0) from error
+        raise _marked(
+            errors.store_lost(info, str(error)), first=info.local_rank == 0
+        ) from error
     if not verdict["problems"] and len(verdict["hosts"]) != info.world_size:
-        raise _told(errors.other_count(info, len(verdict["hosts"])), first=True)
+        raise _marked(errors.other_count(info, len(verdict["hosts"])), first=True)
     if verdict["problems"]:
         if serving or info.rank:
             leave_together(
                 store, "read", min(verdict["present"], info.world_size), waits=serving
             )
-        raise _told(
+        raise _marked(
             errors.RendezvousError.of(Problem(*each) for each in verdict["problems"]),
             first=mine,
         )
     return store, tuple(verdict["hosts"]), verdict["local"]
 
 
-def _told(error: Any, *, first: bool) -> Any:
+def _marked(error: Any, *, first: bool) -> Any:
     error.first = first
     return error
 
@@ -215,15 +217,15 @@ def _reach(info: LaunchInfo, deadline: float, timeout_s: float, token: bytes | N
     speaks = info.local_rank == 0 or info.rank == 1
     while (reason := _refusal(address, deadline)) is not None:
         if time.monotonic() > deadline - _LOOK_S:
-            raise _told(errors.unreached(info, reason, timeout_s), first=speaks)
+            raise _marked(errors.unreached(info, reason, timeout_s), first=speaks)
         time.sleep(_LOOK_S)
     if token is not None:
         try:
             address = (LOOPBACK, rendezvous_auth.open_client_proxy(address, token))
         except (OSError, EOFError, rendezvous_auth.NoServerProxyError) as error:
-            raise _told(errors.no_server_proxy(info), first=speaks) from error
+            raise _marked(errors.no_server_proxy(info), first=speaks) from error
         except rendezvous_auth.ProofRefusedError as error:
-            raise _told(errors.other_token(info), first=speaks) from error
+            raise _marked(errors.other_token(info), first=speaks) from error
     stores: list[Any] = []
 
     def connect() -> None:
@@ -238,10 +240,10 @@ def _reach(info: LaunchInfo, deadline: float, timeout_s: float, token: bytes | N
     attempt.start()
     attempt.join(min(_ANSWERS_WITHIN_S, max(_LOOK_S, deadline - time.monotonic() - _LOOK_S)))
     if not stores and rendezvous_auth.is_server_proxy(address, _ANSWERS_WITHIN_S):
-        raise _told(errors.needs_token(info), first=speaks)
+        raise _marked(errors.needs_token(info), first=speaks)
     attempt.join(max(_LOOK_S, deadline - time.monotonic() - _LOOK_S))
     if not stores:
-        raise _told(errors.no_store(info), first=speaks)
+        raise _marked(errors.no_store(info), first=speaks)
     return stores[0]
 
 
@@ -280,7 +282,7 @@ def _verdict(
     # Asking again costs a message; torch's wait would warn each time it asks in vain.
     while not store.check(["verdict"]):
         if info.rank == 0 and store.check(keys):
-            return publish(_compared(_said(store, keys)))
+            return publish(_compared(_reports(store, keys)))
         if time.monotonic() > until:
             return publish(_given_up(store, info, keys, timeout_s))
         time.sleep(next(pauses))
@@ -293,14 +295,14 @@ def _given_up(
     """The verdict when the time is over: who is missing, or who expects another number of ranks."""
     absent = [rank for rank in range(info.world_size) if not store.check([keys[rank]])]
     present = [key for rank, key in enumerate(keys) if rank not in absent]
-    compared = _compared(_said(store, present)) if 0 not in absent else _failed([])
+    compared = _compared(_reports(store, present)) if 0 not in absent else _failed([])
     if compared["problems"]:
         return compared
     missing = errors.missing(info, absent, timeout_s=timeout_s, unreachable=_self_refusal(info))
     return _failed([missing], present=len(present))
 
 
-def _said(store: Any, keys: Sequence[str]) -> list[dict[str, Any]]:
+def _reports(store: Any, keys: Sequence[str]) -> list[dict[str, Any]]:
     texts = store.multi_get(list(keys))
     return [
         {"rank": int(key.rpartition("/")[2]), **json.loads(text)}

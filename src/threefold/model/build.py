@@ -148,7 +148,7 @@ def arranged(
                 "the optimizer writes it beside the float32 weights",
             )
         )
-    sharing += [limits.said(config, mesh.topology)] if exact is not None else []
+    sharing += [limits.described(config, mesh.topology)] if exact is not None else []
     layout = (f"data parallelism: {kind}", why), *(each for each in sharing if each is not None)
     choices = (*layout, *attention_choices, *split_choices, *loss_choices)
     rate, _ = config.model.automatic_rate
@@ -193,7 +193,7 @@ def _narrow(
 
 
 # Kept by `selective`: results that are expensive to compute and small to keep, of matrix products and of attention.
-_KEPT = {
+_SAVED_OPS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -224,7 +224,9 @@ def _checkpoint_layers(model: PreTrainedModel, kind: str, mesh: Mesh) -> None:
 
 def _policy(context: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
     return (
-        CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+        CheckpointPolicy.MUST_SAVE
+        if operation in _SAVED_OPS
+        else CheckpointPolicy.PREFER_RECOMPUTE
     )
 
 

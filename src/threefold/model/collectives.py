@@ -120,7 +120,7 @@ def _in_order(parts: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat([*heads, *reversed(tails)], dim=dim)
 
 
-def _held(row: Tensor, ranks: int, dim: int) -> list[tuple[Tensor, Tensor]]:
+def _chunks_of_ranks(row: Tensor, ranks: int, dim: int) -> list[tuple[Tensor, Tensor]]:
     """The head and the tail chunk of a row that each rank holds; the inverse."""
     chunks = row.chunk(2 * ranks, dim=dim)
     return [(chunks[rank], chunks[-1 - rank]) for rank in range(ranks)]
@@ -152,7 +152,9 @@ class _GatheredRows(torch.autograd.Function):
         ranks = ctx.group.size()
         sent = gradients[0].new_empty(ranks, sum(shape.numel() for shape in ctx.shapes))
         for part, *own in zip(
-            sent.unbind(), *(_held(each, ranks, dim=2) for each in gradients), strict=True
+            sent.unbind(),
+            *(_chunks_of_ranks(each, ranks, dim=2) for each in gradients),
+            strict=True,
         ):
             for place, (head, tail) in zip(_side_by_side(part, *ctx.shapes), own, strict=True):
                 first, last = place.chunk(2, dim=2)
@@ -182,7 +184,7 @@ def _to_sequence(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = [torch.cat(pair, dim=2) for pair in _held(x, group.size(), dim=2)]
+    parts = [torch.cat(pair, dim=2) for pair in _chunks_of_ranks(x, group.size(), dim=2)]
     return torch.cat(_sent_to_each(parts, group), dim=1)
 
 

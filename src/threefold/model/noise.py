@@ -74,7 +74,7 @@ def of_heads(tp_rank: int, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def kept(device: torch.device) -> Iterator[None]:
+def preserved(device: torch.device) -> Iterator[None]:
     """Afterwards torch, numpy and Python draw what they would have drawn."""
     states = random.getstate(), np.random.get_state()
     try:
@@ -91,34 +91,34 @@ def without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     Not the weights, which a forward does not write.
     """
-    held = [
-        (own, _held(own))
+    snapshots = [
+        (own, _snapshot(own))
         for module in model.modules()
         for own in (module._buffers, vars(module))
     ]
     try:
-        with kept(device):
+        with preserved(device):
             yield
     finally:
         with torch.no_grad():
-            for own, before in held:
+            for own, before in snapshots:
                 _restore(own, before)
 
 
-def _held(own: dict[str, Any]) -> dict[str, tuple[Any, Any, Any]]:
+def _snapshot(own: dict[str, Any]) -> dict[str, tuple[Any, Any, Any]]:
     """By name: a value, what it holds, and the version of a tensor."""
-    held: dict[str, tuple[Any, Any, Any]] = {}
+    values: dict[str, tuple[Any, Any, Any]] = {}
     for name in own.keys() - _OF_TORCH:
         value = own[name]
         if isinstance(value, Tensor):
-            held[name] = value, value.detach().clone(), value._version
+            values[name] = value, value.detach().clone(), value._version
         else:
-            held[name] = (
+            values[name] = (
                 value,
                 value.copy() if isinstance(value, dict | list | set | deque) else None,
                 None,
             )
-    return held
+    return values
 
 
 def _restore(own: dict[str, Any], before: dict[str, tuple[Any, Any, Any]]) -> None:

@@ -170,7 +170,7 @@ def refuse_not_finite(by_rank: Sequence[Sequence[str]]) -> None:
     names = sorted({each for own in by_rank for each in own})
     if names:
         raise ConfigError(
-            f"the model has {len(names):,} tensors with NaN or infinite values: {_named(names)}",
+            f"the model has {len(names):,} tensors with NaN or infinite values: {_first_names(names)}",
             expected="finite weights: one NaN makes every loss NaN",
             fix="use weights from before the values overflowed, or download the files again",
         )
@@ -204,7 +204,7 @@ def damaged(file: Path, error: Exception, *, name: str) -> ConfigError:
     )
 
 
-def _named(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     more = len(names) - _NUM_NAMED
     return ", ".join(names[:_NUM_NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
@@ -247,9 +247,7 @@ def _refuse(model: str, fix_of_missing: str = "", **kinds: Sequence[str]) -> Non
     problems = []
     for kind, names in kinds.items():
         what, expected, fix = _KINDS[kind]
-        what = (
-            f"model.name_or_path = {model!r} {what.format(f'{len(names):,}')}: {_named(names)}"
-        )
+        what = f"model.name_or_path = {model!r} {what.format(f'{len(names):,}')}: {_first_names(names)}"
         problems += [Problem(what, expected, fix or fix_of_missing)] if names else []
     ConfigError.raise_for(problems)
 

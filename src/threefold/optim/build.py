@@ -166,7 +166,7 @@ def group_problems(names: Sequence[str], config: OptimizerConfig) -> Iterator[Pr
         )
 
 
-def said(
+def described(
     optimizer: torch.optim.Optimizer, config: OptimizerConfig
 ) -> Iterator[tuple[str, str]]:
     """(what, why) of an optimizer that is not AdamW over one group, to be printed."""

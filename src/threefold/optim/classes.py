@@ -344,16 +344,18 @@ def _trial(
     if "weight_decay" in inspect.signature(kind).parameters:
         arguments["weight_decay"] = config.weight_decay
     optimizer = kind([{"params": parameters}], lr=_RATE, **arguments)
-    kept = _kept(optimizer)
+    kept = _plain_values(optimizer)
     for number in range(_STEPS):
         for parameter, own in zip(parameters, gradients, strict=False):
             parameter.grad = own[number].clone()
         optimizer.step()
-    changed = [name for name, value in _kept(optimizer).items() if kept.get(name) != value]
+    changed = [
+        name for name, value in _plain_values(optimizer).items() if kept.get(name) != value
+    ]
     return _Trial([parameter.detach() for parameter in parameters], optimizer, changed)
 
 
-def _kept(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _plain_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Plain values outside the state: of the groups, and of the object."""
     group = optimizer.param_groups[0]
     return {name: value for name, value in group.items() if name != "params"} | {

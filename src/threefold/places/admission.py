@@ -67,8 +67,8 @@ def admit(address: str, environ: Mapping[str, str]) -> StoreAdmission:
         probing.measured()
     finally:
         place.delete([each.key for each in place.list(probing.folder)])
-    probing.told.seconds = time.monotonic() - begun
-    return probing.told
+    probing.report.seconds = time.monotonic() - begun
+    return probing.report
 
 
 def require_admitted(
@@ -141,7 +141,7 @@ class _Probing:
 
     def __init__(self, place: ObjectStore, folder: str, until: float) -> None:
         self.place, self.folder, self.until = place, folder, until
-        self.told = StoreAdmission(str(place.url))
+        self.report = StoreAdmission(str(place.url))
 
     def all(self) -> Iterator[tuple[str, Callable[[], tuple[bool, str, str]]]]:
         """Every probe by name: a function that returns whether it holds, the observation, and the expectation."""
@@ -159,27 +159,27 @@ class _Probing:
             holds, what, expected = probe()
         except ThreefoldError as error:
             problem = error.problems[0]
-            self.told.probes.append(
+            self.report.probes.append(
                 StoreProbe(name, False, problem.what, problem.expected, problem.fix)
             )
             return
-        self.told.probes.append(StoreProbe(name, holds, what, expected, self._fix(name)))
+        self.report.probes.append(StoreProbe(name, holds, what, expected, self._fix(name)))
 
     def measured(self) -> None:
         """Adds what was measured, if the bytes could be written and read."""
-        if not self.told.measured:
+        if not self.report.measured:
             return
-        latency_s, write, read = self.told.measured.values()
+        latency_s, write, read = self.report.measured.values()
         speed = f"{size_text(write)}/s written, {size_text(read)}/s read"
         what = (
             f"{latency_s * 1000:.3g} ms a small read; {size_text(_PARTS_BYTES)} in one: {speed}"
         )
-        self.told.probes.append(StoreProbe("latency, bandwidth", True, what, "", ""))
+        self.report.probes.append(StoreProbe("latency, bandwidth", True, what, "", ""))
 
     def _fix(self, name: str) -> str:
         if name == "clock":
             return "start an NTP client here: chronyd, or timedatectl set-ntp true"
-        works = [probe.name for probe in self.told.probes if probe.holds]
+        works = [probe.name for probe in self.report.probes if probe.holds]
         return f"{_ELSEWHERE}; of this one, what works so far: {', '.join(works) or 'nothing'}"
 
     def _key(self, name: str) -> str:
@@ -256,7 +256,7 @@ class _Probing:
             "write_bytes_per_s": len(data) / (written - begun),
             "read_bytes_per_s": len(data) / (read - written),
         }
-        self.told.measured = {"latency_s": statistics.median(latencies), **measured}
+        self.report.measured = {"latency_s": statistics.median(latencies), **measured}
         return (
             right,
             "equal bytes" if right else "other bytes than were written",

@@ -201,7 +201,7 @@ class Mirror:
         """Sends one folder; returns rank 0's conclusion: the description of an error, or None."""
         values, rank, contents = self._values, self._ranks.rank, list[SentFiles]()
         if rank == 0:
-            opening = _attempt(lambda: self._said(sent, contents, later))
+            opening = _attempt(lambda: self._announced(sent, contents, later))
             values.set(f"{key}/begun", json.dumps(opening))
         values.wait([f"{key}/begun"], _LONGEST)
         if (begun := json.loads(values.get(f"{key}/begun"))) is None:
@@ -223,7 +223,7 @@ class Mirror:
         ended = json.loads(values.get(f"{key}/ended"))
         return ended if "class" in ended else None
 
-    def _said(
+    def _announced(
         self, sent: Sent, contents: list[SentFiles], later: bool
     ) -> dict[str, Any] | None:
         # A later one is nearer to where the run is; the best is left out for a better one only.

@@ -23,7 +23,7 @@ from threefold.places.next_use import Block, NextUses, forecast
 AHEAD_STEPS, LOOK_USES = 16, 1 << 16
 FORECAST_STEPS = 128
 _NUM_FETCHES = 8
-_SAID_AFTER_S = 1.0
+_REPORTED_AFTER_S = 1.0
 P = TypeVar("P")
 
 
@@ -96,8 +96,8 @@ class Prefetch:
             late = {block for block in here if block in self._asked}
             begun, reported = time.monotonic(), False
             while not self._errors.keys() & here and (left := late & self._asked):
-                self._changed.wait(_SAID_AFTER_S)
-                if not reported and time.monotonic() - begun >= _SAID_AFTER_S:
+                self._changed.wait(_REPORTED_AFTER_S)
+                if not reported and time.monotonic() - begun >= _REPORTED_AFTER_S:
                     reported = True
                     self._waiting(self._files[min(left)[0]].address)
             if reported:

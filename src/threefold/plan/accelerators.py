@@ -90,7 +90,7 @@ def of_memory(memory_bytes: int) -> Accelerator:
     return Accelerator("this device", memory_bytes, 0, 0, 0, 0)
 
 
-def named(name: str) -> Accelerator:
+def by_name(name: str) -> Accelerator:
     """The accelerator that a user named.
 
     Raises:

@@ -28,7 +28,7 @@ from threefold.why.findings import row_text
 
 _MOST_ROWS, _MOST_FOUND = 200, 20
 # In their own columns or parts.
-_NOT_TOLD = ("event", "time", "step", "start", "head", "files", "own", "others")
+_SHOWN_ELSEWHERE = ("event", "time", "step", "start", "head", "files", "own", "others")
 _SHAPE = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "num_experts", "vocab_size", "max_position_embeddings", "tie_word_embeddings",
@@ -254,7 +254,7 @@ def _row(row: BatchRow) -> Html:
 def _history(facts: RunFacts) -> Html:
     rows = []
     for event in facts.events[-_MOST_ROWS:]:
-        facts_of = {key: value for key, value in event.items() if key not in _NOT_TOLD}
+        facts_of = {key: value for key, value in event.items() if key not in _SHOWN_ELSEWHERE}
         if (sizes := sizes_of(event.get("mesh"))) is not None:
             facts_of["mesh"] = str(Topology(*sizes))
         rows.append(
@@ -262,7 +262,7 @@ def _history(facts: RunFacts) -> Html:
                 shown_time(str(event.get("time", ""))),
                 event["event"],
                 event.get("step", ""),
-                _told(facts_of),
+                _event_text(facts_of),
             )
         )
     if not rows:
@@ -281,7 +281,7 @@ def _history(facts: RunFacts) -> Html:
     )
 
 
-def _told(values: Mapping[str, Any]) -> str:
+def _event_text(values: Mapping[str, Any]) -> str:
     wanted = {
         key: value
         for key, value in values.items()

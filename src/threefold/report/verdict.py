@@ -192,6 +192,8 @@ def _shares(run: Path, start: SegmentLine) -> Iterator[str]:
 def first_and_last_step(segments: Sequence[Segment]) -> tuple[int, int]:
     """The steps of a record that has an audit."""
     lasts = [
-        line.first + segment.stands(line) - 1 for segment in segments for line in segment.steps
+        line.first + segment.valid_batches(line) - 1
+        for segment in segments
+        for line in segment.steps
     ]
     return segments[0].start.first_step, max(lasts)

@@ -169,7 +169,7 @@ def _choices(run: Built, findings: Sequence[Entry]) -> Iterator[Entry]:
         yield "tokenizer", f"{run.tokenizer.name}, {why}"
     yield from findings
     yield from run.model.choices
-    yield from optimizers.said(run.optimizer, run.config.optimizer)
+    yield from optimizers.described(run.optimizer, run.config.optimizer)
     if run.given.loss is not None:
         yield "loss", f"{name_of(run.given.loss)}, of {run.given.loss_on}: as given"
     if run.config.data.skip:

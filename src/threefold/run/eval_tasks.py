@@ -63,7 +63,7 @@ class EvalTasks:
         for task in self._tasks["tasks"].values():
             task.set_fewshot_seed(seed=_SHOTS_SEED)
         # Hides its progress bars on every rank.
-        with noise.kept(self._mesh.device), redirect_stderr(io.StringIO()):
+        with noise.preserved(self._mesh.device), redirect_stderr(io.StringIO()):
             evals = evaluate(
                 self._harness,
                 self._tasks,

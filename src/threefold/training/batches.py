@@ -87,7 +87,7 @@ class Batches:
             or not ids.numel()
         ):
             raise ConfigError(
-                f"the batch has {_said(ids)} for input_ids",
+                f"the batch has {_kind_of(ids)} for input_ids",
                 expected="int64 [rows, sequence]",
                 fix="'input_ids': tokens.long().reshape(rows, sequence)",
             )
@@ -112,7 +112,7 @@ class Batches:
         for name in (name for name in _PER_TOKEN if name in batch):
             if not isinstance(batch[name], Tensor) or batch[name].shape != ids.shape:
                 raise ConfigError(
-                    f"the batch has {_said(batch[name])} for {name}, and [{ids.shape[0]}, {ids.shape[1]}] input_ids",
+                    f"the batch has {_kind_of(batch[name])} for {name}, and [{ids.shape[0]}, {ids.shape[1]}] input_ids",
                     expected="one for each token",
                     fix=f"'{name}': {name}.expand_as(input_ids)"
                     if name == "position_ids"
@@ -120,7 +120,7 @@ class Batches:
                 )
             if batch[name].dtype != (kind := torch.bool if name == "padding" else torch.int64):
                 raise ConfigError(
-                    f"the batch has {_said(batch[name])} for {name}",
+                    f"the batch has {_kind_of(batch[name])} for {name}",
                     expected=f"{str(kind).removeprefix('torch.')} [rows, sequence]",
                     fix=f"'{name}': {name}.{'bool' if name == 'padding' else 'long'}()",
                 )
@@ -129,7 +129,7 @@ class Batches:
         for name, values in batch.items():
             if not isinstance(values, Tensor) or not values.ndim or len(values) != len(ids):
                 raise ConfigError(
-                    f"the batch has {_said(values)} for {name}, and {len(ids)} rows",
+                    f"the batch has {_kind_of(values)} for {name}, and {len(ids)} rows",
                     expected="a tensor [rows, ..]",
                     fix=f"'{name}': torch.as_tensor({name}).expand({len(ids)})",
                 )
@@ -215,7 +215,7 @@ def _unshifted(ids: Tensor, labels: Tensor) -> bool:
     return not torch.equal(ids[:, 1:][inside], labels[:, :-1][inside])
 
 
-def _said(values: Any) -> str:
+def _kind_of(values: Any) -> str:
     if isinstance(values, Tensor):
         return f"{str(values.dtype).removeprefix('torch.')} {list(values.shape)}"
     return "nothing" if values is None else f"a {type(values).__name__}"

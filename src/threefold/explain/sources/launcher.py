@@ -9,7 +9,7 @@ from threefold.explain.log import Log, LogLine
 _HOST = re.compile(r"\bhost +: (\S+)")
 _RANK = re.compile(r"\brank *: (\d+)")
 _NUMBERS = (_RANK, re.compile(r"\blocal_rank *: (\d+)"), re.compile(r"exitcode *: (-?\d+)"))
-_TOLD = 10  # lines from the heading of the first failure on
+_REPORT_LINES = 10  # lines from the heading of the first failure on
 
 
 class Exit(NamedTuple):
@@ -24,7 +24,7 @@ class Exit(NamedTuple):
 def first_exit(log: Log) -> Exit:
     """What torchrun reports about the first failure, of the job or else of a host."""
     if (root := next(log.indices("Root Cause (first"), None)) is not None:
-        return _exit(log.raw[root : root + _TOLD])
+        return _exit(log.raw[root : root + _REPORT_LINES])
     begin = next(log.indices("failed (exitcode: "), len(log.raw))
     return _exit(log.raw[begin : begin + 1])
 

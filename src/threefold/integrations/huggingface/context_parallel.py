@@ -89,7 +89,7 @@ def problems(trainer: Any) -> Iterator[Problem]:
         )
 
 
-def _asked(model: Any, dtype: str = "float32") -> Config:
+def _config_of(model: Any, dtype: str = "float32") -> Config:
     """What `threefold train` would be asked for, with rows that hold documents and padding."""
     remote = not type(model).__module__.startswith("transformers.")
     asked = {
@@ -112,7 +112,7 @@ def _probe_of(
 
     def probe(rows: Mapping[str, Tensor]) -> None:
         narrow = torch.is_autocast_enabled(mesh.device.type) or inner.dtype != torch.float32
-        asked = _asked(model, "bfloat16" if narrow else "float32")
+        asked = _config_of(model, "bfloat16" if narrow else "float32")
         usual, inner.forward = inner.forward, probed_forward
         try:
             admit_first(
@@ -133,7 +133,7 @@ def cut_rows(model: Any, mesh: Mesh) -> None:
     Raises:
         ConfigError: the architecture fails a probe on this mesh; in the first step, its own forward fails one.
     """
-    admit(_asked(model), model.config, mesh)
+    admit(_config_of(model), model.config, mesh)
     config: PretrainedConfig = model.config
     method = choices.cp_method(
         "auto", mesh.topology, heads=heads_of(config), seq_len=longest_row(config, model)

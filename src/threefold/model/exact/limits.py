@@ -43,7 +43,7 @@ def problems(
             )
 
 
-def said(config: Config, topology: Topology) -> tuple[str, str]:
+def described(config: Config, topology: Topology) -> tuple[str, str]:
     """(what, why) of exact sums, to be printed: what the bits depend on, and the price."""
     size, dtype = config.train.micro_batch, config.model.dtype
     axes = f"cp {topology.cp}, tp {topology.tp}"

@@ -162,8 +162,8 @@ def split_over_tp(
         return TensorParallelism(), None
     group = mesh.group("tp")
     assert group is not None and mesh.parameter_mesh is not None
-    head_name, head = _named(model, model.get_output_embeddings())
-    embedding_name, embedding = _named(model, model.get_input_embeddings())
+    head_name, head = _name_and_module(model, model.get_output_embeddings())
+    embedding_name, embedding = _name_and_module(model, model.get_input_embeddings())
     tied = head is not None and embedding is not None and head.weight is embedding.weight
     plan, partial = _exact_plan(model, head_name, tied_embedding=embedding_name if tied else "")
     experts = _expanded(model, model.ep_plan) if whole_experts else {}
@@ -351,7 +351,7 @@ def _vocabulary_start(head: nn.Module, mesh: Mesh) -> int:
     return min(entries, mesh.tp_rank * -(-entries // mesh.size("tp")))
 
 
-def _named(model: nn.Module, module: nn.Module | None) -> tuple[str, Any]:
+def _name_and_module(model: nn.Module, module: nn.Module | None) -> tuple[str, Any]:
     return next(
         ((name, each) for name, each in model.named_modules() if each is module), ("", None)
     )

@@ -188,7 +188,7 @@ def _foreign_rows(epoch: Epoch) -> str | None:
 @judges("rows of an epoch")
 def judge_epochs(groups: RankGroups, epochs: Epochs) -> JudgedPart:
     """Whether every row was read once in every epoch."""
-    epochs, ended = _known(groups, epochs)
+    epochs, ended = _known_epochs(groups, epochs)
     if any(epochs[0].settings("replacement")):
         raise Unjudgeable("the sampler draws rows with replacement")
     if not ended:
@@ -222,7 +222,7 @@ def judge_epochs(groups: RankGroups, epochs: Epochs) -> JudgedPart:
     )
 
 
-def _known(groups: RankGroups, epochs: Epochs) -> tuple[list[Epoch], list[Epoch]]:
+def _known_epochs(groups: RankGroups, epochs: Epochs) -> tuple[list[Epoch], list[Epoch]]:
     """All epochs, and those that ended; raises why they are not known, if they are not."""
     if isinstance(epochs, str):
         raise Unjudgeable(epochs)
@@ -276,7 +276,7 @@ _FEWEST_ROWS = 8
 @judges("order of epochs")
 def judge_order(groups: RankGroups, epochs: Epochs) -> JudgedPart:
     """Whether all data ranks follow one order, and whether each epoch that is shuffled has its own."""
-    epochs, ended = _known(groups, epochs)
+    epochs, ended = _known_epochs(groups, epochs)
     ranks = [record.rank for record in groups.first_of_each]
     for epoch in epochs:
         if epoch.replicas is not None:

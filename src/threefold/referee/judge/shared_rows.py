@@ -150,7 +150,7 @@ def judge_copies(groups: RankGroups) -> JudgedPart:
     for place, kind in product(range(num_steps), _CHANGED_BY):
         first: dict[_Held, tuple[int, str]] = {}
         for record in ranks:
-            for held, value in _held(record, place, kind):
+            for held, value in _part_digests(record, place, kind):
                 other, expected = first.setdefault(held, (record.rank, value))
                 num_copies += other != record.rank
                 if value != expected:
@@ -167,7 +167,7 @@ def judge_copies(groups: RankGroups) -> JudgedPart:
     )
 
 
-def _held(record: RankRecord, place: int, kind: str) -> Iterator[tuple[_Held, str]]:
+def _part_digests(record: RankRecord, place: int, kind: str) -> Iterator[tuple[_Held, str]]:
     """The digest of each part that a rank holds, where it shows who holds the same."""
     curve, how = record.checked[place]["curve"], record.placement.get("how")
     # Plain tensors may be parts of anything, and another model may be divided in another way.

@@ -13,7 +13,11 @@ from threefold.model.float8 import layers_to_convert
 from threefold.model.flops import flops_of
 from threefold.plan.decoder import decoder_of
 from threefold.plan.families import FAMILIES
+from threefold.plan.operations import longest_row
 from threefold.plan.units import units_of
+
+LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
 def test_there_are_at_least_25_families() -> None:
@@ -123,3 +127,48 @@ def test_what_cannot_be_told_is_refused(changed: dict[str, Any], said: str) -> N
 def test_layers_whose_kept_tensors_are_not_known(changed: dict[str, Any], said: str) -> None:
     (problem,) = decoder_of({**_LLAMA, **changed}).unsure
     assert said in problem.what
+
+
+@pytest.mark.parametrize(
+    ("values", "longest"),
+    [
+        ({"max_position_embeddings": 4096}, 4096),
+        # The configs of vicuna-7b-v1.5-16k, and of Qwen2.5 with what its page adds: the length before scaling.
+        (
+            {
+                "max_position_embeddings": 4096,
+                "rope_scaling": {"type": "linear", "factor": 4.0},
+            },
+            16384,
+        ),
+        ({"max_position_embeddings": 32768, "rope_parameters": YARN}, 131072),
+        # And after it, as gpt_oss, DeepSeek-V3, Llama 3.1 and Gemma 3 name it.
+        ({"max_position_embeddings": 131072, "rope_parameters": YARN}, 131072),
+        (
+            {
+                "max_position_embeddings": 8192,
+                "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
+            },
+            8192,
+        ),
+        (
+            {"max_position_embeddings": 8192, "rope_parameters": {"full_attention": LINEAR}},
+            8192,
+        ),
+        # Its factors would depend on the longest text so far.
+        (
+            {
+                "max_position_embeddings": 4096,
+                "rope_scaling": {"type": "dynamic", "factor": 2.0},
+            },
+            4096,
+        ),
+        ({"max_target_positions": 448}, 448),
+        ({}, None),
+    ],
+)
+def test_scaled_positions_make_longer_rows(values: dict[str, Any], longest: int | None) -> None:
+    assert longest_row(values) == longest
+    assert (
+        decoder_of({**_LLAMA, "max_position_embeddings": None, **values}).positions == longest
+    )

@@ -24,6 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from threefold.model.collectives import gather_parts, join, sum_gradient
 from threefold.model.head_gradient import Bend, Loss, is_product, sums_of
+from threefold.plan import operations
 from threefold.plan.choices import chunk_tokens
 
 # What a forward may assign to its hidden states and its logits before the loss, and the resulting kind of logits:
@@ -122,11 +123,8 @@ def first_position(model: nn.Module) -> int:
 
 def longest_row(architecture: PretrainedConfig, model: nn.Module) -> int:
     """Tokens of the longest row that the model has positions for; 0: its config names none."""
-    text = architecture.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None) or getattr(
-        text, "max_target_positions", None
-    )
-    return longest - first_position(model) if isinstance(longest, int) else 0
+    longest = operations.longest_row(architecture.get_text_config().to_dict())
+    return longest - first_position(model) if longest else 0
 
 
 def install(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from threefold.errors import ConfigError, Problem
 from threefold.plan.families import FAMILIES, Family, Key
-from threefold.plan.operations import Attention, Flops
+from threefold.plan.operations import Attention, Flops, longest_row
 
 TRACED = (
     "threefold plan MODEL --mesh.dp 2   (without --gpus: the model's own "
@@ -164,10 +164,9 @@ def decoder_of(values: Mapping[str, Any]) -> Decoder:
         around.append(Weight("head", (vocabulary, hidden), 0))
     if sizes.says(family.head_bias):
         around.append(Weight("head bias", (vocabulary,), 0))
-    positions = values.get("max_position_embeddings")
     return Decoder(
         str(values["model_type"]), family, hidden, vocabulary, layers, tuple(around), tied,
-        positions if isinstance(positions, int) else None, tuple(_kept_problems(family, values)),
+        longest_row(values), tuple(_kept_problems(family, values)),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Attention(NamedTuple):
@@ -83,3 +83,19 @@ def formula(flops: Flops, seq_len: int) -> list[str]:
             f"({attention.query_width} + {attention.value_width}) x {num_keys:,.0f} keys{window}"
         )
     return lines
+
+
+def longest_row(values: Mapping[str, Any]) -> int | None:
+    """Tokens of the longest row that a model takes, by its text config's values; None: they name none.
+
+    `max_position_embeddings`, or what linear and YaRN scaling make of it: many configs name the length before that.
+    """
+    longest = values.get("max_position_embeddings") or values.get("max_target_positions")
+    if not isinstance(longest, int):
+        return None
+    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor") or 1
+    if kind == "yarn":
+        before = scaling.get("original_max_position_embeddings") or longest
+        return max(longest, int(before * factor))
+    return int(longest * factor) if kind == "linear" else longest

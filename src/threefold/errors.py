@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import shlex
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
@@ -21,6 +22,21 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NUM_NAMED = 6
 # HTTP status codes that may differ on a retry; how many chained causes are followed.
 _PASSING, _DEEPEST = (429, 500, 502, 503, 504), 8
+# Categories of Unicode: controls, formats, surrogates, private and unassigned ones; separators of lines.
+_OBEYED = ("C", "Zl", "Zp")
+# Those that texts need: lines, tabs, and the joiners of Persian, Hindi and emoji.
+_HARMLESS = "\n\t\u200c\u200d"
+
+
+def visible(text: str) -> str:
+    """Text without anything that a terminal would obey or hide: control characters and the like are spelled out."""
+
+    def shown(character: str) -> str:
+        if character in _HARMLESS or not unicodedata.category(character).startswith(_OBEYED):
+            return character
+        return character.encode("unicode_escape", errors="backslashreplace").decode("ascii")
+
+    return text if text.isprintable() else "".join(map(shown, text))
 
 
 @dataclass(frozen=True)
@@ -37,7 +53,7 @@ class Problem:
     setting: tuple[str, Any, str] | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
-        return f"{self.what}\n  expected: {self.expected}\n  fix: {self.fix}"
+        return visible(f"{self.what}\n  expected: {self.expected}\n  fix: {self.fix}")
 
 
 class ThreefoldError(Exception):

@@ -11,7 +11,7 @@ import pytest
 from ranks.runs import command, metrics, prepare
 from threefold.audit import record, row_losses
 from threefold.audit.lookup import find_step
-from threefold.why.contents import visible
+from threefold.errors import visible
 
 pytestmark = pytest.mark.ranks
 

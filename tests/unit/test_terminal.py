@@ -89,6 +89,13 @@ def test_lines_stay_whole_without_a_terminal() -> None:
         ) == (not terminal)
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_a_model_writes_cannot_act_on_a_terminal(terminal: bool) -> None:
+    console, out = screen(terminal=terminal)
+    console.print(f"{SAMPLE}\x1b]0;title\x07a \u202e\x00b")
+    assert out.getvalue() == f"{SAMPLE}\\x1b]0;title\\x07a \\u202e\\x00b\n"
+
+
 def test_json_lines_have_a_kind_and_are_json(caplog: pytest.LogCaptureFixture) -> None:
     found, out = screen(as_json=True)
     terminal = Terminal(found, num_steps=10, done=0)

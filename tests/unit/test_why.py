@@ -17,11 +17,10 @@ from threefold.audit.record import FILE
 from threefold.audit.row_losses import FOLDER, RankPart, packed
 from threefold.checkpoint.lineage import Journal
 from threefold.data.order.mixture import Mixture
-from threefold.errors import ConfigError, RunError
+from threefold.errors import ConfigError, Problem, RunError, visible
 from threefold.training.lag import Lag
 from threefold.why import format
 from threefold.why.batch_rows import StepBatches
-from threefold.why.contents import visible
 from threefold.why.findings import Anomaly, findings
 from threefold.why.lookback import Lookback
 
@@ -269,3 +268,5 @@ def test_text_of_data_cannot_act_on_a_terminal() -> None:
         and "\\u202e" in shown
     )
     shown.encode()
+    # Nor what an error quotes of it.
+    assert str(Problem(text, text, text)) == f"{shown}\n  expected: {shown}\n  fix: {shown}"

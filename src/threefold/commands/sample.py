@@ -10,7 +10,7 @@ import typer
 from threefold import jsonl
 from threefold.commands.arguments import AsJson
 from threefold.commands.run_argument import RunOrCheckpoint, run_here
-from threefold.errors import ConfigError
+from threefold.errors import ConfigError, visible
 
 if TYPE_CHECKING:
     from threefold.checkpoint.checkpoint_folder import Checkpoint
@@ -77,7 +77,7 @@ def command(
         "prompt": prompt,
         "text": text,
     }
-    typer.echo(jsonl.as_json(answer) if as_json else text)
+    typer.echo(jsonl.as_json(answer) if as_json else visible(text))
 
 
 def _converse(
@@ -90,6 +90,7 @@ def _converse(
     from threefold.data.chat.formats import Message, RowError
     from threefold.data.chat.labeller import chat_template, encoder_of
     from threefold.export.generation import continued, load_own
+    from threefold.model.head import longest_row
     from threefold.run.sources import sources_of
 
     labels = next(iter(sources_of(config).values())).labels
@@ -101,7 +102,7 @@ def _converse(
         )
     encoder = encoder_of(tokenizer, labels, "last", template)
     model = load_own(checkpoint)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = longest_row(model.config, model)
     messages: list[Message] = []
     torch.manual_seed(0)
     while True:
@@ -117,7 +118,7 @@ def _converse(
             raise ConfigError(
                 f"--chat: {error.what}", expected=error.expected, fix="rephrase it"
             ) from None
-        if isinstance(longest, int) and len(ids) + num_tokens > longest:
+        if 0 < longest < len(ids) + num_tokens:
             raise ConfigError(
                 f"the conversation has {len(ids):,} tokens, and the model supports {longest:,} positions",
                 expected=f"room for {num_tokens:,} more",
@@ -125,5 +126,5 @@ def _converse(
             )
         new_ids = continued(model, ids, num_tokens=num_tokens, end_id=end_id)
         answer = tokenizer.decode([id for id in new_ids if id != end_id]).strip()
-        typer.echo(answer)
+        typer.echo(visible(answer))
         messages.append({"role": "assistant", "content": answer})

@@ -35,10 +35,9 @@ from threefold.data.text.source import (
     no_end_warning,
 )
 from threefold.data.tokens import Tokenizer, byte_backend, for_texts
-from threefold.errors import ConfigError, RunError
+from threefold.errors import ConfigError, RunError, visible
 from threefold.mesh.environment import cache_folder
 from threefold.run.sources import tokenizer_of, with_packing
-from threefold.why.contents import visible
 
 if TYPE_CHECKING:
     from threefold.mesh.mesh import Mesh

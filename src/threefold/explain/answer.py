@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from threefold.checkpoint.lineage import Ending
 from threefold.config.paths import JOURNAL
-from threefold.errors import rows_text
+from threefold.errors import rows_text, visible
 from threefold.explain.evidence import JobEvidence
 from threefold.explain.explain import Confidence, Diagnosis, Explanation, Hit, Status, examine
 from threefold.explain.facts import Guess
@@ -21,10 +20,6 @@ from threefold.records.state import ended_text
 SCHEMA = 1  # of --json: grows when a key changes its meaning or is removed
 _SHOWN = 300
 _OF_PAGE = ("name", "title", "cause", "steps", "several", "check")
-# Also what turns the direction of text around: it makes a line read as another one.
-_CONTROL = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
-)
 # The pages of what a run notes of its end; any other has its three parts.
 _OF_ENDING = {
     "signal": "killed",
@@ -129,7 +124,7 @@ def _of_dumps(first: Divergence, logged: Explanation | None) -> Explanation:
 
 def text(diagnosis: Diagnosis) -> str:
     """The diagnosis as text, without what would control a terminal."""
-    return _CONTROL.sub("?", _text(diagnosis))
+    return visible(_text(diagnosis))
 
 
 def _text(diagnosis: Diagnosis) -> str:

@@ -7,14 +7,11 @@ terminal or the direction of text are shown by their codes.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-_CONTROLS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
-)
+from threefold.errors import visible
 
 _MOST = 4000
 
@@ -29,7 +26,7 @@ def shown(value: Any, *, most: int = _MOST) -> Html:
         return value
     whole = str(value)
     cut = whole if len(whole) <= most else f"{whole[:most]}... ({len(whole):,} characters)"
-    return Html(escape(_CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", cut), quote=True))
+    return Html(escape(visible(cut), quote=True))
 
 
 def tag(name: str, /, *inside: Any, **attributes: Any) -> Html:

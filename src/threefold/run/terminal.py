@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from threefold.errors import visible
 from threefold.jsonl import Metrics, as_json
 from threefold.progress_bars import Bar, Bars
 
@@ -65,6 +66,7 @@ class Screen(Console):
         if self.as_json:
             self._write({"kind": "text", "text": text}, options)
         else:
+            text = visible(text)
             super().print(
                 folded(text, min(self.width, _WIDTH)) if self.is_terminal else text, **options
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
@@ -30,10 +29,6 @@ from threefold.records.files import MOST_BYTES
 SHOWN = 240
 # Documents of a row that are looked for elsewhere, and others as long that each is compared with.
 _COMPARED, _MOST_ALIKE = 3, 10_000
-# Categories of Unicode: controls, formats, surrogates, private and unassigned ones; separators of lines.
-_OBEYED = ("C", "Zl", "Zp")
-# Those that texts need: lines, tabs, and the joiners of Persian, Hindi and emoji.
-_HARMLESS = "\n\t\u200c\u200d"
 
 
 class Contents:
@@ -176,14 +171,3 @@ def _store(name: str, digest: str) -> TokenStore:
     if hashes.change is not None or (digest and hashes.blocks.digest != digest):
         raise ValueError(f"{name}.bin and .idx have changed since the run read them")
     return store
-
-
-def visible(text: str) -> str:
-    """Text without anything that a terminal would obey or hide: control characters and the like are spelled out."""
-
-    def shown(character: str) -> str:
-        if character in _HARMLESS or not unicodedata.category(character).startswith(_OBEYED):
-            return character
-        return character.encode("unicode_escape", errors="backslashreplace").decode("ascii")
-
-    return "".join(map(shown, text))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from threefold.errors import visible
 from threefold.why.batch_rows import BatchRow, StepBatches
-from threefold.why.contents import visible
 from threefold.why.findings import Anomaly, findings, row_text, telling
 
 # Findings without a step, and rows of a step, that are printed.

@@ -30,9 +30,9 @@ ROWS = (
     "--eval.source",
     "held-out.txt",
     "--eval.every",
-    "20",
+    "10",
 )
-STEPS = ("--train.steps", "60", "--checkpoint.every", "5", "--log.dir")
+STEPS = ("--train.steps", "30", "--checkpoint.every", "3", "--log.dir")
 
 
 @pytest.mark.examples
@@ -59,9 +59,9 @@ def test_run_on_2_then_4_then_1_then_8_data_ranks_has_the_hash_of_the_one_that_n
     )
     stopped = stop_after(tmp_path, 4, *asked, "moved", *on_2)
     assert stopped.returncode == 75, stopped.stdout
-    killed = stop_after(tmp_path, 22, *asked, "moved", *on_4, number=signal.SIGKILL)
+    killed = stop_after(tmp_path, 11, *asked, "moved", *on_4, number=signal.SIGKILL)
     assert killed.returncode == -signal.SIGKILL, killed.stdout
-    stopped = stop_after(tmp_path, 32, *asked, "moved", *on_1)
+    stopped = stop_after(tmp_path, 17, *asked, "moved", *on_1)
     assert stopped.returncode == 75, stopped.stdout
     # Other micro-batches would have other bits.
     refused = command(tmp_path, *asked, "moved", "--train.micro_batch", "2", *on_1)

@@ -251,7 +251,7 @@ def test_a_store_that_is_away_is_waited_for(here: Path, address: str, seaweed: S
         os.kill(seaweed.pid, signal.SIGSTOP)
         try:
             running.wait_for(lambda: f"waiting for {address}" in running.err(), "the stall", 60)
-            until = time.monotonic() + 30
+            until = time.monotonic() + 15
             while time.monotonic() < until:
                 assert running.running(), running.out() + running.err()
                 time.sleep(0.5)  # not to synchronise: that long it is away

@@ -632,7 +632,7 @@ def histories(number: int, *, derandomize: bool = True) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [100, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [60, pytest.param(2000, marks=pytest.mark.long)])
 def test_no_history_breaks_a_rule(number: int) -> None:
     histories(number)
 

@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FIRST, COMPUTE, WAIT = "first", "compute", "wait"
 TAIL_LINES = 15
 GRACE_S = 10.0
+ENDS_S = 3.0  # a server that was told to end still frees what it has imported
 HUNG, NOT_RUN = 124, 1  # exit codes; 124 is that of timeout(1)
 
 # Where tests/journal.py and the Makefile write; a process that carries a stage's token belongs to that stage.
@@ -358,23 +359,29 @@ def _notes(folder: Path, tests: Tests) -> Iterator[str]:
 
 
 def _kill_strays(token: str) -> list[str]:
-    """Kills every process that carries a stage's token in its environment; returns how their commands begin."""
-    mark, commands = f"{TOKEN}={token}".encode(), dict[str, str]()
+    """Kills every process that carries a stage's token and does not end now; returns how their commands begin."""
+    until, commands = time.monotonic() + ENDS_S, dict[Path, str]()
     # A process that becomes another program has no environment for a moment.
-    for pause_s in (0.0, 0.2):
-        time.sleep(pause_s)
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                if path.parent.name not in commands and mark in path.read_bytes().split(b"\0"):
-                    command = (
-                        path.with_name("cmdline")
-                        .read_bytes()
-                        .replace(b"\0", b" ")
-                        .decode(errors="replace")
-                    )
-                    os.kill(int(path.parent.name), signal.SIGKILL)
-                    commands[path.parent.name] = command.strip()[:100]
+    seen_none = 0
+    while seen_none < 2:
+        seen_none = 0 if _with_token(token) else seen_none + 1
+        if time.monotonic() > until:
+            for process in _with_token(token):
+                with contextlib.suppress(OSError):
+                    command = (process / "cmdline").read_bytes().replace(b"\0", b" ")
+                    os.kill(int(process.name), signal.SIGKILL)
+                    commands[process] = command.decode(errors="replace").strip()[:100]
+        time.sleep(0.2)
     return [*commands.values()]
+
+
+def _with_token(token: str) -> list[Path]:
+    mark, processes = f"{TOKEN}={token}".encode(), list[Path]()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in path.read_bytes().split(b"\0"):
+                processes.append(path.parent)
+    return processes
 
 
 def report(results: Sequence[Result], seconds: float) -> Iterable[str]:
